@@ -1,0 +1,1 @@
+"""The command line: front ends over `cbatch.engine`."""

@@ -1,0 +1,35 @@
+"""`cbatch info`: what to paste into a bug report."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any, Literal
+
+import click
+
+from cbatch import __version__
+from cbatch.cli.options import engine_options, model_options
+
+
+@click.command("info")
+@model_options
+@engine_options
+def info(**options: Any) -> Literal[0]:
+    """Show versions, devices, the model, and how much its KV cache holds."""
+    import torch
+    import transformers
+
+    from cbatch.cli.options import ENGINE_FIELDS
+    from cbatch.engine import Engine, EngineConfig
+
+    click.echo(f"cbatch        {__version__}")
+    click.echo(f"python        {platform.python_version()} on {platform.platform()}")
+    click.echo(f"torch         {torch.__version__}, {torch.get_num_threads()} threads")
+    click.echo(f"transformers  {transformers.__version__}")
+    for number in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(number)
+        click.echo(f"cuda:{number}        {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+    engine = Engine(EngineConfig(**{name: options[name] for name in ENGINE_FIELDS}))
+    for name, value in engine.facts().items():
+        click.echo(f"{name:<13} {value}")
+    return 0

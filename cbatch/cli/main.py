@@ -1,0 +1,78 @@
+"""The `cbatch` command: its subcommands, and what becomes of errors."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+import click
+
+from cbatch import __version__
+from cbatch.engine.errors import CbatchError, EngineError
+
+COMMANDS = {"run": "cbatch.cli.run", "info": "cbatch.cli.info"}
+EXIT_USAGE, EXIT_FATAL, EXIT_INTERRUPTED, EXIT_PIPE = 2, 3, 130, 141
+
+
+class LazyGroup(click.Group):
+    """Imports a subcommand when it is called or asked for its help."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name]), cmd_name)
+        return command
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "CBATCH"})
+@click.version_option(__version__, prog_name="cbatch")
+def cli() -> None:
+    """Chat with and batch-generate from language models, by continuous batching in this process."""
+
+
+def run_command(arguments: list[str] | None = None) -> int:
+    """Runs the command line and returns its exit code; every error becomes a sentence on stderr."""
+    try:
+        result: Any = cli.main(arguments, prog_name="cbatch", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return EXIT_USAGE
+    except click.ClickException as error:
+        error.show()
+        return EXIT_USAGE
+    except (click.Abort, KeyboardInterrupt):
+        print("cbatch: interrupted; finished rows are written.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        return EXIT_PIPE
+    except EngineError as error:
+        print(f"cbatch: {error}", file=sys.stderr)
+        return EXIT_FATAL
+    except CbatchError as error:
+        print(f"cbatch: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        print(f"cbatch: {error.strerror}{where}; what was finished is written.", file=sys.stderr)
+        return EXIT_FATAL
+
+
+def main() -> None:
+    """Ends the process at once: threads that wait for input or for the device must not hold it open."""
+    code = run_command()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            code = code or EXIT_PIPE
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Options that several commands share, and how they become an engine's configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class JsonListOption(click.Option):
+    """A repeatable option whose environment variable holds a JSON list; Click would split it at white space."""
+
+    def value_from_envvar(self, ctx: click.Context) -> Any:
+        text = self.resolve_envvar_value(ctx)
+        if text is None:
+            return None
+        try:
+            values = json.loads(text)
+        except ValueError:
+            values = None
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise click.BadParameter(f"the environment variable must hold a JSON list of strings, not {text!r}.", ctx)
+        return tuple(values)
+
+
+def _apply(options: list[Callable[[Command], Command]]) -> Callable[[Command], Command]:
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+model_options = _apply(
+    [
+        click.option(
+            "-m", "--model", metavar="ID_OR_DIR", envvar="CBATCH_MODEL", help="Hub id or folder; default: a demo model."
+        ),
+        click.option("--revision", metavar="REV", help="Branch, tag or commit of a hub model."),
+        click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
+        click.option(
+            "--dtype",
+            type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+            default="auto",
+            show_default=True,
+            help="Arithmetic of the model; auto: as stored, where the device is fast at it.",
+        ),
+    ]
+)
+
+engine_options = _apply(
+    [
+        click.option("--max-seqs", type=click.IntRange(1), help="Most rows that run at once."),
+        click.option("--max-batch-tokens", type=click.IntRange(1), help="Token budget of one step."),
+        click.option("--block-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens in a block."),
+        click.option("--attention", default="auto", show_default=True, metavar="NAME", help="Attention backend."),
+        click.option("--kv-cache-memory", metavar="SIZE", help="KV cache: 4GiB, or 90% of what is free."),
+        click.option("--kv-blocks", type=click.IntRange(1), help="KV cache in blocks, exactly (for tests)."),
+    ]
+)
+
+sampling_options = _apply(
+    [
+        click.option("--system", metavar="TEXT", help="System message for conversations without one."),
+        click.option("--seed", type=int, default=0, show_default=True, help="Seed of all randomness."),
+        click.option("--max-tokens", type=int, help="Most tokens of an answer."),
+        click.option("--min-tokens", type=int, help="Fewest tokens of an answer."),
+        click.option("--temperature", type=float, help="0 is greedy."),
+        click.option("--top-p", type=float, help="Nucleus sampling."),
+        click.option("--top-k", type=int, help="Sample among the K likeliest tokens."),
+        click.option("--min-p", type=float, help="Drop tokens below this share of the likeliest."),
+        click.option(
+            "--stop", multiple=True, cls=JsonListOption, metavar="TEXT", help="End an answer here (repeatable)."
+        ),
+        click.option("--ignore-eos/--no-ignore-eos", default=None, help="Go on past end tokens."),
+    ]
+)
+
+ENGINE_FIELDS = (
+    "model revision device dtype max_seqs max_batch_tokens block_size attention kv_cache_memory kv_blocks"
+).split()
+SAMPLING_FIELDS = "max_tokens min_tokens temperature top_p top_k min_p stop ignore_eos".split()
+
+
+def sampling_overrides(options: dict[str, Any]) -> dict[str, Any]:
+    """The sampling parameters that were given; an empty tuple of stop strings is none given."""
+    return {name: options[name] for name in SAMPLING_FIELDS if options[name] not in (None, ())}

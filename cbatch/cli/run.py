@@ -1,0 +1,117 @@
+"""`cbatch run`: JSONL rows in, JSONL rows out."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+import click
+
+from cbatch.cli.options import engine_options, model_options, sampling_options, sampling_overrides
+from cbatch.cli.output import FileOutput, Output, StreamOutput
+from cbatch.cli.screen import Progress, notice
+from cbatch.cli.session import open_engine
+from cbatch.engine import ConfigError, RequestError, SamplingParams
+
+if TYPE_CHECKING:
+    from cbatch.cli.batch import BatchOptions
+    from cbatch.engine import Engine
+
+DEFAULT_MAX_TOKENS = 512
+
+
+@click.command("run")
+@click.argument("input", default="-", metavar="[INPUT]")
+@click.option("-o", "--output", default="-", metavar="OUT", help="Output file; - is stdout.")
+@click.option("--overwrite", is_flag=True, help="Replace an output file that has content.")
+@click.option("--format", type=click.Choice(["jsonl", "text"]), default="jsonl", help="text: one prompt a line.")
+@click.option("--order", type=click.Choice(["input", "completion"]), default="input", show_default=True)
+@click.option("--window", type=click.IntRange(1), help="Most rows in flight or held back [4 x --max-seqs].")
+@click.option("--raw", is_flag=True, help="Prompts are plain text to continue; no chat template.")
+@click.option("--token-ids", is_flag=True, help="Add the output's token ids to each row.")
+@click.option("--allow-unknown", is_flag=True, help="Carry misspelt parameters along instead of refusing the row.")
+@model_options
+@sampling_options
+@engine_options
+@click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but errors.")
+def run(**options: Any) -> Literal[0, 1]:
+    """Generate an answer for every row of INPUT (JSON Lines; - is stdin).
+
+    A row is {"prompt": ...}, {"messages": [...]} or {"prompt_token_ids": [...]}, and may carry sampling
+    parameters of its own. Each gives one row of output; a bad row gives an error row and stops nothing.
+    """
+    _check_sampling(options)
+    stream, total = _open_input(options["input"])
+    output = _open_output(options)
+    engine = open_engine(options, quiet=options["quiet"])
+
+    from cbatch.cli.batch import Batch
+    from cbatch.engine import Driver
+
+    driver = Driver(engine)
+    try:
+        batch = Batch(driver, output, _batch_options(options, engine))
+        with Progress(total, quiet=options["quiet"], describe=batch.describe) as progress:
+            tally = batch.run(stream, progress.advance)
+    finally:
+        driver.close()
+    if not options["quiet"]:
+        for line in tally.summary():
+            notice(line)
+    return 1 if tally.errors else 0
+
+
+def _check_sampling(options: dict[str, Any]) -> None:
+    """Defaults that are wrong for every row are a usage error, not a million error rows."""
+    try:
+        SamplingParams().merged(sampling_overrides(options))
+    except RequestError as error:
+        name, _, rest = str(error).partition(" ")
+        raise ConfigError(f"--{name.replace('_', '-')} {rest}") from error
+
+
+def _batch_options(options: dict[str, Any], engine: Engine) -> BatchOptions:
+    from cbatch.cli.batch import BatchOptions
+
+    params = engine.loaded.defaults.merged({"max_tokens": DEFAULT_MAX_TOKENS} | sampling_overrides(options))
+    return BatchOptions(
+        params=params,
+        seed=options["seed"],
+        window=options["window"] or 4 * engine.scheduler.max_seqs,
+        system=options["system"],
+        raw=options["raw"],
+        as_text=options["format"] == "text",
+        allow_unknown=options["allow_unknown"],
+        token_ids=options["token_ids"],
+    )
+
+
+def _open_input(name: str) -> tuple[IO[bytes], int | None]:
+    """The input, and its number of lines where that can be known beforehand."""
+    if name == "-":
+        return sys.stdin.buffer, None
+    path = Path(name)
+    try:
+        stream = path.open("rb")
+    except OSError as error:
+        raise ConfigError(f"Cannot read {name}: {error.strerror}.") from error
+    if not path.is_file():
+        return stream, None
+    with path.open("rb") as lines:
+        return stream, sum(1 for _ in lines)
+
+
+def _open_output(options: dict[str, Any]) -> Output:
+    input_order = options["order"] == "input"
+    name = options["output"]
+    path = Path(name)
+    if name == "-":
+        raw = os.fdopen(sys.stdout.fileno(), "wb", buffering=0, closefd=False)
+        return StreamOutput(raw, input_order=input_order)
+    if path.exists() and not path.is_file():
+        return StreamOutput(path.open("wb", buffering=0), input_order=input_order)
+    if options["input"] != "-" and path.exists() and path.samefile(options["input"]):
+        raise ConfigError(f"{name} is the input; choose another file for the output.")
+    return FileOutput(path, input_order=input_order, overwrite=options["overwrite"])

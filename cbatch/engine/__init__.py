@@ -1,0 +1,53 @@
+"""The continuous-batching engine. These names are all that front ends use; torch loads with the first of them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cbatch.engine.driver import Driver
+    from cbatch.engine.engine import Completion, Engine, EngineConfig, Prompt
+    from cbatch.engine.errors import CbatchError, ConfigError, EngineError, ModelError, RequestError
+    from cbatch.engine.params import PARAM_NAMES, SamplingParams, derive_seed
+    from cbatch.engine.request import TokenEvent
+
+_HOME = {
+    "CbatchError": "errors",
+    "Completion": "engine",
+    "ConfigError": "errors",
+    "Driver": "driver",
+    "Engine": "engine",
+    "EngineConfig": "engine",
+    "EngineError": "errors",
+    "ModelError": "errors",
+    "PARAM_NAMES": "params",
+    "Prompt": "engine",
+    "RequestError": "errors",
+    "SamplingParams": "params",
+    "TokenEvent": "request",
+    "derive_seed": "params",
+}
+
+__all__ = [
+    "PARAM_NAMES",
+    "CbatchError",
+    "Completion",
+    "ConfigError",
+    "Driver",
+    "Engine",
+    "EngineConfig",
+    "EngineError",
+    "ModelError",
+    "Prompt",
+    "RequestError",
+    "SamplingParams",
+    "TokenEvent",
+    "derive_seed",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,41 @@
+"""The seam between a model's layers and the kernels that attend over the paged cache."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from cbatch.engine.batch import RaggedBatch
+
+
+class AttentionBackend(Protocol):
+    """Causal attention of a ragged batch over the paged cache.
+
+    `prepare` runs once a step; what it returns is handed to `attend` once for every layer.
+    """
+
+    name: str
+
+    def prepare(self, batch: RaggedBatch, block_size: int) -> Any:
+        """What the step's layers have in common: lengths, tables, a launch plan."""
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        metadata: Any,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attends with query [T, query heads, key_dim] over one layer's cache; returns [T, query heads, value_dim].
+
+        keys, values: [num_blocks, block_size, heads, dim], the step's own tokens already written.
+        window:       a token sees itself and the window-1 tokens before it.
+        softcap:      scores are bent to softcap * tanh(score / softcap).
+        sinks:        [query heads] extra scores that take part in the softmax and carry no value.
+        """

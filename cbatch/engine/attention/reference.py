@@ -1,0 +1,99 @@
+"""Attention by gathering each sequence's pages: slow, plain, and the oracle for every faster kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from cbatch.engine.batch import RaggedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """One slice of the step: rows of the ragged batch, its pages, and where it stands in its sequence."""
+
+    rows: slice
+    blocks: Tensor
+    start: int
+    stop: int
+
+
+class ReferenceAttention:
+    """One sequence at a time: gather its keys and values, then attend."""
+
+    name = "reference"
+
+    def prepare(self, batch: RaggedBatch, block_size: int) -> list[Sequence]:
+        sequences = []
+        row = 0
+        for table, start, stop in zip(batch.block_tables, batch.starts, batch.stops, strict=True):
+            blocks = table[: -(-stop // block_size)]
+            sequences.append(Sequence(slice(row, row + stop - start), blocks, start, stop))
+            row += stop - start
+        return sequences
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        metadata: list[Sequence],
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        out = query.new_empty(*query.shape[:2], values.shape[-1])
+        for sequence in metadata:
+            k = keys[sequence.blocks].flatten(0, 1)[: sequence.stop].transpose(0, 1)
+            v = values[sequence.blocks].flatten(0, 1)[: sequence.stop].transpose(0, 1)
+            q = query[sequence.rows].transpose(0, 1)
+            mask = _causal_mask(sequence, window, query.device)
+            if softcap is None and sinks is None:
+                attended = scaled_dot_product_attention(
+                    q[None], k[None], v[None], attn_mask=mask, scale=scale, enable_gqa=True
+                )[0]
+            else:
+                attended = _explicit(q, k, v, mask, scale, softcap, sinks)
+            out[sequence.rows] = attended.transpose(0, 1)
+        return out
+
+
+def _causal_mask(sequence: Sequence, window: int | None, device: torch.device) -> Tensor | None:
+    """[queries, keys], true where a query may look; None where it may look everywhere."""
+    if sequence.stop - sequence.start == 1 and (window is None or window >= sequence.stop):
+        return None
+    distance = (
+        torch.arange(sequence.start, sequence.stop, device=device)[:, None]
+        - torch.arange(sequence.stop, device=device)[None, :]
+    )
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+def _explicit(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Softmax attention written out, for what torch's own function cannot do. All tensors head first."""
+    group = query.shape[0] // keys.shape[0]
+    keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+    scores = (query @ keys.transpose(-1, -2)).float() * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        extra = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
+        weights = torch.softmax(torch.cat([scores, extra], dim=-1), dim=-1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, dim=-1)
+    return weights.to(values.dtype) @ values

@@ -1,0 +1,261 @@
+"""The engine: requests in, tokens out, one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from cbatch.engine.attention.select import select_attention
+from cbatch.engine.batch import RaggedBatch
+from cbatch.engine.blocks import BlockPool
+from cbatch.engine.errors import RequestError
+from cbatch.engine.kv_pool import KVPool, choose_num_blocks, format_bytes
+from cbatch.engine.loader import LoadedModel, choose_device, load_model
+from cbatch.engine.models.selfcheck import check_ragged
+from cbatch.engine.models.transformers import TransformersModel
+from cbatch.engine.params import SamplingParams, derive_seed
+from cbatch.engine.request import Request, TokenEvent
+from cbatch.engine.runner import Runner
+from cbatch.engine.sampler import SamplingBatch, sample
+from cbatch.engine.scheduler import Scheduler, StepPlan
+from cbatch.engine.tokenizer import Message
+
+Prompt = str | Sequence[int] | Mapping[str, Sequence[Message]]
+"""Text, token ids, or a conversation: `{"messages": [{"role": "user", "content": "Hi"}]}`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the engine loads and how much of the machine it takes.
+
+    model:            folder or hub id of a causal language model; None is the bundled demo model
+    revision:         branch, tag or commit on the hub
+    device:           auto, cpu, cuda or cuda:N
+    dtype:            auto, float32, bfloat16 or float16
+    max_seqs:         most requests that run at once; None: 256 on a GPU, 32 on a CPU
+    max_batch_tokens: token budget of one step; None: 8192 on a GPU, 512 on a CPU
+    block_size:       tokens in a block of the KV cache
+    kv_cache_memory:  `4GiB`, or `90%` of what is free; None: 90% on a GPU, 25% on a CPU
+    kv_blocks:        exact number of blocks, instead of kv_cache_memory
+    attention:        auto, or the name of a backend
+    """
+
+    model: str | None = None
+    revision: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    max_seqs: int | None = None
+    max_batch_tokens: int | None = None
+    block_size: int = 16
+    kv_cache_memory: str | None = None
+    kv_blocks: int | None = None
+    attention: str = "auto"
+
+
+@dataclass(slots=True)
+class Completion:
+    """One finished output. finish_reason is `stop`, `length` or `error`; then `error` says what went wrong."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | None = None
+    error: RequestError | None = None
+
+    def take(self, event: TokenEvent) -> None:
+        """Adds what one event brings."""
+        self.text += event.text
+        if event.token_id is not None:
+            self.token_ids.append(event.token_id)
+        self.finish_reason = event.finish_reason
+        self.stop_reason = event.stop_reason
+        self.error = event.error
+
+
+class Engine:
+    """A model, its paged KV cache and a scheduler. `add`, `cancel` and `step` belong to one thread.
+
+    Raises ModelError where the model cannot be loaded or is not supported, and ConfigError for options that
+    cannot be met.
+    """
+
+    def __init__(self, config: EngineConfig | None = None, loaded: LoadedModel | None = None) -> None:
+        """`loaded`: a model that is in memory already, instead of `config.model`."""
+        self.config = config = config or EngineConfig()
+        device = choose_device(config.device)
+        self.loaded = loaded or load_model(config.model, config.revision, device, config.dtype)
+        self.tokenizer = self.loaded.tokenizer
+        self.model = TransformersModel(self.loaded.network)
+        check_ragged(self.model)
+        self.device = self.model.device
+        on_gpu = self.device.type == "cuda"
+        max_seqs = config.max_seqs or (256 if on_gpu else 32)
+        self.blocks = BlockPool(self._choose_num_blocks(max_seqs), config.block_size)
+        self.scheduler = Scheduler(
+            self.blocks, max_seqs, config.max_batch_tokens or (8192 if on_gpu else 512), self.model.max_model_len
+        )
+        cache = KVPool(self.model.layers, self.blocks.num_blocks, config.block_size, self.model.dtype, self.device)
+        self.runner = Runner(self.model, cache, select_attention(config.attention))
+        self.num_steps = 0
+        self._requests: dict[int, Request] = {}
+        self._next_id = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values that one token takes, over all layers."""
+        return sum(layer.bytes_per_token(self.model.dtype) for layer in self.model.layers)
+
+    @property
+    def kv_capacity(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.blocks.capacity
+
+    def facts(self) -> dict[str, str]:
+        """What was loaded and what it took, as lines for people."""
+        model = self.model
+        per_token = self.kv_bytes_per_token
+        return {
+            "model": f"{self.loaded.name} ({model.config.model_type})",
+            "parameters": f"{model.num_parameters / 1e6:,.1f} million, {format_bytes(model.weight_bytes)}",
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": str(self.device),
+            "attention": self.runner.attention.name,
+            "context": f"{model.max_model_len:,} tokens",
+            "KV cache": f"{self.kv_capacity:,} tokens in {self.blocks.num_blocks:,} blocks of "
+            f"{self.blocks.block_size}: {format_bytes(self.kv_capacity * per_token)}, "
+            f"{format_bytes(per_token)} a token",
+            "batch": f"up to {self.scheduler.max_seqs} sequences and {self.scheduler.max_batch_tokens} tokens a step",
+        }
+
+    def describe(self) -> str:
+        """One line on what was loaded and what it took."""
+        facts = self.facts()
+        return f"{facts['parameters']}; {facts['dtype']} on {facts['device']}; KV cache {facts['KV cache']}"
+
+    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
+        """Token ids of a prompt. Text is one user message where the model has a chat template, else plain text.
+
+        raw: text is plain in any case. Raises RequestError where the prompt cannot be encoded.
+        """
+        if not isinstance(prompt, str | Mapping):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise RequestError("invalid_row", "This model has no tokenizer; give prompt_token_ids.")
+        if isinstance(prompt, Mapping):
+            return self.tokenizer.encode_chat(prompt["messages"])
+        if raw or not self.tokenizer.has_chat_template:
+            return self.tokenizer.encode(prompt)
+        return self.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+
+    def add(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0, sample: int = 0) -> int:
+        """Queues a request and returns its id; ids grow. Lower priorities run first.
+
+        Raises RequestError for a prompt that is empty, too long, or has tokens the model does not know.
+        """
+        token_ids = self.encode(prompt)
+        self._check_tokens(token_ids)
+        room = self.scheduler.room_for(len(token_ids))
+        request = Request(
+            id=self._next_id,
+            token_ids=token_ids,
+            params=params,
+            max_new_tokens=min(params.max_tokens or room, room),
+            seed=params.seed or 0,
+            sample=sample,
+            priority=priority,
+            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.loaded.eos_ids),
+            text=self.tokenizer.stream(token_ids, params.stop) if self.tokenizer else None,
+        )
+        self._next_id += 1
+        self._requests[request.id] = request
+        self.scheduler.add(request)
+        return request.id
+
+    def cancel(self, request_id: int) -> None:
+        """Drops a request and frees its memory; one that is finished or unknown is left alone."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self.scheduler.cancel(request)
+
+    def step(self) -> list[TokenEvent]:
+        """Advances every scheduled request, and returns an event for each new token."""
+        plan = self.scheduler.schedule()
+        if not plan.by_request:
+            return []
+        batch = RaggedBatch.build(plan, self.blocks.block_size, self.device)
+        logits = self.runner.forward(batch)
+        tokens = self._sample(plan, logits)
+        events = self.scheduler.commit(plan, tokens)
+        self.num_steps += 1
+        for event in events:
+            if event.finish_reason is not None:
+                del self._requests[event.request_id]
+        return events
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Completes all prompts together, in their order. A prompt that cannot be served has its `error` set.
+
+        params: one for all, one for each, or None for the model's own defaults.
+        """
+        completions = [Completion() for _ in prompts]
+        for index, event in self.stream(prompts, params):
+            completions[index].take(event)
+        return completions
+
+    def stream(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[tuple[int, TokenEvent]]:
+        """Completes all prompts together, and yields (index of the prompt, event) as tokens come.
+
+        A request without a seed gets one from its index. Leaving the iteration early cancels what is unfinished.
+        """
+        chosen = params or self.loaded.defaults
+        each = [chosen] * len(prompts) if isinstance(chosen, SamplingParams) else list(chosen)
+        indices: dict[int, int] = {}
+        try:
+            for index, (prompt, asked) in enumerate(zip(prompts, each, strict=True)):
+                seeded = asked if asked.seed is not None else asked.merged({"seed": derive_seed(0, index)})
+                try:
+                    indices[self.add(prompt, seeded)] = index
+                except RequestError as error:
+                    yield index, TokenEvent(-1, None, finish_reason="error", error=error)
+            while not indices.keys().isdisjoint(self._requests):
+                for event in self.step():
+                    if event.request_id in indices:
+                        yield indices[event.request_id], event
+        finally:
+            for request_id in indices:
+                self.cancel(request_id)
+
+    def _choose_num_blocks(self, max_seqs: int) -> int:
+        size = self.config.block_size
+        return choose_num_blocks(
+            memory=self.config.kv_cache_memory,
+            num_blocks=self.config.kv_blocks,
+            bytes_per_block=self.kv_bytes_per_token * size,
+            blocks_wanted=max_seqs * -(-self.model.max_model_len // size),
+            device=self.device,
+        )
+
+    def _check_tokens(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise RequestError("invalid_row", "The prompt is empty.")
+        wrong = next((token for token in token_ids if not 0 <= token < self.model.vocab_size), None)
+        if wrong is not None:
+            raise RequestError(
+                "invalid_row", f"Token id {wrong} is not in the model's vocabulary of {self.model.vocab_size}."
+            )
+
+    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> list[int | None]:
+        if not plan.samplers:
+            return []
+        tokens, finite = sample(logits, SamplingBatch.build(plan.samplers, self.device))
+        return [token if fine else None for token, fine in zip(tokens.tolist(), finite.tolist(), strict=True)]

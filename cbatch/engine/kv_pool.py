@@ -1,0 +1,120 @@
+"""The memory of the paged KV cache, and how much of the device it may take."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cbatch.engine.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one attention layer stores for each token: `heads` keys of `key_dim` and values of `value_dim`."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return self.heads * (self.key_dim + self.value_dim) * dtype.itemsize
+
+
+class KVPool:
+    """Keys and values of every layer, in blocks.
+
+    keys[layer]    [num_blocks, block_size, heads, key_dim]
+    values[layer]  [num_blocks, block_size, heads, value_dim]
+
+    `write` is the only place where the cache changes.
+    """
+
+    def __init__(
+        self,
+        layers: list[LayerShape],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.block_size = block_size
+        self.keys = [
+            torch.empty(num_blocks, block_size, layer.heads, layer.key_dim, dtype=dtype, device=device)
+            for layer in layers
+        ]
+        self.values = [
+            torch.empty(num_blocks, block_size, layer.heads, layer.value_dim, dtype=dtype, device=device)
+            for layer in layers
+        ]
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
+        """Stores keys [T, heads, key_dim] and values [T, heads, value_dim] in slots [T]."""
+        self.keys[layer].flatten(0, 1).index_copy_(0, slot_mapping, keys)
+        self.values[layer].flatten(0, 1).index_copy_(0, slot_mapping, values)
+
+
+def choose_num_blocks(
+    *,
+    memory: str | None,
+    num_blocks: int | None,
+    bytes_per_block: int,
+    blocks_wanted: int,
+    device: torch.device,
+) -> int:
+    """How many blocks the cache gets, after the weights are loaded.
+
+    memory:        `4GiB`, `512MiB`, or `90%` of what is free; None: 90% on a GPU, 25% on a CPU.
+    num_blocks:    an exact number, which goes before memory.
+    blocks_wanted: enough for every seat with a full context; more would never be used.
+
+    Raises ConfigError where not even one block fits, or the text cannot be read.
+    """
+    if num_blocks is not None:
+        if num_blocks < 1:
+            raise ConfigError("The KV cache needs at least one block.")
+        return num_blocks
+    free = free_memory(device)
+    wanted = memory if memory is not None else ("90%" if device.type == "cuda" else "25%")
+    granted = parse_memory(wanted, free)
+    if granted > free:
+        raise ConfigError(f"--kv-cache-memory {wanted} is more than the {format_bytes(free)} that are free.")
+    fitting = granted // bytes_per_block
+    if fitting < 1:
+        raise ConfigError(f"--kv-cache-memory {wanted} does not hold one block of {format_bytes(bytes_per_block)}.")
+    return min(fitting, blocks_wanted)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be taken on the device."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_memory(text: str, free: int) -> int:
+    """Bytes meant by `90%` (of `free`), `4GiB`, `500MB` or a plain number."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[A-Za-z]*)\s*", text)
+    unit = match[2].upper() if match else None
+    if match and unit == "%" and 0 < float(match[1]) <= 100:
+        return int(free * float(match[1]) / 100)
+    if match and unit in _UNITS:
+        return int(float(match[1]) * _UNITS[unit])
+    raise ConfigError(f"{text!r} is no amount of memory; write it as 4GiB, 500MiB or 90%.")
+
+
+def format_bytes(count: float) -> str:
+    """A size for people: 1.5 GiB."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"

@@ -1,0 +1,186 @@
+"""Finds a model, loads its weights and tokenizer, and says in one sentence what is wrong when it cannot."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cbatch.engine.errors import ConfigError, ModelError
+from cbatch.engine.params import SamplingParams
+from cbatch.engine.tokenizer import ChatTokenizer
+
+DEMO_MODEL = Path(__file__).parent.parent / "demo"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A causal language model of transformers, and what its folder says about using it.
+
+    network:    the module, on its device and in its dtype, in evaluation mode
+    tokenizer:  None for a folder without one; such a model takes and gives token ids only
+    defaults:   sampling parameters of the model's generation_config.json, greedy where it says nothing
+    eos_ids:    tokens that end an output
+    """
+
+    name: str
+    network: Any
+    tokenizer: ChatTokenizer | None
+    defaults: SamplingParams
+    eos_ids: frozenset[int]
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is the first CUDA device, or the CPU. Raises ConfigError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"There is no device {name!r}; use auto, cpu, cuda or cuda:N.") from None
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(f"Device {name!r} is not available on this machine; use --device cpu or auto.")
+    elif device.type != "cpu":
+        raise ConfigError(f"Device {name!r} is not supported; use auto, cpu, cuda or cuda:N.")
+    return device
+
+
+def choose_dtype(name: str, checkpoint: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """`auto` is the checkpoint's own type, or float32 where the CPU has no fast arithmetic for it."""
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name != "auto":
+        if name not in names:
+            raise ConfigError(f"There is no dtype {name!r}; use auto, float32, bfloat16 or float16.")
+        return names[name]
+    wanted = checkpoint or torch.float32
+    if device.type == "cpu" and not (wanted == torch.bfloat16 and _cpu_has_bfloat16()):
+        return torch.float32
+    return wanted
+
+
+def _cpu_has_bfloat16() -> bool:
+    cpu: Any = torch.cpu
+    return bool(cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported())
+
+
+def load_model(name: str | None, revision: str | None, device: torch.device, dtype: str) -> LoadedModel:
+    """Loads a Hugging Face causal language model from a folder or from the hub; None is the bundled demo model.
+
+    Only safetensors weights are read, and no code that comes with a model is run.
+    Raises ModelError, with one sentence, where that fails.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    _silence_libraries()
+    source = str(DEMO_MODEL) if name is None else name
+    shown = "the bundled demo model" if name is None else name
+    _check_folder(source)
+    try:
+        config = AutoConfig.from_pretrained(source, revision=revision)
+        chosen = choose_dtype(dtype, _checkpoint_dtype(config), device)
+        network = AutoModelForCausalLM.from_pretrained(
+            source, revision=revision, dtype=chosen, use_safetensors=True, config=config
+        )
+    except ConfigError:
+        raise
+    except Exception as error:  # transformers, the hub, safetensors and json each raise their own kinds
+        raise ModelError(f"Cannot load {shown}: {_first_sentence(error)}") from error
+    settings = _read_json(source, revision, "generation_config.json")
+    return LoadedModel(
+        name=shown,
+        network=network.to(device).eval(),
+        tokenizer=_load_tokenizer(source, revision),
+        defaults=_sampling_defaults(settings),
+        eos_ids=_eos_ids(settings, config),
+    )
+
+
+def _silence_libraries() -> None:
+    """Their warnings and bars are not for the people in front of this program; their errors still come."""
+    import logging
+
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+
+
+def _check_folder(source: str) -> None:
+    folder = Path(source)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{source} is not a model folder: it has no config.json.")
+        if not any(folder.glob("*.safetensors")):
+            raise ModelError(f"{source} holds no safetensors weights; other formats are not read.")
+    elif folder.exists():
+        raise ModelError(f"{source} is a file; a model is a folder or a hub id such as Qwen/Qwen3-0.6B.")
+    elif source.startswith((".", "/", "~")) or (source.count("/") != 1 and source.count("/") > 0):
+        raise ModelError(f"There is no model folder {source}.")
+
+
+def _checkpoint_dtype(config: Any) -> torch.dtype | None:
+    dtype = getattr(config.get_text_config(), "dtype", None)
+    return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+
+
+def _load_tokenizer(source: str, revision: str | None) -> ChatTokenizer | None:
+    from transformers import AutoTokenizer
+
+    if Path(source).is_dir() and not any(Path(source).glob("tokenizer*")):
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+    except Exception as error:
+        raise ModelError(f"Cannot load the tokenizer of {source}: {_first_sentence(error)}") from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise ModelError(f"The tokenizer of {source} has no tokenizer.json, which is needed for streaming text.")
+    return ChatTokenizer(tokenizer)
+
+
+def _read_json(source: str, revision: str | None, name: str) -> dict[str, Any]:
+    """A JSON file of the model's folder; empty where there is none."""
+    from transformers.utils import cached_file
+
+    path = cached_file(
+        source,
+        name,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False,
+    )
+    if path is None:
+        return {}
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{name} of {source} is not valid JSON: {error}.") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _sampling_defaults(settings: dict[str, Any]) -> SamplingParams:
+    """Only keys that stand in the file count; transformers' own defaults (top_k 50) do not."""
+    chosen = {key: settings[key] for key in ("top_k", "top_p", "min_p") if settings.get(key) is not None}
+    temperature = settings.get("temperature", 1.0) if settings.get("do_sample") else 0.0
+    return SamplingParams(temperature=temperature or 0.0, **chosen)
+
+
+def _eos_ids(settings: dict[str, Any], config: Any) -> frozenset[int]:
+    given = settings.get("eos_token_id")
+    if given is None:
+        given = getattr(config.get_text_config(), "eos_token_id", None)
+    if given is None:
+        return frozenset()
+    return frozenset([given] if isinstance(given, int) else given)
+
+
+def _first_sentence(error: BaseException) -> str:
+    """The first line of an error that libraries spread over many, as the end of a sentence."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line if line.endswith(".") else line + "."

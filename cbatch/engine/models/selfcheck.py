@@ -1,0 +1,66 @@
+"""Shows, with the loaded weights, that a model gives on a ragged batch what it gives alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cbatch.engine.attention.reference import ReferenceAttention
+from cbatch.engine.batch import RaggedBatch
+from cbatch.engine.errors import ModelError
+from cbatch.engine.kv_pool import KVPool
+from cbatch.engine.models.transformers import PagedContext, TransformersModel
+from cbatch.engine.params import SamplingParams
+from cbatch.engine.request import Request
+from cbatch.engine.scheduler import Slice, StepPlan
+
+_LENGTHS = (11, 7)
+_CHUNKS = ((0, 6), (6, 11)), ((0, 3), (3, 7))
+_BLOCK_SIZE = 4
+
+
+def check_ragged(model: TransformersModel) -> None:
+    """Runs two sequences side by side in two chunks each, and compares with the model's own forward of each alone.
+
+    Raises ModelError where they differ by more than rounding: then something in the model looks across tokens
+    without going through attention.
+    """
+    generator = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(model.vocab_size, (n,), generator=generator).tolist() for n in _LENGTHS]
+    with torch.inference_mode():
+        paged = _paged_logits(model, sequences)
+        alone = [model.plain_logits(ids)[-1] for ids in sequences]
+    tolerance = 1e-3 if model.dtype == torch.float32 else 0.3
+    worst = max(_distance(a.float(), b.float()) for a, b in zip(paged, alone, strict=True))
+    if not worst <= tolerance:
+        raise ModelError(
+            f"{type(model).__name__} is not supported: on a ragged batch its output differs from its own "
+            f"by {worst:.2g}, so something in it looks across tokens outside of attention."
+        )
+
+
+def _paged_logits(model: TransformersModel, sequences: list[list[int]]) -> Tensor:
+    requests = [
+        Request(id=number, token_ids=ids, params=SamplingParams(), max_new_tokens=1)
+        for number, ids in enumerate(sequences)
+    ]
+    # Blocks in an order of their own, so that a model cannot be right by reading the cache straight on.
+    requests[0].blocks, requests[1].blocks = [4, 1, 3], [0, 2]
+    pool = KVPool(model.layers, 5, _BLOCK_SIZE, model.dtype, model.device)
+    attention = ReferenceAttention()
+    for chunk in range(2):
+        plan = StepPlan(
+            {
+                request: Slice(request, *chunks[chunk], samples=chunk == 1)
+                for request, chunks in zip(requests, _CHUNKS, strict=True)
+            }
+        )
+        batch = RaggedBatch.build(plan, _BLOCK_SIZE, model.device)
+        context = PagedContext(pool, attention, attention.prepare(batch, _BLOCK_SIZE), batch.slot_mapping)
+        logits = model.forward(batch, context)
+    return logits
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """Root mean square of the difference, in units of the spread of the values."""
+    return float((a - b).square().mean().sqrt() / b.std().clamp(min=1e-12))

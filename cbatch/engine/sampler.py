@@ -1,0 +1,129 @@
+"""From logits to tokens, one row for each request that gets a token in this step.
+
+Randomness needs no generator: every (seed, sample, position, token id) has its own uniform number, made by
+hashing the four (counter-based noise, as in Salmon et al., SC '11). A row's draw is the token with the largest
+`logit / temperature + Gumbel noise` among those the filters keep, which is a draw from the softmax (the Gumbel
+trick). So neither the neighbours of a row nor the order, chunking or repetition of steps can change it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cbatch.engine.request import Request
+
+_MASK32 = 0xFFFFFFFF
+_MASK64 = 0xFFFFFFFFFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """What the sampler needs to know of the R rows; what no row asks for is empty and costs nothing.
+
+    drawn       indices of the rows that are drawn at random; all others are greedy
+    forbidden   row and token index of end tokens that may not come yet (min_tokens)
+    For the drawn rows, in their order: temperature, top_k (0: all), top_p, min_p [D] and noise keys [D, 2] int64.
+    """
+
+    drawn: list[int]
+    forbidden: tuple[list[int], list[int]]
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    keys: Tensor
+
+    @classmethod
+    def build(cls, requests: list[Request], device: torch.device) -> SamplingBatch:
+        forbidden = [
+            (row, token)
+            for row, request in enumerate(requests)
+            if request.num_generated < request.params.min_tokens
+            for token in sorted(request.stop_ids)
+        ]
+        drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
+        params = [requests[row].params for row in drawn]
+        keys = [noise_key(requests[row].seed, requests[row].sample, requests[row].num_tokens) for row in drawn]
+        return cls(
+            drawn=drawn,
+            forbidden=([row for row, _ in forbidden], [token for _, token in forbidden]),
+            temperature=torch.tensor([p.temperature for p in params], device=device),
+            top_k=torch.tensor([max(p.top_k, 0) for p in params], device=device),
+            top_p=torch.tensor([p.top_p for p in params], device=device),
+            min_p=torch.tensor([p.min_p for p in params], device=device),
+            keys=torch.tensor(keys, dtype=torch.int64, device=device).view(-1, 2),
+        )
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+    """Chooses a token for each row of logits [R, V]; returns tokens [R] int64 and finite [R] bool.
+
+    A row whose largest logit is not finite has no meaningful token; its `finite` is false.
+    """
+    if batch.forbidden[0]:
+        logits = logits.clone()
+        logits[batch.forbidden] = float("-inf")
+    largest, tokens = logits.max(dim=-1)
+    if batch.drawn:
+        tokens[batch.drawn] = _draw(logits[batch.drawn].float(), batch)
+    return tokens, largest.isfinite()
+
+
+def _draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    logits = logits / batch.temperature[:, None]
+    restricted = (batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0)
+    if not bool(restricted.any()):
+        noise = gumbel_noise(batch.keys, torch.arange(logits.shape[-1], device=logits.device)[None])
+        return (logits + noise).argmax(dim=-1)
+    logits, ids = logits.sort(dim=-1, descending=True, stable=True)
+    kept = _kept(logits, batch)
+    width = int(kept.sum(dim=-1).max())
+    logits, ids, kept = logits[:, :width], ids[:, :width], kept[:, :width]
+    noisy = (logits + gumbel_noise(batch.keys, ids)).masked_fill(~kept, float("-inf"))
+    return ids.gather(1, noisy.argmax(dim=-1, keepdim=True)).squeeze(1)
+
+
+def _kept(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Which of the sorted tokens [D, V] pass top-k, then top-p, then min-p, each on what the one before left."""
+    vocabulary = logits.shape[-1]
+    top_k = torch.where(batch.top_k > 0, batch.top_k, vocabulary)
+    kept = torch.arange(vocabulary, device=logits.device)[None] < top_k[:, None]
+    # Tokens as likely as the k-th stay too, as in transformers' TopKLogitsWarper.
+    kth = logits.gather(1, (top_k.clamp(max=vocabulary) - 1)[:, None])
+    kept |= logits >= kth
+    probabilities = torch.softmax(logits.masked_fill(~kept, float("-inf")), dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    kept &= (before < batch.top_p[:, None]) | (batch.top_p[:, None] >= 1)
+    kept[:, 0] = True
+    return kept & (probabilities >= batch.min_p[:, None] * probabilities[:, :1])
+
+
+def noise_key(seed: int, sample: int, position: int) -> tuple[int, int]:
+    """Two 32-bit words that stand for one draw: splitmix64 over the row's seed, sample number and position."""
+    state = seed & _MASK64
+    for word in (sample, position):
+        state = (state + 0x9E3779B97F4A7C15 * (word + 1)) & _MASK64
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
+        state ^= state >> 31
+    return state >> 32, state & _MASK32
+
+
+def gumbel_noise(keys: Tensor, ids: Tensor) -> Tensor:
+    """Standard Gumbel noise for keys [D, 2] and token ids [D or 1, N]: float32 [D, N]."""
+    words = _mix(_mix(ids ^ keys[:, :1]) ^ keys[:, 1:])
+    # The exponential's small values decide who wins, so it is built from the end where float32 is fine.
+    uniform = (words.float() + 0.5) * 2.0**-32
+    return -torch.log(-torch.log1p(-uniform))
+
+
+def _mix(words: Tensor) -> Tensor:
+    """A 32-bit integer hash on int64 tensors (the finalizer of MurmurHash3, public domain)."""
+    words = words ^ (words >> 16)
+    words = (words * 0x85EBCA6B) & _MASK32
+    words = words ^ (words >> 13)
+    words = (words * 0xC2B2AE35) & _MASK32
+    return words ^ (words >> 16)

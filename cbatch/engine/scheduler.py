@@ -1,0 +1,220 @@
+"""Who computes how many tokens in the next step.
+
+There is no prefill phase and no decode phase. Every request has tokens that are not in the cache yet; each
+step has a budget of tokens, and hands it out in one order over running and waiting requests: priority,
+then decoding before prefill, then arrival. A long prompt takes what is left of the budget in every step
+(chunked prefill), a finished request leaves at once, and a waiting one may enter at any step.
+(Iteration-level scheduling: Orca, OSDI '22; chunked prefill: Sarathi-Serve, https://arxiv.org/abs/2403.02310.)
+
+When blocks run out, a running request preempts the youngest of the lowest priority, itself if need be; a
+waiting one preempts only lower priorities. A preempted request loses its blocks, keeps its tokens, and is
+computed again later. So the oldest request of the highest priority is never preempted, and always advances.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from cbatch.engine.blocks import BlockPool
+from cbatch.engine.errors import ConfigError, RequestError
+from cbatch.engine.request import Request, TokenEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Tokens `start .. stop-1` of one request, computed in one step.
+
+    samples: whether the request's last known token is among them, so that its next one can be sampled.
+    """
+
+    request: Request
+    start: int
+    stop: int
+    samples: bool
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """The slices of one step, at most one for a request."""
+
+    by_request: dict[Request, Slice] = field(default_factory=dict)
+
+    @property
+    def slices(self) -> list[Slice]:
+        return list(self.by_request.values())
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(slice_.count for slice_ in self.by_request.values())
+
+    @property
+    def samplers(self) -> list[Request]:
+        """Requests that get a token from this step, in slice order."""
+        return [slice_.request for slice_ in self.by_request.values() if slice_.samples]
+
+
+def _age(request: Request) -> tuple[int, int]:
+    return request.priority, request.id
+
+
+def _rank(request: Request) -> tuple[int, bool, int]:
+    return request.priority, not request.is_decoding, request.id
+
+
+def _not_finite() -> RequestError:
+    return RequestError("nan_logits", "The model's output for this request is not a number.")
+
+
+class Scheduler:
+    """Owns the waiting and running requests and their blocks. Nothing else changes a request."""
+
+    def __init__(self, pool: BlockPool, max_seqs: int, max_batch_tokens: int, max_model_len: int) -> None:
+        if max_seqs < 1 or max_batch_tokens < 1:
+            raise ConfigError("max_seqs and max_batch_tokens must be at least 1.")
+        self.pool = pool
+        self.max_batch_tokens = max_batch_tokens
+        # With more seats than budget, decoding requests could leave a prefill no token, for ever.
+        self.max_seqs = min(max_seqs, max_batch_tokens)
+        self.max_model_len = max_model_len
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def room_for(self, num_prompt: int) -> int:
+        """Most tokens that can follow a prompt of this length; the last one needs no place in the cache.
+
+        Raises RequestError (`prompt_too_long`) where there is room for none.
+        """
+        in_context = self.max_model_len - num_prompt
+        in_cache = self.pool.capacity + 1 - num_prompt
+        if in_context < 1:
+            raise RequestError(
+                "prompt_too_long",
+                f"The prompt has {num_prompt} tokens; the model's context of {self.max_model_len} leaves no room "
+                "to answer.",
+            )
+        if in_cache < 1:
+            raise RequestError(
+                "prompt_too_long",
+                f"The prompt has {num_prompt} tokens; the KV cache holds {self.pool.capacity}. "
+                "Give it more memory (--kv-cache-memory).",
+            )
+        return min(in_context, in_cache)
+
+    def add(self, request: Request) -> None:
+        insort(self.waiting, request, key=_age)
+
+    def cancel(self, request: Request) -> None:
+        """Takes a request out, wherever it is, and frees its blocks."""
+        if request.is_running:
+            self._release(request)
+        else:
+            self.waiting.remove(request)
+
+    def schedule(self) -> StepPlan:
+        """Plans one step and gives every planned token its place in the cache."""
+        plan = StepPlan()
+        budget = self.max_batch_tokens
+        preempted: set[Request] = set()
+        admitting = True
+        for request in heapq.merge(sorted(self.running, key=_rank), list(self.waiting), key=_rank):
+            if budget == 0:
+                break
+            if request in preempted:
+                continue
+            if request.is_running:
+                victims = self._grow(request)
+            elif admitting and not preempted:
+                victims = self._admit(request)
+                admitting = request.is_running
+            else:
+                continue
+            for victim in victims:
+                lost = plan.by_request.pop(victim, None)
+                budget += lost.count if lost else 0
+            preempted.update(victims)
+            if request.is_running:
+                start = request.num_computed
+                stop = min(request.num_tokens, start + budget)
+                plan.by_request[request] = Slice(request, start, stop, samples=stop == request.num_tokens)
+                budget -= stop - start
+        return plan
+
+    def commit(self, plan: StepPlan, tokens: Iterable[int | None]) -> list[TokenEvent]:
+        """Takes in a step's results: one token for each of `plan.samplers`, None where its logits were not finite."""
+        for slice_ in plan.slices:
+            slice_.request.num_computed = slice_.stop
+        events = []
+        for request, token in zip(plan.samplers, tokens, strict=True):
+            event = request.fail(_not_finite()) if token is None else request.accept(token)
+            if event.finish_reason is not None:
+                self._release(request)
+            events.append(event)
+        return events
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where an invariant is broken; tests call it after every step."""
+        self.pool.check_integrity()
+        held = [block for request in self.running for block in request.blocks]
+        assert len(held) == len(set(held)) == self.pool.num_used, "a block has two owners, or none"
+        assert not any(request.blocks or request.num_computed for request in self.waiting)
+        assert not set(self.running) & set(self.waiting) and len(self.running) <= self.max_seqs
+        for request in self.running:
+            assert request.num_computed <= len(request.blocks) * self.pool.block_size
+
+    def _admit(self, request: Request) -> list[Request]:
+        """Seats a waiting request with blocks for all its known tokens, or leaves it waiting.
+
+        One block for each running request stays free, so that those do not preempt it straight away.
+        Returns the requests of lower priority that had to go for it.
+        """
+        need = self.pool.blocks_for(request.num_tokens)
+        lower = sorted((other for other in self.running if other.priority > request.priority), key=_age)
+        running, free = len(self.running), self.pool.num_free
+        victims: list[Request] = []
+        while running >= self.max_seqs or free < need + running:
+            if not lower:
+                return []
+            victims.append(lower.pop())
+            running -= 1
+            free += len(victims[-1].blocks)
+        for victim in victims:
+            self._preempt(victim)
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.blocks = self.pool.allocate(need)
+        return victims
+
+    def _grow(self, request: Request) -> list[Request]:
+        """Gives a running request blocks for all its known tokens. Returns whom that preempted, perhaps itself."""
+        need = self.pool.blocks_for(request.num_tokens) - len(request.blocks)
+        victims: list[Request] = []
+        while self.pool.num_free < need and request not in victims:
+            victims.append(max(self.running, key=_age))
+            self._preempt(victims[-1])
+        if need > 0 and request not in victims:
+            request.blocks += self.pool.allocate(need)
+        return victims
+
+    def _preempt(self, request: Request) -> None:
+        self._release(request)
+        request.num_computed = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.add(request)
+
+    def _release(self, request: Request) -> None:
+        self.running.remove(request)
+        self.pool.free(request.blocks)
+        request.blocks = []
