@@ -140,28 +140,33 @@ def _fill(row: Row, fields: dict[str, Any], allow_unknown: bool) -> None:
     if isinstance(identity, bool) or not isinstance(identity, str | int | float | None):
         raise _wrong(row, f"id must be a string or a number, not {_kind(identity)}")
     row.id = identity
-    forms = [name for name in FORMS if name in fields]
-    later = [name for name in LATER if name in fields]
-    if later:
-        raise _wrong(row, f"{later[0]} is not available in this version of cbatch")
-    if len(forms) != 1:
-        found = f"has both {forms[0]} and {forms[1]}" if forms else f"has none of {', '.join(FORMS)}"
-        raise _wrong(row, f"the row {found}")
-    _fill_prompt(row, forms[0], fields.pop(forms[0]))
     row.raw = _typed(row, fields, "raw", bool, False)
     row.priority = _typed(row, fields, "priority", int, 0)
+    forms = {name: fields.pop(name) for name in FORMS if name in fields}
     for name, value in fields.items():
         target = ALIASES.get(name, name)
         if target in PARAM_NAMES:
             row.params[target] = value
-        elif not allow_unknown and (meant := _misspelt(name)):
-            raise RequestError(
-                "unknown_parameter",
-                f"line {row.index + 1}: unknown parameter {name!r}; did you mean {meant!r}? "
-                "(--allow-unknown carries it along)",
-            )
         else:
+            _check_unknown(row, name, allow_unknown)
             row.extra[name] = value
+    if len(forms) != 1:
+        found = "has both " + " and ".join(forms) if forms else f"has none of {', '.join(FORMS)}"
+        raise _wrong(row, f"the row {found}")
+    _fill_prompt(row, *forms.popitem())
+
+
+def _check_unknown(row: Row, name: str, allow_unknown: bool) -> None:
+    """Refuses a key that is not data of the user's own but a parameter misspelt, or one not served yet."""
+    if name in LATER:
+        raise _wrong(row, f"{name} is not available in this version of cbatch")
+    meant = None if allow_unknown else _misspelt(name)
+    if meant is not None:
+        raise RequestError(
+            "unknown_parameter",
+            f"line {row.index + 1}: unknown parameter {name!r}; did you mean {meant!r}? "
+            "(--allow-unknown carries it along)",
+        )
 
 
 def _fill_prompt(row: Row, form: str, value: Any) -> None:

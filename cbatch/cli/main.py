@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from cbatch import __version__
-from cbatch.engine.errors import CbatchError, EngineError
+from cbatch.engine import CbatchError, EngineError
 
 COMMANDS = {"run": "cbatch.cli.run", "info": "cbatch.cli.info"}
 EXIT_USAGE, EXIT_FATAL, EXIT_INTERRUPTED, EXIT_PIPE = 2, 3, 130, 141
@@ -40,9 +40,6 @@ def run_command(arguments: list[str] | None = None) -> int:
     try:
         result: Any = cli.main(arguments, prog_name="cbatch", standalone_mode=False)
         return result if isinstance(result, int) else 0
-    except click.exceptions.NoArgsIsHelpError as error:
-        error.show()
-        return EXIT_USAGE
     except click.ClickException as error:
         error.show()
         return EXIT_USAGE
@@ -59,7 +56,7 @@ def run_command(arguments: list[str] | None = None) -> int:
         return EXIT_USAGE
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        print(f"cbatch: {error.strerror}{where}; what was finished is written.", file=sys.stderr)
+        print(f"cbatch: {error.strerror or error}{where}; what was finished is written.", file=sys.stderr)
         return EXIT_FATAL
 
 

@@ -48,17 +48,24 @@ class StreamOutput:
 class FileOutput:
     """Rows appended to a file as they finish, each in one write; at the end put in input order in one replace."""
 
-    def __init__(self, path: Path, *, input_order: bool, overwrite: bool) -> None:
-        """Raises ConfigError for a file that has content and is not to be overwritten, or cannot be written."""
+    def __init__(self, path: Path, *, input_order: bool) -> None:
+        """Empties the file. Raises OSError where it cannot be written."""
         self._path = path.resolve()
         self._input_order = input_order
         self._places = array("q")
-        if not overwrite and self._path.exists() and self._path.stat().st_size > 0:
+        self._file = self._path.open("wb", buffering=0)
+
+    @staticmethod
+    def check(path: Path, *, overwrite: bool) -> None:
+        """Finds out, before any work is done, whether the file can be written and put in order.
+
+        Raises ConfigError for a file that has content and is not to be overwritten, or cannot be written.
+        """
+        if not overwrite and path.exists() and path.stat().st_size > 0:
             raise ConfigError(f"{path} exists and is not empty; give --overwrite to replace it.")
         try:
-            with tempfile.TemporaryFile(dir=self._path.parent):
-                pass  # the final order is made in a second file here: find out now if that cannot be
-            self._file = self._path.open("wb", buffering=0)
+            with tempfile.TemporaryFile(dir=path.resolve().parent), path.open("ab"):
+                pass
         except OSError as error:
             raise ConfigError(f"Cannot write {path}: {error.strerror}.") from error
 

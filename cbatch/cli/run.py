@@ -44,12 +44,13 @@ def run(**options: Any) -> Literal[0, 1]:
     """
     _check_sampling(options)
     stream, total = _open_input(options["input"])
-    output = _open_output(options)
+    _check_output(options)
     engine = open_engine(options, quiet=options["quiet"])
 
     from cbatch.cli.batch import Batch
     from cbatch.engine import Driver
 
+    output = _open_output(options)
     driver = Driver(engine)
     try:
         batch = Batch(driver, output, _batch_options(options, engine))
@@ -103,15 +104,23 @@ def _open_input(name: str) -> tuple[IO[bytes], int | None]:
         return stream, sum(1 for _ in lines)
 
 
-def _open_output(options: dict[str, Any]) -> Output:
-    input_order = options["order"] == "input"
-    name = options["output"]
-    path = Path(name)
-    if name == "-":
-        raw = os.fdopen(sys.stdout.fileno(), "wb", buffering=0, closefd=False)
-        return StreamOutput(raw, input_order=input_order)
-    if path.exists() and not path.is_file():
-        return StreamOutput(path.open("wb", buffering=0), input_order=input_order)
+def _check_output(options: dict[str, Any]) -> None:
+    """Refuses an output that cannot be written, before a model is loaded for it."""
+    name, path = options["output"], Path(options["output"])
+    if name == "-" or (path.exists() and not path.is_file()):
+        return
     if options["input"] != "-" and path.exists() and path.samefile(options["input"]):
         raise ConfigError(f"{name} is the input; choose another file for the output.")
-    return FileOutput(path, input_order=input_order, overwrite=options["overwrite"])
+    FileOutput.check(path, overwrite=options["overwrite"])
+
+
+def _open_output(options: dict[str, Any]) -> Output:
+    """What is no regular file (a pipe, a device) is treated as stdout is."""
+    input_order = options["order"] == "input"
+    path = Path(options["output"])
+    if options["output"] == "-":
+        stdout = os.fdopen(sys.stdout.fileno(), "wb", buffering=0, closefd=False)
+        return StreamOutput(stdout, input_order=input_order)
+    if path.exists() and not path.is_file():
+        return StreamOutput(path.open("wb", buffering=0), input_order=input_order)
+    return FileOutput(path, input_order=input_order)

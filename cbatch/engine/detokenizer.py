@@ -26,7 +26,11 @@ class TextStream:
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
         """The delta after one more token. When a stop string is found, the text before it is the last delta."""
-        chunk = self._stream.step(self._tokenizer, token_id)
+        try:
+            chunk = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # tokenizers raises plain Exception where bytes that are no character rewrite earlier text
+            chunk = self._tokenizer.decode([*self._unsaid, token_id])
+            self._stream = DecodeStream(skip_special_tokens=True)
         if chunk is None:
             self._unsaid.append(token_id)
             return ""

@@ -24,8 +24,11 @@ from cbatch.engine.kv_pool import KVPool, LayerShape
 
 ATTENTION_NAME = "cbatch"
 
-IGNORED_KEYWORDS = frozenset({"dropout", "is_causal", "position_ids", "use_cache", "output_attentions"})
-"""Keywords of an attention call that say nothing new about a causal, paged, inference-only call."""
+IGNORED_KEYWORDS = frozenset({"dropout", "is_causal", "position_ids", "use_cache"})
+"""Keywords of an attention call that say nothing new about a causal, paged, inference-only call.
+
+Nor do `output_...` switches, which ask for what else a model may return.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,11 @@ def paged_attention(
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls for each attention layer: query, key, value [1, heads, T, dim]."""
-    unknown = sorted(k for k, v in keywords.items() if v is not None and k not in IGNORED_KEYWORDS)
+    unknown = sorted(
+        name
+        for name, value in keywords.items()
+        if value is not None and name not in IGNORED_KEYWORDS and not name.startswith("output_")
+    )
     if unknown or attention_mask is not None:
         what = ", ".join(unknown) or "a mask of its own"
         raise ModelError(f"its attention layers use {what}, which this engine does not know")
@@ -104,6 +111,7 @@ class TransformersModel:
 
         AttentionInterface.register(ATTENTION_NAME, paged_attention)
         self._network = network
+        self.name = type(network).__name__
         self.config = network.config.get_text_config()
         self.dtype: torch.dtype = network.dtype
         self.device: torch.device = network.device
@@ -114,10 +122,9 @@ class TransformersModel:
             network.set_attn_implementation(ATTENTION_NAME)
             self.layers = self._probe()
         except ModelError as error:
-            raise ModelError(f"{type(network).__name__} is not supported: {error}.") from error
-        except Exception as error:
-            name = type(network).__name__
-            raise ModelError(f"{name} is not supported: it fails on a ragged batch ({error}).") from error
+            raise ModelError(f"{self.name} is not supported: {error}.") from error
+        except Exception as error:  # whatever a model's own code raises when it is called in a new way
+            raise ModelError(f"{self.name} is not supported: it fails on a ragged batch ({error}).") from error
 
     @property
     def num_parameters(self) -> int:

@@ -1,0 +1,19 @@
+"""One thread: tiny models are slower on more, and the suite shares two cores with whatever else runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.folder import save_model
+
+    return save_model(tmp_path_factory.mktemp("model"))

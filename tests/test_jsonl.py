@@ -1,0 +1,118 @@
+"""Every line becomes one row or one clear error."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cbatch.cli import jsonl
+from cbatch.cli.jsonl import Line, Row, format_row, parse_line, read_lines
+
+
+def parse(text: str | bytes, **options: bool) -> Row:
+    return parse_line(Line(0, text.encode() if isinstance(text, str) else text), **options)
+
+
+def code(row: Row) -> str | None:
+    return row.error.code if row.error else None
+
+
+def test_the_three_forms() -> None:
+    """Guards what a row may look like, with parameters, aliases and extra columns in their places."""
+    row = parse('{"id": 7, "prompt": "hi", "max_new_tokens": 3, "stop": ["x"], "priority": 2, "note": {"a": 1}}')
+    assert (row.id, row.prompt, row.params, row.priority) == (7, "hi", {"max_tokens": 3, "stop": ["x"]}, 2)
+    assert row.extra == {"note": {"a": 1}} and row.error is None
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    row = parse(json.dumps({"messages": [{"role": "user", "content": parts}]}))
+    assert row.messages == [{"role": "user", "content": "ab"}]
+    assert parse('{"prompt_token_ids": [1, 2]}').prompt_token_ids == [1, 2]
+    assert parse("not json at all", as_text=True).prompt == "not json at all"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "message"),
+    [
+        ('{"prompt": }', "invalid_json", "line 1, column 12"),
+        ('{"prompt": NaN}', "invalid_json", "NaN"),
+        ('{"prompt": "a", "top_p": 1e999}', "invalid_json", "too large"),
+        ("[" * 100_000, "invalid_json", "nested too deeply"),
+        ("1" * 5000, "invalid_json", "too many digits"),
+        (b'{"prompt": "\xff"}', "invalid_utf8", "byte 13"),
+        ("[1]", "invalid_row", "not a list"),
+        ("{}", "invalid_row", "has none of messages"),
+        ('{"prompt": "a", "messages": []}', "invalid_row", "has both messages and prompt"),
+        ('{"prompt": ""}', "invalid_row", "empty"),
+        ('{"prompt": 3}', "invalid_row", "not a number"),
+        ('{"prompt": "a", "id": [1]}', "invalid_row", "id must be"),
+        ('{"prompt": "a", "priority": 1.5}', "invalid_row", "priority must be a whole number"),
+        ('{"prompt": "a", "raw": 1}', "invalid_row", "raw must be true or false"),
+        ('{"messages": []}', "invalid_row", "at least one message"),
+        ('{"messages": [{"content": "a"}]}', "invalid_row", "message 1"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "invalid_row", "not text"),
+        ('{"prompt_token_ids": [true]}', "invalid_row", "whole number"),
+        ('{"prompt": "a", "temperatur": 1}', "unknown_parameter", "'temperature'"),
+        ('{"prompt": "a", "max-tokens": 1}', "unknown_parameter", "'max_tokens'"),
+        ('{"prompt": "a", "tempreature": 1}', "unknown_parameter", "'temperature'"),
+        ('{"promt": "a"}', "unknown_parameter", "'prompt'"),
+        ('{"prompt": "a", "logprobs": 1}', "invalid_row", "not available"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str | bytes, expected: str, message: str) -> None:
+    """Guards the error codes of the contract and that each message says what and where."""
+    row = parse(text)
+    assert code(row) == expected and message in str(row.error)
+
+
+def test_unknown_keys_are_carried_when_they_are_no_misspelling() -> None:
+    """Guards columns of people's own; --allow-unknown carries near misses as well."""
+    assert parse('{"prompt": "a", "label": 1, "seeds": 2}').extra == {"label": 1, "seeds": 2}
+    assert parse('{"prompt": "a", "temperatur": 1}', allow_unknown=True).extra == {"temperatur": 1}
+
+
+def test_duplicate_keys_and_surrogates() -> None:
+    """Guards two corners of JSON: the last key wins, and half a character becomes U+FFFD."""
+    assert parse('{"prompt": "a", "prompt": "b"}').prompt == "b"
+    row = parse('{"prompt": "x\\ud800y", "k": ["\\udc00"], "pair": "\\ud83d\\ude00"}')
+    assert row.prompt == "x\ufffdy" and row.extra == {"k": ["\ufffd"], "pair": "😀"}
+
+
+def test_lines_are_physical_and_blank_ones_skipped() -> None:
+    """Guards the index: BOM, CRLF, blank lines and a missing last newline change no number."""
+    data = b'\xef\xbb\xbf{"a":1}\r\n\n  \r\n{"b":"\xe2\x80\xa8"}\n\nlast'
+    assert [(line.index, line.data) for line in read_lines(io.BytesIO(data))] == [
+        (0, b'{"a":1}'),
+        (3, b'{"b":"\xe2\x80\xa8"}'),
+        (5, b"last"),
+    ]
+
+
+def test_a_line_that_is_too_long_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards memory against one endless line, and the lines after it."""
+    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 10)
+    lines = list(read_lines(io.BytesIO(b"x" * 57 + b'\n{"a": 1}\n' + b"y" * 30)))
+    assert [line.data for line in lines] == [None, b'{"a": 1}', None]
+    assert code(parse_line(lines[0])) == "line_too_long"
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+rows = st.dictionaries(st.sampled_from([*jsonl.KNOWN, "note"]), json_values, max_size=5)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=60) | json_values.map(json.dumps).map(str.encode) | rows.map(json.dumps).map(str.encode))
+def test_any_line_has_one_outcome(data: bytes) -> None:
+    """Guards against a traceback: whatever the line, it is a row with one prompt, or a row with an error."""
+    row = parse(data)
+    forms = [form for form in (row.messages, row.prompt, row.prompt_token_ids) if form is not None]
+    assert row.error is not None or len(forms) == 1
+    fields: dict[str, Any] = {"id": row.id, "extra": row.extra, "error": str(row.error)}
+    assert json.loads(format_row(fields)) is not None

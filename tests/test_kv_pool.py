@@ -1,0 +1,62 @@
+"""How much memory the KV cache takes, and how people say it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cbatch.engine.errors import ConfigError
+from cbatch.engine.kv_pool import KVPool, LayerShape, choose_num_blocks, format_bytes, parse_memory
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("90%", 900), ("4GiB", 4 * GIB), ("1.5 kb", 1500), ("512", 512), ("100%", 1000)]
+)
+def test_amounts_are_read_as_people_write_them(text: str, expected: int) -> None:
+    """Guards the units of --kv-cache-memory."""
+    assert parse_memory(text, 1000) == expected
+
+
+@pytest.mark.parametrize("text", ["", "lots", "-1GiB", "0%", "101%", "4 GiB of it", "nan"])
+def test_other_amounts_are_refused(text: str) -> None:
+    """Guards against a cache of a size nobody asked for."""
+    with pytest.raises(ConfigError, match="no amount of memory"):
+        parse_memory(text, 1000)
+
+
+def choose(memory: str | None = None, num_blocks: int | None = None, per_block: int = 2**20) -> int:
+    return choose_num_blocks(
+        memory=memory,
+        num_blocks=num_blocks,
+        bytes_per_block=per_block,
+        blocks_wanted=50,
+        device=torch.device("cpu"),
+    )
+
+
+def test_the_cache_takes_no_more_than_it_can_use() -> None:
+    """Guards a laptop's memory: never more than every seat's full context needs."""
+    assert choose("10MiB") == 10 and choose("1GiB") == 50 and choose() == 50 and choose(num_blocks=7) == 7
+
+
+@pytest.mark.parametrize("memory", ["1KiB", "100000GiB"])
+def test_too_little_and_too_much_are_refused(memory: str) -> None:
+    """Guards against a cache that holds nothing, and one that the machine does not have."""
+    with pytest.raises(ConfigError, match="--kv-cache-memory"):
+        choose(memory)
+
+
+def test_bytes_of_a_token() -> None:
+    """Guards the figure the articles get wrong: Llama 2 7B takes 512 KiB a token over its 32 layers."""
+    layer = LayerShape(heads=32, key_dim=128, value_dim=128)
+    assert format_bytes(32 * layer.bytes_per_token(torch.float16)) == "512.0 KiB"
+
+
+def test_written_keys_are_where_the_slots_say() -> None:
+    """Guards the one place where the cache changes."""
+    pool = KVPool([LayerShape(2, 3, 5)], num_blocks=4, block_size=2, dtype=torch.float32, device=torch.device("cpu"))
+    keys, values = torch.randn(3, 2, 3), torch.randn(3, 2, 5)
+    pool.write(0, keys, values, torch.tensor([7, 0, 5]))
+    assert torch.equal(pool.keys[0][3, 1], keys[0]) and torch.equal(pool.values[0][2, 1], values[2])

@@ -1,0 +1,87 @@
+"""Imports go downward, front ends use the public names only, and help opens without torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cbatch
+import cbatch.engine
+
+PACKAGE = Path(cbatch.__file__).parent
+
+# Lowest first; a module imports only from rows above its own in this list.
+LAYERS = [
+    ["engine.errors"],
+    ["engine.params"],
+    ["engine.request"],
+    ["engine.blocks"],
+    ["engine.scheduler"],
+    ["engine.batch", "engine.kv_pool"],
+    ["engine.attention.interface"],
+    ["engine.attention.reference"],
+    ["engine.attention.select"],
+    ["engine.detokenizer", "engine.sampler"],
+    ["engine.tokenizer"],
+    ["engine.loader"],
+    ["engine.models.transformers"],
+    ["engine.models.selfcheck"],
+    ["engine.runner"],
+    ["engine.engine"],
+    ["engine.driver"],
+]
+HEIGHT = {f"cbatch.{name}": height for height, names in enumerate(LAYERS) for name in names}
+
+
+def imported_modules(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    return modules | {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+
+
+def modules_below(folder: Path) -> dict[str, Path]:
+    files = [path for path in folder.rglob("*.py") if path.name != "__init__.py"]
+    return {".".join(["cbatch", *path.relative_to(PACKAGE).with_suffix("").parts]): path for path in files}
+
+
+def test_engine_imports_go_downward() -> None:
+    """Guards the architecture: nothing below knows what is above it, and every module has its place."""
+    modules = modules_below(PACKAGE / "engine")
+    assert modules.keys() == HEIGHT.keys()
+    for name, path in modules.items():
+        for used in imported_modules(path):
+            if used.startswith("cbatch"):
+                assert HEIGHT[used] < HEIGHT[name], f"{name} imports {used}"
+
+
+def test_front_ends_use_public_names_only() -> None:
+    """Guards the seam: the command line sees what `cbatch.engine` exports, nothing inside it."""
+    for name, path in modules_below(PACKAGE / "cli").items():
+        inside = [used for used in imported_modules(path) if used.startswith("cbatch.engine.")]
+        assert not inside, f"{name} imports {inside}"
+
+
+@pytest.mark.parametrize("module", [cbatch, cbatch.engine])
+def test_public_names_exist(module: object) -> None:
+    """Guards the lazy export table against a name that leads nowhere."""
+    for name in module.__all__:  # type: ignore[attr-defined]
+        assert getattr(module, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        module.no_such_name  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "-h"], ["info", "--help"], ["--version"]])
+def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
+    """Guards the time that help takes: no torch, transformers, numpy or tokenizers for it."""
+    code = (
+        "import sys; from cbatch.cli.main import run_command; code = run_command(sys.argv[1:]); "
+        "heavy = {'torch', 'transformers', 'numpy', 'tokenizers'} & set(sys.modules); "
+        "sys.exit(f'loads {heavy}' if heavy else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "cbatch" in done.stdout

@@ -1,0 +1,214 @@
+"""`cbatch run` from the outside: rows in, rows out, exit codes, and sentences instead of tracebacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.cli.main import run_command
+from cbatch.engine import driver
+from tests.folder import save_model
+
+ROWS = [
+    {"id": "a", "prompt": "hello", "max_tokens": 6},
+    {"prompt": "hello", "temperatur": 1},
+    {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "label": "kept"},
+    {"prompt_token_ids": [5, 6, 7], "max_tokens": 9},
+    {"prompt": "x " * 400},
+    {"prompt": "sampled", "temperature": 1.0, "seed": 5, "max_tokens": 40},
+]
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+@pytest.fixture
+def run(model_folder: Path, tmp_path: Path) -> Any:
+    """Runs `cbatch run` on rows in this process; gives the exit code and the output rows."""
+
+    def call(rows: list[Any], *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+        source = write_rows(tmp_path / "in.jsonl", rows)
+        target = tmp_path / "out.jsonl"
+        code = run_command(["run", str(source), "-m", str(model_folder), "-o", str(target), "--overwrite", *arguments])
+        return code, read_rows(target) if target.exists() else []
+
+    return call
+
+
+def test_one_row_out_for_each_row_in(run: Any) -> None:
+    """Guards the shape of output rows, error rows beside good ones, extra columns, order, and exit code 1."""
+    code, rows = run(["\n", *ROWS, "{bad\n"])
+    assert code == 1
+    assert [row["index"] for row in rows] == [1, 2, 3, 4, 5, 6, 7]
+    codes = [row.get("error", {}).get("code") for row in rows]
+    assert codes == [None, "unknown_parameter", None, None, "prompt_too_long", None, "invalid_json"]
+    assert all(row["error"]["message"].startswith(f"line {row['index'] + 1}") for row in rows if "error" in row)
+    assert rows[0]["id"] == "a" and rows[1]["id"] is None and rows[2]["extra"] == {"label": "kept"}
+    assert rows[0]["finish_reason"] == "length" and rows[0]["usage"]["completion_tokens"] == 6
+    assert isinstance(rows[0]["text"], str) and rows[3]["usage"] == {"prompt_tokens": 3, "completion_tokens": 9}
+
+
+def test_all_good_rows_exit_0_and_defaults_come_from_options(run: Any) -> None:
+    """Guards the order of precedence: row over option over default."""
+    code, rows = run([{"prompt": "a"}, {"prompt": "a", "max_tokens": 2}], "--max-tokens", "4", "--token-ids")
+    assert code == 0 and [len(row["token_ids"]) for row in rows] == [4, 2]
+    assert rows[1]["token_ids"] == rows[0]["token_ids"][:2]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["--max-seqs", "1"],
+        ["--max-batch-tokens", "5", "--window", "2"],
+        ["--kv-blocks", "17"],
+        ["--order", "completion"],
+    ],
+    ids=" ".join,
+)
+def test_batch_settings_change_no_byte(run: Any, settings: list[str]) -> None:
+    """Guards the promise that a row's bytes are a function of its input and the sampling options alone."""
+    rows = [{**row, "id": number, "temperature": 1.0} for number, row in enumerate(ROWS)]
+    _, expected = run(rows, "--dtype", "float32")
+    _, got = run(rows, "--dtype", "float32", *settings)
+    assert sorted(got, key=lambda row: int(row["index"])) == expected
+
+
+def test_sampling_depends_on_the_id_not_the_place(run: Any) -> None:
+    """Guards shuffled input: a row with an id is answered the same wherever it stands."""
+    rows = [{"id": f"r{n}", "prompt": "tell", "temperature": 1.0, "max_tokens": 12} for n in range(5)]
+    texts = [{row["id"]: row["text"] for row in run(order)[1]} for order in (rows, rows[::-1])]
+    assert texts[0] == texts[1] and len(set(texts[0].values())) > 1
+    assert {row["id"]: row["text"] for row in run(rows, "--seed", "1")[1]} != texts[0]
+
+
+def test_stop_strings_and_plain_text_input(run: Any, tmp_path: Path) -> None:
+    """Guards --format text, --raw and --stop together."""
+    _, (full,) = run(["hello {x\n"], "--format", "text", "--raw", "--max-tokens", "30")
+    stop = full["text"][3:5]
+    _, (cut,) = run(["hello {x\n"], "--format", "text", "--raw", "--max-tokens", "30", "--stop", stop)
+    assert cut["text"] == full["text"][: full["text"].index(stop)]
+    assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", stop)
+
+
+def test_options_come_from_the_environment(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards CBATCH_RUN_*; a repeatable option is a JSON list, so that stop strings may hold spaces."""
+    monkeypatch.setenv("CBATCH_RUN_MAX_TOKENS", "3")
+    assert run([{"prompt": "a"}])[1][0]["usage"]["completion_tokens"] == 3
+    monkeypatch.setenv("CBATCH_RUN_STOP", "not json")
+    assert run([{"prompt": "a"}])[0] == 2
+    monkeypatch.setenv("CBATCH_RUN_STOP", '["no such text"]')
+    assert run([{"prompt": "a"}])[0] == 0
+
+
+def test_system_option_reaches_rows_without_a_system_message(run: Any) -> None:
+    """Guards --system for prompts and messages, and that a row's own system message wins."""
+    own = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    rows = [{"prompt": "hi"}, {"messages": own[1:]}, {"messages": own}, {"prompt": "hi", "raw": True}]
+    _, plain = run(rows, "--max-tokens", "1")
+    _, given = run(rows, "--max-tokens", "1", "--system", "be brief")
+    lengths = [row["usage"]["prompt_tokens"] for row in given]
+    assert lengths[0] == lengths[1] == lengths[2] == plain[2]["usage"]["prompt_tokens"]
+    assert lengths[3] == plain[3]["usage"]["prompt_tokens"] < plain[0]["usage"]["prompt_tokens"]
+
+
+def test_a_model_without_tokenizer_takes_token_ids(tmp_path: Path) -> None:
+    """Guards form 3 on a folder that has only weights: text is null, other forms are error rows."""
+    folder = save_model(tmp_path / "bare", tokenizer=False)
+    source = write_rows(tmp_path / "in.jsonl", [{"prompt_token_ids": [5, 6], "max_tokens": 2}, {"prompt": "a"}])
+    target = tmp_path / "out.jsonl"
+    assert run_command(["run", str(source), "-m", str(folder), "-o", str(target), "--token-ids"]) == 1
+    first, second = read_rows(target)
+    assert first["text"] is None and len(first["token_ids"]) == 2 and "no tokenizer" in second["error"]["message"]
+
+
+def test_generation_config_gives_the_defaults(tmp_path: Path) -> None:
+    """Guards that only keys that stand in the file count: do_sample decides, and top_k 50 is not invented."""
+    rows = [{"prompt": "a", "id": n, "max_tokens": 8} for n in range(4)]
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    texts = []
+    for name, settings in {"greedy": {"temperature": 0.9}, "sampled": {"do_sample": True}}.items():
+        folder = save_model(tmp_path / name, generation=settings)
+        target = tmp_path / f"{name}.jsonl"
+        assert run_command(["run", str(source), "-m", str(folder), "-o", str(target)]) == 0
+        texts.append({row["text"] for row in read_rows(target)})
+    assert len(texts[0]) == 1 and len(texts[1]) > 1
+
+
+def test_refusals_are_sentences(
+    run: Any, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards exit code 2 with one sentence, and that nothing is overwritten or loaded before it."""
+    source = write_rows(tmp_path / "in.jsonl", ROWS[:1])
+    full = tmp_path / "full.jsonl"
+    full.write_text("precious\n")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{nonsense")
+    (broken / "model.safetensors").write_bytes(b"garbage")
+    (tmp_path / "empty").mkdir()
+    cases = {
+        "No such file": ["nowhere.jsonl"],
+        "not empty": [str(source), "-o", str(full)],
+        "is the input": [str(source), "-o", str(source)],
+        "Cannot write": [str(source), "-o", str(tmp_path / "no" / "such" / "folder.jsonl")],
+        "no config.json": [str(source), "-m", str(tmp_path / "empty")],
+        "Cannot load": [str(source), "-m", str(broken)],
+        "no model folder": [str(source), "-m", "./nowhere"],
+        "no-such/model": [str(source), "-m", "no-such/model"],
+        "--top-p must be": [str(source), "--top-p", "7"],
+        "no attention backend": [str(source), "-m", str(model_folder), "--attention", "magic"],
+        "no amount of memory": [str(source), "-m", str(model_folder), "--kv-cache-memory", "lots"],
+        "is more than the": [str(source), "-m", str(model_folder), "--kv-cache-memory", "99999GiB"],
+        "not available": [str(source), "-m", str(model_folder), "--device", "cuda:99"],
+        "No such option": ["--frobnicate"],
+    }
+    for message, arguments in cases.items():
+        assert run_command(["run", *arguments]) == 2, arguments
+        error = capsys.readouterr().err
+        assert message in error and "Traceback" not in error, error
+    assert full.read_text() == "precious\n" and source.read_text().startswith('{"id"')
+
+
+def test_a_failing_engine_is_exit_3_and_keeps_what_is_done(
+    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards finished rows against a crash in a later step, and against waiting for ever on a dead engine."""
+    step = driver.Engine.step
+
+    def failing(self: driver.Engine) -> Any:
+        if self.num_steps == 5:
+            raise RuntimeError("the device is on fire")
+        return step(self)
+
+    monkeypatch.setattr(driver.Engine, "step", failing)
+    code, rows = run([{"prompt": "a", "max_tokens": 2}, {"prompt": "b", "max_tokens": 90}])
+    assert code == 3 and [row["index"] for row in rows] == [0]
+    assert "on fire" in capsys.readouterr().err
+
+
+def pipe(model: Path, data: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cbatch", "run", "-m", str(model), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, input=data, capture_output=True, text=True, env=environment, timeout=120)
+
+
+def test_the_command_in_a_pipeline(model_folder: Path) -> None:
+    """Guards stdin to stdout: data only on stdout, no bars or codes on a stderr that is no terminal."""
+    data = "".join(json.dumps(row) + "\n" for row in ROWS)
+    done = pipe(model_folder, data)
+    assert done.returncode == 1 and len(done.stdout.splitlines()) == len(ROWS)
+    assert [json.loads(line)["index"] for line in done.stdout.splitlines()] == list(range(len(ROWS)))
+    assert "4 rows ok, 2 failed" in done.stderr and "\x1b" not in done.stderr and "\r" not in done.stderr
+    assert pipe(model_folder, "", "-q").stdout == ""
