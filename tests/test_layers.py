@@ -26,7 +26,7 @@ LAYERS = [
     ["engine.attention.reference"],
     ["engine.attention.select"],
     ["engine.detokenizer", "engine.sampler"],
-    ["engine.tokenizer"],
+    ["engine.tokenizer", "engine.template_trial"],
     ["engine.loader"],
     ["engine.models.transformers"],
     ["engine.models.selfcheck"],

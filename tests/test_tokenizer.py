@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from cbatch.engine.errors import RequestError
+from cbatch.engine.errors import ModelError, RequestError
+from cbatch.engine.template_trial import TemplateTrial
 from cbatch.engine.tokenizer import ChatTokenizer
-from tests.folder import make_tokenizer
+from tests.folder import TEMPLATE, make_tokenizer
 
 BOS, START, END = 0, 1, 2
 
@@ -55,6 +56,22 @@ def test_no_template_is_said(theirs: Any) -> None:
     """Guards against messages that are silently pasted together for a base model."""
     bare = make_tokenizer()
     bare.chat_template = None
-    assert not ChatTokenizer(bare).has_chat_template
+    assert not ChatTokenizer(bare).chat_template
     with pytest.raises(RequestError, match="no chat template"):
         ChatTokenizer(bare).encode_chat([{"role": "user", "content": "x"}])
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [ENDLESS, "{{ 'x' * 10 ** 10 }}"])
+def test_a_template_that_never_ends_is_refused_at_load(template: str) -> None:
+    """Guards the engine against a template that hangs, or eats all memory, with every first message."""
+    with pytest.raises(ModelError, match="chat template"):
+        TemplateTrial(template).finish(timeout=2.0)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, "{{ raise_exception('roles must alternate') }}", "{% unknown %}"])
+def test_other_templates_pass_their_trial(template: str) -> None:
+    """Guards against refusing a model for what only its rows can decide."""
+    TemplateTrial(template).finish()

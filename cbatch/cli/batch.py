@@ -197,7 +197,7 @@ class Batch:
         row = job.row
         prompt_ids = self._encode(row)
         job.prompt_tokens = len(prompt_ids)
-        name = row.id if isinstance(row.id, str | int) else row.index
+        name = row.id if row.id is not None else row.index
         params = self._options.params.merged({"seed": derive_seed(self._options.seed, name)} | row.params)
 
         def take(event: TokenEvent) -> None:

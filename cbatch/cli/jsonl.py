@@ -154,6 +154,8 @@ def _fill(row: Row, fields: dict[str, Any], allow_unknown: bool) -> None:
         found = "has both " + " and ".join(forms) if forms else f"has none of {', '.join(FORMS)}"
         raise _wrong(row, f"the row {found}")
     _fill_prompt(row, *forms.popitem())
+    if row.raw and row.prompt is None:
+        raise _wrong(row, "raw goes with prompt only")
 
 
 def _check_unknown(row: Row, name: str, allow_unknown: bool) -> None:

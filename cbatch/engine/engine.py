@@ -148,8 +148,10 @@ class Engine:
         if self.tokenizer is None:
             raise RequestError("invalid_row", "This model has no tokenizer; give prompt_token_ids.")
         if isinstance(prompt, Mapping):
+            if "messages" not in prompt:
+                raise RequestError("invalid_row", "A prompt that is a mapping must have messages.")
             return self.tokenizer.encode_chat(prompt["messages"])
-        if raw or not self.tokenizer.has_chat_template:
+        if raw or not self.tokenizer.chat_template:
             return self.tokenizer.encode(prompt)
         return self.tokenizer.encode_chat([{"role": "user", "content": prompt}])
 

@@ -11,6 +11,7 @@ import torch
 
 from cbatch.engine.errors import ConfigError, ModelError
 from cbatch.engine.params import SamplingParams
+from cbatch.engine.template_trial import TemplateTrial
 from cbatch.engine.tokenizer import ChatTokenizer
 
 DEMO_MODEL = Path(__file__).parent.parent / "demo"
@@ -64,8 +65,9 @@ def choose_dtype(name: str, checkpoint: torch.dtype | None, device: torch.device
 
 
 def _cpu_has_bfloat16() -> bool:
-    cpu: Any = torch.cpu
-    return bool(cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported())
+    # torch has no public word for this; a build without these names is one without the instructions.
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, bool)() for name in names)
 
 
 def load_model(name: str | None, revision: str | None, device: torch.device, dtype: str) -> LoadedModel:
@@ -80,6 +82,8 @@ def load_model(name: str | None, revision: str | None, device: torch.device, dty
     source = str(DEMO_MODEL) if name is None else name
     shown = "the bundled demo model" if name is None else name
     _check_folder(source)
+    tokenizer = _load_tokenizer(source, revision)
+    trial = TemplateTrial(tokenizer.chat_template) if tokenizer and tokenizer.chat_template else None
     try:
         config = AutoConfig.from_pretrained(source, revision=revision)
         chosen = choose_dtype(dtype, _checkpoint_dtype(config), device)
@@ -90,11 +94,13 @@ def load_model(name: str | None, revision: str | None, device: torch.device, dty
         raise
     except Exception as error:  # transformers, the hub, safetensors and json each raise their own kinds
         raise ModelError(f"Cannot load {shown}: {_first_sentence(error)}") from error
+    if trial:
+        trial.finish()
     settings = _read_json(source, revision, "generation_config.json")
     return LoadedModel(
         name=shown,
         network=network.to(device).eval(),
-        tokenizer=_load_tokenizer(source, revision),
+        tokenizer=tokenizer,
         defaults=_sampling_defaults(settings),
         eos_ids=_eos_ids(settings, config),
     )
@@ -132,7 +138,8 @@ def _checkpoint_dtype(config: Any) -> torch.dtype | None:
 def _load_tokenizer(source: str, revision: str | None) -> ChatTokenizer | None:
     from transformers import AutoTokenizer
 
-    if Path(source).is_dir() and not any(Path(source).glob("tokenizer*")):
+    patterns = ("tokenizer*", "vocab*", "merges.txt", "*.model")
+    if Path(source).is_dir() and not any(any(Path(source).glob(pattern)) for pattern in patterns):
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)

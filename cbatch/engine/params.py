@@ -72,7 +72,7 @@ class SamplingParams:
 PARAM_NAMES: tuple[str, ...] = tuple(field.name for field in fields(SamplingParams))
 
 
-def derive_seed(run_seed: int, name: str | int) -> int:
+def derive_seed(run_seed: int, name: str | float) -> int:
     """The seed of a row that gives none: a hash of the run's seed and the row's id or index (64 bits)."""
     text = f"{run_seed}/{type(name).__name__}/{name}"
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little")

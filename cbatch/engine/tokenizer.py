@@ -32,8 +32,10 @@ class ChatTokenizer:
         self._special_pattern = re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
     @property
-    def has_chat_template(self) -> bool:
-        return bool(self._tokenizer.chat_template)
+    def chat_template(self) -> str | None:
+        """The template's source; of several, the one that serves when nothing else is asked for."""
+        template: str | dict[str, str] | None = self._tokenizer.chat_template
+        return template.get("default") if isinstance(template, dict) else template
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text as the tokenizer makes them, BOS included where it adds one, never twice."""
@@ -46,9 +48,11 @@ class ChatTokenizer:
 
         Raises RequestError (`template_error`) where the template refuses the messages.
         """
-        if not self.has_chat_template:
+        if not self.chat_template:
             raise RequestError("template_error", "The model has no chat template; give a prompt, not messages.")
-        contents = [message["content"] for message in messages]
+        contents = [message.get("content") for message in messages]
+        if not contents or not all(isinstance(content, str) for content in contents):
+            raise RequestError("invalid_row", "Messages must be a list of at least one, each with text content.")
         pattern = self._special_pattern
         if pattern is None or not any(pattern.search(content) for content in contents):
             return self._encode_rendered(self._render(messages))
