@@ -54,7 +54,7 @@ class ChatTokenizer:
         if not contents or not all(isinstance(content, str) for content in contents):
             raise RequestError("invalid_row", "Messages must be a list of at least one, each with text content.")
         pattern = self._special_pattern
-        if pattern is None or not any(pattern.search(content) for content in contents):
+        if pattern is None or not any(pattern.search(str(content)) for content in contents):
             return self._encode_rendered(self._render(messages))
         names = list(self._special)
         hidden = [
