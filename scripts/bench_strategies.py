@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def report(engine: Engine, work: Work, slots: int, medians: dict[str, float]) -> None:
-    print(engine.describe())
+    print(f"{engine.loaded.name}, {engine.model.num_parameters / 1e6:.1f} million parameters, {engine.model.dtype}")
     prompt_tokens = sum(map(len, work.prompts))
     print(f"{len(work.prompts)} requests, {prompt_tokens} prompt and {work.output_tokens} output tokens, {slots} slots")
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads\n")

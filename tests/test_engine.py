@@ -76,6 +76,13 @@ def test_bad_prompts_fail_alone() -> None:
     assert outputs[1].token_ids == greedy(good, 4)
 
 
+def test_stop_tokens_outside_the_vocabulary_are_refused() -> None:
+    """Guards the step against an index that no logit has."""
+    asked = SamplingParams(stop_token_ids=(VOCABULARY,), min_tokens=3)
+    (output,) = make_engine(network()).generate([[1, 2]], asked)
+    assert output.error is not None and "stop_token_ids: 89 is not in" in str(output.error)
+
+
 @pytest.mark.parametrize("settings", [{}, {"max_batch_tokens": 5}, {"kv_blocks": 14}, {"max_seqs": 2}], ids=str)
 def test_sampled_rows_do_not_depend_on_company(settings: dict[str, int]) -> None:
     """Guards the contract's promise at temperature 1: chunking, preemption, order and seats change no token."""

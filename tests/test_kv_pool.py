@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from cbatch.engine.errors import ConfigError
-from cbatch.engine.kv_pool import KVPool, LayerShape, choose_num_blocks, format_bytes, parse_memory
+from cbatch.engine.kv_pool import KVPool, LayerShape, choose_num_blocks
+from cbatch.engine.units import format_bytes, parse_memory
 
 GIB = 2**30
 

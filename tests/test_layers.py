@@ -17,7 +17,7 @@ PACKAGE = Path(cbatch.__file__).parent
 # Lowest first; a module imports only from rows above its own in this list.
 LAYERS = [
     ["engine.errors"],
-    ["engine.params"],
+    ["engine.params", "engine.units"],
     ["engine.request"],
     ["engine.blocks"],
     ["engine.scheduler"],

@@ -9,6 +9,7 @@ import click
 
 from cbatch import __version__
 from cbatch.cli.options import engine_options, model_options
+from cbatch.cli.session import describe, open_engine
 
 
 @click.command("info")
@@ -19,9 +20,6 @@ def info(**options: Any) -> Literal[0]:
     import torch
     import transformers
 
-    from cbatch.cli.options import ENGINE_FIELDS
-    from cbatch.engine import Engine, EngineConfig
-
     click.echo(f"cbatch        {__version__}")
     click.echo(f"python        {platform.python_version()} on {platform.platform()}")
     click.echo(f"torch         {torch.__version__}, {torch.get_num_threads()} threads")
@@ -29,7 +27,6 @@ def info(**options: Any) -> Literal[0]:
     for number in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(number)
         click.echo(f"cuda:{number}        {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
-    engine = Engine(EngineConfig(**{name: options[name] for name in ENGINE_FIELDS}))
-    for name, value in engine.facts().items():
+    for name, value in describe(open_engine(options, quiet=True)).items():
         click.echo(f"{name:<13} {value}")
     return 0

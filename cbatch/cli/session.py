@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.cli.options import ENGINE_FIELDS
 from cbatch.cli.screen import notice
+from cbatch.engine import format_bytes
 
 if TYPE_CHECKING:
     from cbatch.engine import Engine
@@ -24,5 +25,23 @@ def open_engine(options: dict[str, Any], *, quiet: bool) -> Engine:
     if not quiet:
         if options["model"] is None:
             notice(DEMO_NOTICE)
-        notice(engine.describe())
+        shown = describe(engine)
+        notice(f"{shown['parameters']}; {shown['dtype']} on {shown['device']}; KV cache {shown['KV cache']}")
     return engine
+
+
+def describe(engine: Engine) -> dict[str, str]:
+    """What was loaded and what it took, as lines for people."""
+    model, blocks, scheduler = engine.model, engine.blocks, engine.scheduler
+    per_token = engine.kv_bytes_per_token
+    return {
+        "model": f"{engine.loaded.name} ({model.config.model_type})",
+        "parameters": f"{model.num_parameters / 1e6:,.1f} million, {format_bytes(model.weight_bytes)}",
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(engine.device),
+        "attention": engine.runner.attention.name,
+        "context": f"{model.max_model_len:,} tokens",
+        "KV cache": f"{blocks.capacity:,} tokens in {blocks.num_blocks:,} blocks of {blocks.block_size}: "
+        f"{format_bytes(blocks.capacity * per_token)}, {format_bytes(per_token)} a token",
+        "batch": f"up to {scheduler.max_seqs} sequences and {scheduler.max_batch_tokens} tokens a step",
+    }

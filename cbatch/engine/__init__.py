@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from cbatch.engine.errors import CbatchError, ConfigError, EngineError, ModelError, RequestError
     from cbatch.engine.params import PARAM_NAMES, SamplingParams, derive_seed
     from cbatch.engine.request import TokenEvent
+    from cbatch.engine.units import format_bytes
 
 _HOME = {
     "CbatchError": "errors",
@@ -27,6 +28,7 @@ _HOME = {
     "SamplingParams": "params",
     "TokenEvent": "request",
     "derive_seed": "params",
+    "format_bytes": "units",
 }
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "SamplingParams",
     "TokenEvent",
     "derive_seed",
+    "format_bytes",
 ]
 
 

@@ -11,7 +11,7 @@ from cbatch.engine.attention.select import select_attention
 from cbatch.engine.batch import RaggedBatch
 from cbatch.engine.blocks import BlockPool
 from cbatch.engine.errors import RequestError
-from cbatch.engine.kv_pool import KVPool, choose_num_blocks, format_bytes
+from cbatch.engine.kv_pool import KVPool, choose_num_blocks
 from cbatch.engine.loader import LoadedModel, choose_device, load_model
 from cbatch.engine.models.selfcheck import check_ragged
 from cbatch.engine.models.transformers import TransformersModel
@@ -98,6 +98,7 @@ class Engine:
         )
         cache = KVPool(self.model.layers, self.blocks.num_blocks, config.block_size, self.model.dtype, self.device)
         self.runner = Runner(self.model, cache, select_attention(config.attention))
+        self._eos_ids = frozenset(token for token in self.loaded.eos_ids if token < self.model.vocab_size)
         self.num_steps = 0
         self._requests: dict[int, Request] = {}
         self._next_id = 0
@@ -115,28 +116,6 @@ class Engine:
     def kv_capacity(self) -> int:
         """Tokens that the KV cache holds."""
         return self.blocks.capacity
-
-    def facts(self) -> dict[str, str]:
-        """What was loaded and what it took, as lines for people."""
-        model = self.model
-        per_token = self.kv_bytes_per_token
-        return {
-            "model": f"{self.loaded.name} ({model.config.model_type})",
-            "parameters": f"{model.num_parameters / 1e6:,.1f} million, {format_bytes(model.weight_bytes)}",
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "device": str(self.device),
-            "attention": self.runner.attention.name,
-            "context": f"{model.max_model_len:,} tokens",
-            "KV cache": f"{self.kv_capacity:,} tokens in {self.blocks.num_blocks:,} blocks of "
-            f"{self.blocks.block_size}: {format_bytes(self.kv_capacity * per_token)}, "
-            f"{format_bytes(per_token)} a token",
-            "batch": f"up to {self.scheduler.max_seqs} sequences and {self.scheduler.max_batch_tokens} tokens a step",
-        }
-
-    def describe(self) -> str:
-        """One line on what was loaded and what it took."""
-        facts = self.facts()
-        return f"{facts['parameters']}; {facts['dtype']} on {facts['device']}; KV cache {facts['KV cache']}"
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Token ids of a prompt. Text is one user message where the model has a chat template, else plain text.
@@ -161,7 +140,10 @@ class Engine:
         Raises RequestError for a prompt that is empty, too long, or has tokens the model does not know.
         """
         token_ids = self.encode(prompt)
-        self._check_tokens(token_ids)
+        if not token_ids:
+            raise RequestError("invalid_row", "The prompt is empty.")
+        self._check_tokens("Token id", token_ids)
+        self._check_tokens("stop_token_ids:", params.stop_token_ids)
         room = self.scheduler.room_for(len(token_ids))
         request = Request(
             id=self._next_id,
@@ -171,7 +153,7 @@ class Engine:
             seed=params.seed or 0,
             sample=sample,
             priority=priority,
-            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.loaded.eos_ids),
+            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids),
             text=self.tokenizer.stream(token_ids, params.stop) if self.tokenizer else None,
         )
         self._next_id += 1
@@ -247,14 +229,11 @@ class Engine:
             device=self.device,
         )
 
-    def _check_tokens(self, token_ids: list[int]) -> None:
-        if not token_ids:
-            raise RequestError("invalid_row", "The prompt is empty.")
+    def _check_tokens(self, what: str, token_ids: Sequence[int]) -> None:
         wrong = next((token for token in token_ids if not 0 <= token < self.model.vocab_size), None)
         if wrong is not None:
-            raise RequestError(
-                "invalid_row", f"Token id {wrong} is not in the model's vocabulary of {self.model.vocab_size}."
-            )
+            vocabulary = self.model.vocab_size
+            raise RequestError("invalid_row", f"{what} {wrong} is not in the model's vocabulary of {vocabulary}.")
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> list[int | None]:
         if not plan.samplers:
