@@ -88,6 +88,16 @@ def test_stop_strings(tokenizer: Tokenizer, text: str, stop: tuple[str, ...], sh
     assert ("".join(deltas), found) == (shown, reason)
 
 
+@pytest.mark.parametrize("prompt", ["prompt \ufffd", "日"])
+def test_a_prompt_that_ends_in_no_character_stays_out(tokenizer: Tokenizer, prompt: str) -> None:
+    """Guards the output against text of the prompt, where that ends inside a character or in U+FFFD."""
+    before = tokenizer.encode(prompt).ids
+    for cut in (len(before), len(before) - 1):
+        stream = TextStream(tokenizer, before[:cut])
+        text = "".join(stream.push(token) for token in tokenizer.encode("answer").ids)
+        assert text + stream.flush() == "answer"
+
+
 def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
     """Guards min_tokens against a stop string that comes too early."""
     stream = TextStream(tokenizer, stop=("b",))

@@ -81,4 +81,13 @@ def test_a_failed_step_ends_every_request(monkeypatch: pytest.MonkeyPatch) -> No
     (event,) = until_end(collect(driver, [1, 2]))
     assert event.error is not None and event.error.code == "internal_error"
     assert str(driver.failure) == "device lost"
+    (late,) = until_end(collect(driver, [3]))
+    assert late.error is not None and "device lost" in str(late.error)
     driver.close()
+
+
+def test_a_request_that_breaks_the_engine_in_a_new_way_harms_no_other(driver: Driver) -> None:
+    """Guards the thread itself: an exception that nobody foresaw ends one request."""
+    (event,) = until_end(collect(driver, ["no", "ids"]))  # type: ignore[list-item]
+    assert event.error is not None and event.error.code == "internal_error"
+    assert len(until_end(collect(driver, [1, 2], max_tokens=3))) == 3

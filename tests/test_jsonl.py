@@ -41,6 +41,8 @@ def test_the_three_forms() -> None:
         ('{"prompt": NaN}', "invalid_json", "NaN"),
         ('{"prompt": "a", "top_p": 1e999}', "invalid_json", "too large"),
         ("[" * 100_000, "invalid_json", "nested too deeply"),
+        ('{"prompt": "a", "k": ' + "[" * 300 + "]" * 300 + "}", "invalid_json", "nested too deeply"),
+        ('{"prompt": "\\ud800", "k": ' + '{"a":' * 700 + "1" + "}" * 701, "invalid_json", "nested too deeply"),
         ("1" * 5000, "invalid_json", "too many digits"),
         (b'{"prompt": "\xff"}', "invalid_utf8", "byte 13"),
         ("[1]", "invalid_row", "not a list"),
@@ -98,6 +100,15 @@ def test_a_line_that_is_too_long_is_one_error(monkeypatch: pytest.MonkeyPatch) -
     lines = list(read_lines(io.BytesIO(b"x" * 57 + b'\n{"a": 1}\n' + b"y" * 30)))
     assert [line.data for line in lines] == [None, b'{"a": 1}', None]
     assert code(parse_line(lines[0])) == "line_too_long"
+    assert [line.data for line in read_lines(io.BytesIO(b"0123456789\r\nabc\n"))] == [b"0123456789", b"abc"]
+
+
+@pytest.mark.parametrize("wrong", ['"raw": 1', '"id": []', '"temperatur": 1', '"priority": "x"'])
+def test_error_rows_carry_all_columns(wrong: str) -> None:
+    """Guards columns of people's own in rows that fail, whatever the order of keys."""
+    for text in (f'{{"note": 1, {wrong}, "prompt": "a"}}', f'{{{wrong}, "prompt": "a", "note": 1}}'):
+        row = parse(text)
+        assert row.error is not None and row.extra["note"] == 1
 
 
 json_values = st.recursive(

@@ -45,8 +45,14 @@ def test_the_cache_takes_no_more_than_it_can_use() -> None:
 @pytest.mark.parametrize("memory", ["1KiB", "100000GiB"])
 def test_too_little_and_too_much_are_refused(memory: str) -> None:
     """Guards against a cache that holds nothing, and one that the machine does not have."""
-    with pytest.raises(ConfigError, match="--kv-cache-memory"):
+    with pytest.raises(ConfigError, match=r"does not hold one block|are free"):
         choose(memory)
+
+
+def test_an_exact_number_of_blocks_must_fit_too() -> None:
+    """Guards the machine against --kv-blocks beyond its memory."""
+    with pytest.raises(ConfigError, match="are free"):
+        choose(num_blocks=10**12)
 
 
 def test_bytes_of_a_token() -> None:

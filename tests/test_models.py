@@ -11,7 +11,7 @@ import transformers
 from cbatch.engine.errors import ModelError
 from cbatch.engine.models.selfcheck import check_ragged
 from cbatch.engine.models.transformers import TransformersModel
-from tests.tiny import COMMON, draw_weights, make_engine, make_network
+from tests.tiny import COMMON, make_engine, make_network
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "built-in attention": ("Bloom", {"n_layer": 2, "n_head": 4}, "would be silently wrong"),
@@ -46,13 +46,14 @@ def test_refused_at_load(kind: str) -> None:
 class LooksAcross(torch.nn.Module):
     """A layer that mixes neighbouring tokens outside of attention, as token shift and short convolutions do."""
 
-    def __init__(self, inner: torch.nn.Module) -> None:
+    def __init__(self, inner: torch.nn.Module, strength: float = 0.1) -> None:
         super().__init__()
         self.inner = inner
+        self.strength = strength
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.inner(hidden)
-        out[:, 1:] += 0.1 * out[:, :-1]
+        out[:, 1:] += self.strength * out[:, :-1].clone()
         return out
 
 
@@ -79,13 +80,35 @@ def test_a_window_that_only_the_mask_knows_is_refused() -> None:
     """Guards against models that ask for a sliding window in their config and never pass it on."""
     network = make_network("llama")
     network.config.layer_types = ["sliding_attention", "full_attention"]
-    with pytest.raises(ModelError, match=r"layers \[0\] does not reach"):
+    with pytest.raises(ModelError, match=r"layers \[0\] is not what its config says"):
+        make_engine(network)
+
+
+def test_a_window_that_only_the_call_knows_is_refused() -> None:
+    """Guards against the reverse: a stray key that the attention call passes on and the model's mask ignores."""
+    network = make_network("llama")
+    network.config.sliding_window = 4
+    make_engine(network)
+    layer = network.model.layers[1].self_attn
+    forward = layer.forward
+    layer.forward = lambda *args, **kwargs: forward(*args, sliding_window=4, **kwargs)
+    with pytest.raises(ModelError, match=r"layers \[1\]"):
+        make_engine(network)
+
+
+def test_a_model_that_gives_no_number_is_refused() -> None:
+    """Guards the self-check against comparing NaN with anything and finding it small."""
+    network = make_network("llama")
+    network.lm_head.weight.data[3] = float("nan")
+    with pytest.raises(ModelError, match="differs from its own by nan"):
         make_engine(network)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_passes_the_self_check(dtype: torch.dtype) -> None:
-    """Guards against refusing good models for rounding."""
-    network = make_network("mixtral")
-    draw_weights(network)
-    make_engine(network.to(dtype))
+    """Guards against refusing good models for rounding, and against a tolerance that lets everything pass."""
+    make_engine(make_network("mixtral").to(dtype))
+    faulty = make_network("llama").to(dtype)
+    faulty.model.layers[0].mlp = LooksAcross(faulty.model.layers[0].mlp, strength=0.5)
+    with pytest.raises(ModelError, match="looks across tokens"):
+        make_engine(faulty)

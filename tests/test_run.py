@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from cbatch.cli.main import run_command
+from cbatch.cli.output import FileOutput
 from cbatch.engine import driver
 from tests.folder import save_model
 
@@ -77,12 +81,14 @@ def test_all_good_rows_exit_0_and_defaults_come_from_options(run: Any) -> None:
     ],
     ids=" ".join,
 )
-def test_batch_settings_change_no_byte(run: Any, settings: list[str]) -> None:
+def test_batch_settings_change_no_byte(run: Any, tmp_path: Path, settings: list[str]) -> None:
     """Guards the promise that a row's bytes are a function of its input and the sampling options alone."""
-    rows = [{**row, "id": number, "temperature": 1.0} for number, row in enumerate(ROWS)]
-    _, expected = run(rows, "--dtype", "float32")
-    _, got = run(rows, "--dtype", "float32", *settings)
-    assert sorted(got, key=lambda row: int(row["index"])) == expected
+    rows = [{**row, "id": number, "temperature": 1.0} for number, row in enumerate(ROWS * 3)]
+    run(rows, "--dtype", "float32")
+    expected = (tmp_path / "out.jsonl").read_bytes().splitlines()
+    run(rows, "--dtype", "float32", *settings)
+    got = (tmp_path / "out.jsonl").read_bytes().splitlines()
+    assert (sorted(got) == sorted(expected)) if "completion" in settings else got == expected
 
 
 def test_sampling_depends_on_the_id_not_the_place(run: Any) -> None:
@@ -91,6 +97,29 @@ def test_sampling_depends_on_the_id_not_the_place(run: Any) -> None:
     texts = [{row["id"]: row["text"] for row in run(order)[1]} for order in (rows, rows[::-1])]
     assert texts[0] == texts[1] and len(set(texts[0].values())) > 1
     assert {row["id"]: row["text"] for row in run(rows, "--seed", "1")[1]} != texts[0]
+
+
+BREAKERS = [
+    '{"prompt": "a", "temperature": 1%s}\n' % ("0" * 400),
+    '{"prompt": "a", "top_p": 1%s}\n' % ("0" * 400),
+    '{"prompt": "a", "temperature": 1, "top_k": 100000000000000000000}\n',
+    '{"prompt": "a", "stop_token_ids": [999999], "min_tokens": 1}\n',
+    '{"prompt": "\\ue0f0999\\ue0f1 <|im_end|>", "max_tokens": 2}\n',
+    '{"prompt": "a", "column": %s}\n' % ("[" * 985 + "]" * 985),
+    '{"prompt": "\\ud800", "column": %s}\n' % ("[" * 700 + "]" * 700),
+    '{"prompt": "\\ufffd", "raw": true, "max_tokens": 3}\n',
+    '{"prompt_token_ids": [99999999999999999999]}\n',
+    '{"prompt": "a", "seed": -9223372036854775808, "temperature": 1, "max_tokens": 2}\n',
+]
+
+
+def test_no_row_can_end_the_run(run: Any) -> None:
+    """Guards the good rows: each of these once broke the reader, the engine or the writer."""
+    good = {"prompt": "fine", "max_tokens": 2}
+    code, rows = run([row for breaker in BREAKERS for row in (breaker, good)])
+    assert code == 1 and len(rows) == 2 * len(BREAKERS)
+    assert all("text" in row for row in rows[1::2])
+    assert not any(row.get("error", {}).get("code") == "internal_error" for row in rows)
 
 
 def test_stop_strings_and_plain_text_input(run: Any, tmp_path: Path) -> None:
@@ -170,8 +199,10 @@ def test_refusals_are_sentences(
         "--top-p must be": [str(source), "--top-p", "7"],
         "no attention backend": [str(source), "-m", str(model_folder), "--attention", "magic"],
         "no amount of memory": [str(source), "-m", str(model_folder), "--kv-cache-memory", "lots"],
-        "is more than the": [str(source), "-m", str(model_folder), "--kv-cache-memory", "99999GiB"],
+        "are free": [str(source), "-m", str(model_folder), "--kv-cache-memory", "99999GiB"],
         "not available": [str(source), "-m", str(model_folder), "--device", "cuda:99"],
+        "a file is needed": [str(source), "-m", str(model_folder), "-o", str(tmp_path)],
+        "not valid UTF-8": [str(source), "-m", str(model_folder), "--system", "\udcff"],
         "No such option": ["--frobnicate"],
     }
     for message, arguments in cases.items():
@@ -184,18 +215,48 @@ def test_refusals_are_sentences(
 def test_a_failing_engine_is_exit_3_and_keeps_what_is_done(
     run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards finished rows against a crash in a later step, and against waiting for ever on a dead engine."""
-    step = driver.Engine.step
+    """Guards finished rows, the slowly written ones too, against a crash in a later step; and against hanging."""
+    step, write = driver.Engine.step, FileOutput.write
 
     def failing(self: driver.Engine) -> Any:
         if self.num_steps == 5:
             raise RuntimeError("the device is on fire")
         return step(self)
 
+    def slow(self: FileOutput, place: int, row: bytes) -> int:
+        time.sleep(0.05)
+        return write(self, place, row)
+
     monkeypatch.setattr(driver.Engine, "step", failing)
-    code, rows = run([{"prompt": "a", "max_tokens": 2}, {"prompt": "b", "max_tokens": 90}])
-    assert code == 3 and [row["index"] for row in rows] == [0]
+    monkeypatch.setattr(FileOutput, "write", slow)
+    code, rows = run([{"prompt": "a", "max_tokens": 2}] * 6 + [{"prompt": "b", "max_tokens": 90}])
+    assert code == 3 and sorted(row["index"] for row in rows) == [0, 1, 2, 3, 4, 5]
     assert "on fire" in capsys.readouterr().err
+
+
+def test_code_of_a_model_is_never_run(run: Any, model_folder: Path, tmp_path: Path) -> None:
+    """Guards against remote code: not run, not asked about, and no line of the input eaten by a question."""
+    folder = shutil.copytree(model_folder, tmp_path / "remote")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "unheard-of", "auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    marker = tmp_path / "marker"
+    (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass C: pass\nclass M: pass\n")
+    done = pipe(folder, "y\n" * 5, "--format", "text")
+    assert done.returncode == 2 and done.stdout == "" and not marker.exists()
+    assert done.stderr.startswith("cbatch: Cannot load") and "Traceback" not in done.stderr
+
+
+def test_missing_weights_are_not_invented(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against a truncated download that answers with random text."""
+    folder = shutil.copytree(model_folder, tmp_path / "torn")
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert run_command(["info", "-m", str(folder)]) == 2
+    assert "1 of its weights are not in its files, such as lm_head.weight" in capsys.readouterr().err
 
 
 def pipe(model: Path, data: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -212,3 +273,24 @@ def test_the_command_in_a_pipeline(model_folder: Path) -> None:
     assert [json.loads(line)["index"] for line in done.stdout.splitlines()] == list(range(len(ROWS)))
     assert "4 rows ok, 2 failed" in done.stderr and "\x1b" not in done.stderr and "\r" not in done.stderr
     assert pipe(model_folder, "", "-q").stdout == ""
+
+
+def test_a_reader_that_goes_away_is_exit_141(model_folder: Path, tmp_path: Path) -> None:
+    """Guards `cbatch run | head -1`: silent, and the exit code a shell expects."""
+    source = write_rows(tmp_path / "in.jsonl", [{"prompt": "a", "max_tokens": 2}] * 500)
+    command = [sys.executable, "-m", "cbatch", "run", str(source), "-q", "-m", str(model_folder)]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert running.stdout is not None and running.stderr is not None
+    running.stdout.readline()
+    running.stdout.close()
+    assert (running.wait(60), running.stderr.read()) == (141, b"")
+
+
+def test_stdin_may_not_be_the_output(model_folder: Path, tmp_path: Path) -> None:
+    """Guards the input of `cbatch run -o f --overwrite < f`."""
+    source = write_rows(tmp_path / "in.jsonl", ROWS[:1])
+    before = source.read_bytes()
+    command = [sys.executable, "-m", "cbatch", "run", "-o", str(source), "--overwrite", "-m", str(model_folder)]
+    with source.open("rb") as stdin:
+        assert subprocess.run(command, stdin=stdin, capture_output=True).returncode == 2
+    assert source.read_bytes() == before

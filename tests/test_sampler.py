@@ -24,7 +24,7 @@ def make_request(seed: int = 0, position: int = 5, sample_number: int = 0, **par
         params=SamplingParams(**params),
         max_new_tokens=9,
         seed=seed,
-        sample=sample_number,
+        sample_index=sample_number,
     )
 
 
@@ -119,9 +119,13 @@ def test_min_tokens_forbids_end_tokens() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_rows_that_are_not_finite_are_marked(bad: float) -> None:
-    """Guards against a broken row passing as text, and against it harming its neighbour."""
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 1.0}, {"temperature": 1.0, "min_p": 0.1, "top_p": 0.5}], ids=str
+)
+def test_rows_that_are_not_finite_are_marked(bad: float, params: dict[str, float]) -> None:
+    """Guards against a broken row passing as text, and against it harming its neighbour or the step."""
     logits = random_logits(3)
     logits[1, 2] = bad
-    tokens, finite = sample(logits, SamplingBatch.build([make_request()] * 3, CPU))
+    requests = [make_request(), make_request(**params), make_request()]
+    tokens, finite = sample(logits, SamplingBatch.build(requests, CPU))
     assert finite.tolist() == [True, False, True] and tokens[0] == logits[0].argmax()

@@ -43,7 +43,7 @@ def step(scheduler: Scheduler) -> dict[int, int]:
     scheduler.check_integrity()
     planned = counts(plan)
     assert sum(planned.values()) <= scheduler.max_batch_tokens
-    scheduler.commit(plan, [7] * len(plan.samplers))
+    scheduler.commit(plan, [7] * len(plan.to_sample))
     scheduler.check_integrity()
     return planned
 
@@ -108,6 +108,15 @@ def test_a_higher_priority_takes_the_seat_of_the_youngest_lower_one() -> None:
     step(scheduler)
     add(scheduler, make_request(2, 2, 20, priority=1))
     assert step(scheduler) == {2: 2, 0: 1}
+
+
+def test_urgent_rows_all_enter_at_once() -> None:
+    """Guards against one admission a step where several lower rows can go."""
+    scheduler = make_scheduler(seqs=3, blocks=32)
+    add(scheduler, *(make_request(n, 2, 20, priority=5) for n in range(3)))
+    step(scheduler)
+    add(scheduler, *(make_request(n, 2, 20, priority=1) for n in (3, 4)))
+    assert step(scheduler) == {3: 2, 4: 2, 0: 1}
 
 
 def test_an_equal_priority_preempts_nobody() -> None:

@@ -39,6 +39,26 @@ def test_special_tokens_in_a_message_stay_text(ours: ChatTokenizer) -> None:
     assert ours.backend.decode(ids, skip_special_tokens=False).count(content) == 1
 
 
+def test_special_tokens_anywhere_in_a_message_stay_text() -> None:
+    """Guards names, roles and whatever else a template may print, and private-use characters of the user's own."""
+    theirs = make_tokenizer()
+    theirs.chat_template = "{% for m in messages %}<|im_start|>{{ m.name }}: {{ m.content }}<|im_end|>{% endfor %}"
+    tokenizer = ChatTokenizer(theirs)
+    ids = tokenizer.encode_chat([{"role": "user", "name": "bob<|im_end|><|bos|>", "content": "\ue000\ue0f0999 hi"}])
+    assert [token for token in ids if token in (BOS, START, END)] == [START, END]
+    text = "<|im_start|>bob<|im_end|><|bos|>: \ue000\ue0f0999 hi<|im_end|>"
+    assert tokenizer.backend.decode(ids, skip_special_tokens=False) == text
+
+
+def test_a_row_with_a_special_token_is_encoded_as_others_are(ours: ChatTokenizer) -> None:
+    """Guards the slow way against another tokenization of all the rest of the row."""
+    plain, special = (
+        ours.encode_chat([{"role": "user", "content": f"hello world {tail}"}]) for tail in ("x", "<|im_end|>")
+    )
+    same = next(place for place, (a, b) in enumerate(zip(plain, special, strict=False)) if a != b)
+    assert ours.backend.decode(plain[:same]).endswith("hello world ") or plain[-8:] == special[-8:]
+
+
 def test_plain_text_has_bos_once(ours: ChatTokenizer) -> None:
     """Guards raw prompts: BOS as the tokenizer adds it, and not twice when the text begins with it."""
     assert ours.encode("hello")[:2].count(BOS) == 1
@@ -67,11 +87,12 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfo
 @pytest.mark.parametrize("template", [ENDLESS, "{{ 'x' * 10 ** 10 }}"])
 def test_a_template_that_never_ends_is_refused_at_load(template: str) -> None:
     """Guards the engine against a template that hangs, or eats all memory, with every first message."""
-    with pytest.raises(ModelError, match="chat template"):
-        TemplateTrial(template).finish(timeout=2.0)
+    with pytest.raises(ModelError, match="chat template"), TemplateTrial(template, timeout=2.0):
+        pass
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, "{{ raise_exception('roles must alternate') }}", "{% unknown %}"])
 def test_other_templates_pass_their_trial(template: str) -> None:
     """Guards against refusing a model for what only its rows can decide."""
-    TemplateTrial(template).finish()
+    with TemplateTrial(template):
+        pass

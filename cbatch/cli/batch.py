@@ -53,13 +53,17 @@ class BatchOptions:
 
 @dataclass(slots=True)
 class Job:
-    """One row on its way through: the `place`-th of the output, with what has come of it so far."""
+    """One row on its way through: the `place`-th of the output, with what has come of it so far.
+
+    is_lost: the engine broke down under it, so it is not finished, and has no row of output.
+    """
 
     place: int
     row: Row
     prompt_tokens: int = 0
     completion: Completion = field(default_factory=Completion)
     error: RequestError | None = None
+    is_lost: bool = False
 
     def result(self, *, with_text: bool, with_token_ids: bool) -> dict[str, Any]:
         """The output row."""
@@ -78,6 +82,14 @@ class Job:
         if self.row.extra:
             fields["extra"] = self.row.extra
         return fields
+
+
+@dataclass(frozen=True, slots=True)
+class EndOfInput:
+    """The reader's last word: how many rows it took, and what stopped it short of the end."""
+
+    rows: int
+    error: Exception | None = None
 
 
 @dataclass(slots=True)
@@ -126,31 +138,37 @@ class Batch:
         self._output = output
         self._options = options
         self._window = threading.Semaphore(options.window)
-        self._finished: queue.SimpleQueue[Job | Exception | int] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[Job | EndOfInput] = queue.SimpleQueue()
         self.tally = Tally()
 
     def run(self, stream: IO[bytes], on_progress: Callable[[int], None]) -> Tally:
         """Until every row of the stream is written. Raises EngineError where the engine or the input fails.
 
+        Rows that are finished by then are written all the same.
         on_progress: told how many rows were just written; 0 now and then, while none is.
         """
         threading.Thread(target=self._read, args=(stream,), name="cbatch-reader", daemon=True).start()
-        expected: int | None = None
-        while expected is None or self.tally.rows < expected:
+        end: EndOfInput | None = None
+        handled = 0
+        while end is None or handled < end.rows:
             try:
                 item = self._finished.get(timeout=POLL_SECONDS)
             except queue.Empty:
+                if self._driver.failure is not None:
+                    break
                 on_progress(0)
                 continue
-            if self._driver.failure is not None:
-                raise EngineError(f"The engine failed: {self._driver.failure}") from self._driver.failure
-            if isinstance(item, Exception):
-                raise EngineError(f"Cannot read the input: {item}") from item
-            if isinstance(item, int):
-                expected = item
-            else:
+            if isinstance(item, EndOfInput):
+                end = item
+                continue
+            handled += 1
+            if not item.is_lost:
                 self._write(item)
                 on_progress(1)
+        if self._driver.failure is not None:
+            raise EngineError(f"The engine failed: {self._driver.failure}") from self._driver.failure
+        if end is not None and end.error is not None:
+            raise EngineError(f"Cannot read the input: {end.error}") from end.error
         self._output.close()
         return self.tally
 
@@ -168,19 +186,21 @@ class Batch:
             self._window.release()
 
     def _read(self, stream: IO[bytes]) -> None:
-        """Runs on the reader's thread; ends with the number of rows, or the exception that stopped it."""
+        """Runs on the reader's thread, to the end of the input or the error that stopped it."""
         place = 0
+        error: Exception | None = None
         try:
             for line in read_lines(stream):
                 self._window.acquire()
+                if self._driver.failure is not None:
+                    break
                 if self.tally.started is None:
                     self.tally.started = time.monotonic()
                 self._take(place, line)
                 place += 1
-        except Exception as error:  # handed to the writing thread, which ends the run with it
-            self._finished.put(error)
-        else:
-            self._finished.put(place)
+        except Exception as raised:  # handed to the writing thread, which ends the run with it
+            error = raised
+        self._finished.put(EndOfInput(place, error))
 
     def _take(self, place: int, line: Line) -> None:
         row = parse_line(line, as_text=self._options.as_text, allow_unknown=self._options.allow_unknown)
@@ -190,15 +210,17 @@ class Batch:
                 self._submit(job)
                 return
             except RequestError as error:
-                job.error = _at_line(error, job.row)
+                job.error = _at_line(error, row)
+            except Exception as error:  # a row that breaks in a way nobody foresaw harms no other
+                job.error = _at_line(RequestError("internal_error", repr(error)), row)
         self._finished.put(job)
 
     def _submit(self, job: Job) -> None:
         row = job.row
         prompt_ids = self._encode(row)
         job.prompt_tokens = len(prompt_ids)
-        name = row.id if row.id is not None else row.index
-        params = self._options.params.merged({"seed": derive_seed(self._options.seed, name)} | row.params)
+        kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
+        params = self._options.params.merged({"seed": derive_seed(self._options.seed, kind, name)} | row.params)
 
         def take(event: TokenEvent) -> None:
             job.completion.take(event)
@@ -206,6 +228,7 @@ class Batch:
                 self.tally.output_tokens += 1
             if event.finish_reason is not None:
                 job.error = _at_line(event.error, row) if event.error else None
+                job.is_lost = self._driver.failure is not None
                 self._finished.put(job)
 
         self._driver.submit(prompt_ids, params, take, priority=row.priority)

@@ -9,6 +9,7 @@ import click
 
 from cbatch import __version__
 from cbatch.cli.options import engine_options, model_options
+from cbatch.cli.screen import safe
 from cbatch.cli.session import describe, open_engine
 
 
@@ -28,5 +29,5 @@ def info(**options: Any) -> Literal[0]:
         properties = torch.cuda.get_device_properties(number)
         click.echo(f"cuda:{number}        {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
     for name, value in describe(open_engine(options, quiet=True)).items():
-        click.echo(f"{name:<13} {value}")
+        click.echo(f"{name:<13} {safe(value)}")
     return 0

@@ -11,6 +11,8 @@ from typing import IO, Any, NoReturn
 from cbatch.engine import PARAM_NAMES, RequestError
 
 MAX_LINE_BYTES = 16 * 2**20
+MAX_DEPTH = 100
+"""Nesting that no real row has, well inside what Python's own JSON code can write again."""
 
 ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
 FORMS = ("messages", "prompt", "prompt_token_ids")
@@ -53,10 +55,10 @@ def read_lines(stream: IO[bytes]) -> Iterator[Line]:
     Reads no more than one line ahead; of a line that is too long it keeps nothing.
     """
     index = 0
-    while data := stream.readline(MAX_LINE_BYTES + 1):
-        too_long = len(data) > MAX_LINE_BYTES
-        while too_long and not data.endswith(b"\n") and (more := stream.readline(MAX_LINE_BYTES)):
-            data = more
+    while data := stream.readline(MAX_LINE_BYTES + 2):  # room for a line end of two bytes
+        too_long = len(data.rstrip(b"\r\n")) > MAX_LINE_BYTES
+        while not data.endswith(b"\n") and (more := stream.readline(MAX_LINE_BYTES)):
+            data, too_long = more, True
         if index == 0 and not too_long:
             data = data.removeprefix(b"\xef\xbb\xbf")
         data = data.rstrip(b"\r\n")
@@ -107,9 +109,20 @@ def _parse_object(text: str, index: int) -> dict[str, Any]:
     except ValueError as error:
         reason = "a number has too many digits" if "digits" in str(error) else str(error)
         raise RequestError("invalid_json", f"{where}: {reason}") from None
+    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+        raise RequestError("invalid_json", f"{where}: nested too deeply")
     if not isinstance(value, dict):
         raise RequestError("invalid_row", f"{where}: a row is a JSON object, not {_kind(value)}")
     return _without_surrogates(value) if "\\ud" in text.lower() else value
+
+
+def _depth(value: Any) -> int:
+    """Levels of lists and objects, counted without recursion."""
+    level, depth = [value], 0
+    while level := [item for item in level if isinstance(item, list | dict)]:
+        depth += 1
+        level = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
+    return depth
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -124,7 +137,7 @@ def _finite_float(text: str) -> float:
 
 
 def _without_surrogates(value: Any) -> Any:
-    """Lone surrogates become U+FFFD, in keys and values; the row was decoded, so it is not nested too deeply."""
+    """Lone surrogates become U+FFFD, in keys and values; `value` is not nested deeply."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, list):
@@ -135,21 +148,21 @@ def _without_surrogates(value: Any) -> Any:
 
 
 def _fill(row: Row, fields: dict[str, Any], allow_unknown: bool) -> None:
-    """Moves the fields of a JSON object to where they belong in the row."""
-    identity = fields.pop("id", None)
+    """Puts the fields of a JSON object where they belong in the row; what is there of it is true also in an error."""
+    row.extra = {name: value for name, value in fields.items() if name not in KNOWN}
+    identity = fields.get("id")
     if isinstance(identity, bool) or not isinstance(identity, str | int | float | None):
         raise _wrong(row, f"id must be a string or a number, not {_kind(identity)}")
     row.id = identity
+    row.params = {ALIASES.get(name, name): fields[name] for name in fields if name in PARAM_NAMES or name in ALIASES}
     row.raw = _typed(row, fields, "raw", bool, False)
     row.priority = _typed(row, fields, "priority", int, 0)
-    forms = {name: fields.pop(name) for name in FORMS if name in fields}
-    for name, value in fields.items():
-        target = ALIASES.get(name, name)
-        if target in PARAM_NAMES:
-            row.params[target] = value
-        else:
-            _check_unknown(row, name, allow_unknown)
-            row.extra[name] = value
+    for name in LATER:
+        if name in fields:
+            raise _wrong(row, f"{name} is not available in this version of cbatch")
+    if not allow_unknown:
+        _check_spelling(row)
+    forms = {name: fields[name] for name in FORMS if name in fields}
     if len(forms) != 1:
         found = "has both " + " and ".join(forms) if forms else f"has none of {', '.join(FORMS)}"
         raise _wrong(row, f"the row {found}")
@@ -158,17 +171,15 @@ def _fill(row: Row, fields: dict[str, Any], allow_unknown: bool) -> None:
         raise _wrong(row, "raw goes with prompt only")
 
 
-def _check_unknown(row: Row, name: str, allow_unknown: bool) -> None:
-    """Refuses a key that is not data of the user's own but a parameter misspelt, or one not served yet."""
-    if name in LATER:
-        raise _wrong(row, f"{name} is not available in this version of cbatch")
-    meant = None if allow_unknown else _misspelt(name)
-    if meant is not None:
-        raise RequestError(
-            "unknown_parameter",
-            f"line {row.index + 1}: unknown parameter {name!r}; did you mean {meant!r}? "
-            "(--allow-unknown carries it along)",
-        )
+def _check_spelling(row: Row) -> None:
+    """Refuses a key that is no column of the user's own but a parameter misspelt."""
+    for name in row.extra:
+        if meant := _misspelt(name):
+            raise RequestError(
+                "unknown_parameter",
+                f"line {row.index + 1}: unknown parameter {name!r}; did you mean {meant!r}? "
+                "(--allow-unknown carries it along)",
+            )
 
 
 def _fill_prompt(row: Row, form: str, value: Any) -> None:
@@ -208,7 +219,7 @@ def _content(row: Row, number: int, value: Any) -> str:
 
 
 def _typed(row: Row, fields: dict[str, Any], name: str, kind: type, default: Any) -> Any:
-    value = fields.pop(name, None)
+    value = fields.get(name)
     if value is None:
         return default
     if type(value) is not kind:

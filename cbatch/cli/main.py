@@ -10,6 +10,8 @@ from typing import Any
 import click
 
 from cbatch import __version__
+from cbatch.cli.output import ReaderGone
+from cbatch.cli.screen import notice
 from cbatch.engine import CbatchError, EngineError
 
 COMMANDS = {"run": "cbatch.cli.run", "info": "cbatch.cli.info"}
@@ -41,22 +43,22 @@ def run_command(arguments: list[str] | None = None) -> int:
         result: Any = cli.main(arguments, prog_name="cbatch", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
-        error.show()
+        notice(error.format_message())
         return EXIT_USAGE
     except (click.Abort, KeyboardInterrupt):
-        print("cbatch: interrupted; finished rows are written.", file=sys.stderr)
+        notice("interrupted; what was finished is written.")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
+    except ReaderGone:
         return EXIT_PIPE
     except EngineError as error:
-        print(f"cbatch: {error}", file=sys.stderr)
+        notice(str(error))
         return EXIT_FATAL
     except CbatchError as error:
-        print(f"cbatch: {error}", file=sys.stderr)
+        notice(str(error))
         return EXIT_USAGE
-    except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        print(f"cbatch: {error.strerror or error}{where}; what was finished is written.", file=sys.stderr)
+    except Exception as error:
+        # Disk, memory, device, or a mistake of ours: a sentence all the same, and never exit code 1.
+        notice(f"{type(error).__name__}: {error}; what was finished is written.")
         return EXIT_FATAL
 
 

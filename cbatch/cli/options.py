@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -27,6 +28,13 @@ class JsonListOption(click.Option):
         return tuple(values)
 
 
+class ModelOption(click.Option):
+    """Its command's own environment variable goes before CBATCH_MODEL, which serves all commands."""
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        return os.environ.get(f"{ctx.auto_envvar_prefix}_MODEL") or super().resolve_envvar_value(ctx)
+
+
 def _apply(options: list[Callable[[Command], Command]]) -> Callable[[Command], Command]:
     def decorate(command: Command) -> Command:
         for option in reversed(options):
@@ -39,7 +47,12 @@ def _apply(options: list[Callable[[Command], Command]]) -> Callable[[Command], C
 model_options = _apply(
     [
         click.option(
-            "-m", "--model", metavar="ID_OR_DIR", envvar="CBATCH_MODEL", help="Hub id or folder; default: a demo model."
+            "-m",
+            "--model",
+            metavar="ID_OR_DIR",
+            envvar="CBATCH_MODEL",
+            cls=ModelOption,
+            help="Hub id or folder; default: a demo model.",
         ),
         click.option("--revision", metavar="REV", help="Branch, tag or commit of a hub model."),
         click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),

@@ -21,8 +21,12 @@ class Output(Protocol):
         """Puts the rows in their final order, if that is still to do. Only after all rows are written."""
 
 
+class ReaderGone(Exception):
+    """Whoever read the output has closed it. (Click would turn a BrokenPipeError into exit code 1.)"""
+
+
 class StreamOutput:
-    """Rows to an unbuffered stream, each as soon as its turn has come."""
+    """Rows to an unbuffered stream, each as soon as its turn has come. Raises ReaderGone when nobody reads it."""
 
     def __init__(self, stream: IO[bytes], *, input_order: bool) -> None:
         self._stream = stream
@@ -63,8 +67,10 @@ class FileOutput:
         """
         if not overwrite and path.exists() and path.stat().st_size > 0:
             raise ConfigError(f"{path} exists and is not empty; give --overwrite to replace it.")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise ConfigError(f"Cannot write {path}: Permission denied.")
         try:
-            with tempfile.TemporaryFile(dir=path.resolve().parent), path.open("ab"):
+            with tempfile.TemporaryFile(dir=path.resolve().parent):
                 pass
         except OSError as error:
             raise ConfigError(f"Cannot write {path}: {error.strerror}.") from error
@@ -81,23 +87,29 @@ class FileOutput:
             self._reorder()
 
     def _reorder(self) -> None:
-        with self._path.open("rb") as journal:
-            starts = array("q", [0] * (len(self._places) + 1))
-            for number, line in enumerate(journal):
-                starts[number + 1] = starts[number] + len(line)
-            handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
-            with os.fdopen(handle, "wb") as ordered:
+        """Writes a second file in input order and puts it in the place of the first, or leaves the first."""
+        ordered = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            with self._path.open("rb") as journal, ordered.open("xb") as target:
+                starts = array("q", [0])
+                for line in journal:
+                    starts.append(starts[-1] + len(line))
                 for number in sorted(range(len(self._places)), key=self._places.__getitem__):
                     journal.seek(starts[number])
-                    ordered.write(journal.read(starts[number + 1] - starts[number]))
-                ordered.flush()
-                os.fchmod(handle, self._path.stat().st_mode & 0o777)
-                os.fsync(handle)
-        Path(name).replace(self._path)
+                    target.write(journal.read(starts[number + 1] - starts[number]))
+                target.flush()
+                os.fchmod(target.fileno(), self._path.stat().st_mode & 0o777)
+                os.fsync(target.fileno())
+            ordered.replace(self._path)
+        finally:
+            ordered.unlink(missing_ok=True)
 
 
 def _write_all(stream: IO[bytes], data: bytes) -> None:
     """Writes to a raw stream, which may take less than it is given."""
     view = memoryview(data)
-    while view:
-        view = view[stream.write(view) :]
+    try:
+        while view:
+            view = view[stream.write(view) :]
+    except BrokenPipeError as error:
+        raise ReaderGone from error

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from cbatch.cli.batch import BatchOptions
     from cbatch.engine import Engine
 
-DEFAULT_MAX_TOKENS = 512
-
 
 @click.command("run")
 @click.argument("input", default="-", metavar="[INPUT]")
@@ -43,8 +41,9 @@ def run(**options: Any) -> Literal[0, 1]:
     parameters of its own. Each gives one row of output; a bad row gives an error row and stops nothing.
     """
     _check_sampling(options)
-    stream, total = _open_input(options["input"])
-    _check_output(options)
+    stream = _open_input(options["input"])
+    _check_output(options, stream)
+    total = None if options["quiet"] else _count_lines(options["input"])
     engine = open_engine(options, quiet=options["quiet"])
 
     from cbatch.cli.batch import Batch
@@ -67,6 +66,10 @@ def run(**options: Any) -> Literal[0, 1]:
 def _check_sampling(options: dict[str, Any]) -> None:
     """Defaults that are wrong for every row are a usage error, not a million error rows."""
     try:
+        (options["system"] or "").encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError("--system is not valid UTF-8.") from error
+    try:
         SamplingParams().merged(sampling_overrides(options))
     except RequestError as error:
         name, _, rest = str(error).partition(" ")
@@ -76,9 +79,8 @@ def _check_sampling(options: dict[str, Any]) -> None:
 def _batch_options(options: dict[str, Any], engine: Engine) -> BatchOptions:
     from cbatch.cli.batch import BatchOptions
 
-    params = engine.loaded.defaults.merged({"max_tokens": DEFAULT_MAX_TOKENS} | sampling_overrides(options))
     return BatchOptions(
-        params=params,
+        params=engine.loaded.defaults.merged(sampling_overrides(options)),
         seed=options["seed"],
         window=options["window"] or 4 * engine.scheduler.max_seqs,
         system=options["system"],
@@ -89,27 +91,32 @@ def _batch_options(options: dict[str, Any], engine: Engine) -> BatchOptions:
     )
 
 
-def _open_input(name: str) -> tuple[IO[bytes], int | None]:
-    """The input, and its number of lines where that can be known beforehand."""
+def _open_input(name: str) -> IO[bytes]:
     if name == "-":
-        return sys.stdin.buffer, None
-    path = Path(name)
+        return sys.stdin.buffer
     try:
-        stream = path.open("rb")
+        return Path(name).open("rb")
     except OSError as error:
         raise ConfigError(f"Cannot read {name}: {error.strerror}.") from error
-    if not path.is_file():
-        return stream, None
-    with path.open("rb") as lines:
-        return stream, sum(1 for _ in lines)
 
 
-def _check_output(options: dict[str, Any]) -> None:
+def _count_lines(name: str) -> int | None:
+    """Lines of the input, for the progress display, where they can be known beforehand."""
+    path = Path(name)
+    if name == "-" or not path.is_file():
+        return None
+    with path.open("rb") as stream:
+        return sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(2**20), b""))
+
+
+def _check_output(options: dict[str, Any], stream: IO[bytes]) -> None:
     """Refuses an output that cannot be written, before a model is loaded for it."""
     name, path = options["output"], Path(options["output"])
+    if not name or path.is_dir():
+        raise ConfigError(f"Cannot write {name!r}: a file is needed.")
     if name == "-" or (path.exists() and not path.is_file()):
         return
-    if options["input"] != "-" and path.exists() and path.samefile(options["input"]):
+    if path.exists() and os.path.samestat(os.fstat(stream.fileno()), path.stat()):
         raise ConfigError(f"{name} is the input; choose another file for the output.")
     FileOutput.check(path, overwrite=options["overwrite"])
 

@@ -26,6 +26,9 @@ def open_engine(options: dict[str, Any], *, quiet: bool) -> Engine:
         if options["model"] is None:
             notice(DEMO_NOTICE)
         shown = describe(engine)
+        if engine.loaded.not_applied:
+            keys = ", ".join(engine.loaded.not_applied)
+            notice(f"the model's generation_config.json asks for {keys}, which this version does not apply")
         notice(f"{shown['parameters']}; {shown['dtype']} on {shown['device']}; KV cache {shown['KV cache']}")
     return engine
 

@@ -39,7 +39,7 @@ class RaggedBatch:
         stops = [slice_.stop for slice_ in slices]
         lengths = torch.tensor([slice_.count for slice_ in slices])
         ends = lengths.cumsum(0)
-        samples = torch.tensor([slice_.samples for slice_ in slices])
+        samples = torch.tensor([slice_.is_last for slice_ in slices])
         tables = _block_tables([slice_.request.blocks for slice_ in slices])
         sequence = torch.repeat_interleave(lengths)
         positions = torch.arange(int(ends[-1])) - (ends - lengths - torch.tensor(starts))[sequence]

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+PROMPT_TAIL = 8
+"""Tokens of the prompt that the decoding of the output can depend on."""
+
 
 class TextStream:
     """The text of one output, in deltas that are safe to show.
@@ -16,9 +19,13 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
-        """`prompt`: the last tokens before the output, so that a leading space is decoded as within a text."""
+        """`prompt`: the tokens before the output, whose end decides how a leading space is decoded."""
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(ids=list(prompt[-8:]), skip_special_tokens=True)
+        tail = list(prompt[-PROMPT_TAIL:])
+        # Where the prompt ends inside a character, its end would be taken for the beginning of the output.
+        if tokenizer.decode(tail).endswith("\ufffd"):
+            tail = []
+        self._stream = DecodeStream(ids=tail, skip_special_tokens=True)
         self._unsaid: list[int] = []
         self._held = ""
         self._stop = tuple(stop)

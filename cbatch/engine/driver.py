@@ -24,7 +24,7 @@ class Ticket:
     params: SamplingParams
     sink: Sink
     priority: int = 0
-    sample: int = 0
+    sample_index: int = 0
     request_id: int | None = None
 
 
@@ -40,8 +40,9 @@ class Load:
 class Driver:
     """Runs `engine.step()` for as long as there is work. Submissions and cancellations come through an inbox.
 
-    Every submitted request ends with one event that has a finish_reason, unless it is cancelled. When the
-    engine itself fails, `failure` is set and all requests end with `internal_error`.
+    Every submitted request ends with one event that has a finish_reason, unless it is cancelled or the driver
+    is closed. When the engine itself fails, `failure` is set, and all requests, later ones too, end with
+    `internal_error`.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -53,10 +54,10 @@ class Driver:
         self._thread.start()
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams, sink: Sink, *, priority: int = 0, sample: int = 0
+        self, prompt: Prompt, params: SamplingParams, sink: Sink, *, priority: int = 0, sample_index: int = 0
     ) -> Ticket:
         """Queues a request; its events go to `sink`."""
-        ticket = Ticket(prompt, params, sink, priority, sample)
+        ticket = Ticket(prompt, params, sink, priority, sample_index)
         self._inbox.put(lambda: self._add(ticket))
         return ticket
 
@@ -79,18 +80,17 @@ class Driver:
     def _run(self) -> None:
         while self._take_orders():
             try:
-                events = self.engine.step()
+                for event in self.engine.step():
+                    self._deliver(event)
             except Exception as error:  # whatever a kernel or the device raises ends all requests, visibly
                 self._fail(error)
-                return
-            for event in events:
-                self._deliver(event)
 
     def _take_orders(self) -> bool:
         """Carries out what is in the inbox, and waits there when idle. False when it is time to end."""
         while True:
+            idle = self.failure is not None or not self.engine.has_work
             try:
-                order = self._inbox.get(block=not self.engine.has_work)
+                order = self._inbox.get(block=idle)
             except queue.Empty:
                 return True
             if order is None:
@@ -98,14 +98,20 @@ class Driver:
             order()
 
     def _add(self, ticket: Ticket) -> None:
+        if self.failure is not None:
+            self._refuse(ticket, _lost(self.failure))
+            return
         try:
-            ticket.request_id = self.engine.add(
-                ticket.prompt, ticket.params, priority=ticket.priority, sample=ticket.sample
+            request_id = self.engine.add(
+                ticket.prompt, ticket.params, priority=ticket.priority, sample_index=ticket.sample_index
             )
         except RequestError as error:
-            ticket.sink(TokenEvent(-1, None, finish_reason="error", error=error))
+            self._refuse(ticket, error)
+        except Exception as error:  # one request that breaks in a way nobody foresaw harms no other
+            self._refuse(ticket, RequestError("internal_error", f"The request failed: {error!r}"))
         else:
-            self._tickets[ticket.request_id] = ticket
+            ticket.request_id = request_id
+            self._tickets[request_id] = ticket
 
     def _drop(self, ticket: Ticket) -> None:
         if ticket.request_id in self._tickets:
@@ -113,14 +119,21 @@ class Driver:
             self.engine.cancel(ticket.request_id)
 
     def _deliver(self, event: TokenEvent) -> None:
+        assert event.request_id is not None
         ticket = self._tickets[event.request_id]
         if event.finish_reason is not None:
             del self._tickets[event.request_id]
         ticket.sink(event)
 
+    def _refuse(self, ticket: Ticket, error: RequestError) -> None:
+        ticket.sink(TokenEvent(ticket.request_id, None, finish_reason="error", error=error))
+
     def _fail(self, error: Exception) -> None:
         self.failure = error
-        lost = RequestError("internal_error", f"The engine failed: {error}")
-        for ticket in self._tickets.values():
-            ticket.sink(TokenEvent(-1, None, finish_reason="error", error=lost))
-        self._tickets.clear()
+        tickets, self._tickets = list(self._tickets.values()), {}
+        for ticket in tickets:
+            self._refuse(ticket, _lost(error))
+
+
+def _lost(error: Exception) -> RequestError:
+    return RequestError("internal_error", f"The engine failed: {error}")

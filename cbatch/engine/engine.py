@@ -11,7 +11,7 @@ from cbatch.engine.attention.select import select_attention
 from cbatch.engine.batch import RaggedBatch
 from cbatch.engine.blocks import BlockPool
 from cbatch.engine.errors import RequestError
-from cbatch.engine.kv_pool import KVPool, choose_num_blocks
+from cbatch.engine.kv_pool import KVPool, check_memory, choose_num_blocks
 from cbatch.engine.loader import LoadedModel, choose_device, load_model
 from cbatch.engine.models.selfcheck import check_ragged
 from cbatch.engine.models.transformers import TransformersModel
@@ -35,7 +35,7 @@ class EngineConfig:
     device:           auto, cpu, cuda or cuda:N
     dtype:            auto, float32, bfloat16 or float16
     max_seqs:         most requests that run at once; None: 256 on a GPU, 32 on a CPU
-    max_batch_tokens: token budget of one step; None: 8192 on a GPU, 512 on a CPU
+    max_batch_tokens: token budget of one step; None: 2048 on a GPU, 512 on a CPU
     block_size:       tokens in a block of the KV cache
     kv_cache_memory:  `4GiB`, or `90%` of what is free; None: 90% on a GPU, 25% on a CPU
     kv_blocks:        exact number of blocks, instead of kv_cache_memory
@@ -84,7 +84,9 @@ class Engine:
     def __init__(self, config: EngineConfig | None = None, loaded: LoadedModel | None = None) -> None:
         """`loaded`: a model that is in memory already, instead of `config.model`."""
         self.config = config = config or EngineConfig()
+        attention = select_attention(config.attention)
         device = choose_device(config.device)
+        check_memory(config.kv_cache_memory)
         self.loaded = loaded or load_model(config.model, config.revision, device, config.dtype)
         self.tokenizer = self.loaded.tokenizer
         self.model = TransformersModel(self.loaded.network)
@@ -92,13 +94,11 @@ class Engine:
         self.device = self.model.device
         on_gpu = self.device.type == "cuda"
         max_seqs = config.max_seqs or (256 if on_gpu else 32)
+        budget = config.max_batch_tokens or (2048 if on_gpu else 512)
         self.blocks = BlockPool(self._choose_num_blocks(max_seqs), config.block_size)
-        self.scheduler = Scheduler(
-            self.blocks, max_seqs, config.max_batch_tokens or (8192 if on_gpu else 512), self.model.max_model_len
-        )
+        self.scheduler = Scheduler(self.blocks, max_seqs, budget, self.model.max_model_len)
         cache = KVPool(self.model.layers, self.blocks.num_blocks, config.block_size, self.model.dtype, self.device)
-        self.runner = Runner(self.model, cache, select_attention(config.attention))
-        self._eos_ids = frozenset(token for token in self.loaded.eos_ids if token < self.model.vocab_size)
+        self.runner = Runner(self.model, cache, attention)
         self.num_steps = 0
         self._requests: dict[int, Request] = {}
         self._next_id = 0
@@ -134,8 +134,10 @@ class Engine:
             return self.tokenizer.encode(prompt)
         return self.tokenizer.encode_chat([{"role": "user", "content": prompt}])
 
-    def add(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0, sample: int = 0) -> int:
+    def add(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0, sample_index: int = 0) -> int:
         """Queues a request and returns its id; ids grow. Lower priorities run first.
+
+        sample_index: which of several outputs of one prompt and seed this is; each has randomness of its own.
 
         Raises RequestError for a prompt that is empty, too long, or has tokens the model does not know.
         """
@@ -151,9 +153,9 @@ class Engine:
             params=params,
             max_new_tokens=min(params.max_tokens or room, room),
             seed=params.seed or 0,
-            sample=sample,
+            sample_index=sample_index,
             priority=priority,
-            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids),
+            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.loaded.eos_ids),
             text=self.tokenizer.stream(token_ids, params.stop) if self.tokenizer else None,
         )
         self._next_id += 1
@@ -170,7 +172,7 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Advances every scheduled request, and returns an event for each new token."""
         plan = self.scheduler.schedule()
-        if not plan.by_request:
+        if not plan.slices:
             return []
         batch = RaggedBatch.build(plan, self.blocks.block_size, self.device)
         logits = self.runner.forward(batch)
@@ -178,7 +180,7 @@ class Engine:
         events = self.scheduler.commit(plan, tokens)
         self.num_steps += 1
         for event in events:
-            if event.finish_reason is not None:
+            if event.request_id is not None and event.finish_reason is not None:
                 del self._requests[event.request_id]
         return events
 
@@ -206,11 +208,11 @@ class Engine:
         indices: dict[int, int] = {}
         try:
             for index, (prompt, asked) in enumerate(zip(prompts, each, strict=True)):
-                seeded = asked if asked.seed is not None else asked.merged({"seed": derive_seed(0, index)})
+                seeded = asked if asked.seed is not None else asked.merged({"seed": derive_seed(0, "index", index)})
                 try:
                     indices[self.add(prompt, seeded)] = index
                 except RequestError as error:
-                    yield index, TokenEvent(-1, None, finish_reason="error", error=error)
+                    yield index, TokenEvent(None, None, finish_reason="error", error=error)
             while not indices.keys().isdisjoint(self._requests):
                 for event in self.step():
                     if event.request_id in indices:
@@ -236,7 +238,7 @@ class Engine:
             raise RequestError("invalid_row", f"{what} {wrong} is not in the model's vocabulary of {vocabulary}.")
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> list[int | None]:
-        if not plan.samplers:
+        if not plan.to_sample:
             return []
-        tokens, finite = sample(logits, SamplingBatch.build(plan.samplers, self.device))
+        tokens, finite = sample(logits, SamplingBatch.build(plan.to_sample, self.device))
         return [token if fine else None for token, fine in zip(tokens.tolist(), finite.tolist(), strict=True)]

@@ -72,19 +72,24 @@ def choose_num_blocks(
 
     Raises ConfigError where not even one block fits, or the text cannot be read.
     """
-    if num_blocks is not None:
-        if num_blocks < 1:
-            raise ConfigError("The KV cache needs at least one block.")
-        return num_blocks
     free = free_memory(device)
     wanted = memory if memory is not None else ("90%" if device.type == "cuda" else "25%")
-    granted = parse_memory(wanted, free)
+    granted = parse_memory(wanted, free) if num_blocks is None else num_blocks * bytes_per_block
     if granted > free:
-        raise ConfigError(f"--kv-cache-memory {wanted} is more than the {format_bytes(free)} that are free.")
+        asked = format_bytes(granted)
+        raise ConfigError(f"A KV cache of {asked} was asked for, and {format_bytes(free)} are free on {device}.")
+    if num_blocks is not None:
+        return num_blocks
     fitting = granted // bytes_per_block
     if fitting < 1:
         raise ConfigError(f"--kv-cache-memory {wanted} does not hold one block of {format_bytes(bytes_per_block)}.")
     return min(fitting, blocks_wanted)
+
+
+def check_memory(text: str | None) -> None:
+    """Raises ConfigError for an amount that cannot be read, so that nobody waits for a model to learn it."""
+    if text is not None:
+        parse_memory(text, free=0)
 
 
 def free_memory(device: torch.device) -> int:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cbatch.engine.errors import ConfigError, ModelError
+from cbatch.engine.errors import ConfigError, ModelError, RequestError
 from cbatch.engine.params import SamplingParams
 from cbatch.engine.template_trial import TemplateTrial
 from cbatch.engine.tokenizer import ChatTokenizer
+
+NOT_APPLIED = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "typical_p": 1.0, "num_beams": 1}
+"""Keys of generation_config.json that would change the output, and the values with which they do not."""
 
 DEMO_MODEL = Path(__file__).parent.parent / "demo"
 
@@ -25,6 +29,7 @@ class LoadedModel:
     tokenizer:  None for a folder without one; such a model takes and gives token ids only
     defaults:   sampling parameters of the model's generation_config.json, greedy where it says nothing
     eos_ids:    tokens that end an output
+    not_applied: keys of generation_config.json that ask for what this version does not do
     """
 
     name: str
@@ -32,6 +37,7 @@ class LoadedModel:
     tokenizer: ChatTokenizer | None
     defaults: SamplingParams
     eos_ids: frozenset[int]
+    not_applied: tuple[str, ...] = ()
 
 
 def choose_device(name: str) -> torch.device:
@@ -76,34 +82,51 @@ def load_model(name: str | None, revision: str | None, device: torch.device, dty
     Only safetensors weights are read, and no code that comes with a model is run.
     Raises ModelError, with one sentence, where that fails.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     _silence_libraries()
     source = str(DEMO_MODEL) if name is None else name
-    shown = "the bundled demo model" if name is None else name
     _check_folder(source)
     tokenizer = _load_tokenizer(source, revision)
-    trial = TemplateTrial(tokenizer.chat_template) if tokenizer and tokenizer.chat_template else None
+    template = tokenizer.chat_template if tokenizer else None
+    with TemplateTrial(template) if template else nullcontext():
+        network = _load_network(source, revision, device, dtype)
+    settings = _read_json(source, revision, "generation_config.json")
     try:
-        config = AutoConfig.from_pretrained(source, revision=revision)
-        chosen = choose_dtype(dtype, _checkpoint_dtype(config), device)
-        network = AutoModelForCausalLM.from_pretrained(
-            source, revision=revision, dtype=chosen, use_safetensors=True, config=config
+        defaults = _sampling_defaults(settings)
+        eos_ids = _eos_ids(settings, network.config)
+    except (RequestError, TypeError) as error:
+        raise ModelError(f"The generation_config.json of {source} is wrong: {error}") from error
+    return LoadedModel(
+        name="the bundled demo model" if name is None else name,
+        network=network,
+        tokenizer=tokenizer,
+        defaults=defaults,
+        eos_ids=eos_ids,
+        not_applied=tuple(key for key in NOT_APPLIED if settings.get(key) not in (None, NOT_APPLIED[key])),
+    )
+
+
+def _load_network(source: str, revision: str | None, device: torch.device, dtype: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+        network, report = AutoModelForCausalLM.from_pretrained(
+            source,
+            revision=revision,
+            config=config,
+            dtype=choose_dtype(dtype, _checkpoint_dtype(config), device),
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
+        if not report["missing_keys"]:
+            return network.to(device).eval()
     except ConfigError:
         raise
-    except Exception as error:  # transformers, the hub, safetensors and json each raise their own kinds
-        raise ModelError(f"Cannot load {shown}: {_first_sentence(error)}") from error
-    if trial:
-        trial.finish()
-    settings = _read_json(source, revision, "generation_config.json")
-    return LoadedModel(
-        name=shown,
-        network=network.to(device).eval(),
-        tokenizer=tokenizer,
-        defaults=_sampling_defaults(settings),
-        eos_ids=_eos_ids(settings, config),
-    )
+    except Exception as error:  # transformers, the hub, safetensors, json and the device each raise their own kinds
+        raise ModelError(f"Cannot load {source}: {_first_sentence(error)}") from error
+    missing = sorted(report["missing_keys"])
+    raise ModelError(f"Cannot load {source}: {len(missing)} of its weights are not in its files, such as {missing[0]}.")
 
 
 def _silence_libraries() -> None:
@@ -142,7 +165,7 @@ def _load_tokenizer(source: str, revision: str | None) -> ChatTokenizer | None:
     if Path(source).is_dir() and not any(any(Path(source).glob(pattern)) for pattern in patterns):
         return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except Exception as error:
         raise ModelError(f"Cannot load the tokenizer of {source}: {_first_sentence(error)}") from error
     if not getattr(tokenizer, "is_fast", False):
@@ -174,17 +197,23 @@ def _read_json(source: str, revision: str | None, name: str) -> dict[str, Any]:
 def _sampling_defaults(settings: dict[str, Any]) -> SamplingParams:
     """Only keys that stand in the file count; transformers' own defaults (top_k 50) do not."""
     chosen = {key: settings[key] for key in ("top_k", "top_p", "min_p") if settings.get(key) is not None}
-    temperature = settings.get("temperature", 1.0) if settings.get("do_sample") else 0.0
-    return SamplingParams(temperature=temperature or 0.0, **chosen)
+    if settings.get("do_sample"):
+        chosen["temperature"] = settings.get("temperature", 1.0)
+    if settings.get("max_new_tokens") is not None:
+        chosen["max_tokens"] = settings["max_new_tokens"]
+    return SamplingParams().merged(chosen)
 
 
 def _eos_ids(settings: dict[str, Any], config: Any) -> frozenset[int]:
+    """End tokens of generation_config.json, else of the model's config; ids that cannot be tokens are left out."""
+    config = config.get_text_config()
     given = settings.get("eos_token_id")
     if given is None:
-        given = getattr(config.get_text_config(), "eos_token_id", None)
-    if given is None:
-        return frozenset()
-    return frozenset([given] if isinstance(given, int) else given)
+        given = getattr(config, "eos_token_id", None)
+    ids = [given] if isinstance(given, int) else given or []
+    if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+        raise TypeError(f"eos_token_id must be a token id or a list of them, not {given!r}.")
+    return frozenset(token for token in ids if 0 <= token < config.vocab_size)
 
 
 def _first_sentence(error: BaseException) -> str:

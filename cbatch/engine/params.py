@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -12,6 +11,10 @@ from cbatch.engine.errors import RequestError
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing logits by them would overflow."""
+
+
+MAX_TEMPERATURE = 1000.0
+"""Beyond this every token is as likely as any other, and float32 soon ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +53,8 @@ class SamplingParams:
         if self.seed is not None:
             _check_int("seed", self.seed, low=-(2**63), high=2**64 - 1)
         _check_int("min_tokens", self.min_tokens, low=0)
-        _check_int("top_k", self.top_k, low=-1)
-        _check_number("temperature", self.temperature, low=0.0)
+        _check_int("top_k", self.top_k, low=-1, high=2**31 - 1)
+        _check_number("temperature", self.temperature, low=0.0, high=MAX_TEMPERATURE)
         _check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
         _check_number("min_p", self.min_p, low=0.0, high=1.0)
         if not isinstance(self.ignore_eos, bool):
@@ -72,15 +75,18 @@ class SamplingParams:
 PARAM_NAMES: tuple[str, ...] = tuple(field.name for field in fields(SamplingParams))
 
 
-def derive_seed(run_seed: int, name: str | float) -> int:
-    """The seed of a row that gives none: a hash of the run's seed and the row's id or index (64 bits)."""
-    text = f"{run_seed}/{type(name).__name__}/{name}"
+def derive_seed(run_seed: int, kind: str, name: str | float) -> int:
+    """The seed of a row that gives none, 64 bits: a hash of the run's seed and what names the row.
+
+    kind: `id` or `index`, so that the row with id 3 and the row at index 3 do not share their randomness.
+    """
+    text = f"{run_seed}/{kind}/{type(name).__name__}/{name}"
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little")
 
 
 def _invalid(name: str, wanted: str, value: object) -> RequestError:
-    shown = repr(value)
-    return RequestError("invalid_row", f"{name} must be {wanted}, not {shown[:60]}.")
+    too_large = isinstance(value, int) and value.bit_length() > 100  # Python refuses to print really long ones
+    return RequestError("invalid_row", f"{name} must be {wanted}, not {'this' if too_large else repr(value)[:60]}.")
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
@@ -89,10 +95,9 @@ def _check_int(name: str, value: object, low: int, high: int | None = None) -> N
         raise _invalid(name, wanted, value)
 
 
-def _check_number(name: str, value: object, low: float, high: float = math.inf, open_low: bool = False) -> None:
-    bound = f"above {low:g}" if open_low else f"of at least {low:g}"
-    wanted = f"a number {bound}" if high == math.inf else f"a number {bound} and at most {high:g}"
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+def _check_number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
+    wanted = f"a number {'above' if open_low else 'of at least'} {low:g} and at most {high:g}"
+    if not isinstance(value, int | float) or isinstance(value, bool):
         raise _invalid(name, wanted, value)
     if not low <= value <= high or (open_low and value == low):
         raise _invalid(name, wanted, value)

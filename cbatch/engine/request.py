@@ -30,10 +30,10 @@ class TokenEvent:
     """One new token of one request; the last one carries the reason for the end.
 
     text is the delta that became safe to show, which may be empty. A request that failed has
-    finish_reason `error`, an `error`, and no token.
+    finish_reason `error`, an `error`, and no token; one that was refused at the door never had an id.
     """
 
-    request_id: int
+    request_id: int | None
     token_id: int | None
     text: str = ""
     finish_reason: FinishReason | None = None
@@ -55,7 +55,7 @@ class Request:
     params: SamplingParams
     max_new_tokens: int
     seed: int = 0
-    sample: int = 0
+    sample_index: int = 0
     priority: int = 0
     stop_ids: frozenset[int] = frozenset()
     text: TextSink | None = None
@@ -77,11 +77,12 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Tokens known but not yet in the cache: 1 when decoding, more in prefill."""
+        """Tokens known but not yet in the cache, at least 1 between steps."""
         return len(self.token_ids) - self.num_computed
 
     @property
     def is_decoding(self) -> bool:
+        """Whether one token of work gives the next token; true for the last token of a prefill too."""
         return self.num_pending == 1 and self.num_computed > 0
 
     @property

@@ -24,11 +24,13 @@ class SamplingBatch:
     """What the sampler needs to know of the R rows; what no row asks for is empty and costs nothing.
 
     drawn       indices of the rows that are drawn at random; all others are greedy
+    restricted  whether any drawn row filters its tokens
     forbidden   row and token index of end tokens that may not come yet (min_tokens)
     For the drawn rows, in their order: temperature, top_k (0: all), top_p, min_p [D] and noise keys [D, 2] int64.
     """
 
     drawn: list[int]
+    restricted: bool
     forbidden: tuple[list[int], list[int]]
     temperature: Tensor
     top_k: Tensor
@@ -46,12 +48,13 @@ class SamplingBatch:
         ]
         drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
         params = [requests[row].params for row in drawn]
-        keys = [noise_key(requests[row].seed, requests[row].sample, requests[row].num_tokens) for row in drawn]
+        keys = [noise_key(requests[row].seed, requests[row].sample_index, requests[row].num_tokens) for row in drawn]
         return cls(
             drawn=drawn,
+            restricted=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
             forbidden=([row for row, _ in forbidden], [token for _, token in forbidden]),
             temperature=torch.tensor([p.temperature for p in params], device=device),
-            top_k=torch.tensor([max(p.top_k, 0) for p in params], device=device),
+            top_k=torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int64, device=device),
             top_p=torch.tensor([p.top_p for p in params], device=device),
             min_p=torch.tensor([p.min_p for p in params], device=device),
             keys=torch.tensor(keys, dtype=torch.int64, device=device).view(-1, 2),
@@ -74,8 +77,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
 
 def _draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
     logits = logits / batch.temperature[:, None]
-    restricted = (batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0)
-    if not bool(restricted.any()):
+    if not batch.restricted:
         noise = gumbel_noise(batch.keys, torch.arange(logits.shape[-1], device=logits.device)[None])
         return (logits + noise).argmax(dim=-1)
     logits, ids = logits.sort(dim=-1, descending=True, stable=True)
@@ -97,8 +99,9 @@ def _kept(logits: Tensor, batch: SamplingBatch) -> Tensor:
     probabilities = torch.softmax(logits.masked_fill(~kept, float("-inf")), dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
     kept &= (before < batch.top_p[:, None]) | (batch.top_p[:, None] >= 1)
-    kept[:, 0] = True
-    return kept & (probabilities >= batch.min_p[:, None] * probabilities[:, :1])
+    kept &= probabilities >= batch.min_p[:, None] * probabilities[:, :1]
+    kept[:, 0] = True  # the likeliest always stays, also in a row that is NaN and marked as such
+    return kept
 
 
 def noise_key(seed: int, sample: int, position: int) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from cbatch.engine.blocks import BlockPool
@@ -27,13 +27,13 @@ from cbatch.engine.request import Request, TokenEvent
 class Slice:
     """Tokens `start .. stop-1` of one request, computed in one step.
 
-    samples: whether the request's last known token is among them, so that its next one can be sampled.
+    is_last: whether the request's last known token is among them, so that its next one can be sampled.
     """
 
     request: Request
     start: int
     stop: int
-    samples: bool
+    is_last: bool
 
     @property
     def count(self) -> int:
@@ -44,27 +44,22 @@ class Slice:
 class StepPlan:
     """The slices of one step, at most one for a request."""
 
-    by_request: dict[Request, Slice] = field(default_factory=dict)
+    slices: list[Slice] = field(default_factory=list)
 
     @property
-    def slices(self) -> list[Slice]:
-        return list(self.by_request.values())
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(slice_.count for slice_ in self.by_request.values())
-
-    @property
-    def samplers(self) -> list[Request]:
+    def to_sample(self) -> list[Request]:
         """Requests that get a token from this step, in slice order."""
-        return [slice_.request for slice_ in self.by_request.values() if slice_.samples]
+        return [slice_.request for slice_ in self.slices if slice_.is_last]
+
+
+Rank = tuple[int, bool, int]
 
 
 def _age(request: Request) -> tuple[int, int]:
     return request.priority, request.id
 
 
-def _rank(request: Request) -> tuple[int, bool, int]:
+def _rank(request: Request) -> Rank:
     return request.priority, not request.is_decoding, request.id
 
 
@@ -123,40 +118,44 @@ class Scheduler:
             self.waiting.remove(request)
 
     def schedule(self) -> StepPlan:
-        """Plans one step and gives every planned token its place in the cache."""
+        """Plans one step and gives every planned token its place in the cache.
+
+        Whoever is preempted comes later in the order than who preempts him, so nothing planned is taken back.
+        """
         plan = StepPlan()
         budget = self.max_batch_tokens
         preempted: set[Request] = set()
-        admitting = True
-        for request in heapq.merge(sorted(self.running, key=_rank), list(self.waiting), key=_rank):
+        running = sorted((_rank(request), request) for request in self.running)
+        for _, request in heapq.merge(running, self._heads_of_waiting(preempted)):
             if budget == 0:
                 break
             if request in preempted:
                 continue
             if request.is_running:
-                victims = self._grow(request)
-            elif admitting and not preempted:
-                victims = self._admit(request)
-                admitting = request.is_running
-            else:
-                continue
-            for victim in victims:
-                lost = plan.by_request.pop(victim, None)
-                budget += lost.count if lost else 0
-            preempted.update(victims)
+                preempted.update(self._grow(request))
+            elif request is self.waiting[0]:  # else someone older was sent back to wait just now
+                preempted.update(self._admit(request))
             if request.is_running:
                 start = request.num_computed
                 stop = min(request.num_tokens, start + budget)
-                plan.by_request[request] = Slice(request, start, stop, samples=stop == request.num_tokens)
+                plan.slices.append(Slice(request, start, stop, is_last=stop == request.num_tokens))
                 budget -= stop - start
         return plan
 
+    def _heads_of_waiting(self, preempted: set[Request]) -> Iterator[tuple[Rank, Request]]:
+        """The first waiting request, again and again, until one stays waiting or was preempted just now."""
+        while self.waiting and self.waiting[0] not in preempted:
+            head = self.waiting[0]
+            yield _rank(head), head
+            if not head.is_running:
+                return
+
     def commit(self, plan: StepPlan, tokens: Iterable[int | None]) -> list[TokenEvent]:
-        """Takes in a step's results: one token for each of `plan.samplers`, None where its logits were not finite."""
+        """Takes in a step's results: one token for each of `plan.to_sample`, None where its logits were not finite."""
         for slice_ in plan.slices:
             slice_.request.num_computed = slice_.stop
         events = []
-        for request, token in zip(plan.samplers, tokens, strict=True):
+        for request, token in zip(plan.to_sample, tokens, strict=True):
             event = request.fail(_not_finite()) if token is None else request.accept(token)
             if event.finish_reason is not None:
                 self._release(request)
@@ -180,10 +179,12 @@ class Scheduler:
         Returns the requests of lower priority that had to go for it.
         """
         need = self.pool.blocks_for(request.num_tokens)
-        lower = sorted((other for other in self.running if other.priority > request.priority), key=_age)
         running, free = len(self.running), self.pool.num_free
         victims: list[Request] = []
+        lower: list[Request] | None = None
         while running >= self.max_seqs or free < need + running:
+            if lower is None:
+                lower = sorted((other for other in self.running if other.priority > request.priority), key=_age)
             if not lower:
                 return []
             victims.append(lower.pop())

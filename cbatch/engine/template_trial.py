@@ -10,27 +10,46 @@ from cbatch.engine.errors import ModelError
 TIME_LIMIT = 5.0
 """Seconds; a real template takes a millisecond."""
 
-# Only time and memory are judged here: a template that raises is an error of the row that makes it raise.
-_CHILD = """
-import resource, sys
-resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-messages = [{"role": role, "content": "hello"} for role in ("user", "assistant", "user")]
+_OUT_OF_MEMORY = 77
+
+# Only time and memory are judged here: a template that raises is an error of the row that makes it raise,
+# and a child that cannot run at all says nothing about the template.
+_CHILD = f"""
+import datetime, resource, sys
+
+def refuse(message):
+    raise ValueError(message)
+
 try:
-    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    resource.setrlimit(resource.RLIMIT_CPU, (10, 10))
+    resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+except (OSError, ValueError):
+    pass
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+messages = [dict(role=role, content="hello") for role in ("user", "assistant", "user")]
+try:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals.update(raise_exception=refuse, strftime_now=datetime.datetime.now().strftime)
     environment.from_string(sys.stdin.read()).render(messages=messages, add_generation_prompt=True)
 except MemoryError:
-    sys.exit(1)
+    sys.exit({_OUT_OF_MEMORY})
 except Exception:
     pass
 """
 
 
 class TemplateTrial:
-    """A rendering of the template that runs beside the loading of the weights."""
+    """A rendering of the template that runs beside the loading of the weights; ends with the `with` block.
 
-    def __init__(self, template: str) -> None:
-        command = [sys.executable, "-I", "-c", _CHILD]
+    Leaving the block raises ModelError where the template takes too long or too much memory.
+    """
+
+    def __init__(self, template: str, timeout: float = TIME_LIMIT) -> None:
+        self._timeout = timeout
+        # -P: nothing in the working folder may pass for jinja2.
+        command = [sys.executable, "-P", "-c", _CHILD]
         null = subprocess.DEVNULL
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=null, stderr=null)
         assert self._child.stdin is not None
@@ -38,15 +57,20 @@ class TemplateTrial:
             self._child.stdin.write(template.encode("utf-8", "replace"))
             self._child.stdin.close()
         except BrokenPipeError:
-            pass  # the child died; its exit code says so
+            pass  # the child could not run
 
-    def finish(self, timeout: float = TIME_LIMIT) -> None:
-        """Waits for the end. Raises ModelError where the template takes too long or too much memory."""
+    def __enter__(self) -> TemplateTrial:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            code = self._child.wait(timeout)
+            code = self._child.wait(self._timeout if kind is None else 0)
         except subprocess.TimeoutExpired:
+            if kind is None:
+                raise ModelError(f"The model's chat template does not end within {self._timeout:g} s.") from None
+            return
+        finally:
             self._child.kill()
             self._child.wait()
-            raise ModelError(f"Its chat template does not end within {timeout:g} s; it will not be used.") from None
-        if code != 0:
-            raise ModelError("Its chat template takes too much memory; it will not be used.")
+        if code == _OUT_OF_MEMORY and kind is None:
+            raise ModelError("The model's chat template takes too much memory.")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from cbatch.engine.detokenizer import TextStream
@@ -11,9 +12,6 @@ from cbatch.engine.errors import RequestError
 
 Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}` with text content."""
-
-# Stands for a special token's text inside a message while the template runs: private-use characters.
-_OPEN, _CLOSE = "\ue0f0", "\ue0f1"
 
 
 class ChatTokenizer:
@@ -26,10 +24,9 @@ class ChatTokenizer:
         """`tokenizer` is a fast tokenizer of transformers."""
         self._tokenizer = tokenizer
         self.backend = tokenizer.backend_tokenizer
-        added = self.backend.get_added_tokens_decoder()
-        self._special = {token.content: number for number, token in added.items() if token.special}
-        ordered = sorted(self._special, key=len, reverse=True)
-        self._special_pattern = re.compile("|".join(map(re.escape, ordered))) if ordered else None
+        added = self.backend.get_added_tokens_decoder().values()
+        special = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        self._special_pattern = re.compile("|".join(map(re.escape, special)) or r"(?!)")
 
     @property
     def chat_template(self) -> str | None:
@@ -50,48 +47,66 @@ class ChatTokenizer:
         """
         if not self.chat_template:
             raise RequestError("template_error", "The model has no chat template; give a prompt, not messages.")
-        contents = [message.get("content") for message in messages]
-        if not contents or not all(isinstance(content, str) for content in contents):
+        if not messages or not all(isinstance(message.get("content"), str) for message in messages):
             raise RequestError("invalid_row", "Messages must be a list of at least one, each with text content.")
-        pattern = self._special_pattern
-        if pattern is None or not any(pattern.search(str(content)) for content in contents):
-            return self._encode_rendered(self._render(messages))
-        names = list(self._special)
-        hidden = [
-            {**message, "content": pattern.sub(lambda m: f"{_OPEN}{names.index(m[0])}{_CLOSE}", message["content"])}
-            for message in messages
-        ]
-        return self._encode_mixed(self._render(hidden), names)
+        plain = [dict(message) for message in messages]
+        if not _any_string(plain, lambda text: self._special_pattern.search(text) is not None):
+            ids: list[int] = self._tokenizer(self._render(plain), add_special_tokens=False)["input_ids"]
+            return ids
+        return self._encode_with_text_specials(plain)
 
     def stream(self, prompt: Sequence[int], stop: Sequence[str]) -> TextStream:
         """Incremental text of an output that follows these prompt tokens."""
         return TextStream(self.backend, prompt, stop)
 
-    def _render(self, messages: Sequence[Message]) -> str:
+    def _render(self, messages: list[dict[str, Any]]) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-            )
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is a program of the model's author and may raise anything
             raise RequestError("template_error", f"The chat template refused the messages: {error}") from error
         return str(text)
 
-    def _encode_rendered(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+    def _encode_with_text_specials(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Encodes messages in which someone wrote special tokens.
 
-    def _encode_mixed(self, rendered: str, names: list[str]) -> list[int]:
-        """Encodes text whose own special tokens count and whose hidden ones are put back as text."""
-        assert self._special_pattern is not None
-        ids: list[int] = []
-        place = 0
-        for match in [*self._special_pattern.finditer(rendered), None]:
-            piece = rendered[place : match.start() if match else None]
-            piece = re.sub(f"{_OPEN}(\\d+){_CLOSE}", lambda m: names[int(m[1])], piece)
-            if piece:
-                plain = self._tokenizer(piece, add_special_tokens=False, split_special_tokens=True)
-                ids += plain["input_ids"]
-            if match:
-                ids.append(self._special[match[0]])
-                place = match.end()
-        return ids
+        A wedge, one private-use character that occurs nowhere in them, goes behind the first character of each,
+        so that the tokenizer does not see it; the tokens that stand for a wedge are then left out.
+        """
+        wedge = next(chr(code) for code in range(0xE000, 0xF8FF) if not _any_string(messages, _contains(chr(code))))
+        hidden = _map_strings(messages, lambda text: self._special_pattern.sub(partial(_drive_in, wedge), text))
+        rendered = self._render(hidden)
+        encoded = self._tokenizer(rendered, add_special_tokens=False, return_offsets_mapping=True)
+        pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        return [token for token, (start, stop) in pairs if rendered[start:stop] != wedge]
+
+
+def _drive_in(wedge: str, match: re.Match[str]) -> str:
+    return match[0][0] + wedge + match[0][1:]
+
+
+def _contains(part: str) -> Callable[[str], bool]:
+    return lambda text: part in text
+
+
+def _any_string(value: Any, test: Callable[[str], bool]) -> bool:
+    """Whether a string passes, anywhere in a JSON value, keys aside."""
+    found = False
+
+    def look(text: str) -> str:
+        nonlocal found
+        found = found or test(text)
+        return text
+
+    _map_strings(value, look)
+    return found
+
+
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of a JSON value with every string changed, keys aside."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_map_strings(item, change) for item in value]
+    if isinstance(value, dict):
+        return {key: _map_strings(item, change) for key, item in value.items()}
+    return value

@@ -161,7 +161,9 @@ class TransformersModel:
         ids = torch.arange(4, device=self.device) % self.vocab_size
         batch = RaggedBatch(ids, torch.arange(4, device=self.device), ids, ids[-1:], ids[None], [0], [4])
         with torch.inference_mode():
-            self.forward(batch, probe)
+            logits = self.forward(batch, probe)
+        if logits.shape[0] != 1:
+            raise ModelError(f"it gives logits of shape {tuple(logits.shape)} where one row was asked for")
         layers = self.config.num_hidden_layers
         if sorted(probe.shapes) != list(range(layers)) or probe.calls != layers:
             raise ModelError(
@@ -194,18 +196,29 @@ def _check_config(config: Any, text_config: Any) -> None:
         kind = parameters.get("rope_type", "default")
         if kind in ("longrope", "dynamic"):
             raise ModelError(f"its position encoding ({kind}) changes with the length of the whole text")
+    if getattr(text_config, "attn_temperature_tuning", None):
+        raise ModelError("it scales attention by the place of a token in the whole row")
     kinds = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         raise ModelError(f"it has layers of kind {', '.join(sorted(kinds))}")
 
 
 def _check_windows(config: Any, windows: dict[int, int | None]) -> None:
-    """A window that the config asks for must reach the attention call; a model may do it by its mask alone."""
+    """The windows that reach the attention calls must be those of the config: a model may use its mask alone."""
     kinds = getattr(config, "layer_types", None)
     if kinds:
-        lost = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention" and not windows[layer]]
+        wanted = [kind == "sliding_attention" for kind in kinds]
     else:
-        wanted = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-        lost = [layer for layer, window in windows.items() if wanted and not window]
-    if lost:
-        raise ModelError(f"the sliding window of its layers {lost} does not reach the attention call")
+        in_use = bool(getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True))
+        wanted = [in_use and _knows_windows(config)] * len(windows)
+    wrong = [layer for layer, window in sorted(windows.items()) if bool(window) != wanted[layer]]
+    if wrong:
+        raise ModelError(f"the sliding window of its layers {wrong} is not what its config says")
+
+
+def _knows_windows(config: Any) -> bool:
+    """Whether a window is a setting of this family, and not a stray key in one config file."""
+    try:
+        return "sliding_window" in type(config)().to_dict()
+    except Exception:  # a config class that has no defaults
+        return True
