@@ -141,6 +141,15 @@ def test_options_come_from_the_environment(run: Any, monkeypatch: pytest.MonkeyP
     assert run([{"prompt": "a"}])[0] == 0
 
 
+def test_rarer_parameters_come_as_json(run: Any) -> None:
+    """Guards --param, the way to what has no option of its own."""
+    _, (row,) = run([{"prompt": "a"}], "--token-ids", "--max-tokens", "6")
+    stop = row["token_ids"][2]
+    _, (cut,) = run([{"prompt": "a"}], "--token-ids", "--max-tokens", "6", "--param", f"stop_token_ids=[{stop}]")
+    assert cut["token_ids"] == row["token_ids"][: row["token_ids"].index(stop) + 1]
+    assert cut["finish_reason"] == "stop"
+
+
 def test_system_option_reaches_rows_without_a_system_message(run: Any) -> None:
     """Guards --system for prompts and messages, and that a row's own system message wins."""
     own = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
@@ -204,6 +213,8 @@ def test_refusals_are_sentences(
         "a file is needed": [str(source), "-m", str(model_folder), "-o", str(tmp_path)],
         "not valid UTF-8": [str(source), "-m", str(model_folder), "--system", "\udcff"],
         "No such option": ["--frobnicate"],
+        "no sampling parameter 'topp'": [str(source), "--param", "topp=1"],
+        "not valid JSON": [str(source), "--param", "top_p=x"],
     }
     for message, arguments in cases.items():
         assert run_command(["run", *arguments]) == 2, arguments

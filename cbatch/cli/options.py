@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
+from cbatch.engine import PARAM_NAMES
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -42,6 +44,20 @@ def _apply(options: list[Callable[[Command], Command]]) -> Callable[[Command], C
         return command
 
     return decorate
+
+
+def _parse_params(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
+    """`NAME=JSON` texts as a dictionary; the seed of a run is no parameter of its rows."""
+    params = {}
+    for text in values:
+        name, _, value = text.partition("=")
+        if name not in PARAM_NAMES or name == "seed":
+            raise click.BadParameter(f"there is no sampling parameter {name!r}.", ctx, option)
+        try:
+            params[name] = json.loads(value)
+        except (ValueError, RecursionError):
+            raise click.BadParameter(f"the value of {name} is not valid JSON: {value!r}.", ctx, option) from None
+    return params
 
 
 model_options = _apply(
@@ -91,6 +107,14 @@ sampling_options = _apply(
             "--stop", multiple=True, cls=JsonListOption, metavar="TEXT", help="End an answer here (repeatable)."
         ),
         click.option("--ignore-eos/--no-ignore-eos", default=None, help="Go on past end tokens."),
+        click.option(
+            "--param",
+            multiple=True,
+            cls=JsonListOption,
+            callback=_parse_params,
+            metavar="NAME=JSON",
+            help="Any other sampling parameter, such as stop_token_ids=[5] (repeatable).",
+        ),
     ]
 )
 
@@ -102,4 +126,5 @@ SAMPLING_FIELDS = "max_tokens min_tokens temperature top_p top_k min_p stop igno
 
 def sampling_overrides(options: dict[str, Any]) -> dict[str, Any]:
     """The sampling parameters that were given; an empty tuple of stop strings is none given."""
-    return {name: options[name] for name in SAMPLING_FIELDS if options[name] not in (None, ())}
+    given = {name: options[name] for name in SAMPLING_FIELDS if options[name] not in (None, ())}
+    return options["param"] | given
