@@ -126,5 +126,5 @@ SAMPLING_FIELDS = "max_tokens min_tokens temperature top_p top_k min_p stop igno
 
 def sampling_overrides(options: dict[str, Any]) -> dict[str, Any]:
     """The sampling parameters that were given; an empty tuple of stop strings is none given."""
-    given = {name: options[name] for name in SAMPLING_FIELDS if options[name] not in (None, ())}
-    return options["param"] | given
+    rarer: dict[str, Any] = options["param"]
+    return rarer | {name: options[name] for name in SAMPLING_FIELDS if options[name] not in (None, ())}
