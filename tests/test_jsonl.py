@@ -77,6 +77,12 @@ def test_unknown_keys_are_carried_when_they_are_no_misspelling() -> None:
     assert parse('{"prompt": "a", "temperatur": 1}', allow_unknown=True).extra == {"temperatur": 1}
 
 
+def test_parameters_that_ask_for_nothing_are_fine() -> None:
+    """Guards files made for other programs, which spell out every default."""
+    row = parse('{"prompt": "a", "n": 1, "logprobs": null, "presence_penalty": 0.0, "tools": []}')
+    assert row.error is None and row.extra == {} and row.params == {}
+
+
 def test_duplicate_keys_and_surrogates() -> None:
     """Guards two corners of JSON: the last key wins, and half a character becomes U+FFFD."""
     assert parse('{"prompt": "a", "prompt": "b"}').prompt == "b"

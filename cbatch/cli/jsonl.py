@@ -16,11 +16,23 @@ MAX_DEPTH = 100
 
 ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
 FORMS = ("messages", "prompt", "prompt_token_ids")
-LATER = (
-    "n logprobs prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias bad_words "
-    "response_format tools custom_id"
-).split()
-"""Fields of the contract that this version does not serve; to ignore them would be to answer something else."""
+LATER: dict[str, Any] = {
+    "n": 1,
+    "logprobs": False,
+    "prompt_logprobs": None,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "logit_bias": {},
+    "bad_words": [],
+    "response_format": None,
+    "tools": [],
+    "custom_id": None,
+}
+"""Fields of the contract that this version does not serve, and the values that ask for nothing.
+
+To ignore other values would be to answer a question that was not asked.
+"""
 
 KNOWN = (*FORMS, *PARAM_NAMES, *ALIASES, *LATER, "id", "raw", "priority")
 
@@ -157,8 +169,8 @@ def _fill(row: Row, fields: dict[str, Any], allow_unknown: bool) -> None:
     row.params = {ALIASES.get(name, name): fields[name] for name in fields if name in PARAM_NAMES or name in ALIASES}
     row.raw = _typed(row, fields, "raw", bool, False)
     row.priority = _typed(row, fields, "priority", int, 0)
-    for name in LATER:
-        if name in fields:
+    for name, nothing in LATER.items():
+        if fields.get(name) not in (None, nothing):
             raise _wrong(row, f"{name} is not available in this version of cbatch")
     if not allow_unknown:
         _check_spelling(row)
