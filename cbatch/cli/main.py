@@ -56,9 +56,11 @@ def run_command(arguments: list[str] | None = None) -> int:
     except CbatchError as error:
         notice(str(error))
         return EXIT_USAGE
-    except Exception as error:
-        # Disk, memory, device, or a mistake of ours: a sentence all the same, and never exit code 1.
-        notice(f"{type(error).__name__}: {error}; what was finished is written.")
+    except OSError as error:
+        notice(f"{error.strerror or error!r}; what was finished is written.")
+        return EXIT_FATAL
+    except Exception as error:  # memory, the device, or a mistake of ours: a sentence, and never exit code 1
+        notice(f"{error!r}; what was finished is written.")
         return EXIT_FATAL
 
 

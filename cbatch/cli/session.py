@@ -29,7 +29,8 @@ def open_engine(options: dict[str, Any], *, quiet: bool) -> Engine:
         if engine.loaded.not_applied:
             keys = ", ".join(engine.loaded.not_applied)
             notice(f"the model's generation_config.json asks for {keys}, which this version does not apply")
-        notice(f"{shown['parameters']}; {shown['dtype']} on {shown['device']}; KV cache {shown['KV cache']}")
+        notice(f"parameters: {shown['parameters']} in {shown['dtype']} on {shown['device']}")
+        notice(f"KV cache: {shown['KV cache']}")
     return engine
 
 
