@@ -43,7 +43,11 @@ def run_command(arguments: list[str] | None = None) -> int:
         result: Any = cli.main(arguments, prog_name="cbatch", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
-        notice(error.format_message())
+        message = error.format_message()
+        if message.startswith("Usage:"):  # the whole help, asked for by giving no command
+            print(message, file=sys.stderr)
+        else:
+            notice(message)
         return EXIT_USAGE
     except (click.Abort, KeyboardInterrupt):
         notice("interrupted; what was finished is written.")
