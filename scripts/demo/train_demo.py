@@ -171,6 +171,16 @@ def run(accelerator: Accelerator, args: argparse.Namespace, tokenizer: Tokenizer
     return accelerator.unwrap_model(model)
 
 
+def average(model: LlamaForCausalLM, other: LlamaForCausalLM) -> None:
+    """Move the weights half-way to another model's; better than either where one continues the other.
+
+    (Model soups: https://arxiv.org/abs/2203.05482.)
+    """
+    with torch.no_grad():
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            mine.lerp_(theirs.to(mine.device), 0.5)
+
+
 def save_checkpoint(accelerator: Accelerator, folder: Path) -> None:
     """Replace the checkpoint in one move, so that a cut-off run keeps the old one."""
     fresh = folder.with_name("checkpoint-new")
@@ -218,6 +228,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "cbatch" / "demo")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "demo-train")
     parser.add_argument("--start", type=Path, help="fine-tune this model instead of starting from scratch")
+    parser.add_argument("--average", action="store_true", help="with --start: write the mean of both models' weights")
     parser.add_argument("--steps", type=int, default=5450)
     parser.add_argument("--minutes", type=float, default=math.inf, help="end the schedule after this time")
     parser.add_argument("--micro-tokens", type=int, default=3072)
@@ -235,6 +246,8 @@ def main() -> None:
     tokenizer = load_tokenizer(args.start or args.work)
     WORD_MAKER.pieces = word_pieces(tokenizer)
     model = run(accelerator, args, tokenizer, overlap)
+    if args.start and args.average:
+        average(model, LlamaForCausalLM.from_pretrained(args.start, dtype=torch.float32))
     if accelerator.is_main_process:
         write_model(model, tokenizer, args.out)
         print(json.dumps({"written": str(args.out)}))
