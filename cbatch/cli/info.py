@@ -8,9 +8,9 @@ from typing import Any, Literal
 import click
 
 from cbatch import __version__
+from cbatch.cli.loading import describe, open_engine
 from cbatch.cli.options import engine_options, model_options
 from cbatch.cli.screen import safe
-from cbatch.cli.session import describe, open_engine
 
 
 @click.command("info")

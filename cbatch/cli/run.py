@@ -9,10 +9,10 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 import click
 
+from cbatch.cli.loading import open_engine
 from cbatch.cli.options import engine_options, model_options, sampling_options, sampling_overrides
 from cbatch.cli.output import FileOutput, Output, StreamOutput
 from cbatch.cli.screen import Progress, notice
-from cbatch.cli.session import open_engine
 from cbatch.engine import ConfigError, RequestError, SamplingParams
 
 if TYPE_CHECKING:

@@ -112,11 +112,6 @@ class Engine:
         """Bytes of keys and values that one token takes, over all layers."""
         return sum(layer.bytes_per_token(self.model.dtype) for layer in self.model.layers)
 
-    @property
-    def kv_capacity(self) -> int:
-        """Tokens that the KV cache holds."""
-        return self.blocks.capacity
-
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Token ids of a prompt. Text is one user message where the model has a chat template, else plain text.
 
@@ -238,7 +233,8 @@ class Engine:
             raise RequestError("invalid_row", f"{what} {wrong} is not in the model's vocabulary of {vocabulary}.")
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> list[int | None]:
-        if not plan.to_sample:
+        requests = plan.to_sample
+        if not requests:
             return []
-        tokens, finite = sample(logits, SamplingBatch.build(plan.to_sample, self.device))
+        tokens, finite = sample(logits, SamplingBatch.build(requests, self.device))
         return [token if fine else None for token, fine in zip(tokens.tolist(), finite.tolist(), strict=True)]

@@ -50,7 +50,7 @@ def choose_device(name: str) -> torch.device:
         raise ConfigError(f"There is no device {name!r}; use auto, cpu, cuda or cuda:N.") from None
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
-        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
+        if not torch.cuda.is_available() or device.index >= torch.cuda.device_count():
             raise ConfigError(f"Device {name!r} is not available on this machine; use --device cpu or auto.")
     elif device.type != "cpu":
         raise ConfigError(f"Device {name!r} is not supported; use auto, cpu, cuda or cuda:N.")

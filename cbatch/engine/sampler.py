@@ -104,10 +104,10 @@ def _kept(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return kept
 
 
-def noise_key(seed: int, sample: int, position: int) -> tuple[int, int]:
+def noise_key(seed: int, sample_index: int, position: int) -> tuple[int, int]:
     """Two 32-bit words that stand for one draw: splitmix64 over the row's seed, sample number and position."""
     state = seed & _MASK64
-    for word in (sample, position):
+    for word in (sample_index, position):
         state = (state + 0x9E3779B97F4A7C15 * (word + 1)) & _MASK64
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64

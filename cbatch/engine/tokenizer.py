@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,7 +50,7 @@ class ChatTokenizer:
         if not messages or not all(isinstance(message.get("content"), str) for message in messages):
             raise RequestError("invalid_row", "Messages must be a list of at least one, each with text content.")
         plain = [dict(message) for message in messages]
-        if not _any_string(plain, lambda text: self._special_pattern.search(text) is not None):
+        if not any(self._special_pattern.search(text) for text in _strings(plain)):
             ids: list[int] = self._tokenizer(self._render(plain), add_special_tokens=False)["input_ids"]
             return ids
         return self._encode_with_text_specials(plain)
@@ -72,7 +72,8 @@ class ChatTokenizer:
         A wedge, one private-use character that occurs nowhere in them, goes behind the first character of each,
         so that the tokenizer does not see it; the tokens that stand for a wedge are then left out.
         """
-        wedge = next(chr(code) for code in range(0xE000, 0xF8FF) if not _any_string(messages, _contains(chr(code))))
+        written = set().union(*_strings(messages))
+        wedge = next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in written)
         hidden = _map_strings(messages, lambda text: self._special_pattern.sub(partial(_drive_in, wedge), text))
         rendered = self._render(hidden)
         encoded = self._tokenizer(rendered, add_special_tokens=False, return_offsets_mapping=True)
@@ -84,21 +85,13 @@ def _drive_in(wedge: str, match: re.Match[str]) -> str:
     return match[0][0] + wedge + match[0][1:]
 
 
-def _contains(part: str) -> Callable[[str], bool]:
-    return lambda text: part in text
-
-
-def _any_string(value: Any, test: Callable[[str], bool]) -> bool:
-    """Whether a string passes, anywhere in a JSON value, keys aside."""
-    found = False
-
-    def look(text: str) -> str:
-        nonlocal found
-        found = found or test(text)
-        return text
-
-    _map_strings(value, look)
-    return found
+def _strings(value: Any) -> Iterator[str]:
+    """Every string of a JSON value, keys aside."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _strings(item)
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
