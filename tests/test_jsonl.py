@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from typing import Any
 
@@ -11,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.cli import jsonl
-from cbatch.cli.jsonl import Line, Row, format_row, parse_line, read_lines
+from cbatch.cli.jsonl import format_row, parse_line
+from cbatch.cli.lines import Line
+from cbatch.cli.row import Row
 
 
 def parse(text: str | bytes, **options: bool) -> Row:
@@ -88,25 +89,6 @@ def test_duplicate_keys_and_surrogates() -> None:
     assert parse('{"prompt": "a", "prompt": "b"}').prompt == "b"
     row = parse('{"prompt": "x\\ud800y", "k": ["\\udc00"], "pair": "\\ud83d\\ude00"}')
     assert row.prompt == "x\ufffdy" and row.extra == {"k": ["\ufffd"], "pair": "😀"}
-
-
-def test_lines_are_physical_and_blank_ones_skipped() -> None:
-    """Guards the index: BOM, CRLF, blank lines and a missing last newline change no number."""
-    data = b'\xef\xbb\xbf{"a":1}\r\n\n  \r\n{"b":"\xe2\x80\xa8"}\n\nlast'
-    assert [(line.index, line.data) for line in read_lines(io.BytesIO(data))] == [
-        (0, b'{"a":1}'),
-        (3, b'{"b":"\xe2\x80\xa8"}'),
-        (5, b"last"),
-    ]
-
-
-def test_a_line_that_is_too_long_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards memory against one endless line, and the lines after it."""
-    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 10)
-    lines = list(read_lines(io.BytesIO(b"x" * 57 + b'\n{"a": 1}\n' + b"y" * 30)))
-    assert [line.data for line in lines] == [None, b'{"a": 1}', None]
-    assert code(parse_line(lines[0])) == "line_too_long"
-    assert [line.data for line in read_lines(io.BytesIO(b"0123456789\r\nabc\n"))] == [b"0123456789", b"abc"]
 
 
 @pytest.mark.parametrize("wrong", ['"raw": 1', '"id": []', '"temperatur": 1', '"priority": "x"'])

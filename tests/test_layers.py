@@ -18,7 +18,7 @@ PACKAGE = Path(cbatch.__file__).parent
 LAYERS = [
     ["engine.errors"],
     ["engine.params", "engine.units"],
-    ["engine.request"],
+    ["engine.request", "engine.fingerprint"],
     ["engine.blocks"],
     ["engine.scheduler"],
     ["engine.batch", "engine.kv_pool"],

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 
 import pytest
 
+from cbatch.cli.journal import Journal
 from cbatch.cli.output import FileOutput, StreamOutput
 from cbatch.engine import ConfigError
 
 
+def fresh(path: Path, *, input_order: bool = True) -> FileOutput:
+    output = FileOutput(path, input_order=input_order)
+    output.start(Journal())
+    return output
+
+
 def test_a_stream_in_input_order_holds_back_only_what_must_wait() -> None:
-    """Guards the order on stdout, and the count that keeps the window moving."""
+    """Guards the order on stdout, and the places that keep the window moving."""
     stream = io.BytesIO()
     output = StreamOutput(stream, input_order=True)
-    assert [output.write(place, b"%d\n" % place) for place in (1, 0, 3, 2)] == [0, 2, 0, 2]
+    gone = [list(output.write(place, 2 * place, b"%d\n" % place)) for place in (1, 0, 3, 2)]
+    assert gone == [[], [0, 1], [], [2, 3]]
     assert stream.getvalue() == b"0\n1\n2\n3\n"
 
 
@@ -23,12 +32,12 @@ def test_a_file_is_a_journal_first_and_ordered_at_the_end(tmp_path: Path) -> Non
     """Guards rows against a crash before the end, and the file's permissions through the final replace."""
     path = tmp_path / "out.jsonl"
     path.touch(0o640)
-    output = FileOutput(path, input_order=True)
-    for place in (2, 0, 1):
-        assert output.write(place, b"row %d\n" % place) == 1
-    assert path.read_bytes() == b"row 2\nrow 0\nrow 1\n"
-    output.close()
-    assert path.read_bytes() == b"row 0\nrow 1\nrow 2\n" and path.stat().st_mode & 0o777 == 0o640
+    with fresh(path) as output:
+        for place, index in enumerate((5, 0, 3)):
+            assert output.write(place, index, b"row %d\n" % index) == (place,)
+        assert path.read_bytes() == b"row 5\nrow 0\nrow 3\n"
+        output.finish()
+    assert path.read_bytes() == b"row 0\nrow 3\nrow 5\n" and path.stat().st_mode & 0o777 == 0o640
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -37,22 +46,46 @@ def test_a_symlink_stays_one(tmp_path: Path) -> None:
     target, link = tmp_path / "target", tmp_path / "link"
     target.touch()
     link.symlink_to(target)
-    output = FileOutput(link, input_order=True)
-    output.write(1, b"b\n")
-    output.write(0, b"a\n")
-    output.close()
+    with fresh(link) as output:
+        output.write(0, 1, b"b\n")
+        output.write(1, 0, b"a\n")
+        output.finish()
     assert link.is_symlink() and target.read_bytes() == b"a\nb\n"
 
 
 def test_content_is_not_overwritten_unless_told(tmp_path: Path) -> None:
-    """Guards last night's results."""
+    """Guards last night's results: nothing changes in the file before a run starts."""
     path = tmp_path / "out.jsonl"
-    FileOutput.check(path, overwrite=False)
     path.write_text("x")
-    with pytest.raises(ConfigError, match="not empty"):
-        FileOutput.check(path, overwrite=False)
-    FileOutput.check(path, overwrite=True)
+    with FileOutput(path, input_order=True) as output, pytest.raises(ConfigError, match="not empty"):
+        output.check_is_empty()
     assert path.read_text() == "x"
+    with fresh(path):
+        assert path.read_text() == ""
+
+
+def test_a_run_that_never_began_leaves_no_file(tmp_path: Path) -> None:
+    """Guards against an empty file that stands in the way of the next try."""
+    with FileOutput(tmp_path / "out.jsonl", input_order=True):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    with fresh(tmp_path / "out.jsonl") as output:
+        output.finish()
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
+def test_two_runs_do_not_share_a_file(tmp_path: Path) -> None:
+    """Guards the lock, also for another name of the file and after the final replace."""
+    path, link = tmp_path / "out.jsonl", tmp_path / "link"
+    with fresh(path) as output:
+        os.link(path, link)
+        for name in (path, link):
+            with pytest.raises(ConfigError, match="Another run"):
+                FileOutput(name, input_order=True)
+        output.write(0, 1, b"b\n")
+        output.write(1, 0, b"a\n")
+        output.finish()
+    FileOutput(path, input_order=True).__exit__()
 
 
 class Dribble(io.BytesIO):
@@ -65,5 +98,5 @@ class Dribble(io.BytesIO):
 def test_short_writes_lose_nothing() -> None:
     """Guards against a pipe that takes only part of a row."""
     stream = Dribble()
-    StreamOutput(stream, input_order=False).write(0, b"a longer row\n")
+    StreamOutput(stream, input_order=False).write(0, 0, b"a longer row\n")
     assert stream.getvalue() == b"a longer row\n"

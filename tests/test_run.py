@@ -185,7 +185,7 @@ def test_generation_config_gives_the_defaults(tmp_path: Path) -> None:
 
 
 def test_refusals_are_sentences(
-    run: Any, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Any, model_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Guards exit code 2 with one sentence, and that nothing is overwritten or loaded before it."""
     source = write_rows(tmp_path / "in.jsonl", ROWS[:1])
@@ -218,7 +218,7 @@ def test_refusals_are_sentences(
     }
     for message, arguments in cases.items():
         assert run_command(["run", *arguments]) == 2, arguments
-        error = capsys.readouterr().err
+        error = capfd.readouterr().err
         assert message in error and "Traceback" not in error, error
     assert full.read_text() == "precious\n" and source.read_text().startswith('{"id"')
 
@@ -234,9 +234,9 @@ def test_a_failing_engine_is_exit_3_and_keeps_what_is_done(
             raise RuntimeError("the device is on fire")
         return step(self)
 
-    def slow(self: FileOutput, place: int, row: bytes) -> int:
+    def slow(self: FileOutput, place: int, index: int, row: bytes) -> Any:
         time.sleep(0.05)
-        return write(self, place, row)
+        return write(self, place, index, row)
 
     monkeypatch.setattr(driver.Engine, "step", failing)
     monkeypatch.setattr(FileOutput, "write", slow)

@@ -1,7 +1,7 @@
-"""A batch job: rows of a stream through a driver to an output.
+"""A batch: lines of a stream through a driver to an output.
 
 Three threads meet here: a reader turns lines into token ids and submits them, the driver's thread runs the
-engine, and the caller's thread writes what is finished. A semaphore bounds the rows between reading and writing.
+engine, and the caller's thread writes what is finished. A window bounds what is between reading and writing.
 """
 
 from __future__ import annotations
@@ -9,79 +9,59 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import IO, Any
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
 
-from cbatch.cli.jsonl import Line, Row, format_row, parse_line, read_lines
+from cbatch.cli.exits import Interrupted, RunFailed
+from cbatch.cli.job import Job, Preparer
+from cbatch.cli.jsonl import format_row
+from cbatch.cli.lines import Line
 from cbatch.cli.output import Output
-from cbatch.engine import (
-    Completion,
-    Driver,
-    EngineError,
-    RequestError,
-    SamplingParams,
-    TokenEvent,
-    derive_seed,
-)
+from cbatch.cli.tally import Tally
+from cbatch.engine import Driver, EngineError, RequestError, TokenEvent
 
 POLL_SECONDS = 0.2
+WINDOW_BYTES = 256 * 2**20
+"""Most bytes of input lines between reading and writing, where that is more than one line."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchOptions:
-    """How rows are read and written.
+class Window:
+    """Bounds the rows that are in flight or held back, and the bytes of their lines."""
 
-    params:   what a row does not say itself
-    seed:     of the run; a row's own seed is derived from it and the row's id or index
-    window:   most rows between being read and being written
-    system:   system message of conversations that have none
-    raw:      prompts are plain text to continue
-    as_text:  each line is a prompt, not JSON
-    """
+    def __init__(self, rows: int, size: int = WINDOW_BYTES) -> None:
+        self._rows_left = rows
+        self._bytes_left = size
+        self._sizes: dict[int, int] = {}
+        self._changed = threading.Condition()
+        self.waited_s = 0.0
 
-    params: SamplingParams
-    seed: int
-    window: int
-    system: str | None = None
-    raw: bool = False
-    as_text: bool = False
-    allow_unknown: bool = False
-    token_ids: bool = False
+    def enter(self, place: int, size: int) -> None:
+        """Waits until there is room for one row more; a row that is larger than the window goes alone."""
+        with self._changed:
+            if not self._has_room(size):
+                since = time.monotonic()
+                self._changed.wait_for(lambda: self._has_room(size))
+                self.waited_s += time.monotonic() - since
+            self._sizes[place] = size
+            self._rows_left -= 1
+            self._bytes_left -= size
+
+    def leave(self, place: int) -> None:
+        with self._changed:
+            self._rows_left += 1
+            self._bytes_left += self._sizes.pop(place)
+            self._changed.notify()
+
+    def _has_room(self, size: int) -> bool:
+        return self._rows_left > 0 and (self._bytes_left >= size or not self._sizes)
 
 
-@dataclass(slots=True)
-class Job:
-    """One row on its way through: the `place`-th of the output, with what has come of it so far.
-
-    is_lost: the engine broke down under it, so it is not finished, and has no row of output.
-    """
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A job that is done, the `place`-th of this run in input order."""
 
     place: int
-    row: Row
-    prompt_tokens: int = 0
-    completion: Completion = field(default_factory=Completion)
-    error: RequestError | None = None
-    is_lost: bool = False
-
-    def result(self, *, with_text: bool, with_token_ids: bool) -> dict[str, Any]:
-        """The output row."""
-        fields: dict[str, Any] = {"index": self.row.index, "id": self.row.id}
-        if self.error is not None:
-            fields["error"] = {"code": self.error.code, "message": str(self.error)}
-        else:
-            done = self.completion
-            fields["text"] = done.text if with_text else None
-            fields["finish_reason"] = done.finish_reason
-            if done.stop_reason is not None:
-                fields["stop_reason"] = done.stop_reason
-            if with_token_ids:
-                fields["token_ids"] = done.token_ids
-            fields["usage"] = {"prompt_tokens": self.prompt_tokens, "completion_tokens": len(done.token_ids)}
-        if self.row.extra:
-            fields["extra"] = self.row.extra
-        return fields
+    job: Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,163 +72,148 @@ class EndOfInput:
     error: Exception | None = None
 
 
-@dataclass(slots=True)
-class Tally:
-    """What a run has done so far."""
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """A signal asks the run to end."""
 
-    rows: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    started: float | None = None
-
-    def count(self, job: Job) -> None:
-        self.rows += 1
-        if job.error is not None:
-            self.errors[job.error.code] += 1
-        else:
-            self.prompt_tokens += job.prompt_tokens
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the first row was taken."""
-        return time.monotonic() - self.started if self.started is not None else 0.0
-
-    @property
-    def speed(self) -> float:
-        """Output tokens per second so far."""
-        return self.output_tokens / max(self.elapsed, 1e-9)
-
-    def summary(self) -> list[str]:
-        failed = self.errors.total()
-        kinds = ", ".join(f"{code} {count}" for code, count in sorted(self.errors.items()))
-        return [
-            f"{self.rows - failed:,} rows ok, {failed:,} failed" + (f" ({kinds})" if kinds else ""),
-            f"{self.prompt_tokens:,} prompt tokens, {self.output_tokens:,} output tokens",
-            f"{self.elapsed:.1f} s, {self.speed:,.0f} output tokens/s",
-        ]
+    signum: int
 
 
 class Batch:
     """Feeds rows to a driver and hands finished ones to an output."""
 
-    def __init__(self, driver: Driver, output: Output, options: BatchOptions) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        output: Output,
+        preparer: Preparer,
+        tally: Tally,
+        *,
+        window: int,
+        on_error: Callable[[str], None] | None = None,
+    ) -> None:
+        """`window`: most rows between being read and being written. `on_error`: told what is wrong with bad ones."""
         self._driver = driver
-        self._engine = driver.engine
         self._output = output
-        self._options = options
-        self._window = threading.Semaphore(options.window)
-        self._finished: queue.SimpleQueue[Job | EndOfInput] = queue.SimpleQueue()
-        self.tally = Tally()
+        self._preparer = preparer
+        self._tally = tally
+        self._window = Window(window)
+        self._on_error = on_error
+        self._done: queue.SimpleQueue[Finished | EndOfInput | Stop] = queue.SimpleQueue()
 
-    def run(self, stream: IO[bytes], on_progress: Callable[[int], None]) -> Tally:
-        """Until every row of the stream is written. Raises EngineError where the engine or the input fails.
+    def run(
+        self,
+        lines: Iterator[Line],
+        on_progress: Callable[[], None],
+        *,
+        kept: Container[int] = (),
+        max_errors: int | None = None,
+    ) -> None:
+        """Until every line is a row of the output. Rows that are finished are written however it ends.
 
-        Rows that are finished by then are written all the same.
-        on_progress: told how many rows were just written; 0 now and then, while none is.
+        kept:        indices of lines whose rows are there already
+        on_progress: called after every row, and now and then while there is none
+        Raises EngineError where the engine fails, RunFailed where the input or the output does or there are
+        `max_errors` errors, and Interrupted after `interrupt`.
         """
-        threading.Thread(target=self._read, args=(stream,), name="cbatch-reader", daemon=True).start()
+        threading.Thread(target=self._read, args=(lines, kept), name="cbatch-reader", daemon=True).start()
         end: EndOfInput | None = None
         handled = 0
         while end is None or handled < end.rows:
-            try:
-                item = self._finished.get(timeout=POLL_SECONDS)
-            except queue.Empty:
-                if self._driver.failure is not None:
-                    break
-                on_progress(0)
-                continue
-            if isinstance(item, EndOfInput):
+            item = self._next()
+            self._output.tick()
+            on_progress()
+            if isinstance(item, Finished):
+                handled += 1
+                self._finish(item)
+                if max_errors is not None and self._tally.errors.total() >= max_errors:
+                    raise RunFailed(f"Stopped at error {max_errors:,}, as --max-errors says.{self._output.advice}")
+            elif isinstance(item, EndOfInput):
                 end = item
-                continue
-            handled += 1
-            if not item.is_lost:
-                self._write(item)
-                on_progress(1)
+            elif isinstance(item, Stop):
+                raise Interrupted(item.signum, self._output.advice)
+            elif self._driver.failure is not None:
+                break
         if self._driver.failure is not None:
-            raise EngineError(f"The engine failed: {self._driver.failure}") from self._driver.failure
+            reason = f"The engine failed: {self._driver.failure}.{self._output.advice}"
+            raise EngineError(reason) from self._driver.failure
         if end is not None and end.error is not None:
-            raise EngineError(f"Cannot read the input: {end.error}") from end.error
-        self._output.close()
-        return self.tally
+            raise RunFailed(f"Cannot read the input: {end.error}.{self._output.advice}") from end.error
+        self._output.finish()
 
-    def describe(self) -> str:
-        """What stands behind the number of rows in a progress display."""
-        load = self._driver.load
-        counts = f"{load.running} running, {load.waiting} waiting"
-        return f"{self.tally.speed:,.0f} tok/s, {counts}, {load.cache_used:.0%} of KV cache"
+    def interrupt(self, signum: int) -> None:
+        """Ends the run after what is finished by now. May be called in a signal handler."""
+        self._done.put(Stop(signum))
 
-    def _write(self, job: Job) -> None:
-        with_text = self._engine.tokenizer is not None
-        line = format_row(job.result(with_text=with_text, with_token_ids=self._options.token_ids))
-        self.tally.count(job)
-        for _ in range(self._output.write(job.place, line)):
-            self._window.release()
+    @property
+    def waited_for_output_s(self) -> float:
+        """Seconds in which no line could be read because too many rows were not written yet."""
+        return self._window.waited_s
 
-    def _read(self, stream: IO[bytes]) -> None:
+    def _next(self) -> Finished | EndOfInput | Stop | None:
+        try:
+            return self._done.get(timeout=POLL_SECONDS)
+        except queue.Empty:
+            return None
+
+    def _finish(self, item: Finished) -> None:
+        if item.job.is_lost:
+            return
+        row = format_row(self._preparer.result(item.job))
+        for place in self._output.write(item.place, item.job.row.index, row):
+            self._window.leave(place)
+        self._tally.count(item.job)
+        if item.job.error is not None and self._on_error is not None:
+            self._on_error(str(item.job.error))
+
+    def _read(self, lines: Iterator[Line], kept: Container[int]) -> None:
         """Runs on the reader's thread, to the end of the input or the error that stopped it."""
         place = 0
         error: Exception | None = None
         try:
-            for line in read_lines(stream):
-                self._window.acquire()
+            for line in lines:
+                if line.index in kept:
+                    continue
+                self._window.enter(place, len(line.data or b""))
                 if self._driver.failure is not None:
                     break
-                if self.tally.started is None:
-                    self.tally.started = time.monotonic()
                 self._take(place, line)
                 place += 1
         except Exception as raised:  # handed to the writing thread, which ends the run with it
             error = raised
-        self._finished.put(EndOfInput(place, error))
+        self._done.put(EndOfInput(place, error))
 
     def _take(self, place: int, line: Line) -> None:
-        row = parse_line(line, as_text=self._options.as_text, allow_unknown=self._options.allow_unknown)
-        job = Job(place, row, error=row.error)
+        taken = time.monotonic()
+        self._tally.start(taken)
+        job = self._preparer.job(line)
+        job.taken = taken
         if job.error is None:
             try:
-                self._submit(job)
+                prompt_ids = self._preparer.prompt(job)
+                job.prompt_tokens = len(prompt_ids)
+                self._submit(Finished(place, job), prompt_ids)
                 return
             except RequestError as error:
-                job.error = _at_line(error, row)
+                job.error = job.row.wrong(str(error), error.code)
             except Exception as error:  # a row that breaks in a way nobody foresaw harms no other
-                job.error = _at_line(RequestError("internal_error", repr(error)), row)
-        self._finished.put(job)
+                job.error = job.row.wrong(repr(error), "internal_error")
+        job.last = time.monotonic()
+        self._done.put(Finished(place, job))
 
-    def _submit(self, job: Job) -> None:
-        row = job.row
-        prompt_ids = self._encode(row)
-        job.prompt_tokens = len(prompt_ids)
-        kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
-        params = self._options.params.merged({"seed": derive_seed(self._options.seed, kind, name)} | row.params)
+    def _submit(self, item: Finished, prompt_ids: list[int]) -> None:
+        job = item.job
 
         def take(event: TokenEvent) -> None:
             job.completion.take(event)
             if event.token_id is not None:
-                self.tally.output_tokens += 1
+                self._tally.output_tokens += 1
+                if job.first is None:
+                    job.first = time.monotonic()
             if event.finish_reason is not None:
-                job.error = _at_line(event.error, row) if event.error else None
+                job.last = time.monotonic()
+                job.error = job.row.wrong(str(event.error), event.error.code) if event.error else None
                 job.is_lost = self._driver.failure is not None
-                self._finished.put(job)
+                self._done.put(item)
 
-        self._driver.submit(prompt_ids, params, take, priority=row.priority)
-
-    def _encode(self, row: Row) -> list[int]:
-        if row.prompt_token_ids is not None:
-            return row.prompt_token_ids
-        system = self._options.system
-        raw = row.raw or self._options.raw
-        messages = row.messages
-        if row.prompt is not None:
-            if raw or system is None:
-                return self._engine.encode(row.prompt, raw=raw)
-            messages = [{"role": "user", "content": row.prompt}]
-        assert messages is not None
-        if system is not None and not any(message["role"] == "system" for message in messages):
-            messages = [{"role": "system", "content": system}, *messages]
-        return self._engine.encode({"messages": messages})
-
-
-def _at_line(error: RequestError, row: Row) -> RequestError:
-    """The same error, with the number of its line in front."""
-    return RequestError(error.code, f"line {row.index + 1}: {error}")
+        self._driver.submit(prompt_ids, job.params, take, seed=job.seed, priority=job.row.priority)

@@ -17,7 +17,7 @@ DEMO_NOTICE = (
 )
 
 
-def open_engine(options: dict[str, Any], *, quiet: bool) -> Engine:
+def open_engine(options: dict[str, Any], *, quiet: bool, verbose: bool = False) -> Engine:
     """Loads the engine that the options describe, and says on stderr what it is and what it took."""
     from cbatch.engine import Engine, EngineConfig
 
@@ -31,6 +31,8 @@ def open_engine(options: dict[str, Any], *, quiet: bool) -> Engine:
             notice(f"the model's generation_config.json asks for {keys}, which this version does not apply")
         notice(f"parameters: {shown['parameters']} in {shown['dtype']} on {shown['device']}")
         notice(f"KV cache: {shown['KV cache']}")
+        for name in ("model", "attention", "context", "batch") if verbose else ():
+            notice(f"{name}: {shown[name]}")
     return engine
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from typing import Any
 
 import click
 
 from cbatch import __version__
-from cbatch.cli.output import ReaderGone
+from cbatch.cli.exits import EXIT_FATAL, EXIT_PIPE, EXIT_USAGE, Interrupted, ReaderGone, RunFailed
 from cbatch.cli.screen import notice
+from cbatch.cli.signals import SIGNALS, raise_interrupted
 from cbatch.engine import CbatchError, EngineError
 
 COMMANDS = {"run": "cbatch.cli.run", "info": "cbatch.cli.info"}
-EXIT_USAGE, EXIT_FATAL, EXIT_INTERRUPTED, EXIT_PIPE = 2, 3, 130, 141
 
 
 class LazyGroup(click.Group):
@@ -49,12 +50,12 @@ def run_command(arguments: list[str] | None = None) -> int:
         else:
             notice(message)
         return EXIT_USAGE
-    except (click.Abort, KeyboardInterrupt):
-        notice("interrupted; what was finished is written.")
-        return EXIT_INTERRUPTED
+    except Interrupted as error:
+        notice(str(error))
+        return error.exit_code
     except ReaderGone:
         return EXIT_PIPE
-    except EngineError as error:
+    except (EngineError, RunFailed) as error:
         notice(str(error))
         return EXIT_FATAL
     except CbatchError as error:
@@ -70,6 +71,8 @@ def run_command(arguments: list[str] | None = None) -> int:
 
 def main() -> None:
     """Ends the process at once: threads that wait for input or for the device must not hold it open."""
+    for signum in SIGNALS:
+        signal.signal(signum, raise_interrupted)
     code = run_command()
     for stream in (sys.stdout, sys.stderr):
         try:

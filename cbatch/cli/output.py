@@ -2,31 +2,53 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
-import tempfile
-from array import array
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Protocol, Self
 
+from cbatch.cli.exits import ReaderGone, RunFailed
+from cbatch.cli.journal import Journal
 from cbatch.engine import ConfigError
+
+SYNC_SECONDS = 0.5
+"""Rows that the disk does not have yet are no older than this when the next thing happens."""
 
 
 class Output(Protocol):
-    """Takes finished rows. `place` counts the rows of the output from 0, in input order."""
+    """Takes finished rows. Used as a context; leaving it early leaves what was finished, and nothing half done."""
 
-    def write(self, place: int, row: bytes) -> int:
-        """Takes one row, and returns how many rows are out of memory since: 0 while it is held back."""
+    advice: str
+    """What to do after a run that ended early, as the end of a message; may be empty."""
 
-    def close(self) -> None:
+    patience: float | None
+    """Seconds that an interrupted run gives finished rows to get out; None where nobody can hold them up."""
+
+    def check_is_empty(self) -> None:
+        """Raises ConfigError where there are rows of an earlier run."""
+
+    def write(self, place: int, index: int, row: bytes) -> Sequence[int]:
+        """Takes a row, the `place`-th of this run in input order, and returns the places that left memory since."""
+
+    def tick(self) -> None:
+        """To be called several times a second."""
+
+    def finish(self) -> None:
         """Puts the rows in their final order, if that is still to do. Only after all rows are written."""
 
+    def __enter__(self) -> Self: ...
 
-class ReaderGone(Exception):
-    """Whoever read the output has closed it. (Click would turn a BrokenPipeError into exit code 1.)"""
+    def __exit__(self, *error: object) -> None: ...
 
 
 class StreamOutput:
     """Rows to an unbuffered stream, each as soon as its turn has come. Raises ReaderGone when nobody reads it."""
+
+    advice = ""
+    patience: float | None = 2.0
 
     def __init__(self, stream: IO[bytes], *, input_order: bool) -> None:
         self._stream = stream
@@ -34,82 +56,173 @@ class StreamOutput:
         self._held: dict[int, bytes] = {}
         self._next = 0
 
-    def write(self, place: int, row: bytes) -> int:
+    def check_is_empty(self) -> None:
+        pass
+
+    def write(self, place: int, index: int, row: bytes) -> Sequence[int]:
         if not self._input_order:
-            _write_all(self._stream, row)
-            return 1
+            self._write(row)
+            return (place,)
         self._held[place] = row
         first = self._next
         while self._next in self._held:
-            _write_all(self._stream, self._held.pop(self._next))
+            self._write(self._held.pop(self._next))
             self._next += 1
-        return self._next - first
+        return range(first, self._next)
 
-    def close(self) -> None:
+    def tick(self) -> None:
+        pass
+
+    def finish(self) -> None:
         self._stream.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def _write(self, row: bytes) -> None:
+        view = memoryview(row)
+        try:
+            while view:
+                view = view[self._stream.write(view) :]
+        except BrokenPipeError as error:
+            raise ReaderGone from error
+        except OSError as error:
+            raise RunFailed(f"Cannot write the output: {error.strerror}.") from error
 
 
 class FileOutput:
-    """Rows appended to a file as they finish, each in one write; at the end put in input order in one replace."""
+    """Rows appended to a file as they finish, each in one write; at the end put in order in one atomic replace.
+
+    The file is locked from the beginning on. Nothing in it changes before `start`.
+    """
+
+    patience: float | None = None
+    advice = " What was finished is in the file; --resume goes on from there."
 
     def __init__(self, path: Path, *, input_order: bool) -> None:
-        """Empties the file. Raises OSError where it cannot be written."""
+        """Raises ConfigError where the file cannot be written or put in order, or another run is writing it."""
+        self._name = str(path)
         self._path = path.resolve()
+        self._sorted = self._path.with_name(f".{self._path.name}.sorting")
         self._input_order = input_order
-        self._places = array("q")
-        self._file = self._path.open("wb", buffering=0)
-
-    @staticmethod
-    def check(path: Path, *, overwrite: bool) -> None:
-        """Finds out, before any work is done, whether the file can be written and put in order.
-
-        Raises ConfigError for a file that has content and is not to be overwritten, or cannot be written.
-        """
-        if not overwrite and path.exists() and path.stat().st_size > 0:
-            raise ConfigError(f"{path} exists and is not empty; give --overwrite to replace it.")
-        if path.exists() and not os.access(path, os.W_OK):
-            raise ConfigError(f"Cannot write {path}: Permission denied.")
+        self._journal = Journal()
+        self._unsynced_since: float | None = None
+        self._is_unused = not self._path.exists()
         try:
-            with tempfile.TemporaryFile(dir=path.resolve().parent):
-                pass
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._lock()
+            with self._sorted.open("wb"):
+                self._sorted.unlink()
         except OSError as error:
             raise ConfigError(f"Cannot write {path}: {error.strerror}.") from error
 
-    def write(self, place: int, row: bytes) -> int:
-        _write_all(self._file, row)
-        self._places.append(place)
-        return 1
-
-    def close(self) -> None:
-        os.fsync(self._file.fileno())
-        self._file.close()
-        if self._input_order and any(place != number for number, place in enumerate(self._places)):
-            self._reorder()
-
-    def _reorder(self) -> None:
-        """Writes a second file in input order and puts it in the place of the first, or leaves the first."""
-        ordered = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+    def _lock(self) -> None:
         try:
-            with self._path.open("rb") as journal, ordered.open("xb") as target:
-                starts = array("q", [0])
-                for line in journal:
-                    starts.append(starts[-1] + len(line))
-                for number in sorted(range(len(self._places)), key=self._places.__getitem__):
-                    journal.seek(starts[number])
-                    target.write(journal.read(starts[number + 1] - starts[number]))
-                target.flush()
-                os.fchmod(target.fileno(), self._path.stat().st_mode & 0o777)
-                os.fsync(target.fileno())
-            ordered.replace(self._path)
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_current = os.path.samestat(os.fstat(self._fd), self._path.stat())
+        except (BlockingIOError, FileNotFoundError):
+            is_current = False
+        if not is_current:  # also where the other run has put a new file in its place just now
+            os.close(self._fd)
+            raise ConfigError(f"Another run is writing {self._name}.")
+
+    @property
+    def has_content(self) -> bool:
+        return os.fstat(self._fd).st_size > 0
+
+    def check_is_empty(self) -> None:
+        if self.has_content:
+            raise ConfigError(
+                f"{self._name} exists and is not empty; --resume goes on with it, --overwrite replaces it."
+            )
+
+    def journal(self) -> Journal:
+        """What an earlier run left in the file. Raises ConfigError where it is damaged."""
+        with open(self._fd, "rb", closefd=False) as file:
+            file.seek(0)
+            return Journal.read(file, self._name)
+
+    def start(self, journal: Journal) -> None:
+        """Cuts the file off behind the journal's last whole row, and takes its rows as written."""
+        self._journal = journal
+        os.ftruncate(self._fd, journal.end)
+        os.fsync(self._fd)
+        _sync_folder(self._path.parent)
+
+    def write(self, place: int, index: int, row: bytes) -> Sequence[int]:
+        view = memoryview(row)
+        try:
+            while view:
+                view = view[os.write(self._fd, view) :]
+        except OSError as error:
+            raise self._failed("write", error) from error
+        self._journal.append(index, len(row))
+        self._unsynced_since = self._unsynced_since or time.monotonic()
+        return (place,)
+
+    def tick(self) -> None:
+        if self._unsynced_since is not None and time.monotonic() - self._unsynced_since >= SYNC_SECONDS:
+            self._sync()
+
+    def finish(self) -> None:
+        self._sync()
+        self._is_unused = False
+        if self._journal.is_in_order(input_order=self._input_order):
+            return
+        try:
+            self._rewrite()
+        except OSError as error:
+            raise self._failed("order", error) from error
         finally:
-            ordered.unlink(missing_ok=True)
+            self._sorted.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            if self._is_unused and not self.has_content:
+                self._path.unlink(missing_ok=True)
+            else:
+                self._sync()
+        finally:
+            os.close(self._fd)
+
+    def _sync(self) -> None:
+        if self._unsynced_since is None:
+            return
+        self._unsynced_since = None
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise self._failed("write", error) from error
+
+    def _rewrite(self) -> None:
+        """Writes the rows that count to a second file, which takes the place of the first once it is on disk."""
+        with self._sorted.open("wb", buffering=2**20) as target:
+            for number in self._journal.rows(input_order=self._input_order):
+                start, stop = self._journal.place(number)
+                row = os.pread(self._fd, stop - start, start)
+                if len(row) != stop - start:
+                    raise OSError(errno.EIO, "the file became shorter while it was written")
+                target.write(row)
+            target.flush()
+            os.fchmod(target.fileno(), os.fstat(self._fd).st_mode & 0o777)
+            os.fsync(target.fileno())
+        self._sorted.replace(self._path)
+        _sync_folder(self._path.parent)
+
+    def _failed(self, verb: str, error: OSError) -> RunFailed:
+        return RunFailed(f"Cannot {verb} {self._name}: {error.strerror}.{self.advice}")
 
 
-def _write_all(stream: IO[bytes], data: bytes) -> None:
-    """Writes to a raw stream, which may take less than it is given."""
-    view = memoryview(data)
+def _sync_folder(folder: Path) -> None:
+    """Makes a file's name as durable as its content."""
+    fd = os.open(folder, os.O_RDONLY)
     try:
-        while view:
-            view = view[stream.write(view) :]
-    except BrokenPipeError as error:
-        raise ReaderGone from error
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -2,69 +2,199 @@
 
 from __future__ import annotations
 
+import json
 import os
+import stat
 import sys
+import time
+from collections.abc import Container, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 import click
 
+from cbatch.cli.exits import ReaderGone
 from cbatch.cli.loading import open_engine
 from cbatch.cli.options import engine_options, model_options, sampling_options, sampling_overrides
-from cbatch.cli.output import FileOutput, Output, StreamOutput
 from cbatch.cli.screen import Progress, notice
+from cbatch.cli.signals import stopping
 from cbatch.engine import ConfigError, RequestError, SamplingParams
 
 if TYPE_CHECKING:
-    from cbatch.cli.batch import BatchOptions
-    from cbatch.engine import Engine
+    from cbatch.cli.job import Preparer
+    from cbatch.cli.journal import Comparison
+    from cbatch.cli.lines import Source
+    from cbatch.cli.output import FileOutput, Output
+    from cbatch.cli.tally import Tally
+    from cbatch.engine import Driver, Engine
 
 
 @click.command("run")
 @click.argument("input", default="-", metavar="[INPUT]")
 @click.option("-o", "--output", default="-", metavar="OUT", help="Output file; - is stdout.")
+@click.option("--resume", is_flag=True, help="Go on where an earlier run on this output file ended.")
+@click.option("--retry-errors", is_flag=True, help="With --resume: run rows again that were errors.")
+@click.option("--recompute-changed", is_flag=True, help="With --resume: run rows again that no longer fit.")
 @click.option("--overwrite", is_flag=True, help="Replace an output file that has content.")
 @click.option("--format", type=click.Choice(["jsonl", "text"]), default="jsonl", help="text: one prompt a line.")
 @click.option("--order", type=click.Choice(["input", "completion"]), default="input", show_default=True)
 @click.option("--window", type=click.IntRange(1), help="Most rows in flight or held back [4 x --max-seqs].")
+@click.option("--max-errors", type=click.IntRange(1), metavar="N", help="Stop at the Nth error row.")
+@click.option("--check", is_flag=True, help="Run nothing; report bad rows, lengths and KV need as JSON.")
 @click.option("--raw", is_flag=True, help="Prompts are plain text to continue; no chat template.")
 @click.option("--token-ids", is_flag=True, help="Add the output's token ids to each row.")
+@click.option("--timings", is_flag=True, help="Add seconds and cached tokens to each row.")
 @click.option("--allow-unknown", is_flag=True, help="Carry misspelt parameters along instead of refusing the row.")
+@click.option("--stats", metavar="FILE", help="Write this run's figures as JSON, however it ends.")
 @model_options
 @sampling_options
 @engine_options
 @click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but errors.")
+@click.option("-v", "--verbose", is_flag=True, help="Tell more about the engine, and each error row.")
 def run(**options: Any) -> Literal[0, 1]:
     """Generate an answer for every row of INPUT (JSON Lines; - is stdin).
 
-    A row is {"prompt": ...}, {"messages": [...]} or {"prompt_token_ids": [...]}, and may carry sampling
-    parameters of its own. Each gives one row of output; a bad row gives an error row and stops nothing.
+    A row is {"prompt": ...}, {"messages": [...]}, {"prompt_token_ids": [...]} or an OpenAI Batch request, and may
+    carry sampling parameters of its own. Each gives one row of output; a bad row gives an error row and stops
+    nothing. Interrupt it when you like: with -o, --resume goes on from there.
     """
-    _check_sampling(options)
-    stream = _open_input(options["input"])
-    _check_output(options, stream)
-    total = None if options["quiet"] else _count_lines(options["input"])
-    engine = open_engine(options, quiet=options["quiet"])
+    from cbatch.cli.tally import Tally
 
+    _check_usage(options)
+    source = _open_input(options["input"])
+    if options["check"]:
+        return _check(options, source)
+    tally = Tally()
+    with _stats_written(options["stats"], tally), _open_output(options, source) as output:
+        if not (options["resume"] or options["overwrite"]):
+            output.check_is_empty()
+        _run(options, source, output, tally)
+    return 1 if tally.has_errors else 0
+
+
+def _run(options: dict[str, Any], source: IO[bytes], output: Output, tally: Tally) -> None:
     from cbatch.cli.batch import Batch
+    from cbatch.cli.lines import read_lines
+    from cbatch.cli.output import FileOutput
     from cbatch.engine import Driver
 
-    output = _open_output(options)
-    driver = Driver(engine)
-    try:
-        batch = Batch(driver, output, _batch_options(options, engine))
-        with Progress(total, quiet=options["quiet"], describe=batch.describe) as progress:
-            tally = batch.run(stream, progress.advance)
-    finally:
-        driver.close()
+    total = None if options["quiet"] else _count_lines(options["input"])
+    tally.engine, preparer = _load(options, tally)
+    lines: Source = source
+    kept: Container[int] = ()
+    if isinstance(output, FileOutput):
+        lines, done = _start_file(output, options, source, preparer)
+        tally.rows_kept, tally.errors_kept, kept = done.rows, done.errors, done
+    with closing(Driver(tally.engine)) as driver:
+        window = options["window"] or 4 * tally.engine.scheduler.max_seqs
+        batch = Batch(driver, output, preparer, tally, window=window, on_error=notice if options["verbose"] else None)
+        progress = Progress(total, quiet=options["quiet"], state=lambda: _state(tally, driver, total))
+        try:
+            with stopping(batch.interrupt, output.patience), progress:
+                batch.run(read_lines(lines), progress.tick, kept=kept, max_errors=options["max_errors"])
+        finally:
+            if not options["quiet"] and not isinstance(sys.exception(), ReaderGone):
+                for line in tally.summary(driver, batch.waited_for_output_s):
+                    notice(line)
+
+
+def _check(options: dict[str, Any], source: IO[bytes]) -> Literal[0, 1]:
+    from cbatch.cli.check import Check
+    from cbatch.cli.lines import read_lines
+    from cbatch.cli.tally import Tally
+
+    engine, preparer = _load(options, Tally())
+    check = Check(engine, preparer)
+    total = _count_lines(options["input"])
+    with Progress(total, quiet=options["quiet"], state=lambda: (check.rows, "read")) as progress:
+        report = check.run(read_lines(source), progress.tick)
+    click.echo(json.dumps(report, indent=2))
+    return 1 if report["bad_rows"] else 0
+
+
+def _load(options: dict[str, Any], tally: Tally) -> tuple[Engine, Preparer]:
+    started = time.monotonic()
+    engine = open_engine(options, quiet=options["quiet"], verbose=options["verbose"])
+    tally.load_s = time.monotonic() - started
+
+    from cbatch.cli.job import Preparer, RowOptions
+
+    given = sampling_overrides(options)
+    row_options = RowOptions(
+        params=engine.loaded.defaults.merged(given),
+        max_tokens="max_tokens" in given,
+        seed=options["seed"],
+        system=options["system"],
+        raw=options["raw"],
+        as_text=options["format"] == "text",
+        allow_unknown=options["allow_unknown"],
+        token_ids=options["token_ids"],
+        timings=options["timings"],
+    )
+    return engine, Preparer(engine, row_options)
+
+
+def _start_file(
+    output: FileOutput, options: dict[str, Any], source: IO[bytes], preparer: Preparer
+) -> tuple[Source, Comparison]:
+    """Makes the file ready for this run's rows. Returns the input from its beginning, and what is done of it."""
+    from cbatch.cli.journal import Comparison, Journal, compare
+    from cbatch.cli.lines import Spool, read_lines
+
+    if not (options["resume"] and output.has_content):
+        output.start(Journal())
+        return source, Comparison()
+    journal = output.journal()
+    spool = Spool(source)
+    done = compare(
+        journal, read_lines(spool), lambda line: preparer.job(line).key, retry_errors=options["retry_errors"]
+    )
+    if done.changed and not options["recompute_changed"]:
+        raise ConfigError(
+            f"{options['output']} holds rows that do not fit this run: {done}. The file is left as it is; "
+            "--recompute-changed runs them again, --overwrite starts anew."
+        )
+    output.start(journal)
     if not options["quiet"]:
-        for line in tally.summary():
-            notice(line)
-    return 1 if tally.errors else 0
+        notice(f"resuming: {done.rows:,} rows are done" + (f"; to be done again: {done}" if done.changed else ""))
+    spool.rewind()
+    return spool, done
 
 
-def _check_sampling(options: dict[str, Any]) -> None:
-    """Defaults that are wrong for every row are a usage error, not a million error rows."""
+def _state(tally: Tally, driver: Driver, total: int | None) -> tuple[int, str]:
+    """How many rows are done, and what stands behind that in a progress display."""
+    from tqdm import tqdm
+
+    done, load = tally.rows + tally.rows_kept, driver.load
+    left = tally.seconds_left(total - done) if total else None
+    parts = [
+        f"{tally.output_tokens / max(tally.running_s, 1e-9):,.0f} tok/s",
+        f"{tqdm.format_interval(left)} left" if left is not None else "",
+        f"{tally.output_tokens:,} tokens",
+        f"{load.running} running",
+        f"{load.waiting} waiting",
+        f"{load.cache_used:.0%} of KV cache",
+        f"{tally.errors.total():,} errors" if tally.errors else "",
+    ]
+    return done, ", ".join(part for part in parts if part)
+
+
+@contextmanager
+def _stats_written(name: str | None, tally: Tally) -> Iterator[None]:
+    """Writes the figures to a file at the end, whatever that is."""
+    try:
+        yield
+    finally:
+        if name is not None:
+            try:
+                Path(name).write_text(json.dumps(tally.figures(), indent=2) + "\n")
+            except OSError as error:
+                notice(f"Cannot write {name}: {error.strerror}.")
+
+
+def _check_usage(options: dict[str, Any]) -> None:
+    """Refuses what is wrong for every row: a usage error, not a million error rows."""
     try:
         (options["system"] or "").encode()
     except UnicodeEncodeError as error:
@@ -74,21 +204,11 @@ def _check_sampling(options: dict[str, Any]) -> None:
     except RequestError as error:
         name, _, rest = str(error).partition(" ")
         raise ConfigError(f"--{name.replace('_', '-')} {rest}") from error
-
-
-def _batch_options(options: dict[str, Any], engine: Engine) -> BatchOptions:
-    from cbatch.cli.batch import BatchOptions
-
-    return BatchOptions(
-        params=engine.loaded.defaults.merged(sampling_overrides(options)),
-        seed=options["seed"],
-        window=options["window"] or 4 * engine.scheduler.max_seqs,
-        system=options["system"],
-        raw=options["raw"],
-        as_text=options["format"] == "text",
-        allow_unknown=options["allow_unknown"],
-        token_ids=options["token_ids"],
-    )
+    for name in ("retry_errors", "recompute_changed"):
+        if options[name] and not options["resume"]:
+            raise ConfigError(f"--{name.replace('_', '-')} goes with --resume.")
+    if options["resume"] and options["overwrite"]:
+        raise ConfigError("--resume keeps what is in the output file, --overwrite does not; give one of them.")
 
 
 def _open_input(name: str) -> IO[bytes]:
@@ -109,25 +229,26 @@ def _count_lines(name: str) -> int | None:
         return sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(2**20), b""))
 
 
-def _check_output(options: dict[str, Any], stream: IO[bytes]) -> None:
-    """Refuses an output that cannot be written, before a model is loaded for it."""
+def _open_output(options: dict[str, Any], source: IO[bytes]) -> Output:
+    """Before a model is loaded for it. What is no regular file (a pipe, a device) is treated as stdout is."""
+    from cbatch.cli.output import FileOutput, StreamOutput
+
     name, path = options["output"], Path(options["output"])
+    input_order = options["order"] == "input"
     if not name or path.is_dir():
         raise ConfigError(f"Cannot write {name!r}: a file is needed.")
     if name == "-" or (path.exists() and not path.is_file()):
-        return
-    if path.exists() and os.path.samestat(os.fstat(stream.fileno()), path.stat()):
-        raise ConfigError(f"{name} is the input; choose another file for the output.")
-    FileOutput.check(path, overwrite=options["overwrite"])
-
-
-def _open_output(options: dict[str, Any]) -> Output:
-    """What is no regular file (a pipe, a device) is treated as stdout is."""
-    input_order = options["order"] == "input"
-    path = Path(options["output"])
-    if options["output"] == "-":
-        stdout = os.fdopen(sys.stdout.fileno(), "wb", buffering=0, closefd=False)
-        return StreamOutput(stdout, input_order=input_order)
-    if path.exists() and not path.is_file():
-        return StreamOutput(path.open("wb", buffering=0), input_order=input_order)
+        if options["resume"]:
+            raise ConfigError("--resume needs an output file (-o FILE): what went down a pipe cannot be read again.")
+        stdout = sys.stdout.fileno()
+        stream = os.fdopen(stdout, "wb", 0, closefd=False) if name == "-" else path.open("wb", buffering=0)
+        _check_not_input(source, os.fstat(stream.fileno()), "stdout" if name == "-" else name)
+        return StreamOutput(stream, input_order=input_order)
+    if path.exists():
+        _check_not_input(source, path.stat(), name)
     return FileOutput(path, input_order=input_order)
+
+
+def _check_not_input(source: IO[bytes], target: os.stat_result, name: str) -> None:
+    if stat.S_ISREG(target.st_mode) and os.path.samestat(os.fstat(source.fileno()), target):
+        raise ConfigError(f"{name} is the input; choose another file for the output.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import time
@@ -21,32 +22,37 @@ def notice(text: str) -> None:
 
 
 class Progress:
-    """Rows done so far: a tqdm bar on a terminal, a plain line every ten seconds elsewhere, or nothing."""
+    """How far a run is: a tqdm bar on a terminal, a plain line every ten seconds elsewhere, or nothing."""
 
-    INTERVAL = 10.0
+    BAR_SECONDS, LINE_SECONDS = 0.2, 10.0
 
-    def __init__(self, total: int | None, *, quiet: bool, describe: Callable[[], str]) -> None:
-        """`describe` gives what stands behind the count: speed, running and waiting rows, cache use."""
-        self._describe = describe
-        self._total = total
-        self._done = 0
-        self._next_line = time.monotonic() + self.INTERVAL
-        self._quiet = quiet
+    def __init__(self, total: int | None, *, quiet: bool, state: Callable[[], tuple[int, str]]) -> None:
+        """`state` gives how many of the `total` rows are done, and what is to stand behind that."""
+        self._state = state
+        self._of_total = f"/{total:,}" if total else ""
+        self._interval = self.BAR_SECONDS if sys.stderr.isatty() else self.LINE_SECONDS
+        self._next = math.inf if quiet else time.monotonic() + self._interval
         self._bar = None
         if sys.stderr.isatty() and not quiet:
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total, unit="row", dynamic_ncols=True, file=sys.stderr, leave=False)
+            form = "{n_fmt} rows{postfix}"
+            if total:
+                form = "{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} rows{postfix}"
+            self._bar = tqdm(total=total, bar_format=form, dynamic_ncols=True, file=sys.stderr, leave=False)
 
-    def advance(self, rows: int) -> None:
-        """Counts finished rows; call it with 0 now and then, to keep the display alive."""
-        self._done += rows
+    def tick(self) -> None:
+        """Shows the state when it is time to; to be called often."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + self._interval
+        done, text = self._state()
         if self._bar is not None:
-            self._bar.update(rows)
-            self._bar.set_postfix_str(self._describe(), refresh=rows == 0)
-        elif not self._quiet and time.monotonic() >= self._next_line:
-            self._next_line += self.INTERVAL
-            notice(f"{self._done}{f'/{self._total}' if self._total else ''} rows, {self._describe()}")
+            self._bar.n = done
+            self._bar.set_postfix_str(text)
+        else:
+            notice(f"{done:,}{self._of_total} rows, {text}")
 
     def __enter__(self) -> Progress:
         return self

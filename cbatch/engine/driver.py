@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from cbatch.engine.engine import Engine, Prompt
-from cbatch.engine.errors import RequestError
+from cbatch.engine.errors import EngineError, RequestError
 from cbatch.engine.params import SamplingParams
 from cbatch.engine.request import TokenEvent
 
@@ -23,6 +26,7 @@ class Ticket:
     prompt: Prompt
     params: SamplingParams
     sink: Sink
+    seed: int = 0
     priority: int = 0
     sample_index: int = 0
     request_id: int | None = None
@@ -41,23 +45,41 @@ class Driver:
     """Runs `engine.step()` for as long as there is work. Submissions and cancellations come through an inbox.
 
     Every submitted request ends with one event that has a finish_reason, unless it is cancelled or the driver
-    is closed. When the engine itself fails, `failure` is set, and all requests, later ones too, end with
-    `internal_error`.
+    is closed. A step that raises is tried again, `MAX_RETRIES` times in a row, and with a smaller batch as often
+    as the device's memory does not suffice. When the engine fails all the same, `failure` is set, and all requests,
+    later ones too, end with `internal_error`.
+
+    num_retries, num_shrinks: steps that were tried again, and those of them that made the batch smaller
+    last_trouble: why the last of them was
+    idle_s:       seconds in which there was nothing to compute
     """
+
+    MAX_RETRIES = 3
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.failure: Exception | None = None
+        self.last_trouble = ""
+        self.num_retries = 0
+        self.num_shrinks = 0
+        self.idle_s = 0.0
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}
         self._thread = threading.Thread(target=self._run, name="cbatch-engine", daemon=True)
         self._thread.start()
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams, sink: Sink, *, priority: int = 0, sample_index: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        sink: Sink,
+        *,
+        seed: int = 0,
+        priority: int = 0,
+        sample_index: int = 0,
     ) -> Ticket:
-        """Queues a request; its events go to `sink`."""
-        ticket = Ticket(prompt, params, sink, priority, sample_index)
+        """Queues a request as `Engine.add` does; its events go to `sink`."""
+        ticket = Ticket(prompt, params, sink, seed, priority, sample_index)
         self._inbox.put(lambda: self._add(ticket))
         return ticket
 
@@ -80,19 +102,40 @@ class Driver:
     def _run(self) -> None:
         while self._take_orders():
             try:
-                for event in self.engine.step():
+                for event in self._step():
                     self._deliver(event)
             except Exception as error:  # whatever a kernel or the device raises ends all requests, visibly
                 self._fail(error)
 
+    def _step(self) -> list[TokenEvent]:
+        """A step of the engine, which commits nothing where it raises, and so may be tried again."""
+        failures = 0
+        while True:
+            try:
+                return self.engine.step()
+            except Exception as error:
+                self.last_trouble = f"{type(error).__name__}: {error}"
+                out_of_memory = isinstance(error, torch.OutOfMemoryError)
+                failures += not out_of_memory
+                if failures > self.MAX_RETRIES:
+                    raise
+            # Only here, where the exception no longer holds the tensors of the step, can their memory be freed.
+            if out_of_memory and not self.engine.shrink():
+                raise EngineError(f"the device's memory does not suffice for one token ({self.last_trouble})")
+            self.num_retries += 1
+            self.num_shrinks += out_of_memory
+
     def _take_orders(self) -> bool:
         """Carries out what is in the inbox, and waits there when idle. False when it is time to end."""
         while True:
-            idle = self.failure is not None or not self.engine.has_work
             try:
-                order = self._inbox.get(block=idle)
+                order = self._inbox.get_nowait()
             except queue.Empty:
-                return True
+                if self.failure is None and self.engine.has_work:
+                    return True
+                since = time.monotonic()
+                order = self._inbox.get()
+                self.idle_s += time.monotonic() - since
             if order is None:
                 return False
             order()
@@ -103,7 +146,11 @@ class Driver:
             return
         try:
             request_id = self.engine.add(
-                ticket.prompt, ticket.params, priority=ticket.priority, sample_index=ticket.sample_index
+                ticket.prompt,
+                ticket.params,
+                seed=ticket.seed,
+                priority=ticket.priority,
+                sample_index=ticket.sample_index,
             )
         except RequestError as error:
             self._refuse(ticket, error)

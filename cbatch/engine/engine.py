@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -100,8 +102,16 @@ class Engine:
         cache = KVPool(self.model.layers, self.blocks.num_blocks, config.block_size, self.model.dtype, self.device)
         self.runner = Runner(self.model, cache, attention)
         self.num_steps = 0
+        self._step_tokens = 0
         self._requests: dict[int, Request] = {}
         self._next_id = 0
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all of the model that decides its output: the same wherever and whenever it was loaded."""
+        template = self.tokenizer.chat_template if self.tokenizer else None
+        parts = [self.loaded.fingerprint, str(self.model.dtype), template, sorted(self.loaded.eos_ids)]
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     @property
     def has_work(self) -> bool:
@@ -129,25 +139,30 @@ class Engine:
             return self.tokenizer.encode(prompt)
         return self.tokenizer.encode_chat([{"role": "user", "content": prompt}])
 
-    def add(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0, sample_index: int = 0) -> int:
+    def add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        seed: int = 0,
+        priority: int = 0,
+        sample_index: int = 0,
+    ) -> int:
         """Queues a request and returns its id; ids grow. Lower priorities run first.
 
-        sample_index: which of several outputs of one prompt and seed this is; each has randomness of its own.
+        seed:         of its randomness, where the parameters give none
+        sample_index: which of several outputs of one prompt and seed this is; each has randomness of its own
 
         Raises RequestError for a prompt that is empty, too long, or has tokens the model does not know.
         """
         token_ids = self.encode(prompt)
-        if not token_ids:
-            raise RequestError("invalid_row", "The prompt is empty.")
-        self._check_tokens("Token id", token_ids)
-        self._check_tokens("stop_token_ids:", params.stop_token_ids)
-        room = self.scheduler.room_for(len(token_ids))
+        limit = self.max_new_tokens(token_ids, params)
         request = Request(
             id=self._next_id,
             token_ids=token_ids,
             params=params,
-            max_new_tokens=min(params.max_tokens or room, room),
-            seed=params.seed or 0,
+            max_new_tokens=limit,
+            seed=seed if params.seed is None else params.seed,
             sample_index=sample_index,
             priority=priority,
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.loaded.eos_ids),
@@ -158,6 +173,15 @@ class Engine:
         self.scheduler.add(request)
         return request.id
 
+    def max_new_tokens(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+        """Most tokens that a request can get. Raises RequestError as `add` does."""
+        if not prompt_ids:
+            raise RequestError("invalid_row", "The prompt is empty.")
+        self._check_tokens("Token id", prompt_ids)
+        self._check_tokens("stop_token_ids:", params.stop_token_ids)
+        room = self.scheduler.room_for(len(prompt_ids))
+        return min(params.max_tokens or room, room)
+
     def cancel(self, request_id: int) -> None:
         """Drops a request and frees its memory; one that is finished or unknown is left alone."""
         request = self._requests.pop(request_id, None)
@@ -165,10 +189,14 @@ class Engine:
             self.scheduler.cancel(request)
 
     def step(self) -> list[TokenEvent]:
-        """Advances every scheduled request, and returns an event for each new token."""
+        """Advances every scheduled request, and returns an event for each new token.
+
+        Raises what the model or the device raises. Nothing has been committed then: the step may be tried again.
+        """
         plan = self.scheduler.schedule()
         if not plan.slices:
             return []
+        self._step_tokens = plan.num_tokens
         batch = RaggedBatch.build(plan, self.blocks.block_size, self.device)
         logits = self.runner.forward(batch)
         tokens = self._sample(plan, logits)
@@ -178,6 +206,12 @@ class Engine:
             if event.request_id is not None and event.finish_reason is not None:
                 del self._requests[event.request_id]
         return events
+
+    def shrink(self) -> bool:
+        """Makes steps smaller after the device's memory did not suffice for the last one; False where it cannot."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return self.scheduler.shrink(self._step_tokens)
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -203,9 +237,8 @@ class Engine:
         indices: dict[int, int] = {}
         try:
             for index, (prompt, asked) in enumerate(zip(prompts, each, strict=True)):
-                seeded = asked if asked.seed is not None else asked.merged({"seed": derive_seed(0, "index", index)})
                 try:
-                    indices[self.add(prompt, seeded)] = index
+                    indices[self.add(prompt, asked, seed=derive_seed(0, "index", index))] = index
                 except RequestError as error:
                     yield index, TokenEvent(None, None, finish_reason="error", error=error)
             while not indices.keys().isdisjoint(self._requests):
@@ -227,9 +260,9 @@ class Engine:
         )
 
     def _check_tokens(self, what: str, token_ids: Sequence[int]) -> None:
-        wrong = next((token for token in token_ids if not 0 <= token < self.model.vocab_size), None)
-        if wrong is not None:
-            vocabulary = self.model.vocab_size
+        vocabulary = self.model.vocab_size
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocabulary):
+            wrong = next(token for token in token_ids if not 0 <= token < vocabulary)
             raise RequestError("invalid_row", f"{what} {wrong} is not in the model's vocabulary of {vocabulary}.")
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> list[int | None]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from cbatch.engine.errors import ConfigError, ModelError, RequestError
+from cbatch.engine.fingerprint import fingerprint
 from cbatch.engine.params import SamplingParams
 from cbatch.engine.template_trial import TemplateTrial
 from cbatch.engine.tokenizer import ChatTokenizer
@@ -30,6 +31,7 @@ class LoadedModel:
     defaults:   sampling parameters of the model's generation_config.json, greedy where it says nothing
     eos_ids:    tokens that end an output
     not_applied: keys of generation_config.json that ask for what this version does not do
+    fingerprint: hash of the files that make it up (see `fingerprint`); empty for one made in memory
     """
 
     name: str
@@ -38,6 +40,7 @@ class LoadedModel:
     defaults: SamplingParams
     eos_ids: frozenset[int]
     not_applied: tuple[str, ...] = ()
+    fingerprint: str = ""
 
 
 def choose_device(name: str) -> torch.device:
@@ -102,6 +105,7 @@ def load_model(name: str | None, revision: str | None, device: torch.device, dty
         defaults=defaults,
         eos_ids=eos_ids,
         not_applied=tuple(key for key in NOT_APPLIED if settings.get(key) not in (None, NOT_APPLIED[key])),
+        fingerprint=fingerprint(_folder(source, revision)),
     )
 
 
@@ -171,6 +175,13 @@ def _load_tokenizer(source: str, revision: str | None) -> ChatTokenizer | None:
     if not getattr(tokenizer, "is_fast", False):
         raise ModelError(f"The tokenizer of {source} has no tokenizer.json, which is needed for streaming text.")
     return ChatTokenizer(tokenizer)
+
+
+def _folder(source: str, revision: str | None) -> Path:
+    """Where the files of a model lie that has been loaded: its folder, or its snapshot in the hub's cache."""
+    from transformers.utils import cached_file
+
+    return Path(cached_file(source, "config.json", revision=revision)).parent
 
 
 def _read_json(source: str, revision: str | None, name: str) -> dict[str, Any]:

@@ -57,6 +57,8 @@ class SamplingParams:
         _check_number("temperature", self.temperature, low=0.0, high=MAX_TEMPERATURE)
         _check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
         _check_number("min_p", self.min_p, low=0.0, high=1.0)
+        for name in ("temperature", "top_p", "min_p"):
+            object.__setattr__(self, name, float(getattr(self, name)))
         if not isinstance(self.ignore_eos, bool):
             raise _invalid("ignore_eos", "true or false", self.ignore_eos)
         object.__setattr__(self, "stop", _tuple_of("stop", self.stop, str))
@@ -69,6 +71,8 @@ class SamplingParams:
     def merged(self, overrides: Mapping[str, Any]) -> SamplingParams:
         """These parameters with some replaced; a None in `overrides` keeps what stands here."""
         given = {name: value for name, value in overrides.items() if value is not None}
+        if not given:
+            return self
         return SamplingParams(**({name: getattr(self, name) for name in PARAM_NAMES} | given))
 
 

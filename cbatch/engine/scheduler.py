@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -47,6 +48,10 @@ class StepPlan:
     slices: list[Slice] = field(default_factory=list)
 
     @property
+    def num_tokens(self) -> int:
+        return sum(slice_.count for slice_ in self.slices)
+
+    @property
     def to_sample(self) -> list[Request]:
         """Requests that get a token from this step, in slice order."""
         return [slice_.request for slice_ in self.slices if slice_.is_last]
@@ -63,8 +68,14 @@ def _rank(request: Request) -> Rank:
     return request.priority, not request.is_decoding, request.id
 
 
-def _not_finite() -> RequestError:
-    return RequestError("nan_logits", "The model's output for this request is not a number.")
+def _outcome(request: Request, token: int | None) -> TokenEvent:
+    """What a step's token means for its request. One that breaks, in its text say, harms no other."""
+    if token is None:
+        return request.fail(RequestError("nan_logits", "The model's output for this request is not a number."))
+    try:
+        return request.accept(token)
+    except Exception as error:
+        return request.fail(RequestError("internal_error", f"The request failed: {error!r}"))
 
 
 class Scheduler:
@@ -81,6 +92,8 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self.held_back: Counter[str] = Counter()
+        """Steps that left requests waiting, by what was short: `seats`, `cache` or `budget`."""
 
     @property
     def has_work(self) -> bool:
@@ -140,7 +153,20 @@ class Scheduler:
                 stop = min(request.num_tokens, start + budget)
                 plan.slices.append(Slice(request, start, stop, is_last=stop == request.num_tokens))
                 budget -= stop - start
+        if self.waiting:
+            full = len(self.running) >= self.max_seqs
+            self.held_back["seats" if full else "cache" if budget else "budget"] += 1
         return plan
+
+    def shrink(self, num_tokens: int) -> bool:
+        """Makes steps half as large as one of `num_tokens`, which memory could not hold; False where that was 1."""
+        if num_tokens <= 1:
+            return False
+        self.max_batch_tokens = min(self.max_batch_tokens, num_tokens) // 2
+        self.max_seqs = min(self.max_seqs, self.max_batch_tokens)
+        for request in sorted(self.running, key=_age)[self.max_seqs :]:
+            self._preempt(request)
+        return True
 
     def _heads_of_waiting(self, preempted: set[Request]) -> Iterator[tuple[Rank, Request]]:
         """The first waiting request, again and again, until one stays waiting or was preempted just now."""
@@ -156,7 +182,7 @@ class Scheduler:
             slice_.request.num_computed = slice_.stop
         events = []
         for request, token in zip(plan.to_sample, tokens, strict=True):
-            event = request.fail(_not_finite()) if token is None else request.accept(token)
+            event = _outcome(request, token)
             if event.finish_reason is not None:
                 self._release(request)
             events.append(event)

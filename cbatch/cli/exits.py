@@ -1,0 +1,23 @@
+"""How a command can end: its exit codes, and the exceptions that lead to them."""
+
+from __future__ import annotations
+
+from cbatch.engine import CbatchError
+
+EXIT_USAGE, EXIT_FATAL, EXIT_PIPE = 2, 3, 141
+
+
+class RunFailed(CbatchError):
+    """A run that ends before its time. What was finished is written."""
+
+
+class ReaderGone(Exception):
+    """Whoever read the output has closed it. (Click would turn a BrokenPipeError into exit code 1.)"""
+
+
+class Interrupted(BaseException):
+    """A signal asks the command to end. No plain Exception, so that no library takes it for a failure of its own."""
+
+    def __init__(self, signum: int, advice: str = "") -> None:
+        super().__init__(f"Interrupted.{advice}")
+        self.exit_code = 128 + signum

@@ -1,0 +1,153 @@
+"""A row on its way through a run: from a line to a request, and from what came of it to a row of output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from cbatch.cli import openai_batch
+from cbatch.cli.jsonl import parse_line
+from cbatch.cli.keys import KeyMaker
+from cbatch.cli.lines import Line
+from cbatch.cli.row import Row
+from cbatch.engine import Completion, Engine, RequestError, SamplingParams, derive_seed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowOptions:
+    """How lines become requests, and results rows of output.
+
+    params:     what a row does not say itself
+    max_tokens: whether they were asked to have a limit; if not, OpenAI Batch requests have none but the context
+    seed:       of the run; a row's own seed is derived from it and the row's id or index
+    system:     system message of conversations that have none
+    raw:        prompts are plain text to continue
+    as_text:    each line is a prompt, not JSON
+    token_ids:  results have the token ids of the output
+    timings:    results have what depends on the moment, too
+    """
+
+    params: SamplingParams
+    max_tokens: bool = False
+    seed: int = 0
+    system: str | None = None
+    raw: bool = False
+    as_text: bool = False
+    allow_unknown: bool = False
+    token_ids: bool = False
+    timings: bool = False
+
+
+@dataclass(slots=True)
+class Job:
+    """One row with what decides its result, and what has come of it so far.
+
+    size:    bytes of its line
+    is_lost: the engine broke down under it, so it is not finished, and has no row of output
+    taken, first, last: when it was taken in, when its first token came and when it ended; clock of `monotonic`
+    """
+
+    row: Row
+    size: int
+    params: SamplingParams
+    seed: int
+    key: str
+    error: RequestError | None
+    prompt_tokens: int = 0
+    completion: Completion = field(default_factory=Completion)
+    is_lost: bool = False
+    taken: float = 0.0
+    first: float | None = None
+    last: float = 0.0
+
+
+class Preparer:
+    """Makes jobs of lines and prompts of jobs, for one run on one engine."""
+
+    def __init__(self, engine: Engine, options: RowOptions) -> None:
+        self._engine = engine
+        self._options = options
+        name = engine.loaded.name
+        self._model_name = Path(name).name if Path(name).is_absolute() or name.startswith(".") else name
+        self._call_params = options.params if options.max_tokens else replace(options.params, max_tokens=None)
+        reading: dict[str, object] = {
+            "system": options.system,
+            "raw": options.raw,
+            "text": options.as_text,
+            "ids": options.token_ids,
+        }
+        self._keys = KeyMaker(engine.fingerprint, reading)
+
+    def job(self, line: Line) -> Job:
+        """What a line asks for. Whatever is wrong with it stands in the job's `error`."""
+        options = self._options
+        size = len(line.data or b"")
+        try:
+            row = parse_line(line, as_text=options.as_text, allow_unknown=options.allow_unknown)
+            if row.error is None:
+                kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
+                params = (self._call_params if row.call else options.params).merged(row.params)
+                seed = derive_seed(options.seed, kind, name) if params.seed is None else params.seed
+                return Job(row, size, params, seed, self._keys.of_row(row, params, seed), None)
+            error = row.error
+        except RequestError as wrong:
+            error = row.wrong(str(wrong), wrong.code)
+        except Exception as unforeseen:  # a line that breaks in a way nobody foresaw harms no other
+            row = Row(line.index)
+            error = row.wrong(f"the row cannot be read: {unforeseen!r}", "internal_error")
+        return Job(row, size, options.params, 0, self._keys.of_refused(line), error)
+
+    def prompt(self, job: Job) -> list[int]:
+        """Token ids of a job's prompt. Raises RequestError where it cannot be encoded."""
+        row = job.row
+        if row.prompt_token_ids is not None:
+            return row.prompt_token_ids
+        system = self._options.system
+        raw = row.raw or self._options.raw
+        messages = row.messages
+        if row.prompt is not None:
+            if raw or system is None:
+                return self._engine.encode(row.prompt, raw=raw)
+            messages = [{"role": "user", "content": row.prompt}]
+        assert messages is not None
+        if system is not None and not any(message["role"] == "system" for message in messages):
+            messages = [{"role": "system", "content": system}, *messages]
+        return self._engine.encode({"messages": messages})
+
+    def result(self, job: Job) -> dict[str, Any]:
+        """The row of output for a finished job."""
+        usage = {"prompt_tokens": job.prompt_tokens, "completion_tokens": len(job.completion.token_ids)}
+        fields = self._api_fields(job, usage) if job.row.call else self._fields(job, usage)
+        if job.row.extra:
+            fields["extra"] = job.row.extra
+        if self._options.timings:
+            first = job.first - job.taken if job.first is not None else None
+            fields |= {"cached_tokens": 0, "ttft_s": first, "elapsed_s": job.last - job.taken}
+        return fields
+
+    def _fields(self, job: Job, usage: dict[str, int]) -> dict[str, Any]:
+        done = job.completion
+        fields: dict[str, Any] = {"index": job.row.index, "id": job.row.id}
+        if job.error is not None:
+            return fields | {"error": _described(job.error), "key": job.key}
+        fields["text"] = done.text if self._engine.tokenizer is not None else None
+        fields["finish_reason"] = done.finish_reason
+        if done.stop_reason is not None:
+            fields["stop_reason"] = done.stop_reason
+        if self._options.token_ids:
+            fields["token_ids"] = done.token_ids
+        return fields | {"usage": usage, "key": job.key}
+
+    def _api_fields(self, job: Job, usage: dict[str, int]) -> dict[str, Any]:
+        assert job.row.call is not None
+        if job.error is not None:
+            return openai_batch.result_line(job.row, job.key, None, _described(job.error))
+        body = openai_batch.response_body(job.row.call, job.key, self._model_name, job.completion, usage)
+        if self._options.token_ids:
+            body["choices"][0]["token_ids"] = job.completion.token_ids
+        return openai_batch.result_line(job.row, job.key, body, None)
+
+
+def _described(error: RequestError) -> dict[str, str]:
+    return {"code": error.code, "message": str(error)}

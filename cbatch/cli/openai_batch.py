@@ -1,0 +1,117 @@
+"""Rows in the form of the OpenAI Batch API: its request lines in, its result lines out.
+
+https://platform.openai.com/docs/api-reference/batch has both; the bodies are those of chat and text completions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cbatch.cli.row import (
+    ALIASES,
+    LATER,
+    ApiCall,
+    Row,
+    check_spelling,
+    fill_messages,
+    fill_params,
+    fill_prompt,
+    fill_token_ids,
+    kind,
+    typed,
+)
+from cbatch.engine import PARAM_NAMES, Completion
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+TOP = ("custom_id", "method", "url", "body")
+NEEDS: dict[str, Any] = {
+    "echo": False,
+    "suffix": "",
+    "best_of": 1,
+    "top_logprobs": 0,
+    "functions": [],
+    "modalities": ["text"],
+    "audio": None,
+}
+"""Fields of a body that change the answer and are not served, with the values that ask for nothing."""
+
+KNOWN = (*PARAM_NAMES, *ALIASES, *LATER, *NEEDS, "model", "messages", "prompt", "stream", "metadata", "priority")
+
+
+def is_request(fields: dict[str, Any]) -> bool:
+    """Whether a row is a request line, and not one of our own with a column that is called `body`."""
+    return "body" in fields and any(name in fields for name in ("custom_id", "url", "method"))
+
+
+def fill(row: Row, fields: dict[str, Any], *, allow_unknown: bool) -> None:
+    """Puts a request line into the row. What the API only keeps books with (user, metadata, ...) is ignored."""
+    url = fields.get("url")
+    row.call = ApiCall(is_chat=url != TEXT, model=None)
+    row.extra = {name: value for name, value in fields.items() if name not in TOP}
+    row.id = typed(row, fields, "custom_id", str, None)
+    if url not in (CHAT, TEXT):
+        raise row.wrong(f"url must be {CHAT} or {TEXT}, not {url if isinstance(url, str) else kind(url)}")
+    if fields.get("method", "POST") != "POST":
+        raise row.wrong("method must be POST")
+    if not isinstance(fields["body"], dict):
+        raise row.wrong(f"body must be an object, not {kind(fields['body'])}")
+    _fill_from_body(row, fields["body"], is_chat=url == CHAT, allow_unknown=allow_unknown)
+
+
+def _fill_from_body(row: Row, body: dict[str, Any], *, is_chat: bool, allow_unknown: bool) -> None:
+    row.call = ApiCall(is_chat, typed(row, body, "model", str, None))
+    if typed(row, body, "stream", bool, False):
+        raise row.wrong("stream is not possible in a batch")
+    row.priority = typed(row, body, "priority", int, 0)
+    fill_params(row, body)
+    for name, nothing in NEEDS.items():
+        if body.get(name) not in (None, nothing):
+            raise row.wrong(f"{name} is not available in this version of cbatch")
+    if not allow_unknown:
+        check_spelling(row, [name for name in body if name not in KNOWN], KNOWN)
+    if is_chat:
+        fill_messages(row, body.get("messages"))
+        for message in row.messages or ():
+            if message["role"] == "developer":  # the name that newer models of the API have for it
+                message["role"] = "system"
+        return
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, list):
+        if prompt and isinstance(prompt[0], str | list):
+            raise row.wrong("a row has one prompt; give each prompt a row of its own")
+        fill_token_ids(row, prompt)
+    else:
+        fill_prompt(row, prompt)
+        row.raw = True
+
+
+def result_line(row: Row, key: str, body: dict[str, Any] | None, error: dict[str, str] | None) -> dict[str, Any]:
+    """The result line of a request, with the fields that our own rows have in addition."""
+    response = {"status_code": 200, "request_id": f"req_{key}", "body": body} if body is not None else None
+    return {
+        "id": f"batch_req_{key}",
+        "custom_id": row.id,
+        "response": response,
+        "error": error,
+        "index": row.index,
+        "key": key,
+    }
+
+
+def response_body(call: ApiCall, key: str, model: str, done: Completion, usage: dict[str, int]) -> dict[str, Any]:
+    """A ChatCompletion or Completion of the `openai` package. It was made at no time: the same row, the same bytes."""
+    choice: dict[str, Any] = {"index": 0, "finish_reason": done.finish_reason, "logprobs": None}
+    if call.is_chat:
+        choice["message"] = {"role": "assistant", "content": done.text, "refusal": None}
+    else:
+        choice["text"] = done.text
+    return {
+        "id": f"{'chatcmpl' if call.is_chat else 'cmpl'}-{key}",
+        "object": "chat.completion" if call.is_chat else "text_completion",
+        "created": 0,
+        "model": call.model or model,
+        "choices": [choice],
+        "usage": usage | {"total_tokens": sum(usage.values())},
+    }

@@ -1,0 +1,144 @@
+"""One row of a batch: what a line asks for, and the checks that its forms share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cbatch.engine import PARAM_NAMES, RequestError
+
+ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
+LATER: dict[str, Any] = {
+    "n": 1,
+    "logprobs": False,
+    "prompt_logprobs": None,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "logit_bias": {},
+    "bad_words": [],
+    "response_format": {"type": "text"},
+    "tools": [],
+}
+"""Fields of the contract that this version does not serve, and the values that ask for nothing.
+
+To ignore other values would be to answer a question that was not asked.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiCall:
+    """What a row in the form of an OpenAI Batch request asks for: a chat or a text completion, of which model."""
+
+    is_chat: bool
+    model: str | None
+
+
+@dataclass(slots=True)
+class Row:
+    """One input row. Exactly one of messages, prompt and prompt_token_ids is set, unless `error` is.
+
+    call: set where the row is an OpenAI Batch request, and its result is to be one
+    """
+
+    index: int
+    id: str | int | float | None = None
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | None = None
+    prompt_token_ids: list[int] | None = None
+    raw: bool = False
+    params: dict[str, Any] = field(default_factory=dict)
+    priority: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+    call: ApiCall | None = None
+    error: RequestError | None = None
+
+    def wrong(self, message: str, code: str = "invalid_row") -> RequestError:
+        """The error that says what is wrong with this row, and where it stands."""
+        return RequestError(code, f"line {self.index + 1}: {message}")
+
+
+def fill_params(row: Row, fields: dict[str, Any]) -> None:
+    """Takes the sampling parameters out of a row's fields, or refuses those that nothing can serve yet."""
+    row.params = {ALIASES.get(name, name): fields[name] for name in fields if name in PARAM_NAMES or name in ALIASES}
+    for name in fields:
+        if name in LATER and fields[name] not in (None, LATER[name]):
+            raise row.wrong(f"{name} is not available in this version of cbatch")
+
+
+def fill_messages(row: Row, value: Any) -> None:
+    if not isinstance(value, list) or not value:
+        raise row.wrong("messages must be a list of at least one message")
+    row.messages = []
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise row.wrong(f"message {number} must be an object with a role and content")
+        row.messages.append({**message, "content": _content(row, number, message.get("content"))})
+
+
+def fill_prompt(row: Row, value: Any) -> None:
+    if not isinstance(value, str) or not value:
+        raise row.wrong("prompt is empty" if value == "" else f"prompt must be a string, not {kind(value)}")
+    row.prompt = value
+
+
+def fill_token_ids(row: Row, value: Any) -> None:
+    if not isinstance(value, list) or not value or any(type(token) is not int for token in value):
+        raise row.wrong("prompt_token_ids must be a list of at least one whole number")
+    row.prompt_token_ids = value
+
+
+def typed(row: Row, fields: dict[str, Any], name: str, wanted: type, default: Any) -> Any:
+    """The value of a field, which must be of this type; the default where it is absent or null."""
+    value = fields.get(name)
+    if value is None:
+        return default
+    if type(value) is not wanted:
+        words = {bool: "true or false", int: "a whole number", str: "a string", dict: "an object"}[wanted]
+        raise row.wrong(f"{name} must be {words}, not {kind(value)}")
+    return value
+
+
+def check_spelling(row: Row, names: Iterable[str], known: Sequence[str]) -> None:
+    """Refuses a key that is no column of the user's own but a parameter misspelt."""
+    for name in names:
+        meant = next((other for other in known if len(other) >= 5 and one_edit_apart(name, other)), None)
+        if meant:
+            raise row.wrong(
+                f"unknown parameter {name!r}; did you mean {meant!r}? (--allow-unknown carries it along)",
+                "unknown_parameter",
+            )
+
+
+def kind(value: Any) -> str:
+    """What a JSON value is, in JSON's own words."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    names: dict[type, str] = {str: "a string", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return names[type(value)]
+
+
+def one_edit_apart(a: Sequence[str], b: Sequence[str]) -> bool:
+    """One insertion, deletion, replacement or swap of neighbours (optimal string alignment distance 1)."""
+    if abs(len(a) - len(b)) > 1 or a == b:
+        return False
+    first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    rest_a, rest_b = a[first:], b[first:]
+    if len(a) != len(b):
+        return rest_a[1:] == rest_b or rest_a == rest_b[1:]
+    swapped = rest_a[:2] == rest_b[:2][::-1] and rest_a[2:] == rest_b[2:]
+    return rest_a[1:] == rest_b[1:] or swapped
+
+
+def _content(row: Row, number: int, value: Any) -> str:
+    """Text of one message; text parts are joined."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise row.wrong(f"content of message {number} must be text, not {kind(value)}")
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise row.wrong(f"message {number} has a content part that is not text")
+    return "".join(part["text"] for part in value)

@@ -1,0 +1,141 @@
+"""What a run has done: counted while it goes on, told to people at its end, written down for programs."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import Counter
+from typing import Any
+
+from cbatch.cli.job import Job
+from cbatch.engine import Driver, Engine
+
+PERCENTILES = (50, 90, 99)
+
+
+class Tally:
+    """Counts rows and tokens of one run; eight bytes a row for the percentiles."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self.rows = 0
+        self.errors: Counter[str] = Counter()
+        self.rows_kept = 0
+        self.errors_kept = 0
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+        self.finished_tokens = 0
+        self.load_s = 0.0
+        self._started: float | None = None
+        self._ended = 0.0
+        self._ttft = array("f")
+        self._tpot = array("f")
+
+    def start(self, now: float) -> None:
+        """The moment in which the first row is taken; later ones do not count."""
+        if self._started is None:
+            self._started = now
+
+    def count(self, job: Job) -> None:
+        """Takes in a job that is finished and written."""
+        self.rows += 1
+        self._ended = max(self._ended, job.last)
+        if job.error is not None:
+            self.errors[job.error.code] += 1
+            return
+        tokens = len(job.completion.token_ids)
+        self.prompt_tokens += job.prompt_tokens
+        self.finished_tokens += tokens
+        if job.first is not None:
+            self._ttft.append(job.first - job.taken)
+            if tokens > 1:
+                self._tpot.append((job.last - job.first) / (tokens - 1))
+
+    @property
+    def running_s(self) -> float:
+        """Seconds since the first row was taken."""
+        return time.monotonic() - self._started if self._started is not None else 0.0
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds from the first row taken to the last one finished so far."""
+        return max(self._ended - self._started, 0.0) if self._started and self._ended else self.running_s
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether any row of the output is an error."""
+        return bool(self.errors or self.errors_kept)
+
+    def seconds_left(self, rows_left: int) -> float | None:
+        """Estimated from tokens: what rows have taken so far is what the others will, at the speed so far.
+
+        None while nothing is finished. Tokens of unfinished rows count as done.
+        """
+        good = self.rows - self.errors.total()
+        if not good or not self.output_tokens:
+            return None
+        per_row = self.finished_tokens / good
+        ahead = per_row * rows_left - (self.output_tokens - self.finished_tokens)
+        return max(ahead, 0.0) * self.running_s / self.output_tokens
+
+    def figures(self) -> dict[str, Any]:
+        """What `--stats` writes; times in seconds."""
+        engine = self.engine
+        return {
+            "rows": self.rows,
+            "rows_kept": self.rows_kept,
+            "errors": self.errors.total(),
+            "errors_kept": self.errors_kept,
+            "error_codes": dict(self.errors),
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": 0,
+            "output_tokens": self.output_tokens,
+            "load_s": self.load_s,
+            "elapsed_s": self.elapsed_s,
+            "output_tokens_per_s": self.output_tokens / self.elapsed_s if self.elapsed_s else 0.0,
+            "steps": engine.num_steps if engine else 0,
+            "preemptions": engine.scheduler.num_preemptions if engine else 0,
+            "ttft_s": _percentiles(self._ttft),
+            "tpot_s": _percentiles(self._tpot),
+        }
+
+    def summary(self, driver: Driver, waited_for_output_s: float) -> list[str]:
+        """Four lines for people."""
+        failed = self.errors.total()
+        kinds = ", ".join(f"{code} {count:,}" for code, count in sorted(self.errors.items()))
+        kept = f", {self.rows_kept:,} kept" if self.rows_kept else ""
+        speed = self.output_tokens / max(self.elapsed_s, 1e-9)
+        return [
+            f"{self.rows - failed:,} rows ok, {failed:,} failed{f' ({kinds})' if kinds else ''}{kept}",
+            f"{self.prompt_tokens:,} prompt tokens, {self.output_tokens:,} output tokens",
+            f"{self.elapsed_s:,.1f} s, {speed:,.0f} output tokens/s, {driver.engine.num_steps:,} steps",
+            f"limited by {what_limited(driver, self.elapsed_s, waited_for_output_s)}",
+        ]
+
+
+def what_limited(driver: Driver, elapsed_s: float, waited_for_output_s: float) -> str:
+    """What a person would change first to make such a run faster."""
+    engine, scheduler = driver.engine, driver.engine.scheduler
+    steps = max(engine.num_steps, 1)
+    idle = min(driver.idle_s / elapsed_s, 1.0) if elapsed_s else 0.0
+    if idle >= 0.3:
+        what = "the output, which took rows slowly" if waited_for_output_s > elapsed_s * 0.3 else "the input"
+        return f"{what}: the engine had nothing to do for {idle:.0%} of the time"
+    if driver.num_shrinks:
+        return f"the device's memory, which made the batch smaller {driver.num_shrinks} times (--kv-cache-memory)"
+    reason, count = max(scheduler.held_back.items(), key=lambda item: item[1], default=("", 0))
+    if count < 0.3 * steps:
+        return "the model: there were seldom more rows than could run at once"
+    words = {
+        "seats": f"the model, with --max-seqs {scheduler.max_seqs} rows at once",
+        "cache": f"the KV cache: rows waited for room in it ({scheduler.num_preemptions:,} preemptions)",
+        "budget": f"--max-batch-tokens {scheduler.max_batch_tokens}: prompts waited for their turn",
+    }
+    return f"{words[reason]}, in {count / steps:.0%} of the steps"
+
+
+def _percentiles(values: array[float]) -> dict[str, float | None]:
+    import numpy as np
+
+    found = np.percentile(values, PERCENTILES) if values else [None] * len(PERCENTILES)
+    return {f"p{rank}": None if value is None else float(value) for rank, value in zip(PERCENTILES, found, strict=True)}
