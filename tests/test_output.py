@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cbatch.cli.journal import Journal
-from cbatch.cli.output import FileOutput, StreamOutput
+from cbatch.cli.output import FileOutput, OutputRow, StreamOutput
 from cbatch.engine import ConfigError
 
 
@@ -23,7 +23,7 @@ def test_a_stream_in_input_order_holds_back_only_what_must_wait() -> None:
     """Guards the order on stdout, and the places that keep the window moving."""
     stream = io.BytesIO()
     output = StreamOutput(stream, input_order=True)
-    gone = [list(output.write(place, 2 * place, b"%d\n" % place)) for place in (1, 0, 3, 2)]
+    gone = [list(output.write([OutputRow(place, 2 * place, b"%d\n" % place)])) for place in (1, 0, 3, 2)]
     assert gone == [[], [0, 1], [], [2, 3]]
     assert stream.getvalue() == b"0\n1\n2\n3\n"
 
@@ -34,7 +34,7 @@ def test_a_file_is_a_journal_first_and_ordered_at_the_end(tmp_path: Path) -> Non
     path.touch(0o640)
     with fresh(path) as output:
         for place, index in enumerate((5, 0, 3)):
-            assert output.write(place, index, b"row %d\n" % index) == (place,)
+            assert output.write([OutputRow(place, index, b"row %d\n" % index)]) == [place]
         assert path.read_bytes() == b"row 5\nrow 0\nrow 3\n"
         output.finish()
     assert path.read_bytes() == b"row 0\nrow 3\nrow 5\n" and path.stat().st_mode & 0o777 == 0o640
@@ -47,8 +47,7 @@ def test_a_symlink_stays_one(tmp_path: Path) -> None:
     target.touch()
     link.symlink_to(target)
     with fresh(link) as output:
-        output.write(0, 1, b"b\n")
-        output.write(1, 0, b"a\n")
+        output.write([OutputRow(0, 1, b"b\n"), OutputRow(1, 0, b"a\n")])
         output.finish()
     assert link.is_symlink() and target.read_bytes() == b"a\nb\n"
 
@@ -82,8 +81,7 @@ def test_two_runs_do_not_share_a_file(tmp_path: Path) -> None:
         for name in (path, link):
             with pytest.raises(ConfigError, match="Another run"):
                 FileOutput(name, input_order=True)
-        output.write(0, 1, b"b\n")
-        output.write(1, 0, b"a\n")
+        output.write([OutputRow(0, 1, b"b\n"), OutputRow(1, 0, b"a\n")])
         output.finish()
     FileOutput(path, input_order=True).__exit__()
 
@@ -98,5 +96,5 @@ class Dribble(io.BytesIO):
 def test_short_writes_lose_nothing() -> None:
     """Guards against a pipe that takes only part of a row."""
     stream = Dribble()
-    StreamOutput(stream, input_order=False).write(0, 0, b"a longer row\n")
+    StreamOutput(stream, input_order=False).write([OutputRow(0, 0, b"a longer row\n")])
     assert stream.getvalue() == b"a longer row\n"

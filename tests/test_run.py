@@ -234,9 +234,9 @@ def test_a_failing_engine_is_exit_3_and_keeps_what_is_done(
             raise RuntimeError("the device is on fire")
         return step(self)
 
-    def slow(self: FileOutput, place: int, index: int, row: bytes) -> Any:
+    def slow(self: FileOutput, rows: Any) -> Any:
         time.sleep(0.05)
-        return write(self, place, index, row)
+        return write(self, rows)
 
     monkeypatch.setattr(driver.Engine, "step", failing)
     monkeypatch.setattr(FileOutput, "write", slow)

@@ -6,54 +6,73 @@ engine, and the caller's thread writes what is finished. A window bounds what is
 
 from __future__ import annotations
 
+import gc
+import math
 import queue
+import sys
 import threading
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 
 from cbatch.cli.exits import Interrupted, RunFailed
 from cbatch.cli.job import Job, Preparer
 from cbatch.cli.jsonl import format_row
 from cbatch.cli.lines import Line
-from cbatch.cli.output import Output
+from cbatch.cli.output import Output, OutputRow
 from cbatch.cli.tally import Tally
 from cbatch.engine import Driver, EngineError, RequestError, TokenEvent
 
 POLL_SECONDS = 0.2
+SWITCH_SECONDS = 5e-4
+MAX_AT_ONCE = 256
+"""Most rows that go into one write; each of them is whole in it."""
+
 WINDOW_BYTES = 256 * 2**20
 """Most bytes of input lines between reading and writing, where that is more than one line."""
 
 
+def tune_process() -> None:
+    """Settings of Python for a process that has loaded a model and now works through rows on several threads.
+
+    Without the first, full garbage collections walk over all of torch again and again: half of the time of short
+    rows. The second is how long a thread may keep the interpreter while another waits for it, the engine say.
+    """
+    gc.freeze()
+    sys.setswitchinterval(SWITCH_SECONDS)
+
+
 class Window:
-    """Bounds the rows that are in flight or held back, and the bytes of their lines."""
+    """Bounds the rows that are in flight or held back, and the bytes of their lines.
+
+    One thread enters them, another one leaves them; a queue between the two is all that they share.
+    """
 
     def __init__(self, rows: int, size: int = WINDOW_BYTES) -> None:
         self._rows_left = rows
         self._bytes_left = size
         self._sizes: dict[int, int] = {}
-        self._changed = threading.Condition()
+        self._gone: queue.SimpleQueue[Iterable[int]] = queue.SimpleQueue()
         self.waited_s = 0.0
 
     def enter(self, place: int, size: int) -> None:
         """Waits until there is room for one row more; a row that is larger than the window goes alone."""
-        with self._changed:
-            if not self._has_room(size):
-                since = time.monotonic()
-                self._changed.wait_for(lambda: self._has_room(size))
-                self.waited_s += time.monotonic() - since
-            self._sizes[place] = size
-            self._rows_left -= 1
-            self._bytes_left -= size
+        while self._rows_left <= 0 or (self._bytes_left < size and self._sizes):
+            self._wait()
+        self._sizes[place] = size
+        self._rows_left -= 1
+        self._bytes_left -= size
 
-    def leave(self, place: int) -> None:
-        with self._changed:
+    def leave(self, places: Iterable[int]) -> None:
+        self._gone.put(places)
+
+    def _wait(self) -> None:
+        since = time.monotonic()
+        places = self._gone.get()
+        self.waited_s += time.monotonic() - since
+        for place in places:
             self._rows_left += 1
             self._bytes_left += self._sizes.pop(place)
-            self._changed.notify()
-
-    def _has_room(self, size: int) -> bool:
-        return self._rows_left > 0 and (self._bytes_left >= size or not self._sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,19 +139,20 @@ class Batch:
         end: EndOfInput | None = None
         handled = 0
         while end is None or handled < end.rows:
-            item = self._next()
+            news = self._next()
+            finished = [item for item in news if isinstance(item, Finished)]
+            handled += len(finished)
+            self._finish(finished, max_errors)
             self._output.tick()
             on_progress()
-            if isinstance(item, Finished):
-                handled += 1
-                self._finish(item)
-                if max_errors is not None and self._tally.errors.total() >= max_errors:
-                    raise RunFailed(f"Stopped at error {max_errors:,}, as --max-errors says.{self._output.advice}")
-            elif isinstance(item, EndOfInput):
-                end = item
-            elif isinstance(item, Stop):
-                raise Interrupted(item.signum, self._output.advice)
-            elif self._driver.failure is not None:
+            if max_errors is not None and self._tally.errors.total() >= max_errors:
+                raise RunFailed(f"Stopped at error {max_errors:,}, as --max-errors says.{self._output.advice}")
+            for item in news:
+                if isinstance(item, EndOfInput):
+                    end = item
+                elif isinstance(item, Stop):
+                    raise Interrupted(item.signum, self._output.advice)
+            if not news and self._driver.failure is not None:
                 break
         if self._driver.failure is not None:
             reason = f"The engine failed: {self._driver.failure}.{self._output.advice}"
@@ -150,21 +170,31 @@ class Batch:
         """Seconds in which no line could be read because too many rows were not written yet."""
         return self._window.waited_s
 
-    def _next(self) -> Finished | EndOfInput | Stop | None:
+    def _next(self) -> list[Finished | EndOfInput | Stop]:
+        """All that has happened since the last call; waits a while for something, but not for more of it."""
+        news: list[Finished | EndOfInput | Stop] = []
         try:
-            return self._done.get(timeout=POLL_SECONDS)
+            news.append(self._done.get(timeout=POLL_SECONDS))
+            while len(news) < MAX_AT_ONCE:
+                news.append(self._done.get_nowait())
         except queue.Empty:
-            return None
+            pass
+        return news
 
-    def _finish(self, item: Finished) -> None:
-        if item.job.is_lost:
-            return
-        row = format_row(self._preparer.result(item.job))
-        for place in self._output.write(item.place, item.job.row.index, row):
-            self._window.leave(place)
-        self._tally.count(item.job)
-        if item.job.error is not None and self._on_error is not None:
-            self._on_error(str(item.job.error))
+    def _finish(self, finished: list[Finished], max_errors: int | None) -> None:
+        """Writes jobs that are done, up to the last error that is allowed, and counts them."""
+        errors_left = math.inf if max_errors is None else max_errors - self._tally.errors.total()
+        jobs, rows = [], []
+        for place, job in ((item.place, item.job) for item in finished):
+            if not job.is_lost and errors_left > 0:
+                errors_left -= job.error is not None
+                jobs.append(job)
+                rows.append(OutputRow(place, job.row.index, format_row(self._preparer.result(job))))
+        self._window.leave(self._output.write(rows))
+        for job in jobs:
+            self._tally.count(job)
+            if job.error is not None and self._on_error is not None:
+                self._on_error(str(job.error))
 
     def _read(self, lines: Iterator[Line], kept: Container[int]) -> None:
         """Runs on the reader's thread, to the end of the input or the error that stopped it."""

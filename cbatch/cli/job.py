@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from cbatch.cli import openai_batch
 from cbatch.cli.jsonl import parse_line
-from cbatch.cli.keys import KeyMaker
+from cbatch.cli.keys import KeyMaker, spelt
 from cbatch.cli.lines import Line
 from cbatch.cli.row import Row
 from cbatch.engine import Completion, Engine, RequestError, SamplingParams, derive_seed
@@ -87,9 +88,9 @@ class Preparer:
             row = parse_line(line, as_text=options.as_text, allow_unknown=options.allow_unknown)
             if row.error is None:
                 kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
-                params = (self._call_params if row.call else options.params).merged(row.params)
+                params, sampling = self._sampling(row)
                 seed = derive_seed(options.seed, kind, name) if params.seed is None else params.seed
-                return Job(row, size, params, seed, self._keys.of_row(row, params, seed), None)
+                return Job(row, size, params, seed, self._keys.of_row(row, sampling, seed), None)
             error = row.error
         except RequestError as wrong:
             error = row.wrong(str(wrong), wrong.code)
@@ -97,6 +98,15 @@ class Preparer:
             row = Row(line.index)
             error = row.wrong(f"the row cannot be read: {unforeseen!r}", "internal_error")
         return Job(row, size, options.params, 0, self._keys.of_refused(line), error)
+
+    def _sampling(self, row: Row) -> tuple[SamplingParams, bytes]:
+        """A row's effective parameters, and how they are spelt in its key; most rows of a run have the same."""
+        base = self._call_params if row.call else self._options.params
+        given = tuple((name, type(value), value) for name, value in row.params.items())
+        try:
+            return _merged(base, given)
+        except TypeError:  # a list, of stop strings say, has no hash
+            return _merged.__wrapped__(base, given)
 
     def prompt(self, job: Job) -> list[int]:
         """Token ids of a job's prompt. Raises RequestError where it cannot be encoded."""
@@ -147,6 +157,13 @@ class Preparer:
         if self._options.token_ids:
             body["choices"][0]["token_ids"] = job.completion.token_ids
         return openai_batch.result_line(job.row, job.key, body, None)
+
+
+@lru_cache(maxsize=256)
+def _merged(base: SamplingParams, given: tuple[tuple[str, type, Any], ...]) -> tuple[SamplingParams, bytes]:
+    """`given` has the types of the values, because true and 1.0 are no whole number but equal to one."""
+    params = base.merged({name: value for name, _, value in given})
+    return params, spelt(params)
 
 
 def _described(error: RequestError) -> dict[str, str]:

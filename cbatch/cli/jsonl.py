@@ -26,7 +26,7 @@ MAX_DEPTH = 100
 """Nesting that no real row has, well inside what Python's own JSON code can write again."""
 
 FORMS = {"messages": fill_messages, "prompt": fill_prompt, "prompt_token_ids": fill_token_ids}
-KNOWN = (*FORMS, *PARAM_NAMES, *ALIASES, *LATER, "id", "raw", "priority")
+KNOWN = frozenset([*FORMS, *PARAM_NAMES, *ALIASES, *LATER, "id", "raw", "priority"])
 
 
 def parse_line(line: Line, *, as_text: bool = False, allow_unknown: bool = False) -> Row:
@@ -49,7 +49,7 @@ def parse_line(line: Line, *, as_text: bool = False, allow_unknown: bool = False
 
 
 def format_row(fields: dict[str, Any]) -> bytes:
-    return json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+    return _ENCODER.encode(fields).encode("utf-8", "replace") + b"\n"
 
 
 def _decode(data: bytes, index: int) -> str:
@@ -63,7 +63,7 @@ def _decode(data: bytes, index: int) -> str:
 def _parse_object(text: str, index: int) -> dict[str, Any]:
     where = f"line {index + 1}"
     try:
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
+        value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise RequestError("invalid_json", f"{where}, column {error.colno}: {error.msg}") from None
     except RecursionError:
@@ -96,6 +96,10 @@ def _finite_float(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"the number {text[:40]} is too large")
     return value
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite_float)
 
 
 def _without_surrogates(value: Any) -> Any:

@@ -18,6 +18,9 @@ WHAT_DIFFERS = ("another model, dtype or chat template", "other sampling paramet
 """What it means that the first, second or third part of a key is not the same."""
 
 
+_ENCODER = json.JSONEncoder(sort_keys=True)
+
+
 class KeyMaker:
     """Makes the keys of a run's rows: one part for the model, one for the sampling, one for the input.
 
@@ -28,12 +31,12 @@ class KeyMaker:
         """`reading`: options that decide what becomes of an input line, such as the system message."""
         self._model = _hash(fingerprint.encode())
         self._reading = hashlib.blake2b(_dump(reading), digest_size=PART // 2)
-        self._known: tuple[SamplingParams, bytes] | None = None
 
-    def of_row(self, row: Row, params: SamplingParams, seed: int) -> str:
+    def of_row(self, row: Row, sampling: bytes, seed: int) -> str:
+        """`sampling`: the row's parameters as `spelt` gives them."""
         call = (row.call.is_chat, row.call.model) if row.call else None
         asked = (row.id, row.messages, row.prompt, row.prompt_token_ids, row.raw, row.extra, call)
-        return self._model + _hash(self._spelt(params) + b"%d" % seed) + self._of_input(_dump(asked))
+        return self._model + _hash(b"%b%d" % (sampling, seed)) + self._of_input(_dump(asked))
 
     def of_refused(self, line: Line) -> str:
         """The key of a line that is no row; only its bytes count."""
@@ -44,19 +47,15 @@ class KeyMaker:
         digest.update(data)
         return digest.hexdigest()
 
-    def _spelt(self, params: SamplingParams) -> bytes:
-        """The parameters that are not at their default: a new one, when it comes, changes no key."""
-        if self._known is None or self._known[0] is not params:
-            self._known = params, _dump({name: getattr(params, name) for name in _changed(params)})
-        return self._known[1]
 
-
-def _changed(params: SamplingParams) -> list[str]:
-    return [f.name for f in fields(params) if f.name != "seed" and getattr(params, f.name) != f.default]
+def spelt(params: SamplingParams) -> bytes:
+    """The parameters that are not at their default: a new one, when it comes, changes no key."""
+    values = {field.name: (getattr(params, field.name), field.default) for field in fields(params)}
+    return _dump({name: value for name, (value, default) in values.items() if value != default and name != "seed"})
 
 
 def _dump(value: object) -> bytes:
-    return json.dumps(value, sort_keys=True).encode()
+    return _ENCODER.encode(value).encode()
 
 
 def _hash(data: bytes) -> str:

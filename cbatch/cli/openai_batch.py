@@ -35,7 +35,9 @@ NEEDS: dict[str, Any] = {
 }
 """Fields of a body that change the answer and are not served, with the values that ask for nothing."""
 
-KNOWN = (*PARAM_NAMES, *ALIASES, *LATER, *NEEDS, "model", "messages", "prompt", "stream", "metadata", "priority")
+KNOWN = frozenset(
+    [*PARAM_NAMES, *ALIASES, *LATER, *NEEDS, "model", "messages", "prompt", "stream", "metadata", "priority"]
+)
 
 
 def is_request(fields: dict[str, Any]) -> bool:

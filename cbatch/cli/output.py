@@ -6,9 +6,9 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO, Protocol, Self
+from typing import IO, NamedTuple, Protocol, Self
 
 from cbatch.cli.exits import ReaderGone, RunFailed
 from cbatch.cli.journal import Journal
@@ -16,6 +16,14 @@ from cbatch.engine import ConfigError
 
 SYNC_SECONDS = 0.5
 """Rows that the disk does not have yet are no older than this when the next thing happens."""
+
+
+class OutputRow(NamedTuple):
+    """A finished row: the `place`-th of this run in input order, and the line (its index) that it answers."""
+
+    place: int
+    line: int
+    data: bytes
 
 
 class Output(Protocol):
@@ -30,8 +38,8 @@ class Output(Protocol):
     def check_is_empty(self) -> None:
         """Raises ConfigError where there are rows of an earlier run."""
 
-    def write(self, place: int, index: int, row: bytes) -> Sequence[int]:
-        """Takes a row, the `place`-th of this run in input order, and returns the places that left memory since."""
+    def write(self, rows: Sequence[OutputRow]) -> Iterable[int]:
+        """Takes finished rows, and returns the places of those that have left memory with that."""
 
     def tick(self) -> None:
         """To be called several times a second."""
@@ -59,15 +67,15 @@ class StreamOutput:
     def check_is_empty(self) -> None:
         pass
 
-    def write(self, place: int, index: int, row: bytes) -> Sequence[int]:
+    def write(self, rows: Sequence[OutputRow]) -> Iterable[int]:
         if not self._input_order:
-            self._write(row)
-            return (place,)
-        self._held[place] = row
+            self._write([row.data for row in rows])
+            return [row.place for row in rows]
+        self._held |= {row.place: row.data for row in rows}
         first = self._next
         while self._next in self._held:
-            self._write(self._held.pop(self._next))
             self._next += 1
+        self._write([self._held.pop(place) for place in range(first, self._next)])
         return range(first, self._next)
 
     def tick(self) -> None:
@@ -82,8 +90,8 @@ class StreamOutput:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def _write(self, row: bytes) -> None:
-        view = memoryview(row)
+    def _write(self, rows: list[bytes]) -> None:
+        view = memoryview(b"".join(rows))
         try:
             while view:
                 view = view[self._stream.write(view) :]
@@ -152,16 +160,17 @@ class FileOutput:
         os.fsync(self._fd)
         _sync_folder(self._path.parent)
 
-    def write(self, place: int, index: int, row: bytes) -> Sequence[int]:
-        view = memoryview(row)
+    def write(self, rows: Sequence[OutputRow]) -> Iterable[int]:
+        view = memoryview(b"".join(row.data for row in rows))
         try:
             while view:
                 view = view[os.write(self._fd, view) :]
         except OSError as error:
             raise self._failed("write", error) from error
-        self._journal.append(index, len(row))
+        for row in rows:
+            self._journal.append(row.line, len(row.data))
         self._unsynced_since = self._unsynced_since or time.monotonic()
-        return (place,)
+        return [row.place for row in rows]
 
     def tick(self) -> None:
         if self._unsynced_since is not None and time.monotonic() - self._unsynced_since >= SYNC_SECONDS:

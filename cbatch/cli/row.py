@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,9 @@ LATER: dict[str, Any] = {
 
 To ignore other values would be to answer a question that was not asked.
 """
+
+
+_PARAMS = frozenset([*PARAM_NAMES, *ALIASES])
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +65,10 @@ class Row:
 
 def fill_params(row: Row, fields: dict[str, Any]) -> None:
     """Takes the sampling parameters out of a row's fields, or refuses those that nothing can serve yet."""
-    row.params = {ALIASES.get(name, name): fields[name] for name in fields if name in PARAM_NAMES or name in ALIASES}
-    for name in fields:
-        if name in LATER and fields[name] not in (None, LATER[name]):
+    for name, value in fields.items():
+        if name in _PARAMS:
+            row.params[ALIASES.get(name, name)] = value
+        elif name in LATER and value not in (None, LATER[name]):
             raise row.wrong(f"{name} is not available in this version of cbatch")
 
 
@@ -101,10 +105,10 @@ def typed(row: Row, fields: dict[str, Any], name: str, wanted: type, default: An
     return value
 
 
-def check_spelling(row: Row, names: Iterable[str], known: Sequence[str]) -> None:
+def check_spelling(row: Row, names: Iterable[str], known: Collection[str]) -> None:
     """Refuses a key that is no column of the user's own but a parameter misspelt."""
     for name in names:
-        meant = next((other for other in known if len(other) >= 5 and one_edit_apart(name, other)), None)
+        meant = next((other for other in sorted(known) if len(other) >= 5 and one_edit_apart(name, other)), None)
         if meant:
             raise row.wrong(
                 f"unknown parameter {name!r}; did you mean {meant!r}? (--allow-unknown carries it along)",

@@ -74,7 +74,7 @@ def run(**options: Any) -> Literal[0, 1]:
 
 
 def _run(options: dict[str, Any], source: IO[bytes], output: Output, tally: Tally) -> None:
-    from cbatch.cli.batch import Batch
+    from cbatch.cli.batch import Batch, tune_process
     from cbatch.cli.lines import read_lines
     from cbatch.cli.output import FileOutput
     from cbatch.engine import Driver
@@ -86,6 +86,7 @@ def _run(options: dict[str, Any], source: IO[bytes], output: Output, tally: Tall
     if isinstance(output, FileOutput):
         lines, done = _start_file(output, options, source, preparer)
         tally.rows_kept, tally.errors_kept, kept = done.rows, done.errors, done
+    tune_process()
     with closing(Driver(tally.engine)) as driver:
         window = options["window"] or 4 * tally.engine.scheduler.max_seqs
         batch = Batch(driver, output, preparer, tally, window=window, on_error=notice if options["verbose"] else None)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.engine.scheduler import StepPlan
@@ -37,25 +40,30 @@ class RaggedBatch:
         slices = plan.slices
         starts = [slice_.start for slice_ in slices]
         stops = [slice_.stop for slice_ in slices]
-        lengths = torch.tensor([slice_.count for slice_ in slices])
-        ends = lengths.cumsum(0)
-        samples = torch.tensor([slice_.is_last for slice_ in slices])
+        # numpy, because each small operation of torch lets other threads take the interpreter from this one.
+        lengths = np.array([slice_.count for slice_ in slices])
+        ends = lengths.cumsum()
+        samples = np.array([slice_.is_last for slice_ in slices])
         tables = _block_tables([slice_.request.blocks for slice_ in slices])
-        sequence = torch.repeat_interleave(lengths)
-        positions = torch.arange(int(ends[-1])) - (ends - lengths - torch.tensor(starts))[sequence]
-        blocks = tables[sequence, positions // block_size].long()
+        sequence = np.repeat(np.arange(len(slices)), lengths)
+        positions = np.arange(ends[-1]) - (ends - lengths - np.array(starts))[sequence]
+        slots = tables[sequence, positions // block_size] * np.int64(block_size) + positions % block_size
         ids = chain.from_iterable(s.request.token_ids[s.start : s.stop] for s in slices)
         return cls(
-            input_ids=torch.tensor(list(ids)).to(device, non_blocking=True),
-            position_ids=positions.to(device, non_blocking=True),
-            slot_mapping=(blocks * block_size + positions % block_size).to(device, non_blocking=True),
-            logit_rows=(ends - 1)[samples].to(device, non_blocking=True),
-            block_tables=tables.to(device, non_blocking=True),
+            input_ids=_to(np.fromiter(ids, np.int64, ends[-1]), device),
+            position_ids=_to(positions, device),
+            slot_mapping=_to(slots, device),
+            logit_rows=_to((ends - 1)[samples], device),
+            block_tables=_to(tables, device),
             starts=starts,
             stops=stops,
         )
 
 
-def _block_tables(tables: list[list[int]]) -> Tensor:
+def _block_tables(tables: list[list[int]]) -> NDArray[np.int32]:
     width = max(map(len, tables))
-    return torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)
+    return np.array([table + [0] * (width - len(table)) for table in tables], np.int32)
+
+
+def _to(array: NDArray[Any], device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)

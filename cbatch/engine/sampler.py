@@ -20,23 +20,47 @@ _MASK64 = 0xFFFFFFFFFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingBatch:
-    """What the sampler needs to know of the R rows; what no row asks for is empty and costs nothing.
+class Draw:
+    """The D rows of a step that are drawn at random.
 
-    drawn       indices of the rows that are drawn at random; all others are greedy
-    restricted  whether any drawn row filters its tokens
-    forbidden   row and token index of end tokens that may not come yet (min_tokens)
-    For the drawn rows, in their order: temperature, top_k (0: all), top_p, min_p [D] and noise keys [D, 2] int64.
+    rows        which they are
+    restricted  whether any of them filters its tokens
+    In their order: temperature, top_k (0: all), top_p, min_p [D] and noise keys [D, 2] int64.
     """
 
-    drawn: list[int]
+    rows: list[int]
     restricted: bool
-    forbidden: tuple[list[int], list[int]]
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
     keys: Tensor
+
+    @classmethod
+    def build(cls, rows: list[int], requests: list[Request], device: torch.device) -> Draw:
+        params = [requests[row].params for row in rows]
+        keys = [noise_key(requests[row].seed, requests[row].sample_index, requests[row].num_tokens) for row in rows]
+        return cls(
+            rows=rows,
+            restricted=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
+            temperature=torch.tensor([p.temperature for p in params], device=device),
+            top_k=torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int64, device=device),
+            top_p=torch.tensor([p.top_p for p in params], device=device),
+            min_p=torch.tensor([p.min_p for p in params], device=device),
+            keys=torch.tensor(keys, dtype=torch.int64, device=device).view(-1, 2),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """What the sampler needs to know of the R rows; what no row asks for is absent and costs nothing.
+
+    draw        the rows that are drawn at random; all others are greedy
+    forbidden   row and token index of end tokens that may not come yet (min_tokens)
+    """
+
+    draw: Draw | None
+    forbidden: tuple[list[int], list[int]]
 
     @classmethod
     def build(cls, requests: list[Request], device: torch.device) -> SamplingBatch:
@@ -47,17 +71,9 @@ class SamplingBatch:
             for token in sorted(request.stop_ids)
         ]
         drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
-        params = [requests[row].params for row in drawn]
-        keys = [noise_key(requests[row].seed, requests[row].sample_index, requests[row].num_tokens) for row in drawn]
         return cls(
-            drawn=drawn,
-            restricted=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
+            draw=Draw.build(drawn, requests, device) if drawn else None,
             forbidden=([row for row, _ in forbidden], [token for _, token in forbidden]),
-            temperature=torch.tensor([p.temperature for p in params], device=device),
-            top_k=torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int64, device=device),
-            top_p=torch.tensor([p.top_p for p in params], device=device),
-            min_p=torch.tensor([p.min_p for p in params], device=device),
-            keys=torch.tensor(keys, dtype=torch.int64, device=device).view(-1, 2),
         )
 
 
@@ -70,36 +86,36 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         logits = logits.clone()
         logits[batch.forbidden] = float("-inf")
     largest, tokens = logits.max(dim=-1)
-    if batch.drawn:
-        tokens[batch.drawn] = _draw(logits[batch.drawn].float(), batch)
+    if batch.draw is not None:
+        tokens[batch.draw.rows] = _draw(logits[batch.draw.rows].float(), batch.draw)
     return tokens, largest.isfinite()
 
 
-def _draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    logits = logits / batch.temperature[:, None]
-    if not batch.restricted:
-        noise = gumbel_noise(batch.keys, torch.arange(logits.shape[-1], device=logits.device)[None])
+def _draw(logits: Tensor, draw: Draw) -> Tensor:
+    logits = logits / draw.temperature[:, None]
+    if not draw.restricted:
+        noise = gumbel_noise(draw.keys, torch.arange(logits.shape[-1], device=logits.device)[None])
         return (logits + noise).argmax(dim=-1)
     logits, ids = logits.sort(dim=-1, descending=True, stable=True)
-    kept = _kept(logits, batch)
+    kept = _kept(logits, draw)
     width = int(kept.sum(dim=-1).max())
     logits, ids, kept = logits[:, :width], ids[:, :width], kept[:, :width]
-    noisy = (logits + gumbel_noise(batch.keys, ids)).masked_fill(~kept, float("-inf"))
+    noisy = (logits + gumbel_noise(draw.keys, ids)).masked_fill(~kept, float("-inf"))
     return ids.gather(1, noisy.argmax(dim=-1, keepdim=True)).squeeze(1)
 
 
-def _kept(logits: Tensor, batch: SamplingBatch) -> Tensor:
+def _kept(logits: Tensor, draw: Draw) -> Tensor:
     """Which of the sorted tokens [D, V] pass top-k, then top-p, then min-p, each on what the one before left."""
     vocabulary = logits.shape[-1]
-    top_k = torch.where(batch.top_k > 0, batch.top_k, vocabulary)
+    top_k = torch.where(draw.top_k > 0, draw.top_k, vocabulary)
     kept = torch.arange(vocabulary, device=logits.device)[None] < top_k[:, None]
     # Tokens as likely as the k-th stay too, as in transformers' TopKLogitsWarper.
     kth = logits.gather(1, (top_k.clamp(max=vocabulary) - 1)[:, None])
     kept |= logits >= kth
     probabilities = torch.softmax(logits.masked_fill(~kept, float("-inf")), dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
-    kept &= (before < batch.top_p[:, None]) | (batch.top_p[:, None] >= 1)
-    kept &= probabilities >= batch.min_p[:, None] * probabilities[:, :1]
+    kept &= (before < draw.top_p[:, None]) | (draw.top_p[:, None] >= 1)
+    kept &= probabilities >= draw.min_p[:, None] * probabilities[:, :1]
     kept[:, 0] = True  # the likeliest always stays, also in a row that is NaN and marked as such
     return kept
 
