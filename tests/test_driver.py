@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 
 from cbatch.engine.driver import Driver
 from cbatch.engine.params import SamplingParams
@@ -70,20 +71,92 @@ def test_cancelling_frees_memory_and_sends_no_more(driver: Driver) -> None:
     assert driver.load.running == driver.load.waiting == 0
 
 
-def test_a_failed_step_ends_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards front ends against hanging when a kernel or the device fails."""
-    driver = Driver(make_engine(make_network("llama")))
+class Trouble:
+    """A model's forward that raises the errors it is given, one a call, and then works again."""
 
-    def failing(batch: Any) -> None:
-        raise RuntimeError("device lost")
+    def __init__(self, driver: Driver, *errors: Exception) -> None:
+        self._forward = driver.engine.runner.forward
+        self._errors = list(errors)
+        self.sizes: list[int] = []
+        driver.engine.runner.forward = self  # type: ignore[assignment,method-assign]
 
-    monkeypatch.setattr(driver.engine.runner, "forward", failing)
+    def __call__(self, batch: Any) -> Any:
+        self.sizes.append(len(batch.input_ids))
+        if self._errors:
+            raise self._errors.pop(0)
+        return self._forward(batch)
+
+
+def greedy(prompt: list[int], count: int) -> list[int]:
+    return make_engine(make_network("llama")).generate([prompt], SamplingParams(max_tokens=count))[0].token_ids
+
+
+def test_a_step_that_fails_is_tried_again(driver: Driver) -> None:
+    """Guards a night's run against one hiccup of a device, and its text against a step that counts twice."""
+    prompt = make_prompts([9])[0]
+    Trouble(driver, *[RuntimeError("hiccup")] * Driver.MAX_RETRIES)
+    tokens = [event.token_id for event in until_end(collect(driver, prompt, max_tokens=6))]
+    assert tokens == greedy(prompt, 6)
+    assert driver.num_retries == Driver.MAX_RETRIES and driver.last_trouble == "RuntimeError: hiccup"
+    assert driver.failure is None and driver.num_shrinks == 0
+
+
+def test_a_step_that_keeps_failing_ends_every_request(driver: Driver) -> None:
+    """Guards front ends against hanging when a kernel or the device fails for good."""
+    Trouble(driver, *[RuntimeError("device lost")] * (Driver.MAX_RETRIES + 1))
     (event,) = until_end(collect(driver, [1, 2]))
     assert event.error is not None and event.error.code == "internal_error"
     assert str(driver.failure) == "device lost"
     (late,) = until_end(collect(driver, [3]))
     assert late.error is not None and "device lost" in str(late.error)
-    driver.close()
+
+
+def test_memory_that_does_not_suffice_makes_the_batch_smaller(driver: Driver) -> None:
+    """Guards a run against the device's memory: steps are halved until they fit, and every row gets its own tokens."""
+    prompts = make_prompts([30, 20, 9])
+    ready = threading.Event()
+    driver._inbox.put(lambda: ready.wait(10) and None)
+    trouble = Trouble(driver, *[torch.OutOfMemoryError("CUDA out of memory")] * 4)
+    events = [collect(driver, prompt, max_tokens=5) for prompt in prompts]
+    ready.set()
+    tokens = [[event.token_id for event in until_end(queue)] for queue in events]
+    assert tokens == [greedy(prompt, 5) for prompt in prompts]
+    assert trouble.sizes[:5] == [59, 29, 14, 7, 3] and max(trouble.sizes[5:]) <= 3
+    assert driver.num_shrinks == 4 and driver.failure is None
+    driver.engine.scheduler.check_integrity()
+
+
+def test_memory_that_never_suffices_is_a_failure(driver: Driver) -> None:
+    """Guards against shrinking for ever."""
+    Trouble(driver, *[torch.OutOfMemoryError("CUDA out of memory")] * 50)
+    (event,) = until_end(collect(driver, [1, 2, 3]))
+    assert event.error is not None and "memory does not suffice" in str(event.error)
+
+
+def test_a_text_that_breaks_harms_no_other(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards what a step commits: a detokenizer that raises ends its own request only, and nothing is redone."""
+
+    class Broken:
+        stop_reason = None
+
+        def push(self, token_id: int, *, may_stop: bool) -> str:
+            raise RuntimeError("no such byte")
+
+    prompt = make_prompts([5])[0]
+    add = driver.engine.add
+
+    def adding(prompt_ids: Any, params: Any, **options: Any) -> int:
+        request_id = add(prompt_ids, params, **options)
+        if len(prompt_ids) == 2:
+            driver.engine._requests[request_id].text = Broken()  # type: ignore[assignment]
+        return request_id
+
+    monkeypatch.setattr(driver.engine, "add", adding)
+    broken, fine = collect(driver, [1, 2]), collect(driver, prompt, max_tokens=4)
+    (event,) = until_end(broken)
+    assert event.error is not None and "no such byte" in str(event.error)
+    assert [event.token_id for event in until_end(fine)] == greedy(prompt, 4)
+    assert driver.num_retries == 0
 
 
 def test_a_request_that_breaks_the_engine_in_a_new_way_harms_no_other(driver: Driver) -> None:

@@ -147,6 +147,21 @@ def test_a_row_that_is_not_finite_fails_alone(monkeypatch: pytest.MonkeyPatch) -
     assert outputs[1].token_ids == greedy(second, 4) and engine.blocks.num_used == 0
 
 
+def test_nothing_of_a_row_that_is_not_finite_stays_behind() -> None:
+    """Guards rows that come after one whose keys and values turned NaN in the cache: they get the same blocks."""
+    network, poison = make_network("llama"), 7
+    with torch.no_grad():
+        network.model.embed_tokens.weight[poison] = float("nan")
+    engine = make_engine(network, kv_blocks=8)
+    sick, healthy = [poison] * 30, [token for token in make_prompts([28])[0] if token != poison]
+    outputs = engine.generate([sick, healthy[:2]], SamplingParams(max_tokens=3))
+    assert outputs[0].error is not None and outputs[0].error.code == "nan_logits"
+    assert not engine.runner.pool.values[0].isfinite().all(), "the fault did not reach the cache"
+    expected = make_engine(network).generate([healthy], SamplingParams(max_tokens=4))[0]
+    after = engine.generate([healthy], SamplingParams(max_tokens=4))[0]
+    assert after.error is None and after.token_ids == expected.token_ids and engine.blocks.num_used == 0
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

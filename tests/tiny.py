@@ -81,7 +81,7 @@ def loaded(network: Any, tokenizer: Any = None, eos_ids: frozenset[int] = frozen
 
 def make_engine(network: Any, **config: Any) -> Engine:
     """An engine on the CPU with a small cache: 64 blocks of 4 tokens unless said otherwise."""
-    settings = {"block_size": 4, "kv_blocks": 64, "max_seqs": 8, "device": "cpu"} | config
+    settings: dict[str, Any] = {"block_size": 4, "kv_blocks": 64, "max_seqs": 8, "device": "cpu"} | config
     return Engine(EngineConfig(**settings), loaded(network))
 
 

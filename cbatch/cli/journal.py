@@ -173,7 +173,8 @@ def _check_torn(line: bytes) -> None:
 
     After a power loss there may be zeros where data did not reach the disk.
     """
-    if not line.startswith(b"\0") and not any(line.startswith(b[: len(line)]) for b in ROW_BEGINNINGS):
+    written = line.rstrip(b"\0")
+    if not any(written.startswith(beginning[: len(written)]) for beginning in ROW_BEGINNINGS):
         raise ValueError("not a row of output, nor the beginning of one")
 
 

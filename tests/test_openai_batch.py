@@ -1,0 +1,166 @@
+"""Rows in the form of the OpenAI Batch API: its files run unchanged, its own types accept the results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+
+from cbatch.cli.jsonl import parse_line
+from cbatch.cli.lines import Line
+from cbatch.cli.main import run_command
+from cbatch.cli.row import Row
+
+
+def call(body: Any, url: str = "/v1/chat/completions", **others: Any) -> dict[str, Any]:
+    return {"custom_id": "c-1", "method": "POST", "url": url, "body": body, **others}
+
+
+def chat(**body: Any) -> dict[str, Any]:
+    return call({"model": "gpt-4o-mini", "messages": [{"role": "user", "content": "hi"}], **body})
+
+
+def text(prompt: Any, **body: Any) -> dict[str, Any]:
+    return call({"model": "gpt-3.5-turbo-instruct", "prompt": prompt, **body}, "/v1/completions")
+
+
+def parse(fields: dict[str, Any], **options: bool) -> Row:
+    return parse_line(Line(0, json.dumps(fields).encode()), **options)
+
+
+EVERYTHING = chat(
+    max_completion_tokens=4,
+    temperature=1.0,
+    top_p=0.9,
+    seed=5,
+    stop=None,
+    n=1,
+    logprobs=False,
+    top_logprobs=None,
+    presence_penalty=0,
+    frequency_penalty=0.0,
+    logit_bias={},
+    response_format={"type": "text"},
+    tools=[],
+    stream=False,
+    user="me",
+    metadata={"a": "b"},
+    store=False,
+    service_tier="auto",
+    modalities=["text"],
+    parallel_tool_calls=True,
+    reasoning_effort="low",
+)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("openai")
+    rows = [
+        EVERYTHING,
+        text("two", max_tokens=5),
+        text([65, 66, 67], max_tokens=5),
+        chat(max_tokens=9, stop=["a", "e"]),
+        chat(stream=True),
+        chat(temperature=7000),
+        call([], custom_id="odd"),
+        chat(),
+    ]
+    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code = run_command(["run", str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl"), "-m", str(model_folder)])
+    assert code == 1
+    return [json.loads(line) for line in (folder / "out.jsonl").read_bytes().splitlines()]
+
+
+def test_results_have_the_shape_of_the_batch_api(results: list[dict[str, Any]]) -> None:
+    """Guards programs that read result files: ids, status, one of response and error, plus our index and key."""
+    assert [row["index"] for row in results] == list(range(8))
+    for row in results:
+        assert row["id"] == f"batch_req_{row['key']}" and (row["response"] is None) != (row["error"] is None)
+    assert [row["custom_id"] for row in results] == ["c-1"] * 6 + ["odd", "c-1"]
+    assert [row["index"] for row in results if row["error"]] == [4, 5, 6]
+    assert all(row["error"].keys() == {"code", "message"} for row in results if row["error"])
+    assert all(row["response"]["status_code"] == 200 for row in results if row["response"])
+
+
+def test_bodies_are_what_the_openai_package_reads(results: list[dict[str, Any]]) -> None:
+    """Guards every field of a body against the package's own types, strictly."""
+    bodies = [row["response"]["body"] for row in results if row["response"]]
+    for body in bodies:
+        kind = ChatCompletion if body["object"] == "chat.completion" else Completion
+        read = kind.model_validate(body, strict=True)
+        assert read.usage is not None and read.usage.total_tokens == sum(
+            (read.usage.prompt_tokens, read.usage.completion_tokens)
+        )
+        assert not set(body) - set(kind.model_fields), "a field that the package does not know"
+    of_chat, of_text = "chat.completion", "text_completion"
+    assert [body["object"] for body in bodies] == [of_chat, of_text, of_text, of_chat, of_chat]
+    assert bodies[0]["model"] == "gpt-4o-mini" and bodies[0]["created"] == 0
+    assert bodies[0]["choices"][0]["finish_reason"] == "length" and bodies[0]["usage"]["completion_tokens"] == 4
+    assert bodies[2]["usage"]["prompt_tokens"] == 3
+    assert len({body["id"] for body in bodies}) == len(bodies)
+
+
+def test_no_max_tokens_means_the_rest_of_the_context(results: list[dict[str, Any]]) -> None:
+    """Guards the API's own default against the 512 tokens of our rows."""
+    usage = results[7]["response"]["body"]["usage"]
+    assert usage["total_tokens"] == 256 or results[7]["response"]["body"]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_the_model_is_asked_what_the_body_says() -> None:
+    """Guards prompts, roles and parameters on their way from a body to a request."""
+    row = parse(EVERYTHING)
+    assert row.error is None and row.messages == [{"role": "user", "content": "hi"}]
+    assert row.params == {"max_tokens": 4, "temperature": 1.0, "top_p": 0.9, "seed": 5, "stop": None}
+    developer = parse(chat(messages=[{"role": "developer", "content": "be brief"}]))
+    assert developer.messages == [{"role": "system", "content": "be brief"}]
+    assert (parse(text("a")).prompt, parse(text("a")).raw) == ("a", True)
+    assert parse(text(["a"])).prompt == "a"
+    assert parse(text([[1, 2]])).prompt_token_ids == parse(text([1, 2])).prompt_token_ids == [1, 2]
+    assert parse(chat() | {"note": 1}).extra == {"note": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (call({}, "/v1/embeddings"), "url must be /v1/chat/completions or /v1/completions, not /v1/embeddings"),
+        (call({}, url=3), "not a number"),  # type: ignore[arg-type]
+        (chat() | {"method": "GET"}, "method must be POST"),
+        (chat() | {"custom_id": 3}, "custom_id must be a string"),
+        (call("x"), "body must be an object, not a string"),
+        (call({}), "messages must be a list"),
+        (chat(stream=True), "stream is not possible"),
+        (chat(n=2), "n is not available"),
+        (chat(logprobs=True), "logprobs is not available"),
+        (chat(response_format={"type": "json_object"}), "response_format is not available"),
+        (chat(functions=[{"name": "f"}]), "functions is not available"),
+        (text("a", echo=True), "echo is not available"),
+        (text("a", best_of=3), "best_of is not available"),
+        (text(["a", "b"]), "one prompt"),
+        (text([]), "at least one whole number"),
+        (text(None), "prompt must be a string, not null"),
+        (chat(model=3), "model must be a string"),
+        (chat() | {"prompt": "a"}, "both body and prompt"),
+    ],
+)
+def test_what_is_wrong_is_named(fields: dict[str, Any], message: str) -> None:
+    """Guards against a request that is answered as if it had asked for something else."""
+    row = parse(fields)
+    assert row.error is not None and row.error.code == "invalid_row" and message in str(row.error)
+
+
+def test_misspelt_parameters_of_a_body() -> None:
+    """Guards the did-you-mean inside a body; what the API knows and we ignore is no misspelling."""
+    row = parse(chat(temprature=1))
+    assert row.error is not None and row.error.code == "unknown_parameter" and "'temperature'" in str(row.error)
+    assert parse(chat(temprature=1), allow_unknown=True).error is None
+
+
+def test_a_column_called_body_is_a_column() -> None:
+    """Guards rows of our own whose columns have names that the API uses, too."""
+    assert parse({"prompt": "a", "body": "of the mail"}).extra == {"body": "of the mail"}
+    assert parse({"prompt": "a", "url": "x", "method": "m"}).extra == {"url": "x", "method": "m"}
