@@ -92,11 +92,6 @@ def fifo(tmp_path: Path) -> Callable[[str], str]:
     return make
 
 
-def opened(path: str, flags: int) -> int:
-    """Opens a pipe by name without waiting for the other side."""
-    return os.open(path, flags | (os.O_RDWR if flags == os.O_RDONLY else 0))
-
-
 def test_a_second_signal_ends_at_once(
     runs: Zygote, model_folder: Path, tmp_path: Path, fifo: Callable[[str], str]
 ) -> None:
@@ -142,21 +137,16 @@ def test_lines_of_a_slow_writer_are_answered_one_by_one(
 ) -> None:
     """Guards `tail -f questions | cbatch run`: no line waits for the next one."""
     stdin, stdout = fifo("stdin"), fifo("stdout")
-    reader = os.open(stdout, os.O_RDONLY | os.O_NONBLOCK)
-    run: list[Run] = []
-    starter = threading.Thread(
-        target=lambda: run.append(
-            runs.start("run", "-q", "-m", model_folder, "--max-tokens", "3", stdin=stdin, stdout=stdout)
-        )
-    )
+    started: list[Run] = []
+    command = ["run", "-q", "-m", model_folder, "--max-tokens", "3"]
+    starter = threading.Thread(target=lambda: started.append(runs.start(*command, stdin=stdin, stdout=stdout)))
     starter.start()
-    with open(stdin, "wb", buffering=0) as writer, os.fdopen(reader, "rb", buffering=0) as answers:  # noqa: PTH123
-        os.set_blocking(reader, True)
+    with open(stdin, "wb", buffering=0) as writer, open(stdout, "rb", buffering=0) as answers:  # noqa: PTH123
         for number in range(3):
             writer.write(b'{"prompt": "a"}\n')
             assert json.loads(answers.readline())["index"] == number
     starter.join()
-    assert run[0].code() == 0
+    assert started[0].code() == 0
 
 
 def test_a_slow_reader_holds_the_run_back(
