@@ -150,6 +150,61 @@ def test_rarer_parameters_come_as_json(run: Any) -> None:
     assert cut["finish_reason"] == "stop"
 
 
+def test_check_runs_nothing_and_reports(run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards --check: bad rows are named, prompts counted in tokens, shared beginnings found, no output written."""
+    same = {"prompt_token_ids": list(range(10, 50)), "max_tokens": 5}
+    assert run([*ROWS, same, same], "--check", "--block-size", "16", "-q") == (1, [])
+    report = json.loads(capfd.readouterr().out)
+    assert (report["rows"], report["bad_rows"]) == (8, 2)
+    assert report["errors"] == {"unknown_parameter": 1, "prompt_too_long": 1}
+    assert [error["index"] for error in report["first_errors"]] == [1, 4]
+    assert report["prompt_tokens"]["max"] == 40 and report["max_new_tokens"]["total"] == 6 + 3 + 9 + 40 + 5 + 5
+    assert report["shared_prefix_tokens"] == 32 and report["kv_cache"]["longest_row_tokens"] >= 45
+    assert run(ROWS[:1], "--check", "-q") == (0, []) and not (tmp_path / "out.jsonl").exists()
+    assert json.loads(capfd.readouterr().out)["bad_rows"] == 0
+
+
+def test_check_counts_what_a_run_then_does(run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards --check against being a second opinion: same rows, same errors, same prompt tokens as the run itself."""
+    run(ROWS, "--check", "-q")
+    report = json.loads(capfd.readouterr().out)
+    code, _ = run(ROWS, "--stats", str(tmp_path / "stats.json"), "-q")
+    stats = json.loads((tmp_path / "stats.json").read_text())
+    assert code == 1 and report["bad_rows"] == stats["errors"] and report["errors"] == stats["error_codes"]
+    assert report["prompt_tokens"]["total"] == stats["prompt_tokens"]
+
+
+def test_timings_and_verbose(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards what depends on the moment: in rows only with --timings; -v tells each error as it comes."""
+    _, (row,) = run(ROWS[:1], "--timings")
+    assert 0 < row["ttft_s"] <= row["elapsed_s"] and row["cached_tokens"] == 0
+    code, (row,) = run(ROWS[1:2], "-v")
+    assert code == 1 and not {"ttft_s", "elapsed_s", "cached_tokens"} & row.keys()
+    error = capfd.readouterr().err
+    assert "cbatch: line 1: unknown parameter 'temperatur'" in error and "cbatch: attention: reference" in error
+
+
+def test_the_summary_has_four_lines(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards the end of a run: rows, tokens, speed, and what limited it."""
+    run(ROWS)
+    rows, tokens, speed, limit = capfd.readouterr().err.splitlines()[-4:]
+    assert rows == "cbatch: 4 rows ok, 2 failed (prompt_too_long 1, unknown_parameter 1)"
+    assert tokens.endswith("output tokens") and "tokens/s" in speed and limit.startswith("cbatch: limited by ")
+
+
+@pytest.mark.parametrize("arguments", [[], ["-o", "missing/out.jsonl"], ["-m", "./nowhere"]])
+def test_stats_are_written_however_it_ends(
+    arguments: list[str], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards programs that read --stats after a run that was refused."""
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "in.jsonl", ROWS[:1])
+    code = run_command(["run", "in.jsonl", "-o", "out.jsonl", "-m", str(model_folder), "--stats", "s.json", *arguments])
+    stats = json.loads((tmp_path / "s.json").read_text())
+    assert (code, stats["rows"]) == ((2, 0) if arguments else (0, 1))
+    assert stats.keys() >= {"rows_kept", "errors", "cached_tokens", "load_s", "elapsed_s", "steps", "tpot_s"}
+
+
 def test_system_option_reaches_rows_without_a_system_message(run: Any) -> None:
     """Guards --system for prompts and messages, and that a row's own system message wins."""
     own = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]

@@ -169,14 +169,13 @@ def _state(tally: Tally, driver: Driver, total: int | None) -> tuple[int, str]:
 
     done, load = tally.rows + tally.rows_kept, driver.load
     left = tally.seconds_left(total - done) if total else None
-    parts = [
+    parts = [  # what matters most comes first: a narrow terminal shows no more
         f"{tally.output_tokens / max(tally.running_s, 1e-9):,.0f} tok/s",
         f"{tqdm.format_interval(left)} left" if left is not None else "",
-        f"{tally.output_tokens:,} tokens",
-        f"{load.running} running",
-        f"{load.waiting} waiting",
-        f"{load.cache_used:.0%} of KV cache",
         f"{tally.errors.total():,} errors" if tally.errors else "",
+        f"{load.running}+{load.waiting} running+waiting",
+        f"KV {load.cache_used:.0%}",
+        f"{tally.output_tokens:,} tokens",
     ]
     return done, ", ".join(part for part in parts if part)
 

@@ -38,7 +38,7 @@ class Progress:
 
             form = "{n_fmt} rows{postfix}"
             if total:
-                form = "{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} rows{postfix}"
+                form = "{percentage:3.0f}%|{bar:6}| {n_fmt}/{total_fmt} rows{postfix}"
             self._bar = tqdm(total=total, bar_format=form, dynamic_ncols=True, file=sys.stderr, leave=False)
 
     def tick(self) -> None:

@@ -27,7 +27,7 @@ class Tally:
         self.finished_tokens = 0
         self.load_s = 0.0
         self._started: float | None = None
-        self._ended = 0.0
+        self._ended: float | None = None
         self._ttft = array("f")
         self._tpot = array("f")
 
@@ -39,7 +39,7 @@ class Tally:
     def count(self, job: Job) -> None:
         """Takes in a job that is finished and written."""
         self.rows += 1
-        self._ended = max(self._ended, job.last)
+        self._ended = max(self._ended or job.last, job.last)
         if job.error is not None:
             self.errors[job.error.code] += 1
             return
@@ -59,7 +59,9 @@ class Tally:
     @property
     def elapsed_s(self) -> float:
         """Seconds from the first row taken to the last one finished so far."""
-        return max(self._ended - self._started, 0.0) if self._started and self._ended else self.running_s
+        if self._started is None or self._ended is None:
+            return self.running_s
+        return self._ended - self._started
 
     @property
     def has_errors(self) -> bool:
@@ -127,11 +129,11 @@ def what_limited(driver: Driver, elapsed_s: float, waited_for_output_s: float) -
     if count < 0.3 * steps:
         return "the model: there were seldom more rows than could run at once"
     words = {
-        "seats": f"the model, with --max-seqs {scheduler.max_seqs} rows at once",
-        "cache": f"the KV cache: rows waited for room in it ({scheduler.num_preemptions:,} preemptions)",
-        "budget": f"--max-batch-tokens {scheduler.max_batch_tokens}: prompts waited for their turn",
+        "seats": f"the model: all {scheduler.max_seqs} seats (--max-seqs) were taken",
+        "cache": f"the KV cache, which was full ({scheduler.num_preemptions:,} preemptions, --kv-cache-memory)",
+        "budget": f"the model: steps were full (--max-batch-tokens {scheduler.max_batch_tokens}) while prompts waited",
     }
-    return f"{words[reason]}, in {count / steps:.0%} of the steps"
+    return f"{words[reason]} in {count / steps:.0%} of the steps"
 
 
 def _percentiles(values: array[float]) -> dict[str, float | None]:
