@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -245,7 +246,7 @@ def test_resume_from_a_pipe(done: Case, monkeypatch: pytest.MonkeyPatch) -> None
     os.write(writer, done.source.read_bytes())
     os.close(writer)
     with os.fdopen(reader, "rb") as stream:
-        monkeypatch.setattr("sys.stdin", type("Stdin", (), {"buffer": stream})())
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=stream, isatty=lambda: False))
         done.source = Path("-")
         assert done.run("--resume") == 1
     assert (done.kept(), done.ran()) == (4, 2) and done.out.read_bytes() == whole

@@ -192,14 +192,16 @@ def test_the_summary_has_four_lines(run: Any, capfd: pytest.CaptureFixture[str])
     assert tokens.endswith("output tokens") and "tokens/s" in speed and limit.startswith("cbatch: limited by ")
 
 
-@pytest.mark.parametrize("arguments", [[], ["-o", "missing/out.jsonl"], ["-m", "./nowhere"]])
+@pytest.mark.parametrize("arguments", [[], ["-o", "missing/out.jsonl"], ["-m", "./nowhere"], ["none"]])
 def test_stats_are_written_however_it_ends(
     arguments: list[str], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards programs that read --stats after a run that was refused."""
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "in.jsonl", ROWS[:1])
-    code = run_command(["run", "in.jsonl", "-o", "out.jsonl", "-m", str(model_folder), "--stats", "s.json", *arguments])
+    source = [] if arguments == ["none"] else ["in.jsonl"]
+    options = ["-o", "out.jsonl", "-m", str(model_folder), "--stats", "s.json"]
+    code = run_command(["run", *source, *options, *arguments])
     stats = json.loads((tmp_path / "s.json").read_text())
     assert (code, stats["rows"]) == ((2, 0) if arguments else (0, 1))
     assert stats.keys() >= {"rows_kept", "errors", "cached_tokens", "load_s", "elapsed_s", "steps", "tpot_s"}
@@ -270,6 +272,8 @@ def test_refusals_are_sentences(
         "No such option": ["--frobnicate"],
         "no sampling parameter 'topp'": [str(source), "--param", "topp=1"],
         "not valid JSON": [str(source), "--param", "top_p=x"],
+        "is the input or the output": [str(source), "--stats", str(source)],
+        "Cannot write no/such": [str(source), "--stats", "no/such/file"],
     }
     for message, arguments in cases.items():
         assert run_command(["run", *arguments]) == 2, arguments

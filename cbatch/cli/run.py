@@ -24,7 +24,7 @@ from cbatch.engine import ConfigError, RequestError, SamplingParams
 if TYPE_CHECKING:
     from cbatch.cli.job import Preparer
     from cbatch.cli.journal import Comparison
-    from cbatch.cli.lines import Source
+    from cbatch.cli.lines import Line, Source
     from cbatch.cli.output import FileOutput, Output
     from cbatch.cli.tally import Tally
     from cbatch.engine import Driver, Engine
@@ -62,14 +62,15 @@ def run(**options: Any) -> Literal[0, 1]:
     from cbatch.cli.tally import Tally
 
     _check_usage(options)
-    source = _open_input(options["input"])
     if options["check"]:
-        return _check(options, source)
+        return _check(options, _open_input(options))
     tally = Tally()
-    with _stats_written(options["stats"], tally), _open_output(options, source) as output:
-        if not (options["resume"] or options["overwrite"]):
-            output.check_is_empty()
-        _run(options, source, output, tally)
+    with _stats_written(options["stats"], tally):
+        source = _open_input(options)
+        with _open_output(options, source) as output:
+            if not (options["resume"] or options["overwrite"]):
+                output.check_is_empty()
+            _run(options, source, output, tally)
     return 1 if tally.has_errors else 0
 
 
@@ -147,10 +148,17 @@ def _start_file(
         output.start(Journal())
         return source, Comparison()
     journal = output.journal()
-    spool = Spool(source)
-    done = compare(
-        journal, read_lines(spool), lambda line: preparer.job(line).key, retry_errors=options["retry_errors"]
-    )
+    spool, compared = Spool(source), 0
+
+    def key_of(line: Line) -> str:
+        nonlocal compared
+        compared += 1
+        progress.tick()
+        return preparer.job(line).key
+
+    rows = len(journal.indices)
+    with Progress(rows, quiet=options["quiet"], state=lambda: (compared, "compared with the input")) as progress:
+        done = compare(journal, read_lines(spool), key_of, retry_errors=options["retry_errors"])
     if done.changed and not options["recompute_changed"]:
         raise ConfigError(
             f"{options['output']} holds rows that do not fit this run: {done}. The file is left as it is; "
@@ -182,7 +190,12 @@ def _state(tally: Tally, driver: Driver, total: int | None) -> tuple[int, str]:
 
 @contextmanager
 def _stats_written(name: str | None, tally: Tally) -> Iterator[None]:
-    """Writes the figures to a file at the end, whatever that is."""
+    """Writes the figures to a file at the end, whatever that is. That it can be written is tried at the start."""
+    try:
+        if name is not None:
+            Path(name).open("a").close()
+    except OSError as error:
+        raise ConfigError(f"Cannot write {name}: {error.strerror}.") from error
     try:
         yield
     finally:
@@ -207,12 +220,20 @@ def _check_usage(options: dict[str, Any]) -> None:
     for name in ("retry_errors", "recompute_changed"):
         if options[name] and not options["resume"]:
             raise ConfigError(f"--{name.replace('_', '-')} goes with --resume.")
+    files = [Path(options[name]).resolve() for name in ("input", "output") if options[name] != "-"]
+    if options["stats"] is not None and Path(options["stats"]).resolve() in files:
+        raise ConfigError(f"--stats {options['stats']} is the input or the output; choose another file.")
     if options["resume"] and options["overwrite"]:
         raise ConfigError("--resume keeps what is in the output file, --overwrite does not; give one of them.")
 
 
-def _open_input(name: str) -> IO[bytes]:
+def _open_input(options: dict[str, Any]) -> IO[bytes]:
+    name = options["input"]
     if name == "-":
+        if sys.stdin is None:
+            raise ConfigError("There is no input: stdin is closed.")
+        if sys.stdin.isatty() and not options["quiet"]:
+            notice("reading rows from the terminal; Ctrl-D ends them.")
         return sys.stdin.buffer
     try:
         return Path(name).open("rb")
@@ -240,8 +261,9 @@ def _open_output(options: dict[str, Any], source: IO[bytes]) -> Output:
     if name == "-" or (path.exists() and not path.is_file()):
         if options["resume"]:
             raise ConfigError("--resume needs an output file (-o FILE): what went down a pipe cannot be read again.")
-        stdout = sys.stdout.fileno()
-        stream = os.fdopen(stdout, "wb", 0, closefd=False) if name == "-" else path.open("wb", buffering=0)
+        if name == "-" and sys.stdout is None:
+            raise ConfigError("There is no output: stdout is closed.")
+        stream = os.fdopen(sys.stdout.fileno(), "wb", 0, closefd=False) if name == "-" else path.open("wb", 0)
         _check_not_input(source, os.fstat(stream.fileno()), "stdout" if name == "-" else name)
         return StreamOutput(stream, input_order=input_order)
     if path.exists():
