@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ def test_signals_while_the_model_loads(runs: Zygote, model_folder: Path, tmp_pat
     source, out = write_rows(tmp_path / "in.jsonl", LONG), tmp_path / "out.jsonl"
     run = runs.start("run", source, "-o", out, "-m", model_folder)
     until(out.exists)
+    time.sleep(0.05)
     run.send(signal.SIGTERM)
     assert run.code() == 143 and not out.exists()
 
@@ -92,23 +94,20 @@ def fifo(tmp_path: Path) -> Callable[[str], str]:
     return make
 
 
-def test_a_second_signal_ends_at_once(
+@pytest.fixture
+def stalled(
     runs: Zygote, model_folder: Path, tmp_path: Path, fifo: Callable[[str], str]
-) -> None:
-    """Guards against a run that cannot be stopped because nobody takes its output."""
-    source = write_rows(tmp_path / "in.jsonl", [{"prompt": "a", "max_tokens": 2, "column": "x" * 200_000}] * 8)
+) -> Iterator[tuple[Run, int, Path]]:
+    """A run that hangs in its output because nobody reads on; the pipe's reading end, and the input."""
+    source = write_rows(tmp_path / "in.jsonl", [{"prompt": "a", "max_tokens": 2, "column": "x" * 1000}] * 30_000)
     pipe = fifo("stdout")
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     run = runs.start("run", source, "-q", "-m", model_folder, stdout=pipe)
     until(lambda: bool(_peek(reader)))
-    time.sleep(0.2)
-    started = time.monotonic()
-    run.send(signal.SIGINT)
-    time.sleep(0.1)
-    assert not run.is_over(), "the first signal did not wait for the row that is being written"
-    run.send(signal.SIGINT)
-    assert run.code() == 130 and time.monotonic() - started < 1.5
-    os.close(reader)
+    until(lambda: not _grows(run))
+    yield run, reader, source
+    with suppress(OSError):  # a test may have closed it
+        os.close(reader)
 
 
 def _peek(fd: int) -> bytes:
@@ -118,18 +117,41 @@ def _peek(fd: int) -> bytes:
         return b""
 
 
-def test_one_signal_suffices_when_nobody_reads(
-    runs: Zygote, model_folder: Path, tmp_path: Path, fifo: Callable[[str], str]
-) -> None:
+def _grows(run: Run) -> bool:
+    before = run.rss_mib()
+    time.sleep(0.3)
+    return run.rss_mib() - before > 0.5
+
+
+def test_a_second_signal_ends_at_once(stalled: tuple[Run, int, Path]) -> None:
+    """Guards against a run that cannot be stopped because nobody takes its output."""
+    run, _, _ = stalled
+    started = time.monotonic()
+    run.send(signal.SIGINT)
+    time.sleep(0.1)
+    assert not run.is_over(), "the first signal did not wait for the row that is being written"
+    run.send(signal.SIGINT)
+    assert run.code() == 130 and time.monotonic() - started < 1.5
+
+
+def test_one_signal_suffices_when_nobody_reads(stalled: tuple[Run, int, Path]) -> None:
     """Guards `cbatch run | less`: SIGTERM ends a run that hangs in its output, after a while."""
-    source = write_rows(tmp_path / "in.jsonl", [{"prompt": "a", "max_tokens": 2, "column": "x" * 200_000}] * 8)
-    pipe = fifo("stdout")
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    run = runs.start("run", source, "-q", "-m", model_folder, stdout=pipe)
-    until(lambda: bool(_peek(reader)))
+    run, _, _ = stalled
     run.send(signal.SIGTERM)
     assert run.code() == 143
+
+
+def test_a_slow_reader_holds_the_run_back(stalled: tuple[Run, int, Path]) -> None:
+    """Guards memory: at 1 kB/s of output no more rows are read than the window holds; a reader that goes is 141."""
+    run, reader, source = stalled
+    before, taken = run.rss_mib(), 0
+    for _ in range(20):
+        taken += len(os.read(reader, 100))
+        time.sleep(0.1)
+    assert taken == 2000 and run.rss_mib() - before < 10
+    assert _position(run, source) < source.stat().st_size / 10
     os.close(reader)
+    assert run.code() == 141
 
 
 def test_lines_of_a_slow_writer_are_answered_one_by_one(
@@ -149,37 +171,12 @@ def test_lines_of_a_slow_writer_are_answered_one_by_one(
     assert started[0].code() == 0
 
 
-def test_a_slow_reader_holds_the_run_back(
-    runs: Zygote, model_folder: Path, tmp_path: Path, fifo: Callable[[str], str]
-) -> None:
-    """Guards memory: at 1 kB/s of output no more rows are read than the window holds, and the run goes on."""
-    source = write_rows(tmp_path / "in.jsonl", [{"prompt": "a", "max_tokens": 2, "column": "x" * 1000}] * 30_000)
-    pipe = fifo("stdout")
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    run = runs.start("run", source, "-q", "-m", model_folder, stdout=pipe)
-    until(lambda: bool(_peek(reader)))
-    until(lambda: not _grows(run))
-    before, taken = run.rss_mib(), 0
-    for _ in range(20):
-        taken += len(os.read(reader, 100))
-        time.sleep(0.1)
-    position = int(next(line for line in _fdinfo(run, source) if line.startswith("pos")).split()[1])
-    assert taken == 2000 and run.rss_mib() - before < 10
-    assert position < source.stat().st_size / 10
-    os.close(reader)
-    assert run.code() == 141
-
-
-def _grows(run: Run) -> bool:
-    before = run.rss_mib()
-    time.sleep(0.3)
-    return run.rss_mib() - before > 0.5
-
-
-def _fdinfo(run: Run, path: Path) -> list[str]:
+def _position(run: Run, path: Path) -> int:
+    """How far a process has read a file."""
     for fd in Path(f"/proc/{run.pid}/fd").iterdir():
         if fd.resolve() == path.resolve():
-            return Path(f"/proc/{run.pid}/fdinfo/{fd.name}").read_text().splitlines()
+            info = Path(f"/proc/{run.pid}/fdinfo/{fd.name}").read_text().splitlines()
+            return int(next(line for line in info if line.startswith("pos")).split()[1])
     raise AssertionError(f"{path} is not open")
 
 

@@ -74,7 +74,7 @@ def main() -> None:
     for signum in SIGNALS:
         signal.signal(signum, raise_interrupted)
     code = run_command()
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # a closed one is None
         try:
             stream.flush()
         except OSError:
