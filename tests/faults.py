@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -27,6 +28,10 @@ BIG = 6_000_000
 
 AIMS = ("a write", "any moment", "a write", "any moment", "any moment", "the ordering")
 """What the kills of one batch are aimed at, one after the other, as far as it comes to that."""
+
+
+PATIENCE = 120
+"""Seconds after which a run counts as hanging."""
 
 
 @dataclass
@@ -87,6 +92,9 @@ class Zygote:
     def _ask(self, order: dict[str, Any]) -> int:
         assert self._process.stdin is not None and self._process.stdout is not None
         print(json.dumps(order), file=self._process.stdin, flush=True)
+        if not select.select([self._process.stdout], [], [], PATIENCE)[0]:
+            self._process.kill()
+            raise TimeoutError(f"no answer to {order}")
         return int(self._process.stdout.readline())
 
 
@@ -133,7 +141,7 @@ class Killer:
         self._random = random.Random(seed)
         self._source = folder / "in.jsonl"
         self._out = folder / "out.jsonl"
-        self._sorting = folder / ".out.jsonl.sorting"
+        self._sorting = folder / ".out.jsonl.cbatch-sorting"
         self._left_behind: int | None = None
         self._write_rows()
         self._arguments = ["run", self._source, "-m", model, "--dtype", "float32", "--max-seqs", "6", "-q"]

@@ -180,6 +180,25 @@ def _position(run: Run, path: Path) -> int:
     raise AssertionError(f"{path} is not open")
 
 
+def test_messages_that_nobody_can_read_cost_nothing(runs: Zygote, model_folder: Path, tmp_path: Path) -> None:
+    """Guards a night's run against the log's disk being full: the rows are there, and the exit code is theirs."""
+    source, out = write_rows(tmp_path / "in.jsonl", [*LONG[:4], {"prompt": ""}]), tmp_path / "out.jsonl"
+    assert runs.start("run", source, "-v", "-m", model_folder, "-o", out, stderr="/dev/full").code() == 1
+    assert count_lines(out) == 5
+
+
+def test_the_reader_of_a_report_that_goes_away(
+    runs: Zygote, model_folder: Path, tmp_path: Path, fifo: Callable[[str], str]
+) -> None:
+    """Guards `cbatch run --check | head -1`: 141, not the exit code that means bad rows."""
+    source, pipe = write_rows(tmp_path / "in.jsonl", LONG[:3]), fifo("stdout")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    run = runs.start("run", source, "--check", "-q", "-m", model_folder, stdout=pipe)
+    until(lambda: Path(f"/proc/{run.pid}/fd/1").readlink() == Path(pipe))
+    os.close(reader)
+    assert run.code() == 141
+
+
 def test_a_full_device_is_exit_3(runs: Zygote, model_folder: Path, tmp_path: Path) -> None:
     """Guards against an output that takes nothing: a sentence, and exit code 3."""
     source, stderr = write_rows(tmp_path / "in.jsonl", LONG[:3]), str(tmp_path / "stderr")

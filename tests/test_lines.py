@@ -33,6 +33,15 @@ def test_a_line_that_is_too_long_is_one_error(monkeypatch: pytest.MonkeyPatch) -
     assert [line.data for line in read_lines(io.BytesIO(b"0123456789\r\nabc\n"))] == [b"0123456789", b"abc"]
 
 
+def test_the_hash_of_a_long_line_is_of_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the key of a line that is too long, which may be the last one of a file that grows."""
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 10)
+    for text in (b"x" * 29, b"y" * 30, b"z" * 31, b"w" * 32):
+        digests = {next(read_lines(io.BytesIO(text + end))).digest for end in (b"", b"\n", b"\r\n")}
+        assert len(digests) == 1
+    assert len({next(read_lines(io.BytesIO(b"x" * n))).digest for n in range(13, 50)}) == 37
+
+
 def test_a_pipe_can_be_read_twice() -> None:
     """Guards --resume on stdin: what was read to compare it comes again, then what was not read yet."""
     reader, writer = os.pipe()

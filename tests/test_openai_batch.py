@@ -115,13 +115,15 @@ def test_the_model_is_asked_what_the_body_says() -> None:
     """Guards prompts, roles and parameters on their way from a body to a request."""
     row = parse(EVERYTHING)
     assert row.error is None and row.messages == [{"role": "user", "content": "hi"}]
-    assert row.params == {"max_tokens": 4, "temperature": 1.0, "top_p": 0.9, "seed": 5, "stop": None}
+    assert row.params == {"max_tokens": 4, "temperature": 1.0, "top_p": 0.9, "seed": 5}
     developer = parse(chat(messages=[{"role": "developer", "content": "be brief"}]))
     assert developer.messages == [{"role": "system", "content": "be brief"}]
     assert (parse(text("a")).prompt, parse(text("a")).raw) == ("a", True)
     assert parse(text(["a"])).prompt == "a"
     assert parse(text([[1, 2]])).prompt_token_ids == parse(text([1, 2])).prompt_token_ids == [1, 2]
-    assert parse(chat() | {"note": 1}).extra == {"note": 1}
+    assert parse(chat(verbosity="low", model=5) | {"note": 1}).extra == {"note": 1, "verbosity": "low"}
+    assert parse(chat(max_tokens=None, max_completion_tokens=3)).params == {"max_tokens": 3}
+    assert parse(chat(max_completion_tokens=3, max_tokens=None)).params == {"max_tokens": 3}
 
 
 @pytest.mark.parametrize(
@@ -143,14 +145,18 @@ def test_the_model_is_asked_what_the_body_says() -> None:
         (text(["a", "b"]), "one prompt"),
         (text([]), "at least one whole number"),
         (text(None), "prompt must be a string, not null"),
-        (chat(model=3), "model must be a string"),
         (chat() | {"prompt": "a"}, "both body and prompt"),
+        (chat(prompt="a"), "prompt is not what this url takes, which is messages"),
+        (text("a", messages=[]), "messages is not what this url takes, which is prompt"),
+        ({"custom_id": "x", "method": "POST", "url": "/v1/completions"}, "body must be an object, not null"),
+        (chat(max_tokens=3, max_completion_tokens=4), "max_completion_tokens says 4, another name of it 3"),
     ],
 )
 def test_what_is_wrong_is_named(fields: dict[str, Any], message: str) -> None:
     """Guards against a request that is answered as if it had asked for something else."""
     row = parse(fields)
     assert row.error is not None and row.error.code == "invalid_row" and message in str(row.error)
+    assert row.call is not None and row.id == (fields["custom_id"] if isinstance(fields["custom_id"], str) else None)
 
 
 def test_misspelt_parameters_of_a_body() -> None:

@@ -100,7 +100,7 @@ class Recorder:
         path = Path(f"/proc/self/fd/{fd}").readlink()
         if path.is_dir():
             self._note(is_renamed_for_sure=self.states[-1].is_renamed)
-        elif path.name.endswith(".sorting"):
+        elif path.name.endswith(".cbatch-sorting"):
             self._note(ordered=path.read_bytes())
         else:
             self._note(synced=path.read_bytes(), pending=())

@@ -137,6 +137,10 @@ def other_system(case: Case, model: Path) -> list[str]:
     return ["--system", "be brief"]
 
 
+def other_columns(case: Case, model: Path) -> list[str]:
+    return ["--token-ids"]
+
+
 def other_dtype(case: Case, model: Path) -> list[str]:
     return ["--dtype", "bfloat16"]
 
@@ -146,17 +150,18 @@ def other_model(case: Case, model: Path) -> list[str]:
 
 
 CHANGES: dict[Callable[[Case, Path], list[str]], str] = {
-    changed_input: "1 made with another input (first: line 1)",
-    changed_column: "1 made with another input (first: line 5)",
-    changed_bad_line: "1 made with another input (first: line 4)",
-    changed_sampling: "1 made with other sampling parameters or another seed (first: line 1)",
-    shorter: "2 made with an input that had such a line (first: line 5)",
-    shifted: "made with an input that had such a line (first: line 1)",
-    other_option: "5 made with other sampling parameters",
-    other_seed: "5 made with other sampling parameters or another seed",
-    other_system: "6 made with another input",
-    other_dtype: "6 made with another model, dtype or chat template (first: line 1)",
-    other_model: "6 made with another model, dtype or chat template (first: line 1)",
+    changed_input: "1 made with another input, or another --system, --raw or --format (first: line 1)",
+    changed_column: "1 made with another input, or another --system, --raw or --format (first: line 5)",
+    changed_bad_line: "1 made with another input, or another --system, --raw or --format (first: line 4)",
+    changed_sampling: "1 made with other sampling parameters",
+    shorter: "2 for lines that the input does not have (first: line 5)",
+    shifted: "1 for lines that the input does not have (first: line 1)",
+    other_option: "5 made with other sampling parameters, another seed",
+    other_seed: "5 made with other sampling parameters, another seed",
+    other_system: "4 made with another input, or another --system, --raw or --format (first: line 1)",
+    other_columns: "5 made with other sampling parameters, another seed, --token-ids",
+    other_dtype: "6 made with another model, dtype, chat template or --date (first: line 1)",
+    other_model: "6 made with another model, dtype, chat template or --date (first: line 1)",
 }
 
 
@@ -187,6 +192,86 @@ def test_what_decides_nothing_changes_no_key(done: Case) -> None:
     done.rows(respelt)
     assert done.run("--resume", "--max-seqs", "3", "--kv-blocks", "40", "--block-size", "8", "--window", "2") == 1
     assert (done.kept(), done.ran()) == (6, 0)
+
+
+def test_options_that_do_not_concern_a_row_change_no_key(case: Case) -> None:
+    """Guards rows with a system message of their own, token ids, plain text and bad lines against such options."""
+    own = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    case.rows([{"messages": own}, {"prompt_token_ids": [5, 6]}, {"prompt": "a", "raw": True}, "{bad"])
+    assert case.run("--max-tokens", "3", "--param", "top_k=-1") == 1
+    assert case.run("--max-tokens", "3", "--resume", "--system", "be long", "--raw", "--date", "2031-01-01") == 1
+    assert (case.kept(), case.ran()) == (4, 0)
+
+
+def test_rows_that_a_small_cache_cut_off_are_known(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards against keeping what a cache smaller than the context cut short; rows that had room are kept."""
+    case.rows([{"prompt": "hello", "max_tokens": 60, "ignore_eos": True}, {"prompt": "hello", "max_tokens": 5}])
+    assert case.run("--kv-blocks", "3") == 0
+    assert case.run("--resume") == 2 and "1 made with other sampling parameters" in capfd.readouterr().err
+    assert case.run("--resume", "--kv-blocks", "3") == 0 and case.kept() == 2
+    assert case.run("--resume", "--recompute-changed") == 0 and (case.kept(), case.ran()) == (1, 1)
+    assert json.loads(case.out.read_bytes().splitlines()[0])["usage"]["completion_tokens"] == 60
+
+
+CLOCK = "{{ strftime_now('%d %b %Y') }}"
+
+
+def test_templates_with_a_clock_are_told_a_date(
+    case: Case, model_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Guards a run that goes on after midnight: the date is an option, with a fixed default, and part of the key."""
+    case.model = shutil.copytree(model_folder, tmp_path / "clock")
+    template = case.model / "chat_template.jinja"
+    template.write_text(CLOCK + template.read_text())
+    assert case.run("--check", "-q") == 1
+    assert case.run() == 1 and case.run("--resume", "--date", "2024-07-26") == 1 and case.kept() == 6
+    first = case.out.read_bytes()
+    assert case.run("--resume", "--date", "2024-07-27") == 2 and "--date" in capfd.readouterr().err
+    assert case.run("--overwrite", "--date", "2024-07-27") == 1 and case.out.read_bytes() != first
+
+
+def test_what_somebody_else_writes_to_the_file_is_noticed(
+    case: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Guards an intact journal against being put in order by places that are no longer right."""
+    finish = FileOutput.finish
+
+    def meddled(self: FileOutput) -> None:
+        with case.out.open("ab") as file:
+            file.write(b"note\n")
+        finish(self)
+
+    def taken_away(self: FileOutput) -> None:
+        case.out.unlink()
+        finish(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileOutput, "finish", meddled)
+        assert case.run() == 3 and "Something else wrote to" in capfd.readouterr().err
+        assert len(case.out.read_bytes().splitlines()) == 7
+        patch.setattr(FileOutput, "finish", taken_away)
+        assert case.run("--overwrite") == 3 and "was taken away" in capfd.readouterr().err
+
+
+def test_the_file_for_ordering_touches_nothing_of_others(case: Case, tmp_path: Path) -> None:
+    """Guards files behind a link or a pipe that somebody put where the ordered rows are written."""
+    precious, place = tmp_path / "precious", tmp_path / ".out.jsonl.cbatch-sorting"
+    precious.write_text("precious")
+    place.symlink_to(precious)
+    assert case.run() == 1 and precious.read_text() == "precious" and not place.exists()
+    os.mkfifo(place)
+    assert case.run("--overwrite") == 1 and not place.exists()
+
+
+def test_outputs_that_cannot_be_opened_are_refused(case: Case, tmp_path: Path) -> None:
+    """Guards exit code 2 for odd paths, and that nothing is left behind."""
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for name in (loop, tmp_path / ("n" * 300)):
+        case.out = name
+        assert case.run() == 2
+    case.out = tmp_path / ("n" * 250)
+    assert case.run() == 1 and len(list(tmp_path.iterdir())) == 4
 
 
 def test_errors_are_tried_again_when_asked(done: Case) -> None:
@@ -232,10 +317,11 @@ def test_damage_in_the_middle_is_refused(
     assert done.run("--resume", "--recompute-changed") == 2 and done.out.read_bytes() == content
 
 
-def test_a_tail_that_is_not_ours_is_not_cut_off(case: Case) -> None:
+@pytest.mark.parametrize("text", ["my novel", '{"index": 5, "precious": "data"}', '{"a": 1}'])
+def test_a_tail_that_is_not_ours_is_not_cut_off(case: Case, text: str) -> None:
     """Guards a text file without a last newline, given as output by mistake."""
-    case.out.write_text("my novel")
-    assert case.run("--resume") == 2 and case.out.read_text() == "my novel"
+    case.out.write_text(text)
+    assert case.run("--resume") == 2 and case.out.read_text() == text
 
 
 def test_resume_from_a_pipe(done: Case, monkeypatch: pytest.MonkeyPatch) -> None:

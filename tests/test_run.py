@@ -150,6 +150,41 @@ def test_rarer_parameters_come_as_json(run: Any) -> None:
     assert cut["finish_reason"] == "stop"
 
 
+def test_a_system_message_does_not_need_a_template(run: Any, model_folder: Path, tmp_path: Path) -> None:
+    """Guards prompts for models without a chat template, which are continued whatever --system says."""
+    folder = shutil.copytree(model_folder, tmp_path / "plain")
+    (folder / "chat_template.jinja").unlink()
+    _, plain = run(ROWS[:1], "-m", str(folder))
+    assert run(ROWS[:1], "-m", str(folder), "--system", "be brief") == (0, plain)
+
+
+def test_stop_strings_need_a_tokenizer(tmp_path: Path) -> None:
+    """Guards against a stop string that is silently without effect."""
+    folder = save_model(tmp_path / "bare", tokenizer=False)
+    source = write_rows(tmp_path / "in.jsonl", [{"prompt_token_ids": [5], "stop": "x"}])
+    assert run_command(["run", str(source), "-m", str(folder), "-o", str(tmp_path / "out.jsonl")]) == 1
+    assert "Stop strings need a tokenizer" in read_rows(tmp_path / "out.jsonl")[0]["error"]["message"]
+
+
+def test_max_errors_lets_out_what_is_held_back(model_folder: Path) -> None:
+    """Guards finished rows on stdout that wait for one which will not come."""
+    rows = [{"prompt": "long", "max_tokens": 200}, {"prompt": ""}, {"prompt": "a", "max_tokens": 1}, {"prompt": ""}]
+    done = pipe(model_folder, "".join(json.dumps(row) + "\n" for row in rows), "--max-errors", "2")
+    assert done.returncode == 3
+    assert [json.loads(line)["index"] for line in done.stdout.splitlines()][-1] == 3
+
+
+def test_closed_streams(model_folder: Path, tmp_path: Path) -> None:
+    """Guards programs that start it without stdin, stdout or stderr: no traceback, no message among the data."""
+    source, out = write_rows(tmp_path / "in.jsonl", ROWS[:1]), tmp_path / "out.jsonl"
+    command = f"{sys.executable} -m cbatch run -m {model_folder} --max-tokens 2"
+    for tail, code in ((f"{source} -o {out} >&- 2>&-", 0), (f"{source} >&-", 2), ("<&-", 2), (f"{source} 2>&-", 0)):
+        done = subprocess.run(f"{command} {tail}", shell=True, capture_output=True, text=True)
+        assert done.returncode == code and "Traceback" not in done.stderr
+        assert all(line.startswith('{"index": 0') for line in done.stdout.splitlines())
+    assert len(read_rows(out)) == 1
+
+
 def test_check_runs_nothing_and_reports(run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Guards --check: bad rows are named, prompts counted in tokens, shared beginnings found, no output written."""
     same = {"prompt_token_ids": list(range(10, 50)), "max_tokens": 5}

@@ -16,7 +16,7 @@ from cbatch.engine import RequestError, SamplingParams
 
 
 def job(tokens: int, first: float = 1.0, last: float = 2.0, error: RequestError | None = None) -> Job:
-    made = Job(Row(0), 10, SamplingParams(), 0, "", error, prompt_tokens=7, first=first, last=last)
+    made = Job(Row(0), SamplingParams(), error=error, prompt_tokens=7, first=first, last=last)
     made.completion.token_ids = list(range(tokens))
     return made
 

@@ -146,18 +146,22 @@ class Batch:
             self._output.tick()
             on_progress()
             if max_errors is not None and self._tally.errors.total() >= max_errors:
+                self._output.release()
                 raise RunFailed(f"Stopped at error {max_errors:,}, as --max-errors says.{self._output.advice}")
             for item in news:
                 if isinstance(item, EndOfInput):
                     end = item
                 elif isinstance(item, Stop):
+                    self._output.release()
                     raise Interrupted(item.signum, self._output.advice)
             if not news and self._driver.failure is not None:
                 break
         if self._driver.failure is not None:
+            self._output.release()
             reason = f"The engine failed: {self._driver.failure}.{self._output.advice}"
             raise EngineError(reason) from self._driver.failure
         if end is not None and end.error is not None:
+            self._output.release()
             raise RunFailed(f"Cannot read the input: {end.error}.{self._output.advice}") from end.error
         self._output.finish()
 
@@ -221,7 +225,7 @@ class Batch:
         if job.error is None:
             try:
                 prompt_ids = self._preparer.prompt(job)
-                job.prompt_tokens = len(prompt_ids)
+                job.asked, job.prompt_ids, job.prompt_tokens = "", None, len(prompt_ids)
                 self._submit(Finished(place, job), prompt_ids)
                 return
             except RequestError as error:

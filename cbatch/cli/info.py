@@ -10,7 +10,7 @@ import click
 from cbatch import __version__
 from cbatch.cli.loading import describe, open_engine
 from cbatch.cli.options import engine_options, model_options
-from cbatch.cli.screen import safe
+from cbatch.cli.screen import emit, safe
 
 
 @click.command("info")
@@ -21,13 +21,13 @@ def info(**options: Any) -> Literal[0]:
     import torch
     import transformers
 
-    click.echo(f"cbatch        {__version__}")
-    click.echo(f"python        {platform.python_version()} on {platform.platform()}")
-    click.echo(f"torch         {torch.__version__}, {torch.get_num_threads()} threads")
-    click.echo(f"transformers  {transformers.__version__}")
+    emit(f"cbatch        {__version__}")
+    emit(f"python        {platform.python_version()} on {platform.platform()}")
+    emit(f"torch         {torch.__version__}, {torch.get_num_threads()} threads")
+    emit(f"transformers  {transformers.__version__}")
     for number in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(number)
-        click.echo(f"cuda:{number}        {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+        emit(f"cuda:{number}        {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
     for name, value in describe(open_engine(options, quiet=True)).items():
-        click.echo(f"{name:<13} {safe(value)}")
+        emit(f"{name:<13} {safe(value)}")
     return 0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from datetime import date
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from cbatch.cli import openai_batch
@@ -12,7 +12,7 @@ from cbatch.cli.jsonl import parse_line
 from cbatch.cli.keys import KeyMaker, spelt
 from cbatch.cli.lines import Line
 from cbatch.cli.row import Row
-from cbatch.engine import Completion, Engine, RequestError, SamplingParams, derive_seed
+from cbatch.engine import FIXED_DATE, Completion, Engine, Prompt, RequestError, SamplingParams, derive_seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +23,7 @@ class RowOptions:
     max_tokens: whether they were asked to have a limit; if not, OpenAI Batch requests have none but the context
     seed:       of the run; a row's own seed is derived from it and the row's id or index
     system:     system message of conversations that have none
+    today:      the date, for chat templates that write it down
     raw:        prompts are plain text to continue
     as_text:    each line is a prompt, not JSON
     token_ids:  results have the token ids of the output
@@ -33,6 +34,7 @@ class RowOptions:
     max_tokens: bool = False
     seed: int = 0
     system: str | None = None
+    today: date = FIXED_DATE
     raw: bool = False
     as_text: bool = False
     allow_unknown: bool = False
@@ -44,17 +46,19 @@ class RowOptions:
 class Job:
     """One row with what decides its result, and what has come of it so far.
 
-    size:    bytes of its line
+    asked:      what the model is to answer: text, token ids or messages
+    prompt_ids: that as token ids, where those are known already
     is_lost: the engine broke down under it, so it is not finished, and has no row of output
     taken, first, last: when it was taken in, when its first token came and when it ended; clock of `monotonic`
     """
 
     row: Row
-    size: int
     params: SamplingParams
-    seed: int
-    key: str
-    error: RequestError | None
+    seed: int = 0
+    key: str = ""
+    error: RequestError | None = None
+    asked: Prompt = ""
+    prompt_ids: list[int] | None = None
     prompt_tokens: int = 0
     completion: Completion = field(default_factory=Completion)
     is_lost: bool = False
@@ -69,35 +73,65 @@ class Preparer:
     def __init__(self, engine: Engine, options: RowOptions) -> None:
         self._engine = engine
         self._options = options
-        name = engine.loaded.name
-        self._model_name = Path(name).name if Path(name).is_absolute() or name.startswith(".") else name
+        tokenizer = engine.tokenizer
+        self._has_template = tokenizer is not None and bool(tokenizer.chat_template)
         self._call_params = options.params if options.max_tokens else replace(options.params, max_tokens=None)
-        reading: dict[str, object] = {
-            "system": options.system,
-            "raw": options.raw,
-            "text": options.as_text,
-            "ids": options.token_ids,
-        }
-        self._keys = KeyMaker(engine.fingerprint, reading)
+        clock = options.today.isoformat() if tokenizer is not None and tokenizer.template_has_clock else ""
+        self._keys = KeyMaker(engine.fingerprint + clock)
+        self._may_be_cut_off = engine.blocks.capacity < engine.model.max_model_len
 
     def job(self, line: Line) -> Job:
         """What a line asks for. Whatever is wrong with it stands in the job's `error`."""
         options = self._options
-        size = len(line.data or b"")
         try:
             row = parse_line(line, as_text=options.as_text, allow_unknown=options.allow_unknown)
             if row.error is None:
-                kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
-                params, sampling = self._sampling(row)
-                seed = derive_seed(options.seed, kind, name) if params.seed is None else params.seed
-                return Job(row, size, params, seed, self._keys.of_row(row, sampling, seed), None)
+                return self._job(row)
             error = row.error
         except RequestError as wrong:
             error = row.wrong(str(wrong), wrong.code)
         except Exception as unforeseen:  # a line that breaks in a way nobody foresaw harms no other
             row = Row(line.index)
             error = row.wrong(f"the row cannot be read: {unforeseen!r}", "internal_error")
-        return Job(row, size, options.params, 0, self._keys.of_refused(line), error)
+        return Job(row, options.params, key=self._keys.of_refused(line), error=error)
+
+    def prompt(self, job: Job) -> list[int]:
+        """Token ids of a job's prompt. Raises RequestError where it cannot be encoded."""
+        if job.prompt_ids is not None:
+            return job.prompt_ids
+        return self._engine.encode(job.asked, raw=True, today=self._options.today)
+
+    def _job(self, row: Row) -> Job:
+        params, sampling = self._sampling(row)
+        kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
+        seed = derive_seed(self._options.seed, kind, name) if params.seed is None else params.seed
+        job = Job(row, params, seed, asked=self._asked(row))
+        limit = self._limit_of_cache(job) if self._may_be_cut_off else None
+        job.key = self._keys.of_row(row, job.asked, sampling, seed, self._options.token_ids, limit)
+        return job
+
+    def _limit_of_cache(self, job: Job) -> int | None:
+        """After how many tokens the cache would cut off the row's output, where the context would not."""
+        try:
+            job.prompt_ids = self.prompt(job)
+        except RequestError:  # raised again when the row is run
+            return None
+        return self._engine.limit_of_cache(len(job.prompt_ids), job.params)
+
+    def _asked(self, row: Row) -> Prompt:
+        """The row's prompt with the options that concern it: text to continue, token ids, or messages."""
+        if row.prompt_token_ids is not None:
+            return row.prompt_token_ids
+        messages = row.messages
+        if row.prompt is not None:
+            if row.raw or self._options.raw or not self._has_template:
+                return row.prompt
+            messages = [{"role": "user", "content": row.prompt}]
+        assert messages is not None
+        system = self._options.system
+        if system is not None and not any(message["role"] == "system" for message in messages):
+            messages = [{"role": "system", "content": system}, *messages]
+        return {"messages": messages}
 
     def _sampling(self, row: Row) -> tuple[SamplingParams, bytes]:
         """A row's effective parameters, and how they are spelt in its key; most rows of a run have the same."""
@@ -107,23 +141,6 @@ class Preparer:
             return _merged(base, given)
         except TypeError:  # a list, of stop strings say, has no hash
             return _merged.__wrapped__(base, given)
-
-    def prompt(self, job: Job) -> list[int]:
-        """Token ids of a job's prompt. Raises RequestError where it cannot be encoded."""
-        row = job.row
-        if row.prompt_token_ids is not None:
-            return row.prompt_token_ids
-        system = self._options.system
-        raw = row.raw or self._options.raw
-        messages = row.messages
-        if row.prompt is not None:
-            if raw or system is None:
-                return self._engine.encode(row.prompt, raw=raw)
-            messages = [{"role": "user", "content": row.prompt}]
-        assert messages is not None
-        if system is not None and not any(message["role"] == "system" for message in messages):
-            messages = [{"role": "system", "content": system}, *messages]
-        return self._engine.encode({"messages": messages})
 
     def result(self, job: Job) -> dict[str, Any]:
         """The row of output for a finished job."""
@@ -153,7 +170,7 @@ class Preparer:
         assert job.row.call is not None
         if job.error is not None:
             return openai_batch.result_line(job.row, job.key, None, _described(job.error))
-        body = openai_batch.response_body(job.row.call, job.key, self._model_name, job.completion, usage)
+        body = openai_batch.response_body(job.row.call, job.key, job.completion, usage)
         if self._options.token_ids:
             body["choices"][0]["token_ids"] = job.completion.token_ids
         return openai_batch.result_line(job.row, job.key, body, None)

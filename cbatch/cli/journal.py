@@ -7,6 +7,7 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -102,6 +103,7 @@ class Comparison:
     kept:    by index of the input, whether its row is there already
     rows, errors: how many those are, and how many of them are error rows
     changed: rows that do not fit, by what differs, with the number of the first line each
+    strays:  rows that answer lines which the input does not have, and the number of the first of those lines
     """
 
     kept: bytearray = field(default_factory=bytearray)
@@ -109,6 +111,12 @@ class Comparison:
     errors: int = 0
     changed: Counter[str] = field(default_factory=Counter)
     first: dict[str, int] = field(default_factory=dict)
+    strays: int = 0
+    first_stray: int = 0
+
+    @property
+    def fits(self) -> bool:
+        return not self.changed and not self.strays
 
     def __contains__(self, index: object) -> bool:
         return isinstance(index, int) and index < len(self.kept) and bool(self.kept[index])
@@ -123,8 +131,15 @@ class Comparison:
         self.changed[what] += 1
         self.first.setdefault(what, index + 1)
 
+    def strays_at(self, index: int) -> None:
+        self.strays += 1
+        self.first_stray = self.first_stray or index + 1
+
     def __str__(self) -> str:
+        """What does not fit."""
         parts = [f"{count:,} made with {what} (first: line {self.first[what]})" for what, count in self.changed.items()]
+        if self.strays:
+            parts.append(f"{self.strays:,} for lines that the input does not have (first: line {self.first_stray})")
         return "; ".join(parts)
 
 
@@ -142,7 +157,7 @@ def compare(
         while line is not None and line.index < index:
             line = next(lines, None)
         if line is None or line.index > index:
-            comparison.differs("an input that had such a line", index)
+            comparison.strays_at(index)
         elif is_error and retry_errors:
             pass
         elif (key := key_of(line)) == journal.key(number):
@@ -157,7 +172,7 @@ def compare(
 def _row(line: bytes) -> tuple[int, bytes, bool]:
     """Index, key and whether it is an error row. Raises ValueError, with a sentence, for what is no row of ours."""
     try:
-        fields = json.loads(line)
+        fields = json.loads(line.decode())
     except (ValueError, RecursionError):
         raise ValueError("not valid JSON") from None
     if not isinstance(fields, dict) or not isinstance(fields.get("key"), str):
@@ -173,6 +188,9 @@ def _check_torn(line: bytes) -> None:
 
     After a power loss there may be zeros where data did not reach the disk.
     """
+    with suppress(json.JSONDecodeError, UnicodeDecodeError):
+        json.loads(line)
+        _row(line)  # it is whole, so it is one of ours, or was never torn
     written = line.rstrip(b"\0")
     if not any(written.startswith(beginning[: len(written)]) for beginning in ROW_BEGINNINGS):
         raise ValueError("not a row of output, nor the beginning of one")

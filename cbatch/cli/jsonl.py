@@ -117,8 +117,6 @@ def _fill(row: Row, fields: dict[str, Any], allow_unknown: bool) -> None:
     """Puts the fields of a JSON object where they belong in the row; what is there of it is true also in an error."""
     forms = [name for name in FORMS if name in fields]
     if openai_batch.is_request(fields):
-        if forms:
-            raise row.wrong(f"the row has both body and {forms[0]}")
         openai_batch.fill(row, fields, allow_unknown=allow_unknown)
         return
     row.extra = {name: value for name, value in fields.items() if name not in KNOWN}

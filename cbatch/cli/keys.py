@@ -14,7 +14,11 @@ PART = 8
 """Hexadecimal digits of each of a key's three parts."""
 
 KEY_LENGTH = 3 * PART
-WHAT_DIFFERS = ("another model, dtype or chat template", "other sampling parameters or another seed", "another input")
+WHAT_DIFFERS = (
+    "another model, dtype, chat template or --date",
+    "other sampling parameters, another seed, --token-ids, or a KV cache that cut them off elsewhere",
+    "another input, or another --system, --raw or --format",
+)
 """What it means that the first, second or third part of a key is not the same."""
 
 
@@ -27,25 +31,22 @@ class KeyMaker:
     Device, batch sizes and order are in none of them, nor are a row's priority and how its JSON was spelt.
     """
 
-    def __init__(self, fingerprint: str, reading: dict[str, object]) -> None:
-        """`reading`: options that decide what becomes of an input line, such as the system message."""
-        self._model = _hash(fingerprint.encode())
-        self._reading = hashlib.blake2b(_dump(reading), digest_size=PART // 2)
+    def __init__(self, model: str) -> None:
+        """`model`: a fingerprint of it, and of what else stands between a row and its tokens."""
+        self._model = _hash(model.encode())
 
-    def of_row(self, row: Row, sampling: bytes, seed: int) -> str:
-        """`sampling`: the row's parameters as `spelt` gives them."""
+    def of_row(self, row: Row, asked: object, sampling: bytes, *others: object) -> str:
+        """
+        asked:    what the model is to answer, all options applied: text, token ids or messages
+        sampling: the row's parameters as `spelt` gives them
+        others:   whatever else decides which tokens come, and which of them are shown
+        """
         call = (row.call.is_chat, row.call.model) if row.call else None
-        asked = (row.id, row.messages, row.prompt, row.prompt_token_ids, row.raw, row.extra, call)
-        return self._model + _hash(b"%b%d" % (sampling, seed)) + self._of_input(_dump(asked))
+        return self._model + _hash(sampling + repr(others).encode()) + _hash(_dump((row.id, asked, row.extra, call)))
 
     def of_refused(self, line: Line) -> str:
         """The key of a line that is no row; only its bytes count."""
-        return self._model + "0" * PART + self._of_input(line.digest if line.data is None else line.data)
-
-    def _of_input(self, data: bytes) -> str:
-        digest = self._reading.copy()
-        digest.update(data)
-        return digest.hexdigest()
+        return self._model + "0" * PART + _hash(line.digest if line.data is None else line.data)
 
 
 def spelt(params: SamplingParams) -> bytes:

@@ -80,7 +80,12 @@ def read_lines(stream: Source) -> Iterator[Line]:
 
 def _skip(stream: Source, data: bytes) -> bytes:
     """Reads on to the end of a line that begins with `data`, and returns its hash."""
-    digest = hashlib.blake2b(data, digest_size=16)
-    while not data.endswith(b"\n") and (data := stream.readline(MAX_LINE_BYTES)):
-        digest.update(data)
+    digest = hashlib.blake2b(digest_size=16)
+    while not data.endswith(b"\n") and (more := stream.readline(MAX_LINE_BYTES)):
+        if len(more) > 2:
+            digest.update(data)
+            data = more
+        else:  # perhaps no more than the line's end, of which the CR has come already
+            data += more
+    digest.update(data.rstrip(b"\r\n"))
     return digest.digest()

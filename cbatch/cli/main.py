@@ -71,6 +71,9 @@ def run_command(arguments: list[str] | None = None) -> int:
 
 def main() -> None:
     """Ends the process at once: threads that wait for input or for the device must not hold it open."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # a closed stdin, stdout or stderr: no file of ours may get its number
+    os.close(fd)
     for signum in SIGNALS:
         signal.signal(signum, raise_interrupted)
     code = run_command()

@@ -24,6 +24,8 @@ from cbatch.engine import PARAM_NAMES, Completion
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TOP = ("custom_id", "method", "url", "body")
+PROMPTS = ("messages", "prompt", "prompt_token_ids")
+IGNORED = ("model", "user", "metadata")
 NEEDS: dict[str, Any] = {
     "echo": False,
     "suffix": "",
@@ -35,18 +37,17 @@ NEEDS: dict[str, Any] = {
 }
 """Fields of a body that change the answer and are not served, with the values that ask for nothing."""
 
-KNOWN = frozenset(
-    [*PARAM_NAMES, *ALIASES, *LATER, *NEEDS, "model", "messages", "prompt", "stream", "metadata", "priority"]
-)
+KNOWN = frozenset([*PARAM_NAMES, *ALIASES, *LATER, *NEEDS, *PROMPTS, *IGNORED, "stream", "priority"])
 
 
 def is_request(fields: dict[str, Any]) -> bool:
-    """Whether a row is a request line, and not one of our own with a column that is called `body`."""
-    return "body" in fields and any(name in fields for name in ("custom_id", "url", "method"))
+    """Whether a row is a request line, and not one of our own with columns that are called so."""
+    is_ours = any(name in fields for name in PROMPTS)
+    return ("body" in fields or not is_ours) and any(name in fields for name in ("custom_id", "url", "method"))
 
 
 def fill(row: Row, fields: dict[str, Any], *, allow_unknown: bool) -> None:
-    """Puts a request line into the row. What the API only keeps books with (user, metadata, ...) is ignored."""
+    """Puts a request line into the row. What the API only keeps books with (user, metadata) is ignored."""
     url = fields.get("url")
     row.call = ApiCall(is_chat=url != TEXT, model=None)
     row.extra = {name: value for name, value in fields.items() if name not in TOP}
@@ -55,13 +56,18 @@ def fill(row: Row, fields: dict[str, Any], *, allow_unknown: bool) -> None:
         raise row.wrong(f"url must be {CHAT} or {TEXT}, not {url if isinstance(url, str) else kind(url)}")
     if fields.get("method", "POST") != "POST":
         raise row.wrong("method must be POST")
-    if not isinstance(fields["body"], dict):
-        raise row.wrong(f"body must be an object, not {kind(fields['body'])}")
-    _fill_from_body(row, fields["body"], is_chat=url == CHAT, allow_unknown=allow_unknown)
+    body = fields.get("body")
+    if not isinstance(body, dict):
+        raise row.wrong(f"body must be an object, not {kind(body)}")
+    if doubled := [name for name in PROMPTS if name in fields]:
+        raise row.wrong(f"the row has both body and {doubled[0]}")
+    _fill_from_body(row, body, is_chat=url == CHAT, allow_unknown=allow_unknown)
 
 
 def _fill_from_body(row: Row, body: dict[str, Any], *, is_chat: bool, allow_unknown: bool) -> None:
-    row.call = ApiCall(is_chat, typed(row, body, "model", str, None))
+    model = body.get("model")
+    row.call = ApiCall(is_chat, model if isinstance(model, str) else None)
+    row.extra |= {name: value for name, value in body.items() if name not in KNOWN}
     if typed(row, body, "stream", bool, False):
         raise row.wrong("stream is not possible in a batch")
     row.priority = typed(row, body, "priority", int, 0)
@@ -71,6 +77,9 @@ def _fill_from_body(row: Row, body: dict[str, Any], *, is_chat: bool, allow_unkn
             raise row.wrong(f"{name} is not available in this version of cbatch")
     if not allow_unknown:
         check_spelling(row, [name for name in body if name not in KNOWN], KNOWN)
+    wanted = "messages" if is_chat else "prompt"
+    if doubled := [name for name in PROMPTS if name != wanted and body.get(name) is not None]:
+        raise row.wrong(f"{doubled[0]} is not what this url takes, which is {wanted}")
     if is_chat:
         fill_messages(row, body.get("messages"))
         for message in row.messages or ():
@@ -102,7 +111,7 @@ def result_line(row: Row, key: str, body: dict[str, Any] | None, error: dict[str
     }
 
 
-def response_body(call: ApiCall, key: str, model: str, done: Completion, usage: dict[str, int]) -> dict[str, Any]:
+def response_body(call: ApiCall, key: str, done: Completion, usage: dict[str, int]) -> dict[str, Any]:
     """A ChatCompletion or Completion of the `openai` package. It was made at no time: the same row, the same bytes."""
     choice: dict[str, Any] = {"index": 0, "finish_reason": done.finish_reason, "logprobs": None}
     if call.is_chat:
@@ -113,7 +122,7 @@ def response_body(call: ApiCall, key: str, model: str, done: Completion, usage: 
         "id": f"{'chatcmpl' if call.is_chat else 'cmpl'}-{key}",
         "object": "chat.completion" if call.is_chat else "text_completion",
         "created": 0,
-        "model": call.model or model,
+        "model": call.model or "cbatch",
         "choices": [choice],
         "usage": usage | {"total_tokens": sum(usage.values())},
     }

@@ -23,7 +23,7 @@ class JsonListOption(click.Option):
             return None
         try:
             values = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             values = None
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
             raise click.BadParameter(f"the environment variable must hold a JSON list of strings, not {text!r}.", ctx)

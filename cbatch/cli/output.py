@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
+import hashlib
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -12,6 +12,7 @@ from typing import IO, NamedTuple, Protocol, Self
 
 from cbatch.cli.exits import ReaderGone, RunFailed
 from cbatch.cli.journal import Journal
+from cbatch.cli.screen import safe_json
 from cbatch.engine import ConfigError
 
 SYNC_SECONDS = 0.5
@@ -44,6 +45,9 @@ class Output(Protocol):
     def tick(self) -> None:
         """To be called several times a second."""
 
+    def release(self) -> None:
+        """Lets out what is held back: no row that it waits for will come."""
+
     def finish(self) -> None:
         """Puts the rows in their final order, if that is still to do. Only after all rows are written."""
 
@@ -61,6 +65,7 @@ class StreamOutput:
     def __init__(self, stream: IO[bytes], *, input_order: bool) -> None:
         self._stream = stream
         self._input_order = input_order
+        self._is_terminal = stream.isatty()
         self._held: dict[int, bytes] = {}
         self._next = 0
 
@@ -81,6 +86,9 @@ class StreamOutput:
     def tick(self) -> None:
         pass
 
+    def release(self) -> None:
+        self._write([self._held.pop(place) for place in sorted(self._held)])
+
     def finish(self) -> None:
         self._stream.flush()
 
@@ -91,7 +99,8 @@ class StreamOutput:
         pass
 
     def _write(self, rows: list[bytes]) -> None:
-        view = memoryview(b"".join(rows))
+        data = b"".join(rows)
+        view = memoryview(safe_json(data) if self._is_terminal else data)
         try:
             while view:
                 view = view[self._stream.write(view) :]
@@ -114,7 +123,7 @@ class FileOutput:
         """Raises ConfigError where the file cannot be written or put in order, or another run is writing it."""
         self._name = str(path)
         self._path = path.resolve()
-        self._sorted = self._path.with_name(f".{self._path.name}.sorting")
+        self._sorted = self._path.with_name(f".{_short(self._path.name)}.cbatch-sorting")
         self._input_order = input_order
         self._journal = Journal()
         self._unsynced_since: float | None = None
@@ -122,10 +131,16 @@ class FileOutput:
         try:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
             self._lock()
-            with self._sorted.open("wb"):
+            with self._open_sorted():
                 self._sorted.unlink()
         except OSError as error:
             raise ConfigError(f"Cannot write {path}: {error.strerror}.") from error
+
+    def _open_sorted(self) -> IO[bytes]:
+        """A new file for the ordered rows, in place of one that a killed run left; never one behind a link."""
+        self._sorted.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return os.fdopen(os.open(self._sorted, flags, 0o600), "wb", 2**20)
 
     def _lock(self) -> None:
         try:
@@ -176,9 +191,13 @@ class FileOutput:
         if self._unsynced_since is not None and time.monotonic() - self._unsynced_since >= SYNC_SECONDS:
             self._sync()
 
+    def release(self) -> None:
+        pass
+
     def finish(self) -> None:
         self._sync()
         self._is_unused = False
+        self._check_unchanged()
         if self._journal.is_in_order(input_order=self._input_order):
             return
         try:
@@ -200,6 +219,18 @@ class FileOutput:
         finally:
             os.close(self._fd)
 
+    def _check_unchanged(self) -> None:
+        """Raises RunFailed where somebody else has written to the file, or taken it away."""
+        status = os.fstat(self._fd)
+        if status.st_size != self._journal.end:
+            raise RunFailed(f"Something else wrote to {self._name} during the run; it is left as it is.")
+        try:
+            is_there = os.path.samestat(status, self._path.stat())
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            raise RunFailed(f"{self._name} was taken away or replaced during the run; its rows are lost.")
+
     def _sync(self) -> None:
         if self._unsynced_since is None:
             return
@@ -211,13 +242,10 @@ class FileOutput:
 
     def _rewrite(self) -> None:
         """Writes the rows that count to a second file, which takes the place of the first once it is on disk."""
-        with self._sorted.open("wb", buffering=2**20) as target:
+        with self._open_sorted() as target:
             for number in self._journal.rows(input_order=self._input_order):
                 start, stop = self._journal.place(number)
-                row = os.pread(self._fd, stop - start, start)
-                if len(row) != stop - start:
-                    raise OSError(errno.EIO, "the file became shorter while it was written")
-                target.write(row)
+                target.write(os.pread(self._fd, stop - start, start))
             target.flush()
             os.fchmod(target.fileno(), os.fstat(self._fd).st_mode & 0o777)
             os.fsync(target.fileno())
@@ -226,6 +254,12 @@ class FileOutput:
 
     def _failed(self, verb: str, error: OSError) -> RunFailed:
         return RunFailed(f"Cannot {verb} {self._name}: {error.strerror}.{self.advice}")
+
+
+def _short(name: str) -> str:
+    """A file's name, or a hash of one that leaves no room for more."""
+    encoded = os.fsencode(name)
+    return name if len(encoded) < 200 else hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -17,7 +17,7 @@ import click
 from cbatch.cli.exits import ReaderGone
 from cbatch.cli.loading import open_engine
 from cbatch.cli.options import engine_options, model_options, sampling_options, sampling_overrides
-from cbatch.cli.screen import Progress, notice
+from cbatch.cli.screen import Progress, emit, notice
 from cbatch.cli.signals import stopping
 from cbatch.engine import ConfigError, RequestError, SamplingParams
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 @click.option("--window", type=click.IntRange(1), help="Most rows in flight or held back [4 x --max-seqs].")
 @click.option("--max-errors", type=click.IntRange(1), metavar="N", help="Stop at the Nth error row.")
 @click.option("--check", is_flag=True, help="Run nothing; report bad rows, lengths and KV need as JSON.")
+@click.option("--date", type=click.DateTime(["%Y-%m-%d"]), help="Of today, for templates that tell the model.")
 @click.option("--raw", is_flag=True, help="Prompts are plain text to continue; no chat template.")
 @click.option("--token-ids", is_flag=True, help="Add the output's token ids to each row.")
 @click.option("--timings", is_flag=True, help="Add seconds and cached tokens to each row.")
@@ -61,12 +62,12 @@ def run(**options: Any) -> Literal[0, 1]:
     """
     from cbatch.cli.tally import Tally
 
-    _check_usage(options)
-    if options["check"]:
-        return _check(options, _open_input(options))
     tally = Tally()
-    with _stats_written(options["stats"], tally):
+    with _stats_written(options, tally):
+        _check_usage(options)
         source = _open_input(options)
+        if options["check"]:
+            return _check(options, source, tally)
         with _open_output(options, source) as output:
             if not (options["resume"] or options["overwrite"]):
                 output.check_is_empty()
@@ -101,17 +102,16 @@ def _run(options: dict[str, Any], source: IO[bytes], output: Output, tally: Tall
                     notice(line)
 
 
-def _check(options: dict[str, Any], source: IO[bytes]) -> Literal[0, 1]:
+def _check(options: dict[str, Any], source: IO[bytes], tally: Tally) -> Literal[0, 1]:
     from cbatch.cli.check import Check
     from cbatch.cli.lines import read_lines
-    from cbatch.cli.tally import Tally
 
-    engine, preparer = _load(options, Tally())
+    engine, preparer = _load(options, tally)
     check = Check(engine, preparer)
     total = _count_lines(options["input"])
     with Progress(total, quiet=options["quiet"], state=lambda: (check.rows, "read")) as progress:
         report = check.run(read_lines(source), progress.tick)
-    click.echo(json.dumps(report, indent=2))
+    emit(json.dumps(report, indent=2))
     return 1 if report["bad_rows"] else 0
 
 
@@ -121,6 +121,7 @@ def _load(options: dict[str, Any], tally: Tally) -> tuple[Engine, Preparer]:
     tally.load_s = time.monotonic() - started
 
     from cbatch.cli.job import Preparer, RowOptions
+    from cbatch.engine import FIXED_DATE
 
     given = sampling_overrides(options)
     row_options = RowOptions(
@@ -128,6 +129,7 @@ def _load(options: dict[str, Any], tally: Tally) -> tuple[Engine, Preparer]:
         max_tokens="max_tokens" in given,
         seed=options["seed"],
         system=options["system"],
+        today=options["date"].date() if options["date"] else FIXED_DATE,
         raw=options["raw"],
         as_text=options["format"] == "text",
         allow_unknown=options["allow_unknown"],
@@ -159,14 +161,16 @@ def _start_file(
     rows = len(journal.indices)
     with Progress(rows, quiet=options["quiet"], state=lambda: (compared, "compared with the input")) as progress:
         done = compare(journal, read_lines(spool), key_of, retry_errors=options["retry_errors"])
-    if done.changed and not options["recompute_changed"]:
+    if not done.fits and not options["recompute_changed"]:
         raise ConfigError(
-            f"{options['output']} holds rows that do not fit this run: {done}. The file is left as it is; "
-            "--recompute-changed runs them again, --overwrite starts anew."
+            f"{options['output']} holds rows that do not fit this run: {done}. The file is left as it is. "
+            "--recompute-changed runs changed rows again and drops those without a line; --overwrite starts anew."
         )
     output.start(journal)
+    if not done.fits:
+        output.advice = output.advice.replace("--resume", "--resume --recompute-changed")
     if not options["quiet"]:
-        notice(f"resuming: {done.rows:,} rows are done" + (f"; to be done again: {done}" if done.changed else ""))
+        notice(f"resuming: {done.rows:,} rows are done" + ("" if done.fits else f"; not kept: {done}"))
     spool.rewind()
     return spool, done
 
@@ -189,11 +193,13 @@ def _state(tally: Tally, driver: Driver, total: int | None) -> tuple[int, str]:
 
 
 @contextmanager
-def _stats_written(name: str | None, tally: Tally) -> Iterator[None]:
+def _stats_written(options: dict[str, Any], tally: Tally) -> Iterator[None]:
     """Writes the figures to a file at the end, whatever that is. That it can be written is tried at the start."""
+    name = options["stats"]
     try:
         if name is not None:
-            Path(name).open("a").close()
+            with Path(name).open("a") as file:
+                _check_is_another(name, file.fileno(), options)
     except OSError as error:
         raise ConfigError(f"Cannot write {name}: {error.strerror}.") from error
     try:
@@ -204,6 +210,12 @@ def _stats_written(name: str | None, tally: Tally) -> Iterator[None]:
                 Path(name).write_text(json.dumps(tally.figures(), indent=2) + "\n")
             except OSError as error:
                 notice(f"Cannot write {name}: {error.strerror}.")
+
+
+def _check_is_another(name: str, fd: int, options: dict[str, Any]) -> None:
+    for other in (options["input"], options["output"]):
+        if other != "-" and Path(other).exists() and os.path.samestat(os.fstat(fd), Path(other).stat()):
+            raise ConfigError(f"--stats {name} is the input or the output; choose another file.")
 
 
 def _check_usage(options: dict[str, Any]) -> None:
@@ -220,9 +232,6 @@ def _check_usage(options: dict[str, Any]) -> None:
     for name in ("retry_errors", "recompute_changed"):
         if options[name] and not options["resume"]:
             raise ConfigError(f"--{name.replace('_', '-')} goes with --resume.")
-    files = [Path(options[name]).resolve() for name in ("input", "output") if options[name] != "-"]
-    if options["stats"] is not None and Path(options["stats"]).resolve() in files:
-        raise ConfigError(f"--stats {options['stats']} is the input or the output; choose another file.")
     if options["resume"] and options["overwrite"]:
         raise ConfigError("--resume keeps what is in the output file, --overwrite does not; give one of them.")
 
@@ -252,6 +261,14 @@ def _count_lines(name: str) -> int | None:
 
 def _open_output(options: dict[str, Any], source: IO[bytes]) -> Output:
     """Before a model is loaded for it. What is no regular file (a pipe, a device) is treated as stdout is."""
+    try:
+        return _opened(options, source)
+    except (OSError, RuntimeError) as error:  # RuntimeError: links that lead in a circle
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"Cannot write {options['output']}: {reason}.") from error
+
+
+def _opened(options: dict[str, Any], source: IO[bytes]) -> Output:
     from cbatch.cli.output import FileOutput, StreamOutput
 
     name, path = options["output"], Path(options["output"])

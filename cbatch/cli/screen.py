@@ -7,8 +7,12 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+from cbatch.cli.exits import ReaderGone
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""What steers a terminal, or turns the direction of a line; tabs and line ends aside."""
 
 
 def safe(text: str) -> str:
@@ -16,9 +20,24 @@ def safe(text: str) -> str:
     return _CONTROL.sub("", text)
 
 
+def safe_json(data: bytes) -> bytes:
+    """Lines of JSON for a terminal: what would steer it is escaped, and they mean what they meant."""
+    return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", data.decode()).encode()
+
+
 def notice(text: str) -> None:
-    """One line on stderr."""
-    print(f"cbatch: {safe(text)}", file=sys.stderr, flush=True)
+    """One line on stderr; where nobody can read that, nothing, for it must not cost what is being told of."""
+    if sys.stderr is not None:
+        with suppress(OSError):
+            print(f"cbatch: {safe(' '.join(text.splitlines()))}", file=sys.stderr, flush=True)
+
+
+def emit(text: str) -> None:
+    """Text on stdout. Raises ReaderGone when nobody reads it."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError as error:
+        raise ReaderGone from error
 
 
 class Progress:
@@ -30,10 +49,11 @@ class Progress:
         """`state` gives how many of the `total` rows are done, and what is to stand behind that."""
         self._state = state
         self._of_total = f"/{total:,}" if total else ""
-        self._interval = self.BAR_SECONDS if sys.stderr.isatty() else self.LINE_SECONDS
+        has_bar = sys.stderr is not None and sys.stderr.isatty() and not quiet
+        self._interval = self.BAR_SECONDS if has_bar else self.LINE_SECONDS
         self._next = math.inf if quiet else time.monotonic() + self._interval
         self._bar = None
-        if sys.stderr.isatty() and not quiet:
+        if has_bar:
             from tqdm import tqdm
 
             form = "{n_fmt} rows{postfix}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -24,7 +23,8 @@ def raise_interrupted(signum: int, frame: FrameType | None) -> NoReturn:
 def stopping(stop: Callable[[int], None], patience: float | None = None) -> Iterator[None]:
     """While this lasts, the first signal calls `stop` with its number, and the second ends the process at once.
 
-    patience: seconds after which the first one does that too; for a `stop` that others could hold up
+    patience: seconds after which Interrupted is raised wherever the main thread is; for a `stop` that others could
+              hold up
     """
     received: list[int] = []
 
@@ -34,13 +34,16 @@ def stopping(stop: Callable[[int], None], patience: float | None = None) -> Iter
         received.append(signum)
         stop(signum)
         if patience is not None:
-            timer = threading.Timer(patience, os._exit, (128 + signum,))
-            timer.daemon = True
-            timer.start()
+            signal.setitimer(signal.ITIMER_REAL, patience)
 
-    before = [signal.signal(signum, handle) for signum in SIGNALS]
+    def lose_patience(signum: int, frame: FrameType | None) -> NoReturn:
+        raise Interrupted(received[0])
+
+    before = [(signum, signal.signal(signum, handle)) for signum in SIGNALS]
+    before.append((signal.SIGALRM, signal.signal(signal.SIGALRM, lose_patience)))
     try:
         yield
     finally:
-        for signum, handler in zip(SIGNALS, before, strict=True):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for signum, handler in before:
             signal.signal(signum, handler)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from cbatch.engine.errors import CbatchError, ConfigError, EngineError, ModelError, RequestError
     from cbatch.engine.params import PARAM_NAMES, SamplingParams, derive_seed
     from cbatch.engine.request import TokenEvent
+    from cbatch.engine.tokenizer import FIXED_DATE
     from cbatch.engine.units import format_bytes
 
 _HOME = {
@@ -21,6 +22,7 @@ _HOME = {
     "Engine": "engine",
     "EngineConfig": "engine",
     "EngineError": "errors",
+    "FIXED_DATE": "tokenizer",
     "ModelError": "errors",
     "PARAM_NAMES": "params",
     "Prompt": "engine",
@@ -32,6 +34,7 @@ _HOME = {
 }
 
 __all__ = [
+    "FIXED_DATE",
     "PARAM_NAMES",
     "CbatchError",
     "Completion",

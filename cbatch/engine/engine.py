@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 
 import torch
 
@@ -22,7 +23,7 @@ from cbatch.engine.request import Request, TokenEvent
 from cbatch.engine.runner import Runner
 from cbatch.engine.sampler import SamplingBatch, sample
 from cbatch.engine.scheduler import Scheduler, StepPlan
-from cbatch.engine.tokenizer import Message
+from cbatch.engine.tokenizer import FIXED_DATE, Message
 
 Prompt = str | Sequence[int] | Mapping[str, Sequence[Message]]
 """Text, token ids, or a conversation: `{"messages": [{"role": "user", "content": "Hi"}]}`."""
@@ -122,10 +123,13 @@ class Engine:
         """Bytes of keys and values that one token takes, over all layers."""
         return sum(layer.bytes_per_token(self.model.dtype) for layer in self.model.layers)
 
-    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
+    def encode(self, prompt: Prompt, *, raw: bool = False, today: date = FIXED_DATE) -> list[int]:
         """Token ids of a prompt. Text is one user message where the model has a chat template, else plain text.
 
-        raw: text is plain in any case. Raises RequestError where the prompt cannot be encoded.
+        raw:   text is plain in any case
+        today: for chat templates that write down the date
+
+        Raises RequestError where the prompt cannot be encoded.
         """
         if not isinstance(prompt, str | Mapping):
             return list(prompt)
@@ -134,10 +138,10 @@ class Engine:
         if isinstance(prompt, Mapping):
             if "messages" not in prompt:
                 raise RequestError("invalid_row", "A prompt that is a mapping must have messages.")
-            return self.tokenizer.encode_chat(prompt["messages"])
+            return self.tokenizer.encode_chat(prompt["messages"], today=today)
         if raw or not self.tokenizer.chat_template:
             return self.tokenizer.encode(prompt)
-        return self.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+        return self.tokenizer.encode_chat([{"role": "user", "content": prompt}], today=today)
 
     def add(
         self,
@@ -179,8 +183,16 @@ class Engine:
             raise RequestError("invalid_row", "The prompt is empty.")
         self._check_tokens("Token id", prompt_ids)
         self._check_tokens("stop_token_ids:", params.stop_token_ids)
+        if params.stop and self.tokenizer is None:
+            raise RequestError("invalid_row", "Stop strings need a tokenizer, and this model has none.")
         room = self.scheduler.room_for(len(prompt_ids))
         return min(params.max_tokens or room, room)
+
+    def limit_of_cache(self, num_prompt: int, params: SamplingParams) -> int | None:
+        """Most tokens that the KV cache leaves to a request, 0 for none, where the context would leave it more."""
+        in_context = self.model.max_model_len - num_prompt
+        in_cache = self.blocks.capacity + 1 - num_prompt
+        return max(in_cache, 0) if in_cache < min(params.max_tokens or in_context, in_context) else None
 
     def cancel(self, request_id: int) -> None:
         """Drops a request and frees its memory; one that is finished or unknown is left alone."""

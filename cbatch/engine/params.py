@@ -59,6 +59,7 @@ class SamplingParams:
         _check_number("min_p", self.min_p, low=0.0, high=1.0)
         for name in ("temperature", "top_p", "min_p"):
             object.__setattr__(self, name, float(getattr(self, name)))
+        object.__setattr__(self, "top_k", max(self.top_k, 0))
         if not isinstance(self.ignore_eos, bool):
             raise _invalid("ignore_eos", "true or false", self.ignore_eos)
         object.__setattr__(self, "stop", _tuple_of("stop", self.stop, str))

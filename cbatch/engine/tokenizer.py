@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date
 from functools import partial
 from typing import Any
 
 from cbatch.engine.detokenizer import TextStream
 from cbatch.engine.errors import RequestError
+
+FIXED_DATE = date(2024, 7, 26)
+"""What templates are told is today where nobody says: the date that Llama's own falls back on without a clock."""
 
 Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}` with text content."""
@@ -40,8 +44,15 @@ class ChatTokenizer:
         bos = self._tokenizer.bos_token_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    @property
+    def template_has_clock(self) -> bool:
+        """Whether the template may write down the date."""
+        return "strftime_now" in (self.chat_template or "")
+
+    def encode_chat(self, messages: Sequence[Message], *, today: date = FIXED_DATE) -> list[int]:
         """Token ids of a conversation through the chat template, ready for the assistant's turn.
+
+        today: the date in templates that write one down; no clock runs, so that the same messages are the same ids.
 
         Raises RequestError (`template_error`) where the template refuses the messages.
         """
@@ -51,22 +62,24 @@ class ChatTokenizer:
             raise RequestError("invalid_row", "Messages must be a list of at least one, each with text content.")
         plain = [dict(message) for message in messages]
         if not any(self._special_pattern.search(text) for text in _strings(plain)):
-            ids: list[int] = self._tokenizer(self._render(plain), add_special_tokens=False)["input_ids"]
+            ids: list[int] = self._tokenizer(self._render(plain, today), add_special_tokens=False)["input_ids"]
             return ids
-        return self._encode_with_text_specials(plain)
+        return self._encode_with_text_specials(plain, today)
 
     def stream(self, prompt: Sequence[int], stop: Sequence[str]) -> TextStream:
         """Incremental text of an output that follows these prompt tokens."""
         return TextStream(self.backend, prompt, stop)
 
-    def _render(self, messages: list[dict[str, Any]]) -> str:
+    def _render(self, messages: list[dict[str, Any]], today: date) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, strftime_now=today.strftime
+            )
         except Exception as error:  # a template is a program of the model's author and may raise anything
             raise RequestError("template_error", f"The chat template refused the messages: {error}") from error
         return str(text)
 
-    def _encode_with_text_specials(self, messages: list[dict[str, Any]]) -> list[int]:
+    def _encode_with_text_specials(self, messages: list[dict[str, Any]], today: date) -> list[int]:
         """Encodes messages in which someone wrote special tokens.
 
         A wedge, one private-use character that occurs nowhere in them, goes behind the first character of each,
@@ -75,7 +88,7 @@ class ChatTokenizer:
         written = set().union(*_strings(messages))
         wedge = next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in written)
         hidden = _map_strings(messages, lambda text: self._special_pattern.sub(partial(_drive_in, wedge), text))
-        rendered = self._render(hidden)
+        rendered = self._render(hidden, today)
         encoded = self._tokenizer(rendered, add_special_tokens=False, return_offsets_mapping=True)
         pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
         return [token for token, (start, stop) in pairs if rendered[start:stop] != wedge]
