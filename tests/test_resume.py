@@ -61,11 +61,12 @@ def done(case: Case) -> Case:
     return case
 
 
-def test_a_finished_file_is_left_alone(done: Case) -> None:
+def test_a_finished_file_is_left_alone(done: Case, capfd: pytest.CaptureFixture[str]) -> None:
     """Guards the second call of a script: all rows kept, nothing computed, the same bytes, the same exit code."""
     before, inode = done.out.read_bytes(), done.out.stat().st_ino
     assert done.run("--resume") == 1
     assert (done.kept(), done.ran()) == (6, 0)
+    assert "nothing left to do: 6 rows are there, 2 of them errors" in capfd.readouterr().err
     assert done.out.read_bytes() == before and done.out.stat().st_ino == inode
 
 

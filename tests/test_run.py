@@ -339,6 +339,24 @@ def test_a_failing_engine_is_exit_3_and_keeps_what_is_done(
     assert "on fire" in capsys.readouterr().err
 
 
+def test_a_hiccup_is_told_of_and_costs_no_row(
+    run: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Guards a run against one step that fails: the same rows, exit code 0, and a word about it at the end."""
+    rows = [{"id": n, "prompt": f"row {n}", "temperature": 1.0, "max_tokens": 9} for n in range(5)]
+    expected = run(rows)
+    step, failures = driver.Engine.step, [RuntimeError("a hiccup")]
+
+    def failing(self: driver.Engine) -> Any:
+        if self.num_steps == 4 and failures:
+            raise failures.pop()
+        return step(self)
+
+    monkeypatch.setattr(driver.Engine, "step", failing)
+    assert run(rows) == expected and not failures
+    assert "1 tried again (RuntimeError: a hiccup)" in capfd.readouterr().err
+
+
 def test_code_of_a_model_is_never_run(run: Any, model_folder: Path, tmp_path: Path) -> None:
     """Guards against remote code: not run, not asked about, and no line of the input eaten by a question."""
     folder = shutil.copytree(model_folder, tmp_path / "remote")

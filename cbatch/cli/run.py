@@ -170,7 +170,7 @@ def _start_file(
     if not done.fits:
         output.advice = output.advice.replace("--resume", "--resume --recompute-changed")
     if not options["quiet"]:
-        notice(f"resuming: {done.rows:,} rows are done" + ("" if done.fits else f"; not kept: {done}"))
+        notice(f"resuming: {done.rows:,} rows are kept" + ("" if done.fits else f"; not kept: {done}"))
     spool.rewind()
     return spool, done
 

@@ -102,15 +102,18 @@ class Tally:
         }
 
     def summary(self, driver: Driver, waited_for_output_s: float) -> list[str]:
-        """Four lines for people."""
+        """Four lines for people; one where there was nothing left to do."""
+        if not self.rows and self.rows_kept:
+            return [f"nothing left to do: {self.rows_kept:,} rows are there, {self.errors_kept:,} of them errors"]
         failed = self.errors.total()
         kinds = ", ".join(f"{code} {count:,}" for code, count in sorted(self.errors.items()))
         kept = f", {self.rows_kept:,} kept" if self.rows_kept else ""
+        retried = f", {driver.num_retries:,} tried again ({driver.last_trouble})" if driver.num_retries else ""
         speed = self.output_tokens / max(self.elapsed_s, 1e-9)
         return [
             f"{self.rows - failed:,} rows ok, {failed:,} failed{f' ({kinds})' if kinds else ''}{kept}",
             f"{self.prompt_tokens:,} prompt tokens, {self.output_tokens:,} output tokens",
-            f"{self.elapsed_s:,.1f} s, {speed:,.0f} output tokens/s, {driver.engine.num_steps:,} steps",
+            f"{self.elapsed_s:,.1f} s, {speed:,.0f} output tokens/s, {driver.engine.num_steps:,} steps{retried}",
             f"limited by {what_limited(driver, self.elapsed_s, waited_for_output_s)}",
         ]
 
