@@ -81,12 +81,20 @@ def _fill_from_body(row: Row, body: dict[str, Any], *, is_chat: bool, allow_unkn
     if doubled := [name for name in PROMPTS if name != wanted and body.get(name) is not None]:
         raise row.wrong(f"{doubled[0]} is not what this url takes, which is {wanted}")
     if is_chat:
-        fill_messages(row, body.get("messages"))
-        for message in row.messages or ():
-            if message["role"] == "developer":  # the name that newer models of the API have for it
-                message["role"] = "system"
-        return
-    prompt = body.get("prompt")
+        _fill_chat(row, body.get("messages"))
+    else:
+        _fill_text(row, body.get("prompt"))
+
+
+def _fill_chat(row: Row, messages: Any) -> None:
+    fill_messages(row, messages)
+    for message in row.messages or ():
+        if message["role"] == "developer":  # what newer models of the API call it
+            message["role"] = "system"
+
+
+def _fill_text(row: Row, prompt: Any) -> None:
+    """A text, its token ids, or a list of one of those."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, list):
