@@ -71,7 +71,8 @@ def run(folder: Path, rows: int, max_seqs: int) -> dict[str, float]:
         elapsed = time.perf_counter() - started
     driver.close()
     assert tally.rows == rows and not tally.errors, "rows were lost"
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
     return {"rows": rows, "rows_per_s": rows / elapsed, "peak_mib": peak, "steps": engine.num_steps}
 
 

@@ -147,7 +147,7 @@ class Killer:
         self._arguments = ["run", self._source, "-m", model, "--dtype", "float32", "--max-seqs", "6", "-q"]
         self.tally = Tally()
         run = self._start(self._out)
-        while self._size() == 0:
+        while self._size() == 0 and not run.is_over():
             time.sleep(0.001)
         started = time.monotonic()
         assert run.code() == 1  # one row of the input is bad on purpose

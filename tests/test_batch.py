@@ -107,7 +107,8 @@ def test_every_line_has_exactly_one_outcome(engine: Engine, many: list[bytes], e
             wanted.remove(0)
     assert [row["index"] for row in rows] == wanted
     for row in rows:
-        assert len(row["key"]) == 24 and ("text" in row) + ("error" in row) >= 1
+        good = row["response"] if "custom_id" in row else row.get("finish_reason")
+        assert len(row["key"]) == 32 and bool(good) != bool(row.get("error"))
         code = (row.get("error") or {}).get("code")
         assert code != "internal_error", row
 

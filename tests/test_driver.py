@@ -113,17 +113,42 @@ def test_a_step_that_keeps_failing_ends_every_request(driver: Driver) -> None:
 
 def test_memory_that_does_not_suffice_makes_the_batch_smaller(driver: Driver) -> None:
     """Guards a run against the device's memory: steps are halved until they fit, and every row gets its own tokens."""
-    prompts = make_prompts([30, 20, 9])
+    prompts = make_prompts([30, 20, 9, 3, 5, 4])
     ready = threading.Event()
     driver._inbox.put(lambda: ready.wait(10) and None)
-    trouble = Trouble(driver, *[torch.OutOfMemoryError("CUDA out of memory")] * 4)
-    events = [collect(driver, prompt, max_tokens=5) for prompt in prompts]
+    trouble = Trouble(driver, *[torch.OutOfMemoryError("CUDA out of memory")] * 5)
+    events = [collect(driver, prompt, max_tokens=40) for prompt in prompts]
     ready.set()
     tokens = [[event.token_id for event in until_end(queue)] for queue in events]
-    assert tokens == [greedy(prompt, 5) for prompt in prompts]
-    assert trouble.sizes[:5] == [59, 29, 14, 7, 3] and max(trouble.sizes[5:]) <= 3
+    assert tokens == [greedy(prompt, 40) for prompt in prompts]
+    assert trouble.sizes[:6] == [71, 71, 35, 17, 8, 4] and max(trouble.sizes[6:60]) <= 4
     assert driver.num_shrinks == 4 and driver.failure is None
+    assert driver.engine.scheduler.num_preemptions > 0
     driver.engine.scheduler.check_integrity()
+
+
+def test_a_smaller_batch_grows_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the rest of a night against one short moment without memory: steps become as large as they were."""
+    monkeypatch.setattr(driver, "_patience", 1)
+    scheduler = driver.engine.scheduler
+    before = scheduler.max_batch_tokens, scheduler.max_seqs
+    Trouble(driver, *[torch.OutOfMemoryError("CUDA out of memory")] * 3)
+    until_end(collect(driver, make_prompts([9])[0], max_tokens=1))
+    assert scheduler.max_batch_tokens < before[0]
+    until_end(collect(driver, make_prompts([9])[0], max_tokens=60))
+    assert (scheduler.max_batch_tokens, scheduler.max_seqs) == before and driver.num_shrinks == 2
+
+
+def test_one_short_moment_without_memory_changes_nothing(driver: Driver) -> None:
+    """Guards the last row of a night, whose steps are of one token, against a moment that passes."""
+    prompt = make_prompts([9])[0]
+    expected = greedy(prompt, 6)
+    trouble = Trouble(driver)
+    events = collect(driver, prompt, max_tokens=6)
+    events.get(timeout=30)
+    trouble._errors.append(torch.OutOfMemoryError("CUDA out of memory"))
+    assert [event.token_id for event in until_end(events)] == expected[1:]
+    assert driver.failure is None and driver.num_shrinks == 0
 
 
 def test_memory_that_never_suffices_is_a_failure(driver: Driver) -> None:

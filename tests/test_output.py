@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 from pathlib import Path
@@ -36,7 +37,7 @@ def test_a_file_is_a_journal_first_and_ordered_at_the_end(tmp_path: Path) -> Non
         for place, index in enumerate((5, 0, 3)):
             assert output.write([OutputRow(place, index, b"row %d\n" % index)]) == [place]
         assert path.read_bytes() == b"row 5\nrow 0\nrow 3\n"
-        output.finish()
+        output.finish(lambda: None)
     assert path.read_bytes() == b"row 0\nrow 3\nrow 5\n" and path.stat().st_mode & 0o777 == 0o640
     assert list(tmp_path.iterdir()) == [path]
 
@@ -48,7 +49,7 @@ def test_a_symlink_stays_one(tmp_path: Path) -> None:
     link.symlink_to(target)
     with fresh(link) as output:
         output.write([OutputRow(0, 1, b"b\n"), OutputRow(1, 0, b"a\n")])
-        output.finish()
+        output.finish(lambda: None)
     assert link.is_symlink() and target.read_bytes() == b"a\nb\n"
 
 
@@ -69,7 +70,7 @@ def test_a_run_that_never_began_leaves_no_file(tmp_path: Path) -> None:
         pass
     assert list(tmp_path.iterdir()) == []
     with fresh(tmp_path / "out.jsonl") as output:
-        output.finish()
+        output.finish(lambda: None)
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
@@ -82,8 +83,25 @@ def test_two_runs_do_not_share_a_file(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match="Another run"):
                 FileOutput(name, input_order=True)
         output.write([OutputRow(0, 1, b"b\n"), OutputRow(1, 0, b"a\n")])
-        output.finish()
+        output.finish(lambda: None)
     FileOutput(path, input_order=True).__exit__()
+
+
+def test_a_file_that_was_replaced_before_it_was_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the moment in which another run puts its ordered rows in the place of the file that we have opened."""
+    path = tmp_path / "out.jsonl"
+    path.touch()
+    flock = fcntl.flock
+
+    def late(fd: int, operation: int) -> None:
+        path.unlink()
+        path.write_text("ordered")
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(ConfigError, match="Another run"):
+        FileOutput(path, input_order=True)
+    assert path.read_text() == "ordered"
 
 
 class Dribble(io.BytesIO):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from cbatch.cli import output as output_module
+from cbatch.cli.journal import Journal
 from cbatch.cli.main import run_command
 from cbatch.cli.output import FileOutput
 from tests.folder import save_model
@@ -111,6 +113,11 @@ def changed_bad_line(case: Case, model: Path) -> list[str]:
     return []
 
 
+def mended_line(case: Case, model: Path) -> list[str]:
+    case.rows([*ROWS[:3], {"prompt": "mended"}, *ROWS[4:]])
+    return []
+
+
 def changed_sampling(case: Case, model: Path) -> list[str]:
     case.rows([{**ROWS[0], "max_tokens": 4}, *ROWS[1:]])
     return []
@@ -154,6 +161,7 @@ CHANGES: dict[Callable[[Case, Path], list[str]], str] = {
     changed_input: "1 made with another input, or another --system, --raw or --format (first: line 1)",
     changed_column: "1 made with another input, or another --system, --raw or --format (first: line 5)",
     changed_bad_line: "1 made with another input, or another --system, --raw or --format (first: line 4)",
+    mended_line: "1 made with a line that was refused and no longer is, or the other way round",
     changed_sampling: "1 made with other sampling parameters",
     shorter: "2 for lines that the input does not have (first: line 5)",
     shifted: "1 for lines that the input does not have (first: line 1)",
@@ -217,6 +225,26 @@ def test_rows_that_a_small_cache_cut_off_are_known(case: Case, capfd: pytest.Cap
 CLOCK = "{{ strftime_now('%d %b %Y') }}"
 
 
+def test_a_prompt_too_long_for_the_context_is_so_in_any_cache(case: Case) -> None:
+    """Guards error rows of a small cache that are the same in a large one."""
+    case.rows([{"prompt": "x " * 400}])
+    assert case.run("--kv-blocks", "3") == 1 and case.run("--resume") == 1 and case.kept() == 1
+
+
+def test_a_signal_during_the_final_ordering(
+    done: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Guards Ctrl-C while a large file is put in order: 130, the journal as it was, and --resume orders it."""
+    whole = done.out.read_bytes()
+    mixed = b"".join(reversed(whole.splitlines(keepends=True)))
+    done.out.write_bytes(mixed)
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "place", lambda self, number: signal.raise_signal(signal.SIGINT) or (0, 1))
+        assert done.run("--resume") == 130
+    assert done.out.read_bytes() == mixed and len(list(done.out.parent.iterdir())) == 3
+    assert done.run("--resume") == 1 and done.out.read_bytes() == whole
+
+
 def test_templates_with_a_clock_are_told_a_date(
     case: Case, model_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -237,14 +265,14 @@ def test_what_somebody_else_writes_to_the_file_is_noticed(
     """Guards an intact journal against being put in order by places that are no longer right."""
     finish = FileOutput.finish
 
-    def meddled(self: FileOutput) -> None:
+    def meddled(self: FileOutput, check_stop: Any) -> None:
         with case.out.open("ab") as file:
             file.write(b"note\n")
-        finish(self)
+        finish(self, check_stop)
 
-    def taken_away(self: FileOutput) -> None:
+    def taken_away(self: FileOutput, check_stop: Any) -> None:
         case.out.unlink()
-        finish(self)
+        finish(self, check_stop)
 
     with monkeypatch.context() as patch:
         patch.setattr(FileOutput, "finish", meddled)
@@ -301,7 +329,7 @@ def test_an_interrupted_retry_keeps_the_last_row_of_an_index(done: Case) -> None
         (b'{"index": 0, "id"\n', "line 1: not valid JSON"),
         (b"some notes of mine\n", "line 1: not valid JSON"),
         (b'{"index": 0, "text": "from another tool"}\n', "line 1: not a row of output, which has a key"),
-        (b'{"index": -1, "key": "0123456789abcdef01234567"}\n', "line 1: not a row of output"),
+        (b'{"index": -1, "key": "0123456789abcdef0123456789abcdef"}\n', "line 1: not a row of output"),
         (b'{"index": 0, "key": "../etc"}\n', "line 1: not a row of output"),
         (b"[[[[\n", "line 1: not valid JSON"),
         (b"\n", "line 1: not valid JSON"),
@@ -318,7 +346,7 @@ def test_damage_in_the_middle_is_refused(
     assert done.run("--resume", "--recompute-changed") == 2 and done.out.read_bytes() == content
 
 
-@pytest.mark.parametrize("text", ["my novel", '{"index": 5, "precious": "data"}', '{"a": 1}'])
+@pytest.mark.parametrize("text", ["my novel", '{"index": 5, "precious": "data"}', '{"a": 1}', "[" * 100_000])
 def test_a_tail_that_is_not_ours_is_not_cut_off(case: Case, text: str) -> None:
     """Guards a text file without a last newline, given as output by mistake."""
     case.out.write_text(text)
@@ -443,7 +471,7 @@ def test_no_room_for_the_ordered_file(
     done.out.write_bytes(b"".join(reversed(whole.splitlines(keepends=True))))
     rewrite = FileOutput._rewrite
 
-    def full(self: FileOutput) -> None:
+    def full(self: FileOutput, check_stop: Any) -> None:
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(FileOutput, "_rewrite", full)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -164,6 +165,23 @@ def test_stop_strings_need_a_tokenizer(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", [{"prompt_token_ids": [5], "stop": "x"}])
     assert run_command(["run", str(source), "-m", str(folder), "-o", str(tmp_path / "out.jsonl")]) == 1
     assert "Stop strings need a tokenizer" in read_rows(tmp_path / "out.jsonl")[0]["error"]["message"]
+
+
+def test_an_interruption_lets_out_what_is_held_back(model_folder: Path) -> None:
+    """Guards finished rows on stdout, behind one that is not finished, against Ctrl-C."""
+    command = [sys.executable, "-m", "cbatch", "run", "-v", "-m", str(model_folder), "--max-seqs", "1"]
+    rows = [{"prompt": "long", "max_tokens": 230}] * 30 + [{"prompt": ""}]
+    running = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert running.stdin is not None and running.stderr is not None and running.stdout is not None
+    running.stdin.write("{bad\n" + "".join(json.dumps(row) + "\n" for row in rows))
+    running.stdin.flush()
+    while "prompt is empty" not in running.stderr.readline():
+        pass
+    running.send_signal(signal.SIGINT)
+    indices = [json.loads(line)["index"] for line in running.stdout]
+    assert running.wait(60) == 130 and indices[0] == 0 and indices[-1] == 31 and len(indices) < 32
 
 
 def test_max_errors_lets_out_what_is_held_back(model_folder: Path) -> None:

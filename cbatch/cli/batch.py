@@ -21,7 +21,7 @@ from cbatch.cli.jsonl import format_row
 from cbatch.cli.lines import Line
 from cbatch.cli.output import Output, OutputRow
 from cbatch.cli.tally import Tally
-from cbatch.engine import Driver, EngineError, RequestError, TokenEvent
+from cbatch.engine import Driver, EngineError, TokenEvent
 
 POLL_SECONDS = 0.2
 SWITCH_SECONDS = 5e-4
@@ -118,6 +118,7 @@ class Batch:
         self._tally = tally
         self._window = Window(window)
         self._on_error = on_error
+        self._stop: Stop | None = None
         self._done: queue.SimpleQueue[Finished | EndOfInput | Stop] = queue.SimpleQueue()
 
     def run(
@@ -131,9 +132,9 @@ class Batch:
         """Until every line is a row of the output. Rows that are finished are written however it ends.
 
         kept:        indices of lines whose rows are there already
-        on_progress: called after every row, and now and then while there is none
+        on_progress: called whenever rows were written, and now and then while there are none
         Raises EngineError where the engine fails, RunFailed where the input or the output does or there are
-        `max_errors` errors, and Interrupted after `interrupt`.
+        `max_errors` errors, ReaderGone where nobody takes the output, and Interrupted after `interrupt`.
         """
         threading.Thread(target=self._read, args=(lines, kept), name="cbatch-reader", daemon=True).start()
         end: EndOfInput | None = None
@@ -148,12 +149,8 @@ class Batch:
             if max_errors is not None and self._tally.errors.total() >= max_errors:
                 self._output.release()
                 raise RunFailed(f"Stopped at error {max_errors:,}, as --max-errors says.{self._output.advice}")
-            for item in news:
-                if isinstance(item, EndOfInput):
-                    end = item
-                elif isinstance(item, Stop):
-                    self._output.release()
-                    raise Interrupted(item.signum, self._output.advice)
+            end = next((item for item in news if isinstance(item, EndOfInput)), end)
+            self._check_stop()
             if not news and self._driver.failure is not None:
                 break
         if self._driver.failure is not None:
@@ -163,11 +160,18 @@ class Batch:
         if end is not None and end.error is not None:
             self._output.release()
             raise RunFailed(f"Cannot read the input: {end.error}.{self._output.advice}") from end.error
-        self._output.finish()
+        self._check_stop()
+        self._output.finish(self._check_stop)
 
     def interrupt(self, signum: int) -> None:
         """Ends the run after what is finished by now. May be called in a signal handler."""
-        self._done.put(Stop(signum))
+        self._stop = Stop(signum)
+        self._done.put(self._stop)
+
+    def _check_stop(self) -> None:
+        if self._stop is not None:
+            self._output.release()
+            raise Interrupted(self._stop.signum, self._output.advice)
 
     @property
     def waited_for_output_s(self) -> float:
@@ -190,7 +194,7 @@ class Batch:
         errors_left = math.inf if max_errors is None else max_errors - self._tally.errors.total()
         jobs, rows = [], []
         for place, job in ((item.place, item.job) for item in finished):
-            if not job.is_lost and errors_left > 0:
+            if not job.is_lost and (job.error is None or errors_left > 0):
                 errors_left -= job.error is not None
                 jobs.append(job)
                 rows.append(OutputRow(place, job.row.index, format_row(self._preparer.result(job))))
@@ -222,18 +226,13 @@ class Batch:
         self._tally.start(taken)
         job = self._preparer.job(line)
         job.taken = taken
-        if job.error is None:
-            try:
-                prompt_ids = self._preparer.prompt(job)
-                job.asked, job.prompt_ids, job.prompt_tokens = "", None, len(prompt_ids)
-                self._submit(Finished(place, job), prompt_ids)
-                return
-            except RequestError as error:
-                job.error = job.row.wrong(str(error), error.code)
-            except Exception as error:  # a row that breaks in a way nobody foresaw harms no other
-                job.error = job.row.wrong(repr(error), "internal_error")
-        job.last = time.monotonic()
-        self._done.put(Finished(place, job))
+        prompt_ids = self._preparer.encode(job)
+        if prompt_ids is None:
+            job.last = time.monotonic()
+            self._done.put(Finished(place, job))
+        else:
+            job.asked, job.prompt_ids, job.prompt_tokens = "", None, len(prompt_ids)
+            self._submit(Finished(place, job), prompt_ids)
 
     def _submit(self, item: Finished, prompt_ids: list[int]) -> None:
         job = item.job
@@ -246,7 +245,8 @@ class Batch:
                     job.first = time.monotonic()
             if event.finish_reason is not None:
                 job.last = time.monotonic()
-                job.error = job.row.wrong(str(event.error), event.error.code) if event.error else None
+                if event.error is not None:
+                    self._preparer.fail(job, event.error)
                 job.is_lost = self._driver.failure is not None
                 self._done.put(item)
 

@@ -40,19 +40,18 @@ class Check:
 
     def _take(self, line: Line) -> None:
         job = self._preparer.job(line)
-        error = job.error
-        if error is None:
+        prompt_ids = self._preparer.encode(job)
+        if prompt_ids is not None:
             try:
-                prompt_ids = self._preparer.prompt(job)
                 self._outputs.append(self._engine.max_new_tokens(prompt_ids, job.params))
                 self._prompts.append(len(prompt_ids))
                 self._shared_tokens += self._count_shared(prompt_ids)
-                return
-            except RequestError as wrong:
-                error = job.row.wrong(str(wrong), wrong.code)
-        self.errors[error.code] += 1
-        if len(self._shown) < MAX_SHOWN:
-            self._shown.append({"index": job.row.index, "id": job.row.id, "code": error.code, "message": str(error)})
+            except RequestError as error:
+                self._preparer.fail(job, error)
+        if job.error is not None:
+            self.errors[job.error.code] += 1
+            shown = {"index": job.row.index, "id": job.row.id, "code": job.error.code, "message": str(job.error)}
+            self._shown += [shown] if len(self._shown) < MAX_SHOWN else []
 
     def _count_shared(self, prompt_ids: list[int]) -> int:
         """Tokens at the beginning of a prompt, in whole blocks, with which an earlier prompt began as well."""

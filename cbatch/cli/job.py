@@ -20,7 +20,7 @@ class RowOptions:
     """How lines become requests, and results rows of output.
 
     params:     what a row does not say itself
-    max_tokens: whether they were asked to have a limit; if not, OpenAI Batch requests have none but the context
+    has_max_tokens: whether those have a limit that was asked for; if not, OpenAI Batch requests have none
     seed:       of the run; a row's own seed is derived from it and the row's id or index
     system:     system message of conversations that have none
     today:      the date, for chat templates that write it down
@@ -31,7 +31,7 @@ class RowOptions:
     """
 
     params: SamplingParams
-    max_tokens: bool = False
+    has_max_tokens: bool = False
     seed: int = 0
     system: str | None = None
     today: date = FIXED_DATE
@@ -75,10 +75,9 @@ class Preparer:
         self._options = options
         tokenizer = engine.tokenizer
         self._has_template = tokenizer is not None and bool(tokenizer.chat_template)
-        self._call_params = options.params if options.max_tokens else replace(options.params, max_tokens=None)
+        self._call_params = options.params if options.has_max_tokens else replace(options.params, max_tokens=None)
         clock = options.today.isoformat() if tokenizer is not None and tokenizer.template_has_clock else ""
         self._keys = KeyMaker(engine.fingerprint + clock)
-        self._may_be_cut_off = engine.blocks.capacity < engine.model.max_model_len
 
     def job(self, line: Line) -> Job:
         """What a line asks for. Whatever is wrong with it stands in the job's `error`."""
@@ -95,28 +94,36 @@ class Preparer:
             error = row.wrong(f"the row cannot be read: {unforeseen!r}", "internal_error")
         return Job(row, options.params, key=self._keys.of_refused(line), error=error)
 
-    def prompt(self, job: Job) -> list[int]:
-        """Token ids of a job's prompt. Raises RequestError where it cannot be encoded."""
-        if job.prompt_ids is not None:
-            return job.prompt_ids
-        return self._engine.encode(job.asked, raw=True, today=self._options.today)
+    def encode(self, job: Job) -> list[int] | None:
+        """Token ids of a job's prompt; None where it has none, and then the job's `error` says why."""
+        if job.error is None and job.prompt_ids is None:
+            try:
+                job.prompt_ids = self._engine.encode(job.asked, raw=True, today=self._options.today)
+            except RequestError as error:
+                self.fail(job, error)
+            except Exception as unforeseen:  # one prompt that breaks something harms no other
+                self.fail(job, RequestError("internal_error", f"the prompt cannot be encoded: {unforeseen!r}"))
+        return job.prompt_ids
+
+    def fail(self, job: Job, error: RequestError) -> None:
+        """Makes an error what comes of a job; the message says where its row stands."""
+        job.error = job.row.wrong(str(error), error.code)
 
     def _job(self, row: Row) -> Job:
         params, sampling = self._sampling(row)
         kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
         seed = derive_seed(self._options.seed, kind, name) if params.seed is None else params.seed
         job = Job(row, params, seed, asked=self._asked(row))
-        limit = self._limit_of_cache(job) if self._may_be_cut_off else None
+        limit = self._limit_of_cache(job)
         job.key = self._keys.of_row(row, job.asked, sampling, seed, self._options.token_ids, limit)
         return job
 
     def _limit_of_cache(self, job: Job) -> int | None:
         """After how many tokens the cache would cut off the row's output, where the context would not."""
-        try:
-            job.prompt_ids = self.prompt(job)
-        except RequestError:  # raised again when the row is run
+        scheduler = self._engine.scheduler
+        if not scheduler.cache_is_small or (prompt_ids := self.encode(job)) is None:
             return None
-        return self._engine.limit_of_cache(len(job.prompt_ids), job.params)
+        return scheduler.limit_of_cache(len(prompt_ids), job.params.max_tokens)
 
     def _asked(self, row: Row) -> Prompt:
         """The row's prompt with the options that concern it: text to continue, token ids, or messages."""

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO
 
-from cbatch.cli.keys import KEY_LENGTH, PART, WHAT_DIFFERS
+from cbatch.cli.keys import KEY_LENGTH, difference
 from cbatch.cli.lines import Line
 from cbatch.engine import ConfigError
 
@@ -164,7 +164,7 @@ def compare(
             comparison.keep(index, is_error)
             continue
         else:
-            comparison.differs(_difference(key, journal.key(number)), index)
+            comparison.differs(difference(key, journal.key(number)), index)
         journal.indices[number] = GONE
     return comparison
 
@@ -188,16 +188,9 @@ def _check_torn(line: bytes) -> None:
 
     After a power loss there may be zeros where data did not reach the disk.
     """
-    with suppress(json.JSONDecodeError, UnicodeDecodeError):
+    with suppress(json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         json.loads(line)
         _row(line)  # it is whole, so it is one of ours, or was never torn
     written = line.rstrip(b"\0")
     if not any(written.startswith(beginning[: len(written)]) for beginning in ROW_BEGINNINGS):
         raise ValueError("not a row of output, nor the beginning of one")
-
-
-def _difference(here: str, there: str) -> str:
-    """What the first part says that differs: a refused line has no sampling to compare."""
-    parts = [slice(start, start + PART) for start in (0, 2 * PART, PART)]
-    whats = (WHAT_DIFFERS[0], WHAT_DIFFERS[2], WHAT_DIFFERS[1])
-    return next(what for what, part in zip(whats, parts, strict=True) if here[part] != there[part])

@@ -11,6 +11,7 @@ from cbatch.cli.lines import MAX_LINE_BYTES, Line
 from cbatch.cli.row import (
     ALIASES,
     LATER,
+    PROMPTS,
     Row,
     check_spelling,
     fill_messages,
@@ -25,7 +26,7 @@ from cbatch.engine import PARAM_NAMES, RequestError
 MAX_DEPTH = 100
 """Nesting that no real row has, well inside what Python's own JSON code can write again."""
 
-FORMS = {"messages": fill_messages, "prompt": fill_prompt, "prompt_token_ids": fill_token_ids}
+FORMS = dict(zip(PROMPTS, (fill_messages, fill_prompt, fill_token_ids), strict=True))
 KNOWN = frozenset([*FORMS, *PARAM_NAMES, *ALIASES, *LATER, "id", "raw", "priority"])
 
 

@@ -10,30 +10,24 @@ from cbatch.cli.lines import Line
 from cbatch.cli.row import Row
 from cbatch.engine import SamplingParams
 
-PART = 8
-"""Hexadecimal digits of each of a key's three parts."""
+MODEL, SAMPLING, INPUT = slice(0, 8), slice(8, 16), slice(16, 32)
+"""The three parts of a key; the last is the longest, because it alone tells most rows of a run apart."""
 
-KEY_LENGTH = 3 * PART
-WHAT_DIFFERS = (
-    "another model, dtype, chat template or --date",
-    "other sampling parameters, another seed, --token-ids, or a KV cache that cut them off elsewhere",
-    "another input, or another --system, --raw or --format",
-)
-"""What it means that the first, second or third part of a key is not the same."""
-
-
+KEY_LENGTH = 32
+NO_SAMPLING = "00000000"
 _ENCODER = json.JSONEncoder(sort_keys=True)
 
 
 class KeyMaker:
     """Makes the keys of a run's rows: one part for the model, one for the sampling, one for the input.
 
-    Device, batch sizes and order are in none of them, nor are a row's priority and how its JSON was spelt.
+    Device, batch sizes and order are in none of them, nor are a row's priority and how its JSON was spelt; of a
+    line that is refused all bytes count.
     """
 
     def __init__(self, model: str) -> None:
         """`model`: a fingerprint of it, and of what else stands between a row and its tokens."""
-        self._model = _hash(model.encode())
+        self._model = _hash(model.encode(), MODEL)
 
     def of_row(self, row: Row, asked: object, sampling: bytes, *others: object) -> str:
         """
@@ -42,11 +36,12 @@ class KeyMaker:
         others:   whatever else decides which tokens come, and which of them are shown
         """
         call = (row.call.is_chat, row.call.model) if row.call else None
-        return self._model + _hash(sampling + repr(others).encode()) + _hash(_dump((row.id, asked, row.extra, call)))
+        row_hash = _hash(_dump((row.id, asked, row.extra, call)), INPUT)
+        return self._model + _hash(sampling + repr(others).encode(), SAMPLING) + row_hash
 
     def of_refused(self, line: Line) -> str:
         """The key of a line that is no row; only its bytes count."""
-        return self._model + "0" * PART + _hash(line.digest if line.data is None else line.data)
+        return self._model + NO_SAMPLING + _hash(line.digest if line.data is None else line.data, INPUT)
 
 
 def spelt(params: SamplingParams) -> bytes:
@@ -59,5 +54,16 @@ def _dump(value: object) -> bytes:
     return _ENCODER.encode(value).encode()
 
 
-def _hash(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=PART // 2).hexdigest()
+def difference(here: str, there: str) -> str:
+    """What must be another, where two keys of the same line are not the same."""
+    if here[MODEL] != there[MODEL]:
+        return "another model, dtype, chat template or --date"
+    if (here[SAMPLING] == NO_SAMPLING) != (there[SAMPLING] == NO_SAMPLING):
+        return "a line that was refused and no longer is, or the other way round (--allow-unknown, say)"
+    if here[INPUT] != there[INPUT]:
+        return "another input, or another --system, --raw or --format"
+    return "other sampling parameters, another seed, --token-ids, or a KV cache that cut them off elsewhere"
+
+
+def _hash(data: bytes, part: slice) -> str:
+    return hashlib.blake2b(data, digest_size=(part.stop - part.start) // 2).hexdigest()

@@ -77,6 +77,8 @@ def main() -> None:
     for signum in SIGNALS:
         signal.signal(signum, raise_interrupted)
     code = run_command()
+    for signum in SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
     for stream in filter(None, (sys.stdout, sys.stderr)):  # a closed one is None
         try:
             stream.flush()

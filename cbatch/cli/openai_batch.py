@@ -10,6 +10,7 @@ from typing import Any
 from cbatch.cli.row import (
     ALIASES,
     LATER,
+    PROMPTS,
     ApiCall,
     Row,
     check_spelling,
@@ -24,7 +25,6 @@ from cbatch.engine import PARAM_NAMES, Completion
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TOP = ("custom_id", "method", "url", "body")
-PROMPTS = ("messages", "prompt", "prompt_token_ids")
 IGNORED = ("model", "user", "metadata")
 NEEDS: dict[str, Any] = {
     "echo": False,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import select
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol, Self
+from typing import IO, Protocol, Self
 
 from cbatch.cli.exits import ReaderGone, RunFailed
 from cbatch.cli.journal import Journal
@@ -19,19 +21,21 @@ SYNC_SECONDS = 0.5
 """Rows that the disk does not have yet are no older than this when the next thing happens."""
 
 
-class OutputRow(NamedTuple):
-    """A finished row: the `place`-th of this run in input order, and the line (its index) that it answers."""
+@dataclass(frozen=True, slots=True)
+class OutputRow:
+    """A finished row: the `place`-th of this run in input order, and the index of the line that it answers."""
 
     place: int
-    line: int
+    index: int
     data: bytes
 
 
 class Output(Protocol):
     """Takes finished rows. Used as a context; leaving it early leaves what was finished, and nothing half done."""
 
-    advice: str
-    """What to do after a run that ended early, as the end of a message; may be empty."""
+    @property
+    def advice(self) -> str:
+        """What to do after a run that ended early, as the end of a message; may be empty."""
 
     patience: float | None
     """Seconds that an interrupted run gives finished rows to get out; None where nobody can hold them up."""
@@ -48,8 +52,11 @@ class Output(Protocol):
     def release(self) -> None:
         """Lets out what is held back: no row that it waits for will come."""
 
-    def finish(self) -> None:
-        """Puts the rows in their final order, if that is still to do. Only after all rows are written."""
+    def finish(self, check_stop: Callable[[], None]) -> None:
+        """Puts the rows in their final order, if that is still to do. Only after all rows are written.
+
+        check_stop: called now and then; what it raises leaves the rows as they are.
+        """
 
     def __enter__(self) -> Self: ...
 
@@ -89,7 +96,7 @@ class StreamOutput:
     def release(self) -> None:
         self._write([self._held.pop(place) for place in sorted(self._held)])
 
-    def finish(self) -> None:
+    def finish(self, check_stop: Callable[[], None]) -> None:
         self._stream.flush()
 
     def __enter__(self) -> Self:
@@ -103,7 +110,10 @@ class StreamOutput:
         view = memoryview(safe_json(data) if self._is_terminal else data)
         try:
             while view:
-                view = view[self._stream.write(view) :]
+                written = self._stream.write(view)
+                if written is None:  # a pipe that somebody made non-blocking, and that is full
+                    select.select([], [self._stream], [])
+                view = view[written or 0 :]
         except BrokenPipeError as error:
             raise ReaderGone from error
         except OSError as error:
@@ -117,7 +127,8 @@ class FileOutput:
     """
 
     patience: float | None = None
-    advice = " What was finished is in the file; --resume goes on from there."
+    resume_with = "--resume"
+    """The options that go on with what this run leaves."""
 
     def __init__(self, path: Path, *, input_order: bool) -> None:
         """Raises ConfigError where the file cannot be written or put in order, or another run is writing it."""
@@ -127,7 +138,7 @@ class FileOutput:
         self._input_order = input_order
         self._journal = Journal()
         self._unsynced_since: float | None = None
-        self._is_unused = not self._path.exists()
+        self._is_new = not self._path.exists()
         try:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
             self._lock()
@@ -153,6 +164,10 @@ class FileOutput:
             raise ConfigError(f"Another run is writing {self._name}.")
 
     @property
+    def advice(self) -> str:
+        return f" What was finished is in the file; {self.resume_with} goes on from there."
+
+    @property
     def has_content(self) -> bool:
         return os.fstat(self._fd).st_size > 0
 
@@ -176,6 +191,8 @@ class FileOutput:
         _sync_folder(self._path.parent)
 
     def write(self, rows: Sequence[OutputRow]) -> Iterable[int]:
+        if not rows:
+            return ()
         view = memoryview(b"".join(row.data for row in rows))
         try:
             while view:
@@ -183,7 +200,7 @@ class FileOutput:
         except OSError as error:
             raise self._failed("write", error) from error
         for row in rows:
-            self._journal.append(row.line, len(row.data))
+            self._journal.append(row.index, len(row.data))
         self._unsynced_since = self._unsynced_since or time.monotonic()
         return [row.place for row in rows]
 
@@ -194,14 +211,14 @@ class FileOutput:
     def release(self) -> None:
         pass
 
-    def finish(self) -> None:
+    def finish(self, check_stop: Callable[[], None]) -> None:
         self._sync()
-        self._is_unused = False
+        self._is_new = False
         self._check_unchanged()
         if self._journal.is_in_order(input_order=self._input_order):
             return
         try:
-            self._rewrite()
+            self._rewrite(check_stop)
         except OSError as error:
             raise self._failed("order", error) from error
         finally:
@@ -212,7 +229,7 @@ class FileOutput:
 
     def __exit__(self, *error: object) -> None:
         try:
-            if self._is_unused and not self.has_content:
+            if self._is_new and not self.has_content:
                 self._path.unlink(missing_ok=True)
             else:
                 self._sync()
@@ -240,10 +257,11 @@ class FileOutput:
         except OSError as error:
             raise self._failed("write", error) from error
 
-    def _rewrite(self) -> None:
+    def _rewrite(self, check_stop: Callable[[], None]) -> None:
         """Writes the rows that count to a second file, which takes the place of the first once it is on disk."""
         with self._open_sorted() as target:
             for number in self._journal.rows(input_order=self._input_order):
+                check_stop()
                 start, stop = self._journal.place(number)
                 target.write(os.pread(self._fd, stop - start, start))
             target.flush()

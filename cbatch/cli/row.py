@@ -10,6 +10,9 @@ from typing import Any
 from cbatch.engine import PARAM_NAMES, RequestError
 
 ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
+PROMPTS = ("messages", "prompt", "prompt_token_ids")
+"""The forms of a prompt."""
+
 LATER: dict[str, Any] = {
     "n": 1,
     "logprobs": False,

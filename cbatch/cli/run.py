@@ -97,6 +97,7 @@ def _run(options: dict[str, Any], source: IO[bytes], output: Output, tally: Tall
             with stopping(batch.interrupt, output.patience), progress:
                 batch.run(read_lines(lines), progress.tick, kept=kept, max_errors=options["max_errors"])
         finally:
+            tally.retried_steps = driver.num_retries
             if not options["quiet"] and not isinstance(sys.exception(), ReaderGone):
                 for line in tally.summary(driver, batch.waited_for_output_s):
                     notice(line)
@@ -126,7 +127,7 @@ def _load(options: dict[str, Any], tally: Tally) -> tuple[Engine, Preparer]:
     given = sampling_overrides(options)
     row_options = RowOptions(
         params=engine.loaded.defaults.merged(given),
-        max_tokens="max_tokens" in given,
+        has_max_tokens="max_tokens" in given,
         seed=options["seed"],
         system=options["system"],
         today=options["date"].date() if options["date"] else FIXED_DATE,
@@ -168,7 +169,7 @@ def _start_file(
         )
     output.start(journal)
     if not done.fits:
-        output.advice = output.advice.replace("--resume", "--resume --recompute-changed")
+        output.resume_with = "--resume --recompute-changed"
     if not options["quiet"]:
         notice(f"resuming: {done.rows:,} rows are kept" + ("" if done.fits else f"; not kept: {done}"))
     spool.rewind()
@@ -198,8 +199,8 @@ def _stats_written(options: dict[str, Any], tally: Tally) -> Iterator[None]:
     name = options["stats"]
     try:
         if name is not None:
-            with Path(name).open("a") as file:
-                _check_is_another(name, file.fileno(), options)
+            _check_is_another(name, options)
+            Path(name).open("a").close()
     except OSError as error:
         raise ConfigError(f"Cannot write {name}: {error.strerror}.") from error
     try:
@@ -212,9 +213,12 @@ def _stats_written(options: dict[str, Any], tally: Tally) -> Iterator[None]:
                 notice(f"Cannot write {name}: {error.strerror}.")
 
 
-def _check_is_another(name: str, fd: int, options: dict[str, Any]) -> None:
-    for other in (options["input"], options["output"]):
-        if other != "-" and Path(other).exists() and os.path.samestat(os.fstat(fd), Path(other).stat()):
+def _check_is_another(name: str, options: dict[str, Any]) -> None:
+    path = Path(name)
+    for other in (Path(options[side]) for side in ("input", "output") if options[side] != "-"):
+        if os.path.realpath(path) == os.path.realpath(other) or (
+            path.is_file() and other.is_file() and path.samefile(other)
+        ):
             raise ConfigError(f"--stats {name} is the input or the output; choose another file.")
 
 

@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 from cbatch.cli.exits import ReaderGone
 
@@ -28,8 +28,18 @@ def safe_json(data: bytes) -> bytes:
 def notice(text: str) -> None:
     """One line on stderr; where nobody can read that, nothing, for it must not cost what is being told of."""
     if sys.stderr is not None:
-        with suppress(OSError):
+        with suppress(OSError), _without_bar():
             print(f"cbatch: {safe(' '.join(text.splitlines()))}", file=sys.stderr, flush=True)
+
+
+def _without_bar() -> AbstractContextManager[object]:
+    """Takes a progress bar off the screen, where one may be, and puts it back."""
+    if "tqdm" not in sys.modules:
+        return nullcontext()
+    from tqdm import tqdm
+
+    bar: AbstractContextManager[object] = tqdm.external_write_mode(file=sys.stderr)
+    return bar
 
 
 def emit(text: str) -> None:

@@ -15,7 +15,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def raise_interrupted(signum: int, frame: FrameType | None) -> NoReturn:
-    """A handler for the time in which nothing has to be brought to an end."""
+    """A handler for the time in which nothing has to be brought to an end; the next signal ends the process."""
+    for other in SIGNALS:
+        signal.signal(other, lambda number, _: os._exit(128 + number))
     raise Interrupted(signum)
 
 

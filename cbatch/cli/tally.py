@@ -26,6 +26,7 @@ class Tally:
         self.output_tokens = 0
         self.finished_tokens = 0
         self.load_s = 0.0
+        self.retried_steps = 0
         self._started: float | None = None
         self._ended: float | None = None
         self._ttft = array("f")
@@ -96,6 +97,7 @@ class Tally:
             "elapsed_s": self.elapsed_s,
             "output_tokens_per_s": self.output_tokens / self.elapsed_s if self.elapsed_s else 0.0,
             "steps": engine.num_steps if engine else 0,
+            "retried_steps": self.retried_steps,
             "preemptions": engine.scheduler.num_preemptions if engine else 0,
             "ttft_s": _percentiles(self._ttft),
             "tpot_s": _percentiles(self._tpot),

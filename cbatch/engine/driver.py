@@ -45,8 +45,8 @@ class Driver:
     """Runs `engine.step()` for as long as there is work. Submissions and cancellations come through an inbox.
 
     Every submitted request ends with one event that has a finish_reason, unless it is cancelled or the driver
-    is closed. A step that raises is tried again, `MAX_RETRIES` times in a row, and with a smaller batch as often
-    as the device's memory does not suffice. When the engine fails all the same, `failure` is set, and all requests,
+    is closed. A step that raises is tried again, `MAX_RETRIES` times in a row, and made smaller for a while where
+    the device's memory does not suffice. When the engine fails all the same, `failure` is set, and all requests,
     later ones too, end with `internal_error`.
 
     num_retries, num_shrinks: steps that were tried again, and those of them that made the batch smaller
@@ -55,6 +55,7 @@ class Driver:
     """
 
     MAX_RETRIES = 3
+    CALM_STEPS = 32
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -63,6 +64,8 @@ class Driver:
         self.num_retries = 0
         self.num_shrinks = 0
         self.idle_s = 0.0
+        self._is_shrunk = False
+        self._calm_steps, self._patience = 0, self.CALM_STEPS
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}
         self._thread = threading.Thread(target=self._run, name="cbatch-engine", daemon=True)
@@ -109,21 +112,44 @@ class Driver:
 
     def _step(self) -> list[TokenEvent]:
         """A step of the engine, which commits nothing where it raises, and so may be tried again."""
-        failures = 0
+        failures = shortages = 0
         while True:
             try:
-                return self.engine.step()
+                events = self.engine.step()
             except Exception as error:
                 self.last_trouble = f"{type(error).__name__}: {error}"
-                out_of_memory = isinstance(error, torch.OutOfMemoryError)
-                failures += not out_of_memory
-                if failures > self.MAX_RETRIES:
+                is_shortage = isinstance(error, torch.OutOfMemoryError)
+                if not is_shortage and failures == self.MAX_RETRIES:
                     raise
+            else:
+                self._after_calm_step()
+                return events
             # Only here, where the exception no longer holds the tensors of the step, can their memory be freed.
-            if out_of_memory and not self.engine.shrink():
-                raise EngineError(f"the device's memory does not suffice for one token ({self.last_trouble})")
             self.num_retries += 1
-            self.num_shrinks += out_of_memory
+            if is_shortage:
+                shortages += 1
+                self.engine.free_memory()
+                if shortages > 1 and self._shrink():  # the first may have been somebody else's moment
+                    continue
+            failures += 1
+            if failures > self.MAX_RETRIES:
+                raise EngineError(f"the device's memory does not suffice for one token ({self.last_trouble})")
+
+    def _shrink(self) -> bool:
+        if not self.engine.shrink():
+            return False
+        self.num_shrinks += 1
+        self._calm_steps, self._patience = 0, 2 * self._patience
+        self._is_shrunk = True
+        return True
+
+    def _after_calm_step(self) -> None:
+        """Tries larger steps again after a while, which is longer each time that did not go well."""
+        if self._is_shrunk:
+            self._calm_steps += 1
+            if self._calm_steps >= self._patience:
+                self._calm_steps = 0
+                self._is_shrunk = not self.engine.grow()
 
     def _take_orders(self) -> bool:
         """Carries out what is in the inbox, and waits there when idle. False when it is time to end."""

@@ -188,12 +188,6 @@ class Engine:
         room = self.scheduler.room_for(len(prompt_ids))
         return min(params.max_tokens or room, room)
 
-    def limit_of_cache(self, num_prompt: int, params: SamplingParams) -> int | None:
-        """Most tokens that the KV cache leaves to a request, 0 for none, where the context would leave it more."""
-        in_context = self.model.max_model_len - num_prompt
-        in_cache = self.blocks.capacity + 1 - num_prompt
-        return max(in_cache, 0) if in_cache < min(params.max_tokens or in_context, in_context) else None
-
     def cancel(self, request_id: int) -> None:
         """Drops a request and frees its memory; one that is finished or unknown is left alone."""
         request = self._requests.pop(request_id, None)
@@ -219,11 +213,18 @@ class Engine:
                 del self._requests[event.request_id]
         return events
 
-    def shrink(self) -> bool:
-        """Makes steps smaller after the device's memory did not suffice for the last one; False where it cannot."""
+    def free_memory(self) -> None:
+        """Gives back what the last step took of the device's memory, as far as nothing holds it any more."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def shrink(self) -> bool:
+        """Makes steps half as large as the last one, for which memory did not suffice; False where it cannot."""
         return self.scheduler.shrink(self._step_tokens)
+
+    def grow(self) -> bool:
+        """Takes back a part of what `shrink` did; True when nothing of it is left."""
+        return self.scheduler.grow()
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None

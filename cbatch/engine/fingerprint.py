@@ -26,7 +26,7 @@ def fingerprint(folder: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name in ("config.json", "tokenizer_config.json", "special_tokens_map.json"):
         digest.update(_settings(folder / name))
-    for path in sorted(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)):
+    for path in sorted(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()):
         digest.update(hashlib.blake2b(path.read_bytes()).digest())
     for path in _weight_files(folder):
         for sample in _samples(path):

@@ -89,10 +89,11 @@ class Scheduler:
         # With more seats than budget, decoding requests could leave a prefill no token, for ever.
         self.max_seqs = min(max_seqs, max_batch_tokens)
         self.max_model_len = max_model_len
+        self._limits = self.max_batch_tokens, self.max_seqs
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_preemptions = 0
-        self.held_back: Counter[str] = Counter()
+        self.held_back: Counter[str] = Counter(seats=0, cache=0, budget=0)
         """Steps that left requests waiting, by what was short: `seats`, `cache` or `budget`."""
 
     @property
@@ -119,6 +120,18 @@ class Scheduler:
                 "Give it more memory (--kv-cache-memory).",
             )
         return min(in_context, in_cache)
+
+    @property
+    def cache_is_small(self) -> bool:
+        """Whether the cache, not the context, may be what ends an output."""
+        return self.pool.capacity + 1 < self.max_model_len
+
+    def limit_of_cache(self, num_prompt: int, max_tokens: int | None) -> int | None:
+        """Most tokens that the cache leaves to a request, 0 for none; None where the context or it asks for no more."""
+        in_context = self.max_model_len - num_prompt
+        in_cache = self.pool.capacity + 1 - num_prompt
+        is_cut_off = in_context > 0 and in_cache < min(max_tokens or in_context, in_context)
+        return max(in_cache, 0) if is_cut_off else None
 
     def add(self, request: Request) -> None:
         insort(self.waiting, request, key=_age)
@@ -167,6 +180,13 @@ class Scheduler:
         for request in sorted(self.running, key=_age)[self.max_seqs :]:
             self._preempt(request)
         return True
+
+    def grow(self) -> bool:
+        """Makes steps twice as large as `shrink` has left them, up to what they were; True when they are that again."""
+        tokens, seqs = self._limits
+        self.max_batch_tokens = min(2 * self.max_batch_tokens, tokens)
+        self.max_seqs = min(2 * self.max_seqs, seqs, self.max_batch_tokens)
+        return (self.max_batch_tokens, self.max_seqs) == self._limits
 
     def _heads_of_waiting(self, preempted: set[Request]) -> Iterator[tuple[Rank, Request]]:
         """The first waiting request, again and again, until one stays waiting or was preempted just now."""

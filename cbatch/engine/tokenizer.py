@@ -86,7 +86,9 @@ class ChatTokenizer:
         so that the tokenizer does not see it; the tokens that stand for a wedge are then left out.
         """
         written = set().union(*_strings(messages))
-        wedge = next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in written)
+        wedge = next((chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in written), None)
+        if wedge is None:
+            raise RequestError("invalid_row", "The messages hold every private-use character of Unicode.")
         hidden = _map_strings(messages, lambda text: self._special_pattern.sub(partial(_drive_in, wedge), text))
         rendered = self._render(hidden, today)
         encoded = self._tokenizer(rendered, add_special_tokens=False, return_offsets_mapping=True)
