@@ -186,7 +186,7 @@ def _state(tally: Tally, driver: Driver, total: int | None) -> tuple[int, str]:
         f"{tally.output_tokens / max(tally.running_s, 1e-9):,.0f} tok/s",
         f"{tqdm.format_interval(left)} left" if left is not None else "",
         f"{tally.errors.total():,} errors" if tally.errors else "",
-        f"{load.running}+{load.waiting} running+waiting",
+        f"{load.running} run, {load.waiting} wait",
         f"KV {load.cache_used:.0%}",
         f"{tally.output_tokens:,} tokens",
     ]
