@@ -5,6 +5,9 @@ from __future__ import annotations
 import fcntl
 import io
 import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -102,6 +105,32 @@ def test_a_file_that_was_replaced_before_it_was_locked(tmp_path: Path, monkeypat
     with pytest.raises(ConfigError, match="Another run"):
         FileOutput(path, input_order=True)
     assert path.read_text() == "ordered"
+
+
+def test_signals_in_the_middle_of_a_write_lose_nothing() -> None:
+    """Guards rows against EINTR: signals come every millisecond while a pipe that is full takes them bit by bit."""
+    reader, writer = os.pipe()
+    rows = [OutputRow(place, place, b"%d " % place * 50_000 + b"\n") for place in range(4)]
+    taken, signals = bytearray(), []
+
+    def read() -> None:
+        while data := os.read(reader, 20_000):
+            taken.extend(data)
+            time.sleep(0.001)
+
+    before = signal.signal(signal.SIGALRM, lambda signum, _: signals.append(signum))
+    thread = threading.Thread(target=read)
+    thread.start()
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    try:
+        with os.fdopen(writer, "wb", buffering=0) as stream:
+            StreamOutput(stream, input_order=True).write(rows)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    thread.join()
+    os.close(reader)
+    assert bytes(taken) == b"".join(row.data for row in rows) and len(signals) > 5
 
 
 class Dribble(io.BytesIO):
