@@ -6,6 +6,8 @@ import io
 import json
 import random
 import sys
+import threading
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cbatch.cli import batch as batch_module
 from cbatch.cli import lines as lines_module
 from cbatch.cli.batch import Batch, Window
+from cbatch.cli.exits import Interrupted
 from cbatch.cli.job import Preparer, RowOptions
 from cbatch.cli.lines import read_lines
 from cbatch.cli.main import run_command
@@ -137,6 +141,30 @@ def test_the_window_bounds_bytes_as_well_as_rows() -> None:
     window.enter(2, 60)
     window.enter(3, 40)
     assert window.waited_s < 1 and window._bytes_left == 0 and window._rows_left == 1
+
+
+def test_what_was_finished_before_a_signal_is_written(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards rows that are finished and still in the queue, more than one write takes, when the signal comes."""
+    monkeypatch.setattr(batch_module, "MAX_AT_ONCE", 4)
+    stream, driver = io.BytesIO(), Driver(engine)
+    batch: Batch
+
+    class Slow(StreamOutput):
+        """Its first write takes until all rows are finished, and then comes the signal."""
+
+        def write(self, rows: Any) -> Any:
+            if not stream.tell() and rows:
+                while any(thread.name == "cbatch-reader" for thread in threading.enumerate()):
+                    time.sleep(0.001)
+                batch.interrupt(2)
+            return super().write(rows)
+
+    preparer = Preparer(engine, RowOptions(params=SamplingParams()))
+    batch = Batch(driver, Slow(stream, input_order=True), preparer, Tally(), window=100)
+    with pytest.raises(Interrupted):
+        batch.run(read_lines(io.BytesIO(b"{bad\n" * 40)), lambda: None)
+    driver.close()
+    assert len(stream.getvalue().splitlines()) == 40
 
 
 SAMPLED = [

@@ -21,7 +21,7 @@ from cbatch.cli.jsonl import format_row
 from cbatch.cli.lines import Line
 from cbatch.cli.output import Output, OutputRow
 from cbatch.cli.tally import Tally
-from cbatch.engine import Driver, EngineError, TokenEvent
+from cbatch.engine import CbatchError, Driver, EngineError, TokenEvent
 
 POLL_SECONDS = 0.2
 SWITCH_SECONDS = 5e-4
@@ -93,9 +93,7 @@ class EndOfInput:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A signal asks the run to end."""
-
-    signum: int
+    """A signal asks the run to end, after what was finished before it."""
 
 
 class Batch:
@@ -118,7 +116,7 @@ class Batch:
         self._tally = tally
         self._window = Window(window)
         self._on_error = on_error
-        self._stop: Stop | None = None
+        self._signum: int | None = None
         self._done: queue.SimpleQueue[Finished | EndOfInput | Stop] = queue.SimpleQueue()
 
     def run(
@@ -137,6 +135,16 @@ class Batch:
         `max_errors` errors, ReaderGone where nobody takes the output, and Interrupted after `interrupt`.
         """
         threading.Thread(target=self._read, args=(lines, kept), name="cbatch-reader", daemon=True).start()
+        end = self._until_end(on_progress, max_errors)
+        if self._driver.failure is not None:
+            raise self._early(EngineError, f"The engine failed: {self._driver.failure}.") from self._driver.failure
+        if end is not None and end.error is not None:
+            raise self._early(RunFailed, f"Cannot read the input: {end.error}.") from end.error
+        self._check_stop()
+        self._output.finish(self._check_stop)
+
+    def _until_end(self, on_progress: Callable[[], None], max_errors: int | None) -> EndOfInput | None:
+        """Writes rows until all are handled; None where the engine failed before the reader was done."""
         end: EndOfInput | None = None
         handled = 0
         while end is None or handled < end.rows:
@@ -147,31 +155,28 @@ class Batch:
             self._output.tick()
             on_progress()
             if max_errors is not None and self._tally.errors.total() >= max_errors:
-                self._output.release()
-                raise RunFailed(f"Stopped at error {max_errors:,}, as --max-errors says.{self._output.advice}")
+                raise self._early(RunFailed, f"Stopped at error {max_errors:,}, as --max-errors says.")
             end = next((item for item in news if isinstance(item, EndOfInput)), end)
-            self._check_stop()
+            if Stop() in news:  # in its turn: what was finished before it is written
+                self._check_stop()
             if not news and self._driver.failure is not None:
                 break
-        if self._driver.failure is not None:
-            self._output.release()
-            reason = f"The engine failed: {self._driver.failure}.{self._output.advice}"
-            raise EngineError(reason) from self._driver.failure
-        if end is not None and end.error is not None:
-            self._output.release()
-            raise RunFailed(f"Cannot read the input: {end.error}.{self._output.advice}") from end.error
-        self._check_stop()
-        self._output.finish(self._check_stop)
+        return end
+
+    def _early(self, kind: type[CbatchError], reason: str) -> CbatchError:
+        """The error of a run that ends before its time; what was held back is let out first."""
+        self._output.release()
+        return kind(reason + self._output.advice)
 
     def interrupt(self, signum: int) -> None:
         """Ends the run after what is finished by now. May be called in a signal handler."""
-        self._stop = Stop(signum)
-        self._done.put(self._stop)
+        self._signum = signum
+        self._done.put(Stop())
 
     def _check_stop(self) -> None:
-        if self._stop is not None:
+        if self._signum is not None:
             self._output.release()
-            raise Interrupted(self._stop.signum, self._output.advice)
+            raise Interrupted(self._signum, self._output.advice)
 
     @property
     def waited_for_output_s(self) -> float:

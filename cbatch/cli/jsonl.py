@@ -116,7 +116,6 @@ def _without_surrogates(value: Any) -> Any:
 
 def _fill(row: Row, fields: dict[str, Any], allow_unknown: bool) -> None:
     """Puts the fields of a JSON object where they belong in the row; what is there of it is true also in an error."""
-    forms = [name for name in FORMS if name in fields]
     if openai_batch.is_request(fields):
         openai_batch.fill(row, fields, allow_unknown=allow_unknown)
         return
@@ -130,6 +129,7 @@ def _fill(row: Row, fields: dict[str, Any], allow_unknown: bool) -> None:
     fill_params(row, fields)
     if row.extra and not allow_unknown:
         check_spelling(row, row.extra, KNOWN)
+    forms = [name for name in FORMS if name in fields]
     if len(forms) != 1:
         raise row.wrong("the row has " + (f"both {' and '.join(forms)}" if forms else f"none of {', '.join(FORMS)}"))
     FORMS[forms[0]](row, fields[forms[0]])

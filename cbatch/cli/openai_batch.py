@@ -26,7 +26,7 @@ from cbatch.engine import PARAM_NAMES, Completion
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TOP = ("custom_id", "method", "url", "body")
 IGNORED = ("model", "user", "metadata")
-NEEDS: dict[str, Any] = {
+NOT_SERVED: dict[str, Any] = LATER | {
     "echo": False,
     "suffix": "",
     "best_of": 1,
@@ -37,7 +37,7 @@ NEEDS: dict[str, Any] = {
 }
 """Fields of a body that change the answer and are not served, with the values that ask for nothing."""
 
-KNOWN = frozenset([*PARAM_NAMES, *ALIASES, *LATER, *NEEDS, *PROMPTS, *IGNORED, "stream", "priority"])
+KNOWN = frozenset([*PARAM_NAMES, *ALIASES, *NOT_SERVED, *PROMPTS, *IGNORED, "stream", "priority"])
 
 
 def is_request(fields: dict[str, Any]) -> bool:
@@ -71,10 +71,7 @@ def _fill_from_body(row: Row, body: dict[str, Any], *, is_chat: bool, allow_unkn
     if typed(row, body, "stream", bool, False):
         raise row.wrong("stream is not possible in a batch")
     row.priority = typed(row, body, "priority", int, 0)
-    fill_params(row, body)
-    for name, nothing in NEEDS.items():
-        if body.get(name) not in (None, nothing):
-            raise row.wrong(f"{name} is not available in this version of cbatch")
+    fill_params(row, body, NOT_SERVED)
     if not allow_unknown:
         check_spelling(row, [name for name in body if name not in KNOWN], KNOWN)
     wanted = "messages" if is_chat else "prompt"

@@ -66,14 +66,14 @@ class Row:
         return RequestError(code, f"line {self.index + 1}: {message}")
 
 
-def fill_params(row: Row, fields: dict[str, Any]) -> None:
-    """Takes the sampling parameters out of a row's fields, or refuses those that nothing can serve yet."""
+def fill_params(row: Row, fields: dict[str, Any], later: dict[str, Any] = LATER) -> None:
+    """Takes the sampling parameters out of a row's fields, or refuses those that nothing can serve yet (`later`)."""
     for name, value in fields.items():
         if name in _PARAMS and value is not None:
             meant = ALIASES.get(name, name)
             if row.params.setdefault(meant, value) != value:
                 raise row.wrong(f"{name} says {value!r}, another name of it {row.params[meant]!r}")
-        elif name in LATER and value not in (None, LATER[name]):
+        elif name in later and value not in (None, later[name]):
             raise row.wrong(f"{name} is not available in this version of cbatch")
 
 

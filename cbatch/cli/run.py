@@ -81,7 +81,7 @@ def _run(options: dict[str, Any], source: IO[bytes], output: Output, tally: Tall
     from cbatch.cli.output import FileOutput
     from cbatch.engine import Driver
 
-    total = None if options["quiet"] else _count_lines(options["input"])
+    total = _count_lines(options)
     tally.engine, preparer = _load(options, tally)
     lines: Source = source
     kept: Container[int] = ()
@@ -109,7 +109,7 @@ def _check(options: dict[str, Any], source: IO[bytes], tally: Tally) -> Literal[
 
     engine, preparer = _load(options, tally)
     check = Check(engine, preparer)
-    total = _count_lines(options["input"])
+    total = _count_lines(options)
     with Progress(total, quiet=options["quiet"], state=lambda: (check.rows, "read")) as progress:
         report = check.run(read_lines(source), progress.tick)
     emit(json.dumps(report, indent=2))
@@ -254,10 +254,10 @@ def _open_input(options: dict[str, Any]) -> IO[bytes]:
         raise ConfigError(f"Cannot read {name}: {error.strerror}.") from error
 
 
-def _count_lines(name: str) -> int | None:
-    """Lines of the input, for the progress display, where they can be known beforehand."""
-    path = Path(name)
-    if name == "-" or not path.is_file():
+def _count_lines(options: dict[str, Any]) -> int | None:
+    """Lines of the input, for the progress display, where there is one and they can be known beforehand."""
+    path = Path(options["input"])
+    if options["quiet"] or options["input"] == "-" or not path.is_file():
         return None
     with path.open("rb") as stream:
         return sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(2**20), b""))

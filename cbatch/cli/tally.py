@@ -65,6 +65,11 @@ class Tally:
         return self._ended - self._started
 
     @property
+    def speed(self) -> float:
+        """Output tokens per second of those."""
+        return self.output_tokens / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
     def has_errors(self) -> bool:
         """Whether any row of the output is an error."""
         return bool(self.errors or self.errors_kept)
@@ -95,7 +100,7 @@ class Tally:
             "output_tokens": self.output_tokens,
             "load_s": self.load_s,
             "elapsed_s": self.elapsed_s,
-            "output_tokens_per_s": self.output_tokens / self.elapsed_s if self.elapsed_s else 0.0,
+            "output_tokens_per_s": self.speed,
             "steps": engine.num_steps if engine else 0,
             "retried_steps": self.retried_steps,
             "preemptions": engine.scheduler.num_preemptions if engine else 0,
@@ -111,11 +116,10 @@ class Tally:
         kinds = ", ".join(f"{code} {count:,}" for code, count in sorted(self.errors.items()))
         kept = f", {self.rows_kept:,} kept" if self.rows_kept else ""
         retried = f", {driver.num_retries:,} tried again ({driver.last_trouble})" if driver.num_retries else ""
-        speed = self.output_tokens / max(self.elapsed_s, 1e-9)
         return [
             f"{self.rows - failed:,} rows ok, {failed:,} failed{f' ({kinds})' if kinds else ''}{kept}",
             f"{self.prompt_tokens:,} prompt tokens, {self.output_tokens:,} output tokens",
-            f"{self.elapsed_s:,.1f} s, {speed:,.0f} output tokens/s, {driver.engine.num_steps:,} steps{retried}",
+            f"{self.elapsed_s:,.1f} s, {self.speed:,.0f} output tokens/s, {driver.engine.num_steps:,} steps{retried}",
             f"limited by {what_limited(driver, self.elapsed_s, waited_for_output_s)}",
         ]
 
