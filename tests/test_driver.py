@@ -123,7 +123,6 @@ def test_memory_that_does_not_suffice_makes_the_batch_smaller(driver: Driver) ->
     assert tokens == [greedy(prompt, 40) for prompt in prompts]
     assert trouble.sizes[:6] == [71, 71, 35, 17, 8, 4] and max(trouble.sizes[6:60]) <= 4
     assert driver.num_shrinks == 4 and driver.failure is None
-    assert driver.engine.scheduler.num_preemptions > 0
     driver.engine.scheduler.check_integrity()
 
 

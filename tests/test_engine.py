@@ -147,6 +147,57 @@ def test_a_row_that_is_not_finite_fails_alone(monkeypatch: pytest.MonkeyPatch) -
     assert outputs[1].token_ids == greedy(second, 4) and engine.blocks.num_used == 0
 
 
+def test_a_common_beginning_is_computed_once() -> None:
+    """Guards a system prompt that a thousand rows share: one request computes it, the others beside it do not."""
+    engine = make_engine(network(), max_batch_tokens=64)
+    trunk = make_prompts([41])[0]
+    sizes: list[int] = []
+    forward = engine.runner.forward
+    engine.runner.forward = lambda batch: (sizes.append(len(batch.input_ids)), forward(batch))[1]  # type: ignore[method-assign]
+    outputs = engine.generate([[*trunk, tail] for tail in range(1, 7)], SamplingParams(max_tokens=1))
+    assert sizes == [42 + 5 * 2], "each of the others computes what is behind the last full block"
+    assert [output.cached_tokens for output in outputs] == [0] + [40] * 5
+    again = engine.generate([[*trunk, 1]], SamplingParams(max_tokens=1))[0]
+    assert again.cached_tokens == 40 and again.token_ids == outputs[0].token_ids
+    uncached = make_engine(network(), prefix_cache=False)
+    outputs = uncached.generate([[*trunk, tail] for tail in range(1, 7)], SamplingParams(max_tokens=1))
+    assert {output.cached_tokens for output in outputs} == {0}
+
+
+def test_an_answer_is_cached_for_the_next_turn() -> None:
+    """Guards chat: what was generated is there for the prompt that goes on from it."""
+    engine = make_engine(network())
+    prompt = make_prompts([10])[0]
+    answer = engine.generate([prompt], SamplingParams(max_tokens=15))[0].token_ids
+    turn = engine.generate([[*prompt, *answer, 5, 6]], SamplingParams(max_tokens=2))[0]
+    assert turn.cached_tokens == 24
+    assert turn.token_ids == greedy([*prompt, *answer, 5, 6], 2)
+
+
+def test_a_step_that_fails_leaves_nothing_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards requests that entered relying on blocks that the failed step was to fill."""
+    engine = make_engine(network(), max_batch_tokens=64)
+    trunk = make_prompts([41])[0]
+    first, second = (engine.add([*trunk, tail], SamplingParams(max_tokens=3)) for tail in (1, 2))
+    forward = engine.runner.forward
+
+    def broken(batch: Any) -> torch.Tensor:
+        for layer in engine.runner.pool.values:
+            layer.fill_(float("nan"))
+        raise RuntimeError("hiccup")
+
+    monkeypatch.setattr(engine.runner, "forward", broken)
+    with pytest.raises(RuntimeError, match="hiccup"):
+        engine.step()
+    engine.scheduler.check_integrity()
+    monkeypatch.setattr(engine.runner, "forward", forward)
+    for layer in engine.runner.pool.values:
+        layer.zero_()
+    engine.cancel(first)
+    tokens = [event.token_id for _ in range(5) for event in engine.step() if event.request_id == second]
+    assert tokens == greedy([*trunk, 2], 3)
+
+
 def test_nothing_of_a_row_that_is_not_finite_stays_behind() -> None:
     """Guards rows that come after one whose keys and values turned NaN in the cache: they get the same blocks."""
     network, poison = make_network("llama"), 7

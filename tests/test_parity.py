@@ -88,6 +88,47 @@ def test_equals_generate_while_rows_come_and_go(family: str) -> None:
     assert [outputs[row] for row in range(len(outputs))] == expected_of(family)
 
 
+TRUNKS = make_prompts([50, 37], seed=3)
+TAILS = make_prompts([9, 1, 4, 14, 2, 5], seed=4)
+
+
+@cache
+def expected_with_trunks(family: str) -> list[list[int]]:
+    return generate_alone(network_of(family), with_trunks(), [12] * len(with_trunks()))
+
+
+def with_trunks() -> list[list[int]]:
+    """Prompts that begin alike, in the middle of a block and at its end, one being the beginning of others."""
+    prompts = [TRUNKS[number % 2] + tail for number, tail in enumerate(TAILS)]
+    return [*prompts, prompts[0][:48], prompts[0], prompts[0] + prompts[1]]
+
+
+def run_with_trunks(engine: Engine) -> list[list[int]]:
+    outputs = engine.generate(with_trunks(), SamplingParams(max_tokens=12))
+    engine.scheduler.check_integrity()
+    return [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("budget", [256, 16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_generate_with_shared_prefixes(family: str, budget: int) -> None:
+    """Guards blocks that several requests read: beside the one that computes them, later, and again from the cache."""
+    engine = make_engine(network_of(family), max_batch_tokens=budget, kv_blocks=80)
+    for _ in range(2):
+        assert run_with_trunks(engine) == expected_with_trunks(family)
+        assert engine.blocks.num_used == 0
+    scheduler = engine.scheduler
+    assert scheduler.num_cached_tokens > 0.6 * scheduler.num_prompt_tokens
+
+
+def test_a_wrong_shared_block_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the test above: a cache that takes any block for the wanted one must fail it."""
+    engine = make_engine(network_of("llama"), max_batch_tokens=256, kv_blocks=80)
+    match = engine.blocks.match
+    monkeypatch.setattr(engine.blocks, "match", lambda tokens: match(TRUNKS[0][: len(tokens)]))
+    assert run_with_trunks(engine) != expected_with_trunks("llama")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_depend_on_their_context(family: str) -> None:
     """Guards this file's worth: the first prompt token decides the output, and outputs are varied."""

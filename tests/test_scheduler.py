@@ -16,7 +16,7 @@ from cbatch.engine.scheduler import Scheduler, StepPlan
 
 
 def make_scheduler(blocks: int = 8, block_size: int = 4, seqs: int = 4, budget: int = 16) -> Scheduler:
-    return Scheduler(BlockPool(blocks, block_size), seqs, budget, max_model_len=1000)
+    return Scheduler(BlockPool(blocks, block_size), seqs, budget, max_model_len=1000, prefix_cache=False)
 
 
 def make_request(number: int, prompt: int, output: int = 1, priority: int = 0) -> Request:
@@ -67,6 +67,52 @@ def test_pool_refuses_double_free_and_overdraft() -> None:
     pool.free(blocks)
     with pytest.raises(AssertionError, match="freed twice"):
         pool.free(blocks[:1])
+
+
+def test_pool_finds_published_content_and_evicts_the_oldest() -> None:
+    """Guards the prefix cache: tokens and what is before them decide, the longest unused goes first, ends first."""
+    pool = BlockPool(5, 2)
+    blocks = pool.allocate(3)
+    pool.publish(blocks, [1, 2, 3, 4, 5, 6], 0, 6)
+    assert pool.match([1, 2, 3, 4, 5, 6]) == blocks[:2], "the last token is left to compute"
+    assert pool.match([1, 2, 3, 4, 5, 6, 7]) == blocks
+    assert pool.match([3, 4, 5]) == [] and pool.match([1, 2, 9, 4, 5]) == blocks[:1]
+    pool.share(blocks[:2])
+    pool.free(blocks)
+    pool.check_integrity()
+    assert pool.num_used == 2 and pool.match([1, 2, 3, 4, 5, 6, 7]) == blocks
+    pool.allocate(3)
+    assert pool.match([1, 2, 3, 4, 5, 6, 7]) == blocks[:2], "a block that is handed out anew holds nothing"
+    pool.free(blocks[:2])
+    pool.allocate(1)
+    assert pool.match([1, 2, 3, 4, 5]) == blocks[:1], "the end of a sequence goes before its beginning"
+    pool.check_integrity()
+
+
+def test_content_computed_twice_leads_on() -> None:
+    """Guards two requests that fill the same block at the same time: what either adds to it is found."""
+    pool = BlockPool(6, 2)
+    one, other = pool.allocate(2), pool.allocate(3)
+    pool.publish(one, [1, 2, 3, 4], 0, 4)
+    pool.publish(other, [1, 2, 3, 4, 5, 6], 0, 6)
+    assert pool.match([1, 2, 3, 4, 5, 6, 7]) == [*one, other[2]]
+    pool.free(other)
+    pool.check_integrity()
+    assert set(pool.allocate(3)) >= set(other[:2]), "the copies, which nobody can find, are handed out first"
+    assert pool.match([1, 2, 3, 4, 5, 6, 7]) == [*one, other[2]]
+
+
+def test_a_higher_priority_counts_shared_blocks_once() -> None:
+    """Guards room for an urgent row where those that go for it share blocks with each other or with it."""
+    for blocks in range(7, 16):
+        scheduler = Scheduler(BlockPool(blocks, 4), 8, 64, 1000)
+        add(scheduler, *(make_request(n, 13, 8, priority=5) for n in range(4)))
+        step(scheduler)
+        urgent = make_request(9, 21, 1, priority=1)
+        add(scheduler, urgent)
+        assert 9 in step(scheduler), f"{blocks} blocks"
+        while scheduler.has_work:
+            step(scheduler)
 
 
 def test_prefill_is_chunked_and_shares_the_budget_with_decode() -> None:

@@ -157,7 +157,11 @@ class Preparer:
             fields["extra"] = job.row.extra
         if self._options.timings:
             first = job.first - job.taken if job.first is not None else None
-            fields |= {"cached_tokens": 0, "ttft_s": first, "elapsed_s": job.last - job.taken}
+            fields |= {
+                "cached_tokens": job.completion.cached_tokens,
+                "ttft_s": first,
+                "elapsed_s": job.last - job.taken,
+            }
         return fields
 
     def _fields(self, job: Job, usage: dict[str, int]) -> dict[str, Any]:

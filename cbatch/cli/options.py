@@ -87,6 +87,9 @@ engine_options = _apply(
         click.option("--max-seqs", type=click.IntRange(1), help="Most rows that run at once."),
         click.option("--max-batch-tokens", type=click.IntRange(1), help="Token budget of one step."),
         click.option("--block-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens in a block."),
+        click.option(
+            "--prefix-cache/--no-prefix-cache", default=True, help="Compute what prompts begin with once [on]."
+        ),
         click.option("--attention", default="auto", show_default=True, metavar="NAME", help="Attention backend."),
         click.option("--kv-cache-memory", metavar="SIZE", help="KV cache: 4GiB, or 90% of what is free."),
         click.option("--kv-blocks", type=click.IntRange(1), help="KV cache in blocks, exactly (for tests)."),
@@ -119,7 +122,7 @@ sampling_options = _apply(
 )
 
 ENGINE_FIELDS = (
-    "model revision device dtype max_seqs max_batch_tokens block_size attention kv_cache_memory kv_blocks"
+    "model revision device dtype max_seqs max_batch_tokens block_size attention kv_cache_memory kv_blocks prefix_cache"
 ).split()
 SAMPLING_FIELDS = "max_tokens min_tokens temperature top_p top_k min_p stop ignore_eos".split()
 

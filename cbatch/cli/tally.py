@@ -23,6 +23,7 @@ class Tally:
         self.rows_kept = 0
         self.errors_kept = 0
         self.prompt_tokens = 0
+        self.cached_tokens = 0
         self.output_tokens = 0
         self.finished_tokens = 0
         self.load_s = 0.0
@@ -46,6 +47,7 @@ class Tally:
             return
         tokens = len(job.completion.token_ids)
         self.prompt_tokens += job.prompt_tokens
+        self.cached_tokens += job.completion.cached_tokens
         self.finished_tokens += tokens
         if job.first is not None:
             self._ttft.append(job.first - job.taken)
@@ -96,7 +98,7 @@ class Tally:
             "errors_kept": self.errors_kept,
             "error_codes": dict(self.errors),
             "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": 0,
+            "cached_tokens": self.cached_tokens,
             "output_tokens": self.output_tokens,
             "load_s": self.load_s,
             "elapsed_s": self.elapsed_s,
@@ -115,10 +117,11 @@ class Tally:
         failed = self.errors.total()
         kinds = ", ".join(f"{code} {count:,}" for code, count in sorted(self.errors.items()))
         kept = f", {self.rows_kept:,} kept" if self.rows_kept else ""
+        cached = f" ({self.cached_tokens:,} cached)" if self.cached_tokens else ""
         retried = f", {driver.num_retries:,} tried again ({driver.last_trouble})" if driver.num_retries else ""
         return [
             f"{self.rows - failed:,} rows ok, {failed:,} failed{f' ({kinds})' if kinds else ''}{kept}",
-            f"{self.prompt_tokens:,} prompt tokens, {self.output_tokens:,} output tokens",
+            f"{self.prompt_tokens:,} prompt tokens{cached}, {self.output_tokens:,} output tokens",
             f"{self.elapsed_s:,.1f} s, {self.speed:,.0f} output tokens/s, {driver.engine.num_steps:,} steps{retried}",
             f"limited by {what_limited(driver, self.elapsed_s, waited_for_output_s)}",
         ]

@@ -1,22 +1,35 @@
-"""The KV cache's address space: which blocks are free, and which are taken."""
+"""The KV cache's address space: who holds which block, and what the blocks hold that others can use."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
+from collections.abc import Sequence
+
+ROOT, UNKNOWN = 0, -1
+"""Content numbers: of what comes before a first block, and of a block with nothing that can be shared."""
 
 
 class BlockPool:
     """Hands out block ids `0 .. num_blocks-1`; each block holds `block_size` tokens.
 
-    Invariant: every id is either in the free list or taken, never both, and is handed out once at a time.
+    A block has as many references as requests hold it; without any it is free. A full block can be published:
+    its content is then known by its tokens and by the content before it, so that a request that begins with the
+    same tokens takes the block instead of computing it again. The tokens themselves are compared, no hash stands
+    for them. A free block keeps its content until it is handed out anew; the least recently used one goes first,
+    and of a sequence its end before its beginning.
+
     Paged attention's block pool: Kwon et al., https://arxiv.org/abs/2309.06180.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free: deque[int] = deque(range(num_blocks))
-        self._taken = bytearray(num_blocks)
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._references = [0] * num_blocks
+        self._known: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._keys: list[tuple[int, tuple[int, ...]] | None] = [None] * num_blocks
+        self._contents = [UNKNOWN] * num_blocks
+        self._last_content = ROOT
 
     @property
     def num_free(self) -> int:
@@ -34,24 +47,75 @@ class BlockPool:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def references(self, block: int) -> int:
+        """How many requests hold a block."""
+        return self._references[block]
+
     def allocate(self, count: int) -> list[int]:
         """Takes `count` blocks; the caller has made sure that so many are free."""
         if count > len(self._free):
             raise AssertionError(f"{count} blocks asked for, {len(self._free)} free")
-        blocks = [self._free.popleft() for _ in range(count)]
+        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        self.forget(blocks)
         for block in blocks:
-            self._taken[block] = 1
+            self._references[block] = 1
         return blocks
 
-    def free(self, blocks: list[int]) -> None:
-        for block in blocks:
-            if not self._taken[block]:
+    def free(self, blocks: Sequence[int]) -> None:
+        """Gives back one reference to each block of a sequence."""
+        for block in reversed(blocks):
+            if self._references[block] == 0:
                 raise AssertionError(f"block {block} freed twice")
-            self._taken[block] = 0
-        self._free.extend(blocks)
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                self._free[block] = None
+                self._free.move_to_end(block, last=self._keys[block] is not None)
+
+    def match(self, token_ids: Sequence[int]) -> list[int]:
+        """Published blocks that hold the beginning of a sequence, but for its last token: that is to be computed."""
+        size = self.block_size
+        blocks: list[int] = []
+        content = ROOT
+        for start in range(0, len(token_ids) - size, size):
+            block = self._known.get((content, tuple(token_ids[start : start + size])))
+            if block is None:
+                break
+            blocks.append(block)
+            content = self._contents[block]
+        return blocks
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Takes one reference more to each block that `match` has found."""
+        for block in blocks:
+            self._references[block] += 1
+            self._free.pop(block, None)
+
+    def publish(self, blocks: Sequence[int], token_ids: Sequence[int], start: int, stop: int) -> None:
+        """Makes known the blocks of a sequence that its tokens `start .. stop-1` fill up."""
+        size = self.block_size
+        for index in range(start // size, stop // size):
+            before = self._contents[blocks[index - 1]] if index else ROOT
+            if before == UNKNOWN:
+                return
+            key = before, tuple(token_ids[index * size : (index + 1) * size])
+            block, same = blocks[index], self._known.get(key)
+            if same is None:
+                self._last_content += 1
+                self._known[key], self._keys[block] = block, key
+                self._contents[block] = self._last_content
+            else:  # computed twice, side by side: both lead to what follows
+                self._contents[block] = self._contents[same]
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Takes back that these blocks hold something others can use."""
+        for block in blocks:
+            self._contents[block] = UNKNOWN
+            if (key := self._keys[block]) is not None:
+                del self._known[key]
+                self._keys[block] = None
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where free and taken do not add up; tests call it after every step."""
-        free = set(self._free)
-        assert len(free) == len(self._free), "a block is free twice"
-        assert all(self._taken[block] == (block not in free) for block in range(self.num_blocks))
+        """Raises AssertionError where references, free blocks and contents do not fit; tests call it every step."""
+        assert all((count == 0) == (block in self._free) for block, count in enumerate(self._references))
+        assert all(self._keys[block] == key for key, block in self._known.items())
+        assert sum(key is not None for key in self._keys) == len(self._known), "a key leads to another block"

@@ -42,6 +42,7 @@ class EngineConfig:
     block_size:       tokens in a block of the KV cache
     kv_cache_memory:  `4GiB`, or `90%` of what is free; None: 90% on a GPU, 25% on a CPU
     kv_blocks:        exact number of blocks, instead of kv_cache_memory
+    prefix_cache:     whether prompts that begin alike share what is computed of them
     attention:        auto, or the name of a backend
     """
 
@@ -54,24 +55,30 @@ class EngineConfig:
     block_size: int = 16
     kv_cache_memory: str | None = None
     kv_blocks: int | None = None
+    prefix_cache: bool = True
     attention: str = "auto"
 
 
 @dataclass(slots=True)
 class Completion:
-    """One finished output. finish_reason is `stop`, `length` or `error`; then `error` says what went wrong."""
+    """One finished output. finish_reason is `stop`, `length` or `error`; then `error` says what went wrong.
+
+    cached_tokens: how many of the prompt's tokens the prefix cache held
+    """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | None = None
     error: RequestError | None = None
+    cached_tokens: int = 0
 
     def take(self, event: TokenEvent) -> None:
         """Adds what one event brings."""
         self.text += event.text
         if event.token_id is not None:
             self.token_ids.append(event.token_id)
+            self.cached_tokens = event.cached_tokens
         self.finish_reason = event.finish_reason
         self.stop_reason = event.stop_reason
         self.error = event.error
@@ -99,7 +106,9 @@ class Engine:
         max_seqs = config.max_seqs or (256 if on_gpu else 32)
         budget = config.max_batch_tokens or (2048 if on_gpu else 512)
         self.blocks = BlockPool(self._choose_num_blocks(max_seqs), config.block_size)
-        self.scheduler = Scheduler(self.blocks, max_seqs, budget, self.model.max_model_len)
+        self.scheduler = Scheduler(
+            self.blocks, max_seqs, budget, self.model.max_model_len, prefix_cache=config.prefix_cache
+        )
         cache = KVPool(self.model.layers, self.blocks.num_blocks, config.block_size, self.model.dtype, self.device)
         self.runner = Runner(self.model, cache, attention)
         self.num_steps = 0
@@ -203,9 +212,13 @@ class Engine:
         if not plan.slices:
             return []
         self._step_tokens = plan.num_tokens
-        batch = RaggedBatch.build(plan, self.blocks.block_size, self.device)
-        logits = self.runner.forward(batch)
-        tokens = self._sample(plan, logits)
+        try:
+            batch = RaggedBatch.build(plan, self.blocks.block_size, self.device)
+            logits = self.runner.forward(batch)
+            tokens = self._sample(plan, logits)
+        except BaseException:
+            self.scheduler.abandon(plan)
+            raise
         events = self.scheduler.commit(plan, tokens)
         self.num_steps += 1
         for event in events:

@@ -29,8 +29,9 @@ class TextSink(Protocol):
 class TokenEvent:
     """One new token of one request; the last one carries the reason for the end.
 
-    text is the delta that became safe to show, which may be empty. A request that failed has
-    finish_reason `error`, an `error`, and no token; one that was refused at the door never had an id.
+    text is the delta that became safe to show, which may be empty. cached_tokens of the prompt did not have to be
+    computed. A request that failed has finish_reason `error`, an `error`, and no token; one that was refused at the
+    door never had an id.
     """
 
     request_id: int | None
@@ -39,13 +40,15 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None
     error: RequestError | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(eq=False, slots=True)
 class Request:
     """Prompt and generated tokens in one list; how many of them are in the KV cache; which blocks hold them.
 
-    Invariant: the keys and values of `token_ids[:num_computed]` are in the cache, in the slots of `blocks`.
+    Invariant: the keys and values of `token_ids[:num_computed]` are in the cache, in the slots of `blocks`;
+    of `token_ids[:num_cached]` they were there already when it first entered.
     There is no prefill or decode state: a request wants `num_tokens - num_computed` more tokens computed,
     and when the last one has been, it gets a new token. Ids grow with arrival, so a smaller id is older.
     """
@@ -61,6 +64,7 @@ class Request:
     text: TextSink | None = None
     num_prompt: int = field(init=False)
     num_computed: int = 0
+    num_cached: int = 0
     num_preemptions: int = 0
     blocks: list[int] = field(default_factory=list)
 
@@ -98,14 +102,19 @@ class Request:
             return self._last(token_id, "", "stop")
         text = self.text.push(token_id, may_stop=may_stop) if self.text else ""
         if self.text and self.text.stop_reason is not None:
-            return TokenEvent(self.id, token_id, text, "stop", self.text.stop_reason)
+            return self._event(token_id, text, "stop", self.text.stop_reason)
         if self.num_generated >= self.max_new_tokens:
             return self._last(token_id, text, "length")
-        return TokenEvent(self.id, token_id, text)
+        return self._event(token_id, text)
 
     def fail(self, error: RequestError) -> TokenEvent:
         """The event of a request that ends without a further token."""
         return TokenEvent(self.id, None, finish_reason="error", error=error)
 
     def _last(self, token_id: int, text: str, reason: FinishReason) -> TokenEvent:
-        return TokenEvent(self.id, token_id, text + (self.text.flush() if self.text else ""), reason)
+        return self._event(token_id, text + (self.text.flush() if self.text else ""), reason)
+
+    def _event(
+        self, token_id: int, text: str, reason: FinishReason | None = None, stop_reason: str | None = None
+    ) -> TokenEvent:
+        return TokenEvent(self.id, token_id, text, reason, stop_reason, cached_tokens=self.num_cached)

@@ -6,6 +6,10 @@ then decoding before prefill, then arrival. A long prompt takes what is left of 
 (chunked prefill), a finished request leaves at once, and a waiting one may enter at any step.
 (Iteration-level scheduling: Orca, OSDI '22; chunked prefill: Sarathi-Serve, https://arxiv.org/abs/2403.02310.)
 
+Prompts that begin alike are computed once: a block counts as there as soon as the step that fills it is planned,
+since the keys and values of all tokens of a step are written, layer by layer, before any of them is attended to.
+So a request can enter beside the one whose blocks it shares.
+
 When blocks run out, a running request preempts the youngest of the lowest priority, itself if need be; a
 waiting one preempts only lower priorities. A preempted request loses its blocks, keeps its tokens, and is
 computed again later. So the oldest request of the highest priority is never preempted, and always advances.
@@ -43,9 +47,10 @@ class Slice:
 
 @dataclass(slots=True)
 class StepPlan:
-    """The slices of one step, at most one for a request."""
+    """The slices of one step, at most one for a request, and the requests that entered with it."""
 
     slices: list[Slice] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -81,7 +86,15 @@ def _outcome(request: Request, token: int | None) -> TokenEvent:
 class Scheduler:
     """Owns the waiting and running requests and their blocks. Nothing else changes a request."""
 
-    def __init__(self, pool: BlockPool, max_seqs: int, max_batch_tokens: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        max_seqs: int,
+        max_batch_tokens: int,
+        max_model_len: int,
+        *,
+        prefix_cache: bool = True,
+    ) -> None:
         if max_seqs < 1 or max_batch_tokens < 1:
             raise ConfigError("max_seqs and max_batch_tokens must be at least 1.")
         self.pool = pool
@@ -89,10 +102,14 @@ class Scheduler:
         # With more seats than budget, decoding requests could leave a prefill no token, for ever.
         self.max_seqs = min(max_seqs, max_batch_tokens)
         self.max_model_len = max_model_len
+        self.prefix_cache = prefix_cache
         self._limits = self.max_batch_tokens, self.max_seqs
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        """Tokens of the prompts that have entered, and those of them that did not have to be computed for that."""
         self.held_back: Counter[str] = Counter(seats=0, cache=0, budget=0)
         """Steps that left requests waiting, by what was short: `seats`, `cache` or `budget`."""
 
@@ -161,10 +178,14 @@ class Scheduler:
                 preempted.update(self._grow(request))
             elif request is self.waiting[0]:  # else someone older was sent back to wait just now
                 preempted.update(self._admit(request))
+                if request.is_running:
+                    plan.admitted.append(request)
             if request.is_running:
                 start = request.num_computed
                 stop = min(request.num_tokens, start + budget)
                 plan.slices.append(Slice(request, start, stop, is_last=stop == request.num_tokens))
+                if self.prefix_cache:
+                    self.pool.publish(request.blocks, request.token_ids, start, stop)
                 budget -= stop - start
         if self.waiting:
             full = len(self.running) >= self.max_seqs
@@ -203,16 +224,28 @@ class Scheduler:
         events = []
         for request, token in zip(plan.to_sample, tokens, strict=True):
             event = _outcome(request, token)
+            if token is None:  # others must not take over what may be no numbers either
+                self.pool.forget(request.blocks)
             if event.finish_reason is not None:
                 self._release(request)
             events.append(event)
         return events
 
+    def abandon(self, plan: StepPlan) -> None:
+        """Takes back a plan that was not computed: what it published, and who entered relying on that."""
+        size = self.pool.block_size
+        for slice_ in plan.slices:
+            self.pool.forget(slice_.request.blocks[slice_.start // size : slice_.stop // size])
+        for request in plan.admitted:
+            self._send_back(request)
+
     def check_integrity(self) -> None:
         """Raises AssertionError where an invariant is broken; tests call it after every step."""
         self.pool.check_integrity()
-        held = [block for request in self.running for block in request.blocks]
-        assert len(held) == len(set(held)) == self.pool.num_used, "a block has two owners, or none"
+        held = Counter(block for request in self.running for block in request.blocks)
+        assert all(self.pool.references(block) == count for block, count in held.items())
+        assert len(held) == self.pool.num_used, "a block is taken that nobody holds"
+        assert all(len(request.blocks) == len(set(request.blocks)) for request in self.running)
         assert not any(request.blocks or request.num_computed for request in self.waiting)
         assert not set(self.running) & set(self.waiting) and len(self.running) <= self.max_seqs
         for request in self.running:
@@ -224,23 +257,41 @@ class Scheduler:
         One block for each running request stays free, so that those do not preempt it straight away.
         Returns the requests of lower priority that had to go for it.
         """
-        need = self.pool.blocks_for(request.num_tokens)
-        running, free = len(self.running), self.pool.num_free
-        victims: list[Request] = []
-        lower: list[Request] | None = None
-        while running >= self.max_seqs or free < need + running:
-            if lower is None:
-                lower = sorted((other for other in self.running if other.priority > request.priority), key=_age)
-            if not lower:
-                return []
-            victims.append(lower.pop())
-            running -= 1
-            free += len(victims[-1].blocks)
+        shared = self.pool.match(request.token_ids) if self.prefix_cache else []
+        victims = self._make_room(request, shared)
+        if victims is None:
+            return []
         for victim in victims:
             self._preempt(victim)
         self.waiting.remove(request)
         self.running.append(request)
-        request.blocks = self.pool.allocate(need)
+        self.pool.share(shared)
+        request.blocks = shared + self.pool.allocate(self.pool.blocks_for(request.num_tokens) - len(shared))
+        request.num_computed = len(shared) * self.pool.block_size
+        if request.num_generated == 0 and request.num_preemptions == 0:
+            request.num_cached = request.num_computed
+            self.num_prompt_tokens += request.num_prompt
+            self.num_cached_tokens += request.num_cached
+        return victims
+
+    def _make_room(self, request: Request, shared: list[int]) -> list[Request] | None:
+        """Who would have to go so that a request can enter; None where it cannot."""
+        running = len(self.running)
+        free = self.pool.num_free - sum(self.pool.references(block) == 0 for block in shared)
+        need = self.pool.blocks_for(request.num_tokens) - len(shared)
+        victims: list[Request] = []
+        lower: list[Request] | None = None
+        given_up: Counter[int] = Counter()
+        while running >= self.max_seqs or free < need + running:
+            if lower is None:
+                lower = sorted((other for other in self.running if other.priority > request.priority), key=_age)
+            if not lower:
+                return None
+            victims.append(lower.pop())
+            running -= 1
+            blocks = set(victims[-1].blocks).difference(shared)  # what it takes over does not become free
+            given_up.update(blocks)
+            free += sum(given_up[block] == self.pool.references(block) for block in blocks)
         return victims
 
     def _grow(self, request: Request) -> list[Request]:
@@ -255,10 +306,13 @@ class Scheduler:
         return victims
 
     def _preempt(self, request: Request) -> None:
-        self._release(request)
-        request.num_computed = 0
+        self._send_back(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
+
+    def _send_back(self, request: Request) -> None:
+        self._release(request)
+        request.num_computed = 0
         self.add(request)
 
     def _release(self, request: Request) -> None:
