@@ -22,10 +22,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cbatch import Engine, EngineConfig, SamplingParams
-from cbatch.cli.batch import Batch, tune_process
+from cbatch.cli.batch import Batch
 from cbatch.cli.job import Preparer, RowOptions
 from cbatch.cli.journal import Journal
 from cbatch.cli.lines import read_lines
+from cbatch.cli.loading import tune_process
 from cbatch.cli.output import FileOutput
 from cbatch.cli.tally import Tally
 from cbatch.engine import Driver

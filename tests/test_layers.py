@@ -39,8 +39,17 @@ LAYERS = [
     ["cli.jsonl", "cli.journal"],
     ["cli.job", "cli.output"],
     ["cli.tally", "cli.check"],
-    ["cli.batch"],
+    ["cli.batch", "cli.ends"],
+    ["cli.running"],
     ["cli.run", "cli.info"],
+    ["cli.chat.session", "cli.chat.markup", "cli.chat.capture", "cli.chat.editor", "cli.chat.keys"],
+    ["cli.chat.speaker", "cli.chat.store", "cli.chat.export", "cli.chat.transcript", "cli.chat.background"],
+    ["cli.chat.room"],
+    ["cli.chat.status", "cli.chat.pipe"],
+    ["cli.chat.commands"],
+    ["cli.chat.complete"],
+    ["cli.chat.terminal"],
+    ["cli.chat.command"],
     ["cli.main"],
 ]
 HEIGHT = {f"cbatch.{name}": height for height, names in enumerate(LAYERS) for name in names}
@@ -85,7 +94,7 @@ def test_public_names_exist(module: object) -> None:
         module.no_such_name  # type: ignore[attr-defined]  # noqa: B018
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "-h"], ["info", "--help"], ["--version"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "-h"], ["chat", "-h"], ["info", "--help"], ["--version"]])
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     """Guards the time that help takes: no torch, transformers, numpy or tokenizers for it."""
     code = (

@@ -6,10 +6,8 @@ engine, and the caller's thread writes what is finished. A window bounds what is
 
 from __future__ import annotations
 
-import gc
 import math
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -24,22 +22,11 @@ from cbatch.cli.tally import Tally
 from cbatch.engine import CbatchError, Driver, EngineError, TokenEvent
 
 POLL_SECONDS = 0.2
-SWITCH_SECONDS = 5e-4
 MAX_AT_ONCE = 256
 """Most rows that go into one write; each of them is whole in it."""
 
 WINDOW_BYTES = 256 * 2**20
 """Most bytes of input lines between reading and writing, where that is more than one line."""
-
-
-def tune_process() -> None:
-    """Settings of Python for a process that has loaded a model and now works through rows on several threads.
-
-    Without the first, full garbage collections walk over all of torch again and again: half of the time of short
-    rows. The second is how long a thread may keep the interpreter while another waits for it, the engine say.
-    """
-    gc.freeze()
-    sys.setswitchinterval(SWITCH_SECONDS)
 
 
 class Window:

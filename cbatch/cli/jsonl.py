@@ -43,7 +43,7 @@ def parse_line(line: Line, *, as_text: bool = False, allow_unknown: bool = False
         if as_text:
             row.prompt = text
         else:
-            _fill(row, _parse_object(text, line.index), allow_unknown)
+            _fill(row, parse_object(text, f"line {line.index + 1}", "a row"), allow_unknown)
     except RequestError as error:
         row.error = error
     return row
@@ -61,8 +61,11 @@ def _decode(data: bytes, index: int) -> str:
         raise RequestError("invalid_utf8", message) from None
 
 
-def _parse_object(text: str, index: int) -> dict[str, Any]:
-    where = f"line {index + 1}"
+def parse_object(text: str, where: str, what: str) -> dict[str, Any]:
+    """A JSON object, strictly: no NaN, no overflow, no deep nesting, no lone surrogates.
+
+    Raises RequestError that says where it stands, and what it was to be.
+    """
     try:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
@@ -75,7 +78,7 @@ def _parse_object(text: str, index: int) -> dict[str, Any]:
     if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
         raise RequestError("invalid_json", f"{where}: nested too deeply")
     if not isinstance(value, dict):
-        raise RequestError("invalid_row", f"{where}: a row is a JSON object, not {kind(value)}")
+        raise RequestError("invalid_row", f"{where}: {what} is a JSON object, not {kind(value)}")
     return _without_surrogates(value) if "\\ud" in text.lower() else value
 
 

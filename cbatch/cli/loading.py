@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from typing import TYPE_CHECKING, Any
 
 from cbatch.cli.options import ENGINE_FIELDS
@@ -10,6 +12,8 @@ from cbatch.engine import format_bytes
 
 if TYPE_CHECKING:
     from cbatch.engine import Engine
+
+SWITCH_SECONDS = 5e-4
 
 DEMO_NOTICE = (
     "this is the bundled demo model, a toy of a few million parameters; "
@@ -22,6 +26,7 @@ def open_engine(options: dict[str, Any], *, quiet: bool, verbose: bool = False) 
     from cbatch.engine import Engine, EngineConfig
 
     engine = Engine(EngineConfig(**{name: options[name] for name in ENGINE_FIELDS}))
+    tune_process()
     if not quiet:
         if options["model"] is None:
             notice(DEMO_NOTICE)
@@ -34,6 +39,16 @@ def open_engine(options: dict[str, Any], *, quiet: bool, verbose: bool = False) 
         for name in ("model", "attention", "context", "batch") if verbose else ():
             notice(f"{name}: {shown[name]}")
     return engine
+
+
+def tune_process() -> None:
+    """Settings of Python for a process that has loaded a model and now works on several threads.
+
+    Without the first, full garbage collections walk over all of torch again and again: half of the time of short
+    rows. The second is how long a thread may keep the interpreter while another waits for it, the engine say.
+    """
+    gc.freeze()
+    sys.setswitchinterval(SWITCH_SECONDS)
 
 
 def describe(engine: Engine) -> dict[str, str]:

@@ -5,7 +5,7 @@ https://platform.openai.com/docs/api-reference/batch has both; the bodies are th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cbatch.cli.row import (
     ALIASES,
@@ -21,7 +21,10 @@ from cbatch.cli.row import (
     kind,
     typed,
 )
-from cbatch.engine import PARAM_NAMES, Completion
+from cbatch.engine import PARAM_NAMES
+
+if TYPE_CHECKING:
+    from cbatch.engine import Completion
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TOP = ("custom_id", "method", "url", "body")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from cbatch.engine import PARAM_NAMES
+from cbatch.engine import PARAM_NAMES, ConfigError, RequestError, SamplingParams
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -131,3 +131,16 @@ def sampling_overrides(options: dict[str, Any]) -> dict[str, Any]:
     """The sampling parameters that were given; an empty tuple of stop strings is none given."""
     rarer: dict[str, Any] = options["param"]
     return rarer | {name: options[name] for name in SAMPLING_FIELDS if options[name] not in (None, ())}
+
+
+def check_sampling(options: dict[str, Any]) -> None:
+    """Refuses what would be wrong for every row or turn. Raises ConfigError."""
+    try:
+        (options["system"] or "").encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError("--system is not valid UTF-8.") from error
+    try:
+        SamplingParams().merged(sampling_overrides(options))
+    except RequestError as error:
+        name, _, rest = str(error).partition(" ")
+        raise ConfigError(f"--{name.replace('_', '-')} {rest}") from error

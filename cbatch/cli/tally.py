@@ -17,7 +17,8 @@ class Tally:
     """Counts rows and tokens of one run; eight bytes a row for the percentiles."""
 
     def __init__(self) -> None:
-        self.engine: Engine | None = None
+        self._engine: Engine | None = None
+        self._steps_before = self._preemptions_before = 0
         self.rows = 0
         self.errors: Counter[str] = Counter()
         self.rows_kept = 0
@@ -32,6 +33,22 @@ class Tally:
         self._ended: float | None = None
         self._ttft = array("f")
         self._tpot = array("f")
+
+    def attach(self, engine: Engine) -> None:
+        """The engine that runs the rows; what it has done before is not counted."""
+        self._engine = engine
+        self._steps_before = engine.num_steps
+        self._preemptions_before = engine.scheduler.num_preemptions
+
+    @property
+    def steps(self) -> int:
+        """Steps of the engine since the run began."""
+        return self._engine.num_steps - self._steps_before if self._engine else 0
+
+    @property
+    def preemptions(self) -> int:
+        """Preemptions since then."""
+        return self._engine.scheduler.num_preemptions - self._preemptions_before if self._engine else 0
 
     def start(self, now: float) -> None:
         """The moment in which the first row is taken; later ones do not count."""
@@ -90,7 +107,6 @@ class Tally:
 
     def figures(self) -> dict[str, Any]:
         """What `--stats` writes; times in seconds."""
-        engine = self.engine
         return {
             "rows": self.rows,
             "rows_kept": self.rows_kept,
@@ -103,9 +119,9 @@ class Tally:
             "load_s": self.load_s,
             "elapsed_s": self.elapsed_s,
             "output_tokens_per_s": self.speed,
-            "steps": engine.num_steps if engine else 0,
+            "steps": self.steps,
             "retried_steps": self.retried_steps,
-            "preemptions": engine.scheduler.num_preemptions if engine else 0,
+            "preemptions": self.preemptions,
             "ttft_s": _percentiles(self._ttft),
             "tpot_s": _percentiles(self._tpot),
         }
@@ -122,7 +138,7 @@ class Tally:
         return [
             f"{self.rows - failed:,} rows ok, {failed:,} failed{f' ({kinds})' if kinds else ''}{kept}",
             f"{self.prompt_tokens:,} prompt tokens{cached}, {self.output_tokens:,} output tokens",
-            f"{self.elapsed_s:,.1f} s, {self.speed:,.0f} output tokens/s, {driver.engine.num_steps:,} steps{retried}",
+            f"{self.elapsed_s:,.1f} s, {self.speed:,.0f} output tokens/s, {self.steps:,} steps{retried}",
             f"limited by {what_limited(driver, self.elapsed_s, waited_for_output_s)}",
         ]
 

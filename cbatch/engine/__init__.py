@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cbatch.engine.driver import Driver
+    from cbatch.engine.driver import Driver, Ticket
     from cbatch.engine.engine import Completion, Engine, EngineConfig, Prompt
     from cbatch.engine.errors import CbatchError, ConfigError, EngineError, ModelError, RequestError
     from cbatch.engine.params import PARAM_NAMES, SamplingParams, derive_seed
@@ -28,6 +28,7 @@ _HOME = {
     "Prompt": "engine",
     "RequestError": "errors",
     "SamplingParams": "params",
+    "Ticket": "driver",
     "TokenEvent": "request",
     "derive_seed": "params",
     "format_bytes": "units",
@@ -47,6 +48,7 @@ __all__ = [
     "Prompt",
     "RequestError",
     "SamplingParams",
+    "Ticket",
     "TokenEvent",
     "derive_seed",
     "format_bytes",

@@ -52,6 +52,7 @@ class Driver:
     num_retries, num_shrinks: steps that were tried again, and those of them that made the batch smaller
     last_trouble: why the last of them was
     idle_s:       seconds in which there was nothing to compute
+    num_tokens:   tokens generated so far, of all requests
     """
 
     MAX_RETRIES = 3
@@ -64,6 +65,7 @@ class Driver:
         self.num_retries = 0
         self.num_shrinks = 0
         self.idle_s = 0.0
+        self.num_tokens = 0
         self._is_shrunk = False
         self._calm_steps, self._patience = 0, self.CALM_STEPS
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -196,6 +198,7 @@ class Driver:
         ticket = self._tickets[event.request_id]
         if event.finish_reason is not None:
             del self._tickets[event.request_id]
+        self.num_tokens += event.token_id is not None
         ticket.sink(event)
 
     def _refuse(self, ticket: Ticket, error: RequestError) -> None:

@@ -132,11 +132,12 @@ class Engine:
         """Bytes of keys and values that one token takes, over all layers."""
         return sum(layer.bytes_per_token(self.model.dtype) for layer in self.model.layers)
 
-    def encode(self, prompt: Prompt, *, raw: bool = False, today: date = FIXED_DATE) -> list[int]:
+    def encode(self, prompt: Prompt, *, raw: bool = False, today: date = FIXED_DATE, answer: str = "") -> list[int]:
         """Token ids of a prompt. Text is one user message where the model has a chat template, else plain text.
 
-        raw:   text is plain in any case
-        today: for chat templates that write down the date
+        raw:    text is plain in any case
+        today:  for chat templates that write down the date
+        answer: beginning of the answer to a conversation, which is to go on from there
 
         Raises RequestError where the prompt cannot be encoded.
         """
@@ -147,7 +148,7 @@ class Engine:
         if isinstance(prompt, Mapping):
             if "messages" not in prompt:
                 raise RequestError("invalid_row", "A prompt that is a mapping must have messages.")
-            return self.tokenizer.encode_chat(prompt["messages"], today=today)
+            return self.tokenizer.encode_chat(prompt["messages"], today=today, answer=answer)
         if raw or not self.tokenizer.chat_template:
             return self.tokenizer.encode(prompt)
         return self.tokenizer.encode_chat([{"role": "user", "content": prompt}], today=today)

@@ -30,6 +30,7 @@ class LoadedModel:
     tokenizer:  None for a folder without one; such a model takes and gives token ids only
     defaults:   sampling parameters of the model's generation_config.json, greedy where it says nothing
     eos_ids:    tokens that end an output
+    max_tokens: the limit of an output that generation_config.json sets, where it sets one
     not_applied: keys of generation_config.json that ask for what this version does not do
     fingerprint: hash of the files that make it up (see `fingerprint`); empty for one made in memory
     """
@@ -39,6 +40,7 @@ class LoadedModel:
     tokenizer: ChatTokenizer | None
     defaults: SamplingParams
     eos_ids: frozenset[int]
+    max_tokens: int | None = None
     not_applied: tuple[str, ...] = ()
     fingerprint: str = ""
 
@@ -104,6 +106,7 @@ def load_model(name: str | None, revision: str | None, device: torch.device, dty
         tokenizer=tokenizer,
         defaults=defaults,
         eos_ids=eos_ids,
+        max_tokens=settings.get("max_new_tokens"),
         not_applied=tuple(key for key in NOT_APPLIED if settings.get(key) not in (None, NOT_APPLIED[key])),
         fingerprint=fingerprint(_folder(source, revision)),
     )

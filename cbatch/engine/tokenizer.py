@@ -49,10 +49,11 @@ class ChatTokenizer:
         """Whether the template may write down the date."""
         return "strftime_now" in (self.chat_template or "")
 
-    def encode_chat(self, messages: Sequence[Message], *, today: date = FIXED_DATE) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], *, today: date = FIXED_DATE, answer: str = "") -> list[int]:
         """Token ids of a conversation through the chat template, ready for the assistant's turn.
 
-        today: the date in templates that write one down; no clock runs, so that the same messages are the same ids.
+        today:  the date in templates that write one down; no clock runs, so that the same messages are the same ids.
+        answer: the beginning of the assistant's turn, where it is to go on from there
 
         Raises RequestError (`template_error`) where the template refuses the messages.
         """
@@ -61,10 +62,11 @@ class ChatTokenizer:
         if not messages or not all(isinstance(message.get("content"), str) for message in messages):
             raise RequestError("invalid_row", "Messages must be a list of at least one, each with text content.")
         plain = [dict(message) for message in messages]
-        if not any(self._special_pattern.search(text) for text in _strings(plain)):
-            ids: list[int] = self._tokenizer(self._render(plain, today), add_special_tokens=False)["input_ids"]
+        if not any(self._special_pattern.search(text) for text in _strings([plain, answer])):
+            text = self._render(plain, today) + answer
+            ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
             return ids
-        return self._encode_with_text_specials(plain, today)
+        return self._encode_with_text_specials(plain, today, answer)
 
     def stream(self, prompt: Sequence[int], stop: Sequence[str]) -> TextStream:
         """Incremental text of an output that follows these prompt tokens."""
@@ -79,18 +81,18 @@ class ChatTokenizer:
             raise RequestError("template_error", f"The chat template refused the messages: {error}") from error
         return str(text)
 
-    def _encode_with_text_specials(self, messages: list[dict[str, Any]], today: date) -> list[int]:
-        """Encodes messages in which someone wrote special tokens.
+    def _encode_with_text_specials(self, messages: list[dict[str, Any]], today: date, answer: str) -> list[int]:
+        """Encodes messages, or the beginning of an answer, in which someone wrote special tokens.
 
         A wedge, one private-use character that occurs nowhere in them, goes behind the first character of each,
         so that the tokenizer does not see it; the tokens that stand for a wedge are then left out.
         """
-        written = set().union(*_strings(messages))
+        written = set().union(*_strings([messages, answer]))
         wedge = next((chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in written), None)
         if wedge is None:
             raise RequestError("invalid_row", "The messages hold every private-use character of Unicode.")
-        hidden = _map_strings(messages, lambda text: self._special_pattern.sub(partial(_drive_in, wedge), text))
-        rendered = self._render(hidden, today)
+        hide = partial(self._special_pattern.sub, partial(_drive_in, wedge))
+        rendered = self._render(_map_strings(messages, hide), today) + hide(answer)
         encoded = self._tokenizer(rendered, add_special_tokens=False, return_offsets_mapping=True)
         pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
         return [token for token, (start, stop) in pairs if rendered[start:stop] != wedge]

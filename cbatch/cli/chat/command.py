@@ -1,0 +1,100 @@
+"""`cbatch chat`: the command and its options."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from cbatch.cli.loading import open_engine
+from cbatch.cli.options import check_sampling, engine_options, model_options, sampling_options, sampling_overrides
+from cbatch.cli.screen import notice
+from cbatch.engine import ConfigError
+
+if TYPE_CHECKING:
+    from cbatch.cli.chat.room import Room
+    from cbatch.cli.chat.store import Store
+
+
+@click.command("chat")
+@click.option("--auto-trim", is_flag=True, help="Leave out the oldest turns where the context is full.")
+@click.option("--no-history", is_flag=True, help="Keep nothing of this chat on disk.")
+@click.option("--from", "source", metavar="OUT.jsonl", help="Open a row of a batch's output as a session.")
+@click.option("--index", type=click.IntRange(0), metavar="K", help="Of that row.")
+@click.option("--prompts", metavar="FILE", help="The input of that batch, where the question stands.")
+@model_options
+@sampling_options
+@engine_options
+@click.option("-q", "--quiet", is_flag=True, help="Nothing about the model.")
+@click.option("-v", "--verbose", is_flag=True, help="Tell more about the engine.")
+def chat(**options: Any) -> Literal[0, 1]:
+    """Talk to a model, in many sessions at once; /help inside shows how.
+
+    Where stdin or stdout is no terminal, each line of stdin is a turn of one conversation, and answers go to stdout.
+    """
+    check_sampling(options)
+    if (options["source"] is None) != (options["index"] is None):
+        raise ConfigError("--from OUT.jsonl and --index K go together.")
+    if options["prompts"] is not None and options["source"] is None:
+        raise ConfigError("--prompts goes with --from OUT.jsonl --index K.")
+    if sys.stdin is None or sys.stdout is None:
+        raise ConfigError("A chat needs stdin and stdout, and one of them is closed.")
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        return _on_terminal(options)
+    return _through_pipe(options)
+
+
+def _on_terminal(options: dict[str, Any]) -> Literal[0]:
+    from prompt_toolkit.history import InMemoryHistory
+
+    from cbatch.cli.chat.store import PrivateHistory, Store, default_folder
+    from cbatch.cli.chat.terminal import WELCOME, Terminal
+
+    store, keeps = Store(default_folder()), not options["no_history"]
+    room = _make_room(options, store if keeps else None)
+    room.current.note(WELCOME)
+    Terminal(room, store, PrivateHistory(store) if keeps else InMemoryHistory()).run()
+    kept = sum(bool(session.turns) for session in room.sessions)
+    if kept and keeps and not options["quiet"]:
+        notice(f"{kept} session{'s are' if kept > 1 else ' is'} kept; /load in the next chat lists them")
+    return 0
+
+
+def _through_pipe(options: dict[str, Any]) -> Literal[0, 1]:
+    from cbatch.cli.chat.pipe import Pipe
+    from cbatch.cli.lines import read_lines
+
+    room = _make_room(options, None)
+    if sys.stdin.isatty() and not options["quiet"]:
+        notice("reading messages from the terminal, one a line; Ctrl-D ends them.")
+    return 0 if Pipe(sys.stdout).run(room, read_lines(sys.stdin.buffer)) else 1
+
+
+def _make_room(options: dict[str, Any], store: Store | None) -> Room:
+    from cbatch.cli.chat.export import from_result
+    from cbatch.cli.chat.room import Room
+    from cbatch.cli.chat.speaker import Speaker
+
+    begun = None
+    if options["source"] is not None:
+        prompts = Path(options["prompts"]) if options["prompts"] is not None else None
+        begun = from_result(Path(options["source"]), options["index"], prompts)
+    speaker = Speaker(partial(open_engine, options, quiet=options["quiet"], verbose=options["verbose"]))
+    room = Room(
+        speaker,
+        system=options["system"],
+        params=sampling_overrides(options),
+        seed=options["seed"],
+        auto_trim=options["auto_trim"],
+        store=store,
+    )
+    if begun is not None:
+        empty = room.current
+        room.add(begun)
+        room.close(empty)
+        if options["prompts"] is None:
+            room.current.note("The question to this answer is not in the file; --prompts FILE adds it.")
+    return room

@@ -1,0 +1,88 @@
+"""Which key does what; all others are those of an Emacs-like line editor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from prompt_toolkit.filters import Condition, has_focus
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.widgets import TextArea
+
+
+class Keyboarded(Protocol):
+    """What keys act upon."""
+
+    input: TextArea
+
+    def interrupt(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def put(self, text: str) -> None: ...
+
+    def edit(self, text: str, then: Callable[[str], None]) -> None: ...
+
+    def scroll(self, pages: int) -> None: ...
+
+    def step(self, places: int) -> None: ...
+
+    def switch_to(self, place: int) -> None: ...
+
+
+def make_keys(terminal: Keyboarded) -> KeyBindings:
+    """The bindings of a chat, which go before those of the library."""
+    keys = KeyBindings()
+    buffer = terminal.input.buffer
+    typing = has_focus(terminal.input)
+
+    @Condition
+    def is_empty() -> bool:
+        return not buffer.text
+
+    @keys.add("enter", filter=typing)
+    def _(event: KeyPressEvent) -> None:
+        if buffer.complete_state and buffer.complete_state.current_completion:
+            buffer.complete_state = None
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter", filter=typing)
+    def _(event: KeyPressEvent) -> None:
+        buffer.insert_text("\n")
+
+    @keys.add("c-c")
+    def _(event: KeyPressEvent) -> None:
+        terminal.interrupt()
+
+    @keys.add("c-d", filter=typing & is_empty)
+    def _(event: KeyPressEvent) -> None:
+        terminal.leave()
+
+    @keys.add("c-z")
+    def _(event: KeyPressEvent) -> None:
+        event.app.suspend_to_background()
+
+    @keys.add("c-x", "c-e", filter=typing)
+    def _(event: KeyPressEvent) -> None:
+        terminal.edit(buffer.text, terminal.put)
+
+    for key, pages in (("pageup", -1), ("pagedown", 1)):
+
+        @keys.add(key)
+        def _(event: KeyPressEvent, pages: int = pages) -> None:
+            terminal.scroll(pages)
+
+    for key, places in (("c-left", -1), ("c-right", 1)):
+
+        @keys.add(key)
+        def _(event: KeyPressEvent, places: int = places) -> None:
+            terminal.step(places)
+
+    for number in range(9):
+
+        @keys.add("escape", str(number + 1))
+        def _(event: KeyPressEvent, number: int = number) -> None:
+            terminal.switch_to(number)
+
+    return keys

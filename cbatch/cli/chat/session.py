@@ -1,0 +1,200 @@
+"""A conversation: its turns, the answers they got, and what of it the model is shown. No engine, no terminal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+State = Literal["asked", "streaming", "stop", "length", "stopped", "error"]
+"""Of an answer: waiting for its first token, coming, or how it ended; `stopped` is by the user."""
+
+STATES: tuple[State, ...] = ("asked", "streaming", "stop", "length", "stopped", "error")
+Message = dict[str, Any]
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Answer:
+    """One answer of the model, while it comes and after.
+
+    params:         sampling parameters that were asked for with it, beside the model's own
+    error, code:    what went wrong, if something did
+    remark:         why it was cut off, and what can be done about that
+    asked_at, first_at, last_at: when it was asked for, when its first and its last token came; clock of `monotonic`
+    """
+
+    text: str = ""
+    seed: int = 0
+    state: State = "asked"
+    error: str = ""
+    code: str = ""
+    params: dict[str, Any] = field(default_factory=dict)
+    remark: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    num_tokens: int = 0
+    asked_at: float = 0.0
+    first_at: float | None = None
+    last_at: float = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more of it may come."""
+        return self.state in ("asked", "streaming")
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is part of what the model is shown later: it ended well, or was cut off after some text."""
+        return self.state == "stop" or (self.state != "error" and bool(self.text))
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether it was cut off."""
+        return self.state in ("stopped", "length")
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Turn:
+    """What the user said, and the answers to it: several after a retry, of which one is chosen.
+
+    compares: whether they are all shown, side by side, until one is picked
+    """
+
+    text: str
+    answers: list[Answer] = field(default_factory=list)
+    chosen: int = 0
+    compares: bool = False
+
+    @property
+    def answer(self) -> Answer | None:
+        return self.answers[self.chosen] if self.answers else None
+
+    @property
+    def is_open(self) -> bool:
+        return any(answer.is_open for answer in self.answers)
+
+    def messages(self) -> list[Message]:
+        """As the model is shown it when it is in the past; a turn without an answer is not."""
+        answer = self.answer
+        if answer is None or not answer.counts:
+            return []
+        return [_message("user", self.text), _message("assistant", answer.text)]
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Note:
+    """A line from the program, not from the conversation."""
+
+    text: str
+    is_error: bool = False
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Session:
+    """One conversation with settings of its own.
+
+    number:   of the sessions of this process, from 1; never given twice
+    params:   sampling parameters that differ from the model's own
+    prelude:  messages before the first turn, of a conversation that began in a file
+    items:    turns, and the program's notes between them, in the order in which they are shown
+    dropped:  how many turns, from the oldest, the model is no longer shown; the prelude counts as one
+    queue:    what the user said while an answer was still coming
+    attached: texts of files that go before the next message
+    attempts: answers asked for so far, so that each has randomness of its own
+    is_unread: whether something came while the user was elsewhere
+    """
+
+    name: str
+    number: int = 0
+    system: str | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+    prelude: list[Message] = field(default_factory=list)
+    items: list[Turn | Note] = field(default_factory=list)
+    dropped: int = 0
+    queue: list[str] = field(default_factory=list)
+    attached: list[str] = field(default_factory=list)
+    attempts: int = 0
+    is_unread: bool = False
+
+    @property
+    def turns(self) -> list[Turn]:
+        return [item for item in self.items if isinstance(item, Turn)]
+
+    @property
+    def last(self) -> Turn | None:
+        return next((item for item in reversed(self.items) if isinstance(item, Turn)), None)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an answer is coming."""
+        last = self.last
+        return last is not None and last.is_open
+
+    def note(self, text: str, *, is_error: bool = False) -> None:
+        self.items.append(Note(text, is_error))
+
+    @property
+    def head(self) -> list[Message]:
+        """What the model is shown before everything else, and what is never dropped."""
+        return [_message("system", self.system)] if self.system else []
+
+    def past(self, turn: Turn) -> list[list[Message]]:
+        """The messages before a turn that the model is shown: the prelude, and one list for each turn."""
+        turns = self.turns
+        earlier = [past.messages() for past in turns[: turns.index(turn)]]
+        return (([self.prelude] if self.prelude else []) + earlier)[self.dropped :]
+
+    def messages(self, turn: Turn) -> list[Message]:
+        """The conversation up to a turn's question."""
+        past = [message for group in self.past(turn) for message in group]
+        return [*self.head, *past, _message("user", turn.text)]
+
+    def drop(self, count: int) -> int:
+        """Leaves out the `count` oldest turns, never the last one, and those that are out. Returns how many went."""
+        before = self.dropped
+        self.dropped = max(before, min(count, bool(self.prelude) + len(self.turns) - 1))
+        return self.dropped - before
+
+    def remove(self, turn: Turn) -> None:
+        """Takes a turn out, and the notes behind it."""
+        del self.items[self.items.index(turn) :]
+        self.dropped = min(self.dropped, bool(self.prelude) + len(self.turns))
+
+    def copy(self, name: str, number: int) -> Session:
+        """A session of its own that has come to the same point; of an answer that is coming, what is there."""
+        twin = Session(name, number, self.system, dict(self.params), list(self.prelude), dropped=self.dropped)
+        twin.attempts = self.attempts
+        twin.items = [_copied(item) for item in self.items]
+        return twin
+
+    def take_messages(self, messages: list[Message]) -> None:
+        """Fills an empty session with a conversation; what does not alternate as a chat does is its prelude."""
+        rest = list(messages)
+        if rest and rest[0]["role"] == "system":
+            self.system = str(rest.pop(0)["content"])
+        for message in rest:
+            last = self.last
+            if message["role"] == "user" and (last is None or last.answers):
+                self.items.append(Turn(str(message["content"])))
+            elif message["role"] == "assistant" and last is not None and not last.answers:
+                last.answers.append(Answer(str(message["content"]), state="stop"))
+            else:
+                self.prelude += [part for turn in self.turns for part in turn.messages()]
+                if last is not None and not last.answers:
+                    self.prelude.append(_message("user", last.text))
+                self.prelude.append(message)
+                self.items.clear()
+
+
+def _message(role: str, text: str) -> Message:
+    return {"role": role, "content": text}
+
+
+def _copied(item: Turn | Note) -> Turn | Note:
+    if isinstance(item, Note):
+        return item
+    return Turn(item.text, [_settled(answer) for answer in item.answers], item.chosen, item.compares)
+
+
+def _settled(answer: Answer) -> Answer:
+    """A copy for another session; one that is still coming is cut off there."""
+    return replace(answer, state="stopped") if answer.is_open else replace(answer)

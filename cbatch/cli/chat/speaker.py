@@ -1,0 +1,189 @@
+"""Loads the engine beside a front end that is there already, and asks it for answers.
+
+Three threads meet here: the front end's, which alone changes sessions; the speaker's, which loads, turns
+conversations into token ids and submits them; and the driver's, on which events arise. What the others have to say
+to the front end they put into its mailbox.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import date
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from cbatch.cli.chat.session import Message
+from cbatch.engine import RequestError, SamplingParams, TokenEvent
+
+if TYPE_CHECKING:
+    from cbatch.engine import Driver, Engine, Ticket
+
+PRIORITY = -(2**64)
+"""Of answers: before every row of a batch that runs beside them."""
+
+Post = Callable[[Callable[[], None]], None]
+
+
+class Mailbox:
+    """Functions that the front end's thread is to call, in the order in which other threads put them here."""
+
+    def __init__(self) -> None:
+        self._wake: Callable[[], object] = lambda: None
+        self._is_awake = False
+        self._calls: deque[Callable[[], None]] = deque()
+
+    def set_wake(self, wake: Callable[[], object]) -> None:
+        """`wake` is called on the thread that puts something, once until `deliver` begins."""
+        self._wake = wake
+        if self._calls:
+            wake()
+
+    def put(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
+        if not self._is_awake:
+            self._is_awake = True
+            self._wake()
+
+    def deliver(self) -> None:
+        self._is_awake = False
+        while self._calls:
+            self._calls.popleft()()
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One answer asked for: the conversation, how to sample, and where to report to.
+
+    head, past, last: messages that stay, turns of which the oldest may go, and the question
+    so_far:   the beginning of the answer, where it goes on from that
+    may_drop: whether the oldest turns may go where the context does not suffice
+    on_start: told on the front end's thread how many tokens the prompt has, and how many turns were dropped
+    on_event: told there of every token, and when it came (`monotonic`)
+    """
+
+    head: list[Message]
+    past: list[list[Message]]
+    last: Message
+    overrides: dict[str, Any]
+    seed: int
+    so_far: str
+    may_drop: bool
+    on_start: Callable[[int, int], None]
+    on_event: Callable[[TokenEvent, float], None]
+    is_cancelled: bool = False
+    ticket: Ticket | None = field(default=None)
+
+    def messages(self, dropped: int) -> list[Message]:
+        return [*self.head, *(message for group in self.past[dropped:] for message in group), self.last]
+
+
+class Speaker:
+    """Submits calls to an engine that it opens itself. `driver` is None until that is done."""
+
+    def __init__(self, open_engine: Callable[[], Engine]) -> None:
+        self.driver: Driver | None = None
+        self._open_engine = open_engine
+        self._orders: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._post: Post = lambda call: None
+
+    def start(self, post: Post, on_open: Callable[[BaseException | None], None]) -> None:
+        """Begins to load.
+
+        post:    hands a function to the front end's thread
+        on_open: told there that the engine is there, or why it is not
+        """
+        self._post = post
+        threading.Thread(target=self._run, args=(on_open,), name="cbatch-speaker", daemon=True).start()
+
+    def ask(self, call: Call) -> None:
+        self._orders.put(call)
+
+    def cancel(self, call: Call) -> None:
+        """No event of this call comes any more."""
+        call.is_cancelled = True
+        if call.ticket is not None and self.driver is not None:
+            self.driver.cancel(call.ticket)
+
+    def params(self, overrides: dict[str, Any]) -> SamplingParams:
+        """The effective sampling parameters of a session; the model's own stand only once it is loaded."""
+        if self.driver is None:
+            return SamplingParams(max_tokens=None).merged(overrides)
+        loaded = self.driver.engine.loaded
+        return replace(loaded.defaults, max_tokens=loaded.max_tokens).merged(overrides)
+
+    def _run(self, on_open: Callable[[BaseException | None], None]) -> None:
+        try:
+            engine = self._open_engine()
+            from cbatch.engine import Driver
+
+            self.driver = Driver(engine)
+        except BaseException as error:  # a sentence for the user, and the end of the chat; never a thread's traceback
+            self._post(partial(on_open, error))
+            return
+        self._post(partial(on_open, None))
+        while True:
+            call = self._orders.get()
+            if call.is_cancelled:
+                continue
+            try:
+                self._submit(call, self.driver)
+            except RequestError as error:
+                self._refuse(call, error)
+            except Exception as unforeseen:  # one answer that breaks something harms no other
+                self._refuse(call, RequestError("internal_error", f"The message cannot be encoded: {unforeseen!r}"))
+
+    def _submit(self, call: Call, driver: Driver) -> None:
+        params = self.params(call.overrides)
+        prompt_ids, dropped = self._encode(call, driver.engine, params)
+        self._post(partial(_unless_cancelled, call, partial(call.on_start, len(prompt_ids), dropped)))
+
+        def take(event: TokenEvent) -> None:
+            self._post(partial(_unless_cancelled, call, partial(call.on_event, event, time.monotonic())))
+
+        call.ticket = driver.submit(prompt_ids, params, take, seed=call.seed, priority=PRIORITY)
+        if call.is_cancelled:  # in the meantime; whoever cancelled it saw no ticket
+            driver.cancel(call.ticket)
+
+    def _encode(self, call: Call, engine: Engine, params: SamplingParams) -> tuple[list[int], int]:
+        """Token ids of the conversation, and how many of its oldest turns had to go for them to fit."""
+        last_chance = len(call.past) if call.may_drop else 0
+        for dropped in range(last_chance + 1):
+            prompt_ids = encode(engine, call.messages(dropped), call.so_far)
+            if dropped == last_chance or _has_room(engine, prompt_ids, params):
+                break
+        engine.max_new_tokens(prompt_ids, params)
+        return prompt_ids, dropped
+
+    def _refuse(self, call: Call, error: RequestError) -> None:
+        event = TokenEvent(None, None, finish_reason="error", error=error)
+        self._post(partial(_unless_cancelled, call, partial(call.on_event, event, time.monotonic())))
+
+
+def encode(engine: Engine, messages: Sequence[Message], so_far: str = "") -> list[int]:
+    """Token ids of a conversation, and of the beginning of its next answer.
+
+    Without a chat template it is plain text to continue: each answer follows its question, each question on a new line.
+    """
+    if engine.tokenizer is None or engine.tokenizer.chat_template:
+        return engine.encode({"messages": messages}, today=date.today(), answer=so_far)
+    parts = [("\n" if message["role"] == "user" else "") + message["content"] for message in messages]
+    return engine.encode("".join(parts).removeprefix("\n") + so_far, raw=True)
+
+
+def _has_room(engine: Engine, prompt_ids: Sequence[int], params: SamplingParams) -> bool:
+    """Whether a prompt leaves room for the answer that is asked for, or for one of a quarter of the context."""
+    quarter = engine.model.max_model_len // 4
+    try:
+        return engine.scheduler.room_for(len(prompt_ids)) >= min(params.max_tokens or quarter, quarter)
+    except RequestError:
+        return False
+
+
+def _unless_cancelled(call: Call, report: Callable[[], None]) -> None:
+    if not call.is_cancelled:
+        report()

@@ -1,0 +1,237 @@
+"""What a chat keeps on disk: sessions and the history of what was typed, for their user alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prompt_toolkit.history import History
+
+from cbatch.cli.chat.session import STATES, Answer, Session, Turn
+from cbatch.cli.jsonl import parse_object
+from cbatch.engine import ConfigError, RequestError, SamplingParams
+
+VERSION = 1
+HISTORY_BYTES = 2**20
+"""How much of the history's end is read."""
+
+KEPT = {"text": str, "seed": int, "params": dict, "error": str, "code": str, "remark": str}
+"""Of an answer, beside its state."""
+
+_NAME = re.compile(r"[\w][\w .+@-]{0,99}")
+
+
+def default_folder() -> Path:
+    """$XDG_STATE_HOME/cbatch, by default ~/.local/state/cbatch."""
+    base = os.environ.get("XDG_STATE_HOME")
+    return Path(base if base and Path(base).is_absolute() else Path.home() / ".local" / "state") / "cbatch"
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A session on disk, as a list of them shows it."""
+
+    path: Path
+    name: str
+    when: float
+    turns: int
+    beginning: str
+
+
+class Store:
+    """A folder (0700) with sessions and a history (0600 each). Nothing is made before something is written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        self._paths: dict[int, Path] = {}
+
+    @property
+    def history_path(self) -> Path:
+        return self.folder / "history.jsonl"
+
+    def path_of(self, name: str) -> Path:
+        """Where a session is saved under this name; a name with a slash or a suffix is a path.
+
+        Raises ConfigError for a name that cannot be one of a file.
+        """
+        if "/" in name or name.endswith(".json"):
+            return Path(name).expanduser()
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"{name!r} cannot be a name: letters, digits, blanks and .+@-_ can.")
+        return self.folder / "sessions" / f"{name}.json"
+
+    def save(self, session: Session, name: str | None = None) -> Path:
+        """Writes a session, in one atomic replace, to where it was written before or under a name that it keeps.
+
+        Raises ConfigError where that cannot be done.
+        """
+        own = self.folder / "sessions" / f"{self._stamp}-{session.number}.json"
+        path = self.path_of(name) if name else self._paths.get(session.number, own)
+        try:
+            if path.parent == self.folder / "sessions":
+                make_private(self.folder)
+                make_private(path.parent)
+            write_private(path, json.dumps(to_json(session), ensure_ascii=False, indent=1))
+        except OSError as error:
+            raise ConfigError(f"Cannot write {path}: {error.strerror}.") from error
+        if name and own.exists() and own != path:
+            own.unlink()
+        self._paths[session.number] = path
+        return path
+
+    def keeps_at(self, session: Session, path: Path) -> None:
+        """From now on a session is written to this file, from which it was read."""
+        self._paths[session.number] = path
+
+    def saved(self) -> list[Saved]:
+        """The sessions in the folder, newest first; what cannot be read is left out."""
+        found = []
+        for path in (self.folder / "sessions").glob("*.json"):
+            with suppress(OSError, ConfigError):
+                session = read_session(path)
+                turns = session.turns
+                beginning = " ".join(turns[0].text.split())[:60] if turns else ""
+                found.append(Saved(path, session.name, path.stat().st_mtime, len(turns), beginning))
+        return sorted(found, key=lambda saved: -saved.when)
+
+
+class PrivateHistory(History):
+    """What was typed, one JSON string a line; several chats may append to it at the same time."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def load_history_strings(self) -> Iterable[str]:
+        """Newest first."""
+        try:
+            with self._store.history_path.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - HISTORY_BYTES))
+                lines = file.read().splitlines()
+        except OSError:
+            return
+        for line in reversed(lines):
+            with suppress(ValueError, RecursionError):
+                text = json.loads(line)
+                if isinstance(text, str):
+                    yield text
+
+    def store_string(self, string: str) -> None:
+        with suppress(OSError):  # a full disk must not take the line from its user
+            make_private(self._store.folder)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            fd = os.open(self._store.history_path, flags, 0o600)
+            try:
+                os.fchmod(fd, 0o600)
+                os.write(fd, json.dumps(string).encode() + b"\n")
+            finally:
+                os.close(fd)
+
+
+def make_private(folder: Path) -> None:
+    """Makes a folder that its owner alone can look into."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_mode & 0o077:
+        folder.chmod(0o700)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Puts a file (0600) in the place of another, whole or not at all."""
+    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")  # made 0600
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def to_json(session: Session) -> dict[str, Any]:
+    return {
+        "cbatch_session": VERSION,
+        "name": session.name,
+        "system": session.system,
+        "params": session.params,
+        "prelude": session.prelude,
+        "dropped": session.dropped,
+        "attempts": session.attempts,
+        "turns": [
+            {
+                "user": turn.text,
+                "chosen": turn.chosen,
+                "answers": [
+                    {name: getattr(answer, name) for name in KEPT}
+                    | {"state": "stopped" if answer.is_open else answer.state}
+                    for answer in turn.answers
+                ],
+            }
+            for turn in session.turns
+        ],
+    }
+
+
+def read_session(path: Path) -> Session:
+    """Reads what `Store.save` has written. Raises ConfigError that says what is wrong with the file."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            fields = parse_object(file.read(), str(path), "a saved session")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"Cannot read {path}: {reason}.") from error
+    except RequestError as error:
+        raise ConfigError(f"{error}.") from error
+    if fields.get("cbatch_session") != VERSION:
+        raise ConfigError(f"{path} is not a session saved by this version.")
+    try:
+        return _from_json(fields)
+    except RequestError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ConfigError(f"{path} is damaged: {error!r}.") from error
+
+
+def _from_json(fields: dict[str, Any]) -> Session:
+    params = fields["params"]
+    SamplingParams().merged(params)
+    session = Session(
+        _typed(fields["name"], str),
+        system=_typed(fields["system"], str | None),
+        params=_typed(params, dict),
+        prelude=[_checked_message(message) for message in fields["prelude"]],
+        attempts=_typed(fields["attempts"], int),
+    )
+    for turn in fields["turns"]:
+        answers = [_answer(answer) for answer in turn["answers"]]
+        chosen = _typed(turn["chosen"], int)
+        if answers:
+            answers[chosen]
+        session.items.append(Turn(_typed(turn["user"], str), answers, chosen))
+    session.drop(_typed(fields["dropped"], int))
+    return session
+
+
+def _answer(fields: dict[str, Any]) -> Answer:
+    state = fields["state"]
+    if state not in STATES or state in ("asked", "streaming"):
+        raise TypeError(f"state {state!r}")
+    return Answer(state=state, **{name: _typed(fields[name], kind) for name, kind in KEPT.items()})
+
+
+def _checked_message(message: Any) -> dict[str, Any]:
+    return {"role": _typed(message["role"], str), "content": _typed(message["content"], str)}
+
+
+def _typed(value: Any, kind: Any) -> Any:
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+        raise TypeError(f"{str(value)[:40]!r} has the wrong type")
+    return value

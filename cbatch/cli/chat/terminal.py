@@ -1,0 +1,276 @@
+"""The chat on a terminal: a transcript that scrolls, a bar, and an input line that nothing tears."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TextIO
+
+from prompt_toolkit.application import Application, in_terminal
+from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
+from prompt_toolkit.buffer import Buffer
+from prompt_toolkit.document import Document
+from prompt_toolkit.formatted_text import StyleAndTextTuples
+from prompt_toolkit.history import History
+from prompt_toolkit.layout import Float, FloatContainer, HSplit, Layout, Window
+from prompt_toolkit.layout.controls import FormattedTextControl, UIContent, UIControl
+from prompt_toolkit.layout.dimension import Dimension
+from prompt_toolkit.layout.menus import CompletionsMenu
+from prompt_toolkit.output import create_output
+from prompt_toolkit.styles import Style
+from prompt_toolkit.widgets import SearchToolbar, TextArea
+
+from cbatch.cli.chat.background import Background
+from cbatch.cli.chat.capture import captured_output
+from cbatch.cli.chat.commands import Commands
+from cbatch.cli.chat.complete import CommandCompleter
+from cbatch.cli.chat.editor import edit_text
+from cbatch.cli.chat.keys import make_keys
+from cbatch.cli.chat.room import Room
+from cbatch.cli.chat.session import Answer, Note, Session
+from cbatch.cli.chat.speaker import Mailbox
+from cbatch.cli.chat.status import Status
+from cbatch.cli.chat.store import Store
+from cbatch.cli.chat.transcript import Transcript, visible
+from cbatch.cli.exits import Interrupted
+from cbatch.cli.screen import safe
+from cbatch.engine import ConfigError
+
+REDRAW_SECONDS = 1 / 60
+REFRESH_SECONDS = 0.5
+"""Of what changes by itself: the speed, the progress of a batch."""
+
+WELCOME = "/help shows what can be typed here; Ctrl-D leaves."
+LEAVING = "Ctrl-D or /exit leaves."
+STYLE = Style.from_dict(
+    {
+        "user": "ansicyan bold",
+        "heading": "bold",
+        "strong": "bold",
+        "code": "ansiyellow",
+        "quote": "italic",
+        "fence": "ansibrightblack",
+        "note": "ansibrightblack",
+        "error": "ansired",
+        "bar": "reverse",
+        "bar.current": "reverse bold",
+        "prompt": "ansigreen bold",
+    }
+)
+
+
+class Pane(UIControl):
+    """Shows the end of the current session, or where its reader has scrolled to."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._transcript = Transcript()
+        self._session: Session | None = None
+        self._top: int | None = None
+        self._height = self._start = 0
+
+    def is_focusable(self) -> bool:
+        return False
+
+    def create_content(self, width: int, height: int) -> UIContent:
+        session = self._room.current
+        if session is not self._session:
+            self._session, self._top = session, None
+        lines, start, below = visible(self._transcript.chunks(session, width), height, self._top)
+        self._height, self._start = height, start
+        if not below:
+            self._top = None
+        elif lines:
+            lines[-1] = [("class:bar", f" {below + 1:,} more lines below: PageDown "[:width])]
+
+        def get_line(number: int) -> StyleAndTextTuples:
+            return [*lines[number]]
+
+        return UIContent(get_line, line_count=len(lines), show_cursor=False)
+
+    def scroll(self, pages: int) -> None:
+        """By pages; up is negative."""
+        self._top = max(0, self._start + pages * max(self._height - 2, 1))
+
+
+class Terminal:
+    """Puts a room on a terminal and does what is typed there."""
+
+    def __init__(self, room: Room, store: Store, history: History) -> None:
+        self.room = room
+        room.on_token = self._on_token
+        self._mailbox = Mailbox()
+        self.background = Background()
+        self.status = Status(room, self.background)
+        self.commands = Commands(room, self, self.background, self.status, store)
+        self._heard: deque[str] = deque(maxlen=50)
+        self._is_loading = False
+        self._undrawn: list[float] = []
+        self._app: Application[None] | None = None
+        search = SearchToolbar()
+        self.input = TextArea(
+            multiline=True,
+            wrap_lines=True,
+            height=Dimension(min=1, max=8),
+            dont_extend_height=True,
+            prompt=lambda: [("class:prompt", f"{safe(room.current.name)}> ")],
+            history=history,
+            auto_suggest=AutoSuggestFromHistory(),
+            completer=CommandCompleter(room, store),
+            complete_while_typing=False,
+            accept_handler=self._accept,
+            search_field=search,
+        )
+        self._pane = Pane(room)
+        bar = Window(FormattedTextControl(self._bar), height=1, style="class:bar")
+        rows = HSplit([Window(self._pane, wrap_lines=False), bar, self.input, search])
+        menu = Float(CompletionsMenu(max_height=8, scroll_offset=1), xcursor=True, ycursor=True)
+        self._layout = Layout(FloatContainer(rows, [menu]), focused_element=self.input)
+
+    def run(self) -> None:
+        """Until the user leaves. Raises Interrupted after a signal, and what kept the engine from opening."""
+        with captured_output(lambda line: self._mailbox.put(partial(self._hear, line))) as terminal:
+            self._app = self._make_app(terminal)
+            try:
+                asyncio.run(self._run(self._app))
+            except EOFError:  # the terminal went away
+                pass
+            finally:
+                self.background.close()
+
+    def _on_open(self, error: BaseException | None) -> None:
+        """The engine is there, or will not be."""
+        self.status.loading = ""
+        if error is not None and self._app is not None:
+            self._app.exit(exception=error)
+
+    def _on_token(self, session: Session, answer: Answer, text: str) -> None:
+        """A token has come; how long it takes to the screen is measured where it is seen there."""
+        if answer.num_tokens == 1:
+            self.status.count_first_token(answer.last_at - answer.asked_at)
+        if session is self.room.current and text:
+            self._undrawn.append(answer.last_at)
+
+    def leave(self) -> None:
+        if self._app is not None and not self._app.is_done:
+            self._app.exit()
+
+    def put(self, text: str) -> None:
+        document = Document(text, len(text))
+        asyncio.get_running_loop().call_soon(self.input.buffer.set_document, document)  # what was typed goes first
+
+    def edit(self, text: str, then: Callable[[str], None]) -> None:
+        app = self._app
+        assert app is not None
+
+        async def run() -> None:
+            try:
+                async with in_terminal():
+                    changed = await asyncio.get_running_loop().run_in_executor(None, edit_text, text, self._tty)
+            except (OSError, subprocess.SubprocessError, UnicodeDecodeError) as error:
+                self.room.current.note(f"Cannot use the editor: {error}", is_error=True)
+                return
+            if changed.strip():
+                self._try(lambda: then(changed.rstrip("\n")))
+
+        app.create_background_task(run())
+
+    def interrupt(self) -> None:
+        """Ctrl-C: stops the answer, else clears the input, else says how to leave."""
+        session = self.room.current
+        if self.room.stop(session):
+            return
+        if self.input.text:
+            self.input.buffer.reset()
+            return
+        last = session.items[-1] if session.items else None
+        if not isinstance(last, Note) or last.text != LEAVING:
+            session.note(LEAVING)
+
+    def switch_to(self, place: int) -> None:
+        """To the session at a place in the list, from 0, if there is one."""
+        if place < len(self.room.sessions):
+            self.room.switch(self.room.sessions[place])
+
+    def step(self, places: int) -> None:
+        """To a session further on in the list, which goes around."""
+        place = self.room.sessions.index(self.room.current) + places
+        self.switch_to(place % len(self.room.sessions))
+
+    def scroll(self, pages: int) -> None:
+        self._pane.scroll(pages)
+
+    def _make_app(self, terminal: TextIO) -> Application[None]:
+        self._tty = terminal
+        app: Application[None] = Application(
+            layout=self._layout,
+            key_bindings=make_keys(self),
+            style=STYLE,
+            full_screen=True,
+            min_redraw_interval=REDRAW_SECONDS,
+            refresh_interval=REFRESH_SECONDS,
+            before_render=lambda _: self.status.tick(),
+            after_render=lambda _: self._drawn(),
+            output=create_output(stdout=terminal),
+        )
+        app.ttimeoutlen = 0.05  # of a lone Escape
+        return app
+
+    async def _run(self, app: Application[None]) -> None:
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(signum, self._leave_by, signum)
+        self._mailbox.set_wake(partial(loop.call_soon_threadsafe, self._deliver))
+        await app.run_async(handle_sigint=False)
+
+    def _leave_by(self, signum: int) -> None:
+        if self._app is not None and not self._app.is_done:
+            self._app.exit(exception=Interrupted(signum))
+
+    def _deliver(self) -> None:
+        self._mailbox.deliver()
+        if self._app is not None:
+            self._app.invalidate()
+
+    def _drawn(self) -> None:
+        if not self._is_loading:  # only now: importing torch takes the interpreter for seconds
+            self._is_loading = True
+            self.room.speaker.start(self._mailbox.put, self._on_open)
+        now = time.monotonic()
+        for when in self._undrawn:
+            self.status.count_delay(now - when)
+        self._undrawn.clear()
+
+    def _bar(self) -> StyleAndTextTuples:
+        assert self._app is not None
+        return [*self.status.bar(self._app.output.get_size().columns)]
+
+    def _hear(self, line: str) -> None:
+        """A line that something printed: of this program it is a note, of a library it is kept for when things fail."""
+        name, _, text = line.partition("cbatch: ")
+        if not name:
+            self.room.current.note(text)
+        else:
+            self._heard.append(line)
+            if self.status.loading:
+                self.status.loading = f"loading the model: {line.strip()}"
+
+    def _accept(self, buffer: Buffer) -> bool:
+        """Does what was typed, and has the input line cleared."""
+        text = buffer.text.encode("utf-8", "replace").decode().strip()
+        if text.startswith("/") and not text.startswith("//"):
+            self._try(lambda: self.commands.carry_out(text))
+        elif text:
+            self._try(lambda: self.room.ask(self.room.current, text.removeprefix("/")))
+        return False
+
+    def _try(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except ConfigError as error:
+            self.room.current.note(str(error), is_error=True)
