@@ -57,7 +57,7 @@ def run_batch(
     """
     engine, quiet = driver.engine, options["quiet"]
     total = count_lines(options)
-    tally.attach(engine)
+    tally.attach(driver)
     preparer = make_preparer(engine, options)
     lines: Source = source
     kept: Container[int] = ()

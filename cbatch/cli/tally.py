@@ -19,6 +19,7 @@ class Tally:
     def __init__(self) -> None:
         self._engine: Engine | None = None
         self._steps_before = self._preemptions_before = 0
+        self._idle_before = 0.0
         self.rows = 0
         self.errors: Counter[str] = Counter()
         self.rows_kept = 0
@@ -34,9 +35,10 @@ class Tally:
         self._ttft = array("f")
         self._tpot = array("f")
 
-    def attach(self, engine: Engine) -> None:
+    def attach(self, driver: Driver) -> None:
         """The engine that runs the rows; what it has done before is not counted."""
-        self._engine = engine
+        self._engine = engine = driver.engine
+        self._idle_before = driver.idle_s
         self._steps_before = engine.num_steps
         self._preemptions_before = engine.scheduler.num_preemptions
 
@@ -139,15 +141,15 @@ class Tally:
             f"{self.rows - failed:,} rows ok, {failed:,} failed{f' ({kinds})' if kinds else ''}{kept}",
             f"{self.prompt_tokens:,} prompt tokens{cached}, {self.output_tokens:,} output tokens",
             f"{self.elapsed_s:,.1f} s, {self.speed:,.0f} output tokens/s, {self.steps:,} steps{retried}",
-            f"limited by {what_limited(driver, self.elapsed_s, waited_for_output_s)}",
+            f"limited by {what_limited(driver, self.elapsed_s, waited_for_output_s, self._idle_before)}",
         ]
 
 
-def what_limited(driver: Driver, elapsed_s: float, waited_for_output_s: float) -> str:
+def what_limited(driver: Driver, elapsed_s: float, waited_for_output_s: float, idle_before_s: float = 0.0) -> str:
     """What a person would change first to make such a run faster."""
     engine, scheduler = driver.engine, driver.engine.scheduler
     steps = max(engine.num_steps, 1)
-    idle = min(driver.idle_s / elapsed_s, 1.0) if elapsed_s else 0.0
+    idle = min((driver.idle_s - idle_before_s) / elapsed_s, 1.0) if elapsed_s else 0.0
     if idle >= 0.3:
         what = "the output, which took rows slowly" if waited_for_output_s > elapsed_s * 0.3 else "the input"
         return f"{what}: the engine had nothing to do for {idle:.0%} of the time"

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 
-from cbatch.cli.chat.commands import COMMANDS, SETTABLE
+from cbatch.cli.chat.commands import SETTABLE
+from cbatch.cli.chat.desk import COMMANDS
 from cbatch.cli.chat.room import Room
 from cbatch.cli.chat.store import Store
 from cbatch.cli.screen import safe

@@ -10,7 +10,7 @@ from prompt_toolkit.utils import get_cwidth
 from cbatch.cli.chat.background import Background
 from cbatch.cli.chat.markup import Fragment
 from cbatch.cli.chat.room import Room
-from cbatch.cli.chat.session import Session
+from cbatch.cli.chat.session import Answer, Session
 from cbatch.cli.loading import describe
 from cbatch.cli.screen import safe
 
@@ -79,6 +79,9 @@ class Status:
             f"prefix cache: {scheduler.num_cached_tokens:,} of {scheduler.num_prompt_tokens:,} prompt tokens "
             f"did not have to be computed ({hits:.0%})",
         ]
+        last = self._room.current.last
+        if last is not None and last.answer is not None and last.answer.first_at is not None:
+            lines.append(f"last answer here: {_figures(last.answer)}")
         if self._first_tokens:
             lines.append(f"first token: {_spread(self._first_tokens)}")
         if self._delays:
@@ -125,6 +128,16 @@ class Status:
 def _label(number: int, session: Session) -> str:
     """` 1 main…` while it streams, ` 1 main*` when something came unread."""
     return f" {number} {safe(session.name)}{'…' if session.is_busy else '*' if session.is_unread else ''} "
+
+
+def _figures(answer: Answer) -> str:
+    """What an answer took; its speed counts from its first token on."""
+    assert answer.first_at is not None
+    seconds, tokens = answer.last_at - answer.first_at, answer.num_tokens
+    speed = f", then {(tokens - 1) / seconds:,.0f} tokens/s" if seconds > 0 else ""
+    first = 1000 * (answer.first_at - answer.asked_at)
+    prompt = f"{answer.prompt_tokens:,} prompt tokens, {answer.cached_tokens:,} of them cached"
+    return f"{tokens:,} tokens, the first after {first:,.0f} ms{speed}; {prompt}"
 
 
 def _cut(text: str, width: int) -> str:

@@ -88,6 +88,10 @@ class Store:
         self._paths[session.number] = path
         return path
 
+    def path_kept(self, session: Session) -> Path | None:
+        """The file that a session is written to, once it has one."""
+        return self._paths.get(session.number)
+
     def keeps_at(self, session: Session, path: Path) -> None:
         """From now on a session is written to this file, from which it was read."""
         self._paths[session.number] = path

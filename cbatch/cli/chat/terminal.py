@@ -25,10 +25,12 @@ from prompt_toolkit.output import create_output
 from prompt_toolkit.styles import Style
 from prompt_toolkit.widgets import SearchToolbar, TextArea
 
+import cbatch.cli.chat.commands
+import cbatch.cli.chat.file_commands  # noqa: F401  # the two put themselves into the table
 from cbatch.cli.chat.background import Background
 from cbatch.cli.chat.capture import captured_output
-from cbatch.cli.chat.commands import Commands
 from cbatch.cli.chat.complete import CommandCompleter
+from cbatch.cli.chat.desk import Desk, carry_out
 from cbatch.cli.chat.editor import edit_text
 from cbatch.cli.chat.keys import make_keys
 from cbatch.cli.chat.room import Room
@@ -41,7 +43,7 @@ from cbatch.cli.exits import Interrupted
 from cbatch.cli.screen import safe
 from cbatch.engine import ConfigError
 
-REDRAW_SECONDS = 1 / 60
+REDRAW_SECONDS = 1 / 40
 REFRESH_SECONDS = 0.5
 """Of what changes by itself: the speed, the progress of a batch."""
 
@@ -107,7 +109,7 @@ class Terminal:
         self._mailbox = Mailbox()
         self.background = Background()
         self.status = Status(room, self.background)
-        self.commands = Commands(room, self, self.background, self.status, store)
+        self._desk = Desk(room, self, self.background, self.status, store)
         self._heard: deque[str] = deque(maxlen=50)
         self._is_loading = False
         self._undrawn: list[float] = []
@@ -264,7 +266,7 @@ class Terminal:
         """Does what was typed, and has the input line cleared."""
         text = buffer.text.encode("utf-8", "replace").decode().strip()
         if text.startswith("/") and not text.startswith("//"):
-            self._try(lambda: self.commands.carry_out(text))
+            self._try(lambda: carry_out(self._desk, text))
         elif text:
             self._try(lambda: self.room.ask(self.room.current, text.removeprefix("/")))
         return False

@@ -1,0 +1,100 @@
+"""Commands about files: keeping sessions, handing them on, and running a batch underneath."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from cbatch.cli.chat.desk import Desk, command, counted, need
+from cbatch.cli.chat.export import append_row, to_markdown, to_row, write_markdown
+from cbatch.cli.chat.store import Saved, read_session
+from cbatch.engine import ConfigError
+
+MAX_FILE_BYTES = 16 * 2**20
+
+
+@command("save", "[NAME]", "saved")
+def do_save(desk: Desk, name: str) -> None:
+    """keeps this session under a name"""
+    path = desk.store.save(desk.session, name or desk.session.name)
+    if path.parent == desk.store.folder / "sessions" and path.stem != desk.session.name:
+        with suppress(ConfigError):  # a name of more than one word, or that of another session
+            desk.room.rename(desk.session, path.stem)
+    desk.say(f"saved as {path}; from now on it is kept there")
+
+
+@command("load", "[NAME|NUMBER|FILE]", "saved")
+def do_load(desk: Desk, which: str) -> None:
+    """opens a saved session, or lists them"""
+    if not which:
+        desk.listed = desk.store.saved()[:20]
+        desk.say(*map(_saved_line, range(1, 21), desk.listed) if desk.listed else ["nothing is saved yet"])
+        return
+    if which.isdecimal() and 1 <= int(which) <= len(desk.listed):
+        path = desk.listed[int(which) - 1].path
+    else:
+        path = desk.store.path_of(which)
+    for session in desk.room.sessions:
+        if desk.store.path_kept(session) == path:  # two of them in one file would overwrite each other
+            desk.room.switch(session)
+            desk.say("it is open here")
+            return
+    loaded = desk.room.add(read_session(path))
+    desk.store.keeps_at(loaded, path)
+
+
+@command("export", "FILE", "file")
+def do_export(desk: Desk, name: str) -> None:
+    """FILE.md to read, FILE.jsonl for cbatch run"""
+    need(name, "/export FILE.md or /export FILE.jsonl")
+    path, session = Path(name).expanduser(), desk.session
+    driver = desk.room.speaker.driver
+    if session.last is None or driver is None:
+        raise ConfigError("There is nothing to export yet.")
+    if path.suffix == ".md":
+        write_markdown(path, to_markdown(session, driver.engine.loaded.name))
+    elif path.suffix == ".jsonl":
+        answer = session.last.answer
+        params = desk.room.speaker.params(answer.params if answer else {})
+        append_row(path, to_row(session, params, driver.engine.model.max_model_len))
+    else:
+        raise ConfigError(f"{name} ends neither in .md nor in .jsonl.")
+    desk.say(f"written to {path}")
+
+
+@command("run", "FILE -o OUT | stop", "file")
+def do_run(desk: Desk, line: str) -> None:
+    """a batch underneath, as cbatch run does it"""
+    driver = desk.room.speaker.driver
+    if line == "stop":
+        if not desk.background.is_running:
+            raise ConfigError("No batch is running.")
+        desk.background.stop()
+    elif driver is None:
+        raise ConfigError("The model is still being loaded.")
+    else:
+        desk.say(f"running, into {desk.background.start(driver, line)}; answers here go before it")
+
+
+@command("read", "FILE", "file")
+def do_read(desk: Desk, name: str) -> None:
+    """puts a file's text before the next message"""
+    need(name, "/read FILE")
+    try:
+        with Path(name).expanduser().open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        text = data.decode()
+    except OSError as error:
+        raise ConfigError(f"Cannot read {name}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name} is not UTF-8 text (byte {error.start + 1}).") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"{name} is longer than {MAX_FILE_BYTES >> 20} MiB.")
+    desk.session.attached.append(text)
+    desk.say(f"{name}, {len(text):,} characters, goes before your next message")
+
+
+def _saved_line(number: int, saved: Saved) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(saved.when))
+    return f"{number:>2}  {when}  {saved.name:<12} {counted(saved.turns)}  {saved.beginning}"
