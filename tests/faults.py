@@ -40,6 +40,7 @@ class Run:
 
     pid: int
     zygote: Zygote
+    status: int | None = None
 
     def send(self, signum: int) -> None:
         os.kill(self.pid, signum)
@@ -53,7 +54,9 @@ class Run:
 
     def code(self) -> int:
         """The exit code; negative is the signal that killed it."""
-        return self.zygote.wait(self.pid)
+        if self.status is None:
+            self.status = self.zygote.wait(self.pid)
+        return self.status
 
     def rss_mib(self) -> float:
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
@@ -75,11 +78,16 @@ class Zygote:
         self._ask({"do": "hello"})
 
     def start(
-        self, *arguments: object, stdin: str = os.devnull, stdout: str = os.devnull, stderr: str = os.devnull
+        self,
+        *arguments: object,
+        stdin: str = os.devnull,
+        stdout: str = os.devnull,
+        stderr: str = os.devnull,
+        env: dict[str, str] | None = None,
     ) -> Run:
         """Starts `cbatch ARGUMENTS`; the streams are paths, of pipes perhaps. Opening one of those waits for a peer."""
-        order = {"do": "run", "argv": [str(a) for a in arguments], "streams": [stdin, stdout, stderr]}
-        return Run(self._ask(order), self)
+        argv = [str(argument) for argument in arguments]
+        return Run(self._ask({"do": "run", "argv": argv, "streams": [stdin, stdout, stderr], "env": env or {}}), self)
 
     def wait(self, pid: int) -> int:
         return os.waitstatus_to_exitcode(self._ask({"do": "wait", "pid": pid}))
@@ -263,6 +271,7 @@ def serve() -> None:
             for stream, path in enumerate(order["streams"]):
                 mode = os.O_RDONLY if stream == 0 else os.O_WRONLY
                 os.dup2(os.open(path, mode | (os.O_CREAT if stream and path != os.devnull else 0), 0o666), stream)
+            os.environ.update(order["env"])
             sys.argv = ["cbatch", *order["argv"]]
             main()
         print(answer, flush=True)

@@ -11,8 +11,9 @@ import pytest
 from cbatch.engine.blocks import BlockPool
 from cbatch.engine.errors import ConfigError, RequestError
 from cbatch.engine.params import SamplingParams
+from cbatch.engine.plan import StepPlan
 from cbatch.engine.request import Request
-from cbatch.engine.scheduler import Scheduler, StepPlan
+from cbatch.engine.scheduler import Scheduler
 
 
 def make_scheduler(blocks: int = 8, block_size: int = 4, seqs: int = 4, budget: int = 16) -> Scheduler:

@@ -11,7 +11,7 @@ import pytest
 from cbatch.cli import tally as tally_module
 from cbatch.cli.job import Job
 from cbatch.cli.row import Row
-from cbatch.cli.tally import Tally, what_limited
+from cbatch.cli.tally import Tally, Totals, what_limited
 from cbatch.engine import RequestError, SamplingParams
 
 
@@ -72,9 +72,12 @@ def test_time_left_is_estimated_from_tokens(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_limited_a_run(state: dict[str, Any], waited: float, expected: str) -> None:
     """Guards the last line of the summary: it names the option that a person would change first."""
     held = Counter(state.get("held_back", {}))
-    scheduler = SimpleNamespace(held_back=held, num_preemptions=3, max_seqs=8, max_batch_tokens=64)
-    engine = SimpleNamespace(scheduler=scheduler, num_steps=100)
-    driver: Any = SimpleNamespace(
-        engine=engine, idle_s=state.get("idle_s", 0.0), num_shrinks=state.get("num_shrinks", 0)
-    )
-    assert expected in what_limited(driver, 10.0, waited)
+    engine: Any = SimpleNamespace(scheduler=SimpleNamespace(max_seqs=8, max_batch_tokens=64))
+    totals = Totals(100, 3, 0, state.get("num_shrinks", 0), state.get("idle_s", 0.0), held)
+    assert expected in what_limited(engine, totals, 10.0, waited)
+
+
+def test_a_second_run_on_an_engine_counts_its_own() -> None:
+    """Guards the figures of a batch under a chat, whose engine has worked, and waited, before."""
+    before = Totals(100, 3, 1, 0, 60.0, Counter(seats=5))
+    assert Totals(110, 3, 2, 0, 61.0, Counter(seats=7)) - before == Totals(10, 0, 1, 0, 1.0, Counter(seats=2))

@@ -19,7 +19,7 @@ from cbatch.cli.jsonl import format_row
 from cbatch.cli.lines import Line
 from cbatch.cli.output import Output, OutputRow
 from cbatch.cli.tally import Tally
-from cbatch.engine import CbatchError, Driver, EngineError, TokenEvent
+from cbatch.engine import CbatchError, Driver, EngineError, Ticket, TokenEvent
 
 POLL_SECONDS = 0.2
 MAX_AT_ONCE = 256
@@ -39,35 +39,46 @@ class Window:
         self._rows_left = rows
         self._bytes_left = size
         self._sizes: dict[int, int] = {}
-        self._gone: queue.SimpleQueue[Iterable[int]] = queue.SimpleQueue()
+        self._gone: queue.SimpleQueue[Iterable[int] | None] = queue.SimpleQueue()
         self.waited_s = 0.0
 
-    def enter(self, place: int, size: int) -> None:
-        """Waits until there is room for one row more; a row that is larger than the window goes alone."""
+    def enter(self, place: int, size: int) -> bool:
+        """Waits until there is room for one row more; a row that is larger than the window goes alone.
+
+        False where the window is closed, and there will be none.
+        """
         while self._rows_left <= 0 or (self._bytes_left < size and self._sizes):
-            self._wait()
+            if not self._wait():
+                return False
         self._sizes[place] = size
         self._rows_left -= 1
         self._bytes_left -= size
+        return True
+
+    def close(self) -> None:
+        """Lets nobody wait any more."""
+        self._gone.put(None)
 
     def leave(self, places: Iterable[int]) -> None:
         self._gone.put(places)
 
-    def _wait(self) -> None:
+    def _wait(self) -> bool:
         since = time.monotonic()
         places = self._gone.get()
         self.waited_s += time.monotonic() - since
-        for place in places:
+        for place in places or ():
             self._rows_left += 1
             self._bytes_left += self._sizes.pop(place)
+        return places is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A job that is done, the `place`-th of this run in input order."""
+@dataclass(eq=False, slots=True)
+class Item:
+    """A job on its way, the `place`-th of this run in input order; `ticket` is the driver's, once it has one."""
 
     place: int
     job: Job
+    ticket: Ticket | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +115,9 @@ class Batch:
         self._window = Window(window)
         self._on_error = on_error
         self._signum: int | None = None
-        self._done: queue.SimpleQueue[Finished | EndOfInput | Stop] = queue.SimpleQueue()
+        self._in_flight: dict[int, Item] = {}
+        self._is_over = False
+        self._done: queue.SimpleQueue[Item | EndOfInput | Stop] = queue.SimpleQueue()
 
     def run(
         self,
@@ -122,7 +135,10 @@ class Batch:
         `max_errors` errors, ReaderGone where nobody takes the output, and Interrupted after `interrupt`.
         """
         threading.Thread(target=self._read, args=(lines, kept), name="cbatch-reader", daemon=True).start()
-        end = self._until_end(on_progress, max_errors)
+        try:
+            end = self._until_end(on_progress, max_errors)
+        finally:
+            self._drop_unfinished()
         if self._driver.failure is not None:
             raise self._early(EngineError, f"The engine failed: {self._driver.failure}.") from self._driver.failure
         if end is not None and end.error is not None:
@@ -136,7 +152,7 @@ class Batch:
         handled = 0
         while end is None or handled < end.rows:
             news = self._next()
-            finished = [item for item in news if isinstance(item, Finished)]
+            finished = [item for item in news if isinstance(item, Item)]
             handled += len(finished)
             self._finish(finished, max_errors)
             self._output.tick()
@@ -170,9 +186,9 @@ class Batch:
         """Seconds in which no line could be read because too many rows were not written yet."""
         return self._window.waited_s
 
-    def _next(self) -> list[Finished | EndOfInput | Stop]:
+    def _next(self) -> list[Item | EndOfInput | Stop]:
         """All that has happened since the last call; waits a while for something, but not for more of it."""
-        news: list[Finished | EndOfInput | Stop] = []
+        news: list[Item | EndOfInput | Stop] = []
         try:
             news.append(self._done.get(timeout=POLL_SECONDS))
             while len(news) < MAX_AT_ONCE:
@@ -181,11 +197,12 @@ class Batch:
             pass
         return news
 
-    def _finish(self, finished: list[Finished], max_errors: int | None) -> None:
+    def _finish(self, finished: list[Item], max_errors: int | None) -> None:
         """Writes jobs that are done, up to the last error that is allowed, and counts them."""
         errors_left = math.inf if max_errors is None else max_errors - self._tally.errors.total()
         jobs, rows = [], []
         for place, job in ((item.place, item.job) for item in finished):
+            self._in_flight.pop(place, None)
             if not job.is_lost and (job.error is None or errors_left > 0):
                 errors_left -= job.error is not None
                 jobs.append(job)
@@ -204,8 +221,7 @@ class Batch:
             for line in lines:
                 if line.index in kept:
                     continue
-                self._window.enter(place, len(line.data or b""))
-                if self._driver.failure is not None:
+                if not self._window.enter(place, len(line.data or b"")) or self._driver.failure is not None:
                     break
                 self._take(place, line)
                 place += 1
@@ -221,12 +237,12 @@ class Batch:
         prompt_ids = self._preparer.encode(job)
         if prompt_ids is None:
             job.last = time.monotonic()
-            self._done.put(Finished(place, job))
+            self._done.put(Item(place, job))
         else:
             job.asked, job.prompt_ids, job.prompt_tokens = "", None, len(prompt_ids)
-            self._submit(Finished(place, job), prompt_ids)
+            self._submit(Item(place, job), prompt_ids)
 
-    def _submit(self, item: Finished, prompt_ids: list[int]) -> None:
+    def _submit(self, item: Item, prompt_ids: list[int]) -> None:
         job = item.job
 
         def take(event: TokenEvent) -> None:
@@ -242,4 +258,15 @@ class Batch:
                 job.is_lost = self._driver.failure is not None
                 self._done.put(item)
 
-        self._driver.submit(prompt_ids, job.params, take, seed=job.seed, priority=job.row.priority)
+        self._in_flight[item.place] = item
+        item.ticket = self._driver.submit(prompt_ids, job.params, take, seed=job.seed, priority=job.row.priority)
+        if self._is_over:  # in the meantime; whoever dropped the others saw no ticket here
+            self._driver.cancel(item.ticket)
+
+    def _drop_unfinished(self) -> None:
+        """Ends the reader, and what the engine would compute for nobody; other front ends may go on with it."""
+        self._is_over = True
+        self._window.close()
+        for item in list(self._in_flight.values()):
+            if item.ticket is not None:
+                self._driver.cancel(item.ticket)

@@ -16,6 +16,7 @@ from cbatch.cli.row import (
     check_spelling,
     fill_messages,
     fill_params,
+    fill_priority,
     fill_prompt,
     fill_token_ids,
     kind,
@@ -128,7 +129,7 @@ def _fill(row: Row, fields: dict[str, Any], allow_unknown: bool) -> None:
         raise row.wrong(f"id must be a string or a number, not {kind(identity)}")
     row.id = identity
     row.raw = typed(row, fields, "raw", bool, False)
-    row.priority = typed(row, fields, "priority", int, 0)
+    fill_priority(row, fields)
     fill_params(row, fields)
     if row.extra and not allow_unknown:
         check_spelling(row, row.extra, KNOWN)

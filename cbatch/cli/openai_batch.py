@@ -16,6 +16,7 @@ from cbatch.cli.row import (
     check_spelling,
     fill_messages,
     fill_params,
+    fill_priority,
     fill_prompt,
     fill_token_ids,
     kind,
@@ -73,7 +74,7 @@ def _fill_from_body(row: Row, body: dict[str, Any], *, is_chat: bool, allow_unkn
     row.extra |= {name: value for name, value in body.items() if name not in KNOWN}
     if typed(row, body, "stream", bool, False):
         raise row.wrong("stream is not possible in a batch")
-    row.priority = typed(row, body, "priority", int, 0)
+    fill_priority(row, body)
     fill_params(row, body, NOT_SERVED)
     if not allow_unknown:
         check_spelling(row, [name for name in body if name not in KNOWN], KNOWN)

@@ -13,6 +13,9 @@ ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"
 PROMPTS = ("messages", "prompt", "prompt_token_ids")
 """The forms of a prompt."""
 
+MAX_PRIORITY = 2**31
+"""So that there is always a more urgent one: of an answer in a chat with a batch underneath."""
+
 LATER: dict[str, Any] = {
     "n": 1,
     "logprobs": False,
@@ -97,6 +100,12 @@ def fill_token_ids(row: Row, value: Any) -> None:
     if not isinstance(value, list) or not value or any(type(token) is not int for token in value):
         raise row.wrong("prompt_token_ids must be a list of at least one whole number")
     row.prompt_token_ids = value
+
+
+def fill_priority(row: Row, fields: dict[str, Any]) -> None:
+    row.priority = typed(row, fields, "priority", int, 0)
+    if abs(row.priority) > MAX_PRIORITY:
+        raise row.wrong(f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}")
 
 
 def typed(row: Row, fields: dict[str, Any], name: str, wanted: type, default: Any) -> Any:

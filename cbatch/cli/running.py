@@ -77,7 +77,6 @@ def run_batch(
         with while_running(batch), display:
             batch.run(read_lines(lines), display.tick, kept=kept, max_errors=options["max_errors"])
     finally:
-        tally.retried_steps = driver.num_retries
         if not quiet and not isinstance(sys.exception(), ReaderGone):
             for line in tally.summary(driver, batch.waited_for_output_s):
                 notice(line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 from cbatch.cli.job import Job
@@ -13,13 +14,46 @@ from cbatch.engine import Driver, Engine
 PERCENTILES = (50, 90, 99)
 
 
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What an engine has done up to a moment; the difference of two is what it did between them."""
+
+    steps: int = 0
+    preemptions: int = 0
+    retries: int = 0
+    shrinks: int = 0
+    idle_s: float = 0.0
+    held_back: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, driver: Driver) -> Totals:
+        engine, scheduler = driver.engine, driver.engine.scheduler
+        return cls(
+            engine.num_steps,
+            scheduler.num_preemptions,
+            driver.num_retries,
+            driver.num_shrinks,
+            driver.idle_s,
+            Counter(scheduler.held_back),
+        )
+
+    def __sub__(self, before: Totals) -> Totals:
+        return Totals(
+            self.steps - before.steps,
+            self.preemptions - before.preemptions,
+            self.retries - before.retries,
+            self.shrinks - before.shrinks,
+            self.idle_s - before.idle_s,
+            self.held_back - before.held_back,
+        )
+
+
 class Tally:
     """Counts rows and tokens of one run; eight bytes a row for the percentiles."""
 
     def __init__(self) -> None:
-        self._engine: Engine | None = None
-        self._steps_before = self._preemptions_before = 0
-        self._idle_before = 0.0
+        self._driver: Driver | None = None
+        self._before = Totals()
         self.rows = 0
         self.errors: Counter[str] = Counter()
         self.rows_kept = 0
@@ -29,7 +63,6 @@ class Tally:
         self.output_tokens = 0
         self.finished_tokens = 0
         self.load_s = 0.0
-        self.retried_steps = 0
         self._started: float | None = None
         self._ended: float | None = None
         self._ttft = array("f")
@@ -37,20 +70,13 @@ class Tally:
 
     def attach(self, driver: Driver) -> None:
         """The engine that runs the rows; what it has done before is not counted."""
-        self._engine = engine = driver.engine
-        self._idle_before = driver.idle_s
-        self._steps_before = engine.num_steps
-        self._preemptions_before = engine.scheduler.num_preemptions
+        self._driver = driver
+        self._before = Totals.of(driver)
 
     @property
-    def steps(self) -> int:
-        """Steps of the engine since the run began."""
-        return self._engine.num_steps - self._steps_before if self._engine else 0
-
-    @property
-    def preemptions(self) -> int:
-        """Preemptions since then."""
-        return self._engine.scheduler.num_preemptions - self._preemptions_before if self._engine else 0
+    def totals(self) -> Totals:
+        """What the engine has done since the run began."""
+        return Totals.of(self._driver) - self._before if self._driver else Totals()
 
     def start(self, now: float) -> None:
         """The moment in which the first row is taken; later ones do not count."""
@@ -109,6 +135,7 @@ class Tally:
 
     def figures(self) -> dict[str, Any]:
         """What `--stats` writes; times in seconds."""
+        totals = self.totals
         return {
             "rows": self.rows,
             "rows_kept": self.rows_kept,
@@ -121,9 +148,9 @@ class Tally:
             "load_s": self.load_s,
             "elapsed_s": self.elapsed_s,
             "output_tokens_per_s": self.speed,
-            "steps": self.steps,
-            "retried_steps": self.retried_steps,
-            "preemptions": self.preemptions,
+            "steps": totals.steps,
+            "retried_steps": totals.retries,
+            "preemptions": totals.preemptions,
             "ttft_s": _percentiles(self._ttft),
             "tpot_s": _percentiles(self._tpot),
         }
@@ -136,31 +163,32 @@ class Tally:
         kinds = ", ".join(f"{code} {count:,}" for code, count in sorted(self.errors.items()))
         kept = f", {self.rows_kept:,} kept" if self.rows_kept else ""
         cached = f" ({self.cached_tokens:,} cached)" if self.cached_tokens else ""
-        retried = f", {driver.num_retries:,} tried again ({driver.last_trouble})" if driver.num_retries else ""
+        totals = self.totals
+        retried = f", {totals.retries:,} tried again ({driver.last_trouble})" if totals.retries else ""
         return [
             f"{self.rows - failed:,} rows ok, {failed:,} failed{f' ({kinds})' if kinds else ''}{kept}",
             f"{self.prompt_tokens:,} prompt tokens{cached}, {self.output_tokens:,} output tokens",
-            f"{self.elapsed_s:,.1f} s, {self.speed:,.0f} output tokens/s, {self.steps:,} steps{retried}",
-            f"limited by {what_limited(driver, self.elapsed_s, waited_for_output_s, self._idle_before)}",
+            f"{self.elapsed_s:,.1f} s, {self.speed:,.0f} output tokens/s, {totals.steps:,} steps{retried}",
+            f"limited by {what_limited(driver.engine, totals, self.elapsed_s, waited_for_output_s)}",
         ]
 
 
-def what_limited(driver: Driver, elapsed_s: float, waited_for_output_s: float, idle_before_s: float = 0.0) -> str:
+def what_limited(engine: Engine, totals: Totals, elapsed_s: float, waited_for_output_s: float) -> str:
     """What a person would change first to make such a run faster."""
-    engine, scheduler = driver.engine, driver.engine.scheduler
-    steps = max(engine.num_steps, 1)
-    idle = min((driver.idle_s - idle_before_s) / elapsed_s, 1.0) if elapsed_s else 0.0
+    scheduler = engine.scheduler
+    steps = max(totals.steps, 1)
+    idle = min(totals.idle_s / elapsed_s, 1.0) if elapsed_s else 0.0
     if idle >= 0.3:
         what = "the output, which took rows slowly" if waited_for_output_s > elapsed_s * 0.3 else "the input"
         return f"{what}: the engine had nothing to do for {idle:.0%} of the time"
-    if driver.num_shrinks:
-        return f"the device's memory, which made the batch smaller {driver.num_shrinks} times (--kv-cache-memory)"
-    reason, count = max(scheduler.held_back.items(), key=lambda item: item[1], default=("", 0))
+    if totals.shrinks:
+        return f"the device's memory, which made the batch smaller {totals.shrinks} times (--kv-cache-memory)"
+    reason, count = max(totals.held_back.items(), key=lambda item: item[1], default=("", 0))
     if count < 0.3 * steps:
         return "the model: there were seldom more rows than could run at once"
     words = {
         "seats": f"the model: all {scheduler.max_seqs} seats (--max-seqs) were taken",
-        "cache": f"the KV cache, which was full ({scheduler.num_preemptions:,} preemptions, --kv-cache-memory)",
+        "cache": f"the KV cache, which was full ({totals.preemptions:,} preemptions, --kv-cache-memory)",
         "budget": f"the model: steps were full (--max-batch-tokens {scheduler.max_batch_tokens}) while prompts waited",
     }
     return f"{words[reason]} in {count / steps:.0%} of the steps"

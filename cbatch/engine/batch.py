@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.engine.scheduler import StepPlan
+from cbatch.engine.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,6 @@ class Driver:
 
     num_retries, num_shrinks: steps that were tried again, and those of them that made the batch smaller
     last_trouble: why the last of them was
-    idle_s:       seconds in which there was nothing to compute
     num_tokens:   tokens generated so far, of all requests
     """
 
@@ -64,7 +63,8 @@ class Driver:
         self.last_trouble = ""
         self.num_retries = 0
         self.num_shrinks = 0
-        self.idle_s = 0.0
+        self._idle_s = 0.0
+        self._idle_since: float | None = None
         self.num_tokens = 0
         self._is_shrunk = False
         self._calm_steps, self._patience = 0, self.CALM_STEPS
@@ -96,6 +96,12 @@ class Driver:
         """Stops after the step in flight and waits for the thread to end. Unfinished requests get no event."""
         self._inbox.put(None)
         self._thread.join()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds in which there was nothing to compute, up to now."""
+        since = self._idle_since
+        return self._idle_s + (time.monotonic() - since if since is not None else 0.0)
 
     @property
     def load(self) -> Load:
@@ -161,9 +167,10 @@ class Driver:
             except queue.Empty:
                 if self.failure is None and self.engine.has_work:
                     return True
-                since = time.monotonic()
+                self._idle_since = time.monotonic()
                 order = self._inbox.get()
-                self.idle_s += time.monotonic() - since
+                self._idle_s += time.monotonic() - self._idle_since
+                self._idle_since = None
             if order is None:
                 return False
             order()

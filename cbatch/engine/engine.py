@@ -19,10 +19,11 @@ from cbatch.engine.loader import LoadedModel, choose_device, load_model
 from cbatch.engine.models.selfcheck import check_ragged
 from cbatch.engine.models.transformers import TransformersModel
 from cbatch.engine.params import SamplingParams, derive_seed
+from cbatch.engine.plan import StepPlan
 from cbatch.engine.request import Request, TokenEvent
 from cbatch.engine.runner import Runner
 from cbatch.engine.sampler import SamplingBatch, sample
-from cbatch.engine.scheduler import Scheduler, StepPlan
+from cbatch.engine.scheduler import Scheduler
 from cbatch.engine.tokenizer import FIXED_DATE, Message
 
 Prompt = str | Sequence[int] | Mapping[str, Sequence[Message]]

@@ -21,46 +21,11 @@ import heapq
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
 from cbatch.engine.blocks import BlockPool
 from cbatch.engine.errors import ConfigError, RequestError
+from cbatch.engine.plan import Slice, StepPlan
 from cbatch.engine.request import Request, TokenEvent
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Tokens `start .. stop-1` of one request, computed in one step.
-
-    is_last: whether the request's last known token is among them, so that its next one can be sampled.
-    """
-
-    request: Request
-    start: int
-    stop: int
-    is_last: bool
-
-    @property
-    def count(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """The slices of one step, at most one for a request, and the requests that entered with it."""
-
-    slices: list[Slice] = field(default_factory=list)
-    admitted: list[Request] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(slice_.count for slice_ in self.slices)
-
-    @property
-    def to_sample(self) -> list[Request]:
-        """Requests that get a token from this step, in slice order."""
-        return [slice_.request for slice_ in self.slices if slice_.is_last]
-
 
 Rank = tuple[int, bool, int]
 
@@ -237,6 +202,7 @@ class Scheduler:
         for slice_ in plan.slices:
             self.pool.forget(slice_.request.blocks[slice_.start // size : slice_.stop // size])
         for request in plan.admitted:
+            self._count_prompt(request, -1)
             self._send_back(request)
 
     def check_integrity(self) -> None:
@@ -268,11 +234,15 @@ class Scheduler:
         self.pool.share(shared)
         request.blocks = shared + self.pool.allocate(self.pool.blocks_for(request.num_tokens) - len(shared))
         request.num_computed = len(shared) * self.pool.block_size
+        self._count_prompt(request, 1)
+        return victims
+
+    def _count_prompt(self, request: Request, sign: int) -> None:
+        """Takes a request that enters for the first time into the figures of the prefix cache, or out of them again."""
         if request.num_generated == 0 and request.num_preemptions == 0:
             request.num_cached = request.num_computed
-            self.num_prompt_tokens += request.num_prompt
-            self.num_cached_tokens += request.num_cached
-        return victims
+            self.num_prompt_tokens += sign * request.num_prompt
+            self.num_cached_tokens += sign * request.num_cached
 
     def _make_room(self, request: Request, shared: list[int]) -> list[Request] | None:
         """Who would have to go so that a request can enter; None where it cannot."""

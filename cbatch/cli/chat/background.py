@@ -7,14 +7,14 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import click
 from click.core import ParameterSource
 
+from cbatch.cli.chat.store import as_path
 from cbatch.cli.ends import open_input, open_output, stats_written
-from cbatch.cli.exits import Interrupted
+from cbatch.cli.exits import Interrupted, ReaderGone
 from cbatch.cli.options import ENGINE_FIELDS
 from cbatch.cli.run import check_usage, run
 from cbatch.cli.screen import notice
@@ -60,12 +60,13 @@ class Background:
     def stop(self) -> None:
         """Ends the batch after what is finished; it may be gone on with by --resume."""
         self._is_stopping = True
-        if self._batch is not None:
-            self._batch.interrupt(signal.SIGINT)
+        if (batch := self._batch) is not None:
+            batch.interrupt(signal.SIGINT)
 
     def close(self) -> None:
         """Stops, and waits for it a while."""
         if self._thread is not None and self.is_running:
+            notice("waiting for the batch to write what is finished; Ctrl-C leaves at once")
             self.stop()
             self._thread.join(LEAVE_SECONDS)
 
@@ -73,6 +74,8 @@ class Background:
         name = f"/run {options['input']}"
         try:
             self._run_rows(driver, options)
+        except ReaderGone:
+            notice(f"{name}: nobody reads {options['output']} any more.")
         except (Interrupted, CbatchError, click.ClickException) as error:
             notice(f"{name}: {error}")
         except OSError as error:
@@ -138,7 +141,7 @@ class Display:
 def parse(command_line: str) -> dict[str, Any]:
     """The options of `cbatch run` from what was typed. Raises ConfigError where they cannot serve here."""
     try:
-        words = [str(Path(word).expanduser()) if word.startswith("~") else word for word in shlex.split(command_line)]
+        words = [str(as_path(word)) if word.startswith("~") else word for word in shlex.split(command_line)]
         context = run.make_context("run", words, auto_envvar_prefix="CBATCH_RUN")
     except ValueError as error:
         raise ConfigError(f"/run: {error}.") from error

@@ -17,7 +17,8 @@ def captured_output(on_line: Callable[[str], None]) -> Iterator[TextIO]:
 
     `on_line` is called on a thread of its own with each line, of libraries in C too, without its end.
     """
-    for stream in (sys.stdout, sys.stderr):
+    streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
+    for stream in streams:
         stream.flush()
     kept = [os.dup(fd) for fd in (1, 2)]
     reading, writing = os.pipe()
@@ -30,7 +31,7 @@ def captured_output(on_line: Callable[[str], None]) -> Iterator[TextIO]:
         with os.fdopen(os.dup(kept[0]), "w", encoding="utf-8", errors="replace") as terminal:
             yield terminal
     finally:
-        for stream in (sys.stdout, sys.stderr):
+        for stream in streams:
             stream.flush()
         for fd, before in enumerate(kept, start=1):
             os.dup2(before, fd)

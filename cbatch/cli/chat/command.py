@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from functools import partial
 from pathlib import Path
@@ -57,8 +58,10 @@ def _on_terminal(options: dict[str, Any]) -> Literal[0]:
     room = _make_room(options, store if keeps else None)
     room.current.note(WELCOME)
     Terminal(room, store, PrivateHistory(store) if keeps else InMemoryHistory()).run()
-    kept = sum(bool(session.turns) for session in room.sessions)
-    if kept and keeps and not options["quiet"]:
+    kept = store.num_written
+    if store.trouble:
+        notice(store.trouble)
+    if kept and not options["quiet"]:
         notice(f"{kept} session{'s are' if kept > 1 else ' is'} kept; /load in the next chat lists them")
     return 0
 
@@ -70,21 +73,23 @@ def _through_pipe(options: dict[str, Any]) -> Literal[0, 1]:
     room = _make_room(options, None)
     if sys.stdin.isatty() and not options["quiet"]:
         notice("reading messages from the terminal, one a line; Ctrl-D ends them.")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     return 0 if Pipe(sys.stdout).run(room, read_lines(sys.stdin.buffer)) else 1
 
 
 def _make_room(options: dict[str, Any], store: Store | None) -> Room:
+    from cbatch.cli.chat.client import EngineClient
     from cbatch.cli.chat.export import from_result
     from cbatch.cli.chat.room import Room
-    from cbatch.cli.chat.speaker import Speaker
 
     begun = None
     if options["source"] is not None:
         prompts = Path(options["prompts"]) if options["prompts"] is not None else None
-        begun = from_result(Path(options["source"]), options["index"], prompts)
-    speaker = Speaker(partial(open_engine, options, quiet=options["quiet"], verbose=options["verbose"]))
+        begun = from_result(Path(options["source"]), options["index"], prompts, options["seed"])
+    client = EngineClient(partial(open_engine, options, quiet=options["quiet"], verbose=options["verbose"]))
     room = Room(
-        speaker,
+        client,
         system=options["system"],
         params=sampling_overrides(options),
         seed=options["seed"],
@@ -92,6 +97,8 @@ def _make_room(options: dict[str, Any], store: Store | None) -> Room:
         store=store,
     )
     if begun is not None:
+        begun.params = begun.params | sampling_overrides(options)
+        begun.system = begun.system or options["system"]
         empty = room.current
         room.add(begun)
         room.close(empty)

@@ -87,10 +87,14 @@ def do_all(desk: Desk, text: str) -> None:
 def do_retry(desk: Desk, count: str) -> None:
     """answers again; N answers side by side"""
     number = number_in(count, 1, 32) if count else 1
-    if desk.room.retry(desk.session, number):
+    first = desk.room.retry(desk.session, number)
+    if desk.room.is_greedy(desk.session):
         desk.say(f"sampled at temperature {RETRY_TEMPERATURE}; this session is greedy and would say the same")
-    if number > 1:
-        desk.say("/pick K keeps one of them, /pick 0 the answer before; the next message keeps the first")
+    desk.say(
+        f"/pick K keeps one of {number + first} answers, {first - 1} being the one before"
+        if number > 1
+        else f"/pick {first - 1} takes the answer before back"
+    )
 
 
 @command("pick", "K")
@@ -113,8 +117,11 @@ def do_edit(desk: Desk, _: str) -> None:
         raise ConfigError("There is no message yet.")
 
     def ask(text: str) -> None:
-        desk.room.undo(session)
-        desk.room.ask(session, text)
+        try:
+            desk.room.replace(session, last, text)
+        except ConfigError:
+            desk.face.put(text)
+            raise
 
     desk.face.edit(last.text, ask)
 
@@ -137,8 +144,10 @@ def do_continue(desk: Desk, _: str) -> None:
 @command("trim", "[N]")
 def do_trim(desk: Desk, count: str) -> None:
     """leaves out the oldest turns"""
-    if gone := desk.room.trim(desk.session, number_in(count, 1, 10**6) if count else None):
-        desk.say(f"the model is not shown the {gone} oldest turns any more")
+    wanted = number_in(count, 1, 10**6) if count else None
+    gone = desk.room.trim(desk.session, wanted)
+    if wanted is not None:
+        desk.say(f"the model is not shown the {gone} oldest turns any more" if gone else "there is no older turn to go")
 
 
 @command("system", "[TEXT|-]")
@@ -146,6 +155,7 @@ def do_system(desk: Desk, text: str) -> None:
     """the system message; - takes it away"""
     if text:
         desk.session.system = None if text == "-" else text
+        desk.room.keep(desk.session)
     desk.say(f"system message: {desk.session.system or 'none'}")
 
 
@@ -157,13 +167,14 @@ def do_set(desk: Desk, text: str) -> None:
     if name and name not in SETTABLE:
         close = difflib.get_close_matches(name, SETTABLE, 1)
         raise ConfigError(f"There is no parameter {name}" + (f"; did you mean {close[0]}?" if close else "."))
-    if value.strip() == "default":
+    if value.strip() in ("default", "null"):
         params.pop(name, None)
     elif value:
         chosen = _value(name, value.strip())
         params[name] = getattr(chosen, name)
         if isinstance(params[name], tuple):
             params[name] = list(params[name])
+    desk.room.keep(desk.session)
     _show_params(desk, [name] if name else list(SETTABLE))
 
 
@@ -180,7 +191,7 @@ def do_exit(desk: Desk, _: str) -> None:
 
 
 def _show_params(desk: Desk, names: list[str]) -> None:
-    params = desk.room.speaker.params(desk.session.params)
+    params = desk.room.client.params(desk.session.params)
     lines = []
     for name in names:
         value = getattr(params, name)

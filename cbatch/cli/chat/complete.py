@@ -43,5 +43,5 @@ class CommandCompleter(Completer):
         if kind == "session":
             return [session.name for session in self._room.sessions]
         if kind == "saved":
-            return [saved.path.stem for saved in self._store.saved()]
+            return self._store.names()
         return {"parameter": list(SETTABLE), "command": list(COMMANDS)}.get(kind, [])

@@ -10,18 +10,30 @@ import tempfile
 from pathlib import Path
 from typing import TextIO
 
+from cbatch.engine import ConfigError
+
 
 def edit_text(text: str, terminal: TextIO) -> str:
-    """What the user makes of a text in $VISUAL or $EDITOR; nothing where the editor ends with an error.
+    """What the user makes of a text in $VISUAL or $EDITOR. Raises ConfigError where that comes to nothing."""
+    name = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+    try:
+        return _edit(shlex.split(name), text, terminal)
+    except OSError as error:
+        raise ConfigError(f"Cannot open the editor {name}: {error.strerror}; $EDITOR may name another.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"The editor {name} left what is not UTF-8 text; nothing is changed.") from error
+    except ValueError as error:
+        raise ConfigError(f"$EDITOR is no command: {error}.") from error
 
-    Raises OSError where the editor cannot be started, UnicodeDecodeError where it leaves what is no text.
-    """
-    command = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi")
+
+def _edit(command: list[str], text: str, terminal: TextIO) -> str:
     fd, name = tempfile.mkstemp(prefix="cbatch-", suffix=".md")  # 0600
     try:
         with os.fdopen(fd, "w", encoding="utf-8", errors="replace") as file:
             file.write(text)
         done = subprocess.run([*command, name], stdin=sys.stdin, stdout=terminal, stderr=terminal, check=False)
-        return Path(name).read_text(encoding="utf-8") if done.returncode == 0 else ""
+        if done.returncode != 0:
+            raise ConfigError(f"The editor {command[0]} ended with an error; nothing is changed.")
+        return Path(name).read_text(encoding="utf-8")
     finally:
         Path(name).unlink(missing_ok=True)

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cbatch.cli.chat.session import Answer, Session
+from cbatch.cli.chat.client import as_plain_text
+from cbatch.cli.chat.session import Answer, Session, State
 from cbatch.cli.jsonl import format_row, parse_line, parse_object
 from cbatch.cli.lines import Line, read_lines
 from cbatch.cli.row import Row
-from cbatch.engine import ConfigError, RequestError, SamplingParams
+from cbatch.engine import ConfigError, RequestError, SamplingParams, derive_seed
 
 
 def to_markdown(session: Session, model: str) -> str:
@@ -27,17 +28,19 @@ def to_markdown(session: Session, model: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def to_row(session: Session, params: SamplingParams, context: int) -> dict[str, Any]:
-    """A row for `cbatch run` that asks the last question of a session, as it was asked here.
+def to_row(session: Session, params: SamplingParams, context: int, *, has_template: bool) -> dict[str, Any]:
+    """A row for `cbatch run` that asks the last question of a session with the sampling of its answer.
 
-    params:  the effective sampling parameters of the last answer
-    context: the model's, which is the limit of an answer that has no other
+    params:       the effective sampling parameters of that answer
+    context:      the model's, which is the limit of an answer that has no other
+    has_template: whether the model takes messages; else the row is plain text to continue
     """
     turn = session.last
     assert turn is not None
-    answer = turn.answer or Answer()
-    fields: dict[str, Any] = {"id": session.name, "messages": session.messages(turn)}
-    return fields | answer.params | {"max_tokens": params.max_tokens or context, "seed": answer.seed}
+    answer, messages = turn.answer or Answer(), session.messages(turn)
+    asked = {"messages": messages} if has_template else {"prompt": as_plain_text(messages), "raw": True}
+    limit = {"max_tokens": params.max_tokens or context}
+    return {"id": session.name, **asked, **answer.params, **limit, "seed": answer.seed}
 
 
 def write_markdown(path: Path, text: str) -> None:
@@ -61,24 +64,29 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
         raise ConfigError(f"Cannot write {path}: {error.strerror}.") from error
 
 
-def from_result(path: Path, index: int, prompts: Path | None) -> Session:
+def from_result(path: Path, index: int, prompts: Path | None, run_seed: int = 0) -> Session:
     """A session from a row of a batch's output, and the row of its input where that file is given.
+
+    run_seed: that of the batch, from which the row's seed comes where it has none
 
     Raises ConfigError where there is no such row, or it is an error.
     """
     result = _find_result(path, index)
-    text = _text_of(result, f"row {index} of {path}")
+    answer = Answer(_text_of(result, f"row {index} of {path}"), state=_state_of(result))
     session = Session(f"row-{index}")
     if prompts is not None:
         row = _find_row(prompts, index)
-        messages = row.messages or [{"role": "user", "content": row.prompt or ""}]
-        session.take_messages(messages)
-        session.params = {name: value for name, value in row.params.items() if name != "seed"}
+        session.take_messages(row.messages or [{"role": "user", "content": row.prompt or ""}])
+        kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
+        answer.params = {name: value for name, value in row.params.items() if name != "seed"}
+        answer.seed = row.params.get("seed", derive_seed(run_seed, kind, name))
+        # The limit of one answer is none of the conversation that goes on from it.
+        session.params = {name: value for name, value in answer.params.items() if name != "max_tokens"}
     last = session.last
     if last is not None and not last.answers:
-        last.answers.append(Answer(text, state=_state_of(result)))
+        last.answers.append(answer)
     else:
-        session.prelude.append({"role": "assistant", "content": text})
+        session.prelude.append({"role": "assistant", "content": answer.text})
     return session
 
 
@@ -100,6 +108,10 @@ def _find_row(path: Path, index: int) -> Row:
     for line in _lines(path):
         if line.index == index:
             row = parse_line(line, allow_unknown=True)
+            try:
+                SamplingParams().merged(row.params)
+            except RequestError as error:
+                row.error = row.wrong(str(error))
             if row.error is not None:
                 raise ConfigError(f"{path}: {row.error}.")
             if row.messages is None and row.prompt is None:
@@ -133,5 +145,8 @@ def _text_of(result: dict[str, Any], where: str) -> str:
     return text
 
 
-def _state_of(result: dict[str, Any]) -> Any:
-    return "length" if result.get("finish_reason") == "length" else "stop"
+def _state_of(result: dict[str, Any]) -> State:
+    reason = result.get("finish_reason")
+    if isinstance(response := result.get("response"), dict):
+        reason = response["body"]["choices"][0].get("finish_reason")
+    return "length" if reason == "length" else "stop"

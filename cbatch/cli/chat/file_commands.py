@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from pathlib import Path
 
 from cbatch.cli.chat.desk import Desk, command, counted, need
 from cbatch.cli.chat.export import append_row, to_markdown, to_row, write_markdown
-from cbatch.cli.chat.store import Saved, read_session
+from cbatch.cli.chat.store import Saved, as_path, read_session
 from cbatch.engine import ConfigError
 
 MAX_FILE_BYTES = 16 * 2**20
@@ -17,11 +16,12 @@ MAX_FILE_BYTES = 16 * 2**20
 @command("save", "[NAME]", "saved")
 def do_save(desk: Desk, name: str) -> None:
     """keeps this session under a name"""
-    path = desk.store.save(desk.session, name or desk.session.name)
-    if path.parent == desk.store.folder / "sessions" and path.stem != desk.session.name:
+    path = desk.store.save_as(desk.session, name or desk.session.name)
+    if path.parent == desk.store.sessions_folder.resolve() and path.stem != desk.session.name:
         with suppress(ConfigError):  # a name of more than one word, or that of another session
             desk.room.rename(desk.session, path.stem)
-    desk.say(f"saved as {path}; from now on it is kept there")
+    later = "and kept there from now on" if desk.room.store is not None else "as it is now; --no-history keeps no more"
+    desk.say(f"saved as {path}, {later}")
 
 
 @command("load", "[NAME|NUMBER|FILE]", "saved")
@@ -31,10 +31,8 @@ def do_load(desk: Desk, which: str) -> None:
         desk.listed = desk.store.saved()[:20]
         desk.say(*map(_saved_line, range(1, 21), desk.listed) if desk.listed else ["nothing is saved yet"])
         return
-    if which.isdecimal() and 1 <= int(which) <= len(desk.listed):
-        path = desk.listed[int(which) - 1].path
-    else:
-        path = desk.store.path_of(which)
+    numbered = {str(number): saved.path for number, saved in enumerate(desk.listed, start=1)}
+    path = numbered.get(which) or desk.store.path_of(which)
     for session in desk.room.sessions:
         if desk.store.path_kept(session) == path:  # two of them in one file would overwrite each other
             desk.room.switch(session)
@@ -48,16 +46,18 @@ def do_load(desk: Desk, which: str) -> None:
 def do_export(desk: Desk, name: str) -> None:
     """FILE.md to read, FILE.jsonl for cbatch run"""
     need(name, "/export FILE.md or /export FILE.jsonl")
-    path, session = Path(name).expanduser(), desk.session
-    driver = desk.room.speaker.driver
+    path, session = as_path(name), desk.session
+    driver = desk.room.client.driver
     if session.last is None or driver is None:
-        raise ConfigError("There is nothing to export yet.")
+        raise ConfigError("There is no message yet." if session.last is None else "The model is still being loaded.")
     if path.suffix == ".md":
         write_markdown(path, to_markdown(session, driver.engine.loaded.name))
     elif path.suffix == ".jsonl":
         answer = session.last.answer
-        params = desk.room.speaker.params(answer.params if answer else {})
-        append_row(path, to_row(session, params, driver.engine.model.max_model_len))
+        params = desk.room.client.params(answer.params if answer else {})
+        engine = driver.engine
+        has_template = engine.tokenizer is None or bool(engine.tokenizer.chat_template)
+        append_row(path, to_row(session, params, engine.model.max_model_len, has_template=has_template))
     else:
         raise ConfigError(f"{name} ends neither in .md nor in .jsonl.")
     desk.say(f"written to {path}")
@@ -66,7 +66,7 @@ def do_export(desk: Desk, name: str) -> None:
 @command("run", "FILE -o OUT | stop", "file")
 def do_run(desk: Desk, line: str) -> None:
     """a batch underneath, as cbatch run does it"""
-    driver = desk.room.speaker.driver
+    driver = desk.room.client.driver
     if line == "stop":
         if not desk.background.is_running:
             raise ConfigError("No batch is running.")
@@ -82,7 +82,7 @@ def do_read(desk: Desk, name: str) -> None:
     """puts a file's text before the next message"""
     need(name, "/read FILE")
     try:
-        with Path(name).expanduser().open("rb") as file:
+        with as_path(name).open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
         text = data.decode()
     except OSError as error:

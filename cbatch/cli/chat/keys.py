@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from prompt_toolkit.filters import Condition, has_focus
-from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent, merge_key_bindings
+from prompt_toolkit.key_binding.key_bindings import KeyBindingsBase
 from prompt_toolkit.widgets import TextArea
 
 
@@ -30,7 +31,7 @@ class Keyboarded(Protocol):
     def switch_to(self, place: int) -> None: ...
 
 
-def make_keys(terminal: Keyboarded) -> KeyBindings:
+def make_keys(terminal: Keyboarded) -> KeyBindingsBase:
     """The bindings of a chat, which go before those of the library."""
     keys = KeyBindings()
     buffer = terminal.input.buffer
@@ -66,6 +67,13 @@ def make_keys(terminal: Keyboarded) -> KeyBindings:
     @keys.add("c-x", "c-e", filter=typing)
     def _(event: KeyPressEvent) -> None:
         terminal.edit(buffer.text, terminal.put)
+
+    return merge_key_bindings([keys, _make_moves(terminal)])
+
+
+def _make_moves(terminal: Keyboarded) -> KeyBindings:
+    """To other sessions, and up and down in this one."""
+    keys = KeyBindings()
 
     for key, pages in (("pageup", -1), ("pagedown", 1)):
 

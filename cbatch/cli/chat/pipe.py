@@ -12,6 +12,7 @@ from cbatch.cli.chat.session import Answer, Session
 from cbatch.cli.exits import ReaderGone, RunFailed
 from cbatch.cli.lines import MAX_LINE_BYTES, Line
 from cbatch.cli.screen import notice, safe
+from cbatch.engine import EngineError
 
 
 class Pipe:
@@ -21,10 +22,11 @@ class Pipe:
         self._output = output
         self._filter = safe if output.isatty() else str
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._is_open = False
         self._error: BaseException | None = None
 
     def _on_open(self, error: BaseException | None) -> None:
-        self._error = error
+        self._is_open, self._error = True, error
 
     def _on_token(self, session: Session, answer: Answer, text: str) -> None:
         self._write(text)
@@ -32,7 +34,11 @@ class Pipe:
     def run(self, room: Room, lines: Iterable[Line]) -> bool:
         """True where every line was answered. Raises what kept the engine from opening, ReaderGone, and RunFailed."""
         room.on_token = self._on_token
-        room.speaker.start(self._calls.put, self._on_open)
+        room.client.start(self._calls.put, self._on_open)
+        while not self._is_open:
+            self._calls.get()()
+        if self._error is not None:
+            raise self._error
         failures = 0
         for line in lines:
             wrong = self._answer(room, line)
@@ -53,12 +59,13 @@ class Pipe:
         room.ask(session, text)
         while session.is_busy:
             self._calls.get()()
-            if self._error is not None:
-                raise self._error
         answer = session.last.answer if session.last else None
         assert answer is not None
         if answer.text or not answer.error:
             self._write("\n")
+        driver = room.client.driver
+        if driver is not None and driver.failure is not None:
+            raise EngineError(answer.error)
         if answer.code == "prompt_too_long":
             return f"{answer.error} --auto-trim leaves out the oldest turns."
         return answer.error

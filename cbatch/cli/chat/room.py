@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from cbatch.cli.chat.session import Answer, Note, Session, Turn
-from cbatch.cli.chat.speaker import Call, Speaker
+from cbatch.cli.chat.client import Call, EngineClient
+from cbatch.cli.chat.session import UNASKED, Answer, Note, Session, Turn
+from cbatch.cli.chat.session_list import SessionList
 from cbatch.cli.chat.store import Store
 from cbatch.engine import ConfigError, SamplingParams, TokenEvent, derive_seed
 
@@ -20,7 +20,7 @@ RETRY_TEMPERATURE = 0.7
 OnToken = Callable[[Session, Answer, str], None]
 
 
-class Room:
+class Room(SessionList):
     """Opens and closes sessions, has their turns answered, and keeps them on disk.
 
     Methods raise ConfigError with a sentence for the user where something cannot be done.
@@ -28,7 +28,7 @@ class Room:
 
     def __init__(
         self,
-        speaker: Speaker,
+        client: EngineClient,
         *,
         system: str | None = None,
         params: dict[str, Any] | None = None,
@@ -42,52 +42,32 @@ class Room:
         auto_trim:      whether the oldest turns go by themselves where the context is full
         store:          where sessions are kept, if they are
         """
-        self.speaker = speaker
+        super().__init__()
+        self.client = client
         self.store = store
-        self.sessions: list[Session] = []
         self._system, self._params, self._seed, self._auto_trim = system, params or {}, seed, auto_trim
         self.on_token: OnToken = lambda session, answer, text: None
         """Told of every token, after it is part of its answer."""
         self._calls: dict[Answer, Call] = {}
-        self._num_opened = 0
-        self.current = self.open("main")
+        self.open("main")
 
     def open(self, name: str | None = None) -> Session:
         """A new session, which becomes the current one."""
-        return self._enter(Session(self._new_name(name), system=self._system, params=dict(self._params)))
+        return self.enter(Session(self.new_name(name), system=self._system, params=dict(self._params)))
 
     def fork(self, session: Session, name: str | None = None) -> Session:
         """A new session that has come to the same point."""
-        return self._enter(session.copy(self._new_name(name), 0))
-
-    def add(self, session: Session) -> Session:
-        """Takes in a session that was made elsewhere, under its name or one like it."""
-        taken = {other.name for other in self.sessions}
-        names = (session.name if n == 1 else f"{session.name}-{n}" for n in range(1, len(taken) + 2))
-        session.name = next(name for name in names if name not in taken)
-        return self._enter(session)
-
-    def switch(self, session: Session) -> None:
-        self.current = session
-        session.is_unread = False
-
-    def find(self, which: str) -> Session:
-        """The session of this name, or at this place in the list, counted from 1."""
-        for session in self.sessions:
-            if session.name == which:
-                return session
-        if which.isdecimal() and 1 <= int(which) <= len(self.sessions):
-            return self.sessions[int(which) - 1]
-        raise ConfigError(f"There is no session {which}; /list shows them.")
+        twin = self.enter(session.copy(self.new_name(name)))
+        self.keep(twin)
+        return twin
 
     def rename(self, session: Session, name: str) -> None:
-        session.name = self._new_name(name)
+        session.name = self.new_name(name)
         self.keep(session)
 
     def close(self, session: Session) -> None:
-        """Stops its answers and takes it out; there is always one left."""
-        session.queue.clear()
-        self.stop(session)
+        """Ends a session and takes it out; there is always one left."""
+        self.end(session)
         place = self.sessions.index(session)
         self.sessions.remove(session)
         if not self.sessions:
@@ -103,61 +83,80 @@ class Room:
         self._say(session, text)
 
     def stop(self, session: Session) -> bool:
-        """Cuts off what is coming. False where nothing was."""
-        last = session.last
-        if last is None or not last.is_open:
+        """Cuts off what is coming, after which what waits is said. False where nothing was."""
+        if not self._cut_off(session):
             return False
-        for answer in last.answers:
-            if answer.is_open:
-                self.speaker.cancel(self._calls.pop(answer))
-                answer.state = "stopped"
-                answer.remark = "stopped; /continue goes on" if answer.text else "stopped before the first token"
         self._after(session)
         return True
 
-    def retry(self, session: Session, count: int) -> bool:
-        """Has the last turn answered again, `count` times. True where that is sampled, though the session is greedy."""
-        turn = self._last_settled(session)
-        kept = turn.answer
-        assert kept is not None
+    def end(self, session: Session) -> None:
+        """Cuts off what is coming, says nothing more, and keeps what is there."""
+        self._cut_off(session)
+        session.settle_queue()
+        self.keep(session)
+
+    def retry(self, session: Session, count: int) -> int:
+        """Has the last turn answered again, `count` times. Returns the number of the first of those answers."""
+        if self.client.driver is None:
+            raise ConfigError("The model is still being loaded.")
+        turn = self._settled_turn(session)
+        turn.compares = 0
+        turn.settle()
         params = session.params
-        is_greedy = self.speaker.params(params).greedy
-        if is_greedy:
+        if self.is_greedy(session):
             params = {**params, "temperature": RETRY_TEMPERATURE}
-        turn.answers = [kept] + [Answer() for _ in range(count)]
-        turn.chosen, turn.compares = 1, count > 1
-        for answer in turn.answers[1:]:
+        first = len(turn.answers)
+        turn.answers += [Answer() for _ in range(count)]
+        turn.chosen, turn.compares = first, first if count > 1 else 0
+        for answer in turn.answers[first:]:
             self._call(session, turn, answer, params)
-        return is_greedy
+        return first
+
+    def is_greedy(self, session: Session) -> bool:
+        """Whether it would give the same answer again."""
+        return self.client.params(session.params).greedy
 
     def pick(self, session: Session, number: int) -> None:
-        """Keeps one of several answers; 0 is the one before them."""
-        turn = self._last_settled(session)
-        if not 0 <= number < len(turn.answers):
-            raise ConfigError(f"There are answers 0 to {len(turn.answers) - 1} to pick from.")
-        turn.chosen, turn.compares = number, False
+        """Keeps one of several answers, counted from 0."""
+        last = session.last
+        if last is None or not 0 <= number < len(last.answers):
+            raise ConfigError(f"There are answers 0 to {len(last.answers) - 1 if last else -1} to pick from.")
+        turn = self._settled_turn(session)
+        turn.chosen, turn.compares = number, 0
         self.keep(session)
 
     def go_on(self, session: Session, *, may_drop: bool = False) -> None:
         """Has an answer continued that was cut off."""
-        turn = self._last_settled(session)
+        turn = self._settled_turn(session)
         answer = turn.answer
         if answer is None or not answer.can_go_on:
             raise ConfigError("The last answer is complete; there is nothing to continue.")
         self._call(session, turn, answer, answer.params, may_drop=may_drop)
 
     def undo(self, session: Session) -> str:
-        """Takes back the last message and its answers, and returns its text."""
-        turn = self._last_settled(session)
+        """Takes back the last message, and its answers if it was asked, and returns its text."""
+        if session.queue:
+            return session.queue.pop()
+        turn = self._settled_turn(session)
         session.remove(turn)
         self.keep(session)
         return turn.text
 
+    def replace(self, session: Session, turn: Turn, text: str) -> None:
+        """Asks something else in the place of a turn, which must still be the last one."""
+        if session.last is not turn or session.queue:
+            raise ConfigError("The conversation has gone on since; nothing is changed.")
+        self._cut_off(session)
+        session.remove(turn)
+        self._say(session, text)
+
     def trim(self, session: Session, count: int | None) -> int:
         """Leaves out the `count` oldest turns; None: as many as the last turn needs, which is then asked again."""
         if count is not None:
-            return session.drop(session.dropped + count)
-        turn = self._last_settled(session)
+            gone = session.drop(session.dropped + count)
+            self.keep(session)
+            return gone
+        turn = self._settled_turn(session)
         answer = turn.answer
         if answer is not None and answer.code == "prompt_too_long":
             turn.answers, turn.chosen = [Answer()], 0
@@ -169,30 +168,20 @@ class Room:
         return 0
 
     def keep(self, session: Session) -> None:
-        """Writes a session to the disk, where sessions are kept; a disk that fails costs no conversation."""
-        if self.store is not None and session.turns:
-            with suppress(ConfigError):
-                self.store.save(session)
+        """Has a session written to the disk, where sessions are kept, once there is something in it."""
+        if self.store is not None and (session.turns or self.store.path_kept(session) is not None):
+            self.store.save_later(session)
 
-    def _enter(self, session: Session) -> Session:
-        self._num_opened += 1
-        session.number = self._num_opened
-        self.sessions.append(session)
-        self.switch(session)
-        return session
+    def keep_open(self) -> None:
+        """Has what has come so far of open answers written; to be called now and then."""
+        for session in self.sessions:
+            if session.is_busy:
+                self.keep(session)
 
-    def _new_name(self, name: str | None) -> str:
-        taken = {session.name for session in self.sessions}
-        if name is None:
-            number = self._num_opened + 1
-            while f"s{number}" in taken:
-                number += 1
-            return f"s{number}"
-        if name in taken:
-            raise ConfigError(f"There is a session {name} already.")
-        if name.isdecimal() or len(name.split()) != 1:
-            raise ConfigError("A name is one word, and not a number.")
-        return name
+    def leave(self) -> None:
+        """Ends all sessions."""
+        for session in self.sessions:
+            self.end(session)
 
     def _say(self, session: Session, text: str) -> None:
         if session.is_busy:
@@ -200,20 +189,34 @@ class Room:
             return
         last = session.last
         if last is not None:
-            last.compares = False
+            last.compares = 0
+            last.settle()
         turn = Turn(text, [Answer()])
         session.items.append(turn)
         self._call(session, turn, turn.answers[0], session.params)
         self.keep(session)
 
-    def _last_settled(self, session: Session) -> Turn:
+    def _cut_off(self, session: Session) -> bool:
+        last = session.last
+        if last is None or not last.is_open:
+            return False
+        for answer in last.answers:
+            if answer.is_open:
+                self.client.cancel(self._calls.pop(answer))
+                answer.cut_off()
+        last.settle()
+        return True
+
+    def _settled_turn(self, session: Session) -> Turn:
         """The last turn, with nothing more coming."""
-        self.stop(session)
+        if session.queue:
+            raise ConfigError("A message waits for its turn; /undo takes it back.")
         turn = session.last
         if turn is None:
             raise ConfigError("There is no message yet.")
+        self._cut_off(session)
         if not turn.answers:
-            turn.answers = [Answer(state="stopped")]
+            turn.answers = [Answer(state="stopped", remark=UNASKED)]
         return turn
 
     def _call(
@@ -237,7 +240,7 @@ class Room:
             on_event=partial(self._take, session, answer),
         )
         self._calls[answer] = call
-        self.speaker.ask(call)
+        self.client.ask(call)
 
     def _started(
         self, session: Session, turn: Turn, answer: Answer, before: int, prompt_tokens: int, dropped: int
@@ -268,7 +271,7 @@ class Room:
             self._after(session)
 
     def _why_cut_off(self, answer: Answer) -> str:
-        params: SamplingParams = self.speaker.params(answer.params)
+        params: SamplingParams = self.client.params(answer.params)
         if params.max_tokens is not None and answer.num_tokens >= params.max_tokens:
             return f"cut off after {params.max_tokens:,} tokens (max_tokens); /continue goes on"
         return "cut off, the context is full; /trim leaves out the oldest turns and goes on"
@@ -277,6 +280,8 @@ class Room:
         """What follows when an answer has come to its end."""
         if session.is_busy:
             return
+        if session.last is not None:
+            session.last.settle()
         session.is_unread = session is not self.current
         self.keep(session)
         if session.queue:

@@ -8,7 +8,9 @@ from typing import Any, Literal
 State = Literal["asked", "streaming", "stop", "length", "stopped", "error"]
 """Of an answer: waiting for its first token, coming, or how it ended; `stopped` is by the user."""
 
-STATES: tuple[State, ...] = ("asked", "streaming", "stop", "length", "stopped", "error")
+ENDED: tuple[State, ...] = ("stop", "length", "stopped", "error")
+STOPPED = "stopped; /continue goes on"
+UNASKED = "no answer; /retry asks for one"
 Message = dict[str, Any]
 
 
@@ -43,26 +45,31 @@ class Answer:
 
     @property
     def counts(self) -> bool:
-        """Whether it is part of what the model is shown later: it ended well, or was cut off after some text."""
-        return self.state == "stop" or (self.state != "error" and bool(self.text))
+        """Whether it is part of what the model is shown later: it ended well, or after some text."""
+        return self.state == "stop" or bool(self.text)
 
     @property
     def can_go_on(self) -> bool:
         """Whether it was cut off."""
-        return self.state in ("stopped", "length")
+        return self.state in ("stopped", "length") or (self.state == "error" and bool(self.text))
+
+    def cut_off(self) -> None:
+        """Ends it where it is, by the user's will or that of circumstances."""
+        self.state = "stopped"
+        self.remark = STOPPED if self.text else UNASKED
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Turn:
     """What the user said, and the answers to it: several after a retry, of which one is chosen.
 
-    compares: whether they are all shown, side by side, until one is picked
+    compares: the first of those that are shown side by side, until one is picked; 0 for none
     """
 
     text: str
     answers: list[Answer] = field(default_factory=list)
     chosen: int = 0
-    compares: bool = False
+    compares: int = 0
 
     @property
     def answer(self) -> Answer | None:
@@ -71,6 +78,12 @@ class Turn:
     @property
     def is_open(self) -> bool:
         return any(answer.is_open for answer in self.answers)
+
+    def settle(self) -> None:
+        """Where the chosen answer came to nothing, falls back on the last one before it that did not."""
+        usable = [number for number, answer in enumerate(self.answers) if answer.counts]
+        if usable and not self.compares and self.chosen not in usable:
+            self.chosen = max((number for number in usable if number < self.chosen), default=usable[0])
 
     def messages(self) -> list[Message]:
         """As the model is shown it when it is in the past; a turn without an answer is not."""
@@ -159,12 +172,18 @@ class Session:
         del self.items[self.items.index(turn) :]
         self.dropped = min(self.dropped, bool(self.prelude) + len(self.turns))
 
-    def copy(self, name: str, number: int) -> Session:
+    def copy(self, name: str) -> Session:
         """A session of its own that has come to the same point; of an answer that is coming, what is there."""
-        twin = Session(name, number, self.system, dict(self.params), list(self.prelude), dropped=self.dropped)
-        twin.attempts = self.attempts
+        twin = Session(name, 0, self.system, dict(self.params), list(self.prelude))
+        twin.dropped, twin.attempts = self.dropped, self.attempts
         twin.items = [_copied(item) for item in self.items]
         return twin
+
+    def settle_queue(self) -> None:
+        """Makes turns of what is still to be said, for whoever opens the session later."""
+        for text in self.queue:
+            self.items.append(Turn(text, [Answer(state="stopped", remark=UNASKED)]))
+        self.queue.clear()
 
     def take_messages(self, messages: list[Message]) -> None:
         """Fills an empty session with a conversation; what does not alternate as a chat does is its prelude."""
@@ -192,9 +211,12 @@ def _message(role: str, text: str) -> Message:
 def _copied(item: Turn | Note) -> Turn | Note:
     if isinstance(item, Note):
         return item
-    return Turn(item.text, [_settled(answer) for answer in item.answers], item.chosen, item.compares)
+    return Turn(item.text, [settled(answer) for answer in item.answers], item.chosen, item.compares)
 
 
-def _settled(answer: Answer) -> Answer:
-    """A copy for another session; one that is still coming is cut off there."""
-    return replace(answer, state="stopped") if answer.is_open else replace(answer)
+def settled(answer: Answer) -> Answer:
+    """A copy, in which an answer that is still coming is cut off."""
+    twin = replace(answer)
+    if twin.is_open:
+        twin.cut_off()
+    return twin

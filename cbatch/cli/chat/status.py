@@ -31,7 +31,7 @@ class Status:
         """What the bar says until the engine is there."""
 
     def tick(self) -> None:
-        if (driver := self._room.speaker.driver) is not None:
+        if (driver := self._room.client.driver) is not None:
             now = time.monotonic()
             self._counts.append((now, driver.num_tokens))
             while now - self._counts[0][0] > SPEED_SECONDS:
@@ -64,7 +64,7 @@ class Status:
 
     def lines(self) -> list[str]:
         """What `/stats` shows."""
-        driver = self._room.speaker.driver
+        driver = self._room.client.driver
         if driver is None:
             return [self.loading]
         load, scheduler, engine = driver.load, driver.engine.scheduler, driver.engine
@@ -89,7 +89,7 @@ class Status:
         return lines
 
     def _engine(self) -> str:
-        driver = self._room.speaker.driver
+        driver = self._room.client.driver
         if driver is None:
             return f" {safe(self.loading)} "
         if self._background.progress:

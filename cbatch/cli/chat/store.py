@@ -8,6 +8,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from prompt_toolkit.history import History
 
-from cbatch.cli.chat.session import STATES, Answer, Session, Turn
+from cbatch.cli.chat.session import ENDED, Answer, Session, Turn, settled
 from cbatch.cli.jsonl import parse_object
 from cbatch.engine import ConfigError, RequestError, SamplingParams
 
@@ -47,16 +48,31 @@ class Saved:
 
 
 class Store:
-    """A folder (0700) with sessions and a history (0600 each). Nothing is made before something is written."""
+    """A folder (0700) with sessions and a history (0600 each). Nothing is made before something is written.
+
+    trouble: why the last session that was to be kept could not be; empty where it could
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.trouble = ""
         self._stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self._paths: dict[int, Path] = {}
+        self._written: set[Path] = set()
+        self._writer = ThreadPoolExecutor(1, "cbatch-store")
+
+    @property
+    def sessions_folder(self) -> Path:
+        return self.folder / "sessions"
 
     @property
     def history_path(self) -> Path:
         return self.folder / "history.jsonl"
+
+    @property
+    def num_written(self) -> int:
+        """How many sessions have been written."""
+        return len(self._written)
 
     def path_of(self, name: str) -> Path:
         """Where a session is saved under this name; a name with a slash or a suffix is a path.
@@ -64,29 +80,10 @@ class Store:
         Raises ConfigError for a name that cannot be one of a file.
         """
         if "/" in name or name.endswith(".json"):
-            return Path(name).expanduser()
+            return as_path(name).resolve()
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{name!r} cannot be a name: letters, digits, blanks and .+@-_ can.")
-        return self.folder / "sessions" / f"{name}.json"
-
-    def save(self, session: Session, name: str | None = None) -> Path:
-        """Writes a session, in one atomic replace, to where it was written before or under a name that it keeps.
-
-        Raises ConfigError where that cannot be done.
-        """
-        own = self.folder / "sessions" / f"{self._stamp}-{session.number}.json"
-        path = self.path_of(name) if name else self._paths.get(session.number, own)
-        try:
-            if path.parent == self.folder / "sessions":
-                make_private(self.folder)
-                make_private(path.parent)
-            write_private(path, json.dumps(to_json(session), ensure_ascii=False, indent=1))
-        except OSError as error:
-            raise ConfigError(f"Cannot write {path}: {error.strerror}.") from error
-        if name and own.exists() and own != path:
-            own.unlink()
-        self._paths[session.number] = path
-        return path
+        return self.sessions_folder.resolve() / f"{name}.json"
 
     def path_kept(self, session: Session) -> Path | None:
         """The file that a session is written to, once it has one."""
@@ -96,16 +93,60 @@ class Store:
         """From now on a session is written to this file, from which it was read."""
         self._paths[session.number] = path
 
+    def save_as(self, session: Session, name: str) -> Path:
+        """Writes a session under a name, and from now on there. Raises ConfigError where that cannot be done."""
+        path, before = self.path_of(name), self.path_kept(session)
+        if path.exists() and path != before:
+            raise ConfigError(f"{path} exists already; choose another name: /save NAME.")
+        self._writer.submit(lambda: None).result()  # what was to be written before is
+        try:
+            self._write(path, to_json(session))
+        except OSError as error:
+            raise ConfigError(f"Cannot write {path}: {error.strerror}.") from error
+        if before is not None and before != path and before.name.startswith(self._stamp):
+            before.unlink(missing_ok=True)
+            self._written.discard(before)
+        self._paths[session.number] = path
+        return path
+
+    def save_later(self, session: Session) -> None:
+        """Has a session written as it is now, soon, to where it was written before; see `trouble`."""
+        own = self.sessions_folder.resolve() / f"{self._stamp}-{session.number}.json"
+        path = self._paths.setdefault(session.number, own)
+        self._writer.submit(self._try_to_write, path, to_json(session))
+
+    def close(self) -> None:
+        """Waits until everything is written."""
+        self._writer.shutdown()
+
     def saved(self) -> list[Saved]:
-        """The sessions in the folder, newest first; what cannot be read is left out."""
+        """The sessions in the folder, newest first; what cannot be read, or holds nothing, is left out."""
         found = []
-        for path in (self.folder / "sessions").glob("*.json"):
+        for path in self.sessions_folder.glob("*.json"):
             with suppress(OSError, ConfigError):
                 session = read_session(path)
                 turns = session.turns
                 beginning = " ".join(turns[0].text.split())[:60] if turns else ""
-                found.append(Saved(path, session.name, path.stat().st_mtime, len(turns), beginning))
-        return sorted(found, key=lambda saved: -saved.when)
+                found.append(Saved(path.resolve(), session.name, path.stat().st_mtime, len(turns), beginning))
+        return sorted((saved for saved in found if saved.turns), key=lambda saved: -saved.when)
+
+    def names(self) -> list[str]:
+        """What sessions in the folder can be loaded by."""
+        return sorted(path.stem for path in self.sessions_folder.glob("*.json"))
+
+    def _try_to_write(self, path: Path, fields: dict[str, Any]) -> None:
+        try:
+            self._write(path, fields)
+            self.trouble = ""
+        except OSError as error:
+            self.trouble = f"This session cannot be kept: {path}: {error.strerror}."
+
+    def _write(self, path: Path, fields: dict[str, Any]) -> None:
+        if path.parent == self.sessions_folder.resolve():
+            make_private(self.folder)
+            make_private(path.parent)
+        write_private(path, json.dumps(fields, ensure_ascii=False, indent=1))
+        self._written.add(path)
 
 
 class PrivateHistory(History):
@@ -141,6 +182,17 @@ class PrivateHistory(History):
                 os.close(fd)
 
 
+def as_path(text: str) -> Path:
+    """A path as a person types it. Raises ConfigError where it can be none."""
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"There is no such user: {text}.") from error
+    if "\0" in text:
+        raise ConfigError("A file name cannot hold a null character.")
+    return path
+
+
 def make_private(folder: Path) -> None:
     """Makes a folder that its owner alone can look into."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -149,11 +201,13 @@ def make_private(folder: Path) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Puts a file (0600) in the place of another, whole or not at all."""
+    """Puts a file (0600) in the place of another, whole or not at all, also where the power fails."""
     fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")  # made 0600
     try:
         with os.fdopen(fd, "w", encoding="utf-8", errors="replace") as file:
             file.write(text)
+            file.flush()
+            os.fsync(fd)
         Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
@@ -174,9 +228,8 @@ def to_json(session: Session) -> dict[str, Any]:
                 "user": turn.text,
                 "chosen": turn.chosen,
                 "answers": [
-                    {name: getattr(answer, name) for name in KEPT}
-                    | {"state": "stopped" if answer.is_open else answer.state}
-                    for answer in turn.answers
+                    {name: getattr(answer, name) for name in KEPT} | {"state": answer.state}
+                    for answer in map(settled, turn.answers)
                 ],
             }
             for turn in session.turns
@@ -205,30 +258,37 @@ def read_session(path: Path) -> Session:
 
 
 def _from_json(fields: dict[str, Any]) -> Session:
-    params = fields["params"]
-    SamplingParams().merged(params)
     session = Session(
         _typed(fields["name"], str),
         system=_typed(fields["system"], str | None),
-        params=_typed(params, dict),
+        params=_params(fields["params"]),
         prelude=[_checked_message(message) for message in fields["prelude"]],
         attempts=_typed(fields["attempts"], int),
     )
     for turn in fields["turns"]:
         answers = [_answer(answer) for answer in turn["answers"]]
         chosen = _typed(turn["chosen"], int)
-        if answers:
-            answers[chosen]
+        if not 0 <= chosen < max(len(answers), 1):
+            raise IndexError(f"answer {chosen} of {len(answers)}")
         session.items.append(Turn(_typed(turn["user"], str), answers, chosen))
     session.drop(_typed(fields["dropped"], int))
     return session
 
 
 def _answer(fields: dict[str, Any]) -> Answer:
-    state = fields["state"]
-    if state not in STATES or state in ("asked", "streaming"):
-        raise TypeError(f"state {state!r}")
-    return Answer(state=state, **{name: _typed(fields[name], kind) for name, kind in KEPT.items()})
+    if fields["state"] not in ENDED:
+        raise TypeError(f"state {fields['state']!r}")
+    kept = {name: _typed(fields[name], kind) for name, kind in KEPT.items()}
+    return Answer(state=fields["state"], **kept | {"params": _params(fields["params"])})
+
+
+def _params(value: Any) -> dict[str, Any]:
+    """Sampling parameters of a session or an answer; the seed is not among them."""
+    params: dict[str, Any] = _typed(value, dict)
+    SamplingParams().merged(params)
+    if "seed" in params:
+        raise TypeError("params has a seed")
+    return params
 
 
 def _checked_message(message: Any) -> dict[str, Any]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TextIO
+from typing import Any, TextIO
 
 from prompt_toolkit.application import Application, in_terminal
 from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
@@ -29,23 +29,27 @@ import cbatch.cli.chat.commands
 import cbatch.cli.chat.file_commands  # noqa: F401  # the two put themselves into the table
 from cbatch.cli.chat.background import Background
 from cbatch.cli.chat.capture import captured_output
+from cbatch.cli.chat.client import Mailbox
 from cbatch.cli.chat.complete import CommandCompleter
 from cbatch.cli.chat.desk import Desk, carry_out
 from cbatch.cli.chat.editor import edit_text
 from cbatch.cli.chat.keys import make_keys
 from cbatch.cli.chat.room import Room
 from cbatch.cli.chat.session import Answer, Note, Session
-from cbatch.cli.chat.speaker import Mailbox
 from cbatch.cli.chat.status import Status
 from cbatch.cli.chat.store import Store
 from cbatch.cli.chat.transcript import Transcript, visible
 from cbatch.cli.exits import Interrupted
 from cbatch.cli.screen import safe
-from cbatch.engine import ConfigError
+from cbatch.cli.signals import SIGNALS, raise_interrupted
+from cbatch.engine import CbatchError, ConfigError
 
 REDRAW_SECONDS = 1 / 40
 REFRESH_SECONDS = 0.5
 """Of what changes by itself: the speed, the progress of a batch."""
+
+KEEP_SECONDS = 5.0
+"""How often the beginning of an answer that is still coming is written to the disk."""
 
 WELCOME = "/help shows what can be typed here; Ctrl-D leaves."
 LEAVING = "Ctrl-D or /exit leaves."
@@ -111,6 +115,9 @@ class Terminal:
         self.status = Status(room, self.background)
         self._desk = Desk(room, self, self.background, self.status, store)
         self._heard: deque[str] = deque(maxlen=50)
+        self._store = store
+        self._told_trouble = ""
+        self._kept_at = time.monotonic()
         self._is_loading = False
         self._undrawn: list[float] = []
         self._app: Application[None] | None = None
@@ -136,19 +143,27 @@ class Terminal:
 
     def run(self) -> None:
         """Until the user leaves. Raises Interrupted after a signal, and what kept the engine from opening."""
-        with captured_output(lambda line: self._mailbox.put(partial(self._hear, line))) as terminal:
-            self._app = self._make_app(terminal)
-            try:
+        try:
+            with captured_output(lambda line: self._mailbox.put(partial(self._hear, line))) as terminal:
+                self._app = self._make_app(terminal)
                 asyncio.run(self._run(self._app))
-            except EOFError:  # the terminal went away
-                pass
-            finally:
-                self.background.close()
+        except EOFError:  # the terminal went away
+            pass
+        except CbatchError:
+            for line in self._heard:
+                print(safe(line), file=sys.stderr)
+            raise
+        finally:
+            for signum in SIGNALS:
+                signal.signal(signum, raise_interrupted)
+            self.room.leave()
+            self.background.close()
+            self._store.close()
 
     def _on_open(self, error: BaseException | None) -> None:
         """The engine is there, or will not be."""
         self.status.loading = ""
-        if error is not None and self._app is not None:
+        if error is not None and self._app is not None and not self._app.is_done:
             self._app.exit(exception=error)
 
     def _on_token(self, session: Session, answer: Answer, text: str) -> None:
@@ -171,14 +186,13 @@ class Terminal:
         assert app is not None
 
         async def run() -> None:
-            try:
-                async with in_terminal():
-                    changed = await asyncio.get_running_loop().run_in_executor(None, edit_text, text, self._tty)
-            except (OSError, subprocess.SubprocessError, UnicodeDecodeError) as error:
-                self.room.current.note(f"Cannot use the editor: {error}", is_error=True)
-                return
-            if changed.strip():
-                self._try(lambda: then(changed.rstrip("\n")))
+            changed: list[str] = []
+            async with in_terminal():
+                editing = asyncio.get_running_loop().run_in_executor(None, edit_text, text, self._tty)
+                await asyncio.wait([editing])
+            self._try(lambda: changed.append(editing.result()))
+            if changed and changed[0].strip():
+                self._try(lambda: then(changed[0].rstrip("\n")))
 
         app.create_background_task(run())
 
@@ -216,7 +230,7 @@ class Terminal:
             full_screen=True,
             min_redraw_interval=REDRAW_SECONDS,
             refresh_interval=REFRESH_SECONDS,
-            before_render=lambda _: self.status.tick(),
+            before_render=lambda _: self._tick(),
             after_render=lambda _: self._drawn(),
             output=create_output(stdout=terminal),
         )
@@ -225,10 +239,19 @@ class Terminal:
 
     async def _run(self, app: Application[None]) -> None:
         loop = asyncio.get_running_loop()
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.set_exception_handler(self._tell_of_mistake)
+        for signum in (*SIGNALS, signal.SIGHUP):
             loop.add_signal_handler(signum, self._leave_by, signum)
         self._mailbox.set_wake(partial(loop.call_soon_threadsafe, self._deliver))
-        await app.run_async(handle_sigint=False)
+        try:
+            await app.run_async(handle_sigint=False, set_exception_handler=False)
+        finally:
+            self._mailbox.set_wake(lambda: None)
+
+    def _tell_of_mistake(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A mistake of ours on the way of an event: a sentence, and the chat goes on."""
+        error = context.get("exception") or context.get("message")
+        self.room.current.note(f"Something went wrong: {error!r}", is_error=True)
 
     def _leave_by(self, signum: int) -> None:
         if self._app is not None and not self._app.is_done:
@@ -242,18 +265,29 @@ class Terminal:
     def _drawn(self) -> None:
         if not self._is_loading:  # only now: importing torch takes the interpreter for seconds
             self._is_loading = True
-            self.room.speaker.start(self._mailbox.put, self._on_open)
+            self.room.client.start(self._mailbox.put, self._on_open)
         now = time.monotonic()
         for when in self._undrawn:
             self.status.count_delay(now - when)
         self._undrawn.clear()
+
+    def _tick(self) -> None:
+        self.status.tick()
+        now = time.monotonic()
+        if now - self._kept_at > KEEP_SECONDS:
+            self._kept_at = now
+            self.room.keep_open()
+        if self._store.trouble != self._told_trouble:
+            self._told_trouble = self._store.trouble
+            if self._told_trouble:
+                self.room.current.note(self._told_trouble, is_error=True)
 
     def _bar(self) -> StyleAndTextTuples:
         assert self._app is not None
         return [*self.status.bar(self._app.output.get_size().columns)]
 
     def _hear(self, line: str) -> None:
-        """A line that something printed: of this program it is a note, of a library it is kept for when things fail."""
+        """A line that something printed: of this program it is a note, others are shown when loading fails."""
         name, _, text = line.partition("cbatch: ")
         if not name:
             self.room.current.note(text)
@@ -276,3 +310,5 @@ class Terminal:
             action()
         except ConfigError as error:
             self.room.current.note(str(error), is_error=True)
+        except Exception as error:  # a mistake of ours costs a sentence, and not the conversations
+            self.room.current.note(f"Something went wrong: {error!r}", is_error=True)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from cbatch.cli.chat.markup import Layout, Line, beside, plain
+from cbatch.cli.chat.markup import Layout, Line, beside
+from cbatch.cli.chat.markup import plain as laid_out
 from cbatch.cli.chat.session import Answer, Note, Session, Turn
+from cbatch.cli.screen import safe
 
 MIN_COLUMN = 24
 """Narrower than this, answers stand below one another."""
 
 GAP = 3
+
+
+plain = lru_cache(maxsize=512)(laid_out)
+"""Long questions stand above answers that change with every token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +66,7 @@ class Transcript:
         lines = [*plain(turn.text, width, "class:user", first="> ", rest="  "), []]
         if not turn.compares:
             return lines + (self._answer(turn.answer, width) if turn.answer else []) + [[]]
-        several = list(enumerate(turn.answers))[1:]
+        several = list(enumerate(turn.answers))[turn.compares :]
         column = (width - GAP * (len(several) - 1)) // len(several)
         if column >= MIN_COLUMN:
             columns = [[[("class:heading", f"[{n}]")], *self._answer(answer, column)] for n, answer in several]
@@ -112,8 +119,8 @@ def _stamp(item: Turn | Note) -> tuple[Any, ...]:
 
 
 def _note_lines(note: Note, width: int) -> list[Line]:
-    return plain(note.text, width, "class:error" if note.is_error else "class:note", first="· ", rest="  ")
+    return [*plain(note.text, width, "class:error" if note.is_error else "class:note", first="· ", rest="  ")]
 
 
 def _message_lines(message: dict[str, Any], width: int) -> list[Line]:
-    return [*plain(message["content"], width, "class:note", first=f"{message['role']}: ", rest="  "), []]
+    return [*plain(message["content"], width, "class:note", first=f"{safe(message['role'])}: ", rest="  "), []]

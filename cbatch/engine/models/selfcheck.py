@@ -11,8 +11,8 @@ from cbatch.engine.errors import ModelError
 from cbatch.engine.kv_pool import KVPool
 from cbatch.engine.models.transformers import PagedContext, TransformersModel
 from cbatch.engine.params import SamplingParams
+from cbatch.engine.plan import Slice, StepPlan
 from cbatch.engine.request import Request
-from cbatch.engine.scheduler import Slice, StepPlan
 
 _LENGTHS = (11, 7)
 # Slices of one token: the left neighbour of the second in the ragged row is not its own.

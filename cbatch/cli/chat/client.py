@@ -1,6 +1,6 @@
 """Loads the engine beside a front end that is there already, and asks it for answers.
 
-Three threads meet here: the front end's, which alone changes sessions; the speaker's, which loads, turns
+Three threads meet here: the front end's, which alone changes sessions; the client's, which loads, turns
 conversations into token ids and submits them; and the driver's, on which events arise. What the others have to say
 to the front end they put into its mailbox.
 """
@@ -10,9 +10,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -47,7 +49,8 @@ class Mailbox:
         self._calls.append(call)
         if not self._is_awake:
             self._is_awake = True
-            self._wake()
+            with suppress(RuntimeError):  # of an event loop that has just been closed
+                self._wake()
 
     def deliver(self) -> None:
         self._is_awake = False
@@ -76,13 +79,13 @@ class Call:
     on_start: Callable[[int, int], None]
     on_event: Callable[[TokenEvent, float], None]
     is_cancelled: bool = False
-    ticket: Ticket | None = field(default=None)
+    ticket: Ticket | None = None
 
     def messages(self, dropped: int) -> list[Message]:
         return [*self.head, *(message for group in self.past[dropped:] for message in group), self.last]
 
 
-class Speaker:
+class EngineClient:
     """Submits calls to an engine that it opens itself. `driver` is None until that is done."""
 
     def __init__(self, open_engine: Callable[[], Engine]) -> None:
@@ -98,7 +101,7 @@ class Speaker:
         on_open: told there that the engine is there, or why it is not
         """
         self._post = post
-        threading.Thread(target=self._run, args=(on_open,), name="cbatch-speaker", daemon=True).start()
+        threading.Thread(target=self._run, args=(on_open,), name="cbatch-client", daemon=True).start()
 
     def ask(self, call: Call) -> None:
         self._orders.put(call)
@@ -151,11 +154,16 @@ class Speaker:
 
     def _encode(self, call: Call, engine: Engine, params: SamplingParams) -> tuple[list[int], int]:
         """Token ids of the conversation, and how many of its oldest turns had to go for them to fit."""
-        last_chance = len(call.past) if call.may_drop else 0
-        for dropped in range(last_chance + 1):
-            prompt_ids = encode(engine, call.messages(dropped), call.so_far)
-            if dropped == last_chance or _has_room(engine, prompt_ids, params):
-                break
+
+        def encoded(dropped: int) -> list[int]:
+            return encode(engine, call.messages(dropped), call.so_far)
+
+        dropped = 0
+        prompt_ids = encoded(0)
+        if call.may_drop and call.past and not _has_room(engine, prompt_ids, params):
+            choices = range(1, len(call.past))
+            dropped = 1 + bisect_left(choices, True, key=lambda count: _has_room(engine, encoded(count), params))
+            prompt_ids = encoded(dropped)
         engine.max_new_tokens(prompt_ids, params)
         return prompt_ids, dropped
 
@@ -171,8 +179,13 @@ def encode(engine: Engine, messages: Sequence[Message], so_far: str = "") -> lis
     """
     if engine.tokenizer is None or engine.tokenizer.chat_template:
         return engine.encode({"messages": messages}, today=date.today(), answer=so_far)
+    return engine.encode(as_plain_text(messages) + so_far, raw=True)
+
+
+def as_plain_text(messages: Sequence[Message]) -> str:
+    """A conversation for a model without a chat template."""
     parts = [("\n" if message["role"] == "user" else "") + message["content"] for message in messages]
-    return engine.encode("".join(parts).removeprefix("\n") + so_far, raw=True)
+    return "".join(parts).removeprefix("\n")
 
 
 def _has_room(engine: Engine, prompt_ids: Sequence[int], params: SamplingParams) -> bool:
