@@ -97,7 +97,9 @@ class Chat:
     def wait(self, *texts: str, gone: str = "") -> None:
         """Until the screen shows all these texts, and no longer the one that is to be gone."""
         end = time.monotonic() + PATIENCE
-        while not all(text in self.text for text in texts) or (gone and gone in self.text):
+        while not all(text in self.text or text in "".join(self.lines) for text in texts) or (
+            gone and gone in self.text
+        ):
             if time.monotonic() > end:
                 raise AssertionError(f"the screen does not show {texts} without {gone!r}:\n" + "\n".join(self.lines))
             self.pump()

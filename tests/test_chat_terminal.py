@@ -150,7 +150,9 @@ def test_a_batch_is_stopped_and_resumed(runs: Zygote, tmp_path: Path) -> None:
     with Chat(runs, tmp_path) as chat:
         chat.wait("KV cache:")
         chat.say(f"/run {source} -o {out}")
-        chat.wait("run 2/40")
+        chat.wait("/40,")
+        while not out.read_bytes():
+            chat.pump()
         assert chat.leave() == 0
     kept = len(out.read_bytes().splitlines())
     assert 0 < kept < 40
@@ -238,7 +240,7 @@ def test_completion_and_history(runs: Zygote, tmp_path: Path) -> None:
         chat.send("\r")
         chat.wait("goes before your next message")
         chat.say("What is my name?")
-        chat.wait("Your name is Ada.")
+        chat.wait("> My name is Ada. What is my name?")
         assert chat.leave() == 0
     with Chat(runs, tmp_path) as chat:
         chat.send("\x1b[A")
@@ -318,8 +320,8 @@ def test_control_sequences_never_reach_the_terminal(runs: Zygote, tmp_path: Path
         chat.say("a")
         chat.wait("cut off")
         chat.say(f"/load {tmp_path}/evil.json")
-        chat.wait("[2 n]52;c;aGk=")
-        chat.say("/read /tmp/no-\x16\x1b]52;c;")
+        chat.wait("[2 loaded]", "> ]52;c;aGk=[6n31mx")
+        chat.say("\x1b[200~/read /tmp/no-\x1b]52;c;x\x1b[201~")
         chat.wait("Cannot read")
         chat.say("/list")
         chat.settle()

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 from cbatch.cli.exits import ReaderGone
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 """What steers a terminal, or turns the direction of a line; tabs and line ends aside."""
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import click
 from click.core import ParameterSource
 
-from cbatch.cli.chat.store import as_path
+from cbatch.cli.chat.paths import as_path
 from cbatch.cli.ends import open_input, open_output, stats_written
 from cbatch.cli.exits import Interrupted, ReaderGone
 from cbatch.cli.options import ENGINE_FIELDS

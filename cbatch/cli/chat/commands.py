@@ -90,11 +90,11 @@ def do_retry(desk: Desk, count: str) -> None:
     first = desk.room.retry(desk.session, number)
     if desk.room.is_greedy(desk.session):
         desk.say(f"sampled at temperature {RETRY_TEMPERATURE}; this session is greedy and would say the same")
-    desk.say(
-        f"/pick K keeps one of {number + first} answers, {first - 1} being the one before"
-        if number > 1
-        else f"/pick {first - 1} takes the answer before back"
-    )
+    before = desk.session.last.fallback if desk.session.last is not None else 0
+    if number > 1:
+        desk.say(f"/pick K keeps one of {first} to {first + number - 1}, or {before}, which is the answer before")
+    else:
+        desk.say(f"/pick {before} takes the answer before back")
 
 
 @command("pick", "K")

@@ -34,7 +34,7 @@ class CommandCompleter(Completer):
             word = rest.rpartition(" ")[2]
             if COMMANDS[name].argument == "file":
                 found_paths = self._paths.get_completions(Document(word), complete_event)
-                yield from (path for path in found_paths if safe(path.text) == path.text)
+                yield from (path for path in found_paths if path.text.isprintable() and safe(path.text) == path.text)
             elif " " not in rest.lstrip():
                 names = self._names(COMMANDS[name].argument)
                 yield from (Completion(each, -len(word)) for each in names if each.startswith(word))

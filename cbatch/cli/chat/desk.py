@@ -75,7 +75,7 @@ ALIASES = {"quit": "exit", "?": "help"}
 
 
 def command(name: str, usage: str = "", argument: str = "") -> Callable[[Action], Action]:
-    """Puts a function into the table; the first line of its docstring is its help."""
+    """Puts a function into the table; its docstring is its help."""
 
     def register(action: Action) -> Action:
         COMMANDS[name] = Command(name, usage, (action.__doc__ or "").strip(), action, argument)
@@ -86,12 +86,12 @@ def command(name: str, usage: str = "", argument: str = "") -> Callable[[Action]
 
 def carry_out(desk: Desk, line: str) -> None:
     """Does what a line says that begins with a slash. Raises ConfigError, a sentence for whoever typed it."""
-    name, _, argument = line[1:].partition(" ")
+    name, argument = [*line[1:].split(maxsplit=1), "", ""][:2]
     found = COMMANDS.get(ALIASES.get(name, name))
     if found is None:
         close = difflib.get_close_matches(name, COMMANDS, 1)
         meant = f"did you mean /{close[0]}?" if close else "/help shows them."
-        raise ConfigError(f"There is no command /{name}; {meant} (// at the beginning says it to the model.)")
+        raise ConfigError(f"There is no command /{name[:40]}; {meant} (// at the beginning says it to the model.)")
     found.action(desk, argument.strip())
 
 

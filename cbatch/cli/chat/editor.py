@@ -13,27 +13,39 @@ from typing import TextIO
 from cbatch.engine import ConfigError
 
 
-def edit_text(text: str, terminal: TextIO) -> str:
-    """What the user makes of a text in $VISUAL or $EDITOR. Raises ConfigError where that comes to nothing."""
-    name = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
-    try:
-        return _edit(shlex.split(name), text, terminal)
-    except OSError as error:
-        raise ConfigError(f"Cannot open the editor {name}: {error.strerror}; $EDITOR may name another.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"The editor {name} left what is not UTF-8 text; nothing is changed.") from error
-    except ValueError as error:
-        raise ConfigError(f"$EDITOR is no command: {error}.") from error
+class Editor:
+    """Runs one editor at a time, on a thread that may wait for it."""
 
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
 
-def _edit(command: list[str], text: str, terminal: TextIO) -> str:
-    fd, name = tempfile.mkstemp(prefix="cbatch-", suffix=".md")  # 0600
-    try:
-        with os.fdopen(fd, "w", encoding="utf-8", errors="replace") as file:
-            file.write(text)
-        done = subprocess.run([*command, name], stdin=sys.stdin, stdout=terminal, stderr=terminal, check=False)
-        if done.returncode != 0:
-            raise ConfigError(f"The editor {command[0]} ended with an error; nothing is changed.")
-        return Path(name).read_text(encoding="utf-8")
-    finally:
-        Path(name).unlink(missing_ok=True)
+    def edit(self, text: str, terminal: TextIO) -> str:
+        """What the user makes of a text in $VISUAL or $EDITOR. Raises ConfigError where that comes to nothing."""
+        name = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+        try:
+            return self._edit(shlex.split(name), text, terminal)
+        except OSError as error:
+            raise ConfigError(f"Cannot open the editor {name}: {error.strerror}; $EDITOR may name another.") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"The editor {name} left what is not UTF-8 text; nothing is changed.") from error
+        except ValueError as error:
+            raise ConfigError(f"$EDITOR is no command: {error}.") from error
+
+    def end(self) -> None:
+        """Ends an editor that is open, so that nobody has to wait for it."""
+        if (process := self._process) is not None:
+            process.terminate()
+
+    def _edit(self, command: list[str], text: str, terminal: TextIO) -> str:
+        fd, name = tempfile.mkstemp(prefix="cbatch-", suffix=".md")  # 0600
+        try:
+            with os.fdopen(fd, "w", encoding="utf-8", errors="replace") as file:
+                file.write(text)
+            self._process = subprocess.Popen([*command, name], stdin=sys.stdin, stdout=terminal, stderr=terminal)
+            code = self._process.wait()
+            self._process = None
+            if code != 0:
+                raise ConfigError(f"The editor {command[0]} ended with an error; nothing is changed.")
+            return Path(name).read_text(encoding="utf-8")
+        finally:
+            Path(name).unlink(missing_ok=True)

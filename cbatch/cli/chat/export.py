@@ -97,7 +97,7 @@ def _find_result(path: Path, index: int) -> dict[str, Any]:
             fields = parse_object((line.data or b"").decode(), f"{path}, line {line.index + 1}", "a row")
         except (RequestError, UnicodeDecodeError):
             continue  # of a journal the last line may be torn
-        if fields.get("index") == index:
+        if type(fields.get("index")) is int and fields["index"] == index:
             found = fields  # in a journal the last row of an index counts
     if found is None:
         raise ConfigError(f"There is no row with index {index} in {path}.")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from pathlib import Path
 
 from cbatch.cli.chat.desk import Desk, command, counted, need
 from cbatch.cli.chat.export import append_row, to_markdown, to_row, write_markdown
-from cbatch.cli.chat.store import Saved, as_path, read_session
+from cbatch.cli.chat.paths import as_path, read_text
+from cbatch.cli.chat.session_file import read_session
+from cbatch.cli.chat.store import Saved
 from cbatch.engine import ConfigError
-
-MAX_FILE_BYTES = 16 * 2**20
 
 
 @command("save", "[NAME]", "saved")
@@ -31,8 +32,7 @@ def do_load(desk: Desk, which: str) -> None:
         desk.listed = desk.store.saved()[:20]
         desk.say(*map(_saved_line, range(1, 21), desk.listed) if desk.listed else ["nothing is saved yet"])
         return
-    numbered = {str(number): saved.path for number, saved in enumerate(desk.listed, start=1)}
-    path = numbered.get(which) or desk.store.path_of(which)
+    path = _find_saved(desk, which)
     for session in desk.room.sessions:
         if desk.store.path_kept(session) == path:  # two of them in one file would overwrite each other
             desk.room.switch(session)
@@ -74,25 +74,27 @@ def do_run(desk: Desk, line: str) -> None:
     elif driver is None:
         raise ConfigError("The model is still being loaded.")
     else:
-        desk.say(f"running, into {desk.background.start(driver, line)}; answers here go before it")
+        desk.say(f"it writes into {desk.background.start(driver, line)}; answers here go before it")
 
 
 @command("read", "FILE", "file")
 def do_read(desk: Desk, name: str) -> None:
     """puts a file's text before the next message"""
     need(name, "/read FILE")
-    try:
-        with as_path(name).open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-        text = data.decode()
-    except OSError as error:
-        raise ConfigError(f"Cannot read {name}: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{name} is not UTF-8 text (byte {error.start + 1}).") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"{name} is longer than {MAX_FILE_BYTES >> 20} MiB.")
+    text = read_text(as_path(name))
     desk.session.attached.append(text)
     desk.say(f"{name}, {len(text):,} characters, goes before your next message")
+
+
+def _find_saved(desk: Desk, which: str) -> Path:
+    """By the number in the last list, the name of a file, or that of the newest session that is called so."""
+    numbered = {str(number): saved.path for number, saved in enumerate(desk.listed, start=1)}
+    if which in numbered:
+        return numbered[which]
+    path = desk.store.path_of(which)
+    if path.exists():
+        return path
+    return next((saved.path for saved in desk.store.saved() if saved.name == which), path)
 
 
 def _saved_line(number: int, saved: Saved) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from prompt_toolkit.filters import Condition, has_focus
+from prompt_toolkit.filters import Condition, has_focus, is_searching
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent, merge_key_bindings
 from prompt_toolkit.key_binding.key_bindings import KeyBindingsBase
 from prompt_toolkit.widgets import TextArea
@@ -52,7 +52,7 @@ def make_keys(terminal: Keyboarded) -> KeyBindingsBase:
     def _(event: KeyPressEvent) -> None:
         buffer.insert_text("\n")
 
-    @keys.add("c-c")
+    @keys.add("c-c", filter=~is_searching)
     def _(event: KeyPressEvent) -> None:
         terminal.interrupt()
 

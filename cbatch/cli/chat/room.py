@@ -78,7 +78,7 @@ class Room(SessionList):
     def ask(self, session: Session, text: str) -> None:
         """Says something in a session; while an answer is coming, it is said after that."""
         if session.attached:
-            text = "\n\n".join([*session.attached, text])
+            text = "\n\n".join([*(part.rstrip("\n") for part in session.attached), text])
             session.attached.clear()
         self._say(session, text)
 
@@ -107,6 +107,7 @@ class Room(SessionList):
             params = {**params, "temperature": RETRY_TEMPERATURE}
         first = len(turn.answers)
         turn.answers += [Answer() for _ in range(count)]
+        turn.fallback = turn.chosen
         turn.chosen, turn.compares = first, first if count > 1 else 0
         for answer in turn.answers[first:]:
             self._call(session, turn, answer, params)

@@ -64,12 +64,14 @@ class Turn:
     """What the user said, and the answers to it: several after a retry, of which one is chosen.
 
     compares: the first of those that are shown side by side, until one is picked; 0 for none
+    fallback: the one that was chosen before the last retry
     """
 
     text: str
     answers: list[Answer] = field(default_factory=list)
     chosen: int = 0
     compares: int = 0
+    fallback: int = 0
 
     @property
     def answer(self) -> Answer | None:
@@ -80,10 +82,10 @@ class Turn:
         return any(answer.is_open for answer in self.answers)
 
     def settle(self) -> None:
-        """Where the chosen answer came to nothing, falls back on the last one before it that did not."""
-        usable = [number for number, answer in enumerate(self.answers) if answer.counts]
-        if usable and not self.compares and self.chosen not in usable:
-            self.chosen = max((number for number in usable if number < self.chosen), default=usable[0])
+        """Where the chosen answer came to nothing, the one before it is taken back."""
+        answer = self.answer
+        if answer is not None and not answer.counts and self.answers[self.fallback].counts:
+            self.chosen = self.fallback
 
     def messages(self) -> list[Message]:
         """As the model is shown it when it is in the past; a turn without an answer is not."""
@@ -211,7 +213,7 @@ def _message(role: str, text: str) -> Message:
 def _copied(item: Turn | Note) -> Turn | Note:
     if isinstance(item, Note):
         return item
-    return Turn(item.text, [settled(answer) for answer in item.answers], item.chosen, item.compares)
+    return Turn(item.text, [settled(answer) for answer in item.answers], item.chosen, item.compares, item.fallback)
 
 
 def settled(answer: Answer) -> Answer:

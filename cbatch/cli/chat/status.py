@@ -142,6 +142,7 @@ def _figures(answer: Answer) -> str:
 
 def _cut(text: str, width: int) -> str:
     """As much of a text as fits into so many cells."""
+    text = text[: max(width, 0)]
     while get_cwidth(text) > max(width, 0):
         text = text[:-1]
     return text

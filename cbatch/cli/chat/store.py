@@ -16,16 +16,14 @@ from typing import Any
 
 from prompt_toolkit.history import History
 
-from cbatch.cli.chat.session import ENDED, Answer, Session, Turn, settled
-from cbatch.cli.jsonl import parse_object
-from cbatch.engine import ConfigError, RequestError, SamplingParams
+from cbatch.cli.chat.paths import as_path
+from cbatch.cli.chat.session import Session
+from cbatch.cli.chat.session_file import read_session, to_json
+from cbatch.cli.screen import safe
+from cbatch.engine import ConfigError
 
-VERSION = 1
 HISTORY_BYTES = 2**20
 """How much of the history's end is read."""
-
-KEPT = {"text": str, "seed": int, "params": dict, "error": str, "code": str, "remark": str}
-"""Of an answer, beside its state."""
 
 _NAME = re.compile(r"[\w][\w .+@-]{0,99}")
 
@@ -168,7 +166,7 @@ class PrivateHistory(History):
             with suppress(ValueError, RecursionError):
                 text = json.loads(line)
                 if isinstance(text, str):
-                    yield text
+                    yield safe(text)
 
     def store_string(self, string: str) -> None:
         with suppress(OSError):  # a full disk must not take the line from its user
@@ -180,17 +178,6 @@ class PrivateHistory(History):
                 os.write(fd, json.dumps(string).encode() + b"\n")
             finally:
                 os.close(fd)
-
-
-def as_path(text: str) -> Path:
-    """A path as a person types it. Raises ConfigError where it can be none."""
-    try:
-        path = Path(text).expanduser()
-    except RuntimeError as error:
-        raise ConfigError(f"There is no such user: {text}.") from error
-    if "\0" in text:
-        raise ConfigError("A file name cannot hold a null character.")
-    return path
 
 
 def make_private(folder: Path) -> None:
@@ -212,90 +199,3 @@ def write_private(path: Path, text: str) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-
-
-def to_json(session: Session) -> dict[str, Any]:
-    return {
-        "cbatch_session": VERSION,
-        "name": session.name,
-        "system": session.system,
-        "params": session.params,
-        "prelude": session.prelude,
-        "dropped": session.dropped,
-        "attempts": session.attempts,
-        "turns": [
-            {
-                "user": turn.text,
-                "chosen": turn.chosen,
-                "answers": [
-                    {name: getattr(answer, name) for name in KEPT} | {"state": answer.state}
-                    for answer in map(settled, turn.answers)
-                ],
-            }
-            for turn in session.turns
-        ],
-    }
-
-
-def read_session(path: Path) -> Session:
-    """Reads what `Store.save` has written. Raises ConfigError that says what is wrong with the file."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            fields = parse_object(file.read(), str(path), "a saved session")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ConfigError(f"Cannot read {path}: {reason}.") from error
-    except RequestError as error:
-        raise ConfigError(f"{error}.") from error
-    if fields.get("cbatch_session") != VERSION:
-        raise ConfigError(f"{path} is not a session saved by this version.")
-    try:
-        return _from_json(fields)
-    except RequestError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ConfigError(f"{path} is damaged: {error!r}.") from error
-
-
-def _from_json(fields: dict[str, Any]) -> Session:
-    session = Session(
-        _typed(fields["name"], str),
-        system=_typed(fields["system"], str | None),
-        params=_params(fields["params"]),
-        prelude=[_checked_message(message) for message in fields["prelude"]],
-        attempts=_typed(fields["attempts"], int),
-    )
-    for turn in fields["turns"]:
-        answers = [_answer(answer) for answer in turn["answers"]]
-        chosen = _typed(turn["chosen"], int)
-        if not 0 <= chosen < max(len(answers), 1):
-            raise IndexError(f"answer {chosen} of {len(answers)}")
-        session.items.append(Turn(_typed(turn["user"], str), answers, chosen))
-    session.drop(_typed(fields["dropped"], int))
-    return session
-
-
-def _answer(fields: dict[str, Any]) -> Answer:
-    if fields["state"] not in ENDED:
-        raise TypeError(f"state {fields['state']!r}")
-    kept = {name: _typed(fields[name], kind) for name, kind in KEPT.items()}
-    return Answer(state=fields["state"], **kept | {"params": _params(fields["params"])})
-
-
-def _params(value: Any) -> dict[str, Any]:
-    """Sampling parameters of a session or an answer; the seed is not among them."""
-    params: dict[str, Any] = _typed(value, dict)
-    SamplingParams().merged(params)
-    if "seed" in params:
-        raise TypeError("params has a seed")
-    return params
-
-
-def _checked_message(message: Any) -> dict[str, Any]:
-    return {"role": _typed(message["role"], str), "content": _typed(message["content"], str)}
-
-
-def _typed(value: Any, kind: Any) -> Any:
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
-        raise TypeError(f"{str(value)[:40]!r} has the wrong type")
-    return value

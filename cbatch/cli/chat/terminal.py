@@ -18,7 +18,7 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.formatted_text import StyleAndTextTuples
 from prompt_toolkit.history import History
 from prompt_toolkit.layout import Float, FloatContainer, HSplit, Layout, Window
-from prompt_toolkit.layout.controls import FormattedTextControl, UIContent, UIControl
+from prompt_toolkit.layout.controls import FormattedTextControl
 from prompt_toolkit.layout.dimension import Dimension
 from prompt_toolkit.layout.menus import CompletionsMenu
 from prompt_toolkit.output import create_output
@@ -32,13 +32,13 @@ from cbatch.cli.chat.capture import captured_output
 from cbatch.cli.chat.client import Mailbox
 from cbatch.cli.chat.complete import CommandCompleter
 from cbatch.cli.chat.desk import Desk, carry_out
-from cbatch.cli.chat.editor import edit_text
+from cbatch.cli.chat.editor import Editor
 from cbatch.cli.chat.keys import make_keys
+from cbatch.cli.chat.pane import Pane
 from cbatch.cli.chat.room import Room
 from cbatch.cli.chat.session import Answer, Note, Session
 from cbatch.cli.chat.status import Status
 from cbatch.cli.chat.store import Store
-from cbatch.cli.chat.transcript import Transcript, visible
 from cbatch.cli.exits import Interrupted
 from cbatch.cli.screen import safe
 from cbatch.cli.signals import SIGNALS, raise_interrupted
@@ -70,40 +70,6 @@ STYLE = Style.from_dict(
 )
 
 
-class Pane(UIControl):
-    """Shows the end of the current session, or where its reader has scrolled to."""
-
-    def __init__(self, room: Room) -> None:
-        self._room = room
-        self._transcript = Transcript()
-        self._session: Session | None = None
-        self._top: int | None = None
-        self._height = self._start = 0
-
-    def is_focusable(self) -> bool:
-        return False
-
-    def create_content(self, width: int, height: int) -> UIContent:
-        session = self._room.current
-        if session is not self._session:
-            self._session, self._top = session, None
-        lines, start, below = visible(self._transcript.chunks(session, width), height, self._top)
-        self._height, self._start = height, start
-        if not below:
-            self._top = None
-        elif lines:
-            lines[-1] = [("class:bar", f" {below + 1:,} more lines below: PageDown "[:width])]
-
-        def get_line(number: int) -> StyleAndTextTuples:
-            return [*lines[number]]
-
-        return UIContent(get_line, line_count=len(lines), show_cursor=False)
-
-    def scroll(self, pages: int) -> None:
-        """By pages; up is negative."""
-        self._top = max(0, self._start + pages * max(self._height - 2, 1))
-
-
 class Terminal:
     """Puts a room on a terminal and does what is typed there."""
 
@@ -116,6 +82,7 @@ class Terminal:
         self._desk = Desk(room, self, self.background, self.status, store)
         self._heard: deque[str] = deque(maxlen=50)
         self._store = store
+        self._editor = Editor()
         self._told_trouble = ""
         self._kept_at = time.monotonic()
         self._is_loading = False
@@ -178,6 +145,7 @@ class Terminal:
             self._app.exit()
 
     def put(self, text: str) -> None:
+        text = safe(text)
         document = Document(text, len(text))
         asyncio.get_running_loop().call_soon(self.input.buffer.set_document, document)  # what was typed goes first
 
@@ -188,11 +156,11 @@ class Terminal:
         async def run() -> None:
             changed: list[str] = []
             async with in_terminal():
-                editing = asyncio.get_running_loop().run_in_executor(None, edit_text, text, self._tty)
+                editing = asyncio.get_running_loop().run_in_executor(None, self._editor.edit, text, self._tty)
                 await asyncio.wait([editing])
-            self._try(lambda: changed.append(editing.result()))
-            if changed and changed[0].strip():
-                self._try(lambda: then(changed[0].rstrip("\n")))
+            self._try(lambda: changed.append(editing.result().rstrip("\n")))
+            if changed and changed[0].strip() and changed[0] != text.rstrip("\n"):
+                self._try(lambda: then(changed[0]))
 
         app.create_background_task(run())
 
@@ -254,6 +222,7 @@ class Terminal:
         self.room.current.note(f"Something went wrong: {error!r}", is_error=True)
 
     def _leave_by(self, signum: int) -> None:
+        self._editor.end()
         if self._app is not None and not self._app.is_done:
             self._app.exit(exception=Interrupted(signum))
 

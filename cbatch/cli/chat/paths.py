@@ -1,0 +1,36 @@
+"""Files that a person names: from what is typed to a path, and from that to its text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cbatch.engine import ConfigError
+
+MAX_BYTES = 16 * 2**20
+
+
+def as_path(text: str) -> Path:
+    """A path as a person types it. Raises ConfigError where it can be none."""
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"There is no such user: {text}.") from error
+    if "\0" in text:
+        raise ConfigError("A file name cannot hold a null character.")
+    return path
+
+
+def read_text(path: Path) -> str:
+    """The text of a file. Raises ConfigError where it is none, or too long, or cannot be read."""
+    try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise ConfigError(f"Cannot read {path}: it is no file.")
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ConfigError(f"{path} is longer than {MAX_BYTES >> 20} MiB.")
+        return data.decode()
+    except OSError as error:
+        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start + 1}).") from error
