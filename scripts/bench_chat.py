@@ -15,7 +15,7 @@ import re
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import pexpect
@@ -109,18 +109,23 @@ class Terminal:
     def text(self) -> str:
         return " ".join(" ".join(self.screen.display).split())
 
+    def send(self, keys: str) -> None:
+        self._child.send(keys)
+
     def say(self, line: str) -> None:
-        self._child.send(line + "\r")
+        self.send(line + "\r")
+
+    def pump(self, seconds: float) -> None:
+        """Takes in what the program writes next, if it writes something in this time."""
+        with suppress(pexpect.TIMEOUT):
+            self._stream.feed(self._child.read_nonblocking(65536, timeout=seconds))
 
     def wait(self, pattern: str, seconds: float = 120) -> re.Match[str]:
         end = time.monotonic() + seconds
         while not (found := re.search(pattern, self.text)):
             if time.monotonic() > end:
                 raise TimeoutError(f"no {pattern!r} on the screen:\n" + "\n".join(self.screen.display))
-            try:
-                self._stream.feed(self._child.read_nonblocking(65536, timeout=0.1))
-            except pexpect.TIMEOUT:
-                continue
+            self.pump(0.1)
         return found
 
     def close(self) -> None:
