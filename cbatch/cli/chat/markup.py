@@ -101,7 +101,7 @@ def wrap(fragments: Iterable[Fragment], width: int, *, hang: int = 0, by_word: b
             lines.append([("", " " * hang)] if hang else [])
             used = hang
         if used + size <= width:
-            lines[-1].append((style, piece))
+            _append(lines[-1], style, piece)
             used += size
             continue
         for character in piece:  # longer than a line
@@ -109,9 +109,17 @@ def wrap(fragments: Iterable[Fragment], width: int, *, hang: int = 0, by_word: b
             if used + size > width and used > 0:
                 lines.append([("", " " * hang)] if hang else [])
                 used = hang
-            lines[-1].append((style, character))
+            _append(lines[-1], style, character)
             used += size
     return lines
+
+
+def _append(line: Line, style: str, text: str) -> None:
+    """Adds to a line, of which a screen is drawn the faster the fewer fragments it has."""
+    if line and line[-1][0] == style:
+        line[-1] = style, line[-1][1] + text
+    else:
+        line.append((style, text))
 
 
 def _pieces(fragments: Iterable[Fragment], by_word: bool) -> Iterator[Fragment]:

@@ -117,12 +117,13 @@ class Status:
                 used += sizes[first]
             else:
                 break
+        before, after = "< " if first else "", " >" if last + 1 < len(names) else ""
+        if used + len(before) + len(after) > width:
+            return [("class:bar.current", _cut(names[first][1], width))]
         shown: list[Fragment] = [
-            ("class:bar.current" if is_current else "class:bar", _cut(label, width))
-            for is_current, label in names[first : last + 1]
+            ("class:bar.current" if is_current else "class:bar", label) for is_current, label in names[first : last + 1]
         ]
-        before, after = [("class:bar", "< ")] if first else [], [("class:bar", " >")] if last + 1 < len(names) else []
-        return [*before, *shown, *after]
+        return [("class:bar", before), *shown, ("class:bar", after)]
 
 
 def _label(number: int, session: Session) -> str:
