@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import unicodedata
 from types import SimpleNamespace
 from typing import Any
@@ -123,3 +125,23 @@ def test_notes_stand_together_and_turns_apart() -> None:
     session = Session("s", items=[Note("a"), Note("b"), Turn("q", [Answer("x", state="stop")]), Note("c")])
     lines = [line for chunk in Transcript().chunks(session, 30) for line in chunk]
     assert texts(lines) == ["· a", "· b", "", "> q", "", "x", "", "· c"]
+
+
+def test_what_libraries_print_does_not_reach_the_screen() -> None:
+    """Guards the screen against lines of Python, C libraries, child processes and progress bars in between."""
+    code = """
+import os, subprocess, sys
+from cbatch.cli.chat.capture import captured_output
+lines = []
+with captured_output(lines.append) as terminal:
+    os.write(2, b"from C\\n")
+    print("from Python", file=sys.stderr)
+    print("on stdout", flush=True)
+    subprocess.run(["echo", "from a child"])
+    os.write(2, b" 10%\\r 20%\\r\\n")
+    terminal.write("the screen")
+print(sorted(lines))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    shown = sorted(["from C", "from Python", "on stdout", "from a child", " 10%", " 20%"])
+    assert (done.stdout, done.stderr) == (f"the screen{shown}\n", "")

@@ -227,6 +227,7 @@ class Room(SessionList):
             session.attempts += 1
             name = f"{session.number}/{session.attempts}"
             answer.seed, answer.params = derive_seed(self._seed, "turn", name), dict(params)
+        answer.text = answer.text.rstrip("\ufffd")  # a character that was cut off in the middle
         answer.state, answer.error, answer.code, answer.remark = "asked", "", "", ""
         answer.asked_at, answer.first_at, answer.num_tokens = time.monotonic(), None, 0
         call = Call(

@@ -34,7 +34,8 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """Attends with query [T, query heads, key_dim] over one layer's cache; returns [T, query heads, value_dim].
 
-        keys, values: [num_blocks, block_size, heads, dim], the step's own tokens already written.
+        keys, values: [num_blocks, block_size, heads, dim], the tokens of the whole step already written: a sequence
+                      may read blocks that another one fills in this very step.
         window:       a token sees itself and the window-1 tokens before it.
         softcap:      scores are bent to softcap * tanh(score / softcap).
         sinks:        [query heads] extra scores that take part in the softmax and carry no value.
