@@ -46,7 +46,9 @@ class Chat:
         name = os.ttyname(slave)
         self.run: Run = self._runs.start("chat", *self._arguments, stdin=name, stdout=name, stderr=name, env=self._env)
         os.close(slave)
-        self.wait("main>")
+        end = time.monotonic() + PATIENCE
+        while b"main>" not in self.raw and time.monotonic() < end:
+            self.pump()
         return self
 
     def __exit__(
@@ -120,8 +122,15 @@ class Chat:
     def leave(self) -> int:
         """Ctrl-D; returns the exit code."""
         self.send("\x04")
+        return self.ended()
+
+    def ended(self) -> int:
+        """Waits for the end; returns the exit code, negative where a signal killed it."""
+        end = time.monotonic() + PATIENCE
         while not self.run.is_over():
+            assert time.monotonic() < end, "it does not end"
             self.pump()
+        self.pump(0.1)
         return self.run.code()
 
     def _set_size(self) -> None:

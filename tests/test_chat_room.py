@@ -7,17 +7,21 @@ import queue
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cbatch.cli.chat.background import Background
 from cbatch.cli.chat.client import EngineClient
 from cbatch.cli.chat.export import append_row, from_result, to_row
 from cbatch.cli.chat.room import Room
 from cbatch.cli.chat.session import Answer, Session, Turn
 from cbatch.cli.chat.session_file import read_session
+from cbatch.cli.chat.status import Status
 from cbatch.cli.chat.store import Store
+from cbatch.cli.chat.transcript import Transcript
 from cbatch.cli.main import run_command
 from cbatch.engine import ConfigError
 from cbatch.engine.engine import Engine, EngineConfig
@@ -163,6 +167,120 @@ def test_retry_keeps_the_answer_before(rooms: Rooms) -> None:
         room.pick(session, 5)
 
 
+def do_something(room: Room, session: Session, chance: random.Random) -> None:
+    actions: list[Callable[[], object]] = [
+        lambda: room.retry(session, chance.randint(1, 3)),
+        lambda: room.pick(session, chance.randint(0, 3)),
+        lambda: room.trim(session, chance.choice([None, 1])),
+        lambda: room.go_on(session),
+        lambda: room.stop(session),
+        lambda: room.undo(session),
+        lambda: room.ask(session, "Hello."),
+    ]
+    chance.choice(actions)()
+
+
+def test_retries_and_trims_in_any_order(rooms: Rooms) -> None:
+    """Guards what is chosen, shown and fallen back on, after every order of retries, picks, trims and stops."""
+    chance = random.Random(3)
+    transcript = Transcript()
+    for number in range(25):
+        room = rooms.make(params={"max_tokens": 5})
+        session = room.current
+        for text in ("word " * 900, "Hello.") if number % 2 else ("Hello.", "word " * 150, "word " * 1200):
+            rooms.ask(room, text)
+        for _ in range(8):
+            with suppress(ConfigError):
+                do_something(room, session, chance)
+            if chance.random() < 0.5:
+                rooms.settle(room)
+            turn = session.last
+            assert turn is None or 0 <= turn.chosen < len(turn.answers) > turn.fallback >= 0
+            transcript.chunks(session, 80)
+        room.leave()
+    rooms.wait_idle()
+
+
+def test_a_refused_command_stops_nothing(rooms: Rooms) -> None:
+    """Guards an answer that is coming against commands that cannot do anything about it."""
+    room = rooms.make(params=LONG)
+    room.ask(room.current, "Tell me a story.")
+    for action in (lambda: room.go_on(room.current), lambda: room.trim(room.current, None)):
+        with pytest.raises(ConfigError):
+            action()
+    with pytest.raises(ConfigError, match="answers 0 to 0"):
+        room.pick(room.current, 3)
+    assert room.current.is_busy
+    room.leave()
+    rooms.wait_idle()
+
+
+def test_an_engine_that_fails_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the user against waiting for ever: each answer ends with what helps, and what waits is not asked."""
+    rooms = Rooms(Engine(EngineConfig(dtype="float32", device="cpu")))
+    room = rooms.make()
+    room.ask(room.current, "Tell me a story.")
+    room.ask(room.current, "Hello.")
+    assert rooms.client.driver is not None
+
+    def broken() -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(rooms.client.driver.engine, "step", broken)
+    rooms.settle(room)
+    answer = answer_of(room.current)
+    assert "device lost" in answer.error and "/load opens it" in answer.remark
+    assert room.current.queue == ["Hello."]
+    assert Status(room, Background()).lines() == ["the engine has failed: device lost"]
+    rooms.client.driver.close()
+
+
+def test_a_batch_that_ends_early_leaves_the_engine_to_the_chat(rooms: Rooms, tmp_path: Path) -> None:
+    """Guards `/run stop`: what is not finished is taken out of the engine, and nothing more is put in."""
+    driver = rooms.client.driver
+    assert driver is not None
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [{"prompt": f"Tell me story {n}.", "ignore_eos": True, "max_tokens": 20 + 9 * n} for n in range(100)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    background = Background()
+    background.start(driver, f"{source} -o {out} --window 50")
+    with pytest.raises(ConfigError, match="A batch is running"):
+        background.start(driver, f"{source} -o {out}")
+    end = time.monotonic() + PATIENCE
+    while not (out.exists() and out.read_bytes()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    background.stop()
+    before = driver.num_tokens
+    rooms.wait_idle()
+    assert driver.num_tokens - before < 32 * 20, "it went on with rows that nobody waits for"
+    background.close()
+    assert not background.is_running and 0 < len(out.read_bytes().splitlines()) < 100
+    assert driver.engine.blocks.num_used == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "needs a file of rows"),
+        ("in.jsonl", "needs a file of rows"),
+        ("in.jsonl -o", "requires an argument"),
+        ("in.jsonl -o out.jsonl --no-such", "No such option"),
+        ("in.jsonl -o out.jsonl --model x", "--model cannot be changed"),
+        ("in.jsonl -o out.jsonl --retry-errors", "goes with --resume"),
+        ("in.jsonl -o /dev/null", "is none"),
+        ("'in.jsonl", "No closing quotation"),
+        ("--help", "takes the options"),
+        ("~nobody-here/x -o y", "no such user"),
+    ],
+)
+def test_what_run_refuses(rooms: Rooms, line: str, message: str) -> None:
+    """Guards `/run` against options that make no sense under a chat: a sentence, at once."""
+    assert rooms.client.driver is not None
+    with pytest.raises(ConfigError, match=message):
+        Background().start(rooms.client.driver, line)
+
+
 def test_a_greedy_session_is_sampled_for_a_retry(rooms: Rooms) -> None:
     """Guards `/retry` where the answer would be the same again."""
     room = rooms.make()
@@ -223,7 +341,7 @@ def test_auto_trim_goes_on_for_ever(rooms: Rooms) -> None:
         rooms.ask(room, f"{number} " + "word " * 150)
         assert answer_of(room.current).state in ("stop", "length")
     notes = [item.text for item in room.current.items if not isinstance(item, Turn)]
-    assert notes and all("oldest turns are left out" in note for note in notes)
+    assert notes and all("left out from here on" in note for note in notes)
     rooms.ask(room, "word " * 1500)
     assert answer_of(room.current).code == "prompt_too_long", "one message that is too long stays an error"
 
@@ -299,6 +417,24 @@ def test_saving_never_overwrites_another_session(rooms: Rooms, tmp_path: Path) -
     for name in ("", ".hidden", "a\nb"):
         with pytest.raises(ConfigError, match="cannot be a name"):
             store.save_as(other, name)
+
+
+def test_two_chats_do_not_overwrite_each_other(rooms: Rooms, tmp_path: Path) -> None:
+    """Guards one file that is open in two chats: the one that comes later goes on in a file of its own."""
+    stores = [Store(tmp_path), Store(tmp_path)]
+    first, second = (rooms.make(store=store) for store in stores)
+    rooms.ask(first, "My name is Ada.")
+    stores[0].wait()
+    (path,) = (tmp_path / "sessions").glob("*.json")
+    stores[1]._stamp = "other"
+    stores[1].keeps_at(second.add(read_session(path)), path)
+    rooms.ask(first, "Hello.")
+    stores[0].wait()
+    rooms.ask(second, "What is my name?")
+    stores[1].wait()
+    assert "Another chat has written" in stores[1].trouble
+    kept = {tuple(turn.text for turn in read_session(found).turns) for found in path.parent.glob("*.json")}
+    assert kept == {("My name is Ada.", "Hello."), ("My name is Ada.", "What is my name?")}
 
 
 def test_a_disk_that_fails_costs_no_conversation(rooms: Rooms, tmp_path: Path) -> None:

@@ -70,11 +70,12 @@ def test_typing_while_an_answer_streams(runs: Zygote, tmp_path: Path) -> None:
 
 def test_what_is_said_meanwhile_waits_for_its_turn(runs: Zygote, tmp_path: Path) -> None:
     """Guards a message that is sent while an answer is coming: it is shown, and asked after that."""
-    with Chat(runs, tmp_path, "--ignore-eos", "--max-tokens", 60) as chat:
+    with Chat(runs, tmp_path, *LONG) as chat:
         chat.say("Tell me a story.")
         chat.wait("1 running")
         chat.say("Spell the word lamp.")
         chat.wait("(next) > Spell the word lamp.")
+        chat.send("\x03")
         chat.wait("> Spell the word lamp.", "l-a-m-p", gone="(next)")
 
 
@@ -168,6 +169,8 @@ def test_sessions_survive_a_kill(runs: Zygote, tmp_path: Path) -> None:
         chat.say("/set ignore_eos true")
         chat.say("Tell me a story.")
         chat.wait("1 running")
+        while "Tell me a story." not in "".join(path.read_text() for path in tmp_path.glob("cbatch/sessions/*.json")):
+            chat.pump()
         chat.run.send(signal.SIGKILL)
     with Chat(runs, tmp_path) as chat:
         chat.say("/load")
@@ -183,6 +186,33 @@ def test_sessions_survive_a_kill(runs: Zygote, tmp_path: Path) -> None:
     modes = {path.name: path.stat().st_mode & 0o777 for path in [tmp_path / "cbatch", *tmp_path.glob("cbatch/**/*")]}
     assert modes.pop("cbatch") == modes.pop("sessions") == 0o700
     assert modes.pop("history.jsonl") == 0o600 and set(modes.values()) == {0o600}
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_a_signal_ends_it_in_good_order(runs: Zygote, tmp_path: Path, signum: int, code: int) -> None:
+    """Guards what was said and what has come so far against every way of being ended, and the screen after it."""
+    with Chat(runs, tmp_path, *LONG) as chat:
+        chat.say("Tell me a story about a cat named Tom.")
+        chat.wait("a cat named Tom. ", "running")
+        chat.say("Hello.")
+        chat.wait("(next) > Hello.")
+        chat.pump(0.3)
+        chat.run.send(signum)
+        chat.run.send(signal.SIGHUP)
+        assert chat.ended() == code
+        assert b"\x1b[?1049l" in chat.raw, "the screen of before is not back"
+    (kept,) = (tmp_path / "cbatch" / "sessions").glob("*.json")
+    turns = json.loads(kept.read_text())["turns"]
+    assert [turn["user"] for turn in turns] == ["Tell me a story about a cat named Tom.", "Hello."]
+    assert turns[0]["answers"][0]["text"]
+
+
+def test_a_model_that_cannot_be_loaded(runs: Zygote, tmp_path: Path) -> None:
+    """Guards the end of a chat whose prompt was there before its model: a sentence on the screen of before, exit 2."""
+    with Chat(runs, tmp_path, "-m", "/no/such/model") as chat:
+        assert chat.ended() == 2
+        chat.pump(0.2)
+        assert "There is no model folder /no/such/model." in chat.text and "Traceback" not in chat.text
 
 
 def test_no_history_writes_nothing(runs: Zygote, tmp_path: Path) -> None:

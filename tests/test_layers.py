@@ -43,7 +43,7 @@ LAYERS = [
     ["cli.running"],
     ["cli.run", "cli.info"],
     ["cli.chat.session", "cli.chat.markup", "cli.chat.capture", "cli.chat.editor", "cli.chat.keys"],
-    ["cli.chat.paths"],
+    ["cli.chat.paths", "cli.chat.mailbox", "cli.chat.prompt"],
     ["cli.chat.client", "cli.chat.session_file", "cli.chat.session_list", "cli.chat.transcript"],
     ["cli.chat.store", "cli.chat.pane"],
     ["cli.chat.export", "cli.chat.background"],

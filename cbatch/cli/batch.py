@@ -221,7 +221,8 @@ class Batch:
             for line in lines:
                 if line.index in kept:
                     continue
-                if not self._window.enter(place, len(line.data or b"")) or self._driver.failure is not None:
+                is_closed = not self._window.enter(place, len(line.data or b""))
+                if is_closed or self._is_over or self._driver.failure is not None:
                     break
                 self._take(place, line)
                 place += 1

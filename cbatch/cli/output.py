@@ -165,6 +165,8 @@ class FileOutput:
 
     @property
     def advice(self) -> str:
+        if not self.has_content:
+            return " No row was finished."
         return f" What was finished is in the file; {self.resume_with} goes on from there."
 
     @property

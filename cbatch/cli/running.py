@@ -21,7 +21,7 @@ from cbatch.cli.screen import notice
 from cbatch.cli.tally import Tally
 from cbatch.engine import FIXED_DATE, ConfigError, Driver, Engine
 
-State = Callable[[], tuple[int, str]]
+GetState = Callable[[], tuple[int, str]]
 """How many rows are done, and what is to stand behind that in a display."""
 
 
@@ -38,7 +38,7 @@ class Display(Protocol):
 class ShowProgress(Protocol):
     """Makes a display; see `screen.Progress`."""
 
-    def __call__(self, total: int | None, *, quiet: bool, state: State) -> Display: ...
+    def __call__(self, total: int | None, *, quiet: bool, state: GetState) -> Display: ...
 
 
 def run_batch(

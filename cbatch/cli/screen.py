@@ -15,6 +15,16 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u20
 """What steers a terminal, or turns the direction of a line; tabs and line ends aside."""
 
 
+_BIDI = str.maketrans(
+    "", "", "\u061c\u200e\u200f\u2028\u2029" + "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+)
+
+
+def without_bidi(text: str) -> str:
+    """Text without what turns the direction of a line."""
+    return text.translate(_BIDI)
+
+
 def safe(text: str) -> str:
     """Text without control characters, so that nothing from a model or file can steer the terminal."""
     return _CONTROL.sub("", text)

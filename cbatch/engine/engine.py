@@ -112,8 +112,7 @@ class Engine:
         )
         cache = KVPool(self.model.layers, self.blocks.num_blocks, config.block_size, self.model.dtype, self.device)
         self.runner = Runner(self.model, cache, attention)
-        self.num_steps = 0
-        self._step_tokens = 0
+        self.num_steps = self._step_tokens = 0
         self._requests: dict[int, Request] = {}
         self._next_id = 0
 

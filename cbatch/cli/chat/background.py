@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import click
@@ -22,7 +23,7 @@ from cbatch.engine import CbatchError, ConfigError
 
 if TYPE_CHECKING:
     from cbatch.cli.batch import Batch
-    from cbatch.cli.running import State
+    from cbatch.cli.running import GetState
     from cbatch.engine import Driver
 
 LEAVE_SECONDS = 10.0
@@ -104,6 +105,7 @@ class Background:
                     progress=self._display,
                     while_running=self._running,
                 )
+        notice(f"/run {options['input']} is done; its rows are in {options['output']}")
 
     @contextmanager
     def _running(self, batch: Batch) -> Iterator[None]:
@@ -115,14 +117,14 @@ class Background:
         finally:
             self._batch = None
 
-    def _display(self, total: int | None, *, quiet: bool, state: State) -> Display:
-        return Display(self, total, state)
+    def _display(self, total: int | None, *, quiet: bool, state: GetState) -> BarDisplay:
+        return BarDisplay(self, total, state)
 
 
-class Display:
+class BarDisplay:
     """Keeps the progress of a batch up to date."""
 
-    def __init__(self, background: Background, total: int | None, state: State) -> None:
+    def __init__(self, background: Background, total: int | None, state: GetState) -> None:
         self._background, self._state = background, state
         self._of_total = f"/{total:,}" if total else ""
 
@@ -152,6 +154,9 @@ def parse(command_line: str) -> dict[str, Any]:
     options = context.params
     if "-" in (options["input"], options["output"]):
         raise ConfigError("/run needs a file of rows and a file for the output: /run FILE -o OUT.")
+    for name in (options["input"], options["output"]):
+        if Path(name).exists() and not Path(name).is_file():  # a pipe could not be stopped
+            raise ConfigError(f"/run reads and writes files, and {name} is none.")
     if options["check"]:
         raise ConfigError("--check is for the shell: cbatch run FILE --check.")
     for name in ENGINE_FIELDS:

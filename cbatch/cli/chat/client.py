@@ -11,14 +11,12 @@ import queue
 import threading
 import time
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import date
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from cbatch.cli.chat.prompt import encode
 from cbatch.cli.chat.session import Message
 from cbatch.engine import RequestError, SamplingParams, TokenEvent
 
@@ -29,33 +27,6 @@ PRIORITY = -(2**64)
 """Of answers: before every row of a batch that runs beside them."""
 
 Post = Callable[[Callable[[], None]], None]
-
-
-class Mailbox:
-    """Functions that the front end's thread is to call, in the order in which other threads put them here."""
-
-    def __init__(self) -> None:
-        self._wake: Callable[[], object] = lambda: None
-        self._is_awake = False
-        self._calls: deque[Callable[[], None]] = deque()
-
-    def set_wake(self, wake: Callable[[], object]) -> None:
-        """`wake` is called on the thread that puts something, once until `deliver` begins."""
-        self._wake = wake
-        if self._calls:
-            wake()
-
-    def put(self, call: Callable[[], None]) -> None:
-        self._calls.append(call)
-        if not self._is_awake:
-            self._is_awake = True
-            with suppress(RuntimeError):  # of an event loop that has just been closed
-                self._wake()
-
-    def deliver(self) -> None:
-        self._is_awake = False
-        while self._calls:
-            self._calls.popleft()()
 
 
 @dataclass(eq=False, slots=True)
@@ -170,22 +141,6 @@ class EngineClient:
     def _refuse(self, call: Call, error: RequestError) -> None:
         event = TokenEvent(None, None, finish_reason="error", error=error)
         self._post(partial(_unless_cancelled, call, partial(call.on_event, event, time.monotonic())))
-
-
-def encode(engine: Engine, messages: Sequence[Message], so_far: str = "") -> list[int]:
-    """Token ids of a conversation, and of the beginning of its next answer.
-
-    Without a chat template it is plain text to continue: each answer follows its question, each question on a new line.
-    """
-    if engine.tokenizer is None or engine.tokenizer.chat_template:
-        return engine.encode({"messages": messages}, today=date.today(), answer=so_far)
-    return engine.encode(as_plain_text(messages) + so_far, raw=True)
-
-
-def as_plain_text(messages: Sequence[Message]) -> str:
-    """A conversation for a model without a chat template."""
-    parts = [("\n" if message["role"] == "user" else "") + message["content"] for message in messages]
-    return "".join(parts).removeprefix("\n")
 
 
 def _has_room(engine: Engine, prompt_ids: Sequence[int], params: SamplingParams) -> bool:

@@ -57,10 +57,12 @@ def _on_terminal(options: dict[str, Any]) -> Literal[0]:
     store, keeps = Store(default_folder()), not options["no_history"]
     room = _make_room(options, store if keeps else None)
     room.current.note(WELCOME)
-    Terminal(room, store, PrivateHistory(store) if keeps else InMemoryHistory()).run()
+    try:
+        Terminal(room, store, PrivateHistory(store) if keeps else InMemoryHistory()).run()
+    finally:
+        if store.trouble:
+            notice(store.trouble)
     kept = store.num_written
-    if store.trouble:
-        notice(store.trouble)
     if kept and not options["quiet"]:
         notice(f"{kept} session{'s are' if kept > 1 else ' is'} kept; /load in the next chat lists them")
     return 0

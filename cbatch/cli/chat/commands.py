@@ -25,6 +25,8 @@ KEYS = (
 @command("help", "[COMMAND]", "command")
 def do_help(desk: Desk, name: str) -> None:
     """this list"""
+    if name and name.lstrip("/") not in COMMANDS:
+        raise ConfigError(f"There is no command /{name.lstrip('/')[:40]}; /help alone shows them all.")
     shown = [COMMANDS[name.lstrip("/")]] if name.lstrip("/") in COMMANDS else list(COMMANDS.values())
     lines = [
         f"/{item.name} {item.usage}".ljust(25) + f" {item.about}" for item in sorted(shown, key=lambda item: item.name)
@@ -41,6 +43,7 @@ def do_new(desk: Desk, name: str) -> None:
 @command("switch", "NAME|NUMBER", "session")
 def do_switch(desk: Desk, name: str) -> None:
     """goes to a session"""
+    need(name, "/switch NAME or /switch NUMBER")
     desk.room.switch(desk.room.find(name))
 
 
@@ -58,6 +61,7 @@ def do_list(desk: Desk, _: str) -> None:
 @command("rename", "NAME")
 def do_rename(desk: Desk, name: str) -> None:
     """gives this session another name"""
+    need(name, "/rename NAME")
     desk.room.rename(desk.session, name)
 
 
@@ -100,7 +104,8 @@ def do_retry(desk: Desk, count: str) -> None:
 @command("pick", "K")
 def do_pick(desk: Desk, number: str) -> None:
     """keeps one of several answers"""
-    desk.room.pick(desk.session, number_in(number, 0, 32))
+    need(number, "/pick K")
+    desk.room.pick(desk.session, number_in(number, 0, 10**6))
 
 
 @command("undo")

@@ -90,6 +90,7 @@ def carry_out(desk: Desk, line: str) -> None:
     found = COMMANDS.get(ALIASES.get(name, name))
     if found is None:
         close = difflib.get_close_matches(name, COMMANDS, 1)
+        desk.face.put(line)
         meant = f"did you mean /{close[0]}?" if close else "/help shows them."
         raise ConfigError(f"There is no command /{name[:40]}; {meant} (// at the beginning says it to the model.)")
     found.action(desk, argument.strip())

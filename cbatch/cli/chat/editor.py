@@ -31,6 +31,10 @@ class Editor:
         except ValueError as error:
             raise ConfigError(f"$EDITOR is no command: {error}.") from error
 
+    @property
+    def is_open(self) -> bool:
+        return self._process is not None
+
     def end(self) -> None:
         """Ends an editor that is open, so that nobody has to wait for it."""
         if (process := self._process) is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cbatch.cli.chat.client import as_plain_text
+from cbatch.cli.chat.prompt import as_plain_text
 from cbatch.cli.chat.session import Answer, Session, State
 from cbatch.cli.jsonl import format_row, parse_line, parse_object
 from cbatch.cli.lines import Line, read_lines

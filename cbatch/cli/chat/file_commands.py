@@ -21,6 +21,7 @@ def do_save(desk: Desk, name: str) -> None:
     if path.parent == desk.store.sessions_folder.resolve() and path.stem != desk.session.name:
         with suppress(ConfigError):  # a name of more than one word, or that of another session
             desk.room.rename(desk.session, path.stem)
+            desk.store.save_as(desk.session, str(path))
     later = "and kept there from now on" if desk.room.store is not None else "as it is now; --no-history keeps no more"
     desk.say(f"saved as {path}, {later}")
 
@@ -38,6 +39,7 @@ def do_load(desk: Desk, which: str) -> None:
             desk.room.switch(session)
             desk.say("it is open here")
             return
+    desk.store.wait()
     loaded = desk.room.add(read_session(path))
     desk.store.keeps_at(loaded, path)
 
@@ -91,10 +93,17 @@ def _find_saved(desk: Desk, which: str) -> Path:
     numbered = {str(number): saved.path for number, saved in enumerate(desk.listed, start=1)}
     if which in numbered:
         return numbered[which]
-    path = desk.store.path_of(which)
-    if path.exists():
-        return path
-    return next((saved.path for saved in desk.store.saved() if saved.name == which), path)
+    by_name = next((saved.path for saved in desk.store.saved() if saved.name == which), None)
+    try:
+        path = desk.store.path_of(which)
+        if path.exists() or by_name is None:
+            return path
+    except ConfigError:
+        if by_name is None:
+            raise
+    except OSError as error:
+        raise ConfigError(f"Cannot read {which[:80]}: {error.strerror}.") from error
+    return by_name
 
 
 def _saved_line(number: int, saved: Saved) -> str:

@@ -39,6 +39,10 @@ class Pane(UIControl):
 
         return UIContent(get_line, line_count=len(lines), show_cursor=False)
 
+    def follow(self) -> None:
+        """Shows the end again."""
+        self._top = None
+
     def scroll(self, pages: int) -> None:
         """By pages; up is negative."""
         self._top = max(0, self._start + pages * max(self._height - 2, 1))

@@ -20,15 +20,15 @@ def as_path(text: str) -> Path:
     return path
 
 
-def read_text(path: Path) -> str:
-    """The text of a file. Raises ConfigError where it is none, or too long, or cannot be read."""
+def read_text(path: Path, limit: int = MAX_BYTES) -> str:
+    """The text of a file of at most `limit` bytes. Raises ConfigError where it is none, or too long."""
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited for
             raise ConfigError(f"Cannot read {path}: it is no file.")
         with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise ConfigError(f"{path} is longer than {MAX_BYTES >> 20} MiB.")
+            data = file.read(limit + 1)
+        if len(data) > limit:
+            raise ConfigError(f"{path} is longer than {limit >> 20} MiB.")
         return data.decode()
     except OSError as error:
         raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error

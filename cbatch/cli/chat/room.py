@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 from cbatch.cli.chat.client import Call, EngineClient
-from cbatch.cli.chat.session import UNASKED, Answer, Note, Session, Turn
+from cbatch.cli.chat.session import CONTEXT_FULL, Answer, Note, Session, Turn
 from cbatch.cli.chat.session_list import SessionList
 from cbatch.cli.chat.store import Store
-from cbatch.engine import ConfigError, SamplingParams, TokenEvent, derive_seed
+from cbatch.engine import ConfigError, TokenEvent, derive_seed
 
 RETRY_TEMPERATURE = 0.7
 """Of another answer where the session is greedy, and would give the same one."""
@@ -87,6 +87,7 @@ class Room(SessionList):
         if not self._cut_off(session):
             return False
         self._after(session)
+        session.is_unread = False
         return True
 
     def end(self, session: Session) -> None:
@@ -99,19 +100,16 @@ class Room(SessionList):
         """Has the last turn answered again, `count` times. Returns the number of the first of those answers."""
         if self.client.driver is None:
             raise ConfigError("The model is still being loaded.")
-        turn = self._settled_turn(session)
+        turn = self._last_turn(session)
+        self._cut_off(session)
         turn.compares = 0
         turn.settle()
         params = session.params
         if self.is_greedy(session):
             params = {**params, "temperature": RETRY_TEMPERATURE}
-        first = len(turn.answers)
-        turn.answers += [Answer() for _ in range(count)]
-        turn.fallback = turn.chosen
-        turn.chosen, turn.compares = first, first if count > 1 else 0
-        for answer in turn.answers[first:]:
+        for answer in turn.add_answers(count):
             self._call(session, turn, answer, params)
-        return first
+        return turn.chosen
 
     def is_greedy(self, session: Session) -> bool:
         """Whether it would give the same answer again."""
@@ -119,26 +117,31 @@ class Room(SessionList):
 
     def pick(self, session: Session, number: int) -> None:
         """Keeps one of several answers, counted from 0."""
-        last = session.last
-        if last is None or not 0 <= number < len(last.answers):
-            raise ConfigError(f"There are answers 0 to {len(last.answers) - 1 if last else -1} to pick from.")
-        turn = self._settled_turn(session)
-        turn.chosen, turn.compares = number, 0
+        turn = self._last_turn(session)
+        if not 0 <= number < len(turn.answers):
+            raise ConfigError(f"There are answers 0 to {len(turn.answers) - 1} to pick from.")
+        self._cut_off(session)
+        turn.pick(number)
         self.keep(session)
 
     def go_on(self, session: Session, *, may_drop: bool = False) -> None:
         """Has an answer continued that was cut off."""
-        turn = self._settled_turn(session)
+        turn = self._last_turn(session)
         answer = turn.answer
+        if turn.is_open:
+            raise ConfigError("An answer is coming; /stop cuts it off.")
         if answer is None or not answer.can_go_on:
             raise ConfigError("The last answer is complete; there is nothing to continue.")
-        self._call(session, turn, answer, answer.params, may_drop=may_drop)
+        self._call(session, turn, answer, answer.params if answer.text else session.params, may_drop=may_drop)
 
     def undo(self, session: Session) -> str:
         """Takes back the last message, and its answers if it was asked, and returns its text."""
         if session.queue:
-            return session.queue.pop()
-        turn = self._settled_turn(session)
+            text = session.queue.pop()
+            self.keep(session)
+            return text
+        turn = self._last_turn(session)
+        self._cut_off(session)
         session.remove(turn)
         self.keep(session)
         return turn.text
@@ -152,17 +155,17 @@ class Room(SessionList):
         self._say(session, text)
 
     def trim(self, session: Session, count: int | None) -> int:
-        """Leaves out the `count` oldest turns; None: as many as the last turn needs, which is then asked again."""
+        """Leaves out the `count` oldest turns; None: as many as it takes for the last one to be answered, or go on."""
         if count is not None:
             gone = session.drop(session.dropped + count)
             self.keep(session)
             return gone
-        turn = self._settled_turn(session)
+        turn = self._last_turn(session)
         answer = turn.answer
-        if answer is not None and answer.code == "prompt_too_long":
-            turn.answers, turn.chosen = [Answer()], 0
-            self._call(session, turn, turn.answers[0], session.params, may_drop=True)
-        elif answer is not None and answer.can_go_on:
+        if answer is not None and answer.code == "prompt_too_long" and not answer.text:
+            (again,) = turn.add_answers(1)
+            self._call(session, turn, again, session.params, may_drop=True)
+        elif answer is not None and answer.code in ("prompt_too_long", CONTEXT_FULL):
             self.go_on(session, may_drop=True)
         else:
             raise ConfigError("The context is not full; /trim N leaves out the N oldest turns all the same.")
@@ -187,14 +190,16 @@ class Room(SessionList):
     def _say(self, session: Session, text: str) -> None:
         if session.is_busy:
             session.queue.append(text)
+            self.keep(session)
             return
         last = session.last
         if last is not None:
             last.compares = 0
             last.settle()
-        turn = Turn(text, [Answer()])
+        turn = Turn(text)
+        (answer,) = turn.add_answers(1)
         session.items.append(turn)
-        self._call(session, turn, turn.answers[0], session.params)
+        self._call(session, turn, answer, session.params)
         self.keep(session)
 
     def _cut_off(self, session: Session) -> bool:
@@ -208,16 +213,13 @@ class Room(SessionList):
         last.settle()
         return True
 
-    def _settled_turn(self, session: Session) -> Turn:
-        """The last turn, with nothing more coming."""
+    def _last_turn(self, session: Session) -> Turn:
+        """The one that commands are about."""
         if session.queue:
             raise ConfigError("A message waits for its turn; /undo takes it back.")
         turn = session.last
         if turn is None:
             raise ConfigError("There is no message yet.")
-        self._cut_off(session)
-        if not turn.answers:
-            turn.answers = [Answer(state="stopped", remark=UNASKED)]
         return turn
 
     def _call(
@@ -249,7 +251,8 @@ class Room(SessionList):
     ) -> None:
         answer.prompt_tokens = prompt_tokens
         if gone := session.drop(before + dropped):
-            text = f"The context is full: the {gone} oldest turns are left out from here on."
+            turns = "oldest turn is" if gone == 1 else f"{gone} oldest turns are"
+            text = f"The context is full: the {turns} left out from here on."
             session.items.insert(session.items.index(turn), Note(text))
 
     def _take(self, session: Session, answer: Answer, event: TokenEvent, when: float) -> None:
@@ -266,25 +269,24 @@ class Room(SessionList):
             answer.state = event.finish_reason
             if event.error is not None:
                 answer.error, answer.code = str(event.error), event.error.code
-                if answer.code == "prompt_too_long":
-                    answer.remark = "/trim leaves out the oldest turns and asks again; /undo takes the message back"
-            elif event.finish_reason == "length":
-                answer.remark = self._why_cut_off(answer)
+            answer.advise(self.client.params(answer.params).max_tokens, has_failed=self._has_failed)
             self._after(session)
 
-    def _why_cut_off(self, answer: Answer) -> str:
-        params: SamplingParams = self.client.params(answer.params)
-        if params.max_tokens is not None and answer.num_tokens >= params.max_tokens:
-            return f"cut off after {params.max_tokens:,} tokens (max_tokens); /continue goes on"
-        return "cut off, the context is full; /trim leaves out the oldest turns and goes on"
+    @property
+    def _has_failed(self) -> bool:
+        driver = self.client.driver
+        return driver is not None and driver.failure is not None
 
     def _after(self, session: Session) -> None:
         """What follows when an answer has come to its end."""
         if session.is_busy:
             return
-        if session.last is not None:
-            session.last.settle()
+        turn = session.last
+        if turn is not None and (answer := turn.answer) is not None:
+            turn.settle()
+            if turn.answer is not answer and answer.error:  # nobody sees it there any more
+                session.note(answer.error, is_error=True)
         session.is_unread = session is not self.current
         self.keep(session)
-        if session.queue:
+        if session.queue and not self._has_failed:
             self._say(session, session.queue.pop(0))

@@ -10,6 +10,9 @@ State = Literal["asked", "streaming", "stop", "length", "stopped", "error"]
 
 ENDED: tuple[State, ...] = ("stop", "length", "stopped", "error")
 STOPPED = "stopped; /continue goes on"
+CONTEXT_FULL = "context_full"
+"""The code of an answer that was cut off where the context ends."""
+
 UNASKED = "no answer; /retry asks for one"
 Message = dict[str, Any]
 
@@ -53,6 +56,21 @@ class Answer:
         """Whether it was cut off."""
         return self.state in ("stopped", "length") or (self.state == "error" and bool(self.text))
 
+    def advise(self, limit: int | None, *, has_failed: bool) -> None:
+        """Says what can be done where it did not come to its own end.
+
+        limit: the most tokens that it could have; None is the rest of the context
+        """
+        if has_failed:
+            self.remark = "the engine has failed; what was said is kept, and /load opens it in another chat"
+        elif self.code == "prompt_too_long":
+            self.remark = "/trim leaves out the oldest turns and asks again; /undo takes the message back"
+        elif self.state == "length" and limit is not None and self.num_tokens >= limit:
+            self.remark = f"cut off after {limit:,} tokens (max_tokens); /continue goes on"
+        elif self.state == "length":
+            self.code = CONTEXT_FULL
+            self.remark = "cut off, the context is full; /trim leaves out the oldest turns and goes on"
+
     def cut_off(self) -> None:
         """Ends it where it is, by the user's will or that of circumstances."""
         self.state = "stopped"
@@ -80,6 +98,18 @@ class Turn:
     @property
     def is_open(self) -> bool:
         return any(answer.is_open for answer in self.answers)
+
+    def add_answers(self, count: int) -> list[Answer]:
+        """So many more, of which the first is chosen, and all are shown where there are several."""
+        first = len(self.answers)
+        self.fallback, self.chosen, self.compares = self.chosen, first, first if count > 1 else 0
+        self.answers += [Answer() for _ in range(count)]
+        return self.answers[first:]
+
+    def pick(self, number: int) -> None:
+        """Chooses one for good."""
+        self.chosen = self.fallback = number
+        self.compares = 0
 
     def settle(self) -> None:
         """Where the chosen answer came to nothing, the one before it is taken back."""
@@ -170,8 +200,8 @@ class Session:
         return self.dropped - before
 
     def remove(self, turn: Turn) -> None:
-        """Takes a turn out, and the notes behind it."""
-        del self.items[self.items.index(turn) :]
+        """Takes a turn out."""
+        self.items.remove(turn)
         self.dropped = min(self.dropped, bool(self.prelude) + len(self.turns))
 
     def copy(self, name: str) -> Session:
@@ -183,8 +213,7 @@ class Session:
 
     def settle_queue(self) -> None:
         """Makes turns of what is still to be said, for whoever opens the session later."""
-        for text in self.queue:
-            self.items.append(Turn(text, [Answer(state="stopped", remark=UNASKED)]))
+        self.items += [unasked(text) for text in self.queue]
         self.queue.clear()
 
     def take_messages(self, messages: list[Message]) -> None:
@@ -213,7 +242,14 @@ def _message(role: str, text: str) -> Message:
 def _copied(item: Turn | Note) -> Turn | Note:
     if isinstance(item, Note):
         return item
-    return Turn(item.text, [settled(answer) for answer in item.answers], item.chosen, item.compares, item.fallback)
+    twin = Turn(item.text, [settled(answer) for answer in item.answers], item.chosen, fallback=item.fallback)
+    twin.settle()
+    return twin
+
+
+def unasked(text: str) -> Turn:
+    """A turn that has not been asked yet."""
+    return Turn(text, [Answer(state="stopped", remark=UNASKED)])
 
 
 def settled(answer: Answer) -> Answer:

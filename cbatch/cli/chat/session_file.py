@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.cli.chat.paths import read_text
-from cbatch.cli.chat.session import ENDED, Answer, Session, Turn, settled
+from cbatch.cli.chat.session import ENDED, Answer, Session, Turn, settled, unasked
 from cbatch.cli.jsonl import parse_object
 from cbatch.engine import ConfigError, RequestError, SamplingParams
 
 VERSION = 1
+MAX_BYTES = 256 * 2**20
 KEPT = {"text": str, "seed": int, "params": dict, "error": str, "code": str, "remark": str}
 """Of an answer, beside its state."""
 
@@ -33,7 +34,7 @@ def to_json(session: Session) -> dict[str, Any]:
                     for answer in map(settled, turn.answers)
                 ],
             }
-            for turn in session.turns
+            for turn in [*session.turns, *(unasked(text) for text in session.queue)]
         ],
     }
 
@@ -41,7 +42,7 @@ def to_json(session: Session) -> dict[str, Any]:
 def read_session(path: Path) -> Session:
     """Reads what `Store.save` has written. Raises ConfigError that says what is wrong with the file."""
     try:
-        fields = parse_object(read_text(path), str(path), "a saved session")
+        fields = parse_object(read_text(path, MAX_BYTES), str(path), "a saved session")
     except RequestError as error:
         raise ConfigError(f"{error}.") from error
     if fields.get("cbatch_session") != VERSION:
@@ -68,7 +69,8 @@ def _from_json(fields: dict[str, Any]) -> Session:
         if not 0 <= chosen < max(len(answers), 1):
             raise IndexError(f"answer {chosen} of {len(answers)}")
         session.items.append(Turn(_typed(turn["user"], str), answers, chosen))
-    session.drop(_typed(fields["dropped"], int))
+    units = bool(session.prelude) + len(session.turns)
+    session.dropped = max(0, min(_typed(fields["dropped"], int), units))
     return session
 
 

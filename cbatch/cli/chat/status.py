@@ -67,6 +67,8 @@ class Status:
         driver = self._room.client.driver
         if driver is None:
             return [self.loading]
+        if driver.failure is not None:
+            return [f"the engine has failed: {driver.failure}"]
         load, scheduler, engine = driver.load, driver.engine.scheduler, driver.engine
         shown = describe(engine)
         hits = scheduler.num_cached_tokens / max(scheduler.num_prompt_tokens, 1)
@@ -92,6 +94,8 @@ class Status:
         driver = self._room.client.driver
         if driver is None:
             return f" {safe(self.loading)} "
+        if driver.failure is not None:
+            return " the engine has failed "
         if self._background.progress:
             return f" {self._background.progress} "
         load = driver.load

@@ -57,6 +57,7 @@ class Store:
         self._stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self._paths: dict[int, Path] = {}
         self._written: set[Path] = set()
+        self._seen: dict[Path, tuple[int, int] | None] = {}
         self._writer = ThreadPoolExecutor(1, "cbatch-store")
 
     @property
@@ -90,14 +91,15 @@ class Store:
     def keeps_at(self, session: Session, path: Path) -> None:
         """From now on a session is written to this file, from which it was read."""
         self._paths[session.number] = path
+        self._seen[path] = _stamp_of(path)
 
     def save_as(self, session: Session, name: str) -> Path:
         """Writes a session under a name, and from now on there. Raises ConfigError where that cannot be done."""
         path, before = self.path_of(name), self.path_kept(session)
-        if path.exists() and path != before:
-            raise ConfigError(f"{path} exists already; choose another name: /save NAME.")
-        self._writer.submit(lambda: None).result()  # what was to be written before is
+        self.wait()
         try:
+            if path.exists() and path != before:
+                raise ConfigError(f"{path} exists already; choose another name: /save NAME.")
             self._write(path, to_json(session))
         except OSError as error:
             raise ConfigError(f"Cannot write {path}: {error.strerror}.") from error
@@ -111,7 +113,11 @@ class Store:
         """Has a session written as it is now, soon, to where it was written before; see `trouble`."""
         own = self.sessions_folder.resolve() / f"{self._stamp}-{session.number}.json"
         path = self._paths.setdefault(session.number, own)
-        self._writer.submit(self._try_to_write, path, to_json(session))
+        self._writer.submit(self._try_to_write, session.number, path, own, to_json(session))
+
+    def wait(self) -> None:
+        """Until what was to be written is."""
+        self._writer.submit(lambda: None).result()
 
     def close(self) -> None:
         """Waits until everything is written."""
@@ -132,10 +138,14 @@ class Store:
         """What sessions in the folder can be loaded by."""
         return sorted(path.stem for path in self.sessions_folder.glob("*.json"))
 
-    def _try_to_write(self, path: Path, fields: dict[str, Any]) -> None:
+    def _try_to_write(self, number: int, path: Path, own: Path, fields: dict[str, Any]) -> None:
         try:
+            if _stamp_of(path) != self._seen.get(path):
+                self.trouble = f"Another chat has written {path}; from here on this session is kept as {own.stem}."
+                self._paths[number] = path = own
+            elif not self.trouble.startswith("Another"):
+                self.trouble = ""
             self._write(path, fields)
-            self.trouble = ""
         except OSError as error:
             self.trouble = f"This session cannot be kept: {path}: {error.strerror}."
 
@@ -144,7 +154,8 @@ class Store:
             make_private(self.folder)
             make_private(path.parent)
         write_private(path, json.dumps(fields, ensure_ascii=False, indent=1))
-        self._written.add(path)
+        self._seen[path] = _stamp_of(path)
+        (self._written.add if fields["turns"] else self._written.discard)(path)
 
 
 class PrivateHistory(History):
@@ -178,6 +189,15 @@ class PrivateHistory(History):
                 os.write(fd, json.dumps(string).encode() + b"\n")
             finally:
                 os.close(fd)
+
+
+def _stamp_of(path: Path) -> tuple[int, int] | None:
+    """By which it is seen that somebody else has written a file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def make_private(folder: Path) -> None:

@@ -29,20 +29,20 @@ import cbatch.cli.chat.commands
 import cbatch.cli.chat.file_commands  # noqa: F401  # the two put themselves into the table
 from cbatch.cli.chat.background import Background
 from cbatch.cli.chat.capture import captured_output
-from cbatch.cli.chat.client import Mailbox
 from cbatch.cli.chat.complete import CommandCompleter
 from cbatch.cli.chat.desk import Desk, carry_out
 from cbatch.cli.chat.editor import Editor
 from cbatch.cli.chat.keys import make_keys
+from cbatch.cli.chat.mailbox import Mailbox
 from cbatch.cli.chat.pane import Pane
 from cbatch.cli.chat.room import Room
 from cbatch.cli.chat.session import Answer, Note, Session
 from cbatch.cli.chat.status import Status
 from cbatch.cli.chat.store import Store
 from cbatch.cli.exits import Interrupted
-from cbatch.cli.screen import safe
+from cbatch.cli.screen import safe, without_bidi
 from cbatch.cli.signals import SIGNALS, raise_interrupted
-from cbatch.engine import CbatchError, ConfigError
+from cbatch.engine import ConfigError
 
 REDRAW_SECONDS = 1 / 40
 REFRESH_SECONDS = 0.5
@@ -114,18 +114,18 @@ class Terminal:
             with captured_output(lambda line: self._mailbox.put(partial(self._hear, line))) as terminal:
                 self._app = self._make_app(terminal)
                 asyncio.run(self._run(self._app))
-        except EOFError:  # the terminal went away
+        except (EOFError, OSError):  # the terminal went away
             pass
-        except CbatchError:
+        except Exception:  # where loading failed, what libraries said about it may help
+            self._mailbox.deliver()
             for line in self._heard:
                 print(safe(line), file=sys.stderr)
             raise
         finally:
-            for signum in SIGNALS:
-                signal.signal(signum, raise_interrupted)
+            self._mailbox.deliver()
             self.room.leave()
-            self.background.close()
             self._store.close()
+            self.background.close()
 
     def _on_open(self, error: BaseException | None) -> None:
         """The engine is there, or will not be."""
@@ -191,6 +191,10 @@ class Terminal:
 
     def _make_app(self, terminal: TextIO) -> Application[None]:
         self._tty = terminal
+        output = create_output(stdout=terminal)
+        write = output.write
+        # All text that is drawn goes this way, that of the input line too, of which the library filters the rest.
+        output.write = lambda data: write(without_bidi(data))  # type: ignore[method-assign]
         app: Application[None] = Application(
             layout=self._layout,
             key_bindings=make_keys(self),
@@ -200,7 +204,7 @@ class Terminal:
             refresh_interval=REFRESH_SECONDS,
             before_render=lambda _: self._tick(),
             after_render=lambda _: self._drawn(),
-            output=create_output(stdout=terminal),
+            output=output,
         )
         app.ttimeoutlen = 0.05  # of a lone Escape
         return app
@@ -215,6 +219,9 @@ class Terminal:
             await app.run_async(handle_sigint=False, set_exception_handler=False)
         finally:
             self._mailbox.set_wake(lambda: None)
+            for signum in (*SIGNALS, signal.SIGHUP):  # until everything is kept
+                loop.remove_signal_handler(signum)
+                signal.signal(signum, raise_interrupted if signum in SIGNALS else signal.SIG_IGN)
 
     def _tell_of_mistake(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A mistake of ours on the way of an event: a sentence, and the chat goes on."""
@@ -222,6 +229,8 @@ class Terminal:
         self.room.current.note(f"Something went wrong: {error!r}", is_error=True)
 
     def _leave_by(self, signum: int) -> None:
+        if self._editor.is_open and signum == signal.SIGINT:
+            return  # Ctrl-C there is for the editor
         self._editor.end()
         if self._app is not None and not self._app.is_done:
             self._app.exit(exception=Interrupted(signum))
@@ -267,6 +276,7 @@ class Terminal:
 
     def _accept(self, buffer: Buffer) -> bool:
         """Does what was typed, and has the input line cleared."""
+        self._pane.follow()
         text = buffer.text.encode("utf-8", "replace").decode().strip()
         if text.startswith("/") and not text.startswith("//"):
             self._try(lambda: carry_out(self._desk, text))
