@@ -146,7 +146,7 @@ def test_a_batch_runs_under_a_live_chat(runs: Zygote, tmp_path: Path) -> None:
 def test_a_batch_is_stopped_and_resumed(runs: Zygote, tmp_path: Path) -> None:
     """Guards leaving while a batch runs underneath: what is finished is on disk, and the run can be gone on with."""
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    rows = [{"prompt": "Tell me a story.", "ignore_eos": True, "max_tokens": 40 + 10 * n} for n in range(40)]
+    rows = [{"prompt": "Tell me a story.", "ignore_eos": True, "max_tokens": 30 + 5 * n} for n in range(40)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with Chat(runs, tmp_path) as chat:
         chat.wait("KV cache:")

@@ -166,7 +166,7 @@ class FileOutput:
     @property
     def advice(self) -> str:
         if not self.has_content:
-            return " No row was finished."
+            return f" No row was finished; {self.resume_with} begins anew."
         return f" What was finished is in the file; {self.resume_with} goes on from there."
 
     @property
