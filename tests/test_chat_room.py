@@ -362,7 +362,7 @@ def test_an_exported_session_is_a_row_with_the_same_answer(rooms: Rooms, tmp_pat
     told = rooms.ask(room, "Tell me a story about a cat named Tom.")
     answer = answer_of(room.current)
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    row = to_row(room.current, rooms.client.params(answer.params), 1024, has_template=True)
+    row = to_row(room.current, rooms.client.params(answer.params), 1024, as_messages=True)
     source.write_text('{"prompt": "another"}')
     append_row(source, row)
     assert run_command(["run", str(source), "-o", str(out), "--dtype", "float32", "-q"]) == 0

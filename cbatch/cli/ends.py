@@ -42,13 +42,21 @@ def count_lines(options: dict[str, Any]) -> int | None:
         return sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(2**20), b""))
 
 
-def open_output(options: dict[str, Any], source: IO[bytes]) -> Output:
-    """Before a model is loaded for it. What is no regular file (a pipe, a device) is treated as stdout is."""
+@contextmanager
+def open_output(options: dict[str, Any], source: IO[bytes]) -> Iterator[Output]:
+    """The output, for as long as rows are written; one with rows in it only where the options say what becomes of them.
+
+    What is no regular file (a pipe, a device) is treated as stdout is.
+    """
     try:
-        return _opened(options, source)
+        opened = _opened(options, source)
     except (OSError, RuntimeError) as error:  # RuntimeError: links that lead in a circle
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"Cannot write {options['output']}: {reason}.") from error
+    with opened as output:
+        if not (options["resume"] or options["overwrite"]):
+            output.check_is_empty()
+        yield output
 
 
 def _opened(options: dict[str, Any], source: IO[bytes]) -> Output:

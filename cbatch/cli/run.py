@@ -61,8 +61,6 @@ def run(**options: Any) -> Literal[0, 1]:
         if options["check"]:
             return _check(options, source, tally)
         with open_output(options, source) as output:
-            if not (options["resume"] or options["overwrite"]):
-                output.check_is_empty()
             _run(options, source, output, tally)
     return 1 if tally.has_errors else 0
 

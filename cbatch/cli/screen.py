@@ -11,18 +11,18 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 from cbatch.cli.exits import ReaderGone
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+_BIDI = "\u061c\u200e\u200f\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+"""What turns the direction of a line, or ends it where nobody sees that."""
+
+_WITHOUT_BIDI = dict.fromkeys(map(ord, _BIDI))
+
+_CONTROL = re.compile(rf"[\x00-\x08\x0b-\x1f\x7f-\x9f{_BIDI}]")
 """What steers a terminal, or turns the direction of a line; tabs and line ends aside."""
-
-
-_BIDI = str.maketrans(
-    "", "", "\u061c\u200e\u200f\u2028\u2029" + "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
-)
 
 
 def without_bidi(text: str) -> str:
     """Text without what turns the direction of a line."""
-    return text.translate(_BIDI)
+    return text.translate(_WITHOUT_BIDI)
 
 
 def safe(text: str) -> str:

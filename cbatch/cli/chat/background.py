@@ -77,7 +77,7 @@ class Background:
             self._run_rows(driver, options)
         except ReaderGone:
             notice(f"{name}: nobody reads {options['output']} any more.")
-        except (Interrupted, CbatchError, click.ClickException) as error:
+        except (Interrupted, CbatchError) as error:
             notice(f"{name}: {error}")
         except OSError as error:
             notice(f"{name}: {error.strerror or error!r}; what was finished is written.")
@@ -94,8 +94,6 @@ class Background:
         with stats_written(options, tally):
             source = open_input(options)
             with source, open_output(options, source) as output:
-                if not (options["resume"] or options["overwrite"]):
-                    output.check_is_empty()
                 run_batch(
                     driver,
                     options,

@@ -83,6 +83,11 @@ class EngineClient:
         if call.ticket is not None and self.driver is not None:
             self.driver.cancel(call.ticket)
 
+    @property
+    def failure(self) -> Exception | None:
+        """Why the engine has failed for good, if it has."""
+        return self.driver.failure if self.driver is not None else None
+
     def params(self, overrides: dict[str, Any]) -> SamplingParams:
         """The effective sampling parameters of a session; the model's own stand only once it is loaded."""
         if self.driver is None:

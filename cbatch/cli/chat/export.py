@@ -28,17 +28,17 @@ def to_markdown(session: Session, model: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def to_row(session: Session, params: SamplingParams, context: int, *, has_template: bool) -> dict[str, Any]:
+def to_row(session: Session, params: SamplingParams, context: int, *, as_messages: bool) -> dict[str, Any]:
     """A row for `cbatch run` that asks the last question of a session with the sampling of its answer.
 
     params:       the effective sampling parameters of that answer
     context:      the model's, which is the limit of an answer that has no other
-    has_template: whether the model takes messages; else the row is plain text to continue
+    as_messages: whether the model takes messages; else the row is plain text to continue
     """
     turn = session.last
     assert turn is not None
     answer, messages = turn.answer or Answer(), session.messages(turn)
-    asked = {"messages": messages} if has_template else {"prompt": as_plain_text(messages), "raw": True}
+    asked = {"messages": messages} if as_messages else {"prompt": as_plain_text(messages), "raw": True}
     limit = {"max_tokens": params.max_tokens or context}
     return {"id": session.name, **asked, **answer.params, **limit, "seed": answer.seed}
 

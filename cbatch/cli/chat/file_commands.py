@@ -9,6 +9,7 @@ from pathlib import Path
 from cbatch.cli.chat.desk import Desk, command, counted, need
 from cbatch.cli.chat.export import append_row, to_markdown, to_row, write_markdown
 from cbatch.cli.chat.paths import as_path, read_text
+from cbatch.cli.chat.prompt import takes_messages
 from cbatch.cli.chat.session_file import read_session
 from cbatch.cli.chat.store import Saved
 from cbatch.engine import ConfigError
@@ -58,8 +59,8 @@ def do_export(desk: Desk, name: str) -> None:
         answer = session.last.answer
         params = desk.room.client.params(answer.params if answer else {})
         engine = driver.engine
-        has_template = engine.tokenizer is None or bool(engine.tokenizer.chat_template)
-        append_row(path, to_row(session, params, engine.model.max_model_len, has_template=has_template))
+        row = to_row(session, params, engine.model.max_model_len, as_messages=takes_messages(engine))
+        append_row(path, row)
     else:
         raise ConfigError(f"{name} ends neither in .md nor in .jsonl.")
     desk.say(f"written to {path}")
@@ -93,17 +94,21 @@ def _find_saved(desk: Desk, which: str) -> Path:
     numbered = {str(number): saved.path for number, saved in enumerate(desk.listed, start=1)}
     if which in numbered:
         return numbered[which]
-    by_name = next((saved.path for saved in desk.store.saved() if saved.name == which), None)
+    refusal = None
     try:
         path = desk.store.path_of(which)
-        if path.exists() or by_name is None:
+        if path.exists():
             return path
-    except ConfigError:
-        if by_name is None:
-            raise
+    except ConfigError as error:
+        refusal = error
     except OSError as error:
         raise ConfigError(f"Cannot read {which[:80]}: {error.strerror}.") from error
-    return by_name
+    for saved in desk.store.saved():
+        if saved.name == which:
+            return saved.path
+    if refusal is not None:
+        raise refusal
+    return path
 
 
 def _saved_line(number: int, saved: Saved) -> str:

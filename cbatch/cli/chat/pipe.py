@@ -63,8 +63,7 @@ class Pipe:
         assert answer is not None
         if answer.text or not answer.error:
             self._write("\n")
-        driver = room.client.driver
-        if driver is not None and driver.failure is not None:
+        if room.client.failure is not None:
             raise EngineError(answer.error)
         if answer.code == "prompt_too_long":
             return f"{answer.error} --auto-trim leaves out the oldest turns."

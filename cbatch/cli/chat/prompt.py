@@ -17,9 +17,14 @@ def encode(engine: Engine, messages: Sequence[Message], so_far: str = "") -> lis
 
     Without a chat template it is plain text to continue: each answer follows its question, each question on a new line.
     """
-    if engine.tokenizer is None or engine.tokenizer.chat_template:
+    if takes_messages(engine):
         return engine.encode({"messages": messages}, today=date.today(), answer=so_far)
     return engine.encode(as_plain_text(messages) + so_far, raw=True)
+
+
+def takes_messages(engine: Engine) -> bool:
+    """Whether its model is given messages: one without a tokenizer too, which then says that it cannot."""
+    return engine.tokenizer is None or bool(engine.tokenizer.chat_template)
 
 
 def as_plain_text(messages: Sequence[Message]) -> str:

@@ -269,13 +269,8 @@ class Room(SessionList):
             answer.state = event.finish_reason
             if event.error is not None:
                 answer.error, answer.code = str(event.error), event.error.code
-            answer.advise(self.client.params(answer.params).max_tokens, has_failed=self._has_failed)
+            answer.advise(self.client.params(answer.params).max_tokens, has_failed=self.client.failure is not None)
             self._after(session)
-
-    @property
-    def _has_failed(self) -> bool:
-        driver = self.client.driver
-        return driver is not None and driver.failure is not None
 
     def _after(self, session: Session) -> None:
         """What follows when an answer has come to its end."""
@@ -288,5 +283,5 @@ class Room(SessionList):
                 session.note(answer.error, is_error=True)
         session.is_unread = session is not self.current
         self.keep(session)
-        if session.queue and not self._has_failed:
+        if session.queue and self.client.failure is None:
             self._say(session, session.queue.pop(0))

@@ -193,16 +193,21 @@ class Session:
         past = [message for group in self.past(turn) for message in group]
         return [*self.head, *past, _message("user", turn.text)]
 
+    @property
+    def num_units(self) -> int:
+        """What `dropped` counts: the prelude, where there is one, and the turns."""
+        return bool(self.prelude) + len(self.turns)
+
     def drop(self, count: int) -> int:
         """Leaves out the `count` oldest turns, never the last one, and those that are out. Returns how many went."""
         before = self.dropped
-        self.dropped = max(before, min(count, bool(self.prelude) + len(self.turns) - 1))
+        self.dropped = max(before, min(count, self.num_units - 1))
         return self.dropped - before
 
     def remove(self, turn: Turn) -> None:
         """Takes a turn out."""
         self.items.remove(turn)
-        self.dropped = min(self.dropped, bool(self.prelude) + len(self.turns))
+        self.dropped = min(self.dropped, self.num_units)
 
     def copy(self, name: str) -> Session:
         """A session of its own that has come to the same point; of an answer that is coming, what is there."""

@@ -69,8 +69,7 @@ def _from_json(fields: dict[str, Any]) -> Session:
         if not 0 <= chosen < max(len(answers), 1):
             raise IndexError(f"answer {chosen} of {len(answers)}")
         session.items.append(Turn(_typed(turn["user"], str), answers, chosen))
-    units = bool(session.prelude) + len(session.turns)
-    session.dropped = max(0, min(_typed(fields["dropped"], int), units))
+    session.dropped = max(0, min(_typed(fields["dropped"], int), session.num_units))
     return session
 
 
