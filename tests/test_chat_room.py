@@ -24,7 +24,8 @@ from cbatch.cli.chat.store import Store
 from cbatch.cli.chat.transcript import Transcript
 from cbatch.cli.main import run_command
 from cbatch.engine import ConfigError
-from cbatch.engine.engine import Engine, EngineConfig
+from cbatch.engine.config import EngineConfig
+from cbatch.engine.engine import Engine
 
 PATIENCE = 60
 

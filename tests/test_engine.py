@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from cbatch.engine.engine import Engine, EngineConfig
+from cbatch.engine.config import EngineConfig
+from cbatch.engine.engine import Engine
 from cbatch.engine.errors import RequestError
 from cbatch.engine.params import SamplingParams
 from tests.tiny import VOCABULARY, loaded, make_engine, make_network, make_prompts

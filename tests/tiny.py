@@ -12,7 +12,8 @@ import torch
 import transformers
 from torch import nn
 
-from cbatch.engine.engine import Engine, EngineConfig
+from cbatch.engine.config import EngineConfig
+from cbatch.engine.engine import Engine
 from cbatch.engine.loader import LoadedModel
 from cbatch.engine.params import SamplingParams
 

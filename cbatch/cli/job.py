@@ -120,10 +120,10 @@ class Preparer:
 
     def _limit_of_cache(self, job: Job) -> int | None:
         """After how many tokens the cache would cut off the row's output, where the context would not."""
-        scheduler = self._engine.scheduler
-        if not scheduler.cache_is_small or (prompt_ids := self.encode(job)) is None:
+        room = self._engine.scheduler.room
+        if not room.cache_is_small or (prompt_ids := self.encode(job)) is None:
             return None
-        return scheduler.limit_of_cache(len(prompt_ids), job.params.max_tokens)
+        return room.limit_of_cache(len(prompt_ids), job.params.max_tokens)
 
     def _asked(self, row: Row) -> Prompt:
         """The row's prompt with the options that concern it: text to continue, token ids, or messages."""

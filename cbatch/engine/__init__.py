@@ -6,21 +6,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cbatch.engine.completion import Completion
+    from cbatch.engine.config import EngineConfig
     from cbatch.engine.driver import Driver, Ticket
-    from cbatch.engine.engine import Completion, Engine, EngineConfig, Prompt
+    from cbatch.engine.engine import Engine, Prompt
     from cbatch.engine.errors import CbatchError, ConfigError, EngineError, ModelError, RequestError
     from cbatch.engine.params import PARAM_NAMES, SamplingParams, derive_seed
-    from cbatch.engine.request import TokenEvent
+    from cbatch.engine.request import TokenEvent, TokenLogprobs
     from cbatch.engine.tokenizer import FIXED_DATE
     from cbatch.engine.units import format_bytes
 
 _HOME = {
     "CbatchError": "errors",
-    "Completion": "engine",
+    "Completion": "completion",
     "ConfigError": "errors",
     "Driver": "driver",
     "Engine": "engine",
-    "EngineConfig": "engine",
+    "EngineConfig": "config",
     "EngineError": "errors",
     "FIXED_DATE": "tokenizer",
     "ModelError": "errors",
@@ -30,6 +32,7 @@ _HOME = {
     "SamplingParams": "params",
     "Ticket": "driver",
     "TokenEvent": "request",
+    "TokenLogprobs": "request",
     "derive_seed": "params",
     "format_bytes": "units",
 }
@@ -50,6 +53,7 @@ __all__ = [
     "SamplingParams",
     "Ticket",
     "TokenEvent",
+    "TokenLogprobs",
     "derive_seed",
     "format_bytes",
 ]

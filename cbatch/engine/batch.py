@@ -16,15 +16,16 @@ from cbatch.engine.plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """S slices of T tokens in all, concatenated; R of them get a next token.
+    """S slices of T tokens in all, concatenated; the logits of R of them are asked for.
 
     input_ids      [T] int64
     position_ids   [T] int64, place of each token in its own sequence
     slot_mapping   [T] int64, place of each token in the KV cache: block * block_size + offset
-    logit_rows     [R] int64, rows of the T whose logits are sampled
+    logit_rows     [R] int64, rows of the T whose logits are wanted, to get a next token or to score the prompt's
     block_tables   [S, B] int32, block ids of each sequence, 0 after its last
     starts, stops  S ints on the host: slice i computes tokens starts[i] .. stops[i]-1 of its sequence,
                    and each of them attends to the tokens of that sequence up to itself, nobody else's
+    scored         [R] bool, which of the R rows score a prompt; None where none does
     """
 
     input_ids: Tensor
@@ -34,6 +35,7 @@ class RaggedBatch:
     block_tables: Tensor
     starts: list[int]
     stops: list[int]
+    scored: Tensor | None = None
 
     @classmethod
     def build(cls, plan: StepPlan, block_size: int, device: torch.device) -> RaggedBatch:
@@ -48,21 +50,36 @@ class RaggedBatch:
         sequence = np.repeat(np.arange(len(slices)), lengths)
         positions = np.arange(ends[-1]) - (ends - lengths - np.array(starts))[sequence]
         slots = tables[sequence, positions // block_size] * np.int64(block_size) + positions % block_size
+        sampled = (ends - 1)[samples]
+        scored = _scored_rows(plan)
+        rows = np.union1d(sampled, scored) if len(scored) else sampled
         ids = chain.from_iterable(s.request.token_ids[s.start : s.stop] for s in slices)
         return cls(
             input_ids=_to(np.fromiter(ids, np.int64, ends[-1]), device),
             position_ids=_to(positions, device),
             slot_mapping=_to(slots, device),
-            logit_rows=_to((ends - 1)[samples], device),
+            logit_rows=_to(rows, device),
             block_tables=_to(tables, device),
             starts=starts,
             stops=stops,
+            scored=_to(np.isin(rows, scored), device) if len(scored) else None,
         )
 
 
 def _block_tables(tables: list[list[int]]) -> NDArray[np.int32]:
     width = max(map(len, tables))
     return np.array([table + [0] * (width - len(table)) for table in tables], np.int32)
+
+
+def _scored_rows(plan: StepPlan) -> NDArray[np.int64]:
+    """Rows of the ragged batch whose logits score a prompt; most steps have none."""
+    rows: list[int] = []
+    if any(slice_.request.scores_prompt for slice_ in plan.slices):
+        first = 0
+        for slice_ in plan.slices:
+            rows += [first + place - slice_.start for place in slice_.to_score]
+            first += slice_.count
+    return np.array(rows, np.int64)
 
 
 def _to(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
@@ -11,6 +12,39 @@ PROMPT_TAIL = 8
 """Tokens of the prompt that the decoding of the output can depend on."""
 
 
+class TokenBytes:
+    """The bytes that tokens stand for, by the kind of tokenizer: byte-level, or pieces with a fallback to bytes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        decoder = str(tokenizer.decoder)
+        self._is_byte_level = "ByteLevel" in decoder
+        self._has_fallback = "ByteFallback" in decoder
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Empty for an id that the tokenizer does not know; a special token's are those of its name."""
+        piece: str | None = self._tokenizer.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if self._is_byte_level:
+            found = [_BYTE_OF.get(char) for char in piece]
+            return piece.encode() if None in found else bytes(found)  # type: ignore[arg-type]
+        if self._has_fallback and (match := _BYTE_PIECE.fullmatch(piece)):
+            return bytes([int(match[1], 16)])
+        return piece.replace("\u2581", " ").encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's letters for bytes: printable ones stand for themselves, the others for letters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
 class TextStream:
     """The text of one output, in deltas that are safe to show.
 
@@ -18,16 +52,29 @@ class TextStream:
     beginning of a stop string until it is decided. All deltas together are the text of the output.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
-        """`prompt`: the tokens before the output, whose end decides how a leading space is decoded."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        *,
+        skip_special_tokens: bool = True,
+        echo: str = "",
+    ) -> None:
+        """
+        prompt: the tokens before the output, whose end decides how a leading space is decoded
+        stop:   strings that end the output
+        echo:   what stands before the output in its text
+        """
         self._tokenizer = tokenizer
         tail = list(prompt[-PROMPT_TAIL:])
         # Where the prompt ends inside a character, its end would be taken for the beginning of the output.
         if tokenizer.decode(tail).endswith("\ufffd"):
             tail = []
-        self._stream = DecodeStream(ids=tail, skip_special_tokens=True)
+        self._skip = skip_special_tokens
+        self._stream = DecodeStream(ids=tail, skip_special_tokens=skip_special_tokens)
         self._unsaid: list[int] = []
-        self._held = ""
+        self._echo, self._held = echo, ""
         self._stop = tuple(stop)
         self.stop_reason: str | None = None
 
@@ -36,18 +83,23 @@ class TextStream:
         try:
             chunk = self._stream.step(self._tokenizer, token_id)
         except Exception:  # tokenizers raises plain Exception where bytes that are no character rewrite earlier text
-            chunk = self._tokenizer.decode([*self._unsaid, token_id])
-            self._stream = DecodeStream(skip_special_tokens=True)
+            chunk = self._decode([*self._unsaid, token_id])
+            self._stream = DecodeStream(skip_special_tokens=self._skip)
+        echo, self._echo = self._echo, ""
         if chunk is None:
             self._unsaid.append(token_id)
-            return ""
+            return echo
         self._unsaid.clear()
-        return self._release(chunk, may_stop)
+        return echo + self._release(chunk, may_stop)
 
     def flush(self) -> str:
         """What was held back, at the end of the output: a character that stayed unfinished becomes U+FFFD."""
-        text = self._held + (self._tokenizer.decode(self._unsaid) if self._unsaid else "")
-        self._held, self._unsaid = "", []
+        text = self._echo + self._held + (self._decode(self._unsaid) if self._unsaid else "")
+        self._echo, self._held, self._unsaid = "", "", []
+        return text
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
         return text
 
     def _release(self, chunk: str, may_stop: bool) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import date
 
 import torch
@@ -13,76 +12,22 @@ import torch
 from cbatch.engine.attention.select import select_attention
 from cbatch.engine.batch import RaggedBatch
 from cbatch.engine.blocks import BlockPool
+from cbatch.engine.completion import Completion
+from cbatch.engine.config import EngineConfig
 from cbatch.engine.errors import RequestError
 from cbatch.engine.kv_pool import KVPool, check_memory, choose_num_blocks
 from cbatch.engine.loader import LoadedModel, choose_device, load_model
 from cbatch.engine.models.selfcheck import check_ragged
 from cbatch.engine.models.transformers import TransformersModel
 from cbatch.engine.params import SamplingParams, derive_seed
-from cbatch.engine.plan import StepPlan
 from cbatch.engine.request import Request, TokenEvent
+from cbatch.engine.results import evaluate
 from cbatch.engine.runner import Runner
-from cbatch.engine.sampler import SamplingBatch, sample
 from cbatch.engine.scheduler import Scheduler
 from cbatch.engine.tokenizer import FIXED_DATE, Message
 
 Prompt = str | Sequence[int] | Mapping[str, Sequence[Message]]
 """Text, token ids, or a conversation: `{"messages": [{"role": "user", "content": "Hi"}]}`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """What the engine loads and how much of the machine it takes.
-
-    model:            folder or hub id of a causal language model; None is the bundled demo model
-    revision:         branch, tag or commit on the hub
-    device:           auto, cpu, cuda or cuda:N
-    dtype:            auto, float32, bfloat16 or float16
-    max_seqs:         most requests that run at once; None: 256 on a GPU, 32 on a CPU
-    max_batch_tokens: token budget of one step; None: 2048 on a GPU, 512 on a CPU
-    block_size:       tokens in a block of the KV cache
-    kv_cache_memory:  `4GiB`, or `90%` of what is free; None: 90% on a GPU, 25% on a CPU
-    kv_blocks:        exact number of blocks, instead of kv_cache_memory
-    prefix_cache:     whether prompts that begin alike share what is computed of them
-    attention:        auto, or the name of a backend
-    """
-
-    model: str | None = None
-    revision: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    max_seqs: int | None = None
-    max_batch_tokens: int | None = None
-    block_size: int = 16
-    kv_cache_memory: str | None = None
-    kv_blocks: int | None = None
-    prefix_cache: bool = True
-    attention: str = "auto"
-
-
-@dataclass(slots=True)
-class Completion:
-    """One finished output. finish_reason is `stop`, `length` or `error`; then `error` says what went wrong.
-
-    cached_tokens: how many of the prompt's tokens the prefix cache held
-    """
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: str | None = None
-    error: RequestError | None = None
-    cached_tokens: int = 0
-
-    def take(self, event: TokenEvent) -> None:
-        """Adds what one event brings."""
-        self.text += event.text
-        if event.token_id is not None:
-            self.token_ids.append(event.token_id)
-            self.cached_tokens = event.cached_tokens
-        self.finish_reason = event.finish_reason
-        self.stop_reason = event.stop_reason
-        self.error = event.error
 
 
 class Engine:
@@ -165,7 +110,8 @@ class Engine:
         """Queues a request and returns its id; ids grow. Lower priorities run first.
 
         seed:         of its randomness, where the parameters give none
-        sample_index: which of several outputs of one prompt and seed this is; each has randomness of its own
+        sample_index: which of several outputs of one prompt and seed this is; each has randomness of its own, and
+                      is a request of its own, whatever `n` the parameters ask for
 
         Raises RequestError for a prompt that is empty, too long, or has tokens the model does not know.
         """
@@ -180,7 +126,8 @@ class Engine:
             sample_index=sample_index,
             priority=priority,
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.loaded.eos_ids),
-            text=self.tokenizer.stream(token_ids, params.stop) if self.tokenizer else None,
+            text=self.tokenizer.stream(token_ids, params) if self.tokenizer else None,
+            bad_words=self.tokenizer.bad_word_ids(params.bad_words) if self.tokenizer else (),
         )
         self._next_id += 1
         self._requests[request.id] = request
@@ -193,10 +140,12 @@ class Engine:
             raise RequestError("invalid_row", "The prompt is empty.")
         self._check_tokens("Token id", prompt_ids)
         self._check_tokens("stop_token_ids:", params.stop_token_ids)
-        if params.stop and self.tokenizer is None:
-            raise RequestError("invalid_row", "Stop strings need a tokenizer, and this model has none.")
-        room = self.scheduler.room_for(len(prompt_ids))
-        return min(params.max_tokens or room, room)
+        self._check_tokens("logit_bias:", [token for token, _ in params.logit_bias])
+        for name in ("stop", "bad_words", "echo"):
+            if getattr(params, name) and self.tokenizer is None:
+                raise RequestError("invalid_row", f"{name} needs a tokenizer, and this model has none.")
+        room = self.scheduler.room.after(len(prompt_ids), at_least=0 if params.max_tokens == 0 else 1)
+        return room if params.max_tokens is None else min(params.max_tokens, room)
 
     def cancel(self, request_id: int) -> None:
         """Drops a request and frees its memory; one that is finished or unknown is left alone."""
@@ -216,11 +165,11 @@ class Engine:
         try:
             batch = RaggedBatch.build(plan, self.blocks.block_size, self.device)
             logits = self.runner.forward(batch)
-            tokens = self._sample(plan, logits)
+            result = evaluate(plan, logits, batch.scored)
         except BaseException:
             self.scheduler.abandon(plan)
             raise
-        events = self.scheduler.commit(plan, tokens)
+        events = self.scheduler.commit(plan, result)
         self.num_steps += 1
         for event in events:
             if event.request_id is not None and event.finish_reason is not None:
@@ -245,6 +194,8 @@ class Engine:
     ) -> list[Completion]:
         """Completes all prompts together, in their order. A prompt that cannot be served has its `error` set.
 
+        Where the parameters ask for several outputs, a completion's `choices` are those of its prompt.
+
         params: one for all, one for each, or None for the model's own defaults.
         """
         completions = [Completion() for _ in prompts]
@@ -257,15 +208,19 @@ class Engine:
     ) -> Iterator[tuple[int, TokenEvent]]:
         """Completes all prompts together, and yields (index of the prompt, event) as tokens come.
 
-        A request without a seed gets one from its index. Leaving the iteration early cancels what is unfinished.
+        Each of several outputs of a prompt has events of its own (`sample_index`). A request without a seed gets
+        one from its index. Leaving the iteration early cancels what is unfinished.
         """
         chosen = params or self.loaded.defaults
         each = [chosen] * len(prompts) if isinstance(chosen, SamplingParams) else list(chosen)
         indices: dict[int, int] = {}
         try:
             for index, (prompt, asked) in enumerate(zip(prompts, each, strict=True)):
+                seed = derive_seed(0, "index", index)
                 try:
-                    indices[self.add(prompt, asked, seed=derive_seed(0, "index", index))] = index
+                    token_ids = self.encode(prompt)
+                    for number in range(asked.n):
+                        indices[self.add(token_ids, asked, seed=seed, sample_index=number)] = index
                 except RequestError as error:
                     yield index, TokenEvent(None, None, finish_reason="error", error=error)
             while not indices.keys().isdisjoint(self._requests):
@@ -291,10 +246,3 @@ class Engine:
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocabulary):
             wrong = next(token for token in token_ids if not 0 <= token < vocabulary)
             raise RequestError("invalid_row", f"{what} {wrong} is not in the model's vocabulary of {vocabulary}.")
-
-    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> list[int | None]:
-        requests = plan.to_sample
-        if not requests:
-            return []
-        tokens, finite = sample(logits, SamplingBatch.build(requests, self.device))
-        return [token if fine else None for token, fine in zip(tokens.tolist(), finite.tolist(), strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,6 +17,13 @@ GREEDY_BELOW = 1e-5
 MAX_TEMPERATURE = 1000.0
 """Beyond this every token is as likely as any other, and float32 soon ends."""
 
+MAX_SAMPLES = 128
+MAX_LOGPROBS = 100
+MAX_BIAS = 100.0
+
+CONSTRAINTS = ("response_format", "regex", "choice", "grammar")
+"""Parameters that say what form the output has; at most one of them stands in a request."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -24,8 +32,9 @@ class SamplingParams:
     Names and meanings follow the OpenAI API and vLLM. Raises `RequestError` (`invalid_row`) for a wrong
     type or a value out of range.
 
-    max_tokens:     most tokens to generate; None is the rest of the context.
+    max_tokens:     most tokens to generate; None is the rest of the context; 0 scores the prompt or echoes it.
     min_tokens:     end tokens and stop strings do not end the output before this many tokens.
+    n:              how many outputs, each with randomness of its own.
     temperature:    0 is greedy, 1 samples from the model's own distribution.
     top_k:          sample among the k likeliest tokens; 0 (or -1) is all.
     top_p:          sample among the likeliest tokens that together reach this probability.
@@ -34,10 +43,26 @@ class SamplingParams:
     stop:           strings that end the output; they are not part of the text.
     stop_token_ids: further end tokens.
     ignore_eos:     go on to max_tokens, past the model's end tokens.
+
+    presence_penalty:    taken once from the logit of every token that was generated.
+    frequency_penalty:   taken as often as the token was generated.
+    repetition_penalty:  divides positive logits, multiplies negative ones, of tokens in prompt or output (CTRL,
+                         https://arxiv.org/abs/1909.05858).
+    logit_bias:          added to the logits of token ids, from -100 to 100; pairs, or a mapping.
+    bad_words:           strings whose tokens may not be generated one after the other.
+
+    logprobs:        report each token's log-probability, and the so many likeliest; from the raw logits.
+    prompt_logprobs: the same for the tokens of the prompt.
+    echo:            the text begins with the prompt's.
+    skip_special_tokens: the text is without special tokens.
+
+    response_format: `{"type": "json_object"}`, or `json_schema` with a schema, as OpenAI has it.
+    regex, choice, grammar: the output matches a pattern, is one of these strings, or fits a grammar.
     """
 
     max_tokens: int | None = 512
     min_tokens: int = 0
+    n: int = 1
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -46,35 +71,97 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[str, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    skip_special_tokens: bool = True
+    response_format: Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
+        self._check_counts()
+        self._check_weights()
+        for name in ("ignore_eos", "echo", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise _invalid(name, "true or false", getattr(self, name))
+        lists = {"stop": str, "stop_token_ids": int, "bad_words": str} | ({"choice": str} if self.choice else {})
+        for name, kind in lists.items():
+            object.__setattr__(self, name, _tuple_of(name, getattr(self, name), kind))
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+        self._check_constraint()
+
+    def _check_counts(self) -> None:
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, low=1)
+            scores = self.prompt_logprobs is not None or self.echo is True
+            _check_int("max_tokens", self.max_tokens, low=0 if scores else 1)
         if self.seed is not None:
             _check_int("seed", self.seed, low=-(2**63), high=2**64 - 1)
         _check_int("min_tokens", self.min_tokens, low=0)
+        _check_int("n", self.n, low=1, high=MAX_SAMPLES)
         _check_int("top_k", self.top_k, low=-1, high=2**31 - 1)
+        object.__setattr__(self, "top_k", max(self.top_k, 0))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
+
+    def _check_weights(self) -> None:
         _check_number("temperature", self.temperature, low=0.0, high=MAX_TEMPERATURE)
         _check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
         _check_number("min_p", self.min_p, low=0.0, high=1.0)
-        for name in ("temperature", "top_p", "min_p"):
+        _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        _check_number("repetition_penalty", self.repetition_penalty, low=0.0, high=1000.0, open_low=True)
+        penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+        for name in ("temperature", "top_p", "min_p", *penalties):
             object.__setattr__(self, name, float(getattr(self, name)))
-        object.__setattr__(self, "top_k", max(self.top_k, 0))
-        if not isinstance(self.ignore_eos, bool):
-            raise _invalid("ignore_eos", "true or false", self.ignore_eos)
-        object.__setattr__(self, "stop", _tuple_of("stop", self.stop, str))
-        object.__setattr__(self, "stop_token_ids", _tuple_of("stop_token_ids", self.stop_token_ids, int))
+
+    def _check_constraint(self) -> None:
+        if self.response_format is not None and _constraint_of_format(self.response_format) is None:
+            object.__setattr__(self, "response_format", None)
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise RequestError("invalid_row", f"{' and '.join(given)} cannot both say what form the output has.")
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise _invalid(name, "a text that is not empty", value)
+        if self.choice is not None and not self.choice:
+            raise _invalid("choice", "a list of at least one string", self.choice)
 
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def constraint(self) -> tuple[str, str] | None:
+        """The output's form as (kind, source): `json_object`, `json_schema`, `regex`, `choice` or `grammar`."""
+        if self.response_format is not None:
+            return _constraint_of_format(self.response_format)
+        if self.choice is not None:
+            return "choice", json.dumps(self.choice)
+        if self.regex is not None:
+            return "regex", self.regex
+        return ("grammar", self.grammar) if self.grammar is not None else None
+
     def merged(self, overrides: Mapping[str, Any]) -> SamplingParams:
-        """These parameters with some replaced; a None in `overrides` keeps what stands here."""
+        """These parameters with some replaced; a None in `overrides` keeps what stands here.
+
+        A form of the output that `overrides` ask for takes the place of another one that stands here.
+        """
         given = {name: value for name, value in overrides.items() if value is not None}
         if not given:
             return self
-        return SamplingParams(**({name: getattr(self, name) for name in PARAM_NAMES} | given))
+        kept = {name: getattr(self, name) for name in PARAM_NAMES}
+        if not given.keys().isdisjoint(CONSTRAINTS):
+            kept |= dict.fromkeys(CONSTRAINTS)
+        return SamplingParams(**(kept | given))
 
 
 PARAM_NAMES: tuple[str, ...] = tuple(field.name for field in fields(SamplingParams))
@@ -106,6 +193,37 @@ def _check_number(name: str, value: object, low: float, high: float, open_low: b
         raise _invalid(name, wanted, value)
     if not low <= value <= high or (open_low and value == low):
         raise _invalid(name, wanted, value)
+
+
+def _bias(value: object) -> tuple[tuple[int, float], ...]:
+    """Pairs of token id and bias, by token id; JSON's keys are strings."""
+    pairs = value.items() if isinstance(value, Mapping) else value
+    try:
+        found = {int(token): float(bias) for token, bias in pairs if not isinstance(bias, bool | str)}  # type: ignore[attr-defined]
+        is_right = len(found) == len(list(pairs)) and all(token >= 0 for token in found)  # type: ignore[call-overload]
+    except (TypeError, ValueError, OverflowError):
+        is_right = False
+    if not is_right or any(not abs(bias) <= MAX_BIAS for bias in found.values()):
+        raise _invalid("logit_bias", f"an object of token ids and numbers from -{MAX_BIAS:g} to {MAX_BIAS:g}", value)
+    return tuple(sorted(found.items()))
+
+
+def _constraint_of_format(value: object) -> tuple[str, str] | None:
+    """What OpenAI's response_format asks for; None for plain text."""
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return "json_object", "{}"
+    if kind == "json_schema" and isinstance(value, Mapping):
+        schema = value.get("json_schema")
+        schema = schema.get("schema") if isinstance(schema, Mapping) else None
+        if isinstance(schema, Mapping | bool):
+            return "json_schema", json.dumps(schema)
+        wanted = '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
+    else:
+        wanted = "an object whose type is text, json_object or json_schema"
+    raise _invalid("response_format", wanted, value)
 
 
 def _tuple_of(name: str, value: object, kind: type) -> tuple[Any, ...]:

@@ -1,10 +1,11 @@
-"""What one step computes."""
+"""What one step computes, and what came of it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cbatch.engine.request import Request
+from cbatch.engine.request import Request, Sample, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,14 @@ class Slice:
     def count(self) -> int:
         return self.stop - self.start
 
+    @property
+    def to_score(self) -> range:
+        """Places whose logits tell how likely the prompt's next token was, where that is asked for and not known."""
+        request = self.request
+        if not request.scores_prompt:
+            return range(0)
+        return range(max(self.start, len(request.scored)), min(self.stop, request.num_prompt - 1))
+
 
 @dataclass(slots=True)
 class StepPlan:
@@ -39,3 +48,16 @@ class StepPlan:
     def to_sample(self) -> list[Request]:
         """Requests that get a token from this step, in slice order."""
         return [slice_.request for slice_ in self.slices if slice_.is_last]
+
+    @property
+    def to_score(self) -> list[Slice]:
+        """Slices that hold tokens of a prompt to be scored, in slice order."""
+        return [slice_ for slice_ in self.slices if slice_.to_score]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step has computed: a sample for each of the plan's `to_sample`, scores for each of its `to_score`."""
+
+    samples: Sequence[Sample]
+    scores: Sequence[Sequence[TokenLogprobs]] = ()

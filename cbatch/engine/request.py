@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from cbatch.engine.errors import RequestError
 from cbatch.engine.params import SamplingParams
@@ -25,13 +26,45 @@ class TextSink(Protocol):
         """What was still held back, at the end of the output."""
 
 
+class TokenGuide(Protocol):
+    """Follows an output whose form is given (see `structured.Guide`)."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the output is whole and nothing can follow it."""
+
+    def accept(self, token_id: int) -> None:
+        """Goes on by one token of the output."""
+
+
+class TokenLogprobs(NamedTuple):
+    """A token with its log-probability, and the likeliest tokens in its place with theirs, likeliest first.
+
+    They are those of the model: natural logarithms, before temperature, penalties and filters.
+    """
+
+    token_id: int
+    logprob: float
+    top: Sequence[tuple[int, float]]
+
+
+class Sample(NamedTuple):
+    """What a step gives one request: its next token, or the error that leaves it without."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: RequestError | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
     """One new token of one request; the last one carries the reason for the end.
 
-    text is the delta that became safe to show, which may be empty. cached_tokens of the prompt did not have to be
-    computed. A request that failed has finish_reason `error`, an `error`, and no token; one that was refused at the
-    door never had an id.
+    text is the delta that became safe to show, which may be empty. sample_index tells the outputs of one prompt
+    apart. logprobs is there where it was asked for, prompt_logprobs (from the second token of the prompt on) with
+    the first event. cached_tokens of the prompt did not have to be computed. An output of no tokens has one event,
+    without a token. A request that failed has finish_reason `error`, an `error`, and no token; one that was refused
+    at the door never had an id.
     """
 
     request_id: int | None
@@ -41,6 +74,9 @@ class TokenEvent:
     stop_reason: str | None = None
     error: RequestError | None = None
     cached_tokens: int = 0
+    sample_index: int = 0
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -51,6 +87,10 @@ class Request:
     of `token_ids[:num_cached]` they were there already when it first entered.
     There is no prefill or decode state: a request wants `num_tokens - num_computed` more tokens computed,
     and when the last one has been, it gets a new token. Ids grow with arrival, so a smaller id is older.
+
+    bad_words: sequences of tokens that may not be generated
+    guide:     follows the output where its form is given
+    scored:    log-probabilities of the prompt's tokens from the second on, as far as they are known
     """
 
     id: int
@@ -62,10 +102,13 @@ class Request:
     priority: int = 0
     stop_ids: frozenset[int] = frozenset()
     text: TextSink | None = None
+    bad_words: Sequence[Sequence[int]] = ()
+    guide: TokenGuide | None = None
     num_prompt: int = field(init=False)
     num_computed: int = 0
     num_cached: int = 0
     num_preemptions: int = 0
+    scored: list[TokenLogprobs] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -94,27 +137,55 @@ class Request:
         """Whether it holds a seat: running requests own blocks, waiting ones own none."""
         return bool(self.blocks)
 
-    def accept(self, token_id: int) -> TokenEvent:
+    @property
+    def min_tokens(self) -> int:
+        """Tokens before which nothing ends the output; a form that is given says itself when it is whole."""
+        return 0 if self.guide is not None else self.params.min_tokens
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.params.prompt_logprobs is not None
+
+    def accept(self, sample: Sample) -> TokenEvent:
         """Appends a sampled token and says what came of it."""
+        if sample.error is not None:
+            return self.fail(sample.error)
+        if self.max_new_tokens == 0:
+            return self._event(None, self.text.flush() if self.text else "", "length")
+        token_id = sample.token_id
         self.token_ids.append(token_id)
-        may_stop = self.num_generated >= self.params.min_tokens
+        may_stop = self.num_generated >= self.min_tokens
         if may_stop and token_id in self.stop_ids:
-            return self._last(token_id, "", "stop")
+            return self._last(sample, "", "stop")
         text = self.text.push(token_id, may_stop=may_stop) if self.text else ""
         if self.text and self.text.stop_reason is not None:
-            return self._event(token_id, text, "stop", self.text.stop_reason)
+            return self._event(sample, text, "stop", self.text.stop_reason)
+        if self.guide is not None:
+            self.guide.accept(token_id)
+            if self.guide.is_finished:
+                return self._last(sample, text, "stop")
         if self.num_generated >= self.max_new_tokens:
-            return self._last(token_id, text, "length")
-        return self._event(token_id, text)
+            return self._last(sample, text, "length")
+        return self._event(sample, text)
 
     def fail(self, error: RequestError) -> TokenEvent:
         """The event of a request that ends without a further token."""
-        return TokenEvent(self.id, None, finish_reason="error", error=error)
+        return TokenEvent(self.id, None, finish_reason="error", error=error, sample_index=self.sample_index)
 
-    def _last(self, token_id: int, text: str, reason: FinishReason) -> TokenEvent:
-        return self._event(token_id, text + (self.text.flush() if self.text else ""), reason)
+    def _last(self, sample: Sample, text: str, reason: FinishReason) -> TokenEvent:
+        return self._event(sample, text + (self.text.flush() if self.text else ""), reason)
 
     def _event(
-        self, token_id: int, text: str, reason: FinishReason | None = None, stop_reason: str | None = None
+        self, sample: Sample | None, text: str, reason: FinishReason | None = None, stop_reason: str | None = None
     ) -> TokenEvent:
-        return TokenEvent(self.id, token_id, text, reason, stop_reason, cached_tokens=self.num_cached)
+        return TokenEvent(
+            self.id,
+            sample.token_id if sample is not None else None,
+            text,
+            reason,
+            stop_reason,
+            cached_tokens=self.num_cached,
+            sample_index=self.sample_index,
+            logprobs=sample.logprobs if sample is not None else None,
+            prompt_logprobs=self.scored if self.scores_prompt and self.num_generated <= 1 else None,
+        )

@@ -23,12 +23,10 @@ _MASK64 = 0xFFFFFFFFFFFFFFFF
 class Draw:
     """The D rows of a step that are drawn at random.
 
-    rows        which they are
     restricted  whether any of them filters its tokens
     In their order: temperature, top_k (0: all), top_p, min_p [D] and noise keys [D, 2] int64.
     """
 
-    rows: list[int]
     restricted: bool
     temperature: Tensor
     top_k: Tensor
@@ -41,7 +39,6 @@ class Draw:
         params = [requests[row].params for row in rows]
         keys = [noise_key(requests[row].seed, requests[row].sample_index, requests[row].num_tokens) for row in rows]
         return cls(
-            rows=rows,
             restricted=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
             temperature=torch.tensor([p.temperature for p in params], device=device),
             top_k=torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int64, device=device),
@@ -51,44 +48,16 @@ class Draw:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingBatch:
-    """What the sampler needs to know of the R rows; what no row asks for is absent and costs nothing.
+def sample(logits: Tensor, requests: list[Request]) -> tuple[Tensor, Tensor]:
+    """Chooses a token for each row of logits [R, V]; returns tokens [R] int64 and the largest logit of each row [R].
 
-    draw        the rows that are drawn at random; all others are greedy
-    forbidden   row and token index of end tokens that may not come yet (min_tokens)
+    A row whose largest logit is not finite has no meaningful token: its logits are no numbers, or nothing is allowed.
     """
-
-    draw: Draw | None
-    forbidden: tuple[list[int], list[int]]
-
-    @classmethod
-    def build(cls, requests: list[Request], device: torch.device) -> SamplingBatch:
-        forbidden = [
-            (row, token)
-            for row, request in enumerate(requests)
-            if request.num_generated < request.params.min_tokens
-            for token in sorted(request.stop_ids)
-        ]
-        drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
-        return cls(
-            draw=Draw.build(drawn, requests, device) if drawn else None,
-            forbidden=([row for row, _ in forbidden], [token for _, token in forbidden]),
-        )
-
-
-def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """Chooses a token for each row of logits [R, V]; returns tokens [R] int64 and finite [R] bool.
-
-    A row whose largest logit is not finite has no meaningful token; its `finite` is false.
-    """
-    if batch.forbidden[0]:
-        logits = logits.clone()
-        logits[batch.forbidden] = float("-inf")
     largest, tokens = logits.max(dim=-1)
-    if batch.draw is not None:
-        tokens[batch.draw.rows] = _draw(logits[batch.draw.rows].float(), batch.draw)
-    return tokens, largest.isfinite()
+    drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
+    if drawn:
+        tokens[drawn] = _draw(logits[drawn].float(), Draw.build(drawn, requests, logits.device))
+    return tokens, largest
 
 
 def _draw(logits: Tensor, draw: Draw) -> Tensor:

@@ -13,6 +13,9 @@ So a request can enter beside the one whose blocks it shares.
 When blocks run out, a running request preempts the youngest of the lowest priority, itself if need be; a
 waiting one preempts only lower priorities. A preempted request loses its blocks, keeps its tokens, and is
 computed again later. So the oldest request of the highest priority is never preempted, and always advances.
+A request enters when all that run are likely to find room until they end, so that this is rare; one that was
+preempted enters more cautiously each time, and from the third time on only when nothing of its own priority can
+preempt it again.
 """
 
 from __future__ import annotations
@@ -20,30 +23,28 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
+from cbatch.engine.admission import Admission, age
 from cbatch.engine.blocks import BlockPool
 from cbatch.engine.errors import ConfigError, RequestError
-from cbatch.engine.plan import Slice, StepPlan
-from cbatch.engine.request import Request, TokenEvent
+from cbatch.engine.plan import Slice, StepPlan, StepResult
+from cbatch.engine.request import Request, Sample, TokenEvent
+from cbatch.engine.room import Room
 
 Rank = tuple[int, bool, int]
-
-
-def _age(request: Request) -> tuple[int, int]:
-    return request.priority, request.id
 
 
 def _rank(request: Request) -> Rank:
     return request.priority, not request.is_decoding, request.id
 
 
-def _outcome(request: Request, token: int | None) -> TokenEvent:
+def _outcome(request: Request, sample: Sample) -> TokenEvent:
     """What a step's token means for its request. One that breaks, in its text say, harms no other."""
-    if token is None:
-        return request.fail(RequestError("nan_logits", "The model's output for this request is not a number."))
     try:
-        return request.accept(token)
+        return request.accept(sample)
+    except RequestError as error:
+        return request.fail(error)
     except Exception as error:
         return request.fail(RequestError("internal_error", f"The request failed: {error!r}"))
 
@@ -66,8 +67,9 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         # With more seats than budget, decoding requests could leave a prefill no token, for ever.
         self.max_seqs = min(max_seqs, max_batch_tokens)
-        self.max_model_len = max_model_len
+        self.room = Room(max_model_len, pool.capacity)
         self.prefix_cache = prefix_cache
+        self._admission = Admission(pool, self.room)
         self._limits = self.max_batch_tokens, self.max_seqs
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -82,41 +84,8 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def room_for(self, num_prompt: int) -> int:
-        """Most tokens that can follow a prompt of this length; the last one needs no place in the cache.
-
-        Raises RequestError (`prompt_too_long`) where there is room for none.
-        """
-        in_context = self.max_model_len - num_prompt
-        in_cache = self.pool.capacity + 1 - num_prompt
-        if in_context < 1:
-            raise RequestError(
-                "prompt_too_long",
-                f"The prompt has {num_prompt} tokens; the model's context of {self.max_model_len} leaves no room "
-                "to answer.",
-            )
-        if in_cache < 1:
-            raise RequestError(
-                "prompt_too_long",
-                f"The prompt has {num_prompt} tokens; the KV cache holds {self.pool.capacity}. "
-                "Give it more memory (--kv-cache-memory).",
-            )
-        return min(in_context, in_cache)
-
-    @property
-    def cache_is_small(self) -> bool:
-        """Whether the cache, not the context, may be what ends an output."""
-        return self.pool.capacity + 1 < self.max_model_len
-
-    def limit_of_cache(self, num_prompt: int, max_tokens: int | None) -> int | None:
-        """Most tokens that the cache leaves to a request, 0 for none; None where the context or it asks for no more."""
-        in_context = self.max_model_len - num_prompt
-        in_cache = self.pool.capacity + 1 - num_prompt
-        is_cut_off = in_context > 0 and in_cache < min(max_tokens or in_context, in_context)
-        return max(in_cache, 0) if is_cut_off else None
-
     def add(self, request: Request) -> None:
-        insort(self.waiting, request, key=_age)
+        insort(self.waiting, request, key=age)
 
     def cancel(self, request: Request) -> None:
         """Takes a request out, wherever it is, and frees its blocks."""
@@ -163,7 +132,7 @@ class Scheduler:
             return False
         self.max_batch_tokens = min(self.max_batch_tokens, num_tokens) // 2
         self.max_seqs = min(self.max_seqs, self.max_batch_tokens)
-        for request in sorted(self.running, key=_age)[self.max_seqs :]:
+        for request in sorted(self.running, key=age)[self.max_seqs :]:
             self._preempt(request)
         return True
 
@@ -182,16 +151,20 @@ class Scheduler:
             if not head.is_running:
                 return
 
-    def commit(self, plan: StepPlan, tokens: Iterable[int | None]) -> list[TokenEvent]:
-        """Takes in a step's results: one token for each of `plan.to_sample`, None where its logits were not finite."""
+    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+        """Takes in what a step has computed."""
         for slice_ in plan.slices:
             slice_.request.num_computed = slice_.stop
+        for slice_, scores in zip(plan.to_score, result.scores, strict=True):
+            slice_.request.scored += scores
         events = []
-        for request, token in zip(plan.to_sample, tokens, strict=True):
-            event = _outcome(request, token)
-            if token is None:  # others must not take over what may be no numbers either
+        for request, sample in zip(plan.to_sample, result.samples, strict=True):
+            event = _outcome(request, sample)
+            if sample.error is not None:  # others must not take over what may be no numbers either
                 self.pool.forget(request.blocks)
             if event.finish_reason is not None:
+                if event.token_id is not None:
+                    self._admission.learn(request.num_generated)
                 self._release(request)
             events.append(event)
         return events
@@ -220,11 +193,13 @@ class Scheduler:
     def _admit(self, request: Request) -> list[Request]:
         """Seats a waiting request with blocks for all its known tokens, or leaves it waiting.
 
-        One block for each running request stays free, so that those do not preempt it straight away.
         Returns the requests of lower priority that had to go for it.
         """
-        shared = self.pool.match(request.token_ids) if self.prefix_cache else []
-        victims = self._make_room(request, shared)
+        if len(self.running) >= self.max_seqs and all(other.priority <= request.priority for other in self.running):
+            return []
+        # A prompt that is scored needs the logits of all its tokens.
+        shared = self.pool.match(request.token_ids) if self.prefix_cache and not request.scores_prompt else []
+        victims = self._admission.make_room(request, shared, self.running, self.max_seqs)
         if victims is None:
             return []
         for victim in victims:
@@ -244,32 +219,12 @@ class Scheduler:
             self.num_prompt_tokens += sign * request.num_prompt
             self.num_cached_tokens += sign * request.num_cached
 
-    def _make_room(self, request: Request, shared: list[int]) -> list[Request] | None:
-        """Who would have to go so that a request can enter; None where it cannot."""
-        running = len(self.running)
-        free = self.pool.num_free - sum(self.pool.references(block) == 0 for block in shared)
-        need = self.pool.blocks_for(request.num_tokens) - len(shared)
-        victims: list[Request] = []
-        lower: list[Request] | None = None
-        given_up: Counter[int] = Counter()
-        while running >= self.max_seqs or free < need + running:
-            if lower is None:
-                lower = sorted((other for other in self.running if other.priority > request.priority), key=_age)
-            if not lower:
-                return None
-            victims.append(lower.pop())
-            running -= 1
-            blocks = set(victims[-1].blocks).difference(shared)  # what it takes over does not become free
-            given_up.update(blocks)
-            free += sum(given_up[block] == self.pool.references(block) for block in blocks)
-        return victims
-
     def _grow(self, request: Request) -> list[Request]:
         """Gives a running request blocks for all its known tokens. Returns whom that preempted, perhaps itself."""
         need = self.pool.blocks_for(request.num_tokens) - len(request.blocks)
         victims: list[Request] = []
         while self.pool.num_free < need and request not in victims:
-            victims.append(max(self.running, key=_age))
+            victims.append(max(self.running, key=age))
             self._preempt(victims[-1])
         if need > 0 and request not in victims:
             request.blocks += self.pool.allocate(need)

@@ -8,8 +8,9 @@ from datetime import date
 from functools import partial
 from typing import Any
 
-from cbatch.engine.detokenizer import TextStream
+from cbatch.engine.detokenizer import TextStream, TokenBytes
 from cbatch.engine.errors import RequestError
+from cbatch.engine.params import SamplingParams
 
 FIXED_DATE = date(2024, 7, 26)
 """What templates are told is today where nobody says: the date that Llama's own falls back on without a clock."""
@@ -28,6 +29,7 @@ class ChatTokenizer:
         """`tokenizer` is a fast tokenizer of transformers."""
         self._tokenizer = tokenizer
         self.backend = tokenizer.backend_tokenizer
+        self._pieces = TokenBytes(self.backend)
         added = self.backend.get_added_tokens_decoder().values()
         special = sorted((token.content for token in added if token.special), key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, special)) or r"(?!)")
@@ -68,9 +70,20 @@ class ChatTokenizer:
             return ids
         return self._encode_with_text_specials(plain, today, answer)
 
-    def stream(self, prompt: Sequence[int], stop: Sequence[str]) -> TextStream:
+    def stream(self, prompt: Sequence[int], params: SamplingParams) -> TextStream:
         """Incremental text of an output that follows these prompt tokens."""
-        return TextStream(self.backend, prompt, stop)
+        skip = params.skip_special_tokens
+        echo = self.backend.decode(list(prompt), skip_special_tokens=skip) if params.echo else ""
+        return TextStream(self.backend, prompt, params.stop, skip_special_tokens=skip, echo=echo)
+
+    def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """Token sequences that spell these words, at the beginning of a text and behind a space."""
+        spelt = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for w in words for text in (w, f" {w}")]
+        return [list(ids) for ids in dict.fromkeys(map(tuple, spelt)) if ids]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for in a text, also where that is a part of a character."""
+        return self._pieces.bytes_of(token_id)
 
     def _render(self, messages: list[dict[str, Any]], today: date) -> str:
         try:

@@ -1,0 +1,35 @@
+"""What an engine loads, and how much of the machine it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the engine loads and how much of the machine it takes.
+
+    model:            folder or hub id of a causal language model; None is the bundled demo model
+    revision:         branch, tag or commit on the hub
+    device:           auto, cpu, cuda or cuda:N
+    dtype:            auto, float32, bfloat16 or float16
+    max_seqs:         most requests that run at once; None: 256 on a GPU, 32 on a CPU
+    max_batch_tokens: token budget of one step; None: 2048 on a GPU, 512 on a CPU
+    block_size:       tokens in a block of the KV cache
+    kv_cache_memory:  `4GiB`, or `90%` of what is free; None: 90% on a GPU, 25% on a CPU
+    kv_blocks:        exact number of blocks, instead of kv_cache_memory
+    prefix_cache:     whether prompts that begin alike share what is computed of them
+    attention:        auto, or the name of a backend
+    """
+
+    model: str | None = None
+    revision: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    max_seqs: int | None = None
+    max_batch_tokens: int | None = None
+    block_size: int = 16
+    kv_cache_memory: str | None = None
+    kv_blocks: int | None = None
+    prefix_cache: bool = True
+    attention: str = "auto"

@@ -1,0 +1,76 @@
+"""What running requests are likely to need of the cache before they end.
+
+Nobody knows how long an output gets. To let requests in until the cache is full of what they hold now is to
+preempt them later, and to compute them twice; to reserve all that they may ask for leaves most of the cache
+empty. Outputs of the recent past tell what is likely; from that follows the most that all running requests will
+hold together at any time to come, as some of them end while others grow.
+(The future peak: "Past-Future Scheduler", Gong et al., ASPLOS '25, https://arxiv.org/abs/2507.10150.)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+HISTORY = 256
+PRIOR = 256
+"""Tokens that an output is taken to go on for while none has ended yet that got as far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """A running request: tokens that it will still get, and blocks that become free when it ends."""
+
+    tokens: int
+    blocks: int
+
+
+class OutputLengths:
+    """Lengths of the last outputs, and how much longer one is likely to get."""
+
+    def __init__(self) -> None:
+        self._recent: deque[int] = deque(maxlen=HISTORY)
+        self._sorted: list[int] = []
+        self._sums: list[int] | None = None
+
+    def add(self, length: int) -> None:
+        if len(self._recent) == HISTORY:
+            self._sorted.remove(self._recent[0])
+        self._recent.append(length)
+        insort(self._sorted, length)
+        self._sums = None
+
+    def remaining(self, generated: int, limit: int) -> int:
+        """Tokens that an output of `generated` tokens will still get, at most up to `limit`.
+
+        The mean of the recent outputs that were longer; where there is none, as many again as there are.
+        """
+        shorter = bisect_right(self._sorted, generated)
+        longer = len(self._sorted) - shorter
+        if longer:
+            likely = -(-self._sum_from(shorter) // longer) - generated
+        else:
+            likely = max(generated, PRIOR if not self._sorted else 1)
+        return max(min(likely, limit - generated), 0)
+
+    def _sum_from(self, index: int) -> int:
+        if self._sums is None:
+            total = 0
+            self._sums = [total := total + length for length in reversed(self._sorted)]
+        return self._sums[len(self._sorted) - index - 1]
+
+
+def peak(used: int, growing: Iterable[Growth], block_size: int) -> int:
+    """Most blocks that are held at once until all have ended, where each step gives each request a token.
+
+    used: blocks that are held now
+    """
+    waiting = sorted(growing, key=lambda one: one.tokens)
+    most = used
+    freed = 0
+    for ended, one in enumerate(waiting):
+        most = max(most, used + (len(waiting) - ended) * -(-one.tokens // block_size) - freed)
+        freed += one.blocks
+    return most
