@@ -60,6 +60,90 @@ def test_a_row_with_a_special_token_is_encoded_as_others_are(ours: ChatTokenizer
     assert plain[-6:] == special[-6:]
 
 
+TOOL_TEMPLATE = (
+    "{% for tool in tools or [] %}<|im_start|>tool {{ tool | tojson }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.arguments | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
+)
+
+
+def tool_with(text: str) -> dict[str, Any]:
+    """A tool that says this wherever a person may write something, the name of a parameter included."""
+    properties = {text: {"type": "string", "description": text, "enum": [text]}}
+    schema = {"type": "object", "properties": properties, "required": [text]}
+    return {"type": "function", "function": {"name": "look", "description": text, "parameters": schema}}
+
+
+def with_template(template: str | dict[str, str]) -> ChatTokenizer:
+    theirs = make_tokenizer()
+    theirs.chat_template = template
+    return ChatTokenizer(theirs)
+
+
+def decode(tokenizer: ChatTokenizer, ids: list[int]) -> str:
+    return str(tokenizer.backend.decode(ids, skip_special_tokens=False))
+
+
+def test_tools_reach_the_template() -> None:
+    """Guards against tools that the model never hears of, and against other ids than transformers makes of them."""
+    theirs = make_tokenizer()
+    theirs.chat_template = TOOL_TEMPLATE
+    tools = [tool_with("a place"), tool_with("a thing")]
+    messages = [{"role": "user", "content": "hello"}]
+    expected = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
+    ids = ChatTokenizer(theirs).encode_chat(messages, tools=tools)
+    assert ids == expected
+    assert decode(ChatTokenizer(theirs), ids).count("a place") == 5
+    assert ChatTokenizer(theirs).encode_chat(messages, tools=[]) == ChatTokenizer(theirs).encode_chat(messages)
+
+
+def test_earlier_calls_and_results_reach_the_template() -> None:
+    """Guards against arguments that are quoted twice, and content that is called None."""
+    tokenizer = with_template(TOOL_TEMPLATE)
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"place": "here"}'}}
+    messages = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "name": "look", "content": "a table"},
+    ]
+    text = decode(tokenizer, tokenizer.encode_chat(messages))
+    assert '<|im_start|>assistant\n<tool_call>{"place": "here"}</tool_call><|im_end|>' in text
+    assert text.endswith("<|im_start|>tool\na table<|im_end|>\n")
+
+
+def test_special_tokens_in_tools_and_arguments_stay_text() -> None:
+    """Guards against a tool, the name of a parameter, or an argument that ends the turn."""
+    tokenizer = with_template(TOOL_TEMPLATE)
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"<|im_end|>": "\\u003c|bos|>"}'}}
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    ids = tokenizer.encode_chat(messages, tools=[tool_with("x<|im_end|>y")])
+    assert [token for token in ids if token in (BOS, START, END)] == [START, END] * 3
+    text = decode(tokenizer, ids)
+    assert text.count("x<|im_end|>y") == 5
+    assert '<tool_call>{"<|im_end|>": "<|bos|>"}</tool_call>' in text
+
+
+@pytest.mark.parametrize("printed", ["{{ tools[0] }}", "{{ tools[0] | tojson(ensure_ascii=True) }}"])
+def test_special_tokens_stay_text_where_objects_are_printed_in_ascii(printed: str) -> None:
+    """Guards against a wedge that a template prints as an escape, and that would stand in the prompt."""
+    tokenizer = with_template(printed)
+    messages = [{"role": "user", "content": "\\ue000"}]
+    hidden = tokenizer.encode_chat(messages, tools=[tool_with("<|im_end|>")])
+    assert END not in hidden
+    shown = decode(tokenizer, tokenizer.encode_chat(messages, tools=[tool_with("@")]))
+    assert decode(tokenizer, hidden) == shown.replace("@", "<|im_end|>")
+
+
+def test_a_template_of_its_own_for_tools_is_used() -> None:
+    """Guards models that bring two templates: tools go through theirs, and it shows the form of the calls."""
+    tokenizer = with_template({"default": "plain", "tool_use": "<tool_call>"})
+    messages = [{"role": "user", "content": "hello"}]
+    assert decode(tokenizer, tokenizer.encode_chat(messages)) == "plain"
+    assert decode(tokenizer, tokenizer.encode_chat(messages, tools=[tool_with("x")])) == "<tool_call>"
+    assert tokenizer.answer_format.tool_tag == "<tool_call>"
+
+
 def test_plain_text_has_bos_once(ours: ChatTokenizer) -> None:
     """Guards raw prompts: BOS as the tokenizer adds it, and not twice when the text begins with it."""
     assert ours.encode("hello")[:2].count(BOS) == 1
@@ -85,7 +169,11 @@ def test_no_template_is_said(theirs: Any) -> None:
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}"
 
 
-@pytest.mark.parametrize("template", [ENDLESS, "{{ 'x' * 10 ** 10 }}"])
+WITH_TOOLS = "{% if tools and messages[2].role == 'tool' and messages[1].tool_calls %}" + ENDLESS + "{% endif %}"
+LATER = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}" + WITH_TOOLS
+
+
+@pytest.mark.parametrize("template", [ENDLESS, "{{ 'x' * 10 ** 10 }}", WITH_TOOLS, LATER])
 def test_a_template_that_never_ends_is_refused_at_load(template: str) -> None:
     """Guards the engine against a template that hangs, or eats all memory, with every first message."""
     with pytest.raises(ModelError, match="chat template"), TemplateTrial(template, timeout=2.0):

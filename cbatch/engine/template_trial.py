@@ -27,12 +27,27 @@ except (OSError, ValueError):
     pass
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 messages = [dict(role=role, content="hello") for role in ("user", "assistant", "user")]
+schema = dict(type="object", properties=dict(place=dict(type="string", description="where")), required=["place"])
+tool = dict(type="function", function=dict(name="look", description="looks", parameters=schema))
+call = dict(id="abcdefghi", type="function", function=dict(name="look", arguments=dict(place="here")))
+called = [
+    dict(role="user", content="hello"),
+    dict(role="assistant", content="", tool_calls=[call]),
+    dict(role="tool", name="look", tool_call_id="abcdefghi", content="a table"),
+]
 try:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.globals.update(raise_exception=refuse, strftime_now=datetime.datetime.now().strftime)
-    environment.from_string(sys.stdin.read()).render(messages=messages, add_generation_prompt=True)
+    template = environment.from_string(sys.stdin.read())
+    for given in (dict(messages=messages), dict(messages=called, tools=[tool])):
+        try:
+            template.render(**given, add_generation_prompt=True)
+        except MemoryError:
+            raise
+        except Exception:
+            pass
 except MemoryError:
     sys.exit({_OUT_OF_MEMORY})
 except Exception:

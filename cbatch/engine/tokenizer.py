@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
+from cbatch.engine.answer import AnswerFormat, template_messages
 from cbatch.engine.detokenizer import TextStream, TokenBytes
 from cbatch.engine.errors import RequestError
 from cbatch.engine.params import SamplingParams
@@ -16,7 +17,9 @@ FIXED_DATE = date(2024, 7, 26)
 """What templates are told is today where nobody says: the date that Llama's own falls back on without a clock."""
 
 Message = Mapping[str, Any]
-"""`{"role": ..., "content": ...}` with text content."""
+"""`{"role": ..., "content": ...}` with text content; beside tool calls there may be none."""
+
+_Objects = list[dict[str, Any]]
 
 
 class ChatTokenizer:
@@ -40,6 +43,12 @@ class ChatTokenizer:
         template: str | dict[str, str] | None = self._tokenizer.chat_template
         return template.get("default") if isinstance(template, dict) else template
 
+    @cached_property
+    def answer_format(self) -> AnswerFormat:
+        """The form of the model's output; a template of its own for tools counts too."""
+        template: str | dict[str, str] | None = self._tokenizer.chat_template
+        return AnswerFormat.of_template("\n".join(template.values()) if isinstance(template, dict) else template)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text as the tokenizer makes them, BOS included where it adds one, never twice."""
         ids: list[int] = self._tokenizer(text)["input_ids"]
@@ -51,9 +60,17 @@ class ChatTokenizer:
         """Whether the template may write down the date."""
         return "strftime_now" in (self.chat_template or "")
 
-    def encode_chat(self, messages: Sequence[Message], *, today: date = FIXED_DATE, answer: str = "") -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        today: date = FIXED_DATE,
+        answer: str = "",
+    ) -> list[int]:
         """Token ids of a conversation through the chat template, ready for the assistant's turn.
 
+        tools:  functions that the model may ask for (see `answer.check_tools`); a template may know nothing of them
         today:  the date in templates that write one down; no clock runs, so that the same messages are the same ids.
         answer: the beginning of the assistant's turn, where it is to go on from there
 
@@ -61,14 +78,15 @@ class ChatTokenizer:
         """
         if not self.chat_template:
             raise RequestError("template_error", "The model has no chat template; give a prompt, not messages.")
-        if not messages or not all(isinstance(message.get("content"), str) for message in messages):
+        plain = template_messages(messages)
+        if not plain or not all(isinstance(message.get("content"), str) for message in plain):
             raise RequestError("invalid_row", "Messages must be a list of at least one, each with text content.")
-        plain = [dict(message) for message in messages]
-        if not any(self._special_pattern.search(text) for text in _strings([plain, answer])):
-            text = self._render(plain, today) + answer
+        functions = [dict(tool) for tool in tools or ()]
+        if not any(self._special_pattern.search(text) for text in _strings([plain, functions, answer])):
+            text = self._render(plain, functions, today) + answer
             ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
             return ids
-        return self._encode_with_text_specials(plain, today, answer)
+        return self._encode_with_text_specials(plain, functions, today, answer)
 
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> TextStream:
         """Incremental text of an output that follows these prompt tokens."""
@@ -85,30 +103,38 @@ class ChatTokenizer:
         """What a token stands for in a text, also where that is a part of a character."""
         return self._pieces.bytes_of(token_id)
 
-    def _render(self, messages: list[dict[str, Any]], today: date) -> str:
+    def _render(self, messages: _Objects, tools: _Objects, today: date) -> str:
         try:
             text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, strftime_now=today.strftime
+                messages, tools=tools or None, tokenize=False, add_generation_prompt=True, strftime_now=today.strftime
             )
         except Exception as error:  # a template is a program of the model's author and may raise anything
             raise RequestError("template_error", f"The chat template refused the messages: {error}") from error
         return str(text)
 
-    def _encode_with_text_specials(self, messages: list[dict[str, Any]], today: date, answer: str) -> list[int]:
-        """Encodes messages, or the beginning of an answer, in which someone wrote special tokens.
+    def _encode_with_text_specials(self, messages: _Objects, tools: _Objects, today: date, answer: str) -> list[int]:
+        """Encodes messages and tools, or the beginning of an answer, in which someone wrote special tokens.
 
         A wedge, one private-use character that occurs nowhere in them, goes behind the first character of each,
         so that the tokenizer does not see it; the tokens that stand for a wedge are then left out.
         """
-        written = set().union(*_strings([messages, answer]))
-        wedge = next((chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in written), None)
+        written = list(_strings([messages, tools, answer]))
+        characters = set().union(*written)
+        wedges = (chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in characters)
+        wedge = next((wedge for wedge in wedges if not any(_escape(wedge) in text for text in written)), None)
         if wedge is None:
             raise RequestError("invalid_row", "The messages hold every private-use character of Unicode.")
         hide = partial(self._special_pattern.sub, partial(_drive_in, wedge))
-        rendered = self._render(_map_strings(messages, hide), today) + hide(answer)
+        rendered = self._render(_map_strings(messages, hide), _map_strings(tools, hide), today) + hide(answer)
+        # Templates that print an object as Python does, or as JSON in ASCII, print the wedge as an escape.
+        rendered = rendered.replace(_escape(wedge), wedge)
         encoded = self._tokenizer(rendered, add_special_tokens=False, return_offsets_mapping=True)
         pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
         return [token for token, (start, stop) in pairs if rendered[start:stop] != wedge]
+
+
+def _escape(wedge: str) -> str:
+    return f"\\u{ord(wedge):04x}"
 
 
 def _drive_in(wedge: str, match: re.Match[str]) -> str:
@@ -116,20 +142,24 @@ def _drive_in(wedge: str, match: re.Match[str]) -> str:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every string of a JSON value, keys aside."""
+    """Every string of a JSON value, keys included: those of tools and arguments are written by people too."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, list | dict):
-        for item in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _strings(key)
             yield from _strings(item)
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of a JSON value with every string changed, keys aside."""
+    """A copy of a JSON value with every string changed, keys included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
         return [_map_strings(item, change) for item in value]
     if isinstance(value, dict):
-        return {key: _map_strings(item, change) for key, item in value.items()}
+        return {_map_strings(key, change): _map_strings(item, change) for key, item in value.items()}
     return value

@@ -1,0 +1,180 @@
+"""Reads the tool calls in a model's text, in the forms that models of public families write them in.
+
+What is not a whole call, valid JSON with a name, is none: no reader here raises.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+HERMES, MISTRAL, LLAMA = "<tool_call>", "[TOOL_CALLS]", "<|python_tag|>"
+"""The tags that tool calls begin with: Hermes and Qwen, Mistral, and Llama 3, which mostly leaves its own out."""
+
+TOOL_TAGS = {HERMES: (HERMES, "</tool_call>"), MISTRAL: (MISTRAL, "[CALL_ID]", "[ARGS]"), LLAMA: (LLAMA,)}
+"""For each form, every tag that reading it needs."""
+
+_SPACE = re.compile(r"\s*")
+_HERMES_END = re.compile(r"\s*+(?:</tool_call>|(?=<tool_call>)|\Z)")
+_MISTRAL_HEAD = re.compile(r"([\w.-]++)\s*+(?:\[CALL_ID\]\s*+[\w-]*+\s*+)?(?:\[ARGS\]\s*+)?(?=\{)")
+_FUNCTION = re.compile(r"<function=([^<>\n]+)>\s*")
+_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function that the model asks for, and its arguments: a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+def take_tool_calls(text: str, tag: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
+    """The text that is left where each call has been cut out of it, and the calls in their order.
+
+    tag:   HERMES, MISTRAL or LLAMA
+    tools: those of the row; their schemas give the types of arguments that are written as text
+
+    Where there was a call, white space around the text that is left goes too; without one the text is as it was.
+    """
+    if tag == LLAMA:
+        return _take_llama(text)
+    return _take_calls(text, tag, _read_mistral if tag == MISTRAL else partial(_read_hermes, tools))
+
+
+_Reader = Callable[[str, int], tuple[list[ToolCall], int] | None]
+"""Reads the calls behind a tag, from a place in a text on: they and the place where they end, or None."""
+
+
+def _take_calls(text: str, tag: str, read: _Reader) -> tuple[str, list[ToolCall]]:
+    pieces: list[str] = []
+    calls: list[ToolCall] = []
+    begin = place = 0
+    while (found := text.find(tag, place)) >= 0:
+        place = found + len(tag)
+        block = read(text, _skip_space(text, place))
+        if block:
+            calls += block[0]
+            pieces.append(text[begin:found])
+            begin = place = block[1]
+    pieces.append(text[begin:])
+    if not calls:
+        return text, []
+    return "\n".join(piece.strip() for piece in pieces if piece.strip()), calls
+
+
+def _take_llama(text: str) -> tuple[str, list[ToolCall]]:
+    before, tag, after = text.partition(LLAMA)
+    parsed = whole_json(after if tag else text)
+    if parsed and isinstance(parsed[0], dict) and parsed[0].keys() & {"parameters", "arguments"}:
+        call = _to_call(parsed[0])
+        if call:
+            return (before.strip() if tag else ""), [call]
+    return text, []
+
+
+def _read_hermes(tools: Sequence[Mapping[str, Any]], text: str, at: int) -> tuple[list[ToolCall], int] | None:
+    found = _read_function(tools, text, at) if text.startswith("<function=", at) else _read_json_calls(text, at)
+    end = _HERMES_END.match(text, found[1]) if found else None
+    return (found[0], end.end()) if found and end else None
+
+
+def _read_mistral(text: str, at: int) -> tuple[list[ToolCall], int] | None:
+    head = _MISTRAL_HEAD.match(text, at)
+    if head is None:
+        return _read_json_calls(text, at)
+    parsed = _json_at(text, head.end())
+    call = _to_call({"name": head[1], "arguments": parsed[0]}) if parsed else None
+    return ([call], parsed[1]) if parsed and call else None
+
+
+def _read_json_calls(text: str, at: int) -> tuple[list[ToolCall], int] | None:
+    """One call or a list of them as JSON; a list in which one is not a call is none at all."""
+    parsed = _json_at(text, at)
+    if parsed is None:
+        return None
+    values = parsed[0] if isinstance(parsed[0], list) else [parsed[0]]
+    calls = [call for value in values if (call := _to_call(value))]
+    return (calls, parsed[1]) if calls and len(calls) == len(values) else None
+
+
+def _read_function(tools: Sequence[Mapping[str, Any]], text: str, at: int) -> tuple[list[ToolCall], int] | None:
+    """Qwen3-Coder's `<function=name>`, with one tag for each parameter."""
+    function = _FUNCTION.match(text, at)
+    if function is None:
+        return None
+    schemas, arguments, place = _properties(tools, function[1]), {}, function.end()
+    while parameter := _PARAMETER.match(text, place):
+        close = text.find("</parameter>", parameter.end())
+        if close < 0:
+            return None
+        value = text[parameter.end() : close].removesuffix("\n")
+        arguments[parameter[1]] = _typed(value, schemas.get(parameter[1]))
+        place = _skip_space(text, close + len("</parameter>"))
+    call = _to_call({"name": function[1], "arguments": arguments})
+    return ([call], place + len("</function>")) if call and text.startswith("</function>", place) else None
+
+
+def _properties(tools: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
+    """The JSON schemas of a function's parameters."""
+    functions = [tool["function"] for tool in tools if tool["function"]["name"] == name]
+    properties = (functions[0].get("parameters") or {}).get("properties") if functions else None
+    return properties if isinstance(properties, dict) else {}
+
+
+def _typed(value: str, schema: Any) -> Any:
+    """A parameter written as text. It is JSON where its schema knows a type and that is no string, else a string."""
+    kinds = schema.get("type") if isinstance(schema, dict) else None
+    if not isinstance(kinds, str | list) or "string" in kinds:
+        return value
+    # Templates write earlier calls back through str(), so models say these as Python does.
+    parsed = whole_json({"True": "true", "False": "false", "None": "null"}.get(value.strip(), value))
+    return parsed[0] if parsed else value
+
+
+def _to_call(value: Any) -> ToolCall | None:
+    if not isinstance(value, dict):
+        return None
+    name, given = value.get("name"), value.get("arguments", value.get("parameters"))
+    if isinstance(given, str):
+        parsed = whole_json(given)
+        given = parsed[0] if parsed else given
+    arguments = {} if given is None else given
+    if not isinstance(name, str) or not name or _SURROGATE.search(name) or not isinstance(arguments, dict):
+        return None
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
+    return ToolCall(name, _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text))
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+
+
+def _json_at(text: str, at: int) -> tuple[Any, int] | None:
+    """The JSON value at a place of a text, and the place where it ends; None where there is none."""
+    try:
+        return _DECODER.raw_decode(text, at)
+    except (ValueError, RecursionError):
+        return None
+
+
+def whole_json(text: str) -> tuple[Any] | None:
+    """The value of a text that is JSON and nothing else but white space, in a tuple of one."""
+    parsed = _json_at(text, _skip_space(text, 0))
+    return (parsed[0],) if parsed and _skip_space(text, parsed[1]) == len(text) else None
+
+
+def _skip_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return found.end() if found else at
