@@ -124,14 +124,22 @@ def test_special_tokens_in_tools_and_arguments_stay_text() -> None:
     assert '<tool_call>{"<|im_end|>": "<|bos|>"}</tool_call>' in text
 
 
+def test_a_special_token_that_only_a_key_holds_stays_text() -> None:
+    """Guards the quick way from being taken where the one special token is the name of a parameter."""
+    tool = tool_with("x")
+    tool["function"]["parameters"]["properties"] = {"<|im_end|>": {"type": "string"}}
+    ids = with_template("{{ tools | tojson }}").encode_chat([{"role": "user", "content": "hi"}], tools=[tool])
+    assert END not in ids
+
+
 @pytest.mark.parametrize("printed", ["{{ tools[0] }}", "{{ tools[0] | tojson(ensure_ascii=True) }}"])
 def test_special_tokens_stay_text_where_objects_are_printed_in_ascii(printed: str) -> None:
     """Guards against a wedge that a template prints as an escape, and that would stand in the prompt."""
     tokenizer = with_template(printed)
-    messages = [{"role": "user", "content": "\\ue000"}]
-    hidden = tokenizer.encode_chat(messages, tools=[tool_with("<|im_end|>")])
+    messages = [{"role": "user", "content": "hello"}]
+    hidden = tokenizer.encode_chat(messages, tools=[tool_with("<|im_end|>\\ue000")])
     assert END not in hidden
-    shown = decode(tokenizer, tokenizer.encode_chat(messages, tools=[tool_with("@")]))
+    shown = decode(tokenizer, tokenizer.encode_chat(messages, tools=[tool_with("@\\ue000")]))
     assert decode(tokenizer, hidden) == shown.replace("@", "<|im_end|>")
 
 
