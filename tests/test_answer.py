@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cbatch.engine.answer import Answer, AnswerFormat, check_tools, template_messages
 from cbatch.engine.errors import RequestError
-from cbatch.engine.tool_calls import HERMES, LLAMA, MISTRAL, ToolCall
+from cbatch.engine.tool_calls import HERMES, LLAMA, MAX_BROKEN, MISTRAL, ToolCall
 
 QWEN3 = (
     "{% if tools %}Answer with <tool_call>\n{'name': ..., 'arguments': ...}\n</tool_call>{% endif %}"
@@ -214,6 +214,15 @@ def test_a_good_call_after_a_broken_one_is_found() -> None:
     """Guards the calls behind a broken one, which itself stays text."""
     text = f"<tool_call>{{oops</tool_call>\n<tool_call>{call_text()}</tool_call>"
     assert parse_calls(QWEN3, text) == Answer("<tool_call>{oops</tool_call>", None, (ToolCall("look", "{}"),))
+
+
+def test_endless_repetition_is_given_up() -> None:
+    """Guards the run against minutes spent on an output that says nothing but the tag; good calls have no limit."""
+    call = f"<tool_call>{call_text()}</tool_call>"
+    text = "<tool_call>" * MAX_BROKEN + call
+    assert parse_calls(QWEN3, text) == Answer(text, None, ())
+    assert len(parse_calls(QWEN3, text.removeprefix("<tool_call>")).tool_calls) == 1
+    assert len(parse_calls(QWEN3, call * (2 * MAX_BROKEN)).tool_calls) == 2 * MAX_BROKEN
 
 
 def test_qwen_coder_calls() -> None:

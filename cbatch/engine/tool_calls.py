@@ -18,6 +18,12 @@ HERMES, MISTRAL, LLAMA = "<tool_call>", "[TOOL_CALLS]", "<|python_tag|>"
 TOOL_TAGS = {HERMES: (HERMES, "</tool_call>"), MISTRAL: (MISTRAL, "[CALL_ID]", "[ARGS]"), LLAMA: (LLAMA,)}
 """For each form, every tag that reading it needs."""
 
+MAX_BROKEN = 100
+"""Tags without a call behind them, after which an output is one that repeats itself, and the rest is text.
+
+Each costs time in proportion to the length of the output.
+"""
+
 _SPACE = re.compile(r"\s*")
 _HERMES_END = re.compile(r"\s*+(?:</tool_call>|(?=<tool_call>)|\Z)")
 _MISTRAL_HEAD = re.compile(r"([\w.-]++)\s*+(?:\[CALL_ID\]\s*+[\w-]*+\s*+)?(?:\[ARGS\]\s*+)?(?=\{)")
@@ -54,14 +60,16 @@ _Reader = Callable[[str, int], tuple[list[ToolCall], int] | None]
 def _take_calls(text: str, tag: str, read: _Reader) -> tuple[str, list[ToolCall]]:
     pieces: list[str] = []
     calls: list[ToolCall] = []
-    begin = place = 0
-    while (found := text.find(tag, place)) >= 0:
+    begin = place = broken = 0
+    while broken < MAX_BROKEN and (found := text.find(tag, place)) >= 0:
         place = found + len(tag)
         block = read(text, _skip_space(text, place))
         if block:
             calls += block[0]
             pieces.append(text[begin:found])
             begin = place = block[1]
+        else:
+            broken += 1
     pieces.append(text[begin:])
     if not calls:
         return text, []
