@@ -175,7 +175,7 @@ SETTINGS: dict[str, list[str]] = {
     "few seats": ["--max-seqs", "2"],
     "many seats": ["--max-seqs", "24"],
     "small steps": ["--max-batch-tokens", "7"],
-    "preempted": ["--kv-blocks", "17", "--max-seqs", "24"],
+    "preempted": ["--block-size", "2", "--kv-blocks", "70", "--max-seqs", "24"],
     "resumed": ["--max-seqs", "5"],
 }
 

@@ -35,6 +35,9 @@ def test_the_three_forms() -> None:
     assert parse("not json at all", as_text=True).prompt == "not json at all"
 
 
+TOOL = '{"type": "function", "function": {"name": "look"}}'
+
+
 @pytest.mark.parametrize(
     ("text", "expected", "message"),
     [
@@ -63,7 +66,10 @@ def test_the_three_forms() -> None:
         ('{"prompt": "a", "max-tokens": 1}', "unknown_parameter", "'max_tokens'"),
         ('{"prompt": "a", "tempreature": 1}', "unknown_parameter", "'temperature'"),
         ('{"promt": "a"}', "unknown_parameter", "'prompt'"),
-        ('{"prompt": "a", "logprobs": 1}', "invalid_row", "not available"),
+        ('{"prompt": "a", "tools": {}}', "invalid_row", "line 1: tools must be a list"),
+        ('{"prompt": "a", "tools": [{"type": "function"}]}', "invalid_row", "line 1: Tool 1"),
+        ('{"prompt": "a", "tool_choice": "required"}', "invalid_row", "auto or none"),
+        (f'{{"prompt": "a", "raw": true, "tools": [{TOOL}]}}', "invalid_row", "not raw"),
     ],
 )
 def test_what_is_wrong_is_named(text: str | bytes, expected: str, message: str) -> None:
@@ -80,8 +86,18 @@ def test_unknown_keys_are_carried_when_they_are_no_misspelling() -> None:
 
 def test_parameters_that_ask_for_nothing_are_fine() -> None:
     """Guards files made for other programs, which spell out every default."""
-    row = parse('{"prompt": "a", "n": 1, "logprobs": null, "presence_penalty": 0.0, "tools": []}')
-    assert row.error is None and row.extra == {} and row.params == {}
+    row = parse('{"prompt": "a", "logprobs": null, "response_format": null, "tools": [], "tool_choice": "none"}')
+    assert row.error is None and row.extra == {} and row.params == {} and row.tools is None
+
+
+def test_tools_and_calls_are_taken() -> None:
+    """Guards tools, a choice against them, and an earlier call that has no content beside it."""
+    assert parse(f'{{"prompt": "a", "tools": [{TOOL}]}}').tools == [json.loads(TOOL)]
+    assert parse(f'{{"prompt": "a", "tools": [{TOOL}], "tool_choice": "none"}}').tools is None
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
+    row = parse(json.dumps({"messages": [call, {"role": "tool", "content": "4"}]}))
+    assert row.messages == [call | {"content": ""}, {"role": "tool", "content": "4"}]
+    assert parse('{"messages": [{"role": "assistant", "content": null}]}').error is not None
 
 
 def test_duplicate_keys_and_surrogates() -> None:

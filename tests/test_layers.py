@@ -37,7 +37,7 @@ LAYERS = [
     ["engine.engine"],
     ["engine.driver"],
     ["cli.exits"],
-    ["cli.row", "cli.lines", "cli.screen", "cli.signals", "cli.options"],
+    ["cli.answers", "cli.row", "cli.lines", "cli.screen", "cli.signals", "cli.options"],
     ["cli.keys", "cli.openai_batch", "cli.loading"],
     ["cli.jsonl", "cli.journal"],
     ["cli.job", "cli.output"],

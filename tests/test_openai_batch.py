@@ -71,6 +71,9 @@ def results(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> lis
         chat(temperature=7000),
         call([], custom_id="odd"),
         chat(),
+        chat(max_tokens=3, n=2, temperature=1, logprobs=True, top_logprobs=2),
+        text("two", max_tokens=2, n=2, logprobs=2, temperature=1),
+        text("two", max_tokens=0, echo=True, logprobs=1),
     ]
     (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code = run_command(["run", str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl"), "-m", str(model_folder)])
@@ -80,10 +83,10 @@ def results(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> lis
 
 def test_results_have_the_shape_of_the_batch_api(results: list[dict[str, Any]]) -> None:
     """Guards programs that read result files: ids, status, one of response and error, plus our index and key."""
-    assert [row["index"] for row in results] == list(range(8))
+    assert [row["index"] for row in results] == list(range(11))
     for row in results:
         assert row["id"] == f"batch_req_{row['key']}" and (row["response"] is None) != (row["error"] is None)
-    assert [row["custom_id"] for row in results] == ["c-1"] * 6 + ["odd", "c-1"]
+    assert [row["custom_id"] for row in results] == ["c-1"] * 6 + ["odd"] + ["c-1"] * 4
     assert [row["index"] for row in results if row["error"]] == [4, 5, 6]
     assert all(row["error"].keys() == {"code", "message"} for row in results if row["error"])
     assert all(row["response"]["status_code"] == 200 for row in results if row["response"])
@@ -100,11 +103,30 @@ def test_bodies_are_what_the_openai_package_reads(results: list[dict[str, Any]])
         )
         assert not set(body) - set(kind.model_fields), "a field that the package does not know"
     of_chat, of_text = "chat.completion", "text_completion"
-    assert [body["object"] for body in bodies] == [of_chat, of_text, of_text, of_chat, of_chat]
+    kinds = [of_chat, of_text, of_text, of_chat, of_chat, of_chat, of_text, of_text]
+    assert [body["object"] for body in bodies] == kinds
     assert bodies[0]["model"] == "gpt-4o-mini" and bodies[0]["created"] == 0
     assert bodies[0]["choices"][0]["finish_reason"] == "length" and bodies[0]["usage"]["completion_tokens"] == 4
     assert bodies[2]["usage"]["prompt_tokens"] == 3
     assert len({body["id"] for body in bodies}) == len(bodies)
+
+
+def test_choices_and_logprobs_of_bodies(results: list[dict[str, Any]]) -> None:
+    """Guards n, both forms of log-probabilities, and the scoring of a prompt that echo with max_tokens 0 asks for."""
+    chatted, told, scored = (row["response"]["body"] for row in results[-3:])
+    assert [choice["index"] for choice in chatted["choices"]] == [0, 1] and chatted["usage"]["completion_tokens"] == 6
+    for choice in chatted["choices"]:
+        content = choice["logprobs"]["content"]
+        assert len(content) == 3 and all(len(one["top_logprobs"]) == 2 for one in content)
+        assert all(bytes(one["bytes"]).decode(errors="replace") == one["token"] for one in content)
+    for choice in told["choices"]:
+        assert choice["logprobs"]["tokens"] and len(choice["logprobs"]["token_logprobs"]) == 2
+    (choice,) = scored["choices"]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == "two" and logprobs["tokens"] == ["<|bos|>", "t", "w", "o"]
+    assert logprobs["token_logprobs"][0] == 0 and all(value < 0 for value in logprobs["token_logprobs"][1:])
+    assert logprobs["text_offset"] == [0, 0, 1, 2] and choice["finish_reason"] == "length"
+    assert scored["usage"]["completion_tokens"] == 0
 
 
 def test_no_max_tokens_means_the_rest_of_the_context(model_folder: Path) -> None:
@@ -121,7 +143,12 @@ def test_the_model_is_asked_what_the_body_says() -> None:
     """Guards prompts, roles and parameters on their way from a body to a request."""
     row = parse(EVERYTHING)
     assert row.error is None and row.messages == [{"role": "user", "content": "hi"}]
-    assert row.params == {"max_tokens": 4, "temperature": 1.0, "top_p": 0.9, "seed": 5}
+    asked = {"max_tokens": 4, "temperature": 1.0, "top_p": 0.9, "seed": 5}
+    nothing = SamplingParams().merged(row.params) == SamplingParams().merged(asked)
+    assert nothing and asked.items() <= row.params.items() and "logprobs" not in row.params
+    assert parse(chat(logprobs=True)).params["logprobs"] == 0
+    assert parse(chat(logprobs=True, top_logprobs=4)).params["logprobs"] == 4
+    assert parse(text("a", echo=True, logprobs=2)).params["prompt_logprobs"] == 2
     developer = parse(chat(messages=[{"role": "developer", "content": "be brief"}]))
     assert developer.messages == [{"role": "system", "content": "be brief"}]
     assert (parse(text("a")).prompt, parse(text("a")).raw) == ("a", True)
@@ -142,11 +169,11 @@ def test_the_model_is_asked_what_the_body_says() -> None:
         (call("x"), "body must be an object, not a string"),
         (call({}), "messages must be a list"),
         (chat(stream=True), "stream is not possible"),
-        (chat(n=2), "n is not available"),
-        (chat(logprobs=True), "logprobs is not available"),
-        (chat(response_format={"type": "json_object"}), "response_format is not available"),
+        (chat(logprobs=3), "logprobs must be true or false"),
+        (chat(top_logprobs=3), "top_logprobs needs logprobs"),
+        (chat(tool_choice="required"), "auto or none"),
+        (chat(parallel_tool_calls=False), "parallel_tool_calls is not available"),
         (chat(functions=[{"name": "f"}]), "functions is not available"),
-        (text("a", echo=True), "echo is not available"),
         (text("a", best_of=3), "best_of is not available"),
         (text(["a", "b"]), "one prompt"),
         (text([]), "at least one whole number"),

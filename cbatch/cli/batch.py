@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cbatch.cli.exits import Interrupted, RunFailed
 from cbatch.cli.job import Job, Preparer
@@ -74,11 +74,11 @@ class Window:
 
 @dataclass(eq=False, slots=True)
 class Item:
-    """A job on its way, the `place`-th of this run in input order; `ticket` is the driver's, once it has one."""
+    """A job on its way, the `place`-th of this run in input order; `tickets` are the driver's, one for each output."""
 
     place: int
     job: Job
-    ticket: Ticket | None = None
+    tickets: list[Ticket] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,34 +240,48 @@ class Batch:
             job.last = time.monotonic()
             self._done.put(Item(place, job))
         else:
-            job.asked, job.prompt_ids, job.prompt_tokens = "", None, len(prompt_ids)
             self._submit(Item(place, job), prompt_ids)
 
     def _submit(self, item: Item, prompt_ids: list[int]) -> None:
         job = item.job
+        job.let_go(prompt_ids)
+        outputs_left = job.params.n
 
         def take(event: TokenEvent) -> None:
+            nonlocal outputs_left
             job.completion.take(event)
             if event.token_id is not None:
                 self._tally.output_tokens += 1
                 if job.first is None:
                     job.first = time.monotonic()
+            if event.error is not None:
+                self._preparer.fail(job, event.error)
             if event.finish_reason is not None:
+                outputs_left -= 1
+            if outputs_left == 0:
                 job.last = time.monotonic()
-                if event.error is not None:
-                    self._preparer.fail(job, event.error)
                 job.is_lost = self._driver.failure is not None
                 self._done.put(item)
 
         self._in_flight[item.place] = item
-        item.ticket = self._driver.submit(prompt_ids, job.params, take, seed=job.seed, priority=job.row.priority)
-        if self._is_over:  # in the meantime; whoever dropped the others saw no ticket here
-            self._driver.cancel(item.ticket)
+        for number in range(job.params.n):
+            ticket = self._driver.submit(
+                prompt_ids,
+                job.params.for_sample(number),
+                take,
+                seed=job.seed,
+                priority=job.row.priority,
+                sample_index=number,
+                tags=job.tags,
+            )
+            item.tickets.append(ticket)
+            if self._is_over:  # in the meantime; whoever dropped the others may not have seen this ticket
+                self._driver.cancel(ticket)
 
     def _drop_unfinished(self) -> None:
         """Ends the reader, and what the engine would compute for nobody; other front ends may go on with it."""
         self._is_over = True
         self._window.close()
         for item in list(self._in_flight.values()):
-            if item.ticket is not None:
-                self._driver.cancel(item.ticket)
+            for ticket in item.tickets:
+                self._driver.cancel(ticket)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import lru_cache
 from typing import Any
 
 from cbatch.cli import openai_batch
+from cbatch.cli.answers import call_fields, logprob_content, prompt_scores, text_logprobs
 from cbatch.cli.jsonl import parse_line
 from cbatch.cli.keys import KeyMaker, spelt
 from cbatch.cli.lines import Line
@@ -48,6 +50,8 @@ class Job:
 
     asked:      what the model is to answer: text, token ids or messages
     prompt_ids: that as token ids, where those are known already
+    tags:       special tokens that tell the parts of an answer apart
+    is_thinking: the prompt leaves the model thinking
     is_lost: the engine broke down under it, so it is not finished, and has no row of output
     taken, first, last: when it was taken in, when its first token came and when it ended; clock of `monotonic`
     """
@@ -60,11 +64,18 @@ class Job:
     asked: Prompt = ""
     prompt_ids: list[int] | None = None
     prompt_tokens: int = 0
+    tags: tuple[str, ...] = ()
+    is_thinking: bool = False
     completion: Completion = field(default_factory=Completion)
     is_lost: bool = False
     taken: float = 0.0
     first: float | None = None
     last: float = 0.0
+
+    def let_go(self, prompt_ids: list[int]) -> None:
+        """Forgets the prompt but for its length, now that the engine has it, or keeps it to tell its scores."""
+        self.asked, self.prompt_tokens = "", len(prompt_ids)
+        self.prompt_ids = prompt_ids if self.params.prompt_logprobs is not None else None
 
 
 class Preparer:
@@ -99,11 +110,20 @@ class Preparer:
         if job.error is None and job.prompt_ids is None:
             try:
                 job.prompt_ids = self._engine.encode(job.asked, raw=True, today=self._options.today)
+                self._note_form(job)
             except RequestError as error:
                 self.fail(job, error)
             except Exception as unforeseen:  # one prompt that breaks something harms no other
                 self.fail(job, RequestError("internal_error", f"the prompt cannot be encoded: {unforeseen!r}"))
         return job.prompt_ids
+
+    def _note_form(self, job: Job) -> None:
+        """Says how the output of a conversation is to be read; that of a plain text has no parts."""
+        tokenizer = self._engine.tokenizer
+        if tokenizer is not None and isinstance(job.asked, Mapping) and job.prompt_ids:
+            form = tokenizer.answer_format
+            job.tags = form.special_tags if job.row.tools else form.think or ()
+            job.is_thinking = tokenizer.opens_thinking(job.prompt_ids)
 
     def fail(self, job: Job, error: RequestError) -> None:
         """Makes an error what comes of a job; the message says where its row stands."""
@@ -130,6 +150,8 @@ class Preparer:
         if row.prompt_token_ids is not None:
             return row.prompt_token_ids
         messages = row.messages
+        if row.tools and not self._has_template:
+            raise RequestError("invalid_row", "tools go through a chat template, and this model has none")
         if row.prompt is not None:
             if row.raw or self._options.raw or not self._has_template:
                 return row.prompt
@@ -138,7 +160,7 @@ class Preparer:
         system = self._options.system
         if system is not None and not any(message["role"] == "system" for message in messages):
             messages = [{"role": "system", "content": system}, *messages]
-        return {"messages": messages}
+        return {"messages": messages} | ({"tools": row.tools} if row.tools else {})
 
     def _sampling(self, row: Row) -> tuple[SamplingParams, bytes]:
         """A row's effective parameters, and how they are spelt in its key; most rows of a run have the same."""
@@ -151,7 +173,11 @@ class Preparer:
 
     def result(self, job: Job) -> dict[str, Any]:
         """The row of output for a finished job."""
-        usage = {"prompt_tokens": job.prompt_tokens, "completion_tokens": len(job.completion.token_ids)}
+        choices = job.completion.choices
+        usage = {
+            "prompt_tokens": job.prompt_tokens,
+            "completion_tokens": sum(len(choice.token_ids) for choice in choices),
+        }
         fields = self._api_fields(job, usage) if job.row.call else self._fields(job, usage)
         if job.row.extra:
             fields["extra"] = job.row.extra
@@ -165,26 +191,71 @@ class Preparer:
         return fields
 
     def _fields(self, job: Job, usage: dict[str, int]) -> dict[str, Any]:
-        done = job.completion
         fields: dict[str, Any] = {"index": job.row.index, "id": job.row.id}
         if job.error is not None:
             return fields | {"error": _described(job.error), "key": job.key}
-        fields["text"] = done.text if self._engine.tokenizer is not None else None
-        fields["finish_reason"] = done.finish_reason
+        choices = [self._choice(job, number) for number in range(job.params.n)]
+        for choice, done in zip(choices, job.completion.choices, strict=True):
+            if job.params.logprobs is not None:
+                choice["logprobs"] = {"content": logprob_content(done.logprobs, self._spell)}
+        fields |= choices[0]
+        if len(choices) > 1:
+            fields["choices"] = [{"index": number, **choice} for number, choice in enumerate(choices)]
+        if (scores := job.completion.prompt_logprobs) is not None and job.prompt_ids:
+            fields["prompt_logprobs"] = prompt_scores(job.prompt_ids[0], scores, self._spell)
+        return fields | {"usage": usage, "key": job.key}
+
+    def _choice(self, job: Job, number: int) -> dict[str, Any]:
+        """What one output says, and how it ended."""
+        done = job.completion.choices[number]
+        fields: dict[str, Any] = {"text": None, "finish_reason": done.finish_reason}
+        if (tokenizer := self._engine.tokenizer) is not None:
+            fields["text"] = done.text
+            if job.tags:
+                form = tokenizer.answer_format
+                answer = form.parse(done.text, is_thinking=job.is_thinking, tools=job.row.tools)
+                fields["text"] = answer.text
+                if answer.reasoning is not None:
+                    fields["reasoning"] = answer.reasoning
+                if answer.tool_calls:
+                    fields["tool_calls"] = call_fields(answer.tool_calls, job.key, number)
+                    fields["finish_reason"] = "tool_calls" if done.finish_reason == "stop" else done.finish_reason
         if done.stop_reason is not None:
             fields["stop_reason"] = done.stop_reason
         if self._options.token_ids:
             fields["token_ids"] = done.token_ids
-        return fields | {"usage": usage, "key": job.key}
+        return fields
 
     def _api_fields(self, job: Job, usage: dict[str, int]) -> dict[str, Any]:
-        assert job.row.call is not None
+        call = job.row.call
+        assert call is not None
         if job.error is not None:
             return openai_batch.result_line(job.row, job.key, None, _described(job.error))
-        body = openai_batch.response_body(job.row.call, job.key, job.completion, usage)
-        if self._options.token_ids:
-            body["choices"][0]["token_ids"] = job.completion.token_ids
-        return openai_batch.result_line(job.row, job.key, body, None)
+        choices = []
+        for number in range(job.params.n):
+            fields = self._choice(job, number)
+            logprobs = self._api_logprobs(job, job.completion.choices[number])
+            choice = openai_batch.choice(call.is_chat, number, fields, logprobs)
+            choices.append(choice | ({"token_ids": fields["token_ids"]} if self._options.token_ids else {}))
+        return openai_batch.result_line(
+            job.row, job.key, openai_batch.response_body(call, job.key, choices, usage), None
+        )
+
+    def _api_logprobs(self, job: Job, done: Completion) -> dict[str, Any] | None:
+        if job.params.logprobs is None:
+            return None
+        assert job.row.call is not None
+        if job.row.call.is_chat:
+            return {"content": logprob_content(done.logprobs, self._spell), "refusal": None}
+        tokenizer = self._engine.tokenizer
+        hidden = tokenizer.special_ids if tokenizer is not None and job.params.skip_special_tokens else ()
+        scores = job.completion.prompt_logprobs
+        if scores is None or not job.params.echo or not job.prompt_ids:
+            return text_logprobs(None, done.logprobs, self._spell, hidden)
+        return text_logprobs(job.prompt_ids[0], [*scores, *done.logprobs], self._spell, hidden)
+
+    def _spell(self, token_id: int) -> bytes | None:
+        return self._engine.tokenizer.token_bytes(token_id) if self._engine.tokenizer is not None else None
 
 
 @lru_cache(maxsize=256)

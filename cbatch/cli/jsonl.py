@@ -10,7 +10,6 @@ from cbatch.cli import openai_batch
 from cbatch.cli.lines import MAX_LINE_BYTES, Line
 from cbatch.cli.row import (
     ALIASES,
-    LATER,
     PROMPTS,
     Row,
     check_spelling,
@@ -19,6 +18,7 @@ from cbatch.cli.row import (
     fill_priority,
     fill_prompt,
     fill_token_ids,
+    fill_tools,
     kind,
     typed,
 )
@@ -28,7 +28,7 @@ MAX_DEPTH = 100
 """Nesting that no real row has, well inside what Python's own JSON code can write again."""
 
 FORMS = dict(zip(PROMPTS, (fill_messages, fill_prompt, fill_token_ids), strict=True))
-KNOWN = frozenset([*FORMS, *PARAM_NAMES, *ALIASES, *LATER, "id", "raw", "priority"])
+KNOWN = frozenset([*FORMS, *PARAM_NAMES, *ALIASES, "id", "raw", "priority", "tools", "tool_choice"])
 
 
 def parse_line(line: Line, *, as_text: bool = False, allow_unknown: bool = False) -> Row:
@@ -131,6 +131,7 @@ def _fill(row: Row, fields: dict[str, Any], allow_unknown: bool) -> None:
     row.raw = typed(row, fields, "raw", bool, False)
     fill_priority(row, fields)
     fill_params(row, fields)
+    fill_tools(row, fields)
     if row.extra and not allow_unknown:
         check_spelling(row, row.extra, KNOWN)
     forms = [name for name in FORMS if name in fields]
@@ -139,3 +140,5 @@ def _fill(row: Row, fields: dict[str, Any], allow_unknown: bool) -> None:
     FORMS[forms[0]](row, fields[forms[0]])
     if row.raw and row.prompt is None:
         raise row.wrong("raw goes with prompt only")
+    if row.tools and (row.raw or row.prompt_token_ids is not None):
+        raise row.wrong("tools go through the chat template, so they need messages or a prompt that is not raw")

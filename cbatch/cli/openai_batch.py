@@ -5,11 +5,10 @@ https://platform.openai.com/docs/api-reference/batch has both; the bodies are th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.cli.row import (
     ALIASES,
-    LATER,
     PROMPTS,
     ApiCall,
     Row,
@@ -19,29 +18,28 @@ from cbatch.cli.row import (
     fill_priority,
     fill_prompt,
     fill_token_ids,
+    fill_tools,
     kind,
     typed,
 )
 from cbatch.engine import PARAM_NAMES
 
-if TYPE_CHECKING:
-    from cbatch.engine import Completion
-
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TOP = ("custom_id", "method", "url", "body")
 IGNORED = ("model", "user", "metadata")
-NOT_SERVED: dict[str, Any] = LATER | {
-    "echo": False,
+NOT_SERVED: dict[str, Any] = {
     "suffix": "",
     "best_of": 1,
-    "top_logprobs": 0,
     "functions": [],
+    "function_call": "none",
+    "parallel_tool_calls": True,
     "modalities": ["text"],
     "audio": None,
 }
 """Fields of a body that change the answer and are not served, with the values that ask for nothing."""
 
-KNOWN = frozenset([*PARAM_NAMES, *ALIASES, *NOT_SERVED, *PROMPTS, *IGNORED, "stream", "priority"])
+OF_CHAT = ("tools", "tool_choice", "top_logprobs")
+KNOWN = frozenset([*PARAM_NAMES, *ALIASES, *NOT_SERVED, *PROMPTS, *IGNORED, *OF_CHAT, "stream", "priority"])
 
 
 def is_request(fields: dict[str, Any]) -> bool:
@@ -75,20 +73,31 @@ def _fill_from_body(row: Row, body: dict[str, Any], *, is_chat: bool, allow_unkn
     if typed(row, body, "stream", bool, False):
         raise row.wrong("stream is not possible in a batch")
     fill_priority(row, body)
-    fill_params(row, body, NOT_SERVED)
+    for name, nothing in NOT_SERVED.items():
+        if body.get(name) not in (None, nothing):
+            raise row.wrong(f"{name} is not available in this version of cbatch")
+    fill_params(row, body)
     if not allow_unknown:
         check_spelling(row, [name for name in body if name not in KNOWN], KNOWN)
     wanted = "messages" if is_chat else "prompt"
     if doubled := [name for name in PROMPTS if name != wanted and body.get(name) is not None]:
         raise row.wrong(f"{doubled[0]} is not what this url takes, which is {wanted}")
     if is_chat:
-        _fill_chat(row, body.get("messages"))
+        _fill_chat(row, body)
     else:
         _fill_text(row, body.get("prompt"))
 
 
-def _fill_chat(row: Row, messages: Any) -> None:
-    fill_messages(row, messages)
+def _fill_chat(row: Row, body: dict[str, Any]) -> None:
+    """A conversation; how many log-probabilities it asks for stands in a field of its own."""
+    if typed(row, body, "logprobs", bool, False):
+        row.params["logprobs"] = typed(row, body, "top_logprobs", int, 0)
+    elif body.get("top_logprobs"):
+        raise row.wrong("top_logprobs needs logprobs to be true")
+    else:
+        row.params.pop("logprobs", None)
+    fill_tools(row, body)
+    fill_messages(row, body.get("messages"))
     for message in row.messages or ():
         if message["role"] == "developer":  # what newer models of the API call it
             message["role"] = "system"
@@ -105,6 +114,8 @@ def _fill_text(row: Row, prompt: Any) -> None:
     else:
         fill_prompt(row, prompt)
         row.raw = True
+    if row.params.get("echo") is True and row.params.get("logprobs") is not None:
+        row.params.setdefault("prompt_logprobs", row.params["logprobs"])
 
 
 def result_line(row: Row, key: str, body: dict[str, Any] | None, error: dict[str, str] | None) -> dict[str, Any]:
@@ -120,18 +131,26 @@ def result_line(row: Row, key: str, body: dict[str, Any] | None, error: dict[str
     }
 
 
-def response_body(call: ApiCall, key: str, done: Completion, usage: dict[str, int]) -> dict[str, Any]:
+def response_body(call: ApiCall, key: str, choices: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
     """A ChatCompletion or Completion of the `openai` package. It was made at no time: the same row, the same bytes."""
-    choice: dict[str, Any] = {"index": 0, "finish_reason": done.finish_reason, "logprobs": None}
-    if call.is_chat:
-        choice["message"] = {"role": "assistant", "content": done.text, "refusal": None}
-    else:
-        choice["text"] = done.text
     return {
         "id": f"{'chatcmpl' if call.is_chat else 'cmpl'}-{key}",
         "object": "chat.completion" if call.is_chat else "text_completion",
         "created": 0,
         "model": call.model or "cbatch",
-        "choices": [choice],
+        "choices": choices,
         "usage": usage | {"total_tokens": sum(usage.values())},
     }
+
+
+def choice(is_chat: bool, index: int, fields: dict[str, Any], logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    """One choice of a body, from the fields that a row of our own would have."""
+    choice = {"index": index, "finish_reason": fields["finish_reason"], "logprobs": logprobs}
+    if not is_chat:
+        return choice | {"text": fields["text"]}
+    message = {"role": "assistant", "content": fields["text"], "refusal": None}
+    if "tool_calls" in fields:
+        message |= {"content": fields["text"] or None, "tool_calls": fields["tool_calls"]}
+    if "reasoning" in fields:
+        message["reasoning"] = fields["reasoning"]
+    return choice | {"message": message}

@@ -109,6 +109,11 @@ sampling_options = _apply(
         click.option(
             "--stop", multiple=True, cls=JsonListOption, metavar="TEXT", help="End an answer here (repeatable)."
         ),
+        click.option("--n", type=int, help="Outputs for each prompt."),
+        click.option("--logprobs", type=int, metavar="K", help="Log-probabilities of each token and the K likeliest."),
+        click.option("--presence-penalty", type=float, help="Against tokens that were generated at all."),
+        click.option("--frequency-penalty", type=float, help="Against tokens, each time they were generated."),
+        click.option("--repetition-penalty", type=float, help="Against tokens in prompt or output; 1 is none."),
         click.option("--ignore-eos/--no-ignore-eos", default=None, help="Go on past end tokens."),
         click.option(
             "--param",
@@ -124,7 +129,10 @@ sampling_options = _apply(
 ENGINE_FIELDS = (
     "model revision device dtype max_seqs max_batch_tokens block_size attention kv_cache_memory kv_blocks prefix_cache"
 ).split()
-SAMPLING_FIELDS = "max_tokens min_tokens temperature top_p top_k min_p stop ignore_eos".split()
+SAMPLING_FIELDS = (
+    "max_tokens min_tokens temperature top_p top_k min_p stop n logprobs presence_penalty frequency_penalty "
+    "repetition_penalty ignore_eos"
+).split()
 
 
 def sampling_overrides(options: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cbatch.engine import PARAM_NAMES, RequestError
+from cbatch.engine import PARAM_NAMES, RequestError, check_tools
 
 ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
 PROMPTS = ("messages", "prompt", "prompt_token_ids")
@@ -15,24 +15,6 @@ PROMPTS = ("messages", "prompt", "prompt_token_ids")
 
 MAX_PRIORITY = 2**31
 """So that there is always a more urgent one: of an answer in a chat with a batch underneath."""
-
-LATER: dict[str, Any] = {
-    "n": 1,
-    "logprobs": False,
-    "prompt_logprobs": None,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "logit_bias": {},
-    "bad_words": [],
-    "response_format": {"type": "text"},
-    "tools": [],
-}
-"""Fields of the contract that this version does not serve, and the values that ask for nothing.
-
-To ignore other values would be to answer a question that was not asked.
-"""
-
 
 _PARAMS = frozenset([*PARAM_NAMES, *ALIASES])
 
@@ -58,6 +40,7 @@ class Row:
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
     raw: bool = False
+    tools: list[dict[str, Any]] | None = None
     params: dict[str, Any] = field(default_factory=dict)
     priority: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
@@ -69,15 +52,26 @@ class Row:
         return RequestError(code, f"line {self.index + 1}: {message}")
 
 
-def fill_params(row: Row, fields: dict[str, Any], later: dict[str, Any] = LATER) -> None:
-    """Takes the sampling parameters out of a row's fields, or refuses those that nothing can serve yet (`later`)."""
+def fill_params(row: Row, fields: dict[str, Any]) -> None:
+    """Takes the sampling parameters out of a row's fields."""
     for name, value in fields.items():
         if name in _PARAMS and value is not None:
             meant = ALIASES.get(name, name)
             if row.params.setdefault(meant, value) != value:
                 raise row.wrong(f"{name} says {value!r}, another name of it {row.params[meant]!r}")
-        elif name in later and value not in (None, later[name]):
-            raise row.wrong(f"{name} is not available in this version of cbatch")
+
+
+def fill_tools(row: Row, fields: dict[str, Any]) -> None:
+    """Takes the tools that the model may call, and whether it may (`tool_choice`: `auto` or `none`)."""
+    choice = fields.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise row.wrong("tool_choice must be auto or none; the model cannot be made to call a tool")
+    if fields.get("tools") is not None:
+        try:
+            tools = check_tools(fields["tools"])
+        except RequestError as error:
+            raise row.wrong(str(error)) from None
+        row.tools = tools if tools and choice != "none" else None
 
 
 def fill_messages(row: Row, value: Any) -> None:
@@ -87,7 +81,11 @@ def fill_messages(row: Row, value: Any) -> None:
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise row.wrong(f"message {number} must be an object with a role and content")
-        row.messages.append({**message, "content": _content(row, number, message.get("content"))})
+        content = message.get("content")
+        has_calls = message["role"] == "assistant" and bool(message.get("tool_calls"))
+        row.messages.append(
+            {**message, "content": "" if content is None and has_calls else _content(row, number, content)}
+        )
 
 
 def fill_prompt(row: Row, value: Any) -> None:

@@ -90,14 +90,14 @@ class Tally:
         if job.error is not None:
             self.errors[job.error.code] += 1
             return
-        tokens = len(job.completion.token_ids)
+        lengths = [len(choice.token_ids) for choice in job.completion.choices]
         self.prompt_tokens += job.prompt_tokens
         self.cached_tokens += job.completion.cached_tokens
-        self.finished_tokens += tokens
+        self.finished_tokens += sum(lengths)
         if job.first is not None:
             self._ttft.append(job.first - job.taken)
-            if tokens > 1:
-                self._tpot.append((job.last - job.first) / (tokens - 1))
+            if max(lengths) > 1:
+                self._tpot.append((job.last - job.first) / (max(lengths) - 1))
 
     @property
     def running_s(self) -> float:

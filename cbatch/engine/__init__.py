@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cbatch.engine.answer import Answer, check_tools
     from cbatch.engine.completion import Completion
     from cbatch.engine.config import EngineConfig
     from cbatch.engine.driver import Driver, Ticket
@@ -14,9 +15,11 @@ if TYPE_CHECKING:
     from cbatch.engine.params import PARAM_NAMES, SamplingParams, derive_seed
     from cbatch.engine.request import TokenEvent, TokenLogprobs
     from cbatch.engine.tokenizer import FIXED_DATE
+    from cbatch.engine.tool_calls import ToolCall
     from cbatch.engine.units import format_bytes
 
 _HOME = {
+    "Answer": "answer",
     "CbatchError": "errors",
     "Completion": "completion",
     "ConfigError": "errors",
@@ -33,6 +36,8 @@ _HOME = {
     "Ticket": "driver",
     "TokenEvent": "request",
     "TokenLogprobs": "request",
+    "ToolCall": "tool_calls",
+    "check_tools": "answer",
     "derive_seed": "params",
     "format_bytes": "units",
 }
@@ -40,6 +45,7 @@ _HOME = {
 __all__ = [
     "FIXED_DATE",
     "PARAM_NAMES",
+    "Answer",
     "CbatchError",
     "Completion",
     "ConfigError",
@@ -54,6 +60,8 @@ __all__ = [
     "Ticket",
     "TokenEvent",
     "TokenLogprobs",
+    "ToolCall",
+    "check_tools",
     "derive_seed",
     "format_bytes",
 ]

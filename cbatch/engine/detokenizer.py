@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+NONE_KEPT: Mapping[int, str] = {}
+
 PROMPT_TAIL = 8
-"""Tokens of the prompt that the decoding of the output can depend on."""
+"""Tokens of the prompt that the decoding of the output can depend on; what it begins with may stand in them, too."""
 
 
 class TokenBytes:
@@ -59,11 +61,13 @@ class TextStream:
         stop: Sequence[str] = (),
         *,
         skip_special_tokens: bool = True,
+        kept: Mapping[int, str] = NONE_KEPT,
         echo: str = "",
     ) -> None:
         """
         prompt: the tokens before the output, whose end decides how a leading space is decoded
         stop:   strings that end the output
+        kept:   special tokens that are in the text all the same, and what they are there
         echo:   what stands before the output in its text
         """
         self._tokenizer = tokenizer
@@ -72,6 +76,7 @@ class TextStream:
         if tokenizer.decode(tail).endswith("\ufffd"):
             tail = []
         self._skip = skip_special_tokens
+        self._kept = kept
         self._stream = DecodeStream(ids=tail, skip_special_tokens=skip_special_tokens)
         self._unsaid: list[int] = []
         self._echo, self._held = echo, ""
@@ -80,11 +85,7 @@ class TextStream:
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
         """The delta after one more token. When a stop string is found, the text before it is the last delta."""
-        try:
-            chunk = self._stream.step(self._tokenizer, token_id)
-        except Exception:  # tokenizers raises plain Exception where bytes that are no character rewrite earlier text
-            chunk = self._decode([*self._unsaid, token_id])
-            self._stream = DecodeStream(skip_special_tokens=self._skip)
+        chunk = self._chunk(token_id)
         echo, self._echo = self._echo, ""
         if chunk is None:
             self._unsaid.append(token_id)
@@ -97,6 +98,18 @@ class TextStream:
         text = self._echo + self._held + (self._decode(self._unsaid) if self._unsaid else "")
         self._echo, self._held, self._unsaid = "", "", []
         return text
+
+    def _chunk(self, token_id: int) -> str | None:
+        """The text of all that has not been said, if it is whole characters."""
+        if token_id in self._kept:
+            self._stream = DecodeStream(skip_special_tokens=self._skip)
+            return self._decode(self._unsaid) + self._kept[token_id]
+        try:
+            chunk: str | None = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # tokenizers raises plain Exception where bytes that are no character rewrite earlier text
+            chunk = self._decode([*self._unsaid, token_id])
+            self._stream = DecodeStream(skip_special_tokens=self._skip)
+        return chunk
 
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)

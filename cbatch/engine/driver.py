@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,7 @@ class Ticket:
     seed: int = 0
     priority: int = 0
     sample_index: int = 0
+    tags: Sequence[str] = ()
     request_id: int | None = None
 
 
@@ -82,9 +83,10 @@ class Driver:
         seed: int = 0,
         priority: int = 0,
         sample_index: int = 0,
+        tags: Sequence[str] = (),
     ) -> Ticket:
         """Queues a request as `Engine.add` does; its events go to `sink`."""
-        ticket = Ticket(prompt, params, sink, seed, priority, sample_index)
+        ticket = Ticket(prompt, params, sink, seed, priority, sample_index, tags)
         self._inbox.put(lambda: self._add(ticket))
         return ticket
 
@@ -186,6 +188,7 @@ class Driver:
                 seed=ticket.seed,
                 priority=ticket.priority,
                 sample_index=ticket.sample_index,
+                tags=ticket.tags,
             )
         except RequestError as error:
             self._refuse(ticket, error)

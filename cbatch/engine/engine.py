@@ -27,7 +27,7 @@ from cbatch.engine.scheduler import Scheduler
 from cbatch.engine.tokenizer import FIXED_DATE, Message
 
 Prompt = str | Sequence[int] | Mapping[str, Sequence[Message]]
-"""Text, token ids, or a conversation: `{"messages": [{"role": "user", "content": "Hi"}]}`."""
+"""Text, token ids, or a conversation: `{"messages": [{"role": "user", "content": "Hi"}]}`, perhaps with `tools`."""
 
 
 class Engine:
@@ -93,7 +93,8 @@ class Engine:
         if isinstance(prompt, Mapping):
             if "messages" not in prompt:
                 raise RequestError("invalid_row", "A prompt that is a mapping must have messages.")
-            return self.tokenizer.encode_chat(prompt["messages"], today=today, answer=answer)
+            tools = prompt.get("tools")
+            return self.tokenizer.encode_chat(prompt["messages"], tools=tools, today=today, answer=answer)
         if raw or not self.tokenizer.chat_template:
             return self.tokenizer.encode(prompt)
         return self.tokenizer.encode_chat([{"role": "user", "content": prompt}], today=today)
@@ -106,12 +107,14 @@ class Engine:
         seed: int = 0,
         priority: int = 0,
         sample_index: int = 0,
+        tags: Sequence[str] = (),
     ) -> int:
         """Queues a request and returns its id; ids grow. Lower priorities run first.
 
         seed:         of its randomness, where the parameters give none
         sample_index: which of several outputs of one prompt and seed this is; each has randomness of its own, and
                       is a request of its own, whatever `n` the parameters ask for
+        tags:         special tokens that are to be in the text all the same
 
         Raises RequestError for a prompt that is empty, too long, or has tokens the model does not know.
         """
@@ -126,7 +129,7 @@ class Engine:
             sample_index=sample_index,
             priority=priority,
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.loaded.eos_ids),
-            text=self.tokenizer.stream(token_ids, params) if self.tokenizer else None,
+            text=self.tokenizer.stream(token_ids, params, tags) if self.tokenizer else None,
             bad_words=self.tokenizer.bad_word_ids(params.bad_words) if self.tokenizer else (),
         )
         self._next_id += 1
@@ -220,7 +223,7 @@ class Engine:
                 try:
                     token_ids = self.encode(prompt)
                     for number in range(asked.n):
-                        indices[self.add(token_ids, asked, seed=seed, sample_index=number)] = index
+                        indices[self.add(token_ids, asked.for_sample(number), seed=seed, sample_index=number)] = index
                 except RequestError as error:
                     yield index, TokenEvent(None, None, finish_reason="error", error=error)
             while not indices.keys().isdisjoint(self._requests):

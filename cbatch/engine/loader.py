@@ -16,7 +16,7 @@ from cbatch.engine.params import SamplingParams
 from cbatch.engine.template_trial import TemplateTrial
 from cbatch.engine.tokenizer import ChatTokenizer
 
-NOT_APPLIED = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "typical_p": 1.0, "num_beams": 1}
+NOT_APPLIED = {"no_repeat_ngram_size": 0, "typical_p": 1.0, "num_beams": 1}
 """Keys of generation_config.json that would change the output, and the values with which they do not."""
 
 DEMO_MODEL = Path(__file__).parent.parent / "demo"
@@ -210,7 +210,9 @@ def _read_json(source: str, revision: str | None, name: str) -> dict[str, Any]:
 
 def _sampling_defaults(settings: dict[str, Any]) -> SamplingParams:
     """Only keys that stand in the file count; transformers' own defaults (top_k 50) do not."""
-    chosen = {key: settings[key] for key in ("top_k", "top_p", "min_p") if settings.get(key) is not None}
+    chosen = {
+        key: settings[key] for key in ("top_k", "top_p", "min_p", "repetition_penalty") if settings.get(key) is not None
+    }
     if settings.get("do_sample"):
         chosen["temperature"] = settings.get("temperature", 1.0)
     if settings.get("max_new_tokens") is not None:

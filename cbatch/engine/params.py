@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from cbatch.engine.errors import RequestError
@@ -91,6 +91,8 @@ class SamplingParams:
         for name in ("ignore_eos", "echo", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise _invalid(name, "true or false", getattr(self, name))
+        if self.choice is not None and (not isinstance(self.choice, list | tuple) or not self.choice):
+            raise _invalid("choice", "a list of at least one string", self.choice)
         lists = {"stop": str, "stop_token_ids": int, "bad_words": str} | ({"choice": str} if self.choice else {})
         for name, kind in lists.items():
             object.__setattr__(self, name, _tuple_of(name, getattr(self, name), kind))
@@ -132,8 +134,6 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise _invalid(name, "a text that is not empty", value)
-        if self.choice is not None and not self.choice:
-            raise _invalid("choice", "a list of at least one string", self.choice)
 
     @property
     def greedy(self) -> bool:
@@ -149,6 +149,10 @@ class SamplingParams:
         if self.regex is not None:
             return "regex", self.regex
         return ("grammar", self.grammar) if self.grammar is not None else None
+
+    def for_sample(self, number: int) -> SamplingParams:
+        """The parameters of one of `n` outputs; the prompt is scored once, with the first."""
+        return replace(self, prompt_logprobs=None) if number and self.prompt_logprobs is not None else self
 
     def merged(self, overrides: Mapping[str, Any]) -> SamplingParams:
         """These parameters with some replaced; a None in `overrides` keeps what stands here.

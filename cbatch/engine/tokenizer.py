@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from cbatch.engine.answer import AnswerFormat, template_messages
-from cbatch.engine.detokenizer import TextStream, TokenBytes
+from cbatch.engine.detokenizer import PROMPT_TAIL, TextStream, TokenBytes
 from cbatch.engine.errors import RequestError
 from cbatch.engine.params import SamplingParams
 
@@ -33,8 +33,9 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self.backend = tokenizer.backend_tokenizer
         self._pieces = TokenBytes(self.backend)
-        added = self.backend.get_added_tokens_decoder().values()
-        special = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        added = self.backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(number for number, token in added.items() if token.special)
+        special = sorted((added[number].content for number in self.special_ids), key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, special)) or r"(?!)")
 
     @property
@@ -88,11 +89,22 @@ class ChatTokenizer:
             return ids
         return self._encode_with_text_specials(plain, functions, today, answer)
 
-    def stream(self, prompt: Sequence[int], params: SamplingParams) -> TextStream:
-        """Incremental text of an output that follows these prompt tokens."""
+    def stream(self, prompt: Sequence[int], params: SamplingParams, tags: Sequence[str] = ()) -> TextStream:
+        """Incremental text of an output that follows these prompt tokens.
+
+        tags: special tokens that are to be in it all the same
+        """
         skip = params.skip_special_tokens
+        kept = {token: tag for tag in tags if (token := self.backend.token_to_id(tag)) is not None} if skip else {}
         echo = self.backend.decode(list(prompt), skip_special_tokens=skip) if params.echo else ""
-        return TextStream(self.backend, prompt, params.stop, skip_special_tokens=skip, echo=echo)
+        return TextStream(self.backend, prompt, params.stop, skip_special_tokens=skip, kept=kept, echo=echo)
+
+    def opens_thinking(self, prompt: Sequence[int]) -> bool:
+        """Whether these prompt tokens end with an opening think tag, so that the output begins within it."""
+        form = self.answer_format
+        if form.think is None:
+            return False
+        return form.opens_thinking(self.backend.decode(list(prompt[-PROMPT_TAIL:]), skip_special_tokens=False))
 
     def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
         """Token sequences that spell these words, at the beginning of a text and behind a space."""

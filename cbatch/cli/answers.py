@@ -1,0 +1,74 @@
+"""What a model has answered, as fields of a result: those that our own rows and OpenAI's bodies have in common."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Container, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cbatch.engine import TokenLogprobs, ToolCall
+
+Spell = Callable[[int], bytes | None]
+"""What a token stands for; None where the model has no tokenizer."""
+
+
+def logprob_content(logprobs: Sequence[TokenLogprobs], spell: Spell) -> list[dict[str, Any]]:
+    """The list of tokens in OpenAI's chat form of log-probabilities."""
+    return [
+        _entry(one.token_id, one.logprob, spell)
+        | {"top_logprobs": [_entry(token, logprob, spell) for token, logprob in one.top]}
+        for one in logprobs
+    ]
+
+
+def prompt_scores(first_id: int, logprobs: Sequence[TokenLogprobs], spell: Spell) -> dict[str, Any]:
+    """Log-probabilities of a prompt's tokens, and their sum; nothing comes before the first one, so it has none."""
+    first = _entry(first_id, None, spell) | {"top_logprobs": []}
+    return {
+        "sum": round(math.fsum(one.logprob for one in logprobs), 6),
+        "content": [first, *logprob_content(logprobs, spell)],
+    }
+
+
+def text_logprobs(
+    first_id: int | None, logprobs: Sequence[TokenLogprobs], spell: Spell, hidden: Container[int]
+) -> dict[str, Any]:
+    """OpenAI's older form, of text completions.
+
+    first_id: a token before the others that has no probability; 0 stands for that, since the form allows no null
+    hidden:   tokens that take no place in the text
+    """
+    tokens = [_entry(one.token_id, one.logprob, spell) for one in logprobs]
+    top = [{_entry(token, None, spell)["token"]: round(value, 6) for token, value in one.top} for one in logprobs]
+    if first_id is not None:
+        tokens.insert(0, _entry(first_id, 0.0, spell))
+        top.insert(0, {})
+    ids = ([] if first_id is None else [first_id]) + [one.token_id for one in logprobs]
+    lengths = [0 if token in hidden else len(entry["token"]) for token, entry in zip(ids, tokens, strict=True)]
+    return {
+        "tokens": [token["token"] for token in tokens],
+        "token_logprobs": [token["logprob"] for token in tokens],
+        "top_logprobs": top,
+        "text_offset": list(accumulate(lengths[:-1], initial=0)) if lengths else [],
+    }
+
+
+def call_fields(calls: Sequence[ToolCall], key: str, choice: int) -> list[dict[str, Any]]:
+    """Tool calls in OpenAI's form. Nine letters and digits make an id, since Mistral's templates take no others."""
+    ids = (hashlib.blake2b(f"{key}/{choice}/{number}".encode()).hexdigest()[:9] for number in range(len(calls)))
+    return [
+        {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for name, call in zip(ids, calls, strict=True)
+    ]
+
+
+def _entry(token_id: int, logprob: float | None, spell: Spell) -> dict[str, Any]:
+    data = spell(token_id)
+    return {
+        "token": data.decode("utf-8", "replace") if data is not None else f"token_id:{token_id}",
+        "logprob": round(logprob, 6) if logprob is not None else None,
+        "bytes": list(data) if data is not None else None,
+    }
