@@ -86,6 +86,7 @@ class Preparer:
         self._options = options
         tokenizer = engine.tokenizer
         self._has_template = tokenizer is not None and bool(tokenizer.chat_template)
+        self._takes_tools = tokenizer is not None and tokenizer.takes_tools
         self._call_params = options.params if options.has_max_tokens else replace(options.params, max_tokens=None)
         clock = options.today.isoformat() if tokenizer is not None and tokenizer.template_has_clock else ""
         self._keys = KeyMaker(engine.fingerprint + clock)
@@ -152,6 +153,8 @@ class Preparer:
         messages = row.messages
         if row.tools and not self._has_template:
             raise RequestError("invalid_row", "tools go through a chat template, and this model has none")
+        if row.tools and not self._takes_tools:
+            raise RequestError("invalid_row", "this model's chat template takes no tools")
         if row.prompt is not None:
             if row.raw or self._options.raw or not self._has_template:
                 return row.prompt

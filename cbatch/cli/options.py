@@ -141,6 +141,10 @@ def sampling_overrides(options: dict[str, Any]) -> dict[str, Any]:
     return rarer | {name: options[name] for name in SAMPLING_FIELDS if options[name] not in (None, ())}
 
 
+NOT_FOR_TURNS = ("n", "logprobs", "prompt_logprobs", "echo")
+"""Parameters that ask for more than a text, which a chat has no place for."""
+
+
 def check_sampling(options: dict[str, Any]) -> None:
     """Refuses what would be wrong for every row or turn. Raises ConfigError."""
     try:
@@ -152,3 +156,11 @@ def check_sampling(options: dict[str, Any]) -> None:
     except RequestError as error:
         name, _, rest = str(error).partition(" ")
         raise ConfigError(f"--{name.replace('_', '-')} {rest}") from error
+
+
+def check_turns(options: dict[str, Any]) -> None:
+    """Refuses what a chat cannot show. Raises ConfigError."""
+    for name in NOT_FOR_TURNS:
+        if name in sampling_overrides(options):
+            advice = "; in a chat, /retry N gives several answers" if name == "n" else ""
+            raise ConfigError(f"--{name.replace('_', '-')} is for cbatch run{advice}.")

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cbatch.engine.answer import Answer, check_tools
+    from cbatch.engine.answer import AnswerFormat, check_tools
     from cbatch.engine.completion import Completion
     from cbatch.engine.config import EngineConfig
     from cbatch.engine.driver import Driver, Ticket
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cbatch.engine.units import format_bytes
 
 _HOME = {
-    "Answer": "answer",
+    "AnswerFormat": "answer",
     "CbatchError": "errors",
     "Completion": "completion",
     "ConfigError": "errors",
@@ -45,7 +45,7 @@ _HOME = {
 __all__ = [
     "FIXED_DATE",
     "PARAM_NAMES",
-    "Answer",
+    "AnswerFormat",
     "CbatchError",
     "Completion",
     "ConfigError",

@@ -50,6 +50,14 @@ class ChatTokenizer:
         template: str | dict[str, str] | None = self._tokenizer.chat_template
         return AnswerFormat.of_template("\n".join(template.values()) if isinstance(template, dict) else template)
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether any of the model's templates tells it of tools."""
+        template: str | dict[str, str] | None = self._tokenizer.chat_template
+        return any(
+            "tools" in source for source in (template.values() if isinstance(template, dict) else [template or ""])
+        )
+
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text as the tokenizer makes them, BOS included where it adds one, never twice."""
         ids: list[int] = self._tokenizer(text)["input_ids"]

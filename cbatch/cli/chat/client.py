@@ -21,7 +21,7 @@ from cbatch.cli.chat.session import Message
 from cbatch.engine import RequestError, SamplingParams, TokenEvent
 
 if TYPE_CHECKING:
-    from cbatch.engine import Driver, Engine, Ticket
+    from cbatch.engine import AnswerFormat, Driver, Engine, Ticket
 
 PRIORITY = -(2**64)
 """Of answers: before every row of a batch that runs beside them."""
@@ -36,7 +36,8 @@ class Call:
     head, past, last: messages that stay, turns of which the oldest may go, and the question
     so_far:   the beginning of the answer, where it goes on from that
     may_drop: whether the oldest turns may go where the context does not suffice
-    on_start: told on the front end's thread how many tokens the prompt has, and how many turns were dropped
+    on_start: told on the front end's thread how many tokens the prompt has, how many turns were dropped, and whether
+              it leaves the model thinking
     on_event: told there of every token, and when it came (`monotonic`)
     """
 
@@ -47,7 +48,7 @@ class Call:
     seed: int
     so_far: str
     may_drop: bool
-    on_start: Callable[[int, int], None]
+    on_start: Callable[[int, int, bool], None]
     on_event: Callable[[TokenEvent, float], None]
     is_cancelled: bool = False
     ticket: Ticket | None = None
@@ -88,6 +89,13 @@ class EngineClient:
         """Why the engine has failed for good, if it has."""
         return self.driver.failure if self.driver is not None else None
 
+    @property
+    def form(self) -> AnswerFormat | None:
+        """How answers are to be read; None while that is not known, or where the model takes no messages."""
+        if self.driver is None or self.driver.engine.tokenizer is None:
+            return None
+        return self.driver.engine.tokenizer.answer_format
+
     def params(self, overrides: dict[str, Any]) -> SamplingParams:
         """The effective sampling parameters of a session; the model's own stand only once it is loaded."""
         if self.driver is None:
@@ -119,12 +127,15 @@ class EngineClient:
     def _submit(self, call: Call, driver: Driver) -> None:
         params = self.params(call.overrides)
         prompt_ids, dropped = self._encode(call, driver.engine, params)
-        self._post(partial(_unless_cancelled, call, partial(call.on_start, len(prompt_ids), dropped)))
+        tokenizer = driver.engine.tokenizer
+        thinks = tokenizer is not None and not call.so_far and tokenizer.opens_thinking(prompt_ids)
+        self._post(partial(_unless_cancelled, call, partial(call.on_start, len(prompt_ids), dropped, thinks)))
 
         def take(event: TokenEvent) -> None:
             self._post(partial(_unless_cancelled, call, partial(call.on_event, event, time.monotonic())))
 
-        call.ticket = driver.submit(prompt_ids, params, take, seed=call.seed, priority=PRIORITY)
+        tags = self.form.think or () if self.form is not None else ()
+        call.ticket = driver.submit(prompt_ids, params, take, seed=call.seed, priority=PRIORITY, tags=tags)
         if call.is_cancelled:  # in the meantime; whoever cancelled it saw no ticket
             driver.cancel(call.ticket)
 

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from cbatch.cli.loading import open_engine
-from cbatch.cli.options import check_sampling, engine_options, model_options, sampling_options, sampling_overrides
+from cbatch.cli.options import (
+    check_sampling,
+    check_turns,
+    engine_options,
+    model_options,
+    sampling_options,
+    sampling_overrides,
+)
 from cbatch.cli.screen import notice
 from cbatch.engine import ConfigError
 
@@ -37,6 +44,7 @@ def chat(**options: Any) -> Literal[0, 1]:
     Where stdin or stdout is no terminal, each line of stdin is a turn of one conversation, and answers go to stdout.
     """
     check_sampling(options)
+    check_turns(options)
     if (options["source"] is None) != (options["index"] is None):
         raise ConfigError("--from OUT.jsonl and --index K go together.")
     if options["prompts"] is not None and options["source"] is None:

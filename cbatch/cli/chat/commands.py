@@ -8,9 +8,10 @@ from typing import Any
 
 from cbatch.cli.chat.desk import COMMANDS, Desk, command, counted, need, number_in
 from cbatch.cli.chat.room import RETRY_TEMPERATURE
+from cbatch.cli.options import NOT_FOR_TURNS
 from cbatch.engine import PARAM_NAMES, ConfigError, RequestError, SamplingParams
 
-SETTABLE = tuple(name for name in PARAM_NAMES if name != "seed")
+SETTABLE = tuple(name for name in PARAM_NAMES if name not in ("seed", *NOT_FOR_TURNS))
 
 KEYS = (
     "",

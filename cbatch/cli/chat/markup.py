@@ -31,8 +31,10 @@ _PIECE = re.compile(r"\s+|\S+")
 class Layout:
     """Lines of a text that only ever grows; what is complete is laid out once."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, style: str = "") -> None:
+        """`style`: of all of it, in which Markdown then means nothing."""
         self._width = max(width, 1)
+        self._style = style
         self._done: list[Line] = []
         self._num_done = 0
         self._in_code = False
@@ -54,6 +56,8 @@ class Layout:
 
     def _wrap(self, line: str) -> list[Line]:
         line = safe(line).expandtabs(4)
+        if self._style:
+            return wrap([(self._style, line)], self._width)
         if _FENCE.match(line):
             return wrap([("class:fence", line)], self._width)
         if self._in_code:

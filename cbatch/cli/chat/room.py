@@ -132,7 +132,7 @@ class Room(SessionList):
             raise ConfigError("An answer is coming; /stop cuts it off.")
         if answer is None or not answer.can_go_on:
             raise ConfigError("The last answer is complete; there is nothing to continue.")
-        self._call(session, turn, answer, answer.params if answer.text else session.params, may_drop=may_drop)
+        self._call(session, turn, answer, answer.params if answer.written else session.params, may_drop=may_drop)
 
     def undo(self, session: Session) -> str:
         """Takes back the last message, and its answers if it was asked, and returns its text."""
@@ -162,7 +162,7 @@ class Room(SessionList):
             return gone
         turn = self._last_turn(session)
         answer = turn.answer
-        if answer is not None and answer.code == "prompt_too_long" and not answer.text:
+        if answer is not None and answer.code == "prompt_too_long" and not answer.written:
             (again,) = turn.add_answers(1)
             self._call(session, turn, again, session.params, may_drop=True)
         elif answer is not None and answer.code in ("prompt_too_long", CONTEXT_FULL):
@@ -225,11 +225,12 @@ class Room(SessionList):
     def _call(
         self, session: Session, turn: Turn, answer: Answer, params: dict[str, Any], *, may_drop: bool = False
     ) -> None:
-        if not answer.text:
+        if not answer.written:
             session.attempts += 1
             name = f"{session.number}/{session.attempts}"
             answer.seed, answer.params = derive_seed(self._seed, "turn", name), dict(params)
         answer.text = answer.text.rstrip("\ufffd")  # a character that was cut off in the middle
+        answer.raw = answer.raw.rstrip("\ufffd")
         answer.state, answer.error, answer.code, answer.remark = "asked", "", "", ""
         answer.asked_at, answer.first_at, answer.num_tokens = time.monotonic(), None, 0
         call = Call(
@@ -238,7 +239,7 @@ class Room(SessionList):
             last={"role": "user", "content": turn.text},
             overrides=answer.params,
             seed=answer.seed,
-            so_far=answer.text,
+            so_far=answer.written,
             may_drop=may_drop or self._auto_trim,
             on_start=partial(self._started, session, turn, answer, session.dropped),
             on_event=partial(self._take, session, answer),
@@ -247,23 +248,24 @@ class Room(SessionList):
         self.client.ask(call)
 
     def _started(
-        self, session: Session, turn: Turn, answer: Answer, before: int, prompt_tokens: int, dropped: int
+        self, session: Session, turn: Turn, answer: Answer, before: int, prompt_tokens: int, dropped: int, thinks: bool
     ) -> None:
         answer.prompt_tokens = prompt_tokens
+        answer.is_thinking |= thinks
         if gone := session.drop(before + dropped):
             turns = "oldest turn is" if gone == 1 else f"{gone} oldest turns are"
             text = f"The context is full: the {turns} left out from here on."
             session.items.insert(session.items.index(turn), Note(text))
 
     def _take(self, session: Session, answer: Answer, event: TokenEvent, when: float) -> None:
-        answer.text += event.text
+        new = answer.take(event.text, self.client.form, is_whole=event.finish_reason is not None)
         if event.token_id is not None:
             answer.state = "streaming"
             answer.num_tokens += 1
             answer.cached_tokens = event.cached_tokens
             answer.first_at = when if answer.first_at is None else answer.first_at
             answer.last_at = when
-            self.on_token(session, answer, event.text)
+            self.on_token(session, answer, new)
         if event.finish_reason is not None:
             del self._calls[answer]
             answer.state = event.finish_reason

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from cbatch.engine import AnswerFormat
 
 State = Literal["asked", "streaming", "stop", "length", "stopped", "error"]
 """Of an answer: waiting for its first token, coming, or how it ended; `stopped` is by the user."""
@@ -21,6 +24,10 @@ Message = dict[str, Any]
 class Answer:
     """One answer of the model, while it comes and after.
 
+    text:           the answer proper, which the model is shown later
+    reasoning:      what it thought before that, between think tags
+    raw:            both as the model wrote them, where it has think tags
+    is_thinking:    whether the prompt had opened those
     params:         sampling parameters that were asked for with it, beside the model's own
     error, code:    what went wrong, if something did
     remark:         why it was cut off, and what can be done about that
@@ -28,6 +35,9 @@ class Answer:
     """
 
     text: str = ""
+    reasoning: str = ""
+    raw: str = ""
+    is_thinking: bool = False
     seed: int = 0
     state: State = "asked"
     error: str = ""
@@ -42,6 +52,26 @@ class Answer:
     last_at: float = 0.0
 
     @property
+    def written(self) -> str:
+        """What the model wrote, to go on from there."""
+        return self.raw or self.text
+
+    def take(self, delta: str, form: AnswerFormat | None, *, is_whole: bool) -> str:
+        """Adds what has come, and returns what of it is the answer proper."""
+        if form is None or form.think is None:
+            self.text += delta
+            return delta
+        before = len(self.text)
+        self.raw = self.written + delta
+        if is_whole:
+            parts = form.parse(self.raw, is_thinking=self.is_thinking)
+            self.reasoning, self.text = parts.reasoning or "", parts.text
+        else:
+            reasoning, self.text = form.split(self.raw, is_thinking=self.is_thinking)
+            self.reasoning = reasoning or ""
+        return self.text[before:]
+
+    @property
     def is_open(self) -> bool:
         """Whether more of it may come."""
         return self.state in ("asked", "streaming")
@@ -54,7 +84,7 @@ class Answer:
     @property
     def can_go_on(self) -> bool:
         """Whether it was cut off."""
-        return self.state in ("stopped", "length") or (self.state == "error" and bool(self.text))
+        return self.state in ("stopped", "length") or (self.state == "error" and bool(self.written))
 
     def advise(self, limit: int | None, *, has_failed: bool) -> None:
         """Says what can be done where it did not come to its own end.
@@ -74,7 +104,7 @@ class Answer:
     def cut_off(self) -> None:
         """Ends it where it is, by the user's will or that of circumstances."""
         self.state = "stopped"
-        self.remark = STOPPED if self.text else UNASKED
+        self.remark = STOPPED if self.written else UNASKED
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)

@@ -14,6 +14,8 @@ VERSION = 1
 MAX_BYTES = 256 * 2**20
 KEPT = {"text": str, "seed": int, "params": dict, "error": str, "code": str, "remark": str}
 """Of an answer, beside its state."""
+OF_THINKING = {"reasoning": str, "raw": str, "is_thinking": bool}
+"""The same, of a model that thinks; not there in other answers."""
 
 
 def to_json(session: Session) -> dict[str, Any]:
@@ -30,7 +32,9 @@ def to_json(session: Session) -> dict[str, Any]:
                 "user": turn.text,
                 "chosen": turn.chosen,
                 "answers": [
-                    {name: getattr(answer, name) for name in KEPT} | {"state": answer.state}
+                    {name: getattr(answer, name) for name in KEPT}
+                    | {name: getattr(answer, name) for name in OF_THINKING if answer.raw}
+                    | {"state": answer.state}
                     for answer in map(settled, turn.answers)
                 ],
             }
@@ -77,6 +81,7 @@ def _answer(fields: dict[str, Any]) -> Answer:
     if fields["state"] not in ENDED:
         raise TypeError(f"state {fields['state']!r}")
     kept = {name: _typed(fields[name], kind) for name, kind in KEPT.items()}
+    kept |= {name: _typed(fields[name], kind) for name, kind in OF_THINKING.items() if name in fields}
     return Answer(state=fields["state"], **kept | {"params": _params(fields["params"])})
 
 

@@ -62,6 +62,7 @@ STYLE = Style.from_dict(
         "quote": "italic",
         "fence": "ansibrightblack",
         "note": "ansibrightblack",
+        "reasoning": "italic ansibrightblack",
         "error": "ansired",
         "bar": "reverse",
         "bar.current": "reverse bold",

@@ -35,7 +35,7 @@ class Transcript:
 
     def __init__(self) -> None:
         self._items: WeakKeyDictionary[Turn | Note, Laid] = WeakKeyDictionary()
-        self._answers: WeakKeyDictionary[Answer, tuple[int, Layout]] = WeakKeyDictionary()
+        self._answers: WeakKeyDictionary[Answer, tuple[int, Layout, Layout]] = WeakKeyDictionary()
 
     def chunks(self, session: Session, width: int) -> list[list[Line]]:
         """Everything there is to show of a session, item by item."""
@@ -78,8 +78,11 @@ class Transcript:
     def _answer(self, answer: Answer, width: int) -> list[Line]:
         known = self._answers.get(answer)
         if known is None or known[0] != width:
-            known = self._answers[answer] = width, Layout(width)
-        lines = list(known[1].lines(answer.text))
+            known = self._answers[answer] = width, Layout(width, "class:reasoning"), Layout(width)
+        lines = list(known[1].lines(answer.reasoning))
+        if lines and answer.text:
+            lines.append([])
+        lines += known[2].lines(answer.text)
         if answer.state == "asked":
             lines.append([("class:note", "…")])
         if answer.error:
@@ -114,7 +117,10 @@ def _stamp(item: Turn | Note) -> tuple[Any, ...]:
     """What the lines of an item depend on; a text that only grows is told by its length."""
     if isinstance(item, Note):
         return ()
-    answers = ((id(answer), len(answer.text), answer.state, answer.error, answer.remark) for answer in item.answers)
+    answers = (
+        (id(answer), len(answer.reasoning), len(answer.text), answer.state, answer.error, answer.remark)
+        for answer in item.answers
+    )
     return (item.chosen, item.compares, *answers)
 
 
