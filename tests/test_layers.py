@@ -17,7 +17,8 @@ PACKAGE = Path(cbatch.__file__).parent
 # Lowest first; a module imports only from rows above its own in this list.
 LAYERS = [
     ["engine.errors"],
-    ["engine.params", "engine.units", "engine.config", "engine.room", "engine.structured_trial"],
+    ["engine.structured_source", "engine.structured_trial"],
+    ["engine.params", "engine.units", "engine.config", "engine.room"],
     ["engine.request", "engine.fingerprint", "engine.forecast"],
     ["engine.blocks", "engine.plan", "engine.completion"],
     ["engine.admission"],
@@ -29,7 +30,7 @@ LAYERS = [
     ["engine.tool_calls"],
     ["engine.answer", "engine.detokenizer", "engine.sampler", "engine.processors", "engine.logprobs"],
     ["engine.results"],
-    ["engine.tokenizer", "engine.template_trial", "engine.structured_source"],
+    ["engine.tokenizer", "engine.template_trial"],
     ["engine.structured_guide"],
     ["engine.structured"],
     ["engine.loader"],

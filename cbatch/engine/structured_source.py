@@ -37,7 +37,7 @@ class Constraint:
     json_schema  JSON that is valid for a schema; `source` is the schema as JSON text. Properties come in the order
                  of the schema. Between its parts JSON has one space, or a line break and up to 40 blanks, or nothing.
     regex        text that a pattern matches as a whole, in the syntax of Rust's regex crate, without look-around
-                 and references back
+                 and references back; \\d is 0 to 9
     choice       one of some strings; `source` is a JSON list of them
     grammar      text of a context-free grammar that begins with a rule `start`, in llguidance's dialect of Lark
     """
@@ -64,6 +64,8 @@ def to_lark(constraint: Constraint) -> str:
     if constraint.kind == "choice":
         return _HEADER + f"start: /{'|'.join(map(_escape, _read_choices(constraint)))}/"
     if constraint.kind == "grammar":
+        if "%llguidance" in source:
+            raise invalid(constraint, "The directive %llguidance is not for rows.")
         return _HEADER + source
     raise RequestError("invalid_row", f"There is no constraint of the kind {constraint.kind!r}.")
 
@@ -107,13 +109,21 @@ def _read_json(constraint: Constraint) -> Any:
 
 
 def _regex_body(pattern: str) -> str:
-    """A pattern as it stands between two slashes."""
-    # One pass over pairs, so that a slash that is escaped already stays as it is.
-    pattern = re.sub(r"\\?[/\n\r]|\\.", lambda found: _SLASHED.get(found[0][-1], found[0]), pattern, flags=re.DOTALL)
-    return pattern or "(?:)"
+    """A pattern as it stands between two slashes, with digits that are 0 to 9."""
+    # One pass over pairs, so that what is escaped already stays as it is.
+    pairs = re.compile(r"\\.|[/\n\r]", re.DOTALL)
+    return pairs.sub(lambda found: _IN_SLASHES.get(found[0], found[0]), pattern) or "(?:)"
 
 
-_SLASHED = {"/": "\\/", "\n": "\\n", "\r": "\\r"}
+_IN_SLASHES = {
+    "/": "\\/",
+    "\n": "\\n",
+    "\r": "\\r",
+    "\\\n": "\\n",
+    "\\\r": "\\r",
+    "\\d": "[0-9]",
+    "\\D": "[^0-9]",
+}
 
 
 def _escape(text: str) -> str:

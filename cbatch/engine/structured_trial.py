@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -144,6 +143,8 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 def _serve(requests: IO[bytes], answers: IO[bytes], library_folder: str, cpu_limit: float) -> None:
     """The child: one JSON string a line in, one out."""
+    import resource
+
     sys.path.append(library_folder)
     import llguidance
 
