@@ -1,0 +1,83 @@
+"""A plain model: its next token is a pure function of all tokens before it, so an output is known before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cbatch.engine.params import SamplingParams
+from cbatch.engine.request import FinishReason, Request
+
+Stamps = NDArray[np.int64]
+VOCABULARY = 50
+
+
+class Colliding(int):
+    """A token with the same hash as any other, so that only its value tells it apart."""
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@dataclass(slots=True)
+class Row:
+    """A request, with what the oracle knows of it.
+
+    tokens:  prompt and whole output
+    stamps:  what each token's slot must hold
+    reason:  why the output ends there
+    entered: number of the step in which it last entered
+    cached:  tokens of it that were in the cache when it first entered
+    """
+
+    request: Request
+    tokens: list[int]
+    stamps: Stamps
+    reason: FinishReason
+    entered: int = 0
+    cached: int | None = None
+
+
+def stamps_of(tokens: Sequence[int], before: Sequence[int] = ()) -> list[int]:
+    """The stamps of tokens; `before` are those of the tokens in front of them.
+
+    A stamp stands for a token, its position and all tokens before it.
+    """
+    stamps = list(before)
+    for position, token in enumerate(tokens, len(stamps)):
+        last = stamps[-1] if stamps else 0
+        stamps.append(hash((last, position, int(token))) & (2**63 - 1))
+    return stamps
+
+
+def next_token(stamp: int) -> int:
+    """What the oracle says after the token with this stamp."""
+    return (stamp >> 7) % VOCABULARY
+
+
+def make_row(
+    number: int, prompt: Sequence[int], limit: int, priority: int, stop_after: int | None, kind: type[int]
+) -> Row:
+    """A request of at most `limit` new tokens, of which number `stop_after`, if any, is a stop token.
+
+    kind: of its tokens, `int` or `Colliding`
+    """
+    tokens, stamps = list(prompt), stamps_of(prompt)
+    for _ in range(limit):
+        tokens.append(kind(next_token(stamps[-1])))
+        stamps = stamps_of(tokens[-1:], stamps)
+    output = tokens[len(prompt) :]
+    stop = {output[stop_after - 1]} if stop_after is not None and stop_after <= limit else set()
+    length = len(prompt) + next((place + 1 for place, token in enumerate(output) if token in stop), limit)
+    request = Request(
+        id=number,
+        token_ids=list(prompt),
+        params=SamplingParams(max_tokens=limit),
+        max_new_tokens=limit,
+        priority=priority,
+        stop_ids=frozenset(stop),
+    )
+    return Row(request, tokens[:length], np.array(stamps[:length], np.int64), "stop" if stop else "length")

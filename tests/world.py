@@ -1,0 +1,265 @@
+"""A small world for the scheduler: an oracle for a model, and a cache in which every slot says what it holds.
+
+Tokens are sampled from what is read through the block tables, as attention would read them. So whatever another
+request or another time has left in a slot shows: aliasing, sharing of what is not the same, stale content, a write
+too many.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from cbatch.engine.batch import RaggedBatch
+from cbatch.engine.blocks import BlockPool
+from cbatch.engine.plan import Slice, StepPlan
+from cbatch.engine.request import Request, TokenEvent
+from cbatch.engine.scheduler import Scheduler
+from tests.oracle import Colliding, Row, Stamps, make_row, next_token
+from tests.rules import Moment, check_between_steps, check_plan, demand
+
+UNWRITTEN, GARBAGE, FIRST_NAN = -1, -2, -3
+"""What a slot can hold besides stamps, which are not negative. Each planted NaN has a number: -3, -4 and so on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of one world. colliding: whether all tokens have one hash."""
+
+    block_size: int
+    num_blocks: int
+    max_seqs: int
+    max_batch_tokens: int
+    max_model_len: int = 1000
+    prefix_cache: bool = True
+    colliding: bool = False
+
+
+class World:
+    """A scheduler, its pool, the cache, and all that must be true of them; raises Violation where it is not.
+
+    counts: steps, shared blocks, cancellations and so on, for people
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.scheduler = Scheduler(
+            BlockPool(shape.num_blocks, shape.block_size),
+            shape.max_seqs,
+            shape.max_batch_tokens,
+            shape.max_model_len,
+            prefix_cache=shape.prefix_cache,
+        )
+        self.cache = np.full((shape.num_blocks, shape.block_size), UNWRITTEN, np.int64)
+        self.rows: dict[Request, Row] = {}
+        self.past: deque[Row] = deque(maxlen=8)
+        self.counts: Counter[str] = Counter()
+        self._token = Colliding if shape.colliding else int
+        self._next_id = 0
+        self._num_nans = 0
+        self._seen_nans: dict[int, int] = {}
+        """The planted NaNs that a commit was told of, and in which step."""
+        self._prompt_tokens = self._cached_tokens = 0
+
+    # What may happen
+
+    def prompt(self, which: int, cut: int, tail: Sequence[int], *, generated: bool = False) -> list[int]:
+        """A prompt that begins like another: `cut` tokens of row `which`, or all it has so far, then `tail`."""
+        known = [*self.rows.values(), *self.past]
+        start: list[int] = []
+        if known:
+            request = known[which % len(known)].request
+            start = list(request.token_ids) if generated else request.token_ids[:cut]
+        longest = min(self.scheduler.pool.capacity, self.shape.max_model_len - 1)
+        return (start + [self._token(token) for token in tail])[:longest] or [self._token(1)]
+
+    def add(self, prompt: list[int], max_tokens: int, priority: int = 0, stop_after: int | None = None) -> Request:
+        """Adds a request; its `stop_after`-th token is a stop token, if it comes to that."""
+        limit = min(max_tokens, self.scheduler.room_for(len(prompt)))
+        row = make_row(self._next_id, prompt, limit, priority, stop_after, self._token)
+        self._next_id += 1
+        request = row.request
+        self.rows[request] = row
+        self.scheduler.add(request)
+        self.counts["requests"] += 1
+        self.check()
+        return request
+
+    def cancel(self, which: int) -> None:
+        """Cancels one of the live requests, waiting or running."""
+        if self.rows:
+            request = list(self.rows)[which % len(self.rows)]
+            self.counts["cancelled running" if request.is_running else "cancelled waiting"] += 1
+            self.scheduler.cancel(request)
+            self._forget(request)
+            self.check()
+
+    def step(self, *, broken: Collection[int] = ()) -> None:
+        """One step. The slices whose numbers are in `broken` come out as NaN, in the cache too."""
+        if (plan := self._schedule()) is None:
+            return
+        results = self._compute(plan, {plan.slices[number % len(plan.slices)].request for number in broken})
+        for slice_ in plan.slices:
+            if slice_.request in plan.admitted:
+                self._enter(self.rows[slice_.request], slice_.start)
+        for event in self._commit(plan, results):
+            self._take(event)
+        self.check()
+
+    def fail_step(self, *, garbage: bool, shrink: bool = False) -> None:
+        """A step that is planned and then given up: nothing was written to the cache, or what nobody can use."""
+        if (plan := self._schedule()) is None:
+            return
+        if garbage:
+            slots = RaggedBatch.build(plan, self.shape.block_size, torch.device("cpu")).slot_mapping
+            self.cache.reshape(-1)[slots.numpy()] = GARBAGE
+        self.scheduler.abandon(plan)
+        self.counts["failed steps"] += 1
+        self.check()
+        if shrink:
+            self.shrink(plan.num_tokens)
+
+    def shrink(self, num_tokens: int) -> None:
+        """Makes steps half as large as one of `num_tokens`."""
+        before, done = self.scheduler.max_batch_tokens, self.scheduler.shrink(num_tokens)
+        wanted = min(before, num_tokens) // 2 if num_tokens > 1 else before
+        demand(self.scheduler.max_batch_tokens == wanted and done == (num_tokens > 1), "a step that did not shrink")
+        self.counts["shrinks"] += done
+        self.check()
+
+    def grow(self) -> None:
+        """Makes steps twice as large again, up to what they were."""
+        done = self.scheduler.grow()
+        limits = self.shape.max_batch_tokens, min(self.shape.max_seqs, self.shape.max_batch_tokens)
+        demand(done == ((self.scheduler.max_batch_tokens, self.scheduler.max_seqs) == limits), "a wrong word of grow")
+        self.check()
+
+    def drain(self) -> None:
+        """Steps until all requests are done.
+
+        In every step the oldest of the highest priority advances by a token at least, and it is never preempted.
+        So it is done after as many steps as it has tokens in the end, but for the last, which is not computed.
+        """
+        bound = sum(len(row.tokens) - 1 for row in self.rows.values())
+        while self.rows:
+            demand(bound > 0, f"{len(self.rows)} requests are not done within the bound of steps")
+            bound -= 1
+            self.step()
+        demand(self.scheduler.pool.num_used == 0, "blocks are taken, and there are no requests")
+
+    def check(self) -> None:
+        """All that must be true between two steps."""
+        check_between_steps(self.scheduler, self.rows.keys())
+        for request in self.scheduler.running:
+            self._compare(self.rows[request], request.blocks, request.num_computed)
+        known = [*self.rows.values(), *self.past]
+        if known:
+            self._probe(known[(self.counts["steps"] + self.counts["requests"]) % len(known)])
+        totals = self.scheduler.num_prompt_tokens, self.scheduler.num_cached_tokens
+        demand(totals == (self._prompt_tokens, self._cached_tokens), "wrong figures of the prefix cache")
+
+    # How it is done
+
+    def _schedule(self) -> StepPlan | None:
+        moment = Moment.of(self.scheduler)
+        plan = self.scheduler.schedule()
+        check_plan(self.scheduler, plan, moment)
+        self.counts["steps"] += 1
+        self.counts["tokens"] += plan.num_tokens
+        return plan if plan.slices else None
+
+    def _commit(self, plan: StepPlan, results: list[int | None]) -> list[TokenEvent]:
+        """The only place that knows what form `commit` wants a step's results in."""
+        return self.scheduler.commit(plan, results)
+
+    def _compute(self, plan: StepPlan, broken: Collection[Request]) -> list[int | None]:
+        """Writes the stamps of a plan, reads what attention would read, and samples from that."""
+        batch = RaggedBatch.build(plan, self.shape.block_size, torch.device("cpu"))
+        slots = batch.slot_mapping.numpy()
+        demand(len(set(slots.tolist())) == len(slots), "one slot for two tokens of a step")
+        ids, positions = batch.input_ids.numpy(), batch.position_ids.numpy()
+        at = 0
+        for slice_ in plan.slices:
+            part = slice(at, at := at + slice_.count)
+            row = self.rows[slice_.request]
+            tokens = row.tokens[slice_.start : slice_.stop]
+            demand(tokens == ids[part].tolist(), "other tokens in the batch than the request has")
+            demand(list(range(slice_.start, slice_.stop)) == positions[part].tolist(), "wrong positions")
+            self.cache.reshape(-1)[slots[part]] = self._values(row, slice_, slice_.request in broken)
+        for slice_, table in zip(plan.slices, batch.block_tables.tolist(), strict=True):
+            self._compare(self.rows[slice_.request], table, slice_.stop)
+        last = self.cache.reshape(-1)[slots[batch.logit_rows.numpy()]].tolist()
+        for value, request in zip(last, plan.to_sample, strict=True):
+            if value < 0:
+                self._see(request)
+        return [self._token(next_token(value)) if value >= 0 else None for value in last]
+
+    def _values(self, row: Row, slice_: Slice, is_broken: bool) -> Any:
+        """What a slice writes: its stamps, or a NaN where one is planted or comes before them."""
+        if is_broken:
+            self._num_nans += 1
+            return FIRST_NAN - self._num_nans
+        if self._num_nans:
+            before = self._read(row.request.blocks, slice_.start)
+            if (nans := before[before <= FIRST_NAN]).size:
+                return nans[0]
+        return row.stamps[slice_.start : slice_.stop]
+
+    def _see(self, request: Request) -> None:
+        values = self._read(request.blocks, request.num_tokens)
+        for nan in values[values <= FIRST_NAN].tolist():
+            self._seen_nans.setdefault(nan, self.counts["steps"])
+
+    def _read(self, table: Sequence[int], stop: int) -> Stamps:
+        return self.cache[table].reshape(-1)[:stop]
+
+    def _compare(self, row: Row, table: Sequence[int], stop: int) -> None:
+        """Every slot a request reads holds what belongs there, or a NaN that was there when it entered."""
+        values = self._read(table, stop)
+        wrong = values[values != row.stamps[:stop]].tolist()
+        if wrong:
+            demand(max(wrong) <= FIRST_NAN, f"request {row.request.id} reads what is not its own: {values}")
+            known = [value for value in wrong if self._seen_nans.get(value, row.entered) < row.entered]
+            demand(not known, f"request {row.request.id} took over what is known to be NaN")
+
+    def _probe(self, row: Row) -> None:
+        """What the pool offers for a sequence holds that sequence, and no NaN that is known."""
+        blocks = self.scheduler.pool.match(row.tokens)
+        values = self._read(blocks, len(blocks) * self.shape.block_size)
+        wrong = values[values != row.stamps[: len(values)]].tolist()
+        if wrong:
+            demand(max(wrong) <= FIRST_NAN, f"blocks {blocks} are offered and hold something else: {values}")
+            demand(self._seen_nans.keys().isdisjoint(wrong), f"blocks {blocks} are offered and hold NaN")
+
+    def _enter(self, row: Row, start: int) -> None:
+        row.entered = self.counts["steps"]
+        self.counts["shared blocks"] += start // self.shape.block_size
+        if row.cached is None:
+            row.cached = start
+            self._prompt_tokens += row.request.num_prompt
+            self._cached_tokens += start
+
+    def _take(self, event: TokenEvent) -> None:
+        """Compares an event, and the request's tokens, with the oracle."""
+        request = next(request for request in self.rows if request.id == event.request_id)
+        row, length = self.rows[request], request.num_tokens
+        if event.finish_reason == "error":
+            self.counts["NaN rows"] += 1
+            self._forget(request)
+            return
+        demand(request.token_ids == row.tokens[:length], f"request {request.id} has other tokens than alone")
+        demand(event.token_id == row.tokens[length - 1], f"request {request.id}: a wrong token in its event")
+        demand(event.cached_tokens == row.cached, f"request {request.id}: wrong count of cached tokens")
+        wanted = row.reason if length == len(row.tokens) else None
+        demand(event.finish_reason == wanted, f"request {request.id} ends by {event.finish_reason}, not {wanted}")
+        if wanted is not None:
+            self.counts[f"finished by {wanted}"] += 1
+            self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        self.past.append(self.rows.pop(request))
