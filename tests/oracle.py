@@ -8,11 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.engine.params import SamplingParams
 from cbatch.engine.request import FinishReason, Request
 
 Stamps = NDArray[np.int64]
-VOCABULARY = 50
 
 
 class Colliding(int):
@@ -53,31 +51,23 @@ def stamps_of(tokens: Sequence[int], before: Sequence[int] = ()) -> list[int]:
     return stamps
 
 
-def next_token(stamp: int) -> int:
+def next_token(stamp: int, vocabulary: int) -> int:
     """What the oracle says after the token with this stamp."""
-    return (stamp >> 7) % VOCABULARY
+    return (stamp >> 7) % vocabulary
 
 
-def make_row(
-    number: int, prompt: Sequence[int], limit: int, priority: int, stop_after: int | None, kind: type[int]
-) -> Row:
-    """A request of at most `limit` new tokens, of which number `stop_after`, if any, is a stop token.
+def make_row(request: Request, stop_after: int | None, vocabulary: int, kind: type[int]) -> Row:
+    """A new request and its output; token number `stop_after` of that, if there is one, becomes a stop token.
 
     kind: of its tokens, `int` or `Colliding`
     """
+    prompt, limit = request.token_ids, request.max_new_tokens
     tokens, stamps = list(prompt), stamps_of(prompt)
     for _ in range(limit):
-        tokens.append(kind(next_token(stamps[-1])))
+        tokens.append(kind(next_token(stamps[-1], vocabulary)))
         stamps = stamps_of(tokens[-1:], stamps)
     output = tokens[len(prompt) :]
     stop = {output[stop_after - 1]} if stop_after is not None and stop_after <= limit else set()
     length = len(prompt) + next((place + 1 for place, token in enumerate(output) if token in stop), limit)
-    request = Request(
-        id=number,
-        token_ids=list(prompt),
-        params=SamplingParams(max_tokens=limit),
-        max_new_tokens=limit,
-        priority=priority,
-        stop_ids=frozenset(stop),
-    )
+    request.stop_ids = frozenset(stop)
     return Row(request, tokens[:length], np.array(stamps[:length], np.int64), "stop" if stop else "length")

@@ -10,14 +10,14 @@ ACTIONS = {
     "step": 60,
     "add": 16,
     "share": 14,
-    "fork": 5,
+    "fork": 3,
     "urgent": 4,
-    "evict": 3,
+    "evict": 1,
     "cancel": 5,
     "fail": 6,
     "nan": 2,
     "shrink": 1,
-    "grow": 5,
+    "grow": 15,
 }
 """How often each of them is drawn."""
 MOST_LIVE = 20
@@ -29,14 +29,17 @@ class Wanderer:
     def __init__(self, seed: int, number: int) -> None:
         self._random = random.Random(f"{seed}/{number}")
         below = self._random.random
+        self._longest_tail = self._random.choice((2, 3, 5, 16))
+        self._most_tokens = self._random.choice((3, 10, 24))
         self.world = World(
             Shape(
                 block_size=self._random.randint(1, 8),
-                num_blocks=self._random.randint(2, 16),
+                num_blocks=self._random.randint(2, 24),
                 max_seqs=self._random.randint(1, 8),
                 max_batch_tokens=self._random.randint(1, 32),
                 prefix_cache=below() < 0.9,
                 colliding=below() < 0.2,
+                vocabulary=self._random.choice((3, 50)),
             )
         )
 
@@ -45,6 +48,9 @@ class Wanderer:
         names, weights = list(ACTIONS), list(ACTIONS.values())
         for name in self._random.choices(names, weights, k=actions):
             self._act(name)
+        if self._random.random() < 0.75:
+            for _ in range(5):  # doubling 1 so often makes 32
+                self.world.grow()
         self.world.drain()
         return self.world
 
@@ -55,7 +61,7 @@ class Wanderer:
         elif name == "cancel":
             world.cancel(draw(MOST_LIVE))
         elif name == "fail":
-            world.fail_step(garbage=draw(2) == 0, shrink=draw(8) == 0)
+            world.fail_step(garbage=draw(2) == 0, shrink=draw(16) == 0)
         elif name == "nan":
             world.step(broken=[draw(8)])
         elif name == "shrink":
@@ -73,11 +79,11 @@ class Wanderer:
             for _ in range(draw(1, 4)):
                 world.add(self._tail(capacity // 2 + 1, capacity), 1, priority)
             return
-        start = {"add": 0, "urgent": 0}.get(name, draw(capacity + 1))
-        tail = self._tail(0, 3) if name == "fork" else self._tail(1, capacity // 2 + 1)
+        start = 0 if name == "add" else draw(3 * self._longest_tail)
+        tail = self._tail(0, 3) if name == "fork" else self._tail(1, min(self._longest_tail, capacity))
         prompt = world.prompt(draw(MOST_LIVE), start, tail, generated=name == "fork")
-        stop_after = draw(1, 9) if draw(3) == 0 else None
-        world.add(prompt, draw(1, 13), 0 if name == "urgent" else priority, stop_after)
+        stop_after = draw(1, self._most_tokens + 1) if draw(3) == 0 else None
+        world.add(prompt, draw(1, self._most_tokens + 1), 0 if name == "urgent" else priority, stop_after)
 
     def _tail(self, least: int, most: int) -> list[int]:
-        return [self._random.randrange(4) for _ in range(self._random.randint(least, most))]
+        return [self._random.randrange(3) for _ in range(self._random.randint(least, most))]

@@ -17,6 +17,7 @@ import torch
 
 from cbatch.engine.batch import RaggedBatch
 from cbatch.engine.blocks import BlockPool
+from cbatch.engine.params import SamplingParams
 from cbatch.engine.plan import Slice, StepPlan
 from cbatch.engine.request import Request, TokenEvent
 from cbatch.engine.scheduler import Scheduler
@@ -29,7 +30,7 @@ UNWRITTEN, GARBAGE, FIRST_NAN = -1, -2, -3
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of one world. colliding: whether all tokens have one hash."""
+    """The sizes of one world. vocabulary: of generated tokens; colliding: whether all tokens have one hash."""
 
     block_size: int
     num_blocks: int
@@ -37,6 +38,7 @@ class Shape:
     max_batch_tokens: int
     max_model_len: int = 1000
     prefix_cache: bool = True
+    vocabulary: int = 50
     colliding: bool = False
 
 
@@ -81,10 +83,10 @@ class World:
     def add(self, prompt: list[int], max_tokens: int, priority: int = 0, stop_after: int | None = None) -> Request:
         """Adds a request; its `stop_after`-th token is a stop token, if it comes to that."""
         limit = min(max_tokens, self.scheduler.room_for(len(prompt)))
-        row = make_row(self._next_id, prompt, limit, priority, stop_after, self._token)
+        params = SamplingParams(max_tokens=limit)
+        request = Request(self._next_id, list(prompt), params, max_new_tokens=limit, priority=priority)
         self._next_id += 1
-        request = row.request
-        self.rows[request] = row
+        self.rows[request] = make_row(request, stop_after, self.shape.vocabulary, self._token)
         self.scheduler.add(request)
         self.counts["requests"] += 1
         self.check()
@@ -132,12 +134,14 @@ class World:
         self.counts["shrinks"] += done
         self.check()
 
-    def grow(self) -> None:
-        """Makes steps twice as large again, up to what they were."""
+    def grow(self) -> bool:
+        """Makes steps twice as large again, up to what they were; True when they are that."""
         done = self.scheduler.grow()
         limits = self.shape.max_batch_tokens, min(self.shape.max_seqs, self.shape.max_batch_tokens)
         demand(done == ((self.scheduler.max_batch_tokens, self.scheduler.max_seqs) == limits), "a wrong word of grow")
+        demand(self.scheduler.max_batch_tokens <= limits[0], "a step that grew larger than it was")
         self.check()
+        return done
 
     def drain(self) -> None:
         """Steps until all requests are done.
@@ -197,7 +201,7 @@ class World:
         for value, request in zip(last, plan.to_sample, strict=True):
             if value < 0:
                 self._see(request)
-        return [self._token(next_token(value)) if value >= 0 else None for value in last]
+        return [self._token(next_token(value, self.shape.vocabulary)) if value >= 0 else None for value in last]
 
     def _values(self, row: Row, slice_: Slice, is_broken: bool) -> Any:
         """What a slice writes: its stamps, or a NaN where one is planted or comes before them."""
