@@ -128,9 +128,10 @@ class Scheduler:
 
     def shrink(self, num_tokens: int) -> bool:
         """Makes steps half as large as one of `num_tokens`, which memory could not hold; False where that was 1."""
+        num_tokens = min(num_tokens, self.max_batch_tokens)
         if num_tokens <= 1:
             return False
-        self.max_batch_tokens = min(self.max_batch_tokens, num_tokens) // 2
+        self.max_batch_tokens = num_tokens // 2
         self.max_seqs = min(self.max_seqs, self.max_batch_tokens)
         for request in sorted(self.running, key=age)[self.max_seqs :]:
             self._preempt(request)
