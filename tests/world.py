@@ -128,9 +128,12 @@ class World:
 
     def shrink(self, num_tokens: int) -> None:
         """Makes steps half as large as one of `num_tokens`."""
-        before, done = self.scheduler.max_batch_tokens, self.scheduler.shrink(num_tokens)
-        wanted = min(before, num_tokens) // 2 if num_tokens > 1 else before
-        demand(self.scheduler.max_batch_tokens == wanted and done == (num_tokens > 1), "a step that did not shrink")
+        before = self.scheduler.max_batch_tokens
+        size = min(before, num_tokens)
+        done = self.scheduler.shrink(num_tokens)
+        demand(done == (size > 1), "a wrong word of shrink")
+        wanted = size // 2 if size > 1 else before
+        demand(self.scheduler.max_batch_tokens == wanted, "a step that did not shrink, or too far")
         self.counts["shrinks"] += done
         self.check()
 

@@ -1,0 +1,211 @@
+"""Block pool, prefix cache and scheduler under whatever hypothesis can think of, against a plain model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from cbatch.engine.blocks import BlockPool
+from cbatch.engine.plan import StepPlan
+from cbatch.engine.scheduler import Scheduler
+from tests.rules import Violation
+from tests.wander import Wanderer
+from tests.world import Shape, World
+
+MOST_LIVE = 12
+
+shapes = st.builds(
+    Shape,
+    block_size=st.integers(1, 8),
+    num_blocks=st.integers(2, 16),
+    max_seqs=st.integers(1, 8),
+    max_batch_tokens=st.integers(1, 32),
+    max_model_len=st.sampled_from([1000, 1000, 20]),
+    prefix_cache=st.sampled_from([True, True, True, False]),
+    vocabulary=st.sampled_from([2, 50]),
+    colliding=st.booleans(),
+)
+which = st.integers(0, 2 * MOST_LIVE)
+tails = st.lists(st.integers(0, 1), max_size=9)
+lengths = st.integers(1, 12)
+priorities = st.integers(1, 3)
+stops = st.none() | lengths
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Everything that can happen to a scheduler; the world checks what must be true after each of it."""
+
+    world: World
+
+    @initialize(shape=shapes)
+    def begin(self, shape: Shape) -> None:
+        self.world = World(shape)
+
+    @rule(tail=tails, tokens=lengths, priority=priorities, stop=stops)
+    def add(self, tail: list[int], tokens: int, priority: int, stop: int | None) -> None:
+        self._add(self.world.prompt(0, 0, tail), tokens, priority, stop)
+
+    @rule(row=which, cut=st.integers(1, 40), tail=tails, tokens=lengths, priority=priorities, stop=stops)
+    def share(self, row: int, cut: int, tail: list[int], tokens: int, priority: int, stop: int | None) -> None:
+        self._add(self.world.prompt(row, cut, tail), tokens, priority, stop)
+
+    @rule(row=which, tail=st.just([]) | tails, tokens=lengths, priority=priorities)
+    def fork(self, row: int, tail: list[int], tokens: int, priority: int) -> None:
+        self._add(self.world.prompt(row, 0, tail, generated=True), tokens, priority)
+
+    @rule(row=which, cut=st.integers(0, 40), tail=tails, tokens=lengths)
+    def add_urgent(self, row: int, cut: int, tail: list[int], tokens: int) -> None:
+        self._add(self.world.prompt(row, cut, tail), tokens, 0)
+
+    @rule(first=st.integers(0, 9), priority=priorities)
+    def fill_the_cache(self, first: int, priority: int) -> None:
+        capacity = self.world.scheduler.pool.capacity
+        self._add(self.world.prompt(0, 0, [token % 10 for token in range(first, first + capacity)]), 1, priority)
+
+    @rule(count=st.integers(1, 4))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.world.step()
+
+    @rule(broken=st.sets(st.integers(0, 7), min_size=1, max_size=2))
+    def step_with_nan(self, broken: set[int]) -> None:
+        self.world.step(broken=broken)
+
+    @rule(garbage=st.booleans(), shrink=st.sampled_from([False, False, True]))
+    def fail_step(self, garbage: bool, shrink: bool) -> None:
+        self.world.fail_step(garbage=garbage, shrink=shrink)
+
+    @rule(row=which)
+    def cancel(self, row: int) -> None:
+        self.world.cancel(row)
+
+    @rule(tokens=st.integers(1, 32))
+    def shrink(self, tokens: int) -> None:
+        self.world.shrink(tokens)
+
+    @rule()
+    def grow(self) -> None:
+        self.world.grow()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.drain()
+
+    def _add(self, prompt: list[int], tokens: int, priority: int, stop: int | None = None) -> None:
+        if len(self.world.rows) < MOST_LIVE:
+            self.world.add(prompt, tokens, priority, stop)
+
+
+def test_whatever_happens() -> None:
+    """Guards every output against its company, every block against two owners, and every request against starving."""
+    quick = settings(
+        max_examples=120,
+        stateful_step_count=40,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(SchedulerMachine, settings=quick)
+
+
+def test_the_smallest_step_does_not_shrink() -> None:
+    """Guards against a step of no tokens, in which nothing could ever advance."""
+    scheduler = Scheduler(BlockPool(4, 1), max_seqs=1, max_batch_tokens=1, max_model_len=8)
+    assert not scheduler.shrink(2) and scheduler.max_batch_tokens == scheduler.max_seqs == 1
+
+
+def wander(worlds: int) -> Counter[str]:
+    """What happened in so many worlds of the random walk."""
+    counts: Counter[str] = Counter()
+    for number in range(worlds):
+        world = Wanderer(0, number).live(150)
+        counts += world.counts + Counter(preemptions=world.scheduler.num_preemptions)
+    return counts
+
+
+def test_random_walk_meets_everything() -> None:
+    """Guards the soak: in its worlds all happens that is to be survived, and is survived."""
+    counts = wander(25)
+    names = "failed steps,shrinks,NaN rows,cancelled running,cancelled waiting,shared blocks,preemptions"
+    assert all(counts[name] >= 10 for name in [*names.split(","), "finished by stop", "finished by length"]), counts
+
+
+def free_too_early(self: BlockPool, blocks: Sequence[int]) -> None:
+    """Frees a block although one more request holds it: then it is handed out anew, and written to."""
+    for block in reversed(blocks):
+        self._references[block] -= 1
+        if self._references[block] <= 1:
+            self._free[block] = None
+
+
+def publish_too_early(self: BlockPool, blocks: Sequence[int], token_ids: Sequence[int], start: int, stop: int) -> None:
+    """Publishes what later steps will compute."""
+    publish(self, blocks, token_ids, start, len(token_ids))
+
+
+def match_hashes(self: BlockPool, token_ids: Sequence[int]) -> list[int]:
+    """Takes a hash for the tokens."""
+    blocks = []
+    content, size = 0, self.block_size
+    known = {hash(key): block for key, block in self._known.items()}
+    for start in range(0, len(token_ids) - size, size):
+        block = known.get(hash((content, tuple(token_ids[start : start + size]))))
+        if block is None:
+            break
+        blocks.append(block)
+        content = self._contents[block]
+    return blocks
+
+
+def abandon_and_leave_published(self: Scheduler, plan: StepPlan) -> None:
+    """Leaves known what an abandoned step was to compute."""
+    forget = self.pool.forget
+    self.pool.forget = lambda blocks: None  # type: ignore[method-assign]
+    abandon(self, plan)
+    self.pool.forget = forget  # type: ignore[method-assign]
+
+
+def commit_and_stay(self: Scheduler, plan: StepPlan, results: Iterable[Any]) -> Any:
+    """Forgets that a decoding request's last token is in the cache now."""
+    events = commit(self, plan, results)
+    for slice_ in plan.slices:
+        slice_.request.num_computed = max(slice_.start, 1)
+    return events
+
+
+def commit_and_offer_nan(self: Scheduler, plan: StepPlan, results: Iterable[Any]) -> Any:
+    """Leaves known what a request has computed that came out as NaN."""
+    forget = self.pool.forget
+    self.pool.forget = lambda blocks: None  # type: ignore[method-assign]
+    events = commit(self, plan, results)
+    self.pool.forget = forget  # type: ignore[method-assign]
+    return events
+
+
+publish, abandon, commit = BlockPool.publish, Scheduler.abandon, Scheduler.commit
+FAULTS: list[tuple[type, Callable[..., Any], str]] = [
+    (BlockPool, free_too_early, "free and held blocks"),
+    (BlockPool, publish_too_early, "hold something else|not its own"),
+    (BlockPool, match_hashes, "hold something else|not its own"),
+    (Scheduler, abandon_and_leave_published, "hold something else|not its own"),
+    (Scheduler, commit_and_stay, "two owners"),
+    (Scheduler, commit_and_offer_nan, "NaN"),
+]
+
+
+@pytest.mark.parametrize(("owner", "fault", "message"), FAULTS, ids=[fault.__name__ for _, fault, _ in FAULTS])
+def test_planted_faults_are_seen(
+    owner: type, fault: Callable[..., Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the machine itself: it sees these faults, and without the scheduler's own check of its books."""
+    monkeypatch.setattr(owner, fault.__name__.split("_")[0], fault)
+    monkeypatch.setattr(Scheduler, "check_integrity", lambda self: None)
+    with pytest.raises(Violation, match=message):
+        wander(30)
