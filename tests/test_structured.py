@@ -12,6 +12,7 @@ import string
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def constraints(demo: ChatTokenizer) -> Iterator[Constraints]:
 
 def start(constraints: Constraints, kind: Kind, source: Any = "") -> Guide:
     text = source if isinstance(source, str) else json.dumps(source)
-    return constraints.guide(constraints.compile(Constraint(kind, text)), [STOP])
+    return Guide(constraints.compile(Constraint(kind, text)), [STOP])
 
 
 def allowed_tokens(guide: Guide) -> list[int]:
@@ -269,7 +270,7 @@ def test_byte_fallback_tokens(tmp_path: Path) -> None:
 
 
 def start_with(constraints: Constraints, choices: list[str]) -> Guide:
-    return constraints.guide(constraints.compile(Constraint("choice", json.dumps(choices))), [])
+    return Guide(constraints.compile(Constraint("choice", json.dumps(choices))), [])
 
 
 def test_a_vocabulary_wider_than_the_model(demo: ChatTokenizer) -> None:
@@ -298,7 +299,7 @@ def test_a_token_that_is_not_allowed_fails_its_guide_only(constraints: Constrain
     wrong, right = (start(constraints, "choice", ["yes", "no"]) for _ in range(2))
     with pytest.raises(RequestError, match="token 67 is not allowed") as caught:
         wrong.accept(67)
-    assert caught.value.code == "constraint_failed"
+    assert caught.value.code == "invalid_row"
     masks = fill([wrong, right])
     assert masks.errors[0] is not None and masks.errors[1] is None
     assert masks.allowed[0].all() and masks.allowed[1].sum() == len(
@@ -436,7 +437,35 @@ def test_constraints_are_compiled_once(demo: ChatTokenizer, monkeypatch: pytest.
     first, second = made.compile(a), made.compile(b)
     assert made.compile(a) is first
     made.compile(c)
-    assert made.compile(a) is first and made.compile(b) is not second
+    assert made.compile(a) is first and made.compile(b) is second, "somebody holds it"
+    was = weakref.ref(second)
+    del second
+    made.compile(a)
+    made.compile(c)
+    assert was() is None, "nobody does"
+    made.close()
+
+
+def test_what_is_known_waits_for_nothing(demo: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the engine's thread, which asks for a grammar while another thread compiles something slow."""
+    library()
+    made = Constraints(demo, WIDTH)
+    known, slow = Constraint("choice", '["a"]'), Constraint("choice", '["b"]')
+    grammar, begun, go = made.compile(known), threading.Event(), threading.Event()
+    compile_ = made._compile
+
+    def wait(constraint: Constraint) -> Any:
+        begun.set()
+        go.wait()
+        return compile_(constraint)
+
+    monkeypatch.setattr(made, "_compile", wait)
+    thread = threading.Thread(target=made.compile, args=(slow,))
+    thread.start()
+    begun.wait()
+    assert made.compile(known) is grammar
+    go.set()
+    thread.join()
     made.close()
 
 
@@ -481,6 +510,16 @@ def test_the_filler_gives_what_fill_gives(constraints: Constraints, num_threads:
                 guide.accept(token)
         pairs = [pair for pair in pairs if not pair[0].is_finished]
     filler.close()
+
+
+def test_a_form_may_begin_behind_something_else(constraints: Constraints) -> None:
+    """Guards reasoning before JSON: anything but an end until the tag is closed, then the form from its beginning."""
+    guide = Guide(constraints.compile(Constraint("choice", '["y"]')), [STOP], lambda ids: ids[-1:] == [7])
+    allowed = fill([guide]).allowed[0]
+    assert int(allowed.sum()) == WIDTH - 1 and not allowed[STOP] and not guide.is_complete
+    for token in (5, 9, 7):
+        guide.accept(token)
+    assert int(fill([guide]).allowed.sum()) == 1 and not guide.is_finished
 
 
 class Broken(Guide):

@@ -18,8 +18,9 @@ import torch
 from cbatch.engine.batch import RaggedBatch
 from cbatch.engine.blocks import BlockPool
 from cbatch.engine.params import SamplingParams
-from cbatch.engine.plan import Slice, StepPlan
-from cbatch.engine.request import Request, TokenEvent
+from cbatch.engine.plan import Slice, StepPlan, StepResult
+from cbatch.engine.request import Request, Sample, TokenEvent
+from cbatch.engine.results import NAN
 from cbatch.engine.scheduler import Scheduler
 from tests.oracle import Colliding, Row, Stamps, make_row, next_token
 from tests.rules import Moment, check_between_steps, check_plan, demand
@@ -82,7 +83,7 @@ class World:
 
     def add(self, prompt: list[int], max_tokens: int, priority: int = 0, stop_after: int | None = None) -> Request:
         """Adds a request; its `stop_after`-th token is a stop token, if it comes to that."""
-        limit = min(max_tokens, self.scheduler.room_for(len(prompt)))
+        limit = min(max_tokens, self.scheduler.room.after(len(prompt)))
         params = SamplingParams(max_tokens=limit)
         request = Request(self._next_id, list(prompt), params, max_new_tokens=limit, priority=priority)
         self._next_id += 1
@@ -182,7 +183,8 @@ class World:
 
     def _commit(self, plan: StepPlan, results: list[int | None]) -> list[TokenEvent]:
         """The only place that knows what form `commit` wants a step's results in."""
-        return self.scheduler.commit(plan, results)
+        samples = [Sample(0, error=NAN) if token is None else Sample(token) for token in results]
+        return self.scheduler.commit(plan, StepResult(samples))
 
     def _compute(self, plan: StepPlan, broken: Collection[Request]) -> list[int | None]:
         """Writes the stamps of a plan, reads what attention would read, and samples from that."""

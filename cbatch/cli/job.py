@@ -51,6 +51,7 @@ class Job:
     asked:      what the model is to answer: text, token ids or messages
     prompt_ids: that as token ids, where those are known already
     tags:       special tokens that tell the parts of an answer apart
+    grammar:    the form of its output, compiled
     is_thinking: the prompt leaves the model thinking
     is_lost: the engine broke down under it, so it is not finished, and has no row of output
     taken, first, last: when it was taken in, when its first token came and when it ended; clock of `monotonic`
@@ -65,6 +66,7 @@ class Job:
     prompt_ids: list[int] | None = None
     prompt_tokens: int = 0
     tags: tuple[str, ...] = ()
+    grammar: object = None
     is_thinking: bool = False
     completion: Completion = field(default_factory=Completion)
     is_lost: bool = False
@@ -110,6 +112,7 @@ class Preparer:
         """Token ids of a job's prompt; None where it has none, and then the job's `error` says why."""
         if job.error is None and job.prompt_ids is None:
             try:
+                job.grammar = self._engine.compile(job.params)
                 job.prompt_ids = self._engine.encode(job.asked, raw=True, today=self._options.today)
                 self._note_form(job)
             except RequestError as error:

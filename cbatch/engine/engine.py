@@ -20,10 +20,12 @@ from cbatch.engine.loader import LoadedModel, choose_device, load_model
 from cbatch.engine.models.selfcheck import check_ragged
 from cbatch.engine.models.transformers import TransformersModel
 from cbatch.engine.params import SamplingParams, derive_seed
+from cbatch.engine.plan import StepPlan, StepResult
 from cbatch.engine.request import Request, TokenEvent
 from cbatch.engine.results import evaluate
 from cbatch.engine.runner import Runner
 from cbatch.engine.scheduler import Scheduler
+from cbatch.engine.structured import Constraints, Grammar, Guide, MaskFiller
 from cbatch.engine.tokenizer import FIXED_DATE, Message
 
 Prompt = str | Sequence[int] | Mapping[str, Sequence[Message]]
@@ -58,6 +60,8 @@ class Engine:
         cache = KVPool(self.model.layers, self.blocks.num_blocks, config.block_size, self.model.dtype, self.device)
         self.runner = Runner(self.model, cache, attention)
         self.num_steps = self._step_tokens = 0
+        self._constraints = Constraints(self.tokenizer, self.model.vocab_size) if self.tokenizer else None
+        self._masks = MaskFiller()
         self._requests: dict[int, Request] = {}
         self._next_id = 0
 
@@ -120,6 +124,7 @@ class Engine:
         """
         token_ids = self.encode(prompt)
         limit = self.max_new_tokens(token_ids, params)
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.loaded.eos_ids)
         request = Request(
             id=self._next_id,
             token_ids=token_ids,
@@ -128,9 +133,10 @@ class Engine:
             seed=seed if params.seed is None else params.seed,
             sample_index=sample_index,
             priority=priority,
-            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.loaded.eos_ids),
+            stop_ids=stop_ids,
             text=self.tokenizer.stream(token_ids, params, tags) if self.tokenizer else None,
             bad_words=self.tokenizer.bad_word_ids(params.bad_words) if self.tokenizer else (),
+            guide=self._guide(token_ids, params, stop_ids),
         )
         self._next_id += 1
         self._requests[request.id] = request
@@ -150,6 +156,19 @@ class Engine:
         room = self.scheduler.room.after(len(prompt_ids), at_least=0 if params.max_tokens == 0 else 1)
         return room if params.max_tokens is None else min(params.max_tokens, room)
 
+    def compile(self, params: SamplingParams) -> Grammar | None:
+        """The form that outputs are to have, ready for use; None where none is given. May be called in any thread.
+
+        The engine finds it for as long as somebody holds it; else it may have to compile once more. Raises
+        RequestError where it is wrong or too complex.
+        """
+        constraint = params.constraint
+        if constraint is None:
+            return None
+        if self._constraints is None:
+            raise RequestError("invalid_row", "The form of an output needs a tokenizer, and this model has none.")
+        return self._constraints.compile(constraint)
+
     def cancel(self, request_id: int) -> None:
         """Drops a request and frees its memory; one that is finished or unknown is left alone."""
         request = self._requests.pop(request_id, None)
@@ -166,9 +185,7 @@ class Engine:
             return []
         self._step_tokens = plan.num_tokens
         try:
-            batch = RaggedBatch.build(plan, self.blocks.block_size, self.device)
-            logits = self.runner.forward(batch)
-            result = evaluate(plan, logits, batch.scored)
+            result = self._compute(plan)
         except BaseException:
             self.scheduler.abandon(plan)
             raise
@@ -178,6 +195,18 @@ class Engine:
             if event.request_id is not None and event.finish_reason is not None:
                 del self._requests[event.request_id]
         return events
+
+    def _compute(self, plan: StepPlan) -> StepResult:
+        """Runs the model on a plan. What the forms of outputs leave is found out on other threads meanwhile."""
+        guides = [request.guide for request in plan.to_sample if isinstance(request.guide, Guide)]
+        if guides:
+            self._masks.begin(guides)
+        try:
+            batch = RaggedBatch.build(plan, self.blocks.block_size, self.device)
+            logits = self.runner.forward(batch)
+        finally:
+            masks = self._masks.result() if guides else None
+        return evaluate(plan, logits, batch.scored, masks)
 
     def free_memory(self) -> None:
         """Gives back what the last step took of the device's memory, as far as nothing holds it any more."""
@@ -243,6 +272,14 @@ class Engine:
             blocks_wanted=max_seqs * -(-self.model.max_model_len // size),
             device=self.device,
         )
+
+    def _guide(self, prompt_ids: list[int], params: SamplingParams, stop_ids: frozenset[int]) -> Guide | None:
+        """Where an output stands in its form, which begins behind the reasoning where the prompt has opened that."""
+        grammar = self.compile(params)
+        if grammar is None or self.tokenizer is None:
+            return None
+        thinks = self.tokenizer.opens_thinking(prompt_ids)
+        return Guide(grammar, stop_ids, self.tokenizer.ends_thinking if thinks else None)
 
     def _check_tokens(self, what: str, token_ids: Sequence[int]) -> None:
         vocabulary = self.model.vocab_size

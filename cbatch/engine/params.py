@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from cbatch.engine.errors import RequestError
+from cbatch.engine.structured_source import Constraint
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing logits by them would overflow."""
@@ -140,15 +141,15 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @property
-    def constraint(self) -> tuple[str, str] | None:
-        """The output's form as (kind, source): `json_object`, `json_schema`, `regex`, `choice` or `grammar`."""
+    def constraint(self) -> Constraint | None:
+        """What the output must be as a whole, where that is given."""
         if self.response_format is not None:
             return _constraint_of_format(self.response_format)
         if self.choice is not None:
-            return "choice", json.dumps(self.choice)
+            return Constraint("choice", json.dumps(self.choice))
         if self.regex is not None:
-            return "regex", self.regex
-        return ("grammar", self.grammar) if self.grammar is not None else None
+            return Constraint("regex", self.regex)
+        return Constraint("grammar", self.grammar) if self.grammar is not None else None
 
     def for_sample(self, number: int) -> SamplingParams:
         """The parameters of one of `n` outputs; the prompt is scored once, with the first."""
@@ -212,18 +213,18 @@ def _bias(value: object) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(found.items()))
 
 
-def _constraint_of_format(value: object) -> tuple[str, str] | None:
+def _constraint_of_format(value: object) -> Constraint | None:
     """What OpenAI's response_format asks for; None for plain text."""
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind == "text":
         return None
     if kind == "json_object":
-        return "json_object", "{}"
+        return Constraint("json_object")
     if kind == "json_schema" and isinstance(value, Mapping):
         schema = value.get("json_schema")
         schema = schema.get("schema") if isinstance(schema, Mapping) else None
         if isinstance(schema, Mapping | bool):
-            return "json_schema", json.dumps(schema)
+            return Constraint("json_schema", json.dumps(schema))
         wanted = '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
     else:
         wanted = "an object whose type is text, json_object or json_schema"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from cbatch.engine.plan import StepPlan, StepResult
 from cbatch.engine.processors import Processors
 from cbatch.engine.request import Request, Sample, TokenLogprobs
 from cbatch.engine.sampler import sample
+from cbatch.engine.structured import Masks
 
 NAN = RequestError("nan_logits", "The model's output for this request is not a number.")
 NOTHING_LEFT = RequestError(
@@ -24,15 +24,13 @@ def evaluate(
     plan: StepPlan,
     logits: Tensor,
     scored: Tensor | None,
-    allowed: Tensor | None = None,
-    errors: Sequence[RequestError | None] = (),
+    masks: Masks | None = None,
 ) -> StepResult:
     """Samples a token for each request of a step that gets one, and scores prompts.
 
     logits:  [R, V], rows in the order of the ragged batch
     scored:  [R] bool, which of them score prompts; None where none does
-    allowed: [G, V] bool, tokens that the forms of outputs leave, for requests that have a guide
-    errors:  [G] what is wrong with those
+    masks:   what the forms of outputs leave, for requests that have a guide; None where none has
     """
     scores: list[list[TokenLogprobs]] = []
     if scored is not None:
@@ -42,6 +40,7 @@ def evaluate(
     if not requests:
         return StepResult([], scores)
     guided = [row for row, request in enumerate(requests) if request.guide is not None]
+    allowed = masks.allowed if masks is not None else None
     processed = Processors.build(requests, logits.device).apply(logits, allowed, guided)
     tokens, largest = sample(processed, requests)
     token_ids = tokens.tolist()
@@ -50,8 +49,8 @@ def evaluate(
         None if math.isfinite(value) else NOTHING_LEFT if value == -math.inf and processed is not logits else NAN
         for value in largest.tolist()
     ]
-    for row, error in zip(guided, errors, strict=True):
-        wrong[row] = error or wrong[row]
+    for row, sentence in zip(guided, masks.errors if masks is not None else (), strict=True):
+        wrong[row] = RequestError("invalid_row", sentence) if sentence is not None else wrong[row]
     _mark_broken_scores(plan, scores, wrong)
     return StepResult([Sample(*row) for row in zip(token_ids, logprobs, wrong, strict=True)], scores)
 

@@ -15,9 +15,10 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -45,32 +46,41 @@ class Constraints:
         """`vocab_size`: width of the model's logits, which may differ from the tokenizer's vocabulary."""
         self.vocab_size = vocab_size
         self._tokenizer = tokenizer
-        self._lock = threading.Lock()
+        self._lock, self._compiling = threading.Lock(), threading.Lock()
         self._cache: OrderedDict[Constraint, Grammar | str] = OrderedDict()
+        self._in_use: WeakValueDictionary[Constraint, Grammar] = WeakValueDictionary()
         self._trial: GrammarTrial | None = None
         self._library: Any = None
 
     def compile(self, constraint: Constraint) -> Grammar:
-        """The grammar of a constraint, from a cache where it is known.
+        """The grammar of a constraint, at once where it is known: one of the last, or one that is still in use.
 
         Raises RequestError (`invalid_row`) for a constraint that is wrong, too complex, or asks for what the
         library does not know; for a tokenizer that it does not know; and where the library is not installed.
         """
-        with self._lock:
-            known = self._cache.get(constraint)
-            if known is None:
-                self._load()
-                known = self._cache[constraint] = self._compile(constraint)
-                if len(self._cache) > CACHE_SIZE:
-                    self._cache.popitem(last=False)
-            self._cache.move_to_end(constraint)
+        known = self._find(constraint)
+        if known is None:
+            with self._compiling:  # of several that want the same, one compiles
+                known = self._find(constraint) or self._compile(constraint)
+            self._keep(constraint, known)
         if isinstance(known, str):
             raise RequestError("invalid_row", known)
         return known
 
-    def guide(self, grammar: Grammar, stop_ids: Collection[int]) -> Guide:
-        """The state of one output. `stop_ids`, all in the model's vocabulary, are allowed where it may end."""
-        return Guide(grammar, stop_ids)
+    def _find(self, constraint: Constraint) -> Grammar | str | None:
+        with self._lock:
+            if constraint in self._cache:
+                self._cache.move_to_end(constraint)
+                return self._cache[constraint]
+            return self._in_use.get(constraint)
+
+    def _keep(self, constraint: Constraint, known: Grammar | str) -> None:
+        with self._lock:
+            self._cache[constraint] = known
+            if isinstance(known, Grammar):
+                self._in_use[constraint] = known
+            if len(self._cache) > CACHE_SIZE:
+                self._cache.popitem(last=False)
 
     def close(self) -> None:
         """Ends the child process that tries constraints; another one comes where another one is needed."""
@@ -78,6 +88,7 @@ class Constraints:
             self._trial.close()
 
     def _compile(self, constraint: Constraint) -> Grammar | str:
+        self._load()
         try:
             grammar = to_lark(constraint)
             assert self._trial is not None

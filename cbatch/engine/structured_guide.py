@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -35,19 +35,27 @@ class Guide:
     `error` is a sentence once something has failed; nothing more comes of it then.
     """
 
-    def __init__(self, grammar: Grammar, stop_ids: Collection[int]) -> None:
+    def __init__(
+        self, grammar: Grammar, stop_ids: Collection[int], begins_after: Callable[[list[int]], bool] | None = None
+    ) -> None:
+        """
+        stop_ids:     allowed where the output may end
+        begins_after: whether the form begins behind the tokens so far, of an output that begins with something else
+        """
         self.vocab_size = grammar.vocab_size
         self.error: str | None = None
         self._forbidden = grammar.forbidden
         self._stop_ids = frozenset(stop_ids)
         self._stops = np.array(sorted(self._stop_ids), dtype=np.int64)
         self._matcher = grammar.new_matcher()
+        self._begins_after = begins_after
+        self._before: list[int] = []
         self._is_ended = False
 
     @property
     def is_complete(self) -> bool:
         """Whether the text so far is a whole match, so that an end token may come."""
-        return self.error is None and bool(self._matcher.is_accepting())
+        return self.error is None and self._begins_after is None and bool(self._matcher.is_accepting())
 
     @property
     def is_finished(self) -> bool:
@@ -57,8 +65,13 @@ class Guide:
     def accept(self, token_id: int) -> None:
         """Takes in a token of the output, also one of an output that is begun anew.
 
-        Raises RequestError (`constraint_failed`) for a token that the grammar does not allow here.
+        Raises RequestError (`invalid_row`) for a token that the grammar does not allow here.
         """
+        if self._begins_after is not None:
+            self._before.append(token_id)
+            if self._begins_after(self._before):
+                self._begins_after = None
+            return
         if self.error is None and token_id in self._stop_ids and self.is_complete:
             self._is_ended = True
             return
@@ -66,7 +79,7 @@ class Guide:
             is_limit = str(self._matcher.stop_reason()).endswith("TooComplex")
             self.error = FAILED + (TOO_COMPLEX if is_limit else f"token {token_id} is not allowed where it came.")
         if self.error is not None:
-            raise RequestError("constraint_failed", self.error)
+            raise RequestError("invalid_row", self.error)
 
     def fill(self, allowed: np.ndarray) -> str | None:
         """Writes which tokens may come into a row [V] bool; returns a sentence where that fails.
@@ -74,6 +87,10 @@ class Guide:
         Stop ids may come exactly where the text is complete, other special tokens never. Where the output is finished
         and there are no stop ids, nothing may come.
         """
+        if self._begins_after is not None:
+            allowed[:] = True
+            allowed[self._stops] = False
+            return None
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             return FAILED + ("no text can follow here." if is_dead_end(self._matcher) else TOO_COMPLEX)

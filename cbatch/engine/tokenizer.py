@@ -114,6 +114,12 @@ class ChatTokenizer:
             return False
         return form.opens_thinking(self.backend.decode(list(prompt[-PROMPT_TAIL:]), skip_special_tokens=False))
 
+    def ends_thinking(self, token_ids: Sequence[int]) -> bool:
+        """Whether the closing think tag stands at the end of an output so far, or just before that."""
+        think = self.answer_format.think
+        tail = self.backend.decode(list(token_ids[-PROMPT_TAIL:]), skip_special_tokens=False)
+        return think is not None and think[1] in tail
+
     def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
         """Token sequences that spell these words, at the beginning of a text and behind a space."""
         spelt = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for w in words for text in (w, f" {w}")]
