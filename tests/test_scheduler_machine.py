@@ -23,9 +23,9 @@ MOST_LIVE = 12
 shapes = st.builds(
     Shape,
     block_size=st.integers(1, 8),
-    num_blocks=st.integers(2, 16),
-    max_seqs=st.integers(1, 8),
-    max_batch_tokens=st.integers(1, 32),
+    num_blocks=st.sampled_from([9, 5, 12, 16, 24, 14, 7, 2]),
+    max_seqs=st.sampled_from([3, 5, 8, 2, 6, 4, 8, 1]),
+    max_batch_tokens=st.sampled_from([9, 16, 32, 24, 6, 12, 4, 1]),
     max_model_len=st.sampled_from([1000, 1000, 20]),
     prefix_cache=st.sampled_from([True, True, True, False]),
     vocabulary=st.sampled_from([2, 50]),
@@ -47,11 +47,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def begin(self, shape: Shape) -> None:
         self.world = World(shape)
 
-    @rule(tail=tails, tokens=lengths, priority=priorities, stop=stops)
-    def add(self, tail: list[int], tokens: int, priority: int, stop: int | None) -> None:
-        self._add(self.world.prompt(0, 0, tail), tokens, priority, stop)
+    @rule(several=st.lists(tails, min_size=1, max_size=5), tokens=lengths, priority=priorities, stop=stops)
+    def add(self, several: list[list[int]], tokens: int, priority: int, stop: int | None) -> None:
+        for tail in several:
+            self._add(self.world.prompt(0, 0, tail), tokens, priority, stop)
 
-    @rule(row=which, cut=st.integers(1, 40), tail=tails, tokens=lengths, priority=priorities, stop=stops)
+    @rule(row=which, cut=st.integers(1, 16), tail=tails, tokens=lengths, priority=priorities, stop=stops)
     def share(self, row: int, cut: int, tail: list[int], tokens: int, priority: int, stop: int | None) -> None:
         self._add(self.world.prompt(row, cut, tail), tokens, priority, stop)
 
@@ -59,17 +60,22 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fork(self, row: int, tail: list[int], tokens: int, priority: int) -> None:
         self._add(self.world.prompt(row, 0, tail, generated=True), tokens, priority)
 
-    @rule(row=which, cut=st.integers(0, 40), tail=tails, tokens=lengths)
+    @rule(row=which, cut=st.integers(0, 16), tail=tails, tokens=lengths)
     def add_urgent(self, row: int, cut: int, tail: list[int], tokens: int) -> None:
         self._add(self.world.prompt(row, cut, tail), tokens, 0)
 
-    @rule(first=st.integers(0, 9), priority=priorities)
-    def fill_the_cache(self, first: int, priority: int) -> None:
-        capacity = self.world.scheduler.pool.capacity
-        self._add(self.world.prompt(0, 0, [token % 10 for token in range(first, first + capacity)]), 1, priority)
+    @rule(first=st.integers(0, 9), parts=st.integers(1, 5), priority=priorities)
+    def fill_the_cache(self, first: int, parts: int, priority: int) -> None:
+        length = self.world.scheduler.pool.capacity // parts
+        for start in range(first, first + parts):
+            self._add(self.world.prompt(0, 0, [start + place % 10 for place in range(length)]), 1, priority)
 
-    @rule(count=st.integers(1, 4))
-    def step(self, count: int) -> None:
+    @rule()
+    def step_once(self) -> None:
+        self.world.step()
+
+    @rule(count=st.integers(2, 9))
+    def step_on(self, count: int) -> None:
         for _ in range(count):
             self.world.step()
 
@@ -77,7 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step_with_nan(self, broken: set[int]) -> None:
         self.world.step(broken=broken)
 
-    @rule(garbage=st.booleans(), shrink=st.sampled_from([False, False, True]))
+    @rule(garbage=st.booleans(), shrink=st.sampled_from([False] * 7 + [True]))
     def fail_step(self, garbage: bool, shrink: bool) -> None:
         self.world.fail_step(garbage=garbage, shrink=shrink)
 
@@ -85,16 +91,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     def cancel(self, row: int) -> None:
         self.world.cancel(row)
 
-    @rule(tokens=st.integers(1, 32))
-    def shrink(self, tokens: int) -> None:
-        self.world.shrink(tokens)
+    @rule(part=st.sampled_from([1.0, 0.7, 0.3]), grow=st.booleans())
+    def shrink(self, part: float, grow: bool) -> None:
+        self.world.shrink(max(1, int(part * self.world.scheduler.max_batch_tokens)))
+        if grow:
+            self.grow()
 
     @rule()
     def grow(self) -> None:
-        self.world.grow()
+        while not self.world.grow():
+            self.world.step()
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
+            self.world.grow()
             self.world.drain()
 
     def _add(self, prompt: list[int], tokens: int, priority: int, stop: int | None = None) -> None:
@@ -105,8 +115,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 def test_whatever_happens() -> None:
     """Guards every output against its company, every block against two owners, and every request against starving."""
     quick = settings(
-        max_examples=120,
-        stateful_step_count=40,
+        max_examples=100,
+        stateful_step_count=60,
         derandomize=True,
         database=None,
         deadline=None,
