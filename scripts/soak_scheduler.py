@@ -32,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--world", type=int, default=0, help="number of the first world")
+    parser.add_argument("--world", type=int, default=0, help="number of the first world, to repeat one")
     arguments = parser.parse_args()
     counts: Counter[str] = Counter()
     began, number, told = time.monotonic(), arguments.world, 0

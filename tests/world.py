@@ -110,8 +110,10 @@ class World:
         for slice_ in plan.slices:
             if slice_.request in plan.admitted:
                 self._enter(self.rows[slice_.request], slice_.start)
-        for event in self._commit(plan, results):
-            self._take(event)
+        events = self._commit(plan, results)
+        demand([event.request_id for event in events] == [r.id for r in plan.to_sample], "not one event for each token")
+        for event, result in zip(events, results, strict=True):
+            self._take(event, is_nan=result is None)
         self.check()
 
     def fail_step(self, *, garbage: bool, shrink: bool = False) -> None:
@@ -212,7 +214,7 @@ class World:
         """What a slice writes: its stamps, or a NaN where one is planted or comes before them."""
         if is_broken:
             self._num_nans += 1
-            return FIRST_NAN - self._num_nans
+            return FIRST_NAN + 1 - self._num_nans
         if self._num_nans:
             before = self._read(row.request.blocks, slice_.start)
             if (nans := before[before <= FIRST_NAN]).size:
@@ -253,11 +255,13 @@ class World:
             self._prompt_tokens += row.request.num_prompt
             self._cached_tokens += start
 
-    def _take(self, event: TokenEvent) -> None:
+    def _take(self, event: TokenEvent, *, is_nan: bool) -> None:
         """Compares an event, and the request's tokens, with the oracle."""
         request = next(request for request in self.rows if request.id == event.request_id)
         row, length = self.rows[request], request.num_tokens
-        if event.finish_reason == "error":
+        failed = event.error is not None and event.error.code == "nan_logits"
+        demand(failed == is_nan == (event.finish_reason == "error"), f"request {request.id}: a wrong end: {event}")
+        if is_nan:
             self.counts["NaN rows"] += 1
             self._forget(request)
             return
