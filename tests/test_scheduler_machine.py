@@ -200,22 +200,24 @@ def commit_and_offer_nan(self: Scheduler, plan: StepPlan, results: Iterable[Any]
 
 
 publish, abandon, commit = BlockPool.publish, Scheduler.abandon, Scheduler.commit
-FAULTS: list[tuple[type, Callable[..., Any], str]] = [
-    (BlockPool, free_too_early, "free and held blocks"),
-    (BlockPool, publish_too_early, "hold something else|not its own"),
-    (BlockPool, match_hashes, "hold something else|not its own"),
-    (Scheduler, abandon_and_leave_published, "hold something else|not its own"),
-    (Scheduler, commit_and_stay, "two owners"),
-    (Scheduler, commit_and_offer_nan, "NaN"),
+FAULTS: list[tuple[type, str, Callable[..., Any], str]] = [
+    (BlockPool, "free", free_too_early, "free and held blocks"),
+    (BlockPool, "publish", publish_too_early, "hold something else|not its own"),
+    (BlockPool, "match", match_hashes, "hold something else|not its own"),
+    (Scheduler, "abandon", abandon_and_leave_published, "hold something else|not its own"),
+    (Scheduler, "commit", commit_and_stay, "two owners|bound of steps"),
+    (Scheduler, "commit", commit_and_offer_nan, "NaN"),
 ]
 
 
-@pytest.mark.parametrize(("owner", "fault", "message"), FAULTS, ids=[fault.__name__ for _, fault, _ in FAULTS])
+@pytest.mark.parametrize(
+    ("owner", "method", "fault", "message"), FAULTS, ids=[fault.__name__ for _, _, fault, _ in FAULTS]
+)
 def test_planted_faults_are_seen(
-    owner: type, fault: Callable[..., Any], message: str, monkeypatch: pytest.MonkeyPatch
+    owner: type, method: str, fault: Callable[..., Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards the machine itself: it sees these faults, and without the scheduler's own check of its books."""
-    monkeypatch.setattr(owner, fault.__name__.split("_")[0], fault)
+    monkeypatch.setattr(owner, method, fault)
     monkeypatch.setattr(Scheduler, "check_integrity", lambda self: None)
     with pytest.raises(Violation, match=message):
         wander(30)

@@ -29,6 +29,8 @@ class Wanderer:
     def __init__(self, seed: int, number: int) -> None:
         self._random = random.Random(f"{seed}/{number}")
         below = self._random.random
+        self._is_level = below() < 0.3
+        """All requests are equals, and steps keep their size: preemption is bounded then."""
         self._longest_tail = self._random.choice((2, 3, 5, 16))
         self._most_tokens = self._random.choice((3, 10, 24))
         self.world = World(
@@ -56,12 +58,14 @@ class Wanderer:
 
     def _act(self, name: str) -> None:
         world, draw = self.world, self._random.randrange
+        if self._is_level and name in ("urgent", "shrink"):
+            name = "add" if name == "urgent" else "step"
         if name == "step":
             world.step()
         elif name == "cancel":
             world.cancel(draw(MOST_LIVE))
         elif name == "fail":
-            world.fail_step(garbage=draw(2) == 0, shrink=draw(16) == 0)
+            world.fail_step(garbage=draw(2) == 0, shrink=draw(16) == 0 and not self._is_level)
         elif name == "nan":
             world.step(broken=[draw(8)])
         elif name == "shrink":
@@ -74,7 +78,7 @@ class Wanderer:
     def _add(self, name: str) -> None:
         world, draw = self.world, self._random.randrange
         capacity = world.scheduler.pool.capacity
-        priority = draw(1, 4)
+        priority = 1 if self._is_level else draw(1, 4)
         if name == "evict":
             for _ in range(draw(1, 4)):
                 world.add(self._tail(capacity // 2 + 1, capacity), 1, priority)

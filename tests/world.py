@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cbatch.engine.admission import MAX_PREEMPTIONS
 from cbatch.engine.batch import RaggedBatch
 from cbatch.engine.blocks import BlockPool
 from cbatch.engine.params import SamplingParams
@@ -64,6 +65,7 @@ class World:
         self.counts: Counter[str] = Counter()
         self._token = Colliding if shape.colliding else int
         self._next_id = 0
+        self._priorities: set[int] = set()
         self._num_nans = 0
         self._seen_nans: dict[int, int] = {}
         """The planted NaNs that a commit was told of, and in which step."""
@@ -87,6 +89,7 @@ class World:
         params = SamplingParams(max_tokens=limit)
         request = Request(self._next_id, list(prompt), params, max_new_tokens=limit, priority=priority)
         self._next_id += 1
+        self._priorities.add(priority)
         self.rows[request] = make_row(request, stop_after, self.shape.vocabulary, self._token)
         self.scheduler.add(request)
         self.counts["requests"] += 1
@@ -170,6 +173,9 @@ class World:
         known = [*self.rows.values(), *self.past]
         if known:
             self._probe(known[(self.counts["steps"] + self.counts["requests"]) % len(known)])
+        if len(self._priorities) == 1 and not self.counts["shrinks"]:
+            often = max((request.num_preemptions for request in self.rows), default=0)
+            demand(often <= MAX_PREEMPTIONS, "a request was preempted too often by its equals")
         totals = self.scheduler.num_prompt_tokens, self.scheduler.num_cached_tokens
         demand(totals == (self._prompt_tokens, self._cached_tokens), "wrong figures of the prefix cache")
 
