@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import string
 import sys
@@ -308,6 +309,31 @@ def test_a_token_that_is_not_allowed_fails_its_guide_only(constraints: Constrain
     assert not wrong.is_complete and not wrong.is_finished
 
 
+def test_the_text_of_a_special_token_is_text(constraints: Constraints) -> None:
+    """Guards control tokens: a pattern that spells one is matched by plain tokens only."""
+    guide = Guide(constraints.compile(Constraint("regex", r"(<\|im_end\|>)+")), [])
+    for byte in b"<|im_end|><":
+        assert not {0, 1, 2} & set(allowed_tokens(guide))
+        guide.accept(TOKENS.index(bytes([byte])))
+
+
+def test_a_stop_token_that_is_text(constraints: Constraints) -> None:
+    """Guards stop_token_ids of the row's own: they end the output, so they may come where it is complete only."""
+    a, y = TOKENS.index(b"a"), TOKENS.index(b"y")
+    guide = Guide(constraints.compile(Constraint("regex", "(a|y)a?")), [a])
+    assert allowed_tokens(guide) == [y]
+    guide.accept(y)
+    assert allowed_tokens(guide) == [a] and guide.is_finished
+    guide.accept(a)
+    assert guide.is_finished
+
+
+def test_an_empty_output(constraints: Constraints) -> None:
+    """Guards a pattern that only the empty text matches, where no end token may come to say so (ignore_eos)."""
+    guide = Guide(constraints.compile(Constraint("regex", "")), [])
+    assert guide.is_complete and allowed_tokens(guide) == [] and guide.is_finished
+
+
 def test_nothing_follows_an_end_token(constraints: Constraints) -> None:
     """Guards the end: it finishes the output, and the mask says no more than that."""
     guide = start(constraints, "regex", "a*")
@@ -419,7 +445,9 @@ def test_a_trial_that_takes_too_long_ends() -> None:
     """Guards the limit of time on what the library's own limits do not reach; the next grammar is tried as ever."""
     good = to_lark(Constraint("regex", "a"))
     trial = GrammarTrial(str(Path(library().__file__).parent.parent), cpu_limit=0.2)
-    assert trial.check(to_lark(Constraint("regex", "a?" * 100_000))) == TOO_COMPLEX
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    assert trial.check(to_lark(Constraint("regex", ".?" * 8000))) == TOO_COMPLEX
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2
     assert trial.check(good) is None
     assert trial._child is not None
     os.kill(trial._child.pid, signal.SIGKILL)
@@ -534,12 +562,17 @@ class Broken(Guide):
         raise ValueError("it broke")
 
 
+def filling_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "cbatch-masks"}
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_guide_that_fails_or_stalls_harms_no_other(constraints: Constraints) -> None:
     """Guards a step: an exception or a mask without end is an error of that request, and the thread is replaced."""
     grammar = constraints.compile(Constraint("choice", '["y"]'))
     stalled, broken = Broken(grammar, [STOP]), Broken(grammar, [STOP])
     stalled.wait = threading.Event()
-    filler = MaskFiller(num_threads=1, limit=0.05)
+    filler, before = MaskFiller(num_threads=1, limit=0.05), filling_threads()
     for _ in range(3):
         good = [start(constraints, "choice", ["y"]) for _ in range(3)]
         filler.begin([good[0], stalled, good[1], broken, good[2]])
@@ -547,7 +580,12 @@ def test_a_guide_that_fails_or_stalls_harms_no_other(constraints: Constraints) -
         assert [error is None for error in masks.errors] == [True, False, True, False, True]
         assert "took longer than 0.05 s" in str(masks.errors[1]) and "it broke" in str(masks.errors[3])
         assert masks.allowed.sum(dim=1).tolist() == [1, WIDTH, 1, WIDTH, 1]
+    assert len(filling_threads() - before) == 2, "a guide that stalled was filled again"
     stalled.wait.set()
     filler.begin([start(constraints, "choice", ["y"])])
     assert filler.result().allowed.sum() == 1 and stalled.error is not None
     filler.close()
+    deadline = time.monotonic() + 5
+    while filling_threads() - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not filling_threads() - before

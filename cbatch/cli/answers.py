@@ -28,7 +28,7 @@ def prompt_scores(first_id: int, logprobs: Sequence[TokenLogprobs], spell: Spell
     """Log-probabilities of a prompt's tokens, and their sum; nothing comes before the first one, so it has none."""
     first = _entry(first_id, None, spell) | {"top_logprobs": []}
     return {
-        "sum": round(math.fsum(one.logprob for one in logprobs), 6),
+        "sum": _rounded(math.fsum(one.logprob for one in logprobs)),
         "content": [first, *logprob_content(logprobs, spell)],
     }
 
@@ -42,7 +42,7 @@ def text_logprobs(
     hidden:   tokens that take no place in the text
     """
     tokens = [_entry(one.token_id, one.logprob, spell) for one in logprobs]
-    top = [{_entry(token, None, spell)["token"]: round(value, 6) for token, value in one.top} for one in logprobs]
+    top = [{_entry(token, None, spell)["token"]: _rounded(value) for token, value in one.top} for one in logprobs]
     if first_id is not None:
         tokens.insert(0, _entry(first_id, 0.0, spell))
         top.insert(0, {})
@@ -69,6 +69,11 @@ def _entry(token_id: int, logprob: float | None, spell: Spell) -> dict[str, Any]
     data = spell(token_id)
     return {
         "token": data.decode("utf-8", "replace") if data is not None else f"token_id:{token_id}",
-        "logprob": round(logprob, 6) if logprob is not None else None,
+        "logprob": _rounded(logprob) if logprob is not None else None,
         "bytes": list(data) if data is not None else None,
     }
+
+
+def _rounded(logprob: float) -> float:
+    """Five places: of those behind, most depend on which rows ran beside this one."""
+    return round(logprob, 5)

@@ -150,8 +150,9 @@ class Request:
         """Appends a sampled token and says what came of it."""
         if sample.error is not None:
             return self.fail(sample.error)
-        if self.max_new_tokens == 0:
-            return self._event(None, self.text.flush() if self.text else "", "length")
+        if self.max_new_tokens == 0 or (self.guide is not None and self.guide.is_finished):
+            reason: FinishReason = "length" if self.max_new_tokens == 0 else "stop"
+            return self._event(None, self.text.flush() if self.text else "", reason)
         token_id = sample.token_id
         self.token_ids.append(token_id)
         may_stop = self.num_generated >= self.min_tokens

@@ -50,7 +50,11 @@ def evaluate(
         for value in largest.tolist()
     ]
     for row, sentence in zip(guided, masks.errors if masks is not None else (), strict=True):
-        wrong[row] = RequestError("invalid_row", sentence) if sentence is not None else wrong[row]
+        guide = requests[row].guide
+        if sentence is not None:
+            wrong[row] = RequestError("invalid_row", sentence)
+        elif guide is not None and guide.is_finished:  # nothing is left because nothing more may come
+            wrong[row] = None
     _mark_broken_scores(plan, scores, wrong)
     return StepResult([Sample(*row) for row in zip(token_ids, logprobs, wrong, strict=True)], scores)
 

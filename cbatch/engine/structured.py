@@ -103,7 +103,7 @@ class Constraints:
         matcher = self._library.LLMatcher(self._vocabulary, grammar, limits=limits, log_level=0)
         if matcher.is_error():
             return str(invalid(constraint, matcher.get_error()))
-        return Grammar(matcher, self._forbidden, self.vocab_size)
+        return Grammar(matcher, self.vocab_size)
 
     def _load(self) -> None:
         """Imports the library and gives it the vocabulary, once."""
@@ -124,7 +124,6 @@ class Constraints:
         tokens = [known.decode_bytes([token]) for token in ids]
         tokens += [b""] * (self.vocab_size - len(tokens))
         self._vocabulary = llguidance.LLTokenizer(Vocabulary(tokens, special))
-        self._forbidden = np.array([token for token in special if token < self.vocab_size], dtype=np.int64)
         self._trial = GrammarTrial(str(Path(llguidance.__file__).parent.parent))
         self._library = llguidance
 

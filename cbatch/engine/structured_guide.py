@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -18,15 +17,13 @@ TOO_COMPLEX = "it is too complex at this place."
 class Grammar:
     """A compiled constraint; made by `Constraints.compile`, and any number of requests share it."""
 
-    def __init__(self, matcher: Any, forbidden: np.ndarray, vocab_size: int) -> None:
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self.forbidden = forbidden
         self._matcher = matcher
-        self._lock = threading.Lock()
 
     def new_matcher(self) -> Any:
-        with self._lock:  # the library refuses two uses of one matcher at a time
-            return self._matcher.deep_copy()
+        """A matcher at the beginning, which shares nothing that changes: others do not decide what its limits allow."""
+        return self._matcher.deep_copy()
 
 
 class Guide:
@@ -44,7 +41,6 @@ class Guide:
         """
         self.vocab_size = grammar.vocab_size
         self.error: str | None = None
-        self._forbidden = grammar.forbidden
         self._stop_ids = frozenset(stop_ids)
         self._stops = np.array(sorted(self._stop_ids), dtype=np.int64)
         self._matcher = grammar.new_matcher()
@@ -95,7 +91,6 @@ class Guide:
         if self._matcher.is_error():
             return FAILED + ("no text can follow here." if is_dead_end(self._matcher) else TOO_COMPLEX)
         allowed[:] = np.unpackbits(bits, bitorder="little", count=self.vocab_size)
-        allowed[self._forbidden] = False
         allowed[self._stops] = False
         is_complete = self.is_complete
         self._is_ended |= is_complete and not allowed.any()
