@@ -39,6 +39,7 @@ class Call:
     on_start: told on the front end's thread how many tokens the prompt has, how many turns were dropped, and whether
               it leaves the model thinking
     on_event: told there of every token, and when it came (`monotonic`)
+    grammar:  the form of the answer, compiled, where one is given
     """
 
     head: list[Message]
@@ -51,6 +52,7 @@ class Call:
     on_start: Callable[[int, int, bool], None]
     on_event: Callable[[TokenEvent, float], None]
     is_cancelled: bool = False
+    grammar: object = None
     ticket: Ticket | None = None
 
     def messages(self, dropped: int) -> list[Message]:
@@ -126,6 +128,9 @@ class EngineClient:
 
     def _submit(self, call: Call, driver: Driver) -> None:
         params = self.params(call.overrides)
+        if call.so_far and params.constraint is not None:
+            raise RequestError("invalid_row", "An answer of a given form cannot be continued; /retry begins it anew.")
+        call.grammar = driver.engine.compile(params)
         prompt_ids, dropped = self._encode(call, driver.engine, params)
         tokenizer = driver.engine.tokenizer
         thinks = tokenizer is not None and not call.so_far and tokenizer.opens_thinking(prompt_ids)
