@@ -167,8 +167,17 @@ def test_what_was_finished_before_a_signal_is_written(engine: Engine, monkeypatc
     assert len(stream.getvalue().splitlines()) == 40
 
 
-SAMPLED = [
-    {"id": f"r{n}", "prompt": f"row {n} " * (1 + n % 7), "temperature": 1.0, "max_tokens": 9 + n} for n in range(24)
+ASKED: list[dict[str, Any]] = [
+    {},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+    {"repetition_penalty": 1.3, "top_p": 0.9},
+    {"logit_bias": {"70": 5}, "bad_words": ["e"], "min_tokens": 5},
+    {"regex": "[a-z]{3,20} [0-9]+"},
+]
+SAMPLED: list[dict[str, Any]] = [
+    {"id": f"r{n}", "prompt": "all begin alike: " + f"row {n} " * (1 + n % 7), "temperature": 1.0, "max_tokens": 9 + n}
+    | ASKED[n % 5]
+    for n in range(24)
 ]
 SETTINGS: dict[str, list[str]] = {
     "shuffled": [],
@@ -177,6 +186,7 @@ SETTINGS: dict[str, list[str]] = {
     "small steps": ["--max-batch-tokens", "7"],
     "preempted": ["--block-size", "2", "--kv-blocks", "70", "--max-seqs", "24"],
     "resumed": ["--max-seqs", "5"],
+    "no prefix cache": ["--no-prefix-cache", "--block-size", "2"],
 }
 
 
@@ -207,6 +217,7 @@ def test_company_changes_no_text(texts: dict[str, str], model_folder: Path, tmp_
     assert run_rows(rows, model_folder, tmp_path, *SETTINGS[name]) == texts
     stats = json.loads((tmp_path / "stats.json").read_text())
     assert (stats["preemptions"] > 0) == (name == "preempted")
+    assert (stats["cached_tokens"] == 0) == (name == "no prefix cache")
     assert (stats["rows_kept"] == 8) == (name == "resumed")
     assert len(set(texts.values())) > 20
 
