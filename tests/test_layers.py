@@ -34,6 +34,7 @@ LAYERS = [
     ["engine.structured"],
     ["engine.results"],
     ["engine.loader"],
+    ["engine.models.masks"],
     ["engine.models.transformers"],
     ["engine.models.selfcheck"],
     ["engine.runner"],

@@ -1,16 +1,18 @@
 """Any causal language model of transformers that goes through its AttentionInterface, on ragged batches.
 
-One attention function is registered under the name `cbatch`, and one keyword, `paged`, carries everything it
-needs through the model's own forward. A mask name that is not registered makes transformers build no mask.
+One attention function is registered under the name `cbatch`. A mask name that is not registered makes transformers
+build no mask, and the engine builds its own; which tokens a layer may see is learned once, in a probe, from the mask
+functions that the model itself asks for (see `masks`).
 
 A model that keeps state anywhere else than in the keys and values seen here (recurrent layers, convolutions
-over tokens, caches shared between layers, position encodings that depend on the length of the whole text)
+over tokens, sparse attention with an index of its own, position encodings that depend on the length of the whole text)
 would run on a ragged row and be silently wrong. `TransformersModel` refuses it: a probe looks at every call of
-the interface, and a small ragged step in two chunks is compared with the model's own forward.
+the interface, and `selfcheck` compares small ragged steps with the model's own forward.
 """
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,14 +23,19 @@ from cbatch.engine.attention.interface import AttentionBackend
 from cbatch.engine.batch import RaggedBatch
 from cbatch.engine.errors import ModelError
 from cbatch.engine.kv_pool import KVPool, LayerShape
+from cbatch.engine.models.masks import Reach, reach_of, stand_in_mask
 
 ATTENTION_NAME = "cbatch"
+PROBE_NAME = "cbatch_probe"
 
-IGNORED_KEYWORDS = frozenset({"dropout", "is_causal", "position_ids", "use_cache"})
+IGNORED_KEYWORDS = frozenset({"dropout", "is_causal", "logits_to_keep", "position_ids", "sliding_window", "use_cache"})
 """Keywords of an attention call that say nothing new about a causal, paged, inference-only call.
 
-Nor do `output_...` switches, which ask for what else a model may return.
+A window is in the mask already. Nor do `output_...` switches, which ask for what else a model may return.
 """
+
+SERVED_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+"""Kinds of layers whose past is keys and values alone, whatever the length of the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +55,38 @@ class PagedContext:
 
 
 @dataclass(slots=True)
-class Probe:
-    """Stands in for a PagedContext in the first call of a model and writes down what each layer stores."""
+class Step:
+    """The attention calls of one forward pass. Their order tells them apart, and each has a cache of its own.
 
-    shapes: dict[int, LayerShape] = field(default_factory=dict)
-    windows: dict[int, int | None] = field(default_factory=dict)
+    A layer may attend twice, or be run again and again: what matters is that every step makes the same calls.
+    """
+
+    context: PagedContext
+    windows: list[int | None]
     calls: int = 0
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        self.calls += 1
-        self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2])
-        self.windows[layer] = options["window"]
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+        if mask is not None:
+            raise ModelError("its attention layers use a mask of their own")
+        call, self.calls = self.calls, self.calls + 1
+        return self.context.attend(call, query, key, value, window=self.windows[call], **options)
+
+
+@dataclass(slots=True)
+class Probe:
+    """Stands in for a Step in the first pass of a model and writes down what each call stores and may see."""
+
+    shapes: list[LayerShape] = field(default_factory=list)
+    reaches: list[Reach] = field(default_factory=list)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+        self.shapes.append(LayerShape(key.shape[1], key.shape[2], value.shape[2]))
+        self.reaches.append(reach_of(mask))
         return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
+_current: ContextVar[Step | Probe] = ContextVar("cbatch_step")
+"""The pass that is being made. Not a keyword through the model's forward, for not every family hands those on."""
 
 
 def paged_attention(
@@ -69,9 +96,7 @@ def paged_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    paged: PagedContext | Probe,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **keywords: Any,
@@ -82,16 +107,14 @@ def paged_attention(
         for name, value in keywords.items()
         if value is not None and name not in IGNORED_KEYWORDS and not name.startswith("output_")
     )
-    if unknown or attention_mask is not None:
-        what = ", ".join(unknown) or "a mask of its own"
-        raise ModelError(f"its attention layers use {what}, which this engine does not know")
-    out = paged.attend(
-        int(module.layer_idx),  # type: ignore[arg-type]
+    if unknown:
+        raise ModelError(f"its attention layers use {', '.join(unknown)}, which this engine does not know")
+    out = _current.get().attend(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
+        attention_mask,
         scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
-        window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
     )
@@ -107,9 +130,11 @@ class TransformersModel:
     """
 
     def __init__(self, network: Any) -> None:
-        from transformers import AttentionInterface
+        from transformers import AttentionInterface, AttentionMaskInterface
 
         AttentionInterface.register(ATTENTION_NAME, paged_attention)
+        AttentionInterface.register(PROBE_NAME, paged_attention)
+        AttentionMaskInterface.register(PROBE_NAME, stand_in_mask)
         self._network = network
         self.name = type(network).__name__
         self.config = network.config.get_text_config()
@@ -119,8 +144,7 @@ class TransformersModel:
         self.max_model_len = _max_model_len(self.config)
         try:
             _check_config(network.config, self.config)
-            network.set_attn_implementation(ATTENTION_NAME)
-            self.layers = self._probe()
+            self.layers, self._windows = self._probe()
         except ModelError as error:
             raise ModelError(f"{self.name} is not supported: {error}.") from error
         except Exception as error:  # whatever a model's own code raises when it is called in a new way
@@ -134,17 +158,29 @@ class TransformersModel:
     def weight_bytes(self) -> int:
         return sum(p.numel() * p.element_size() for p in self._network.parameters())
 
-    def forward(self, batch: RaggedBatch, context: PagedContext | Probe) -> Tensor:
+    def forward(self, batch: RaggedBatch, context: PagedContext) -> Tensor:
         """Logits [R, vocabulary] of the rows to sample, in the model's dtype."""
-        output = self._network(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.position_ids[None],
-            use_cache=False,
-            logits_to_keep=batch.logit_rows,
-            paged=context,
-        )
-        logits: Tensor = output.logits[0]
+        step = Step(context, self._windows)
+        logits = self._call(batch, step)
+        if step.calls != len(self.layers):
+            raise ModelError(f"{self.name} attended {step.calls} times in a step, not {len(self.layers)} times.")
         return logits
+
+    def _call(self, batch: RaggedBatch, step: Step | Probe) -> Tensor:
+        token = _current.set(step)
+        try:
+            output = self._network(
+                input_ids=batch.input_ids[None],
+                position_ids=batch.position_ids[None],
+                use_cache=False,
+                logits_to_keep=batch.logit_rows,
+            )
+        finally:
+            _current.reset(token)
+        logits: Tensor = output.logits[0]
+        if logits.shape[0] == len(batch.logit_rows):
+            return logits
+        return logits[batch.logit_rows]  # some families know no logits_to_keep
 
     def plain_logits(self, token_ids: list[int]) -> Tensor:
         """Logits [T, vocabulary] of one sequence by the model's own forward, without our attention."""
@@ -156,30 +192,43 @@ class TransformersModel:
             self._network.set_attn_implementation(ATTENTION_NAME)
         return logits
 
-    def _probe(self) -> list[LayerShape]:
+    def _probe(self) -> tuple[list[LayerShape], list[int | None]]:
+        """The shape of what each attention call stores, and its window."""
         probe = Probe()
         ids = torch.arange(4, device=self.device) % self.vocab_size
         batch = RaggedBatch(ids, torch.arange(4, device=self.device), ids, ids[-1:], ids[None], [0], [4])
+        self._network.set_attn_implementation(PROBE_NAME)
         with torch.inference_mode():
-            logits = self.forward(batch, probe)
-        if logits.shape[0] != 1:
-            raise ModelError(f"it gives logits of shape {tuple(logits.shape)} where one row was asked for")
+            self._call(batch, probe)
+        self._network.set_attn_implementation(ATTENTION_NAME)
         layers = self.config.num_hidden_layers
-        if sorted(probe.shapes) != list(range(layers)) or probe.calls != layers:
+        if len(probe.shapes) < layers:
             raise ModelError(
                 f"{len(probe.shapes)} of its {layers} layers keep their past in attention that can be paged; "
-                "the others (recurrent, convolutional, shared or built in) would be silently wrong"
+                "the others (recurrent, convolutional or built in) would be silently wrong"
             )
-        _check_windows(self.config, probe.windows)
-        return [probe.shapes[layer] for layer in range(layers)]
+        _check_windows(self.config, [reach.window or reach.chunk for reach in probe.reaches])
+        chunks = [reach.chunk for reach in probe.reaches if reach.chunk]
+        self.max_model_len = min([self.max_model_len, *chunks])  # within its first chunk a layer sees all
+        return probe.shapes, [reach.window for reach in probe.reaches]
 
 
 def _max_model_len(config: Any) -> int:
-    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
-        length = getattr(config, name, None)
-        if isinstance(length, int) and length > 0:
-            return length
-    return 2048
+    names = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+    lengths = (getattr(config, name, None) for name in names)
+    longest = next((length for length in lengths if isinstance(length, int) and length > 0), 2048)
+    for parameters in _rope_parameters(config):
+        # Past this length of the longest text in a row, this encoding changes for every token of it.
+        switch = parameters.get("original_max_position_embeddings")
+        if parameters.get("rope_type") == "longrope" and isinstance(switch, int):
+            longest = min(longest, switch)
+    return longest
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """The rotary settings of a config, one for all layers or one for each kind of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return list(rope.values()) if rope and all(isinstance(value, dict) for value in rope.values()) else [rope]
 
 
 def _check_config(config: Any, text_config: Any) -> None:
@@ -190,28 +239,24 @@ def _check_config(config: Any, text_config: Any) -> None:
         architectures = getattr(config, "architectures", None) or [""]
         if not any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
             raise ModelError("it is an encoder")
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    nested = rope.values() if rope and all(isinstance(value, dict) for value in rope.values()) else [rope]
-    for parameters in nested:
-        kind = parameters.get("rope_type", "default")
-        if kind in ("longrope", "dynamic"):
-            raise ModelError(f"its position encoding ({kind}) changes with the length of the whole text")
     if getattr(text_config, "attn_temperature_tuning", None):
         raise ModelError("it scales attention by the place of a token in the whole row")
-    kinds = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(text_config, "layer_types", None) or ()) - SERVED_KINDS
     if kinds:
         raise ModelError(f"it has layers of kind {', '.join(sorted(kinds))}")
 
 
-def _check_windows(config: Any, windows: dict[int, int | None]) -> None:
-    """The windows that reach the attention calls must be those of the config: a model may use its mask alone."""
+def _check_windows(config: Any, windows: list[int | None]) -> None:
+    """The windows in the masks must be those of the config: `generate` sizes its cache by the config."""
     kinds = getattr(config, "layer_types", None)
     if kinds:
-        wanted = [kind == "sliding_attention" for kind in kinds]
+        wanted = [kind != "full_attention" for kind in kinds]
     else:
         in_use = bool(getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True))
         wanted = [in_use and _knows_windows(config)] * len(windows)
-    wrong = [layer for layer, window in sorted(windows.items()) if bool(window) != wanted[layer]]
+    if len(wanted) != len(windows):
+        raise ModelError(f"it attends {len(windows)} times in {len(wanted)} layers of several kinds")
+    wrong = [layer for layer, window in enumerate(windows) if bool(window) != wanted[layer]]
     if wrong:
         raise ModelError(f"the sliding window of its layers {wrong} is not what its config says")
 
