@@ -38,7 +38,7 @@ SIZES: list[tuple[str, Any]] = [
     (r"max_window_layers", 1),
     (r"attention_chunk_size|floor_scale|log_scaling_n_floor|keep_window_size", CHUNK),
     (r"hidden_size|d_model|n_embd|emb_dim|embedding_dim|word_embed_proj_dim|embedding_size|.*d_inner|lru_width", 64),
-    (r".*hidden_size", 64),
+    (r".*hidden_size|adapter_(in|out)_dim|adapter_input_size", 64),
     (r".*(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|dff|dim_ff|n_inner)(_mlp)?", 64),
     (r"(num_)?(hidden_|decoder_|encoder_)?layers|n_layers?|num_blocks|num_layers_per_stack", LAYERS),
     (r"num_(encoder|decoder)_layers", LAYERS),
@@ -62,6 +62,7 @@ SIZES: list[tuple[str, Any]] = [
     (r"(shape|pronunciation)_embed_dim|encoder_hash_byte_group_vocab", 32),
     (r"is_decoder", True),
     (r"index_topk", 8),
+    (r"num_kv_shared_layers", 2),
     (r"index_block_size", 4),
     (r"index_topk_blocks", 2),
     (r".*_pdrop|.*dropout.*|.*layerdrop", 0.0),
@@ -75,20 +76,31 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         },
     },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
-    "dots3_note_text": {"per_layer_config": {}},
+    "dots3_note_text": {
+        "layer_types": ["indexed_attention", "sliding_attention"],
+        "per_layer_config": {1: {"head_dim": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}},
+    },
+    "dots3_note_vision_encoder": {"mlp_layer_types": ["dense"] * 2, "per_layer_config": {}},
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_kv_shared_layers": 2,
-        "activation_sparsity_pattern": [0.0] * 4,
+        "activation_sparsity_pattern": [0.5] * 4,
         "intermediate_size": 64,
     },
-    "gemma4_text": {"per_layer_config": {1: {"head_dim": 32}}},
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "per_layer_config": {1: {"head_dim": 32}, 3: {"head_dim": 32}},
+    },
     "gemma4_unified_text": {"per_layer_config": {1: {"head_dim": 32}}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "hrm_text": {"num_hidden_layers": 16},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8},
+    "mllama_text_model": {"cross_attention_layers": [1]},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
@@ -101,16 +113,20 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
-NO_DEFAULTS: dict[str, dict[str, Any]] = {
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "model_type": "gemma4_text"}}
+NOT_BUILT: dict[str, str] = {
+    "gemma3n": "its vision tower needs the package timm",
+    "gemma4_assistant": "a draft model, which reads the keys and values of the model it drafts for",
+    "gemma4_unified_assistant": "a draft model, which reads the keys and values of the model it drafts for",
+    "musicgen": "a decoder of audio codes, which AutoModelForCausalLM does not build from this configuration",
+    "musicgen_melody": "a decoder of audio codes, which AutoModelForCausalLM does not build from this configuration",
 }
-NOT_BUILT: dict[str, str] = {}
+"""Types for which building fails here, and why."""
 
 
 def tiny_config(model_type: str) -> Any:
     """A small configuration of a model type, with its windows and thresholds in use."""
     kind = CONFIG_MAPPING[model_type]
-    return kind(**_shrunk(kind(**NO_DEFAULTS.get(model_type, {})).to_dict()))
+    return kind(**_shrunk(kind().to_dict()))
 
 
 def make_architecture(model_type: str, gain: float = 1.5) -> Any:
@@ -145,12 +161,16 @@ def _shrunk(fields: dict[str, Any]) -> dict[str, Any]:
         small["head_dim"] = small["qk_rope_head_dim"]
     if "kv_lora_rank" in small and "num_key_value_heads" in small:
         small["num_key_value_heads"] = small["num_attention_heads"]
+    if "sliding_window" in small and set(small.get("layer_types") or ()) == {"full_attention"}:
+        small["layer_types"] = ["sliding_attention", "full_attention"]
     return small | EXCEPTIONS.get(fields.get("model_type", ""), {})
 
 
 def _small(name: str, value: Any, layers: int) -> Any:
     if isinstance(value, dict):
         return _shrunk(value)
+    if value == 0 and value is not False:  # a part that this family does not have by default
+        return value
     if isinstance(value, list) and layers and len(value) == layers:
         kinds = list(dict.fromkeys(map(repr, value)))  # the first layers are of as many kinds as there are
         return [next(v for v in value if repr(v) == kind) for kind in (kinds * LAYERS)[:LAYERS]]

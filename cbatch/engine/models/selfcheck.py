@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -16,34 +18,50 @@ from cbatch.engine.request import Request
 
 _LENGTHS = (11, 7)
 # Slices of one token: the left neighbour of the second in the ragged row is not its own.
-_CHUNKS = ((0, 10), (10, 11)), ((0, 6), (6, 7))
+_CHUNKS = [(0, 10), (0, 6)], [(10, 11), (6, 7)]
+_WHOLE = ([(0, 11), (0, 7)],)
 _BLOCK_SIZE = 4
 
 
 def check_ragged(model: TransformersModel) -> None:
-    """Runs two sequences side by side in two chunks each, and compares with the model's own forward of each alone.
+    """Runs two sequences side by side in two chunks each, and compares with the model's own forward of each alone;
+    then one of them beside the last positions of the context.
 
     Raises ModelError where they differ by more than rounding: then something in the model looks across tokens
-    without going through attention.
+    without going through attention, or a long text changes what others mean.
     """
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(model.vocab_size, (n,), generator=generator).tolist() for n in _LENGTHS]
     try:
         with torch.inference_mode():
-            paged = _paged_logits(model, sequences)
             alone = [model.plain_logits(ids)[-1] for ids in sequences]
+            together = _paged_logits(model, sequences, _CHUNKS)
+            beside_long = _paged_logits(model, sequences, _WHOLE, far=True)
     except Exception as error:  # whatever a model's own code raises
         raise ModelError(f"{model.name} is not supported: its self-check fails ({error}).") from error
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.15
-    distances = [_distance(a.float(), b.float()) for a, b in zip(paged, alone, strict=True)]
+    distances = [_distance(a.float(), b.float()) for a, b in zip(together, alone, strict=True)]
     if not all(distance <= tolerance for distance in distances):  # a NaN is no small distance
         raise ModelError(
             f"{model.name} is not supported: on a ragged batch its output differs from its own "
             f"by {max(distances):.2g}, so something in it looks across tokens outside of attention."
         )
+    distance = _distance(beside_long[0].float(), alone[0].float())
+    if not distance <= tolerance:
+        raise ModelError(
+            f"{model.name} is not supported: beside a text of {model.max_model_len} tokens its output differs from "
+            f"its own by {distance:.2g}, so what its positions mean depends on the longest text."
+        )
 
 
-def _paged_logits(model: TransformersModel, sequences: list[list[int]]) -> Tensor:
+def _paged_logits(
+    model: TransformersModel,
+    sequences: list[list[int]],
+    chunks: Iterable[list[tuple[int, int]]],
+    *,
+    far: bool = False,
+) -> Tensor:
+    """Logits [2, vocabulary] after the last chunk. far: the second sequence is at the end of the context."""
     requests = [
         Request(id=number, token_ids=ids, params=SamplingParams(), max_new_tokens=1)
         for number, ids in enumerate(sequences)
@@ -52,14 +70,14 @@ def _paged_logits(model: TransformersModel, sequences: list[list[int]]) -> Tenso
     requests[0].blocks, requests[1].blocks = [4, 1, 3], [0, 2]
     pool = KVPool(model.layers, 5, _BLOCK_SIZE, model.dtype, model.device)
     attention = ReferenceAttention()
-    for chunk in range(2):
-        plan = StepPlan(
-            [
-                Slice(request, *chunks[chunk], is_last=chunk == 1)
-                for request, chunks in zip(requests, _CHUNKS, strict=True)
-            ]
-        )
-        batch = RaggedBatch.build(plan, _BLOCK_SIZE, model.device)
+    for bounds in chunks:
+        slices = [
+            Slice(request, start, stop, is_last=stop == request.num_tokens)
+            for request, (start, stop) in zip(requests, bounds, strict=True)
+        ]
+        batch = RaggedBatch.build(StepPlan(slices), _BLOCK_SIZE, model.device)
+        if far:
+            batch.position_ids[slices[0].count :] += max(model.max_model_len - _LENGTHS[1], 0)
         context = PagedContext(pool, attention, attention.prepare(batch, _BLOCK_SIZE), batch.slot_mapping)
         logits = model.forward(batch, context)
     return logits

@@ -214,7 +214,14 @@ class TransformersModel:
 
 
 def _max_model_len(config: Any) -> int:
-    names = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+    names = (
+        "max_position_embeddings",
+        "n_positions",
+        "max_target_positions",
+        "max_sequence_length",
+        "max_seq_len",
+        "seq_length",
+    )
     lengths = (getattr(config, name, None) for name in names)
     longest = next((length for length in lengths if isinstance(length, int) and length > 0), 2048)
     for parameters in _rope_parameters(config):
