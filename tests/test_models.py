@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import masking_utils
 
 from cbatch.engine.errors import ModelError
+from cbatch.engine.models.masks import Reach, reach_of, stand_in_mask
 from cbatch.engine.models.selfcheck import check_ragged
 from cbatch.engine.models.transformers import TransformersModel
-from tests.tiny import COMMON, make_engine, make_network
+from cbatch.engine.params import SamplingParams
+from tests.tiny import COMMON, draw_weights, generate_alone, make_engine, make_network, make_prompts
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "built-in attention": ("Bloom", {"n_layer": 2, "n_head": 4}, "would be silently wrong"),
@@ -24,21 +27,28 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "layers of kind linear_attention",
     ),
     "an encoder": ("Bert", {"is_decoder": False}, "encoder|not supported"),
-    "rope by text length": (
-        "Llama",
-        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
-        "changes with the length",
+    "attention in both directions": ("Gemma3Text", {"use_bidirectional_attention": True, "head_dim": 16}, "a mask of"),
+    "scales by place": (
+        "Llama4Text",
+        {"attn_temperature_tuning": True, "head_dim": 16},
+        "scales attention by the place",
     ),
 }
+
+
+def make_family(family: str, **extra: Any) -> Any:
+    config = getattr(transformers, family + "Config")(**COMMON | extra)
+    head = "LMHeadModel" if family == "Bert" else "ForCausalLM"
+    network = getattr(transformers, family.removesuffix("Text") + head)(config).eval()
+    draw_weights(network)
+    return network
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refused_at_load(kind: str) -> None:
     """Guards against text that is wrong without anyone being told."""
     family, extra, reason = REFUSED[kind]
-    config = getattr(transformers, family + "Config")(**COMMON | extra)
-    head = "LMHeadModel" if family == "Bert" else "ForCausalLM"
-    network = getattr(transformers, family + head)(config).eval()
+    network = make_family(family, **extra)
     with pytest.raises(ModelError, match=reason):
         make_engine(network)
 
@@ -84,16 +94,113 @@ def test_a_window_that_only_the_mask_knows_is_refused() -> None:
         make_engine(network)
 
 
-def test_a_window_that_only_the_call_knows_is_refused() -> None:
-    """Guards against the reverse: a stray key that the attention call passes on and the model's mask ignores."""
+def test_a_window_that_only_the_call_knows_changes_nothing() -> None:
+    """Guards the reverse: the mask is what counts in transformers too, but for flash attention."""
     network = make_network("llama")
-    network.config.sliding_window = 4
-    make_engine(network)
+    expected = generate_alone(network, make_prompts([20]), [8])
     layer = network.model.layers[1].self_attn
     forward = layer.forward
     layer.forward = lambda *args, **kwargs: forward(*args, sliding_window=4, **kwargs)
-    with pytest.raises(ModelError, match=r"layers \[1\]"):
+    outputs = make_engine(network).generate(make_prompts([20]), SamplingParams(max_tokens=8))
+    assert [output.token_ids for output in outputs] == expected
+
+
+def test_a_mask_of_its_own_is_refused() -> None:
+    """Guards against dropping a mask that a model makes, or makes of the one it was given."""
+    for change in (lambda mask: mask[:, :, 1:] | True, lambda mask: torch.zeros(1, 1, 4, 4)):
+        network = make_network("llama")
+        layer = network.model.layers[1].self_attn
+        layer.forward = replaced_mask(layer.forward, change)
+        with pytest.raises(ModelError, match="a mask of their own"):
+            make_engine(network)
+
+
+def replaced_mask(forward: Any, change: Any) -> Any:
+    return lambda *args, attention_mask, **kwargs: forward(*args, attention_mask=change(attention_mask), **kwargs)
+
+
+def chunked(chunk: int) -> Any:
+    return masking_utils.chunked_causal_mask_function(chunk, torch.zeros(1, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("mask_function", "local_size", "reach"),
+    [
+        (masking_utils.causal_mask_function, None, Reach()),
+        (masking_utils.sliding_window_causal_mask_function(4096), 4096, Reach(window=4096)),
+        (masking_utils.sliding_window_causal_mask_function(4097), 4096, None),
+        (masking_utils.sliding_window_causal_mask_function(12), None, None),
+        (chunked(8192), 8192, Reach(chunk=8192)),
+        (masking_utils.bidirectional_mask_function, None, None),
+        (masking_utils.sliding_window_bidirectional_mask_function(12), 12, None),
+    ],
+)
+def test_reach_of_masks(mask_function: Any, local_size: int | None, reach: Reach | None) -> None:
+    """Guards what a layer is taken to see: exactly its mask, far beyond the few tokens of the probe."""
+    mask = stand_in_mask(q_length=130, kv_length=130, mask_function=mask_function, local_size=local_size)
+    if reach is None:
+        with pytest.raises(ModelError, match="mask"):
+            reach_of(mask)
+    else:
+        assert reach_of(mask) == reach
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 6,
+    "long_factor": [4.0] * 6,
+}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+LIMITED: dict[str, tuple[str, dict[str, Any], int]] = {
+    "longrope": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 40}, 40),
+    "dynamic": ("Llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 40}, 40),
+    "chunks": ("Llama4Text", {"attention_chunk_size": 40, "attn_temperature_tuning": False, "head_dim": 16}, 40),
+}
+
+
+@pytest.mark.parametrize("kind", LIMITED)
+def test_served_up_to_where_it_would_be_wrong(kind: str) -> None:
+    """Guards models that are right up to some length: equal to `generate` until there, and refusing what is longer."""
+    family, extra, limit = LIMITED[kind]
+    network = make_family(family, **extra)
+    prompts, lengths = make_prompts([30, 3, 39, 17]), [10, 30, 1, 12]
+    engine = make_engine(network, max_batch_tokens=16)
+    assert engine.model.max_model_len == limit
+    outputs = engine.generate(prompts, [SamplingParams(max_tokens=length) for length in lengths])
+    assert [output.token_ids for output in outputs] == generate_alone(network, prompts, lengths)
+    (late,) = engine.generate(make_prompts([40]), SamplingParams(max_tokens=1))
+    assert late.error is not None and late.error.code == "prompt_too_long"
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_self_check_sees_positions_that_depend_on_company(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the limit above where a config names it otherwise: a long text must not change what others say."""
+    family, extra, _ = LIMITED[kind]
+    monkeypatch.setattr("cbatch.engine.models.transformers._max_model_len", lambda config: 120)
+    with pytest.raises(ModelError, match="depends on the longest text"):
+        make_engine(make_family(family, **extra))
+
+
+def test_fewer_positions_than_its_config_says_are_refused() -> None:
+    """Guards against an index out of range in the middle of a night's work."""
+    network = make_network("gpt2")
+    network.transformer.wpe = torch.nn.Embedding(150, 48)
+    with pytest.raises(ModelError, match="self-check fails"):
         make_engine(network)
+
+
+def test_a_model_that_attends_more_or_less_often_than_before_is_stopped() -> None:
+    """Guards the caches of the calls, which only their order tells apart."""
+    network = make_network("llama")
+    engine = make_engine(network)
+    engine.add([1, 2, 3], SamplingParams(max_tokens=2))
+    layers = network.model.layers
+    for wrong, what in (([layers[0]], "attended 1 times"), ([*layers, layers[0]], "more than 2 times")):
+        network.model.layers = torch.nn.ModuleList(wrong)
+        network.config.num_hidden_layers = len(wrong)
+        with pytest.raises(ModelError, match=what):
+            engine.step()
 
 
 def test_a_model_that_gives_no_number_is_refused() -> None:

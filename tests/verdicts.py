@@ -13,7 +13,7 @@ import torch
 from cbatch.engine.engine import Engine
 from cbatch.engine.errors import ModelError
 from cbatch.engine.params import SamplingParams
-from tests.architectures import draw, make_architecture
+from tests.architectures import CLASSES, NOT_BUILT_HERE, draw, make_architecture
 from tests.tiny import generate_alone, make_engine, make_prompts
 
 EQUAL, REFUSED, NOT_BUILT = "equal", "refused", "not built"
@@ -161,3 +161,9 @@ def run_coming_and_going(network: Any) -> Outputs:
             engine.cancel(doomed)
         step += 1
     return outputs
+
+
+def table_row(model_type: str, verdict: Verdict) -> str:
+    """The line of docs/models.md about a model type."""
+    reason = NOT_BUILT_HERE[model_type] if verdict.word == NOT_BUILT else verdict.reason
+    return f"| `{model_type}` | {CLASSES[model_type]} | {verdict.word} | {reason} |"

@@ -62,7 +62,9 @@ def reach_of(mask: Tensor | None) -> Reach:
     return reach
 
 
-def _reach(mask_function: MaskFunction, length: int, local_size: int | None, device: torch.device | str) -> Reach | None:
+def _reach(
+    mask_function: MaskFunction, length: int, local_size: int | None, device: torch.device | str
+) -> Reach | None:
     """The Reach that a mask function has; None where there is none.
 
     length:     tokens of the pass

@@ -44,7 +44,8 @@ def check_ragged(model: TransformersModel) -> None:
     if not all(distance <= tolerance for distance in distances):  # a NaN is no small distance
         raise ModelError(
             f"{model.name} is not supported: on a ragged batch its output differs from its own "
-            f"by {max(distances):.2g}, so something in it looks across tokens outside of attention."
+            f"by {max(distances):.2g}, so something in it looks across tokens outside of attention, or numbers them "
+            "itself."
         )
     distance = _distance(beside_long[0].float(), alone[0].float())
     if not distance <= tolerance:

@@ -69,6 +69,8 @@ class Step:
         if mask is not None:
             raise ModelError("its attention layers use a mask of their own")
         call, self.calls = self.calls, self.calls + 1
+        if call == len(self.windows):
+            raise ModelError(f"it attends more than {call} times in a step, unlike when it was loaded")
         return self.context.attend(call, query, key, value, window=self.windows[call], **options)
 
 
@@ -163,7 +165,9 @@ class TransformersModel:
         step = Step(context, self._windows)
         logits = self._call(batch, step)
         if step.calls != len(self.layers):
-            raise ModelError(f"{self.name} attended {step.calls} times in a step, not {len(self.layers)} times.")
+            raise ModelError(
+                f"it attended {step.calls} times in a step, and {len(self.layers)} times when it was loaded"
+            )
         return logits
 
     def _call(self, batch: RaggedBatch, step: Step | Probe) -> Tensor:
@@ -250,7 +254,7 @@ def _check_config(config: Any, text_config: Any) -> None:
         raise ModelError("it scales attention by the place of a token in the whole row")
     kinds = set(getattr(text_config, "layer_types", None) or ()) - SERVED_KINDS
     if kinds:
-        raise ModelError(f"it has layers of kind {', '.join(sorted(kinds))}")
+        raise ModelError(f"it has layers of kind {', '.join(sorted(kinds))}, which this engine does not know")
 
 
 def _check_windows(config: Any, windows: list[int | None]) -> None:
