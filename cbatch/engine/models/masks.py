@@ -22,6 +22,11 @@ class Reach:
     window: int | None = None
     chunk: int | None = None
 
+    @property
+    def kind(self) -> str:
+        """What transformers calls a layer that sees this."""
+        return "sliding_attention" if self.window else "chunked_attention" if self.chunk else "full_attention"
+
     def allows(self, query: Tensor, key: Tensor) -> Tensor:
         """Whether tokens at places `query` see those at places `key`; the two are broadcast."""
         seen = key <= query
@@ -38,6 +43,7 @@ def stand_in_mask(
     kv_length: int,
     mask_function: MaskFunction,
     local_size: int | None = None,
+    allow_is_causal_skip: bool = False,
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> Tensor:
@@ -47,7 +53,10 @@ def stand_in_mask(
     uses it.
     """
     mask = torch.zeros(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
-    mask.reach = _reach(mask_function, q_length, local_size, device)  # type: ignore[attr-defined]
+    # Where transformers lays something over its own pattern, that may look at what the tokens of this pass are, and
+    # has no answer beyond them. Their being text then shows that among them it is causal.
+    length = 2 * (local_size or q_length) + 4 if allow_is_causal_skip else q_length
+    mask.reach = _reach(mask_function, length, local_size, device)  # type: ignore[attr-defined]
     return mask
 
 
@@ -65,27 +74,15 @@ def reach_of(mask: Tensor | None) -> Reach:
 def _reach(
     mask_function: MaskFunction, length: int, local_size: int | None, device: torch.device | str
 ) -> Reach | None:
-    """The Reach that a mask function has; None where there is none.
+    """The Reach that a mask function has in a text of `length` tokens, looked at around every border; None for none.
 
-    length:     tokens of the pass
     local_size: the window or chunk, where there is one
     """
     size = local_size or length
-    borders = torch.tensor([0, 1, size - 1, size, size + 1, 2 * size - 1, 2 * size, 2 * size + 1], device=device)
-    candidates = [Reach(), Reach(window=local_size), Reach(chunk=local_size)]
-    try:
-        seen = _seen(mask_function, borders, 2 * size + 4)
-    except IndexError:  # It looks at what the tokens of this pass are. That cannot be more than text.
-        borders = torch.arange(length, device=device)
-        seen = _seen(mask_function, borders, length)
-        candidates = [Reach(window=local_size)]
-    keys = torch.arange(seen.shape[1], device=device)
-    fitting = (reach for reach in candidates if torch.equal(seen, reach.allows(borders[:, None], keys)))
-    return next(fitting, None)
-
-
-def _seen(mask_function: MaskFunction, queries: Tensor, num_keys: int) -> Tensor:
-    """Whether tokens at the places `queries` [Q] see those before place `num_keys`: [Q, num_keys]."""
-    zero = torch.zeros(1, dtype=torch.long, device=queries.device)
-    seen = mask_function(zero, zero, queries[:, None], torch.arange(num_keys, device=queries.device)[None, :])
-    return seen.expand(len(queries), num_keys)
+    borders = [0, 1, size - 1, size, size + 1, 2 * size - 1, 2 * size, 2 * size + 1, length - 1]
+    queries = torch.tensor([border for border in borders if border < length], device=device)[:, None]
+    keys = torch.arange(length, device=device)[None, :]
+    zero = torch.zeros(1, dtype=torch.long, device=device)
+    seen = mask_function(zero, zero, queries, keys).expand(len(queries), length)
+    candidates = [Reach(window=local_size), Reach(chunk=local_size)] if local_size else [Reach()]
+    return next((reach for reach in candidates if torch.equal(seen, reach.allows(queries, keys))), None)

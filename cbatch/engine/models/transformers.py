@@ -211,7 +211,7 @@ class TransformersModel:
                 f"{len(probe.shapes)} of its {layers} layers keep their past in attention that can be paged; "
                 "the others (recurrent, convolutional or built in) would be silently wrong"
             )
-        _check_windows(self.config, [reach.window or reach.chunk for reach in probe.reaches])
+        _check_reaches(self.config, probe.reaches)
         chunks = [reach.chunk for reach in probe.reaches if reach.chunk]
         self.max_model_len = min([self.max_model_len, *chunks])  # within its first chunk a layer sees all
         return probe.shapes, [reach.window for reach in probe.reaches]
@@ -257,17 +257,15 @@ def _check_config(config: Any, text_config: Any) -> None:
         raise ModelError(f"it has layers of kind {', '.join(sorted(kinds))}, which this engine does not know")
 
 
-def _check_windows(config: Any, windows: list[int | None]) -> None:
-    """The windows in the masks must be those of the config: `generate` sizes its cache by the config."""
+def _check_reaches(config: Any, reaches: list[Reach]) -> None:
+    """What the masks show must be what the config says: `generate` sizes its cache by the config."""
     kinds = getattr(config, "layer_types", None)
-    if kinds:
-        wanted = [kind != "full_attention" for kind in kinds]
-    else:
+    if not kinds:
         in_use = bool(getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True))
-        wanted = [in_use and _knows_windows(config)] * len(windows)
-    if len(wanted) != len(windows):
-        raise ModelError(f"it attends {len(windows)} times in {len(wanted)} layers of several kinds")
-    wrong = [layer for layer, window in enumerate(windows) if bool(window) != wanted[layer]]
+        kinds = ["sliding_attention" if in_use and _knows_windows(config) else "full_attention"] * len(reaches)
+    if len(kinds) != len(reaches):
+        raise ModelError(f"it attends {len(reaches)} times in {len(kinds)} layers of several kinds")
+    wrong = [layer for layer, reach in enumerate(reaches) if reach.kind != kinds[layer]]
     if wrong:
         raise ModelError(f"the sliding window of its layers {wrong} is not what its config says")
 
