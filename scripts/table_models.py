@@ -8,12 +8,14 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
+from cbatch.engine.engine import Engine
 from tests.architectures import CLASSES, NOT_BUILT_HERE
-from tests.verdicts import EQUAL, NOT_BUILT, REFUSED, Verdict, judge, scenarios, table_row
+from tests.verdicts import EQUAL, NOT_BUILT, REFUSED, Verdict, judge, scenarios, table_row, unseen_faults
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
 INTRODUCTION = """# Models
@@ -26,8 +28,13 @@ prompts, and whose weights are such that the first token of a prompt decides the
 
 - **equal**: in float32 on a CPU its greedy output is that of `generate`, token for token: with whole prompts, in
   chunks of 7 tokens, preempted, with shared prefixes, and while other rows come and go.
+  Faults planted in the engine (positions shifted by one, a block of a neighbour, a window one token too wide) are
+  seen in every one of them.
 - **refused**: loading it ends with this sentence. Nothing is served that may be wrong.
 - **not built**: no tiny model of it could be made here.
+
+Models of text and pictures or sound are run on text. Encoders (`bert` and its kin) are built as decoders; with
+`is_decoder` false they are refused.
 
 The test suite checks every line of this table, with one run that is all of these at once. Beyond the table, each model
 that is loaded is checked with its own weights: what its attention layers store and see, a ragged batch in two chunks,
@@ -41,12 +48,16 @@ its encoding of all positions changes, and one with chunked attention up to the 
 """
 
 
+def scenarios_and_faults(network: Any, engine: Engine) -> list[str]:
+    return scenarios(network, engine) + unseen_faults(network, engine)
+
+
 def main() -> int:
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
     verdicts: dict[str, Verdict] = {}
     for model_type in sys.argv[1:] or CLASSES:
-        verdict = verdicts[model_type] = judge(model_type, scenarios)
+        verdict = verdicts[model_type] = judge(model_type, scenarios_and_faults)
         if verdict.word == NOT_BUILT and model_type not in NOT_BUILT_HERE:
             verdict = verdicts[model_type] = Verdict("unknown", verdict.reason)
         print(f"{verdict.word:11} {model_type} {verdict.reason}", flush=True)

@@ -8,15 +8,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
 from cbatch.engine.engine import Engine
 from cbatch.engine.errors import ModelError
 from cbatch.engine.params import SamplingParams
 from tests.architectures import CLASSES, NOT_BUILT_HERE, draw, make_architecture
+from tests.test_parity import leak_neighbour, shift_positions, widen_window
 from tests.tiny import generate_alone, make_engine, make_prompts
 
-EQUAL, REFUSED, NOT_BUILT = "equal", "refused", "not built"
+EQUAL, REFUSED, NOT_BUILT, INSENSITIVE = "equal", "refused", "not built", "insensitive"
 GAINS = (1.5, 2.5, 4.0, 1.0)
 
 # Longer than every window, chunk and threshold of tests.architectures; the first two begin alike, and come twice.
@@ -26,6 +28,7 @@ PROMPTS += PROMPTS[:2]
 LENGTHS = [6, 12, 5, 20, 20, 10, 6, 12]
 PARAMS = [SamplingParams(max_tokens=length) for length in LENGTHS]
 Outputs = list[list[int]]
+Fault = Callable[[pytest.MonkeyPatch], None]
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ def judge(model_type: str, differences: Callable[[Any, Engine], list[str]]) -> V
         if depends_on_context(network):
             wrong = differences(network, engine)
             return Verdict("wrong", ", ".join(wrong)) if wrong else Verdict(EQUAL)
-    return Verdict("insensitive", "no weights were found with which its output depends on its context")
+    return Verdict(INSENSITIVE, "no weights were found with which its output depends on its context")
 
 
 def plain_reason(message: str) -> str:
@@ -74,6 +77,25 @@ def combined(network: Any, engine: Engine) -> list[str]:
     outputs = run_combined(engine)
     pairs = zip(PROMPTS, outputs, strict=True)
     return [] if all(follows(network, prompt, output) for prompt, output in pairs) else ["combined"]
+
+
+def with_fault(plant: Fault) -> Callable[[Any, Engine], list[str]]:
+    """`combined` with a fault in the engine, which it must name as a difference."""
+
+    def differences(network: Any, engine: Engine) -> list[str]:
+        with pytest.MonkeyPatch.context() as patch:
+            plant(patch)
+            return combined(network, engine)
+
+    return differences
+
+
+def unseen_faults(network: Any, engine: Engine) -> list[str]:
+    """Which faults planted in the engine do not change what comes out."""
+    faults: list[Fault] = [shift_positions, leak_neighbour]
+    if any(engine.model.windows):
+        faults.append(widen_window)
+    return [f"{plant.__name__} is not seen" for plant in faults if not with_fault(plant)(network, engine)]
 
 
 def run_combined(engine: Engine) -> Outputs:

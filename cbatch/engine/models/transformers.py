@@ -126,7 +126,8 @@ def paged_attention(
 class TransformersModel:
     """A network of transformers, ready to run ragged batches over a paged cache.
 
-    layers:         shape of what each attention layer stores, in layer order
+    layers:         shape of what each attention call of a step stores, in the order of the calls
+    windows:        how many tokens back each of them sees, itself included; None for all
     max_model_len:  longest sequence, prompt and output, in tokens
     Raises ModelError where the network would be wrong here, with the reason.
     """
@@ -146,7 +147,7 @@ class TransformersModel:
         self.max_model_len = _max_model_len(self.config)
         try:
             _check_config(network.config, self.config)
-            self.layers, self._windows = self._probe()
+            self.layers, self.windows = self._probe()
         except ModelError as error:
             raise ModelError(f"{self.name} is not supported: {error}.") from error
         except Exception as error:  # whatever a model's own code raises when it is called in a new way
@@ -162,7 +163,7 @@ class TransformersModel:
 
     def forward(self, batch: RaggedBatch, context: PagedContext) -> Tensor:
         """Logits [R, vocabulary] of the rows to sample, in the model's dtype."""
-        step = Step(context, self._windows)
+        step = Step(context, self.windows)
         logits = self._call(batch, step)
         if step.calls != len(self.layers):
             raise ModelError(
