@@ -27,6 +27,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "layers of kind linear_attention",
     ),
     "an encoder": ("Bert", {"is_decoder": False}, "encoder|not supported"),
+    "an encoder that is named a decoder": (
+        "Electra",
+        {"is_decoder": False, "architectures": ["ElectraForCausalLM"], "embedding_size": 48},
+        "a mask of their own",
+    ),
     "attention in both directions": ("Gemma3Text", {"use_bidirectional_attention": True, "head_dim": 16}, "a mask of"),
     "scales by place": (
         "Llama4Text",
