@@ -164,7 +164,7 @@ def test_stop_strings_need_a_tokenizer(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "bare", tokenizer=False)
     source = write_rows(tmp_path / "in.jsonl", [{"prompt_token_ids": [5], "stop": "x"}])
     assert run_command(["run", str(source), "-m", str(folder), "-o", str(tmp_path / "out.jsonl")]) == 1
-    assert "Stop strings need a tokenizer" in read_rows(tmp_path / "out.jsonl")[0]["error"]["message"]
+    assert "stop needs a tokenizer" in read_rows(tmp_path / "out.jsonl")[0]["error"]["message"]
 
 
 def test_an_interruption_lets_out_what_is_held_back(model_folder: Path) -> None:

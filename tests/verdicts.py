@@ -145,10 +145,10 @@ def scenarios(network: Any, engine: Engine) -> list[str]:
     network.generation_config.eos_token_id = None
     with own_attention(network):
         expected = generate_alone(network, PROMPTS, LENGTHS)
-    runs = {
+    runs: dict[str, Callable[[], Outputs]] = {
         "whole prompts": lambda: run_plainly(network, max_batch_tokens=256, prefix_cache=False),
         "chunks of 7 tokens": lambda: run_plainly(network, max_batch_tokens=7, prefix_cache=False),
-        "preempted": lambda: run_plainly(network, kv_blocks=19, prefix_cache=False, preempted=True),
+        "preempted": lambda: run_plainly(network, block_size=1, kv_blocks=96, prefix_cache=False, preempted=True),
         "prefixes shared": lambda: run_plainly(network, max_batch_tokens=64, kv_blocks=100, times=2),
         "rows come and go": lambda: run_coming_and_going(network),
         "combined": lambda: run_combined(engine),
