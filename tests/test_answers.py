@@ -133,13 +133,46 @@ def test_tool_calls_come_back(tmp_path: Path) -> None:
     assert done[0]["usage"]["prompt_tokens"] > done[2]["usage"]["prompt_tokens"]
 
 
+def test_echo_is_no_part_of_the_answer(tmp_path: Path) -> None:
+    """Guards an echoed conversation against being read as thoughts and calls of the answer."""
+    messages = [{"role": "user", "content": "<tool_call>"}, {"role": "assistant", "content": "<think>x</think>"}]
+    rows: list[dict[str, Any]] = [
+        {"messages": messages, "tools": [TOOL], "echo": True, "regex": "fine"},
+        {"prompt": "a", "echo": True, "regex": "<think>b</think>c", "n": 2},
+        {"prompt": "a <think>", "raw": True, "regex": "[0-9]{3}"},
+        {"prompt": "a", "max_tokens": 0, "prompt_logprobs": 1, "n": 2},
+    ]
+    done = run(tmp_path, rows, CALLS)
+    assert done[0]["finish_reason"] == "stop" and "reasoning" not in done[0]
+    assert done[0]["text"].endswith("assistant\nfine") and "<tool_call>" in done[0]["text"]
+    assert done[1]["reasoning"] == "b" and done[1]["text"].endswith("assistant\nc")
+    assert done[2]["text"].isdigit(), "plain text opens no thoughts"
+    assert "n must be 1" in done[3]["error"]["message"]
+
+
+def test_keys_know_the_order_that_decides(tmp_path: Path) -> None:
+    """Guards resuming after a schema's properties, or a tool's, were put in another order."""
+    schema = {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "null"}}, "required": ["a", "b"]}
+    turned = schema | {"properties": {"b": {"type": "null"}, "a": {"type": "null"}}}
+    tool = {"type": "function", "function": {"name": "f", "description": "g"}}
+    other = {"function": {"description": "g", "name": "f"}, "type": "function"}
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": one}}}
+        for one in (schema, turned)
+    ]
+    rows += [{"prompt": "a", "max_tokens": 1, "tools": [one]} for one in (tool, other)]
+    done = run(tmp_path, rows, CALLS)
+    assert list(json.loads(done[0]["text"])) == ["a", "b"] and list(json.loads(done[1]["text"])) == ["b", "a"]
+    assert len({row["key"] for row in done}) == 4
+
+
 def test_tools_that_nobody_would_see_are_refused(tmp_path: Path) -> None:
     """Guards against an answer that was given without the tools."""
     (row,) = run(tmp_path, [{"prompt": "a", "tools": [TOOL]}], THINKS)
     assert "takes no tools" in row["error"]["message"]
 
 
-@pytest.mark.parametrize("options", [[], ["--max-batch-tokens", "3"], ["--max-seqs", "1"]])
+@pytest.mark.parametrize("options", [["--max-batch-tokens", "3"], ["--max-seqs", "1"]])
 def test_results_do_not_depend_on_company(tmp_path: Path, options: list[str]) -> None:
     """Guards rows with choices and log-probabilities: the same whatever the steps, but for the last places."""
     asked = {"logprobs": 1, "prompt_logprobs": 0, "temperature": 1.0, "max_tokens": 4}

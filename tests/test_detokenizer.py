@@ -22,7 +22,8 @@ def tokenizer() -> Tokenizer:
 
 
 def stream_all(tokenizer: Tokenizer, ids: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], str | None]:
-    stream = TextStream(tokenizer, stop=stop)
+    special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    stream = TextStream(tokenizer, stop=stop, hidden=special)
     deltas = []
     for token in ids:
         deltas.append(stream.push(token))
@@ -110,3 +111,14 @@ def test_special_tokens_are_not_text(tokenizer: Tokenizer) -> None:
     """Guards against `<|end|>` in an answer."""
     ids = [*tokenizer.encode("a").ids, tokenizer.token_to_id("<|end|>"), *tokenizer.encode("b").ids]
     assert "".join(stream_all(tokenizer, ids)[0]) == "ab"
+
+
+def test_a_tag_may_be_text_between_words() -> None:
+    """Guards special tokens that a chat's answer is read by: they are there, and so is the space behind them."""
+    made = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1}, unk_token="▁a"))
+    made.decoder = decoders.Metaspace()
+    made.add_special_tokens(["</think>", "<|end|>"])
+    ids = [0, made.token_to_id("</think>"), made.token_to_id("<|end|>"), 1]
+    stream = TextStream(made, hidden={made.token_to_id("<|end|>")})
+    text = "".join(map(stream.push, ids)) + stream.flush()
+    assert text == made.decode([ids[0], ids[1], ids[3]], skip_special_tokens=False) and text.endswith("</think> b")

@@ -30,7 +30,7 @@ LAYERS = [
     ["engine.tool_calls"],
     ["engine.answer", "engine.detokenizer", "engine.sampler", "engine.processors", "engine.logprobs"],
     ["engine.tokenizer", "engine.template_trial"],
-    ["engine.structured_guide"],
+    ["engine.structured_guide", "engine.together"],
     ["engine.structured"],
     ["engine.results"],
     ["engine.loader"],

@@ -145,10 +145,9 @@ def test_the_model_is_asked_what_the_body_says() -> None:
     assert row.error is None and row.messages == [{"role": "user", "content": "hi"}]
     asked = {"max_tokens": 4, "temperature": 1.0, "top_p": 0.9, "seed": 5}
     nothing = SamplingParams().merged(row.params) == SamplingParams().merged(asked)
-    assert nothing and asked.items() <= row.params.items() and "logprobs" not in row.params
+    assert nothing and row.params["logprobs"] is False
     assert parse(chat(logprobs=True)).params["logprobs"] == 0
     assert parse(chat(logprobs=True, top_logprobs=4)).params["logprobs"] == 4
-    assert parse(text("a", echo=True, logprobs=2)).params["prompt_logprobs"] == 2
     developer = parse(chat(messages=[{"role": "developer", "content": "be brief"}]))
     assert developer.messages == [{"role": "system", "content": "be brief"}]
     assert (parse(text("a")).prompt, parse(text("a")).raw) == ("a", True)
@@ -175,6 +174,7 @@ def test_the_model_is_asked_what_the_body_says() -> None:
         (chat(parallel_tool_calls=False), "parallel_tool_calls is not available"),
         (chat(functions=[{"name": "f"}]), "functions is not available"),
         (text("a", best_of=3), "best_of is not available"),
+        (text("a", top_logprobs=3), "top_logprobs is a field of /v1/chat/completions"),
         (text(["a", "b"]), "one prompt"),
         (text([]), "at least one whole number"),
         (text(None), "prompt must be a string, not null"),

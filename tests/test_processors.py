@@ -12,8 +12,8 @@ from transformers.generation import logits_process
 
 from cbatch.engine.logprobs import LEAST, token_logprobs
 from cbatch.engine.params import SamplingParams
-from cbatch.engine.processors import Processors
-from cbatch.engine.request import Request
+from cbatch.engine.processors import Processors, counts_for
+from cbatch.engine.request import Request, Sample
 
 CPU = torch.device("cpu")
 VOCABULARY = 50
@@ -22,8 +22,11 @@ VOCABULARY = 50
 def make_request(number: int = 0, prompt: int = 6, output: int = 9, words: Any = (), **params: Any) -> Request:
     generator = torch.Generator().manual_seed(number)
     ids = torch.randint(VOCABULARY // 2, (prompt + output,), generator=generator).tolist()
-    request = Request(0, ids[:prompt], SamplingParams(**params), max_new_tokens=99, bad_words=words)
-    request.token_ids += ids[prompt:]
+    asked = SamplingParams(**params)
+    counts = counts_for(asked, ids[:prompt])
+    request = Request(0, ids[:prompt], asked, max_new_tokens=99, bad_words=words, counts=counts)
+    for token in ids[prompt:]:
+        request.accept(Sample(token))
     return request
 
 

@@ -109,6 +109,14 @@ def test_noise_differs_in_every_coordinate() -> None:
     assert len(set(noise.flatten().tolist())) > 0.95 * noise.numel()
 
 
+def test_the_only_token_left_is_drawn() -> None:
+    """Guards against noise of minus infinity, which one draw in 30 million had: it lost where nothing else is left."""
+    logits = torch.full((1, 90_000), -math.inf)
+    logits[0, 88373] = 0.0
+    assert draw(logits, [make_request(seed=452, position=10, temperature=1.0)]) == [88373]
+    assert bool(gumbel_noise(torch.tensor([noise_key(452, 0, 10)]), torch.tensor([[88373]])).isfinite())
+
+
 def test_min_tokens_forbids_end_tokens() -> None:
     """Guards min_tokens: the end token may not come while too little is generated, then it may."""
     logits = random_logits(2)

@@ -248,11 +248,23 @@ def test_a_request_that_was_preempted_often_enters_for_good() -> None:
     """Guards the bound itself: it waits until nothing that goes before it can take its blocks."""
     scheduler = make_scheduler(blocks=10, block_size=4, seqs=4, budget=64)
     old, often = make_request(0, 4, 24), make_request(1, 4, 17)
-    often.num_preemptions = MAX_PREEMPTIONS
+    often.num_setbacks = MAX_PREEMPTIONS
     add(scheduler, old, often)
     assert step(scheduler) == {0: 4}, "7 blocks for the one and 5 for the other are not there"
     often.max_new_tokens = 8
     assert step(scheduler) == {0: 1, 1: 4}
+
+
+def test_what_higher_priorities_do_makes_nobody_cautious() -> None:
+    """Guards a batch under a chat: rows that gave way to turns wait for no room that they will hardly need."""
+    scheduler = make_scheduler(blocks=12, block_size=4, seqs=4, budget=64)
+    add(scheduler, *(make_request(n, 4, 40, priority=1) for n in range(2)))
+    step(scheduler)
+    for number in range(10, 15):
+        add(scheduler, make_request(number, 40, 1))
+        assert number in step(scheduler)
+        assert step(scheduler).keys() == {0, 1}, "10 blocks for each of them are not there, and need not be"
+    assert scheduler.num_preemptions >= 5
 
 
 def test_rows_enter_by_what_outputs_were_like() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import math
 from collections.abc import Callable, Container, Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -47,12 +47,16 @@ def text_logprobs(
         tokens.insert(0, _entry(first_id, 0.0, spell))
         top.insert(0, {})
     ids = ([] if first_id is None else [first_id]) + [one.token_id for one in logprobs]
-    lengths = [0 if token in hidden else len(entry["token"]) for token, entry in zip(ids, tokens, strict=True)]
+    decoder, length, offsets = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
+    for token_id, entry in zip(ids, tokens, strict=True):
+        offsets.append(length)
+        if token_id not in hidden:
+            length += len(decoder.decode(bytes(entry["bytes"]))) if entry["bytes"] is not None else len(entry["token"])
     return {
         "tokens": [token["token"] for token in tokens],
         "token_logprobs": [token["logprob"] for token in tokens],
         "top_logprobs": top,
-        "text_offset": list(accumulate(lengths[:-1], initial=0)) if lengths else [],
+        "text_offset": offsets,
     }
 
 

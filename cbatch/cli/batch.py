@@ -255,7 +255,7 @@ class Batch:
                 if job.first is None:
                     job.first = time.monotonic()
             if event.error is not None:
-                self._preparer.fail(job, event.error)
+                self._preparer.fail(job, event.error, event.sample_index)
             if event.finish_reason is not None:
                 outputs_left -= 1
             if outputs_left == 0:

@@ -43,7 +43,7 @@ class Check:
         prompt_ids = self._preparer.encode(job)
         if prompt_ids is not None:
             try:
-                self._outputs.append(self._engine.max_new_tokens(prompt_ids, job.params))
+                self._outputs.append(job.params.n * self._engine.max_new_tokens(prompt_ids, job.params))
                 self._prompts.append(len(prompt_ids))
                 self._shared_tokens += self._count_shared(prompt_ids)
             except RequestError as error:

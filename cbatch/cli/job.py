@@ -48,10 +48,12 @@ class RowOptions:
 class Job:
     """One row with what decides its result, and what has come of it so far.
 
+    failed_sample: which of its outputs the error is of
     asked:      what the model is to answer: text, token ids or messages
     prompt_ids: that as token ids, where those are known already
     tags:       special tokens that tell the parts of an answer apart
-    grammar:    the form of its output, compiled
+    echo:       what stands before each output in its text
+    grammar:    the form of its output, compiled: held here, so that the engine finds it when the row's turn comes
     is_thinking: the prompt leaves the model thinking
     is_lost: the engine broke down under it, so it is not finished, and has no row of output
     taken, first, last: when it was taken in, when its first token came and when it ended; clock of `monotonic`
@@ -62,10 +64,12 @@ class Job:
     seed: int = 0
     key: str = ""
     error: RequestError | None = None
+    failed_sample: int = 0
     asked: Prompt = ""
     prompt_ids: list[int] | None = None
     prompt_tokens: int = 0
     tags: tuple[str, ...] = ()
+    echo: str = ""
     grammar: object = None
     is_thinking: bool = False
     completion: Completion = field(default_factory=Completion)
@@ -124,14 +128,17 @@ class Preparer:
     def _note_form(self, job: Job) -> None:
         """Says how the output of a conversation is to be read; that of a plain text has no parts."""
         tokenizer = self._engine.tokenizer
+        if job.params.echo and tokenizer is not None and job.prompt_ids:
+            job.echo = tokenizer.decode(job.prompt_ids, skip_special_tokens=job.params.skip_special_tokens)
         if tokenizer is not None and isinstance(job.asked, Mapping) and job.prompt_ids:
             form = tokenizer.answer_format
             job.tags = form.special_tags if job.row.tools else form.think or ()
             job.is_thinking = tokenizer.opens_thinking(job.prompt_ids)
 
-    def fail(self, job: Job, error: RequestError) -> None:
-        """Makes an error what comes of a job; the message says where its row stands."""
-        job.error = job.row.wrong(str(error), error.code)
+    def fail(self, job: Job, error: RequestError, sample_index: int = 0) -> None:
+        """Makes an error what comes of a job, with its row's place; of several outputs that fail, the first one's."""
+        if job.error is None or sample_index < job.failed_sample:
+            job.error, job.failed_sample = job.row.wrong(str(error), error.code), sample_index
 
     def _job(self, row: Row) -> Job:
         params, sampling = self._sampling(row)
@@ -156,6 +163,8 @@ class Preparer:
         messages = row.messages
         if row.tools and not self._has_template:
             raise RequestError("invalid_row", "tools go through a chat template, and this model has none")
+        if row.tools and self._options.raw:
+            raise RequestError("invalid_row", "tools go through the chat template, and --raw leaves that out")
         if row.tools and not self._takes_tools:
             raise RequestError("invalid_row", "this model's chat template takes no tools")
         if row.prompt is not None:
@@ -173,9 +182,13 @@ class Preparer:
         base = self._call_params if row.call else self._options.params
         given = tuple((name, type(value), value) for name, value in row.params.items())
         try:
-            return _merged(base, given)
+            params, spelling = _merged(base, given)
         except TypeError:  # a list, of stop strings say, has no hash
-            return _merged.__wrapped__(base, given)
+            params, spelling = _merged.__wrapped__(base, given)
+        is_text_call = row.call is not None and not row.call.is_chat
+        if is_text_call and params.echo and params.logprobs is not None and params.prompt_logprobs is None:
+            params = replace(params, prompt_logprobs=params.logprobs)  # this API scores what it echoes
+        return params, spelling
 
     def result(self, job: Job) -> dict[str, Any]:
         """The row of output for a finished job."""
@@ -226,6 +239,7 @@ class Preparer:
                 if answer.tool_calls:
                     fields["tool_calls"] = call_fields(answer.tool_calls, job.key, number)
                     fields["finish_reason"] = "tool_calls" if done.finish_reason == "stop" else done.finish_reason
+            fields["text"] = job.echo + fields["text"]
         if done.stop_reason is not None:
             fields["stop_reason"] = done.stop_reason
         if self._options.token_ids:

@@ -36,7 +36,9 @@ class KeyMaker:
         others:   whatever else decides which tokens come, and which of them are shown
         """
         call = (row.call.is_chat, row.call.model) if row.call else None
-        row_hash = _hash(_dump((row.id, asked, row.extra, call)), INPUT)
+        # A template may write tools down as they stand, so that the order of their keys counts.
+        tools = (json.dumps(row.tools),) if row.tools else ()
+        row_hash = _hash(_dump((row.id, asked, row.extra, call, *tools)), INPUT)
         return self._model + _hash(sampling + repr(others).encode(), SAMPLING) + row_hash
 
     def of_refused(self, line: Line) -> str:

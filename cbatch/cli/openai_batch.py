@@ -82,6 +82,8 @@ def _fill_from_body(row: Row, body: dict[str, Any], *, is_chat: bool, allow_unkn
     wanted = "messages" if is_chat else "prompt"
     if doubled := [name for name in PROMPTS if name != wanted and body.get(name) is not None]:
         raise row.wrong(f"{doubled[0]} is not what this url takes, which is {wanted}")
+    if not is_chat and (strange := [name for name in OF_CHAT if body.get(name)]):
+        raise row.wrong(f"{strange[0]} is a field of {CHAT}, and this is a request to {TEXT}")
     if is_chat:
         _fill_chat(row, body)
     else:
@@ -94,8 +96,6 @@ def _fill_chat(row: Row, body: dict[str, Any]) -> None:
         row.params["logprobs"] = typed(row, body, "top_logprobs", int, 0)
     elif body.get("top_logprobs"):
         raise row.wrong("top_logprobs needs logprobs to be true")
-    else:
-        row.params.pop("logprobs", None)
     fill_tools(row, body)
     fill_messages(row, body.get("messages"))
     for message in row.messages or ():
@@ -114,8 +114,6 @@ def _fill_text(row: Row, prompt: Any) -> None:
     else:
         fill_prompt(row, prompt)
         row.raw = True
-    if row.params.get("echo") is True and row.params.get("logprobs") is not None:
-        row.params.setdefault("prompt_logprobs", row.params["logprobs"])
 
 
 def result_line(row: Row, key: str, body: dict[str, Any] | None, error: dict[str, str] | None) -> dict[str, Any]:

@@ -155,7 +155,8 @@ def check_sampling(options: dict[str, Any]) -> None:
         SamplingParams().merged(sampling_overrides(options))
     except RequestError as error:
         name, _, rest = str(error).partition(" ")
-        raise ConfigError(f"--{name.replace('_', '-')} {rest}") from error
+        option = f"--{name.replace('_', '-')}" if name in SAMPLING_FIELDS else f"--param {name}="
+        raise ConfigError(f"{option} {rest}" if name in PARAM_NAMES else str(error)) from error
 
 
 def check_turns(options: dict[str, Any]) -> None:

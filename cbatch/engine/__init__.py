@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from cbatch.engine.completion import Completion
     from cbatch.engine.config import EngineConfig
     from cbatch.engine.driver import Driver, Ticket
-    from cbatch.engine.engine import Engine, Prompt
+    from cbatch.engine.engine import Engine
     from cbatch.engine.errors import CbatchError, ConfigError, EngineError, ModelError, RequestError
     from cbatch.engine.params import PARAM_NAMES, SamplingParams, derive_seed
     from cbatch.engine.request import TokenEvent, TokenLogprobs
-    from cbatch.engine.tokenizer import FIXED_DATE
+    from cbatch.engine.tokenizer import FIXED_DATE, Prompt
     from cbatch.engine.tool_calls import ToolCall
     from cbatch.engine.units import format_bytes
 
@@ -30,7 +30,7 @@ _HOME = {
     "FIXED_DATE": "tokenizer",
     "ModelError": "errors",
     "PARAM_NAMES": "params",
-    "Prompt": "engine",
+    "Prompt": "tokenizer",
     "RequestError": "errors",
     "SamplingParams": "params",
     "Ticket": "driver",

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Sequence
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
-
-NONE_KEPT: Mapping[int, str] = {}
 
 PROMPT_TAIL = 8
 """Tokens of the prompt that the decoding of the output can depend on; what it begins with may stand in them, too."""
@@ -59,60 +57,48 @@ class TextStream:
         tokenizer: Tokenizer,
         prompt: Sequence[int] = (),
         stop: Sequence[str] = (),
-        *,
-        skip_special_tokens: bool = True,
-        kept: Mapping[int, str] = NONE_KEPT,
-        echo: str = "",
+        hidden: Container[int] = (),
     ) -> None:
         """
         prompt: the tokens before the output, whose end decides how a leading space is decoded
         stop:   strings that end the output
-        kept:   special tokens that are in the text all the same, and what they are there
-        echo:   what stands before the output in its text
+        hidden: tokens that take no place in the text
         """
         self._tokenizer = tokenizer
-        tail = list(prompt[-PROMPT_TAIL:])
+        self._hidden = hidden
+        tail = [token for token in prompt[-PROMPT_TAIL:] if token not in hidden]
         # Where the prompt ends inside a character, its end would be taken for the beginning of the output.
-        if tokenizer.decode(tail).endswith("\ufffd"):
+        if self._decode(tail).endswith("\ufffd"):
             tail = []
-        self._skip = skip_special_tokens
-        self._kept = kept
-        self._stream = DecodeStream(ids=tail, skip_special_tokens=skip_special_tokens)
+        self._stream = DecodeStream(ids=tail, skip_special_tokens=False)
         self._unsaid: list[int] = []
-        self._echo, self._held = echo, ""
+        self._held = ""
         self._stop = tuple(stop)
         self.stop_reason: str | None = None
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
         """The delta after one more token. When a stop string is found, the text before it is the last delta."""
-        chunk = self._chunk(token_id)
-        echo, self._echo = self._echo, ""
+        if token_id in self._hidden:
+            return ""
+        try:
+            chunk = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # tokenizers raises plain Exception where bytes that are no character rewrite earlier text
+            chunk = self._decode([*self._unsaid, token_id])
+            self._stream = DecodeStream(skip_special_tokens=False)
         if chunk is None:
             self._unsaid.append(token_id)
-            return echo
+            return ""
         self._unsaid.clear()
-        return echo + self._release(chunk, may_stop)
+        return self._release(chunk, may_stop)
 
     def flush(self) -> str:
         """What was held back, at the end of the output: a character that stayed unfinished becomes U+FFFD."""
-        text = self._echo + self._held + (self._decode(self._unsaid) if self._unsaid else "")
-        self._echo, self._held, self._unsaid = "", "", []
+        text = self._held + (self._decode(self._unsaid) if self._unsaid else "")
+        self._held, self._unsaid = "", []
         return text
 
-    def _chunk(self, token_id: int) -> str | None:
-        """The text of all that has not been said, if it is whole characters."""
-        if token_id in self._kept:
-            self._stream = DecodeStream(skip_special_tokens=self._skip)
-            return self._decode(self._unsaid) + self._kept[token_id]
-        try:
-            chunk: str | None = self._stream.step(self._tokenizer, token_id)
-        except Exception:  # tokenizers raises plain Exception where bytes that are no character rewrite earlier text
-            chunk = self._decode([*self._unsaid, token_id])
-            self._stream = DecodeStream(skip_special_tokens=self._skip)
-        return chunk
-
     def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
     def _release(self, chunk: str, may_stop: bool) -> str:

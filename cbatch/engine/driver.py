@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from cbatch.engine.engine import Engine, Prompt
+from cbatch.engine.engine import Engine
 from cbatch.engine.errors import EngineError, RequestError
 from cbatch.engine.params import SamplingParams
 from cbatch.engine.request import TokenEvent
+from cbatch.engine.tokenizer import Prompt
 
 Sink = Callable[[TokenEvent], None]
 """Takes the events of one request; called on the driver's thread, so it must be quick (a queue's put is)."""
@@ -98,6 +99,7 @@ class Driver:
         """Stops after the step in flight and waits for the thread to end. Unfinished requests get no event."""
         self._inbox.put(None)
         self._thread.join()
+        self.engine.close()
 
     @property
     def idle_s(self) -> float:
@@ -212,7 +214,10 @@ class Driver:
         ticket.sink(event)
 
     def _refuse(self, ticket: Ticket, error: RequestError) -> None:
-        ticket.sink(TokenEvent(ticket.request_id, None, finish_reason="error", error=error))
+        event = TokenEvent(
+            ticket.request_id, None, finish_reason="error", error=error, sample_index=ticket.sample_index
+        )
+        ticket.sink(event)
 
     def _fail(self, error: Exception) -> None:
         self.failure = error

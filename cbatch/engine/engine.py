@@ -19,17 +19,16 @@ from cbatch.engine.kv_pool import KVPool, check_memory, choose_num_blocks
 from cbatch.engine.loader import LoadedModel, choose_device, load_model
 from cbatch.engine.models.selfcheck import check_ragged
 from cbatch.engine.models.transformers import TransformersModel
-from cbatch.engine.params import SamplingParams, derive_seed
+from cbatch.engine.params import SamplingParams
 from cbatch.engine.plan import StepPlan, StepResult
+from cbatch.engine.processors import counts_for
 from cbatch.engine.request import Request, TokenEvent
 from cbatch.engine.results import evaluate
 from cbatch.engine.runner import Runner
 from cbatch.engine.scheduler import Scheduler
 from cbatch.engine.structured import Constraints, Grammar, Guide, MaskFiller
-from cbatch.engine.tokenizer import FIXED_DATE, Message
-
-Prompt = str | Sequence[int] | Mapping[str, Sequence[Message]]
-"""Text, token ids, or a conversation: `{"messages": [{"role": "user", "content": "Hi"}]}`, perhaps with `tools`."""
+from cbatch.engine.together import stream
+from cbatch.engine.tokenizer import FIXED_DATE, Prompt
 
 
 class Engine:
@@ -68,7 +67,7 @@ class Engine:
     @property
     def fingerprint(self) -> str:
         """A hash of all of the model that decides its output: the same wherever and whenever it was loaded."""
-        template = self.tokenizer.chat_template if self.tokenizer else None
+        template = self.tokenizer.templates if self.tokenizer else None
         parts = [self.loaded.fingerprint, str(self.model.dtype), template, sorted(self.loaded.eos_ids)]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
@@ -118,7 +117,7 @@ class Engine:
         seed:         of its randomness, where the parameters give none
         sample_index: which of several outputs of one prompt and seed this is; each has randomness of its own, and
                       is a request of its own, whatever `n` the parameters ask for
-        tags:         special tokens that are to be in the text all the same
+        tags:         what tells the parts of a conversation's answer apart (`AnswerFormat`); in the text in any case
 
         Raises RequestError for a prompt that is empty, too long, or has tokens the model does not know.
         """
@@ -136,7 +135,8 @@ class Engine:
             stop_ids=stop_ids,
             text=self.tokenizer.stream(token_ids, params, tags) if self.tokenizer else None,
             bad_words=self.tokenizer.bad_word_ids(params.bad_words) if self.tokenizer else (),
-            guide=self._guide(token_ids, params, stop_ids),
+            guide=self._guide(token_ids, params, stop_ids, tags),
+            counts=counts_for(params, token_ids),
         )
         self._next_id += 1
         self._requests[request.id] = request
@@ -243,25 +243,13 @@ class Engine:
         Each of several outputs of a prompt has events of its own (`sample_index`). A request without a seed gets
         one from its index. Leaving the iteration early cancels what is unfinished.
         """
-        chosen = params or self.loaded.defaults
-        each = [chosen] * len(prompts) if isinstance(chosen, SamplingParams) else list(chosen)
-        indices: dict[int, int] = {}
-        try:
-            for index, (prompt, asked) in enumerate(zip(prompts, each, strict=True)):
-                seed = derive_seed(0, "index", index)
-                try:
-                    token_ids = self.encode(prompt)
-                    for number in range(asked.n):
-                        indices[self.add(token_ids, asked.for_sample(number), seed=seed, sample_index=number)] = index
-                except RequestError as error:
-                    yield index, TokenEvent(None, None, finish_reason="error", error=error)
-            while not indices.keys().isdisjoint(self._requests):
-                for event in self.step():
-                    if event.request_id in indices:
-                        yield indices[event.request_id], event
-        finally:
-            for request_id in indices:
-                self.cancel(request_id)
+        return stream(self, prompts, params or self.loaded.defaults)
+
+    def close(self) -> None:
+        """Ends the threads and processes that forms of outputs took; the next such form starts them again."""
+        self._masks.close()
+        if self._constraints is not None:
+            self._constraints.close()
 
     def _choose_num_blocks(self, max_seqs: int) -> int:
         size = self.config.block_size
@@ -273,12 +261,14 @@ class Engine:
             device=self.device,
         )
 
-    def _guide(self, prompt_ids: list[int], params: SamplingParams, stop_ids: frozenset[int]) -> Guide | None:
+    def _guide(
+        self, prompt_ids: list[int], params: SamplingParams, stop_ids: frozenset[int], tags: Sequence[str]
+    ) -> Guide | None:
         """Where an output stands in its form, which begins behind the reasoning where the prompt has opened that."""
         grammar = self.compile(params)
         if grammar is None or self.tokenizer is None:
             return None
-        thinks = self.tokenizer.opens_thinking(prompt_ids)
+        thinks = bool(tags) and self.tokenizer.opens_thinking(prompt_ids)
         return Guide(grammar, stop_ids, self.tokenizer.ends_thinking if thinks else None)
 
     def _check_tokens(self, what: str, token_ids: Sequence[int]) -> None:

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 HISTORY = 256
 PRIOR = 256
 """Tokens that an output is taken to go on for while none has ended yet that got as far."""
 
 
-@dataclass(frozen=True, slots=True)
-class Growth:
+class Growth(NamedTuple):
     """A running request: tokens that it will still get, and blocks that become free when it ends."""
 
     tokens: int
@@ -62,15 +61,18 @@ class OutputLengths:
         return self._sums[len(self._sorted) - index - 1]
 
 
-def peak(used: int, growing: Iterable[Growth], block_size: int) -> int:
+def peak(used: int, growing: Sequence[Growth], block_size: int) -> int:
     """Most blocks that are held at once until all have ended, where each step gives each request a token.
 
-    used: blocks that are held now
+    used:    blocks that are held now
+    growing: those who run, shortest first
     """
-    waiting = sorted(growing, key=lambda one: one.tokens)
     most = used
     freed = 0
-    for ended, one in enumerate(waiting):
-        most = max(most, used + (len(waiting) - ended) * -(-one.tokens // block_size) - freed)
-        freed += one.blocks
+    left = len(growing)
+    for tokens, blocks in growing:
+        held = used + left * -(-tokens // block_size) - freed
+        most = held if held > most else most
+        freed += blocks
+        left -= 1
     return most

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from cbatch.engine.errors import RequestError
@@ -19,7 +20,7 @@ MAX_TEMPERATURE = 1000.0
 """Beyond this every token is as likely as any other, and float32 soon ends."""
 
 MAX_SAMPLES = 128
-MAX_LOGPROBS = 100
+MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
 
 CONSTRAINTS = ("response_format", "regex", "choice", "grammar")
@@ -57,8 +58,10 @@ class SamplingParams:
     echo:            the text begins with the prompt's.
     skip_special_tokens: the text is without special tokens.
 
-    response_format: `{"type": "json_object"}`, or `json_schema` with a schema, as OpenAI has it.
+    response_format: `{"type": "json_object"}`, or `json_schema` with a schema, as OpenAI has it; kept as JSON text.
     regex, choice, grammar: the output matches a pattern, is one of these strings, or fits a grammar.
+
+    A form says itself when an output is whole: beside one, min_tokens and ignore_eos do not keep it going.
     """
 
     max_tokens: int | None = 512
@@ -81,7 +84,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     echo: bool = False
     skip_special_tokens: bool = True
-    response_format: Mapping[str, Any] | None = None
+    response_format: str | Mapping[str, Any] | None = None
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
@@ -104,6 +107,8 @@ class SamplingParams:
         if self.max_tokens is not None:
             scores = self.prompt_logprobs is not None or self.echo is True
             _check_int("max_tokens", self.max_tokens, low=0 if scores else 1)
+            if self.max_tokens == 0 and self.n != 1:
+                raise RequestError("invalid_row", "n must be 1 where max_tokens is 0: nothing is generated.")
         if self.seed is not None:
             _check_int("seed", self.seed, low=-(2**63), high=2**64 - 1)
         _check_int("min_tokens", self.min_tokens, low=0)
@@ -111,6 +116,8 @@ class SamplingParams:
         _check_int("top_k", self.top_k, low=-1, high=2**31 - 1)
         object.__setattr__(self, "top_k", max(self.top_k, 0))
         for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is False:  # OpenAI's way to ask for none
+                object.__setattr__(self, name, None)
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
 
@@ -120,14 +127,15 @@ class SamplingParams:
         _check_number("min_p", self.min_p, low=0.0, high=1.0)
         _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
-        _check_number("repetition_penalty", self.repetition_penalty, low=0.0, high=1000.0, open_low=True)
+        _check_number("repetition_penalty", self.repetition_penalty, low=0.01, high=100.0)
         penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
         for name in ("temperature", "top_p", "min_p", *penalties):
             object.__setattr__(self, name, float(getattr(self, name)))
 
     def _check_constraint(self) -> None:
-        if self.response_format is not None and _constraint_of_format(self.response_format) is None:
-            object.__setattr__(self, "response_format", None)
+        if self.response_format is not None:
+            text = _text_of_format(self.response_format)
+            object.__setattr__(self, "response_format", text if _constraint_of_format(text) else None)
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
             raise RequestError("invalid_row", f"{' and '.join(given)} cannot both say what form the output has.")
@@ -144,7 +152,7 @@ class SamplingParams:
     def constraint(self) -> Constraint | None:
         """What the output must be as a whole, where that is given."""
         if self.response_format is not None:
-            return _constraint_of_format(self.response_format)
+            return _constraint_of_format(_text_of_format(self.response_format))
         if self.choice is not None:
             return Constraint("choice", json.dumps(self.choice))
         if self.regex is not None:
@@ -202,28 +210,45 @@ def _check_number(name: str, value: object, low: float, high: float, open_low: b
 
 def _bias(value: object) -> tuple[tuple[int, float], ...]:
     """Pairs of token id and bias, by token id; JSON's keys are strings."""
-    pairs = value.items() if isinstance(value, Mapping) else value
+    pairs = list(value.items() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [None])
     try:
-        found = {int(token): float(bias) for token, bias in pairs if not isinstance(bias, bool | str)}  # type: ignore[attr-defined]
-        is_right = len(found) == len(list(pairs)) and all(token >= 0 for token in found)  # type: ignore[call-overload]
+        found = {int(token): float(bias) for token, bias in pairs if _is_bias(token, bias)}
+        is_right = len(found) == len(pairs) and all(token >= 0 for token in found)
     except (TypeError, ValueError, OverflowError):
-        is_right = False
+        found, is_right = {}, False
     if not is_right or any(not abs(bias) <= MAX_BIAS for bias in found.values()):
         raise _invalid("logit_bias", f"an object of token ids and numbers from -{MAX_BIAS:g} to {MAX_BIAS:g}", value)
     return tuple(sorted(found.items()))
 
 
-def _constraint_of_format(value: object) -> Constraint | None:
+def _is_bias(token: object, bias: object) -> bool:
+    is_id = isinstance(token, int | str) and not isinstance(token, bool)
+    return is_id and isinstance(bias, int | float) and not isinstance(bias, bool)
+
+
+def _text_of_format(value: object) -> str:
+    """A response_format as JSON text, which has a hash, and keeps the order of properties."""
+    if isinstance(value, Mapping):
+        return json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(None)
+
+
+@lru_cache(maxsize=256)
+def _constraint_of_format(text: str) -> Constraint | None:
     """What OpenAI's response_format asks for; None for plain text."""
-    kind = value.get("type") if isinstance(value, Mapping) else None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = text
+    kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
         return None
     if kind == "json_object":
         return Constraint("json_object")
-    if kind == "json_schema" and isinstance(value, Mapping):
+    if kind == "json_schema":
         schema = value.get("json_schema")
-        schema = schema.get("schema") if isinstance(schema, Mapping) else None
-        if isinstance(schema, Mapping | bool):
+        schema = schema.get("schema") if isinstance(schema, dict) else None
+        if isinstance(schema, dict | bool):
             return Constraint("json_schema", json.dumps(schema))
         wanted = '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
     else:

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cbatch.engine.request import Request
+from cbatch.engine.params import SamplingParams
+from cbatch.engine.request import Request, TokenCounts
 
 Places = tuple[Tensor, Tensor]
 """Places in logits [R, V]: rows and token ids, each [N] int64."""
@@ -30,31 +31,31 @@ def _places(rows: Sequence[int], tokens: Sequence[Sequence[int]], device: torch.
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Penalties of P rows: which rows of the logits, their tokens, and three factors [P].
-
-    known, generated: places in [P, V]: tokens of prompt and output, and of the output alone, once for each time
+    """Penalties of some rows: the places of the tokens they touch, and for each place [N] how often that token was
+    generated, and the row's three factors.
     """
 
-    rows: Tensor
-    known: Places
-    generated: Places
+    places: Places
+    counts: Tensor
     repetition: Tensor
     presence: Tensor
     frequency: Tensor
 
     @classmethod
-    def build(cls, rows: list[int], requests: Sequence[Request], device: torch.device) -> Penalties:
-        those = [requests[row] for row in rows]
-        places = range(len(rows))
+    def build(cls, counts: dict[int, TokenCounts], requests: Sequence[Request], device: torch.device) -> Penalties:
+        """`counts`: tokens of the rows that have penalties."""
+        sizes = [len(one.tokens) for one in counts.values()]
 
         def column(name: str) -> Tensor:
-            return torch.tensor([getattr(request.params, name) for request in those], device=device)
+            values = np.array([getattr(requests[row].params, name) for row in counts], np.float32)
+            return torch.from_numpy(np.repeat(values, sizes)).to(device)
 
-        repeating = [request.token_ids if request.params.repetition_penalty != 1 else () for request in those]
+        tokens = np.concatenate([np.frombuffer(one.tokens, np.int64) for one in counts.values()])
+        generated = np.concatenate([np.frombuffer(one.counts, np.int64) for one in counts.values()])
+        rows = np.repeat(np.array(list(counts), np.int64), sizes)
         return cls(
-            rows=torch.tensor(rows, device=device),
-            known=_places(places, repeating, device),
-            generated=_places(places, [request.token_ids[request.num_prompt :] for request in those], device),
+            places=(torch.from_numpy(rows).to(device), torch.from_numpy(tokens).to(device)),
+            counts=torch.from_numpy(generated).to(device),
             repetition=column("repetition_penalty"),
             presence=column("presence_penalty"),
             frequency=column("frequency_penalty"),
@@ -65,16 +66,16 @@ class Penalties:
 
         Presence and frequency: https://platform.openai.com/docs/api-reference, "frequency and presence penalties".
         """
-        chosen = logits[self.rows]
-        known = torch.zeros_like(chosen, dtype=torch.bool)
-        known[self.known] = True
-        factor = self.repetition[:, None]
-        chosen = torch.where(known, torch.where(chosen < 0, chosen * factor, chosen / factor), chosen)
-        counts = torch.zeros_like(chosen)
-        one = torch.ones((), device=logits.device)
-        counts.index_put_(self.generated, one, accumulate=True)
-        chosen -= counts * self.frequency[:, None] + (counts > 0) * self.presence[:, None]
-        logits[self.rows] = chosen
+        touched = logits[self.places]
+        touched = torch.where(touched < 0, touched * self.repetition, touched / self.repetition)
+        logits[self.places] = touched - self.counts * self.frequency - (self.counts > 0) * self.presence
+
+
+def counts_for(params: SamplingParams, prompt: Sequence[int]) -> TokenCounts | None:
+    """What a request's penalties have to know; None where it has none."""
+    if params.repetition_penalty != 1:
+        return TokenCounts(prompt)
+    return TokenCounts() if params.presence_penalty != 0 or params.frequency_penalty != 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +92,11 @@ class Processors:
     @classmethod
     def build(cls, requests: Sequence[Request], device: torch.device) -> Processors:
         biased = [row for row, request in enumerate(requests) if request.params.logit_bias]
-        penalized = [row for row, request in enumerate(requests) if _has_penalty(request)]
+        counts = {row: r.counts for row, r in enumerate(requests) if r.counts is not None and r.counts.tokens}
         forbidden = {row: tokens for row, request in enumerate(requests) if (tokens := _forbidden(request))}
         return cls(
             bias=_bias(biased, requests, device) if biased else None,
-            penalties=Penalties.build(penalized, requests, device) if penalized else None,
+            penalties=Penalties.build(counts, requests, device) if counts else None,
             forbidden=_places(list(forbidden), list(forbidden.values()), device) if forbidden else None,
         )
 
@@ -124,11 +125,6 @@ def _bias(rows: list[int], requests: Sequence[Request], device: torch.device) ->
     pairs = [requests[row].params.logit_bias for row in rows]
     values = torch.tensor([bias for row in pairs for _, bias in row], device=device)
     return _places(rows, [[token for token, _ in row] for row in pairs], device), values
-
-
-def _has_penalty(request: Request) -> bool:
-    params = request.params
-    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
 def _forbidden(request: Request) -> list[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -35,6 +36,27 @@ class TokenGuide(Protocol):
 
     def accept(self, token_id: int) -> None:
         """Goes on by one token of the output."""
+
+
+class TokenCounts:
+    """The different tokens of a text, and how often each of them was generated.
+
+    tokens, counts: arrays of 64-bit integers of one length
+    """
+
+    def __init__(self, prompt: Iterable[int] = ()) -> None:
+        """`prompt`: tokens that count as known, and as generated zero times."""
+        self._places = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
+        self.tokens = array("q", self._places)
+        self.counts = array("q", bytes(8 * len(self._places)))
+
+    def add(self, token_id: int) -> None:
+        """One more that was generated."""
+        place = self._places.setdefault(token_id, len(self.tokens))
+        if place == len(self.tokens):
+            self.tokens.append(token_id)
+            self.counts.append(0)
+        self.counts[place] += 1
 
 
 class TokenLogprobs(NamedTuple):
@@ -90,6 +112,8 @@ class Request:
 
     bad_words: sequences of tokens that may not be generated
     guide:     follows the output where its form is given
+    counts:    tokens that penalties look at
+    num_setbacks: how often requests of the same priority preempted it
     scored:    log-probabilities of the prompt's tokens from the second on, as far as they are known
     """
 
@@ -104,10 +128,12 @@ class Request:
     text: TextSink | None = None
     bad_words: Sequence[Sequence[int]] = ()
     guide: TokenGuide | None = None
+    counts: TokenCounts | None = None
     num_prompt: int = field(init=False)
     num_computed: int = 0
     num_cached: int = 0
     num_preemptions: int = 0
+    num_setbacks: int = 0
     scored: list[TokenLogprobs] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
 
@@ -146,6 +172,11 @@ class Request:
     def scores_prompt(self) -> bool:
         return self.params.prompt_logprobs is not None
 
+    @property
+    def is_to_score(self) -> bool:
+        """Whether tokens of its prompt have no score yet that are to have one."""
+        return self.scores_prompt and len(self.scored) < self.num_prompt - 1
+
     def accept(self, sample: Sample) -> TokenEvent:
         """Appends a sampled token and says what came of it."""
         if sample.error is not None:
@@ -155,6 +186,8 @@ class Request:
             return self._event(None, self.text.flush() if self.text else "", reason)
         token_id = sample.token_id
         self.token_ids.append(token_id)
+        if self.counts is not None:
+            self.counts.add(token_id)
         may_stop = self.num_generated >= self.min_tokens
         if may_stop and token_id in self.stop_ids:
             return self._last(sample, "", "stop")
@@ -188,5 +221,5 @@ class Request:
             cached_tokens=self.num_cached,
             sample_index=self.sample_index,
             logprobs=sample.logprobs if sample is not None else None,
-            prompt_logprobs=self.scored if self.scores_prompt and self.num_generated <= 1 else None,
+            prompt_logprobs=self.scored if self.scores_prompt and self.num_generated == bool(sample) else None,
         )

@@ -46,8 +46,7 @@ def evaluate(
     token_ids = tokens.tolist()
     logprobs = _logprobs(requests, logits, token_ids)
     wrong: list[RequestError | None] = [
-        None if math.isfinite(value) else NOTHING_LEFT if value == -math.inf and processed is not logits else NAN
-        for value in largest.tolist()
+        None if math.isfinite(value) else _what_is_wrong(logits[row]) for row, value in enumerate(largest.tolist())
     ]
     for row, sentence in zip(guided, masks.errors if masks is not None else (), strict=True):
         guide = requests[row].guide
@@ -57,6 +56,11 @@ def evaluate(
             wrong[row] = None
     _mark_broken_scores(plan, scores, wrong)
     return StepResult([Sample(*row) for row in zip(token_ids, logprobs, wrong, strict=True)], scores)
+
+
+def _what_is_wrong(logits: Tensor) -> RequestError:
+    """Why no token can be chosen, by the row's raw logits [V]."""
+    return NOTHING_LEFT if bool(logits.max().isfinite()) else NAN
 
 
 def _scores(plan: StepPlan, logits: Tensor) -> list[list[TokenLogprobs]]:
@@ -87,5 +91,9 @@ def _mark_broken_scores(plan: StepPlan, scores: list[list[TokenLogprobs]], wrong
     """A prompt with a score that is not a number, in this chunk or an earlier one, has none at all."""
     now = {slice_.request: found for slice_, found in zip(plan.to_score, scores, strict=True)}
     for row, request in enumerate(plan.to_sample):
-        if request.scores_prompt and any(math.isnan(one.logprob) for one in (*request.scored, *now.get(request, ()))):
+        if (
+            request.scores_prompt
+            and request.num_generated == 0
+            and any(math.isnan(one.logprob) for one in (*request.scored, *now.get(request, ())))
+        ):
             wrong[row] = NAN

@@ -104,7 +104,7 @@ def gumbel_noise(keys: Tensor, ids: Tensor) -> Tensor:
     """Standard Gumbel noise for keys [D, 2] and token ids [D or 1, N]: float32 [D, N]."""
     words = _mix(_mix(ids ^ keys[:, :1]) ^ keys[:, 1:])
     # The exponential's small values decide who wins, so it is built from the end where float32 is fine.
-    uniform = (words.float() + 0.5) * 2.0**-32
+    uniform = ((words.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)  # rounding must not make it 1
     return -torch.log(-torch.log1p(-uniform))
 
 

@@ -14,8 +14,8 @@ When blocks run out, a running request preempts the youngest of the lowest prior
 waiting one preempts only lower priorities. A preempted request loses its blocks, keeps its tokens, and is
 computed again later. So the oldest request of the highest priority is never preempted, and always advances.
 A request enters when all that run are likely to find room until they end, so that this is rare; one that was
-preempted enters more cautiously each time, and from the third time on only when nothing of its own priority can
-preempt it again.
+preempted by its equals enters more cautiously each time, and after the third time only when none of them can do it
+again.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ class Scheduler:
         Whoever is preempted comes later in the order than who preempts him, so nothing planned is taken back.
         """
         plan = StepPlan()
+        self._admission.begin_step()
         budget = self.max_batch_tokens
         preempted: set[Request] = set()
         running = sorted((_rank(request), request) for request in self.running)
@@ -161,7 +162,9 @@ class Scheduler:
         events = []
         for request, sample in zip(plan.to_sample, result.samples, strict=True):
             event = _outcome(request, sample)
-            if sample.error is not None:  # others must not take over what may be no numbers either
+            if (
+                sample.error is not None and sample.error.code == "nan_logits"
+            ):  # others must not take over what may be no numbers either
                 self.pool.forget(request.blocks)
             if event.finish_reason is not None:
                 if event.token_id is not None:
@@ -199,7 +202,7 @@ class Scheduler:
         if len(self.running) >= self.max_seqs and all(other.priority <= request.priority for other in self.running):
             return []
         # A prompt that is scored needs the logits of all its tokens.
-        shared = self.pool.match(request.token_ids) if self.prefix_cache and not request.scores_prompt else []
+        shared = self.pool.match(request.token_ids) if self.prefix_cache and not request.is_to_score else []
         victims = self._admission.make_room(request, shared, self.running, self.max_seqs)
         if victims is None:
             return []
@@ -211,6 +214,7 @@ class Scheduler:
         request.blocks = shared + self.pool.allocate(self.pool.blocks_for(request.num_tokens) - len(shared))
         request.num_computed = len(shared) * self.pool.block_size
         self._count_prompt(request, 1)
+        self._admission.entered(request)
         return victims
 
     def _count_prompt(self, request: Request, sign: int) -> None:
@@ -226,6 +230,7 @@ class Scheduler:
         victims: list[Request] = []
         while self.pool.num_free < need and request not in victims:
             victims.append(max(self.running, key=age))
+            victims[-1].num_setbacks += victims[-1].priority == request.priority
             self._preempt(victims[-1])
         if need > 0 and request not in victims:
             request.blocks += self.pool.allocate(need)
@@ -233,6 +238,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._send_back(request)
+        self._admission.begin_step()
         request.num_preemptions += 1
         self.num_preemptions += 1
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import queue
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -148,6 +147,7 @@ class _Job:
         self.is_done = threading.Event()
         self._lock = threading.Lock()
         self._begun: dict[int, float] = {}
+        self._waited = 0.0
         self._next = 0
         self._num_left = len(guides)
         if not guides:
@@ -166,11 +166,14 @@ class _Job:
                 return False
         return True
 
-    def give_up(self, limit: float) -> int:
-        """Fails the guides that have been taking longer than `limit` seconds, and returns how many."""
+    def give_up(self, waited: float, limit: float) -> int:
+        """Fails the guides that have been taking longer than `limit` seconds, and returns how many.
+
+        waited: seconds that somebody has waited since the last call; no clock, which goes on for a stopped process
+        """
         with self._lock:
-            now = time.monotonic()
-            late = [index for index, begun in self._begun.items() if now - begun > limit]
+            self._waited += waited
+            late = [index for index, begun in self._begun.items() if self._waited - begun > limit]
             for index in late:
                 self._close(index, f"{FAILED}the step took longer than {limit:g} s.")
         return len(late)
@@ -183,7 +186,7 @@ class _Job:
             if self._next == len(self.guides):
                 return None
             self._next += 1
-            self._begun[self._next - 1] = time.monotonic()
+            self._begun[self._next - 1] = self._waited
             return self._next - 1
 
     def _finish(self, index: int, row: np.ndarray, error: str | None) -> bool:
@@ -235,8 +238,9 @@ class MaskFiller:
         job, self._job = self._job, None
         if job is None:
             raise RuntimeError("result without begin")
-        while not job.is_done.wait(min(self._limit, 0.1)):
-            for _ in range(job.give_up(self._limit)):
+        patience = min(self._limit, 0.1)
+        while not job.is_done.wait(patience):
+            for _ in range(job.give_up(patience, self._limit)):
                 self._num_started -= 1
                 self._put(job)
         return job.result()
@@ -249,8 +253,8 @@ class MaskFiller:
 
     def _put(self, job: _Job) -> None:
         if self._num_started < self._num_threads:
-            self._num_started += 1
             threading.Thread(target=_work, args=(self._jobs,), name="cbatch-masks", daemon=True).start()
+            self._num_started += 1
         self._jobs.put(job)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from cbatch.engine.answer import AnswerFormat, template_messages
@@ -18,6 +18,9 @@ FIXED_DATE = date(2024, 7, 26)
 
 Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}` with text content; beside tool calls there may be none."""
+
+Prompt = str | Sequence[int] | Mapping[str, Sequence[Message]]
+"""Text, token ids, or a conversation: `{"messages": [{"role": "user", "content": "Hi"}]}`, perhaps with `tools`."""
 
 _Objects = list[dict[str, Any]]
 
@@ -33,27 +36,34 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self.backend = tokenizer.backend_tokenizer
         self._pieces = TokenBytes(self.backend)
+        self._spellings = lru_cache(maxsize=256)(self._spell_out)
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
         special = sorted((added[number].content for number in self.special_ids), key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, special)) or r"(?!)")
 
     @property
+    def templates(self) -> str | dict[str, str] | None:
+        """The chat template, or several by name."""
+        found: str | dict[str, str] | None = self._tokenizer.chat_template
+        return found
+
+    @property
     def chat_template(self) -> str | None:
         """The template's source; of several, the one that serves when nothing else is asked for."""
-        template: str | dict[str, str] | None = self._tokenizer.chat_template
+        template = self.templates
         return template.get("default") if isinstance(template, dict) else template
 
     @cached_property
     def answer_format(self) -> AnswerFormat:
         """The form of the model's output; a template of its own for tools counts too."""
-        template: str | dict[str, str] | None = self._tokenizer.chat_template
+        template = self.templates
         return AnswerFormat.of_template("\n".join(template.values()) if isinstance(template, dict) else template)
 
     @property
     def takes_tools(self) -> bool:
         """Whether any of the model's templates tells it of tools."""
-        template: str | dict[str, str] | None = self._tokenizer.chat_template
+        template = self.templates
         return any(
             "tools" in source for source in (template.values() if isinstance(template, dict) else [template or ""])
         )
@@ -102,32 +112,40 @@ class ChatTokenizer:
 
         tags: special tokens that are to be in it all the same
         """
-        skip = params.skip_special_tokens
-        kept = {token: tag for tag in tags if (token := self.backend.token_to_id(tag)) is not None} if skip else {}
-        echo = self.backend.decode(list(prompt), skip_special_tokens=skip) if params.echo else ""
-        return TextStream(self.backend, prompt, params.stop, skip_special_tokens=skip, kept=kept, echo=echo)
+        hidden = self.special_ids if params.skip_special_tokens else frozenset()
+        if tags:
+            hidden -= {self.backend.token_to_id(tag) for tag in tags}
+        return TextStream(self.backend, prompt, params.stop, hidden)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of a whole sequence."""
+        text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
 
     def opens_thinking(self, prompt: Sequence[int]) -> bool:
         """Whether these prompt tokens end with an opening think tag, so that the output begins within it."""
         form = self.answer_format
         if form.think is None:
             return False
-        return form.opens_thinking(self.backend.decode(list(prompt[-PROMPT_TAIL:]), skip_special_tokens=False))
+        return form.opens_thinking(self.decode(prompt[-PROMPT_TAIL:], skip_special_tokens=False))
 
     def ends_thinking(self, token_ids: Sequence[int]) -> bool:
         """Whether the closing think tag stands at the end of an output so far, or just before that."""
         think = self.answer_format.think
-        tail = self.backend.decode(list(token_ids[-PROMPT_TAIL:]), skip_special_tokens=False)
+        tail = self.decode(token_ids[-PROMPT_TAIL:], skip_special_tokens=False)
         return think is not None and think[1] in tail
 
     def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
         """Token sequences that spell these words, at the beginning of a text and behind a space."""
-        spelt = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for w in words for text in (w, f" {w}")]
-        return [list(ids) for ids in dict.fromkeys(map(tuple, spelt)) if ids]
+        return self._spellings(tuple(words))
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token stands for in a text, also where that is a part of a character."""
         return self._pieces.bytes_of(token_id)
+
+    def _spell_out(self, words: tuple[str, ...]) -> list[list[int]]:
+        spelt = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for w in words for text in (w, f" {w}")]
+        return [list(ids) for ids in dict.fromkeys(map(tuple, spelt)) if ids]
 
     def _render(self, messages: _Objects, tools: _Objects, today: date) -> str:
         try:
