@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from cbatch.cli.chat.commands import do_set
 from cbatch.cli.chat.session_file import read_session
 from cbatch.cli.chat.store import Store
 from cbatch.cli.chat.transcript import Transcript
@@ -80,6 +82,19 @@ def test_thoughts_that_are_cut_off_go_on(rooms: Rooms) -> None:
     answer = answer_of(room.current)
     assert (answer.text, answer.reasoning) == (expected.text, expected.reasoning)
     assert bool(answer.reasoning) == answer.is_thinking and bool(answer.text) != answer.is_thinking
+
+
+def test_one_form_takes_the_place_of_another(rooms: Rooms) -> None:
+    """Guards a session that could neither be asked nor loaded after two forms were set in it."""
+    desk = SimpleNamespace(room=rooms.make(), say=lambda *lines: None)
+    desk.session = desk.room.current
+    do_set(desk, "regex [0-9]{2}")
+    do_set(desk, 'choice ["yes", "no"]')
+    assert desk.session.params == {"choice": ["yes", "no"]}
+    do_set(desk, 'response_format {"type": "text"}')
+    assert desk.session.params == {}
+    do_set(desk, "regex default")
+    assert rooms.ask(desk.room, "Hi") or answer_of(desk.room.current).reasoning
 
 
 def test_a_form_cannot_go_on_in_the_middle(rooms: Rooms) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from cbatch.engine.completion import Completion
 from cbatch.engine.config import EngineConfig
 from cbatch.engine.engine import Engine
 from cbatch.engine.params import SamplingParams
+from tests.folder import save_model
 from tests.tiny import make_engine, make_network, make_prompts
 
 LENGTHS = [3, 40, 17, 1, 25]
@@ -196,6 +198,22 @@ def test_special_tokens_are_shown_where_asked() -> None:
     hidden, shown = engine.generate(["Hi"] * 2, [params, params.merged({"skip_special_tokens": False})])
     name = engine.tokenizer.backend.id_to_token(special)  # type: ignore[union-attr]
     assert hidden.text == "" and shown.text == 3 * name and hidden.token_ids == shown.token_ids
+
+
+def test_settings_of_the_model_s_folder_hold(tmp_path: Path) -> None:
+    """Guards generation_config.json: penalty and limits as `generate` applies them."""
+    settings = {"repetition_penalty": 1.3, "max_new_tokens": 9, "min_new_tokens": 4, "num_beams": 3, "min_length": 2}
+    engine = Engine(EngineConfig(model=str(save_model(tmp_path / "m", generation=settings)), device="cpu"))
+    assert set(engine.loaded.not_applied) == {"num_beams", "min_length"} and engine.loaded.defaults.min_tokens == 4
+    prompts = [[5, 9, 5, 9, 30], [7] * 12]
+    outputs = engine.generate(prompts, engine.loaded.defaults.merged({"ignore_eos": True}))
+    network_ = engine.loaded.network
+    network_.set_attn_implementation("eager")
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = torch.tensor([prompt])
+        options = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "pad_token_id": 0, "num_beams": 1}
+        expected = network_.generate(ids, attention_mask=torch.ones_like(ids), repetition_penalty=1.3, **options)
+        assert output.token_ids == expected[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from cbatch.cli import jsonl
 from cbatch.cli.jsonl import format_row, parse_line
 from cbatch.cli.lines import Line
 from cbatch.cli.row import Row
+from cbatch.engine import RequestError, SamplingParams
 
 
 def parse(text: str | bytes, **options: bool) -> Row:
@@ -88,6 +89,28 @@ def test_parameters_that_ask_for_nothing_are_fine() -> None:
     """Guards files made for other programs, which spell out every default."""
     row = parse('{"prompt": "a", "logprobs": null, "response_format": null, "tools": [], "tool_choice": "none"}')
     assert row.error is None and row.extra == {} and row.params == {} and row.tools is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"logit_bias": {" 1_0 ": 1}}, "logit_bias must be"),
+        ({"logit_bias": {str(n): 1 for n in range(2000)}}, "up to 1,024 token ids"),
+        ({"bad_words": ["x"] * 2000}, "bad_words has 2,000 words"),
+        ({"stop_token_ids": [10**4000]}, "stop_token_ids must be"),
+        ({"logprobs": 21}, "from 0 to 20"),
+        ({"n": 2, "max_tokens": 0, "echo": True}, "n must be 1"),
+        ({"choice": "yes"}, "choice must be a list"),
+        ({"regex": "a", "choice": ["b"]}, "cannot both"),
+        ({"response_format": "json"}, "response_format must be"),
+        ({"repetition_penalty": 5e-324}, "repetition_penalty must be"),
+    ],
+)
+def test_parameters_out_of_range_are_named(asked: dict[str, Any], message: str) -> None:
+    """Guards every new parameter with a sentence that is short whatever stands in the row."""
+    with pytest.raises(RequestError) as caught:
+        SamplingParams().merged(asked)
+    assert message in str(caught.value) and len(str(caught.value)) < 250
 
 
 def test_tools_and_calls_are_taken() -> None:

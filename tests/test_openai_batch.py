@@ -129,6 +129,26 @@ def test_choices_and_logprobs_of_bodies(results: list[dict[str, Any]]) -> None:
     assert scored["usage"]["completion_tokens"] == 0
 
 
+def test_offsets_count_characters(model_folder: Path, tmp_path: Path) -> None:
+    """Guards text_offset and names of tokens where characters span several of them, and options for all rows."""
+    (tmp_path / "in.jsonl").write_text(json.dumps(text("é😀 hi", max_tokens=0)) + "\n")
+    options = ["--logprobs", "3", "--param", "echo=true", "-m", str(model_folder), "-o", str(tmp_path / "out.jsonl")]
+    assert run_command(["run", str(tmp_path / "in.jsonl"), *options]) == 0
+    (choice,) = json.loads((tmp_path / "out.jsonl").read_text())["response"]["body"]["choices"]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == "é😀 hi" and logprobs["tokens"][:3] == ["<|bos|>", "bytes:\\xc3", "bytes:\\xa9"]
+    assert logprobs["text_offset"] == [0, 0, 0, 1, 1, 1, 1, 2, 3, 4]
+    assert all(len(top) == 3 for top in logprobs["top_logprobs"][1:])
+
+
+def test_a_row_s_own_word_on_logprobs_counts(model_folder: Path) -> None:
+    """Guards `logprobs: false` against an option, scores in a chat's result, and fields that text requests lack."""
+    engine = Engine(EngineConfig(model=str(model_folder), device="cpu"))
+    preparer = Preparer(engine, RowOptions(params=SamplingParams(logprobs=2)))
+    rows = [chat(), chat(logprobs=False), chat(logprobs=True, top_logprobs=1)]
+    assert [preparer.job(Line(0, json.dumps(row).encode())).params.logprobs for row in rows] == [2, None, 1]
+
+
 def test_no_max_tokens_means_the_rest_of_the_context(model_folder: Path) -> None:
     """Guards the API's own default against that of our rows; one that was asked for holds for both."""
     engine = Engine(EngineConfig(model=str(model_folder), device="cpu"))

@@ -42,7 +42,7 @@ def text_logprobs(
     hidden:   tokens that take no place in the text
     """
     tokens = [_entry(one.token_id, one.logprob, spell) for one in logprobs]
-    top = [{_entry(token, None, spell)["token"]: _rounded(value) for token, value in one.top} for one in logprobs]
+    top = [{_name(_entry(token, None, spell)): _rounded(value) for token, value in one.top} for one in logprobs]
     if first_id is not None:
         tokens.insert(0, _entry(first_id, 0.0, spell))
         top.insert(0, {})
@@ -53,7 +53,7 @@ def text_logprobs(
         if token_id not in hidden:
             length += len(decoder.decode(bytes(entry["bytes"]))) if entry["bytes"] is not None else len(entry["token"])
     return {
-        "tokens": [token["token"] for token in tokens],
+        "tokens": [_name(token) for token in tokens],
         "token_logprobs": [token["logprob"] for token in tokens],
         "top_logprobs": top,
         "text_offset": offsets,
@@ -76,6 +76,13 @@ def _entry(token_id: int, logprob: float | None, spell: Spell) -> dict[str, Any]
         "logprob": _rounded(logprob) if logprob is not None else None,
         "bytes": list(data) if data is not None else None,
     }
+
+
+def _name(entry: dict[str, Any]) -> str:
+    """A token in this form: its text, or, where it is a part of a character, its bytes as OpenAI writes them."""
+    if entry["bytes"] is None or "\ufffd" not in entry["token"]:
+        return str(entry["token"])
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry["bytes"])
 
 
 def _rounded(logprob: float) -> float:

@@ -117,6 +117,8 @@ class Preparer:
         if job.error is None and job.prompt_ids is None:
             try:
                 job.grammar = self._engine.compile(job.params)
+                if job.params.bad_words and self._engine.tokenizer is not None:
+                    self._engine.tokenizer.bad_word_ids(job.params.bad_words)  # here, and not on the engine's thread
                 job.prompt_ids = self._engine.encode(job.asked, raw=True, today=self._options.today)
                 self._note_form(job)
             except RequestError as error:
@@ -220,8 +222,8 @@ class Preparer:
         fields |= choices[0]
         if len(choices) > 1:
             fields["choices"] = [{"index": number, **choice} for number, choice in enumerate(choices)]
-        if (scores := job.completion.prompt_logprobs) is not None and job.prompt_ids:
-            fields["prompt_logprobs"] = prompt_scores(job.prompt_ids[0], scores, self._spell)
+        if (scores := self._scores(job)) is not None:
+            fields["prompt_logprobs"] = scores
         return fields | {"usage": usage, "key": job.key}
 
     def _choice(self, job: Job, number: int) -> dict[str, Any]:
@@ -257,9 +259,15 @@ class Preparer:
             logprobs = self._api_logprobs(job, job.completion.choices[number])
             choice = openai_batch.choice(call.is_chat, number, fields, logprobs)
             choices.append(choice | ({"token_ids": fields["token_ids"]} if self._options.token_ids else {}))
-        return openai_batch.result_line(
-            job.row, job.key, openai_batch.response_body(call, job.key, choices, usage), None
-        )
+        body = openai_batch.response_body(call, job.key, choices, usage)
+        if (scores := self._scores(job)) is not None and (call.is_chat or not job.params.echo):
+            body["prompt_logprobs"] = scores
+        return openai_batch.result_line(job.row, job.key, body, None)
+
+    def _scores(self, job: Job) -> dict[str, Any] | None:
+        """Log-probabilities of the prompt, where they were asked for."""
+        scores = job.completion.prompt_logprobs
+        return prompt_scores(job.prompt_ids[0], scores, self._spell) if scores is not None and job.prompt_ids else None
 
     def _api_logprobs(self, job: Job, done: Completion) -> dict[str, Any] | None:
         if job.params.logprobs is None:

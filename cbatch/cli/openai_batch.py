@@ -145,7 +145,7 @@ def choice(is_chat: bool, index: int, fields: dict[str, Any], logprobs: dict[str
     """One choice of a body, from the fields that a row of our own would have."""
     choice = {"index": index, "finish_reason": fields["finish_reason"], "logprobs": logprobs}
     if not is_chat:
-        return choice | {"text": fields["text"]}
+        return choice | {"text": fields["text"] or ""}
     message = {"role": "assistant", "content": fields["text"], "refusal": None}
     if "tool_calls" in fields:
         message |= {"content": fields["text"] or None, "tool_calls": fields["tool_calls"]}

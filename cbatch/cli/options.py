@@ -55,6 +55,7 @@ def _parse_params(ctx: click.Context, option: click.Parameter, values: tuple[str
             raise click.BadParameter(f"there is no sampling parameter {name!r}.", ctx, option)
         try:
             params[name] = json.loads(value)
+            json.dumps(params[name], ensure_ascii=False).encode()  # half a character is no text
         except (ValueError, RecursionError):
             raise click.BadParameter(f"the value of {name} is not valid JSON: {value!r}.", ctx, option) from None
     return params
@@ -162,6 +163,6 @@ def check_sampling(options: dict[str, Any]) -> None:
 def check_turns(options: dict[str, Any]) -> None:
     """Refuses what a chat cannot show. Raises ConfigError."""
     for name in NOT_FOR_TURNS:
-        if name in sampling_overrides(options):
+        if sampling_overrides(options).get(name) is not None:
             advice = "; in a chat, /retry N gives several answers" if name == "n" else ""
             raise ConfigError(f"--{name.replace('_', '-')} is for cbatch run{advice}.")

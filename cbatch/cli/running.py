@@ -87,7 +87,7 @@ def make_preparer(engine: Engine, options: dict[str, Any]) -> Preparer:
     given = sampling_overrides(options)
     row_options = RowOptions(
         params=engine.loaded.defaults.merged(given),
-        has_max_tokens="max_tokens" in given,
+        has_max_tokens=given.get("max_tokens") is not None,
         seed=options["seed"],
         system=options["system"],
         today=options["date"].date() if options["date"] else FIXED_DATE,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cbatch.engine.driver import Driver, Ticket
     from cbatch.engine.engine import Engine
     from cbatch.engine.errors import CbatchError, ConfigError, EngineError, ModelError, RequestError
-    from cbatch.engine.params import PARAM_NAMES, SamplingParams, derive_seed
+    from cbatch.engine.params import PARAM_NAMES, SamplingParams, derive_seed, with_overrides
     from cbatch.engine.request import TokenEvent, TokenLogprobs
     from cbatch.engine.tokenizer import FIXED_DATE, Prompt
     from cbatch.engine.tool_calls import ToolCall
@@ -40,6 +40,7 @@ _HOME = {
     "check_tools": "answer",
     "derive_seed": "params",
     "format_bytes": "units",
+    "with_overrides": "params",
 }
 
 __all__ = [
@@ -64,6 +65,7 @@ __all__ = [
     "check_tools",
     "derive_seed",
     "format_bytes",
+    "with_overrides",
 ]
 
 

@@ -16,7 +16,17 @@ from cbatch.engine.params import SamplingParams
 from cbatch.engine.template_trial import TemplateTrial
 from cbatch.engine.tokenizer import ChatTokenizer
 
-NOT_APPLIED = {"no_repeat_ngram_size": 0, "typical_p": 1.0, "num_beams": 1}
+NOT_APPLIED = {
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+    "bad_words_ids": [],
+    "sequence_bias": {},
+    "min_length": 0,
+    "forced_bos_token_id": None,
+    "no_repeat_ngram_size": 0,
+    "typical_p": 1.0,
+    "num_beams": 1,
+}
 """Keys of generation_config.json that would change the output, and the values with which they do not."""
 
 DEMO_MODEL = Path(__file__).parent.parent / "demo"
@@ -215,6 +225,9 @@ def _sampling_defaults(settings: dict[str, Any]) -> SamplingParams:
     }
     if settings.get("do_sample"):
         chosen["temperature"] = settings.get("temperature", 1.0)
+    for theirs, ours in (("min_new_tokens", "min_tokens"), ("stop_strings", "stop")):
+        if settings.get(theirs) is not None:
+            chosen[ours] = settings[theirs]
     if settings.get("max_new_tokens") is not None:
         chosen["max_tokens"] = settings["max_new_tokens"]
     return SamplingParams().merged(chosen)

@@ -22,6 +22,10 @@ MAX_TEMPERATURE = 1000.0
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
+MAX_BIASED = MAX_BAD_WORDS = 1024
+"""Tokens and words that every step looks at again."""
+
+MAX_TOKEN_ID = 2**31
 
 CONSTRAINTS = ("response_format", "regex", "choice", "grammar")
 """Parameters that say what form the output has; at most one of them stands in a request."""
@@ -100,6 +104,10 @@ class SamplingParams:
         lists = {"stop": str, "stop_token_ids": int, "bad_words": str} | ({"choice": str} if self.choice else {})
         for name, kind in lists.items():
             object.__setattr__(self, name, _tuple_of(name, getattr(self, name), kind))
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise RequestError(
+                "invalid_row", f"bad_words has {len(self.bad_words):,} words; at most {MAX_BAD_WORDS:,} are taken."
+            )
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         self._check_constraint()
 
@@ -164,20 +172,21 @@ class SamplingParams:
         return replace(self, prompt_logprobs=None) if number and self.prompt_logprobs is not None else self
 
     def merged(self, overrides: Mapping[str, Any]) -> SamplingParams:
-        """These parameters with some replaced; a None in `overrides` keeps what stands here.
-
-        A form of the output that `overrides` ask for takes the place of another one that stands here.
-        """
+        """These parameters with some replaced; a None in `overrides` keeps what stands here."""
         given = {name: value for name, value in overrides.items() if value is not None}
         if not given:
             return self
-        kept = {name: getattr(self, name) for name in PARAM_NAMES}
-        if not given.keys().isdisjoint(CONSTRAINTS):
-            kept |= dict.fromkeys(CONSTRAINTS)
-        return SamplingParams(**(kept | given))
+        return SamplingParams(**with_overrides({name: getattr(self, name) for name in PARAM_NAMES}, given))
 
 
 PARAM_NAMES: tuple[str, ...] = tuple(field.name for field in fields(SamplingParams))
+
+
+def with_overrides(params: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters by name with some replaced; one form of the output takes the place of another."""
+    other_form = not overrides.keys().isdisjoint(CONSTRAINTS)
+    kept = {name: value for name, value in params.items() if not (other_form and name in CONSTRAINTS)}
+    return kept | dict(overrides)
 
 
 def derive_seed(run_seed: int, kind: str, name: str | float) -> int:
@@ -213,16 +222,22 @@ def _bias(value: object) -> tuple[tuple[int, float], ...]:
     pairs = list(value.items() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [None])
     try:
         found = {int(token): float(bias) for token, bias in pairs if _is_bias(token, bias)}
-        is_right = len(found) == len(pairs) and all(token >= 0 for token in found)
+        is_right = len(found) == len(pairs) <= MAX_BIASED and all(0 <= token < MAX_TOKEN_ID for token in found)
     except (TypeError, ValueError, OverflowError):
         found, is_right = {}, False
     if not is_right or any(not abs(bias) <= MAX_BIAS for bias in found.values()):
-        raise _invalid("logit_bias", f"an object of token ids and numbers from -{MAX_BIAS:g} to {MAX_BIAS:g}", value)
+        raise _invalid(
+            "logit_bias",
+            f"an object of up to {MAX_BIASED:,} token ids with numbers from -{MAX_BIAS:g} to {MAX_BIAS:g}",
+            value,
+        )
     return tuple(sorted(found.items()))
 
 
 def _is_bias(token: object, bias: object) -> bool:
-    is_id = isinstance(token, int | str) and not isinstance(token, bool)
+    is_id = (isinstance(token, int) and not isinstance(token, bool)) or (
+        isinstance(token, str) and token.isascii() and token.isdigit()
+    )
     return is_id and isinstance(bias, int | float) and not isinstance(bias, bool)
 
 
@@ -262,6 +277,11 @@ def _tuple_of(name: str, value: object, kind: type) -> tuple[Any, ...]:
     if not isinstance(values, list | tuple):
         raise _invalid(name, f"one {kind.__name__} or a list of them", value)
     for item in values:
-        if not isinstance(item, kind) or isinstance(item, bool) or item == "" or (isinstance(item, int) and item < 0):
+        if (
+            not isinstance(item, kind)
+            or isinstance(item, bool)
+            or item == ""
+            or (isinstance(item, int) and not 0 <= item < MAX_TOKEN_ID)
+        ):
             raise _invalid(name, "a list of non-empty strings" if kind is str else "a list of token ids", value)
     return tuple(values)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.engine.params import SamplingParams
@@ -122,9 +124,17 @@ class Processors:
 
 
 def _bias(rows: list[int], requests: Sequence[Request], device: torch.device) -> tuple[Places, Tensor]:
-    pairs = [requests[row].params.logit_bias for row in rows]
-    values = torch.tensor([bias for row in pairs for _, bias in row], device=device)
-    return _places(rows, [[token for token, _ in row] for row in pairs], device), values
+    pairs = [_as_arrays(requests[row].params.logit_bias) for row in rows]
+    repeated = np.repeat(np.array(rows, np.int64), [len(tokens) for tokens, _ in pairs])
+    tokens, values = (np.concatenate(arrays) for arrays in zip(*pairs, strict=True))
+    places = torch.from_numpy(repeated).to(device), torch.from_numpy(tokens).to(device)
+    return places, torch.from_numpy(values).to(device)
+
+
+@lru_cache(maxsize=256)
+def _as_arrays(bias: tuple[tuple[int, float], ...]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Token ids and values of a bias, which is the same in every step."""
+    return np.array([token for token, _ in bias], np.int64), np.array([value for _, value in bias], np.float32)
 
 
 def _forbidden(request: Request) -> list[int]:

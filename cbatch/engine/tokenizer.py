@@ -97,6 +97,8 @@ class ChatTokenizer:
         """
         if not self.chat_template:
             raise RequestError("template_error", "The model has no chat template; give a prompt, not messages.")
+        if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):
+            raise RequestError("invalid_row", "Messages must be a list of objects, each with a role and content.")
         plain = template_messages(messages)
         if not plain or not all(isinstance(message.get("content"), str) for message in plain):
             raise RequestError("invalid_row", "Messages must be a list of at least one, each with text content.")

@@ -20,7 +20,7 @@ from cbatch.cli.options import (
     sampling_overrides,
 )
 from cbatch.cli.screen import notice
-from cbatch.engine import ConfigError
+from cbatch.engine import ConfigError, with_overrides
 
 if TYPE_CHECKING:
     from cbatch.cli.chat.room import Room
@@ -107,7 +107,7 @@ def _make_room(options: dict[str, Any], store: Store | None) -> Room:
         store=store,
     )
     if begun is not None:
-        begun.params = begun.params | sampling_overrides(options)
+        begun.params = with_overrides(begun.params, sampling_overrides(options))
         begun.system = begun.system or options["system"]
         empty = room.current
         room.add(begun)

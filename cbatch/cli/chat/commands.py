@@ -9,7 +9,7 @@ from typing import Any
 from cbatch.cli.chat.desk import COMMANDS, Desk, command, counted, need, number_in
 from cbatch.cli.chat.room import RETRY_TEMPERATURE
 from cbatch.cli.options import NOT_FOR_TURNS
-from cbatch.engine import PARAM_NAMES, ConfigError, RequestError, SamplingParams
+from cbatch.engine import PARAM_NAMES, ConfigError, RequestError, SamplingParams, with_overrides
 
 SETTABLE = tuple(name for name in PARAM_NAMES if name not in ("seed", *NOT_FOR_TURNS))
 
@@ -177,9 +177,10 @@ def do_set(desk: Desk, text: str) -> None:
         params.pop(name, None)
     elif value:
         chosen = _value(name, value.strip())
-        params[name] = getattr(chosen, name)
-        if isinstance(params[name], tuple):
-            params[name] = list(params[name])
+        new = getattr(chosen, name)
+        desk.session.params = with_overrides(params, {name: list(new) if isinstance(new, tuple) else new})
+        if new is None:  # a form that asks for nothing
+            del desk.session.params[name]
     desk.room.keep(desk.session)
     _show_params(desk, [name] if name else list(SETTABLE))
 
@@ -202,7 +203,7 @@ def _show_params(desk: Desk, names: list[str]) -> None:
     for name in names:
         value = getattr(params, name)
         shown = "the rest of the context" if name == "max_tokens" and value is None else json.dumps(value)
-        lines.append(f"{name:<15} {shown}" + ("" if name in desk.session.params else "  (default)"))
+        lines.append(f"{name:<19} {shown}" + ("" if name in desk.session.params else "  (default)"))
     desk.say(*lines)
 
 
