@@ -132,7 +132,6 @@ def test_several_outputs_share_their_prompt() -> None:
         assert alone.token_ids == one.token_ids and one.finish_reason == "length"
 
 
-@pytest.mark.parametrize("heat", [0.0, 1.0])
 def test_a_step_that_fails_is_tried_again_with_its_forms() -> None:
     """Guards a retry: masks are being filled when the model fails, and nothing of that step has happened."""
     engine, fresh = demo(), Engine(EngineConfig(dtype="float32", device="cpu"))
@@ -159,6 +158,7 @@ def test_a_step_that_fails_is_tried_again_with_its_forms() -> None:
     assert list(found.values()) == expected and calls > 5
 
 
+@pytest.mark.parametrize("heat", [0.0, 1.0])
 def test_penalties_see_what_was_generated(heat: float) -> None:
     """Guards the wiring: a strong presence penalty forbids what was said before, on a model that repeats itself."""
     engine = demo()
