@@ -152,12 +152,17 @@ def test_echo_is_no_part_of_the_answer(tmp_path: Path) -> None:
 
 def test_keys_know_the_order_that_decides(tmp_path: Path) -> None:
     """Guards resuming after a schema's properties, or a tool's, were put in another order."""
-    schema = {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "null"}}, "required": ["a", "b"]}
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": {"type": "null"}, "b": {"type": "null"}},
+        "required": ["a", "b"],
+    }
+    schema["additionalProperties"] = False
     turned = schema | {"properties": {"b": {"type": "null"}, "a": {"type": "null"}}}
     tool = {"type": "function", "function": {"name": "f", "description": "g"}}
     other = {"function": {"description": "g", "name": "f"}, "type": "function"}
     rows: list[dict[str, Any]] = [
-        {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": one}}}
+        {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": one}}, "temperature": 1.0}
         for one in (schema, turned)
     ]
     rows += [{"prompt": "a", "max_tokens": 1, "tools": [one]} for one in (tool, other)]
