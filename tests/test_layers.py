@@ -49,6 +49,14 @@ LAYERS = [
     ["cli.batch", "cli.ends"],
     ["cli.running"],
     ["cli.run", "cli.info"],
+    ["cli.bench.work", "cli.bench.memory", "cli.bench.trace", "cli.bench.tables"],
+    ["cli.bench.users", "cli.bench.strategies", "cli.bench.figures", "cli.bench.timeline", "cli.bench.report"],
+    ["cli.bench.load", "cli.bench.roofline", "cli.bench.peers", "cli.bench.style", "cli.bench.costs"],
+    ["cli.bench.step_plot", "cli.bench.compare"],
+    ["cli.bench.plots"],
+    ["cli.bench.serve"],
+    ["cli.bench.show"],
+    ["cli.bench.command"],
     ["cli.chat.session", "cli.chat.markup", "cli.chat.capture", "cli.chat.editor", "cli.chat.keys"],
     ["cli.chat.paths", "cli.chat.mailbox", "cli.chat.prompt"],
     ["cli.chat.client", "cli.chat.session_file", "cli.chat.session_list", "cli.chat.transcript"],
@@ -105,7 +113,9 @@ def test_public_names_exist(module: object) -> None:
         module.no_such_name  # type: ignore[attr-defined]  # noqa: B018
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "-h"], ["chat", "-h"], ["info", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "-h"], ["chat", "-h"], ["bench", "-h"], ["info", "--help"], ["--version"]]
+)
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     """Guards the time that help takes: no torch, transformers, numpy or tokenizers for it."""
     code = (

@@ -16,7 +16,12 @@ from cbatch.cli.screen import notice
 from cbatch.cli.signals import SIGNALS, raise_interrupted
 from cbatch.engine import CbatchError, EngineError
 
-COMMANDS = {"run": "cbatch.cli.run", "chat": "cbatch.cli.chat.command", "info": "cbatch.cli.info"}
+COMMANDS = {
+    "run": "cbatch.cli.run",
+    "chat": "cbatch.cli.chat.command",
+    "bench": "cbatch.cli.bench.command",
+    "info": "cbatch.cli.info",
+}
 
 
 class LazyGroup(click.Group):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,8 +152,8 @@ class Tally:
             "steps": totals.steps,
             "retried_steps": totals.retries,
             "preemptions": totals.preemptions,
-            "ttft_s": _percentiles(self._ttft),
-            "tpot_s": _percentiles(self._tpot),
+            "ttft_s": percentiles(self._ttft),
+            "tpot_s": percentiles(self._tpot),
         }
 
     def summary(self, driver: Driver, waited_for_output_s: float) -> list[str]:
@@ -194,8 +195,9 @@ def what_limited(engine: Engine, totals: Totals, elapsed_s: float, waited_for_ou
     return f"{words[reason]} in {count / steps:.0%} of the steps"
 
 
-def _percentiles(values: array[float]) -> dict[str, float | None]:
+def percentiles(values: Sequence[float]) -> dict[str, float | None]:
+    """The 50th, 90th and 99th; None where there are no values."""
     import numpy as np
 
-    found = np.percentile(values, PERCENTILES) if values else [None] * len(PERCENTILES)
+    found = np.percentile(values, PERCENTILES) if len(values) else [None] * len(PERCENTILES)
     return {f"p{rank}": None if value is None else float(value) for rank, value in zip(PERCENTILES, found, strict=True)}

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from cbatch.engine.driver import Driver, Ticket
     from cbatch.engine.engine import Engine
     from cbatch.engine.errors import CbatchError, ConfigError, EngineError, ModelError, RequestError
+    from cbatch.engine.loader import LoadedModel
     from cbatch.engine.params import PARAM_NAMES, SamplingParams, derive_seed, with_overrides
     from cbatch.engine.request import TokenEvent, TokenLogprobs
     from cbatch.engine.tokenizer import FIXED_DATE, Prompt
@@ -28,6 +29,7 @@ _HOME = {
     "EngineConfig": "config",
     "EngineError": "errors",
     "FIXED_DATE": "tokenizer",
+    "LoadedModel": "loader",
     "ModelError": "errors",
     "PARAM_NAMES": "params",
     "Prompt": "tokenizer",
@@ -54,6 +56,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineError",
+    "LoadedModel",
     "ModelError",
     "Prompt",
     "RequestError",

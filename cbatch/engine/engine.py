@@ -58,7 +58,8 @@ class Engine:
         )
         cache = KVPool(self.model.layers, self.blocks.num_blocks, config.block_size, self.model.dtype, self.device)
         self.runner = Runner(self.model, cache, attention)
-        self.num_steps = self._step_tokens = 0
+        self.num_steps = 0
+        self.last_plan = StepPlan()
         self._constraints = Constraints(self.tokenizer, self.model.vocab_size) if self.tokenizer else None
         self._masks = MaskFiller()
         self._requests: dict[int, Request] = {}
@@ -180,10 +181,9 @@ class Engine:
 
         Raises what the model or the device raises. Nothing has been committed then: the step may be tried again.
         """
-        plan = self.scheduler.schedule()
+        self.last_plan = plan = self.scheduler.schedule()
         if not plan.slices:
             return []
-        self._step_tokens = plan.num_tokens
         try:
             result = self._compute(plan)
         except BaseException:
@@ -208,6 +208,11 @@ class Engine:
             masks = self._masks.result() if guides else None
         return evaluate(plan, logits, batch.scored, masks)
 
+    def synchronize(self) -> None:
+        """Waits until the device has done what it was given, for whoever measures its time."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def free_memory(self) -> None:
         """Gives back what the last step took of the device's memory, as far as nothing holds it any more."""
         if self.device.type == "cuda":
@@ -215,7 +220,7 @@ class Engine:
 
     def shrink(self) -> bool:
         """Makes steps half as large as the last one, for which memory did not suffice; False where it cannot."""
-        return self.scheduler.shrink(self._step_tokens)
+        return self.scheduler.shrink(self.last_plan.num_tokens)
 
     def grow(self) -> bool:
         """Takes back a part of what `shrink` did; True when nothing of it is left."""

@@ -1,0 +1,216 @@
+"""`cbatch bench`: the same work one by one, in static batches and by continuous batching, side by side."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from cbatch.cli.loading import open_engine
+from cbatch.cli.options import engine_options, model_options
+from cbatch.cli.screen import emit, notice
+from cbatch.engine import ConfigError
+
+if TYPE_CHECKING:
+    from cbatch.cli.bench.compare import Tell
+    from cbatch.cli.bench.strategies import Strategy
+    from cbatch.cli.bench.trace import Trace
+    from cbatch.cli.bench.work import Lengths, Work
+    from cbatch.engine import Engine
+
+ARTICLE = {"requests": 8, "input_len": "8:128", "output_len": "32", "batch_size": 4}
+"""Eight users who get 32 tokens each, with half as many slots."""
+
+
+def _names(ctx: click.Context, option: click.Parameter, value: str) -> list[str]:
+    """A list of names with commas between them, each once."""
+    return list(dict.fromkeys(name.strip() for name in value.split(",") if name.strip()))
+
+
+@click.command("bench")
+@click.argument("prompts", metavar="[PROMPTS.jsonl]", required=False)
+@click.option("--strategies", default="none,static,continuous", show_default=True, callback=_names, metavar="LIST")
+@click.option("--ablate", default="", callback=_names, metavar="LIST", help="kv-cache,chunked-prefill,ragged,dynamic")
+@click.option("--peer", default="", callback=_names, metavar="LIST", help="transformers-generate,transformers-cb")
+@click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Slots of every strategy.")
+@click.option("--requests", type=click.IntRange(1), default=32, show_default=True, help="Rows of synthetic work.")
+@click.option("--input-len", default="16:256", show_default=True, metavar="LO:HI", help="Tokens of prompts.")
+@click.option("--output-len", default="8:256", show_default=True, metavar="LO:HI", help="Tokens of outputs.")
+@click.option(
+    "--distribution",
+    type=click.Choice(["loguniform", "lognormal", "uniform", "fixed"]),
+    default="loguniform",
+    show_default=True,
+    help="Of lengths between their ends.",
+)
+@click.option(
+    "--preset", type=click.Choice(["article"]), help="The experiment of the articles: 8 users, 32 tokens each."
+)
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Alternating; medians count.")
+@click.option("--seed", type=int, default=7, show_default=True, help="Of synthetic work.")
+@click.option("--users", type=click.IntRange(1), help="Load: so many users at once, in place of the strategies.")
+@click.option("--rate", type=click.FloatRange(0, min_open=True), default=4.0, show_default=True, help="Users a second.")
+@click.option("--duration", default="60s", show_default=True, metavar="TIME", help="Of the load.")
+@click.option("--think", default="2s", show_default=True, metavar="TIME", help="Mean pause of a user between turns.")
+@click.option("--turns", type=click.IntRange(1), default=1, show_default=True, help="Questions of one conversation.")
+@click.option("--slo-ttft", default="500ms", show_default=True, metavar="TIME", help="Level: first token within this.")
+@click.option("--slo-tps", type=float, default=50.0, show_default=True, help="Level: tokens a second for each user.")
+@click.option(
+    "--find-capacity", is_flag=True, help="Search for the most users, up to --users, that the level holds for."
+)
+@click.option("--plot", metavar="DIR", help="Write pictures there (SVG).")
+@click.option("--report", metavar="FILE", help="Write one HTML page with tables and pictures.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@model_options
+@engine_options
+def bench(**options: Any) -> Literal[0]:
+    """Measure what continuous batching gives, on this machine, this model, and your prompts or synthetic ones.
+
+    Every strategy does the same work on the same model with the same kernels and slots. Padding and idle slots are
+    real dummy tokens in the same steps, so that nothing but the strategy differs.
+    """
+    if options["preset"] == "article":
+        options |= ARTICLE
+    strategies = _chosen(options)
+    if options["find_capacity"] or options["users"] is not None:
+        _check_load(options)
+    if options["plot"] or options["report"]:
+        from cbatch.cli.bench.style import need_matplotlib
+
+        need_matplotlib()
+    engine = open_engine(options, quiet=options["quiet"] or options["as_json"])
+    is_quiet = options["quiet"] or options["as_json"]
+    tell: Tell = (lambda text: None) if is_quiet else notice
+    if options["find_capacity"] or options["users"] is not None:
+        _serve(engine, options, tell)
+    else:
+        _compare(engine, strategies, options, tell)
+    return 0
+
+
+def _chosen(options: dict[str, Any]) -> dict[str, Strategy]:
+    """The strategies that are asked for, by name."""
+    from cbatch.cli.bench.peers import PEERS
+    from cbatch.cli.bench.strategies import ABLATIONS, STRATEGIES
+
+    for option, known in (("strategies", STRATEGIES), ("ablate", ABLATIONS), ("peer", PEERS)):
+        wrong = [name for name in options[option] if name not in known]
+        if wrong:
+            raise ConfigError(f"--{option} is a list of {', '.join(known)}; {', '.join(wrong)} is not one of them.")
+    if not options["strategies"]:
+        raise ConfigError(f"--strategies is a list of {', '.join(STRATEGIES)}, and it is empty.")
+    found = {name: STRATEGIES[name] for name in options["strategies"]}
+    if options["ablate"]:
+        found.setdefault("continuous", STRATEGIES["continuous"])
+    return found | {f"no-{name}": ABLATIONS[name] for name in options["ablate"]}
+
+
+def _lengths(options: dict[str, Any]) -> tuple[Lengths, Lengths]:
+    """Of prompts and of outputs."""
+    from cbatch.cli.bench.work import Lengths, parse_range
+
+    inputs, outputs = (parse_range(options[name]) for name in ("input_len", "output_len"))
+    return Lengths(*inputs, options["distribution"]), Lengths(*outputs, options["distribution"])
+
+
+def _work(options: dict[str, Any], engine: Engine) -> Work:
+    from cbatch.cli.bench.work import make_work, read_work
+
+    if options["prompts"] is not None:
+        return read_work(options["prompts"], engine)
+    context = min(engine.model.max_model_len, engine.blocks.capacity)
+    return make_work(options["requests"], *_lengths(options), engine.model.vocab_size, context, options["seed"])
+
+
+def _compare(engine: Engine, strategies: dict[str, Strategy], options: dict[str, Any], tell: Tell) -> None:
+    from cbatch.cli.bench.compare import Device, compare, techniques
+    from cbatch.cli.bench.show import about, show_comparison
+    from cbatch.cli.bench.strategies import Ground
+
+    data = about(engine)
+    work = _work(options, engine)
+    device = Device.of(engine)
+    ground = Ground(engine.loaded, engine.config, work, options["batch_size"])
+    engine.close()
+    del engine  # its cache's memory is for those that are measured
+    gc.collect()
+    found = compare(ground, device, strategies, options["peer"], options["rounds"], tell)
+    data["work"] = {
+        "source": work.source,
+        "requests": len(work.prompts),
+        "prompt_tokens": work.prompt_tokens,
+        "output_tokens": work.output_tokens,
+        "slots": options["batch_size"],
+        "rounds": options["rounds"],
+    }
+    data |= {"strategies": found.strategies, "roofline": found.roofline}
+    if measured := techniques(ground, device, options["ablate"], tell):
+        data["techniques"] = measured
+    if options["as_json"]:
+        emit(json.dumps(data, indent=2))
+    else:
+        show_comparison(data, found.traces)
+    _keep(data, found.traces, options)
+
+
+def _check_load(options: dict[str, Any]) -> None:
+    from cbatch.cli.bench.users import parse_duration
+
+    for name in ("duration", "think", "slo_ttft"):
+        parse_duration(options[name])
+
+
+def _serve(engine: Engine, options: dict[str, Any], tell: Tell) -> None:
+    from cbatch.cli.bench.serve import serve
+    from cbatch.cli.bench.show import about, show_load
+    from cbatch.cli.bench.users import Level, Scenario, parse_duration
+
+    inputs, outputs = _lengths(options)
+    level = Level(parse_duration(options["slo_ttft"]), options["slo_tps"])
+    scenario = Scenario(
+        users=options["users"] or 1024,
+        rate=options["rate"],
+        duration_s=parse_duration(options["duration"]),
+        think_s=parse_duration(options["think"]),
+        inputs=inputs,
+        outputs=outputs,
+        vocabulary=engine.model.vocab_size,
+        context=min(engine.model.max_model_len, engine.blocks.capacity),
+        turns=options["turns"],
+        seed=options["seed"],
+    )
+    data = about(engine)
+    data["work"] = {
+        "rate": scenario.rate,
+        "duration_s": scenario.duration_s,
+        "think_s": scenario.think_s,
+        "turns": scenario.turns,
+        "input_len": options["input_len"],
+        "output_len": options["output_len"],
+        "slo_ttft_s": level.ttft_s,
+        "slo_tps": level.tps,
+    }
+    data |= serve(engine, scenario, level, search=options["find_capacity"], tell=tell)
+    if options["as_json"]:
+        emit(json.dumps(data, indent=2))
+    else:
+        show_load(data)
+    _keep(data, {}, options)
+
+
+def _keep(data: dict[str, Any], traces: dict[str, Trace], options: dict[str, Any]) -> None:
+    """Pictures and the page, where they are asked for."""
+    if not options["plot"] and not options["report"]:
+        return
+    from cbatch.cli.bench.show import keep_pictures, keep_report
+
+    try:
+        pictures = keep_pictures(data, traces, Path(options["plot"]) if options["plot"] else None)
+        if options["report"]:
+            keep_report(Path(options["report"]), data, pictures)
+    except OSError as error:
+        raise ConfigError(f"Cannot write {error.filename}: {error.strerror}.") from error

@@ -1,0 +1,61 @@
+"""What two techniques are worth as prompts grow: memory of a prompt in chunks, time of a token with the cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from cbatch.cli.bench.memory import PeakMemory
+from cbatch.cli.bench.strategies import Ground
+from cbatch.engine import Engine, SamplingParams
+
+LONG_PROMPT = 10_000
+CHUNK = 512
+SHORTEST = 64
+REPEATS = 5
+
+
+def prompt_memory(ground: Ground, context: int) -> list[dict[str, Any]]:
+    """The most memory that one long prompt takes in chunks and as a whole, the cache's own blocks left out.
+
+    The prompt has 10,000 tokens, or as many as the context holds; the cache is written, and so in memory, before.
+    """
+    length = min(LONG_PROMPT, context - 1)
+    found = []
+    for budget in (min(CHUNK, length), length):
+        config = replace(ground.config, max_seqs=1, max_batch_tokens=budget, prefix_cache=False)
+        engine = Engine(config, ground.loaded)
+        for tensor in (*engine.runner.pool.keys, *engine.runner.pool.values):
+            tensor.zero_()
+        with PeakMemory(engine.device) as memory:
+            start = time.perf_counter()
+            engine.generate([[1] * length], SamplingParams(max_tokens=1, ignore_eos=True))
+            elapsed = time.perf_counter() - start
+        found.append(
+            {"prompt_tokens": length, "tokens_a_step": budget, "peak_bytes": memory.peak_bytes, "elapsed_s": elapsed}
+        )
+        engine.close()
+    return found
+
+
+def token_costs(ground: Ground, context: int, clock: Callable[[], float] = time.perf_counter) -> list[dict[str, Any]]:
+    """Seconds that the next token takes after texts of growing length, with their keys and values kept and without."""
+    engine = Engine(replace(ground.config, max_seqs=1, max_batch_tokens=context, prefix_cache=False), ground.loaded)
+    found = []
+    length = SHORTEST
+    while length < context:
+        engine.add([1] * length, SamplingParams(max_tokens=REPEATS + 1, ignore_eos=True))
+        times = []
+        while engine.has_work:
+            start = clock()
+            engine.step()
+            engine.synchronize()
+            times.append(clock() - start)
+        found.append(
+            {"context_tokens": length, "without_cache_s": times[0], "with_cache_s": sorted(times[1:])[REPEATS // 2]}
+        )
+        length *= 2
+    engine.close()
+    return found

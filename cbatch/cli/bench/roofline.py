@@ -1,0 +1,208 @@
+"""How fast this device could do the work at best, from rates that are measured on it.
+
+Generating reads all weights in each step, and the keys and values of its context for each token; and it multiplies
+with all weights for each token. A run cannot be faster than the slower of the first and the last, plus the second
+(the roofline model, https://doi.org/10.1145/1498765.1498785). What is left out makes the floor lower than it need be:
+the reading of context by prompts, attention's own arithmetic, and all that is not a matrix.
+
+On a CPU two things can make a run look better than its floor: weights that stay in its caches, and that copying
+writes as well as reads, while a run mostly reads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from cbatch.cli.bench.work import Work
+
+if TYPE_CHECKING:
+    from cbatch.engine import Engine
+
+ROWS_PER_STEP = 256
+"""Output tokens that share one reading of the weights. Not what a run had: few rows at once would look good then."""
+
+COPY_BYTES = 2**28
+ROUNDS = 5
+ROUNDS_S = 0.4
+"""Seconds after which no further round of a measurement begins."""
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""What configs call the number of experts of a layer."""
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a device can do: bytes read and written a second, and floating-point operations of a matrix product."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+def measure_rates(device: torch.device, dtype: torch.dtype, clock: Clock = time.perf_counter) -> Rates:
+    """The best of several rounds each, with as many threads as a run has. Takes some 768 MiB for a moment at most."""
+    is_gpu = device.type == "cuda"
+    return Rates(_copy_rate(device, clock, 10 if is_gpu else 1), _matrix_rate(device, dtype, clock, is_gpu))
+
+
+def _copy_rate(device: torch.device, clock: Clock, repeats: int) -> float:
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / _best_time(lambda: target.copy_(source), device, clock, repeats)
+
+
+def _matrix_rate(device: torch.device, dtype: torch.dtype, clock: Clock, is_gpu: bool) -> float:
+    size, repeats = (8192, 5) if is_gpu else (1024, 1)
+    left = torch.full((size, size), 0.5, dtype=dtype, device=device)
+    right, product = left.clone(), torch.empty_like(left)
+    with torch.inference_mode():
+        seconds = _best_time(lambda: torch.mm(left, right, out=product), device, clock, repeats)
+    return 2 * size**3 / seconds
+
+
+def _best_time(work: Callable[[], Any], device: torch.device, clock: Clock, repeats: int) -> float:
+    """Seconds of one piece of work, in the best of the rounds, after one that does not count.
+
+    Several of them in a row hide what a GPU takes to start one.
+    """
+    on_gpu = device.type == "cuda"
+    times: list[float] = []
+    for _ in range(1 + ROUNDS):
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        start = clock()
+        for _ in range(repeats):
+            work()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        times.append((clock() - start) / repeats)
+        if len(times) > 1 and sum(times) * repeats > ROUNDS_S:
+            break
+    return max(min(times[1:]), 1e-9)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """What a model asks of a device.
+
+    weight_bytes: of the matrices that every step reads
+    parameters:   that every token is multiplied with, without those of the head
+    head_parameters: those of the output head, which only tokens with an output are multiplied with
+    layers:       of each attention layer, bytes of keys and values of a token, and its window in tokens (None: all)
+    assumed:      sentences on what could not be known from the model
+    """
+
+    weight_bytes: int
+    parameters: float
+    head_parameters: int
+    layers: tuple[tuple[int, int | None], ...]
+    assumed: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, engine: Engine) -> ModelCost:
+        """Matrices are all parameters of two dimensions or more, except embeddings, of which only rows are read.
+
+        An embedding that is the head as well counts once, for it is read as a head. Experts are all read in each step,
+        and each token is multiplied with those that it chooses. Weights that are not parameters are not seen.
+        """
+        model, network = engine.model, engine.loaded.network
+        head = _head_weight(network)
+        experts, share = _experts(model.config)
+        weight_bytes, parameters, in_experts = 0, 0.0, 0
+        for parameter in _matrices(network, head):
+            weight_bytes += parameter.numel() * parameter.element_size()
+            is_expert = experts > 1 and parameter.dim() == 3 and parameter.shape[0] == experts
+            in_experts += is_expert
+            if parameter is not head:
+                parameters += parameter.numel() * (share if is_expert else 1)
+        shapes = zip(model.layers, model.windows, strict=True)
+        layers = tuple((layer.bytes_per_token(model.dtype), window) for layer, window in shapes)
+        assumed = _assumed(network, head, experts, in_experts)
+        return cls(weight_bytes, parameters, head.numel() if head is not None else 0, layers, assumed)
+
+
+def _head_weight(network: Any) -> nn.Parameter | None:
+    head = network.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    return weight if isinstance(weight, nn.Parameter) else None
+
+
+def _matrices(network: Any, head: nn.Parameter | None) -> Iterator[nn.Parameter]:
+    """Each matrix once, however many modules share it."""
+    embeddings = {id(module.weight) for module in network.modules() if isinstance(module, nn.Embedding)}
+    for parameter in network.parameters():
+        if parameter.dim() >= 2 and (parameter is head or id(parameter) not in embeddings):
+            yield parameter
+
+
+def _experts(config: Any) -> tuple[int, float]:
+    """How many experts a layer has, and the share of them that a token is multiplied with; 1 for all where unknown."""
+    number = next((found for name in EXPERTS if isinstance(found := getattr(config, name, None), int)), 0)
+    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None)
+    return number, chosen / number if number and isinstance(chosen, int) else 1.0
+
+
+def _assumed(network: Any, head: nn.Parameter | None, experts: int, in_experts: int) -> tuple[str, ...]:
+    notes = []
+    if head is None:
+        notes.append("The model does not say which weights are its output head, so they count for every token.")
+    if experts > 1 and in_experts:
+        notes.append("All experts are taken to be read in every step, as they are where many rows run at once.")
+    elif experts > 1:
+        notes.append("The weights of experts could not be told from others, so every token counts with all of them.")
+    if any(not parameter.dtype.is_floating_point for parameter in network.parameters()):
+        notes.append("Some weights are not floating-point numbers; where several share a byte they count as one.")
+    return tuple(notes)
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """The least seconds of a run, and what they are made of.
+
+    weights_s: reading the weights, once for ROWS_PER_STEP output tokens
+    compute_s: multiplying all tokens with them; both go on at the same time
+    cache_s:   reading the context of each output token
+    """
+
+    weights_s: float
+    compute_s: float
+    cache_s: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.weights_s, self.compute_s) + self.cache_s
+
+    def reached(self, elapsed_s: float) -> float:
+        """The share of the floor's speed that a run had; 1 is as fast as the device can."""
+        return self.seconds / elapsed_s if elapsed_s > 0 else 0.0
+
+
+def floor_of(work: Work, cost: ModelCost, rates: Rates) -> Floor:
+    """The floor of a piece of work on a device; see the module on what it leaves out."""
+    steps = work.output_tokens / ROWS_PER_STEP
+    tokens = work.prompt_tokens + work.output_tokens - len(work.prompts)  # nothing follows a row's last token
+    operations = 2 * (cost.parameters * tokens + cost.head_parameters * work.output_tokens)
+    cache_bytes = sum(
+        layer_bytes * tokens_read(len(prompt), length, window)
+        for layer_bytes, window in cost.layers
+        for prompt, length in zip(work.prompts, work.lengths, strict=True)
+    )
+    return Floor(
+        weights_s=steps * cost.weight_bytes / rates.bytes_per_s,
+        compute_s=operations / rates.flops_per_s,
+        cache_s=cache_bytes / rates.bytes_per_s,
+    )
+
+
+def tokens_read(prompt: int, output: int, window: int | None = None) -> int:
+    """Sum of the lengths of context over the output tokens of a row: prompt + j for the j-th from 0, or the window."""
+    growing = output if window is None else min(max(window - prompt, 0), output)
+    fixed = 0 if window is None else (output - growing) * window
+    return growing * prompt + growing * (growing - 1) // 2 + fixed

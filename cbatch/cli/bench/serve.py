@@ -1,0 +1,66 @@
+"""Load: many users against a level of service, and how many of them there may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from cbatch.cli.bench.load import Capacity, LoadResult, find_capacity, run_load
+from cbatch.cli.bench.plots import LoadPoint
+from cbatch.cli.bench.users import Level, Scenario
+from cbatch.engine import Driver
+
+if TYPE_CHECKING:
+    from cbatch.engine import Engine
+
+PROBE_S = 20.0
+"""Seconds of each probe of the search, where the run itself is not shorter."""
+
+
+def serve(
+    engine: Engine, scenario: Scenario, level: Level, *, search: bool, tell: Callable[[str], None]
+) -> dict[str, Any]:
+    """Runs the load, or searches for the most users that the level holds for."""
+    with closing(Driver(engine)) as driver:
+        if not search:
+            tell(f"{scenario.users} users for {scenario.duration_s:g} s")
+            return {"load": _entry(run_load(driver, scenario, level))}
+
+        def measure(users: int) -> LoadResult:
+            tell(f"{users} users")
+            return run_load(driver, scenario.probe(users, min(PROBE_S, scenario.duration_s)), level)
+
+        return _searched(find_capacity(measure, most=scenario.users))
+
+
+def load_points(data: dict[str, Any]) -> list[LoadPoint]:
+    """The probes of a search as points of a picture; those in which nothing could be judged are left out."""
+    return [
+        LoadPoint(
+            users=one["users"],
+            ttft_p50=one["ttft_s"]["p50"],
+            ttft_p99=one["ttft_s"]["p99"],
+            tps_p50=1 / one["tpot_s"]["p50"],
+            tps_p10=1 / one["tpot_s"]["p90"],
+            within=one["users_served_share"],
+        )
+        for one in data.get("points", [])
+        if one["ttft_s"]["p50"] is not None and one["tpot_s"]["p50"] and one["users_served_share"] is not None
+    ]
+
+
+def _searched(capacity: Capacity) -> dict[str, Any]:
+    return {
+        "capacity_users": capacity.users,
+        "capacity_is_limit": capacity.is_limit,
+        "points": [_entry(result) | {"users": users} for users, result in capacity.points.items()],
+    }
+
+
+def _entry(result: LoadResult) -> dict[str, Any]:
+    """A result with its shares called so, and its throughput."""
+    fields = asdict(result)
+    served = {f"{name}_share": fields.pop(name) for name in ("users_served", "answers_served")}
+    return fields | served | {"output_tokens_per_s": result.output_tokens_per_s}

@@ -1,0 +1,169 @@
+"""Ways to get the same work done on the same engine: what batching wins, and what each part of it gives."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from cbatch.cli.bench.memory import PeakMemory
+from cbatch.cli.bench.trace import Recorder, Trace
+from cbatch.cli.bench.work import Work
+
+if TYPE_CHECKING:
+    from cbatch.engine import EngineConfig, LoadedModel
+
+Run = Callable[[Recorder, Work, int], None]
+"""Does the work on a recorder's engine, with so many slots."""
+
+
+def run_one_by_one(recorder: Recorder, work: Work, slots: int) -> None:
+    """No batching: each row waits until the one before it has ended."""
+    for row, prompt in enumerate(work.prompts):
+        recorder.add(row, prompt, work.lengths[row])
+        recorder.run()
+
+
+def run_static(recorder: Recorder, work: Work, slots: int) -> None:
+    """Padded batches: prompts are filled up to the longest, and every row goes on until the slowest has ended.
+
+    The dummies are tokens like others, computed in the same ragged steps; what they would add to attention they do not.
+    """
+    for batch in work.batches(slots):
+        width = max(len(work.prompts[row]) for row in batch)
+        longest = max(work.lengths[row] for row in batch)
+        for slot, row in enumerate(batch):
+            recorder.add(row, work.prompts[row], longest, slot)
+            recorder.add_padding(row, slot, width - len(work.prompts[row]))
+        recorder.run()
+
+
+def run_continuous(recorder: Recorder, work: Work, slots: int) -> None:
+    """All rows at once: the scheduler lets them in as others leave."""
+    for row, prompt in enumerate(work.prompts):
+        recorder.add(row, prompt, work.lengths[row])
+    recorder.run()
+
+
+def run_without_cache(recorder: Recorder, work: Work, slots: int) -> None:
+    """Continuous, but every token is computed from the whole text before it, as if nothing had been kept."""
+    waiting = list(range(len(work.prompts)))
+    running: dict[int, int] = {}
+    free = list(range(slots))
+    while waiting or running:
+        while waiting and free:
+            running[waiting.pop(0)] = free.pop(0)
+        for row, slot in running.items():
+            recorder.add(row, work.prompts[row] + recorder.trace.rows[row].tokens, 1, slot)
+        recorder.run()
+        for row in [row for row in running if recorder.trace.rows[row].is_done]:
+            free.append(running.pop(row))
+
+
+def run_without_ragged(recorder: Recorder, work: Work, slots: int) -> None:
+    """Continuous in a rectangle: where prompts enter, all other slots are filled up with dummies to their length."""
+    waiting = list(range(len(work.prompts)))
+    running: dict[int, int] = {}
+    free = list(range(slots))
+    while waiting or running:
+        entering = []
+        while waiting and free:
+            running[waiting.pop(0)] = free.pop(0)
+            entering.append(next(reversed(running)))
+        width = max((len(work.prompts[row]) for row in entering), default=0)
+        for row, slot in running.items():
+            computes = len(work.prompts[row]) if row in entering else 1
+            if row in entering:
+                recorder.add(row, work.prompts[row], work.lengths[row], slot)
+            recorder.add_padding(row, slot, width - computes)
+        recorder.run(until=lambda: any(recorder.trace.rows[row].is_done for row in running))
+        for row in [row for row in running if recorder.trace.rows[row].is_done]:
+            free.append(running.pop(row))
+
+
+def run_without_dynamic(recorder: Recorder, work: Work, slots: int) -> None:
+    """Ragged batches, nothing padded and nobody computed past his end, but who is next waits for all of them."""
+    for batch in work.batches(slots):
+        for slot, row in enumerate(batch):
+            recorder.add(row, work.prompts[row], work.lengths[row], slot)
+        recorder.run()
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """A way to do the work, and what it needs of the engine.
+
+    title:        for tables and pictures
+    has_padding:  whether dummies need seats beside those of the rows
+    whole_prompts: whether every prompt is computed in one step
+    """
+
+    title: str
+    run: Run
+    has_padding: bool = False
+    whole_prompts: bool = False
+
+
+STRATEGIES = {
+    "none": Strategy("one by one", run_one_by_one),
+    "static": Strategy("static batches", run_static, has_padding=True, whole_prompts=True),
+    "continuous": Strategy("continuous", run_continuous),
+}
+ABLATIONS = {
+    "kv-cache": Strategy("without KV cache", run_without_cache),
+    "chunked-prefill": Strategy("without chunked prefill", run_continuous, whole_prompts=True),
+    "ragged": Strategy("without ragged batches", run_without_ragged, has_padding=True, whole_prompts=True),
+    "dynamic": Strategy("without dynamic scheduling", run_without_dynamic),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What all strategies have in common: the model in memory, the engine's settings, the work, and the slots."""
+
+    loaded: LoadedModel
+    config: EngineConfig
+    work: Work
+    slots: int
+
+    def measure(self, strategy: Strategy) -> Trace:
+        """Does the work in one way on an engine of its own, which shares the model."""
+        from cbatch.engine import Engine
+
+        seats = self.slots * (2 if strategy.has_padding else 1)
+        budget = self.config.max_batch_tokens
+        if strategy.whole_prompts:
+            budget = seats * self.work.longest_prompt
+        config = replace(self.config, max_seqs=seats, max_batch_tokens=budget, prefix_cache=False)
+        engine = Engine(config, self.loaded)
+        with PeakMemory(engine.device) as memory:
+            recorder = Recorder(engine, self.work.lengths, self.slots)
+            strategy.run(recorder, self.work, self.slots)
+            trace = recorder.finish()
+        trace.peak_bytes = memory.peak_bytes
+        engine.close()
+        return trace
+
+
+def measure_in_turn(
+    ground: Ground, strategies: dict[str, Strategy], rounds: int, on_progress: Callable[[str], None]
+) -> dict[str, list[Trace]]:
+    """Every strategy `rounds` times, alternating in an order that changes, after a short run that warms up."""
+    warm = Work(ground.work.prompts[:2], [min(length, 8) for length in ground.work.lengths[:2]], "")
+    for strategy in strategies.values():
+        replace(ground, work=warm).measure(strategy)
+    traces: dict[str, list[Trace]] = {name: [] for name in strategies}
+    chance = random.Random(0)
+    for number in range(rounds):
+        names = list(strategies)
+        chance.shuffle(names)
+        for name in names:
+            on_progress(f"round {number + 1} of {rounds}: {strategies[name].title}")
+            traces[name].append(ground.measure(strategies[name]))
+    return traces
+
+
+def median_trace(traces: list[Trace]) -> Trace:
+    """The one that took neither long nor short."""
+    return sorted(traces, key=lambda trace: trace.elapsed_s)[len(traces) // 2]
