@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import threading
 
 import psutil
@@ -30,6 +33,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before = torch.cuda.memory_allocated(self._device)
         else:
+            _give_back()
             self._before = self._most = self._process.memory_info().rss
             self._thread.start()
         return self
@@ -45,3 +49,10 @@ class PeakMemory:
     def _watch(self) -> None:
         while not self._stop.wait(INTERVAL):
             self._most = max(self._most, self._process.memory_info().rss)
+
+
+def _give_back() -> None:
+    """Returns what is free to the system, where the C library can, so that it is seen when it is taken again."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)

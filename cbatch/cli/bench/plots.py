@@ -42,7 +42,7 @@ class LoadPoint:
     """How a server does with so many users at once. Times in seconds, speeds in output tokens per second and user.
 
     tps_p10: nine in ten users have at least this speed
-    within:  share of requests that met the objective
+    within:  share of users all of whose answers met the objective
     """
 
     users: int
@@ -212,13 +212,14 @@ def plot_load(points: Sequence[LoadPoint], objective: str = "") -> Figure:
     _line(speed, users, [point.tps_p10 for point in points], "p10", SHADES["p90"], "top")
     speed.set_title("output tokens/s of a user", pad=6)
     _line(within, users, [point.within * 100 for point in points], "", INK, "bottom")
-    within.set_title("requests within the objective, %", pad=6)
+    within.set_title("users within the objective, %", pad=6)
     within.set_ylim(0, 105)
+    ticks = [count for count in users if count & (count - 1) == 0] if len(users) > 6 else users
     for axes in (first, speed, within):
         axes.set_ylim(bottom=0)
         if users and users[-1] > 8 * users[0]:
             axes.set_xscale("log", base=2)
-        axes.set_xticks(users, [str(count) for count in users])
+        axes.set_xticks(ticks, [str(count) for count in ticks])
         axes.minorticks_off()
         axes.grid(axis="y")
         axes.set_xlabel("users at once")
