@@ -163,6 +163,7 @@ def test_the_command_speaks_json(model_folder: Path, tmp_path: Path, capsys: pyt
         (["--peer", "vllm"], "vllm is not"),
         (["--strategies", ","], "it is empty"),
         (["--users", "3", "--duration", "60"], "no length of time"),
+        (["missing.jsonl", "--users", "3"], "users ask synthetic questions"),
         (["--input-len", "9:1"], "no range"),
         (["--output-len", "4000"], "context holds"),
         (["missing.jsonl"], "No such file"),

@@ -57,7 +57,9 @@ def _names(ctx: click.Context, option: click.Parameter, value: str) -> list[str]
 @click.option("--think", default="2s", show_default=True, metavar="TIME", help="Mean pause of a user between turns.")
 @click.option("--turns", type=click.IntRange(1), default=1, show_default=True, help="Questions of one conversation.")
 @click.option("--slo-ttft", default="500ms", show_default=True, metavar="TIME", help="Level: first token within this.")
-@click.option("--slo-tps", type=float, default=50.0, show_default=True, help="Level: tokens a second for each user.")
+@click.option(
+    "--slo-tps", type=click.FloatRange(0), default=50.0, show_default=True, help="Level: tokens a second for each user."
+)
 @click.option(
     "--find-capacity", is_flag=True, help="Search for the most users, up to --users, that the level holds for."
 )
@@ -160,6 +162,8 @@ def _compare(engine: Engine, strategies: dict[str, Strategy], options: dict[str,
 def _check_load(options: dict[str, Any]) -> None:
     from cbatch.cli.bench.users import parse_duration
 
+    if options["prompts"] is not None:
+        raise ConfigError("Prompts of a file are for strategies; users ask synthetic questions (--input-len).")
     for name in ("duration", "think", "slo_ttft"):
         parse_duration(options[name])
 
