@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import weakref
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from cbatch.cli.bench import command, compare
 from cbatch.cli.bench.figures import Counts, difference, figures
 from cbatch.cli.bench.strategies import ABLATIONS, STRATEGIES, Ground, median_trace
 from cbatch.cli.bench.trace import Recorder, Trace
@@ -164,6 +166,14 @@ def test_the_command_speaks_json(model_folder: Path, tmp_path: Path, capsys: pyt
         (["--strategies", ","], "it is empty"),
         (["--users", "3", "--duration", "60"], "no length of time"),
         (["missing.jsonl", "--users", "3"], "users ask synthetic questions"),
+        (["--users", "3", "--ablate", "ragged"], "go with strategies"),
+        (["--users", "3", "--slo-tps", "nan"], "must be numbers"),
+        (["--max-seqs", "3"], "--batch-size says"),
+        (["--report", "no/such.html"], "Cannot write no/such.html"),
+        (
+            ["--kv-blocks", "6", "--input-len", "8:40", "--output-len", "9", "--rounds", "1"],
+            "does not hold a static batch",
+        ),
         (["--input-len", "9:1"], "no range"),
         (["--output-len", "4000"], "context holds"),
         (["missing.jsonl"], "No such file"),
@@ -190,6 +200,21 @@ def test_everything_at_once(model_folder: Path, tmp_path: Path, capsys: pytest.C
     assert shown.count("100%") >= 8 and "tokens a step" in shown
     assert {path.name for path in (tmp_path / "plots").iterdir()} >= {"timeline.svg", "speed.svg", "step.svg"}
     assert (tmp_path / "r.html").read_text().count("<img") == 4
+
+
+def test_the_first_engine_is_gone(monkeypatch: pytest.MonkeyPatch, model_folder: Path) -> None:
+    """Guards the memory that is measured, and that of a GPU: nobody holds the engine that read the prompts."""
+    engines: list[Any] = []
+    opened, compared = command.open_engine, compare.compare
+    monkeypatch.setattr(command, "open_engine", lambda *a, **k: engines.append(weakref.ref(e := opened(*a, **k))) or e)
+
+    def check(*arguments: Any) -> Any:
+        assert engines[0]() is None
+        return compared(*arguments)
+
+    monkeypatch.setattr(compare, "compare", check)
+    lengths = ["--input-len", "4:9", "--output-len", "2:5", "--requests", "3", "--rounds", "1", "--json"]
+    assert run_command(["bench", *lengths, "-m", str(model_folder)]) == 0
 
 
 @pytest.mark.parametrize("search", [[], ["--find-capacity"]])

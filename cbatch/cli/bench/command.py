@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
+from click.core import ParameterSource
 
 from cbatch.cli.loading import open_engine
 from cbatch.cli.options import engine_options, model_options
@@ -53,7 +56,13 @@ def _names(ctx: click.Context, option: click.Parameter, value: str) -> list[str]
 @click.option("--seed", type=int, default=7, show_default=True, help="Of synthetic work.")
 @click.option("--users", type=click.IntRange(1), help="Load: so many users at once, in place of the strategies.")
 @click.option("--rate", type=click.FloatRange(0, min_open=True), default=4.0, show_default=True, help="Users a second.")
-@click.option("--duration", default="60s", show_default=True, metavar="TIME", help="Of the load.")
+@click.option(
+    "--duration",
+    default="60s",
+    show_default=True,
+    metavar="TIME",
+    help="Of the load; of each probe of a search, 20s at most.",
+)
 @click.option("--think", default="2s", show_default=True, metavar="TIME", help="Mean pause of a user between turns.")
 @click.option("--turns", type=click.IntRange(1), default=1, show_default=True, help="Questions of one conversation.")
 @click.option("--slo-ttft", default="500ms", show_default=True, metavar="TIME", help="Level: first token within this.")
@@ -65,7 +74,7 @@ def _names(ctx: click.Context, option: click.Parameter, value: str) -> list[str]
 )
 @click.option("--plot", metavar="DIR", help="Write pictures there (SVG).")
 @click.option("--report", metavar="FILE", help="Write one HTML page with tables and pictures.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@click.option("--json", is_flag=True, help="One JSON object on stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress.")
 @model_options
 @engine_options
@@ -75,23 +84,42 @@ def bench(**options: Any) -> Literal[0]:
     Every strategy does the same work on the same model with the same kernels and slots. Padding and idle slots are
     real dummy tokens in the same steps, so that nothing but the strategy differs.
     """
+    given = click.get_current_context().get_parameter_source
     if options["preset"] == "article":
-        options |= ARTICLE
+        options |= {name: value for name, value in ARTICLE.items() if given(name) is ParameterSource.DEFAULT}
     strategies = _chosen(options)
-    if options["find_capacity"] or options["users"] is not None:
+    is_load = options["find_capacity"] or options["users"] is not None
+    if is_load:
         _check_load(options)
-    if options["plot"] or options["report"]:
-        from cbatch.cli.bench.style import need_matplotlib
-
-        need_matplotlib()
-    engine = open_engine(options, quiet=options["quiet"] or options["as_json"])
-    is_quiet = options["quiet"] or options["as_json"]
-    tell: Tell = (lambda text: None) if is_quiet else notice
-    if options["find_capacity"] or options["users"] is not None:
-        _serve(engine, options, tell)
+    elif options["max_seqs"] is not None:
+        raise ConfigError("--batch-size says how many slots there are; --max-seqs is for a load (--users).")
+    _check_targets(options)
+    tell: Tell = (lambda text: None) if options["quiet"] or options["json"] else notice
+    if is_load:
+        _serve(options, tell)
     else:
-        _compare(engine, strategies, options, tell)
+        _compare(strategies, options, tell)
     return 0
+
+
+def _check_targets(options: dict[str, Any]) -> None:
+    """Raises ConfigError before all the work where what it is for could not be written after it."""
+    if not options["plot"] and not options["report"]:
+        return
+    from cbatch.cli.bench.style import need_matplotlib
+
+    need_matplotlib()
+    try:
+        if options["plot"]:
+            Path(options["plot"]).mkdir(parents=True, exist_ok=True)
+        if options["report"]:
+            Path(options["report"]).open("ab").close()
+    except OSError as error:
+        raise ConfigError(f"Cannot write {error.filename}: {error.strerror}.") from error
+
+
+def _open(options: dict[str, Any]) -> Engine:
+    return open_engine(options, quiet=options["quiet"] or options["json"])
 
 
 def _chosen(options: dict[str, Any]) -> dict[str, Strategy]:
@@ -128,17 +156,20 @@ def _work(options: dict[str, Any], engine: Engine) -> Work:
     return make_work(options["requests"], *_lengths(options), engine.model.vocab_size, context, options["seed"])
 
 
-def _compare(engine: Engine, strategies: dict[str, Strategy], options: dict[str, Any], tell: Tell) -> None:
+def _compare(strategies: dict[str, Strategy], options: dict[str, Any], tell: Tell) -> None:
     from cbatch.cli.bench.compare import Device, compare, techniques
     from cbatch.cli.bench.show import about, show_comparison
     from cbatch.cli.bench.strategies import Ground
 
+    engine = _open(options)
     data = about(engine)
     work = _work(options, engine)
     device = Device.of(engine)
-    ground = Ground(engine.loaded, engine.config, work, options["batch_size"])
+    # The same cache for all, however many seats they have.
+    config = replace(engine.config, kv_blocks=engine.blocks.num_blocks, kv_cache_memory=None)
+    ground = Ground(engine.loaded, config, work, options["batch_size"])
     engine.close()
-    del engine  # its cache's memory is for those that are measured
+    del engine  # nobody else holds it: its cache's memory is for those that are measured
     gc.collect()
     found = compare(ground, device, strategies, options["peer"], options["rounds"], tell)
     data["work"] = {
@@ -152,7 +183,7 @@ def _compare(engine: Engine, strategies: dict[str, Strategy], options: dict[str,
     data |= {"strategies": found.strategies, "roofline": found.roofline}
     if measured := techniques(ground, device, options["ablate"], tell):
         data["techniques"] = measured
-    if options["as_json"]:
+    if options["json"]:
         emit(json.dumps(data, indent=2))
     else:
         show_comparison(data, found.traces)
@@ -164,21 +195,27 @@ def _check_load(options: dict[str, Any]) -> None:
 
     if options["prompts"] is not None:
         raise ConfigError("Prompts of a file are for strategies; users ask synthetic questions (--input-len).")
+    if options["ablate"] or options["peer"]:
+        raise ConfigError("--ablate and --peer go with strategies, not with users.")
+    if not all(math.isfinite(options[name]) for name in ("rate", "slo_tps")):
+        raise ConfigError("--rate and --slo-tps must be numbers.")
     for name in ("duration", "think", "slo_ttft"):
         parse_duration(options[name])
 
 
-def _serve(engine: Engine, options: dict[str, Any], tell: Tell) -> None:
-    from cbatch.cli.bench.serve import serve
+def _serve(options: dict[str, Any], tell: Tell) -> None:
+    from cbatch.cli.bench.serve import PROBE_S, serve
     from cbatch.cli.bench.show import about, show_load
     from cbatch.cli.bench.users import Level, Scenario, parse_duration
 
+    engine = _open(options)
     inputs, outputs = _lengths(options)
+    duration_s = parse_duration(options["duration"])
     level = Level(parse_duration(options["slo_ttft"]), options["slo_tps"])
     scenario = Scenario(
         users=options["users"] or 1024,
         rate=options["rate"],
-        duration_s=parse_duration(options["duration"]),
+        duration_s=min(PROBE_S, duration_s) if options["find_capacity"] else duration_s,
         think_s=parse_duration(options["think"]),
         inputs=inputs,
         outputs=outputs,
@@ -199,7 +236,7 @@ def _serve(engine: Engine, options: dict[str, Any], tell: Tell) -> None:
         "slo_tps": level.tps,
     }
     data |= serve(engine, scenario, level, search=options["find_capacity"], tell=tell)
-    if options["as_json"]:
+    if options["json"]:
         emit(json.dumps(data, indent=2))
     else:
         show_load(data)

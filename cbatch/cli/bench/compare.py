@@ -97,7 +97,7 @@ def _peer(
         results.append(run_peer(name, ground.loaded, ground.work, ground.slots, device.budget))
         if results[-1].trouble:
             return {"strategy": name, "title": name, "error": results[-1].trouble}
-    result = sorted(results, key=lambda one: one.elapsed_s)[len(results) // 2]
+    result = sorted(results, key=lambda one: one.elapsed_s)[(len(results) - 1) // 2]
     return {
         "strategy": name,
         "title": name,

@@ -9,7 +9,7 @@ from typing import Any
 
 from cbatch.cli.bench.memory import PeakMemory
 from cbatch.cli.bench.strategies import Ground
-from cbatch.engine import Engine, SamplingParams
+from cbatch.engine import ConfigError, Engine, SamplingParams
 
 LONG_PROMPT = 10_000
 CHUNK = 512
@@ -23,21 +23,22 @@ def prompt_memory(ground: Ground, context: int) -> list[dict[str, Any]]:
     The prompt has 10,000 tokens, or as many as the context holds; the cache is written, and so in memory, before.
     """
     length = min(LONG_PROMPT, context - 1)
-    found = []
-    for budget in (min(CHUNK, length), length):
-        config = replace(ground.config, max_seqs=1, max_batch_tokens=budget, prefix_cache=False)
-        engine = Engine(config, ground.loaded)
-        for tensor in (*engine.runner.pool.keys, *engine.runner.pool.values):
-            tensor.zero_()
-        with PeakMemory(engine.device) as memory:
-            start = time.perf_counter()
-            engine.generate([[1] * length], SamplingParams(max_tokens=1, ignore_eos=True))
-            elapsed = time.perf_counter() - start
-        found.append(
-            {"prompt_tokens": length, "tokens_a_step": budget, "peak_bytes": memory.peak_bytes, "elapsed_s": elapsed}
-        )
-        engine.close()
-    return found
+    return [_prompt_memory(ground, length, budget) for budget in dict.fromkeys((min(CHUNK, length), length))]
+
+
+def _prompt_memory(ground: Ground, length: int, budget: int) -> dict[str, Any]:
+    config = replace(ground.config, max_seqs=1, max_batch_tokens=budget, prefix_cache=False)
+    engine = Engine(config, ground.loaded)
+    for tensor in (*engine.runner.pool.keys, *engine.runner.pool.values):
+        tensor.zero_()
+    with PeakMemory(engine.device) as memory:
+        start = time.perf_counter()
+        (done,) = engine.generate([[1] * length], SamplingParams(max_tokens=1, ignore_eos=True))
+        elapsed = time.perf_counter() - start
+    engine.close()
+    if done.error is not None:
+        raise ConfigError(f"A prompt of {length:,} tokens could not be measured: {done.error}")
+    return {"prompt_tokens": length, "tokens_a_step": budget, "peak_bytes": memory.peak_bytes, "elapsed_s": elapsed}
 
 
 def token_costs(ground: Ground, context: int, clock: Callable[[], float] = time.perf_counter) -> list[dict[str, Any]]:
@@ -45,7 +46,7 @@ def token_costs(ground: Ground, context: int, clock: Callable[[], float] = time.
     engine = Engine(replace(ground.config, max_seqs=1, max_batch_tokens=context, prefix_cache=False), ground.loaded)
     found = []
     length = SHORTEST
-    while length < context:
+    while length + REPEATS + 1 <= context:
         engine.add([1] * length, SamplingParams(max_tokens=REPEATS + 1, ignore_eos=True))
         times = []
         while engine.has_work:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cbatch.engine import Engine
 
 PROBE_S = 20.0
-"""Seconds of each probe of the search, where the run itself is not shorter."""
+"""Seconds of each probe of a search at most."""
 
 
 def serve(
@@ -30,7 +30,7 @@ def serve(
 
         def measure(users: int) -> LoadResult:
             tell(f"{users} users")
-            return run_load(driver, scenario.probe(users, min(PROBE_S, scenario.duration_s)), level)
+            return run_load(driver, scenario.probe(users, scenario.duration_s), level)
 
         return _searched(find_capacity(measure, most=scenario.users))
 

@@ -88,7 +88,9 @@ def show_comparison(data: dict[str, Any], traces: dict[str, Trace]) -> None:
     pair = {title: traces[title] for title in SIDE_BY_SIDE if title in traces}
     if pair:
         emit("")
-        width = shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else WIDTH
+        width = (
+            shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout is not None and sys.stdout.isatty() else WIDTH
+        )
         for line in timeline(pair, width):
             emit(line)
 

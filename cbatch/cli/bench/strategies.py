@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from cbatch.cli.bench.memory import PeakMemory
 from cbatch.cli.bench.trace import Recorder, Trace
 from cbatch.cli.bench.work import Work
+from cbatch.engine import ConfigError
 
 if TYPE_CHECKING:
-    from cbatch.engine import EngineConfig, LoadedModel
+    from cbatch.engine import Engine, EngineConfig, LoadedModel
 
 Run = Callable[[Recorder, Work, int], None]
 """Does the work on a recorder's engine, with so many slots."""
@@ -33,10 +34,26 @@ def run_static(recorder: Recorder, work: Work, slots: int) -> None:
     for batch in work.batches(slots):
         width = max(len(work.prompts[row]) for row in batch)
         longest = max(work.lengths[row] for row in batch)
+        _check_batch(recorder.engine, len(batch), width, longest)
         for slot, row in enumerate(batch):
             recorder.add(row, work.prompts[row], longest, slot)
             recorder.add_padding(row, slot, width - len(work.prompts[row]))
         recorder.run()
+
+
+def _check_batch(engine: Engine, rows: int, width: int, longest: int) -> None:
+    """Raises ConfigError for a padded batch that would not run as one."""
+    context, blocks = engine.model.max_model_len, engine.blocks
+    if width + longest > context:
+        raise ConfigError(
+            f"A static batch of prompts padded to {width} and outputs of {longest} tokens does not fit the context of "
+            f"{context}; leave static out (--strategies), or take a smaller --batch-size."
+        )
+    if rows * (blocks.blocks_for(width + longest) + 1) > blocks.num_blocks:
+        raise ConfigError(
+            f"The KV cache of {blocks.capacity:,} tokens does not hold a static batch of {rows} rows of "
+            f"{width + longest} tokens; give it more (--kv-cache-memory), or take a smaller --batch-size."
+        )
 
 
 def run_continuous(recorder: Recorder, work: Work, slots: int) -> None:
@@ -166,4 +183,4 @@ def measure_in_turn(
 
 def median_trace(traces: list[Trace]) -> Trace:
     """The one that took neither long nor short."""
-    return sorted(traces, key=lambda trace: trace.elapsed_s)[len(traces) // 2]
+    return sorted(traces, key=lambda trace: trace.elapsed_s)[(len(traces) - 1) // 2]

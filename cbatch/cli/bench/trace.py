@@ -120,6 +120,7 @@ class Recorder:
         self._taken: set[int] = set()
         self._began = clock()
         self._model_s = 0.0
+        self._blocks_used = 0
         self._variety: tuple[bool, bool, int, int] | None = None
         self._forward = engine.runner.forward
         engine.runner.forward = self._timed_forward  # type: ignore[method-assign]
@@ -152,6 +153,7 @@ class Recorder:
 
     def _timed_forward(self, batch: Any) -> Any:
         self._look_for_example()
+        self._blocks_used = self.engine.blocks.num_used
         self._sync()
         start = self._clock()
         try:
@@ -182,8 +184,7 @@ class Recorder:
             self._part(slice_.request.id, slice_.start, slice_.stop) for slice_ in self.engine.last_plan.slices
         )
         began = self._began
-        used = self.engine.blocks.num_used
-        self.trace.steps.append(Step(start - began, now - began, self._model_s, parts, used))
+        self.trace.steps.append(Step(start - began, now - began, self._model_s, parts, self._blocks_used))
         for event in events:
             if event.error is not None:
                 raise event.error

@@ -103,7 +103,8 @@ def read_work(path: str, engine: Engine) -> Work:
     from cbatch.cli.lines import read_lines
 
     preparer = Preparer(engine, RowOptions(params=replace(engine.loaded.defaults, temperature=0.0)))
-    prompts, asked = [], []
+    prompts: list[list[int]] = []
+    asked: list[SamplingParams] = []
     try:
         with Path(path).open("rb") as file:
             for line in read_lines(file):
@@ -112,7 +113,11 @@ def read_work(path: str, engine: Engine) -> Work:
                 if prompt is None or job.error is not None:
                     raise ConfigError(f"{path}: {job.error}")
                 prompts.append(prompt)
-                asked.append(SamplingParams(max_tokens=job.params.max_tokens))
+                if job.params.n != 1 or job.params.max_tokens == 0:
+                    raise ConfigError(
+                        f"{path}, line {line.index + 1}: a bench has one output of each row, of a token at least."
+                    )
+                asked.append(replace(job.params, temperature=0.0))
     except OSError as error:
         raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
     if not prompts:
