@@ -14,7 +14,7 @@ import pytest
 
 from cbatch.cli.bench import command, compare
 from cbatch.cli.bench.figures import Counts, difference, figures
-from cbatch.cli.bench.strategies import ABLATIONS, STRATEGIES, Ground, median_trace
+from cbatch.cli.bench.strategies import ABLATIONS, STRATEGIES, Ground, median_run
 from cbatch.cli.bench.trace import Recorder, Trace
 from cbatch.cli.bench.work import Lengths, Work, make_work, parse_range
 from cbatch.cli.main import run_command
@@ -121,7 +121,7 @@ def test_differences_are_found() -> None:
     other.rows[2].tokens[5] += 1
     assert difference(one, other) == {"equal_rows_share": 1 - 1 / 7, "first_difference": {"row": 2, "token": 5}}
     one.elapsed_s, other.elapsed_s = 1.0, 2.0
-    assert median_trace([other, one, other]).elapsed_s == 2.0
+    assert median_run([other, one, other]).elapsed_s == 2.0
 
 
 @pytest.mark.parametrize("distribution", ["fixed", "uniform", "lognormal", "loguniform"])

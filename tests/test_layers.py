@@ -27,7 +27,7 @@ LAYERS = [
     ["engine.attention.interface"],
     ["engine.attention.reference"],
     ["engine.attention.select"],
-    ["engine.tool_calls"],
+    ["engine.tool_calls", "engine.tails"],
     ["engine.answer", "engine.detokenizer", "engine.sampler", "engine.processors", "engine.logprobs"],
     ["engine.tokenizer", "engine.template_trial"],
     ["engine.structured_guide", "engine.together"],

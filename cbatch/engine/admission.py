@@ -41,8 +41,8 @@ class Admission:
         """Takes in how many tokens an output had in the end."""
         self._lengths.add(length)
 
-    def begin_step(self) -> None:
-        """Those who run have grown, or are others."""
+    def running_changed(self) -> None:
+        """Those who run have grown, or are others: a step begins, or somebody was preempted."""
         self._growing.clear()
 
     def entered(self, request: Request) -> None:

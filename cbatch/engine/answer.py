@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cbatch.engine.errors import RequestError
+from cbatch.engine.tails import overlap
 from cbatch.engine.tool_calls import LLAMA, TOOL_TAGS, ToolCall, take_tool_calls, whole_json
 
 _THINK_TAG = re.compile(r"<((?:\w+:)?(?:think(?:ing)?|thoughts?|reason(?:ing)?))>")
@@ -107,7 +108,7 @@ class AnswerFormat:
             return None, text
         reasoning, closed, rest = body.partition(closing)
         if is_partial and not closed:
-            reasoning = _without_beginning(reasoning, closing)
+            reasoning = reasoning[: len(reasoning) - overlap(reasoning, closing)]
         reasoning = reasoning.strip("\n")
         return (reasoning if reasoning.strip() else None), rest.lstrip("\n")
 
@@ -153,9 +154,3 @@ def _with_object(call: Any) -> Any:
     if not parsed or not isinstance(parsed[0], dict):
         return call
     return {**call, "function": {**call["function"], "arguments": parsed[0]}}
-
-
-def _without_beginning(text: str, tag: str) -> str:
-    """Text without an end that may be the beginning of a tag."""
-    size = next((size for size in range(len(tag) - 1, 0, -1) if text.endswith(tag[:size])), 0)
-    return text[: len(text) - size]

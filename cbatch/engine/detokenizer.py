@@ -8,6 +8,8 @@ from collections.abc import Container, Sequence
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from cbatch.engine.tails import overlap
+
 PROMPT_TAIL = 8
 """Tokens of the prompt that the decoding of the output can depend on; what it begins with may stand in them, too."""
 
@@ -110,11 +112,6 @@ class TextStream:
             place, self.stop_reason = min(found, key=lambda pair: pair[0])
             self._held = ""
             return text[:place]
-        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        keep = max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`, short of all of it."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -280,5 +280,5 @@ class Engine:
         vocabulary = self.model.vocab_size
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocabulary):
             wrong = next(token for token in token_ids if not 0 <= token < vocabulary)
-            wrong = f"{wrong}" if wrong.bit_length() < 100 else "that has so many digits"  # type: ignore[assignment]
-            raise RequestError("invalid_row", f"{what} {wrong} is not in the model's vocabulary of {vocabulary}.")
+            shown = wrong if wrong.bit_length() < 100 else "that has so many digits"
+            raise RequestError("invalid_row", f"{what} {shown} is not in the model's vocabulary of {vocabulary}.")

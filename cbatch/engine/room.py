@@ -22,6 +22,11 @@ class Room:
         """Whether the cache, not the context, may be what ends an output."""
         return self.cache + 1 < self.context
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that context and cache hold."""
+        return min(self.context, self.cache)
+
     def after(self, num_prompt: int, at_least: int = 1) -> int:
         """Most tokens that can follow a prompt of this length.
 

@@ -100,7 +100,7 @@ class Scheduler:
         Whoever is preempted comes later in the order than who preempts him, so nothing planned is taken back.
         """
         plan = StepPlan()
-        self._admission.begin_step()
+        self._admission.running_changed()
         budget = self.max_batch_tokens
         preempted: set[Request] = set()
         running = sorted((_rank(request), request) for request in self.running)
@@ -162,10 +162,8 @@ class Scheduler:
         events = []
         for request, sample in zip(plan.to_sample, result.samples, strict=True):
             event = _outcome(request, sample)
-            if (
-                sample.error is not None and sample.error.code == "nan_logits"
-            ):  # others must not take over what may be no numbers either
-                self.pool.forget(request.blocks)
+            if sample.error is not None and sample.error.code == "nan_logits":
+                self.pool.forget(request.blocks)  # others must not take over what may be no numbers either
             if event.finish_reason is not None:
                 if event.token_id is not None:
                     self._admission.learn(request.num_generated)
@@ -238,7 +236,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._send_back(request)
-        self._admission.begin_step()
+        self._admission.running_changed()
         request.num_preemptions += 1
         self.num_preemptions += 1
 

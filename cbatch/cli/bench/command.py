@@ -152,7 +152,7 @@ def _work(options: dict[str, Any], engine: Engine) -> Work:
 
     if options["prompts"] is not None:
         return read_work(options["prompts"], engine)
-    context = min(engine.model.max_model_len, engine.blocks.capacity)
+    context = engine.scheduler.room.longest
     return make_work(options["requests"], *_lengths(options), engine.model.vocab_size, context, options["seed"])
 
 
@@ -220,7 +220,7 @@ def _serve(options: dict[str, Any], tell: Tell) -> None:
         inputs=inputs,
         outputs=outputs,
         vocabulary=engine.model.vocab_size,
-        context=min(engine.model.max_model_len, engine.blocks.capacity),
+        context=engine.scheduler.room.longest,
         turns=options["turns"],
         seed=options["seed"],
     )

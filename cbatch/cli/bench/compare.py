@@ -10,7 +10,7 @@ from cbatch.cli.bench.costs import prompt_memory, token_costs
 from cbatch.cli.bench.figures import difference, figures
 from cbatch.cli.bench.peers import run_peer
 from cbatch.cli.bench.roofline import ModelCost, Rates, floor_of, measure_rates
-from cbatch.cli.bench.strategies import Ground, Strategy, measure_in_turn, median_trace
+from cbatch.cli.bench.strategies import Ground, Strategy, measure_in_turn, median_run
 
 if TYPE_CHECKING:
     from cbatch.cli.bench.trace import Trace
@@ -48,7 +48,7 @@ class Device:
             measure_rates(engine.device, engine.model.dtype),
             ModelCost.of(engine),
             engine.scheduler.max_batch_tokens,
-            min(engine.model.max_model_len, engine.blocks.capacity),
+            engine.scheduler.room.longest,
         )
 
 
@@ -57,7 +57,7 @@ def compare(
 ) -> Comparison:
     """Runs everything; the medians of the rounds are what is reported."""
     runs = measure_in_turn(ground, strategies, rounds, tell)
-    medians = {name: median_trace(traces) for name, traces in runs.items()}
+    medians = {name: median_run(traces) for name, traces in runs.items()}
     reference = medians.get("continuous", next(iter(medians.values())))
     floor = floor_of(ground.work, device.cost, device.rates)
     found = [
@@ -97,7 +97,7 @@ def _peer(
         results.append(run_peer(name, ground.loaded, ground.work, ground.slots, device.budget))
         if results[-1].trouble:
             return {"strategy": name, "title": name, "error": results[-1].trouble}
-    result = sorted(results, key=lambda one: one.elapsed_s)[(len(results) - 1) // 2]
+    result = median_run(results)
     return {
         "strategy": name,
         "title": name,

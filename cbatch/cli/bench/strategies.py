@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from cbatch.cli.bench.memory import PeakMemory
 from cbatch.cli.bench.trace import Recorder, Trace
@@ -181,6 +181,16 @@ def measure_in_turn(
     return traces
 
 
-def median_trace(traces: list[Trace]) -> Trace:
-    """The one that took neither long nor short."""
-    return sorted(traces, key=lambda trace: trace.elapsed_s)[(len(traces) - 1) // 2]
+class Timed(Protocol):
+    """A run that took so many seconds, of ours or of a peer."""
+
+    @property
+    def elapsed_s(self) -> float: ...
+
+
+AnyRun = TypeVar("AnyRun", bound=Timed)
+
+
+def median_run(runs: list[AnyRun]) -> AnyRun:
+    """The one that took neither long nor short; of two in the middle the quicker."""
+    return sorted(runs, key=lambda run: run.elapsed_s)[(len(runs) - 1) // 2]
