@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import select
 import signal
 import subprocess
@@ -43,7 +44,20 @@ class Run:
     status: int | None = None
 
     def send(self, signum: int) -> None:
+        """Returns when the process has it: of several that wait, the system would hand over the lowest number first."""
         os.kill(self.pid, signum)
+        while not self.is_over() and signum in self._waiting():
+            time.sleep(0.001)
+
+    def _waiting(self) -> set[int]:
+        """The signals sent to the process that it has not been given yet."""
+        try:
+            status = Path(f"/proc/{self.pid}/status").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return set()
+        pending = re.search(r"^ShdPnd:\s*(\w+)$", status, re.MULTILINE)
+        bits = int(pending[1], 16) if pending else 0
+        return {number for number in range(1, 65) if bits >> (number - 1) & 1}
 
     def is_over(self) -> bool:
         """Whether the process has ended, waited for or not."""
