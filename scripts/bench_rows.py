@@ -45,7 +45,7 @@ def make_engine(max_seqs: int) -> Engine:
         num_attention_heads=2,
         max_position_embeddings=64,
     )
-    loaded = LoadedModel("fake", LlamaForCausalLM(config).eval(), None, SamplingParams(), frozenset([END]))
+    loaded = LoadedModel("fake", lambda: LlamaForCausalLM(config).eval(), None, SamplingParams(), frozenset([END]))
     engine = Engine(EngineConfig(device="cpu", max_seqs=max_seqs, kv_blocks=4 * max_seqs), loaded)
     logits = torch.zeros(engine.scheduler.max_batch_tokens, VOCABULARY)
     logits[:, END] = 1

@@ -61,9 +61,12 @@ def test_bytes_of_a_token() -> None:
     assert format_bytes(32 * layer.bytes_per_token(torch.float16)) == "512.0 KiB"
 
 
-def test_written_keys_are_where_the_slots_say() -> None:
-    """Guards the one place where the cache changes."""
-    pool = KVPool([LayerShape(2, 3, 5)], num_blocks=4, block_size=2, dtype=torch.float32, device=torch.device("cpu"))
-    keys, values = torch.randn(3, 2, 3), torch.randn(3, 2, 5)
-    pool.write(0, keys, values, torch.tensor([7, 0, 5]))
-    assert torch.equal(pool.keys[0][3, 1], keys[0]) and torch.equal(pool.values[0][2, 1], values[2])
+def test_layers_that_are_alike_lie_side_by_side() -> None:
+    """Guards what the fast path reads: all layers in one tensor where they are alike, and each its own part of it."""
+    pool = KVPool([((4, 3), (4, 5))] * 3, num_blocks=2, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
+    assert pool.stacks is not None and pool.stacks[1].shape == (3, 2, 4, 5)
+    pool.stacks[0].zero_()
+    pool.keys[1].fill_(1)
+    assert [int(part.sum()) for part in pool.stacks[0]] == [0, 24, 0]
+    unlike = KVPool([((4, 3), (4, 5)), ((4, 2), (4, 2))], 2, 4, torch.float32, torch.device("cpu"))
+    assert unlike.stacks is None and unlike.values[1].shape == (2, 4, 2)

@@ -156,11 +156,11 @@ def shift_positions(patch: pytest.MonkeyPatch) -> None:
 def leak_neighbour(patch: pytest.MonkeyPatch) -> None:
     prepare = reference.ReferenceAttention.prepare
 
-    def leaking(self: Any, *args: Any) -> list[reference.Sequence]:
-        sequences = prepare(self, *args)
-        if len(sequences) > 1:
-            sequences[0].blocks[0] = sequences[1].blocks[0]
-        return sequences
+    def leaking(self: Any, *args: Any) -> reference.Metadata:
+        metadata = prepare(self, *args)
+        if len(metadata.sequences) > 1:
+            metadata.sequences[0].blocks[0] = metadata.sequences[1].blocks[0]
+        return metadata
 
     patch.setattr(reference.ReferenceAttention, "prepare", leaking)
 

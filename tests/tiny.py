@@ -15,6 +15,7 @@ from torch import nn
 from cbatch.engine.config import EngineConfig
 from cbatch.engine.engine import Engine
 from cbatch.engine.loader import LoadedModel
+from cbatch.engine.models.decoder import Decoder
 from cbatch.engine.params import SamplingParams
 
 VOCABULARY = 89
@@ -77,7 +78,19 @@ def make_network(family: str, **overrides: Any) -> Any:
 
 
 def loaded(network: Any, tokenizer: Any = None, eos_ids: frozenset[int] = frozenset()) -> LoadedModel:
-    return LoadedModel("tiny", network, tokenizer, SamplingParams(), eos_ids)
+    return LoadedModel("tiny", lambda: network, tokenizer, SamplingParams(), eos_ids)
+
+
+def fast(network: Any, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    """A model of the Llama family on the fast path, with the weights of a network."""
+    decoder = Decoder(network.config.to_dict(), network.state_dict(), dtype)
+    return LoadedModel("tiny", lambda: network, None, SamplingParams(), frozenset(), decoder=decoder)
+
+
+def make_fast_engine(network: Any, **config: Any) -> Engine:
+    """An engine on the fast path with a small cache: 24 blocks of 16 tokens unless said otherwise."""
+    settings: dict[str, Any] = {"block_size": 16, "kv_blocks": 24, "max_seqs": 8, "device": "cpu"} | config
+    return Engine(EngineConfig(**settings), fast(network))
 
 
 def make_engine(network: Any, **config: Any) -> Engine:

@@ -56,7 +56,7 @@ def describe(engine: Engine) -> dict[str, str]:
     model, blocks, scheduler = engine.model, engine.blocks, engine.scheduler
     per_token = engine.kv_bytes_per_token
     return {
-        "model": f"{engine.loaded.name} ({model.config.model_type})",
+        "model": f"{engine.loaded.name} ({model.kind})",
         "parameters": f"{model.num_parameters / 1e6:,.1f} million, {format_bytes(model.weight_bytes)}",
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(engine.device),

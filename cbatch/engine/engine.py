@@ -9,16 +9,16 @@ from datetime import date
 
 import torch
 
-from cbatch.engine.attention.select import select_attention
+from cbatch.engine.attention.select import check_attention, has_fast_path, select_attention
 from cbatch.engine.batch import RaggedBatch
 from cbatch.engine.blocks import BlockPool
 from cbatch.engine.completion import Completion
 from cbatch.engine.config import EngineConfig
 from cbatch.engine.errors import RequestError
-from cbatch.engine.kv_pool import KVPool, check_memory, choose_num_blocks
+from cbatch.engine.kv_pool import check_memory, choose_num_blocks
 from cbatch.engine.loader import LoadedModel, choose_device, load_model
-from cbatch.engine.models.selfcheck import check_ragged
-from cbatch.engine.models.transformers import TransformersModel
+from cbatch.engine.models.interface import Model
+from cbatch.engine.models.selfcheck import checked_model
 from cbatch.engine.params import SamplingParams
 from cbatch.engine.plan import StepPlan, StepResult
 from cbatch.engine.processors import counts_for
@@ -41,13 +41,13 @@ class Engine:
     def __init__(self, config: EngineConfig | None = None, loaded: LoadedModel | None = None) -> None:
         """`loaded`: a model that is in memory already, instead of `config.model`."""
         self.config = config = config or EngineConfig()
-        attention = select_attention(config.attention)
         device = choose_device(config.device)
+        check_attention(config.attention, device, config.block_size)
         check_memory(config.kv_cache_memory)
-        self.loaded = loaded or load_model(config.model, config.revision, device, config.dtype)
+        fast = has_fast_path(config.attention, device, config.block_size)
+        self.loaded = loaded or load_model(config.model, config.revision, device, config.dtype, fast=fast)
         self.tokenizer = self.loaded.tokenizer
-        self.model = TransformersModel(self.loaded.network)
-        check_ragged(self.model)
+        self.model: Model = self.loaded.decoder if fast and self.loaded.decoder else checked_model(self.loaded.network)
         self.device = self.model.device
         on_gpu = self.device.type == "cuda"
         max_seqs = config.max_seqs or (256 if on_gpu else 32)
@@ -56,8 +56,10 @@ class Engine:
         self.scheduler = Scheduler(
             self.blocks, max_seqs, budget, self.model.max_model_len, prefix_cache=config.prefix_cache
         )
-        cache = KVPool(self.model.layers, self.blocks.num_blocks, config.block_size, self.model.dtype, self.device)
-        self.runner = Runner(self.model, cache, attention)
+        attention = select_attention(
+            config.attention, self.device, self.model.layers, config.block_size, self.model.dtype
+        )
+        self.runner = Runner(self.model, attention, self.blocks.num_blocks, config.block_size)
         self.num_steps = 0
         self.last_plan = StepPlan()
         self._constraints = Constraints(self.tokenizer, self.model.vocab_size) if self.tokenizer else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,37 +24,35 @@ class LayerShape:
         return self.heads * (self.key_dim + self.value_dim) * dtype.itemsize
 
 
+Shape = tuple[int, ...]
+
+
 class KVPool:
-    """Keys and values of every layer, in blocks.
+    """Keys and values of every layer, in blocks, as the attention backend lays them out.
 
-    keys[layer]    [num_blocks, block_size, heads, key_dim]
-    values[layer]  [num_blocks, block_size, heads, value_dim]
-
-    `write` is the only place where the cache changes.
+    shapes         [layers] shapes of the keys and of the values of a block
+    keys[layer]    [num_blocks, *shape], and values likewise
+    stacks         both with all layers in one tensor [layers, num_blocks, *shape]; None where layers differ
     """
 
     def __init__(
         self,
-        layers: list[LayerShape],
+        shapes: list[tuple[Shape, Shape]],
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.block_size = block_size
-        self.keys = [
-            torch.empty(num_blocks, block_size, layer.heads, layer.key_dim, dtype=dtype, device=device)
-            for layer in layers
-        ]
-        self.values = [
-            torch.empty(num_blocks, block_size, layer.heads, layer.value_dim, dtype=dtype, device=device)
-            for layer in layers
-        ]
-
-    def write(self, layer: int, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
-        """Stores keys [T, heads, key_dim] and values [T, heads, value_dim] in slots [T]."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, slot_mapping, keys)
-        self.values[layer].flatten(0, 1).index_copy_(0, slot_mapping, values)
+        self.stacks: tuple[Tensor, Tensor] | None = None
+        make = partial(torch.empty, dtype=dtype, device=device)
+        if len(set(shapes)) == 1:
+            keys, values = (make(len(shapes), num_blocks, *shape) for shape in shapes[0])
+            self.stacks = keys, values
+            self.keys, self.values = list(keys), list(values)
+        else:
+            self.keys = [make(num_blocks, *shape) for shape, _ in shapes]
+            self.values = [make(num_blocks, *shape) for _, shape in shapes]
 
 
 def choose_num_blocks(

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from cbatch.engine.dtypes import choose_dtype
 from cbatch.engine.errors import ConfigError, ModelError, RequestError
 from cbatch.engine.fingerprint import fingerprint
+from cbatch.engine.models.files import load_decoder
+from cbatch.engine.models.interface import Model
 from cbatch.engine.params import SamplingParams
 from cbatch.engine.template_trial import TemplateTrial
 from cbatch.engine.tokenizer import ChatTokenizer
@@ -32,27 +37,33 @@ NOT_APPLIED = {
 DEMO_MODEL = Path(__file__).parent.parent / "demo"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LoadedModel:
-    """A causal language model of transformers, and what its folder says about using it.
+    """A causal language model, and what its folder says about using it.
 
-    network:    the module, on its device and in its dtype, in evaluation mode
+    make_network: makes the module of transformers, on its device and in its dtype, in evaluation mode
     tokenizer:  None for a folder without one; such a model takes and gives token ids only
     defaults:   sampling parameters of the model's generation_config.json, greedy where it says nothing
     eos_ids:    tokens that end an output
     max_tokens: the limit of an output that generation_config.json sets, where it sets one
     not_applied: keys of generation_config.json that ask for what this version does not do
     fingerprint: hash of the files that make it up (see `fingerprint`); empty for one made in memory
+    decoder:    the model on the fast path, where it has one; then the network is made only for who asks for it
     """
 
     name: str
-    network: Any
+    make_network: Callable[[], Any]
     tokenizer: ChatTokenizer | None
     defaults: SamplingParams
     eos_ids: frozenset[int]
     max_tokens: int | None = None
     not_applied: tuple[str, ...] = ()
     fingerprint: str = ""
+    decoder: Model | None = None
+
+    @cached_property
+    def network(self) -> Any:
+        return self.make_network()
 
 
 def choose_device(name: str) -> torch.device:
@@ -72,27 +83,12 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def choose_dtype(name: str, checkpoint: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """`auto` is the checkpoint's own type, or float32 where the CPU has no fast arithmetic for it."""
-    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name != "auto":
-        if name not in names:
-            raise ConfigError(f"There is no dtype {name!r}; use auto, float32, bfloat16 or float16.")
-        return names[name]
-    wanted = checkpoint or torch.float32
-    if device.type == "cpu" and not (wanted == torch.bfloat16 and _cpu_has_bfloat16()):
-        return torch.float32
-    return wanted
-
-
-def _cpu_has_bfloat16() -> bool:
-    # torch has no public word for this; a build without these names is one without the instructions.
-    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, name, bool)() for name in names)
-
-
-def load_model(name: str | None, revision: str | None, device: torch.device, dtype: str) -> LoadedModel:
+def load_model(
+    name: str | None, revision: str | None, device: torch.device, dtype: str, *, fast: bool = False
+) -> LoadedModel:
     """Loads a Hugging Face causal language model from a folder or from the hub; None is the bundled demo model.
+
+    fast: take the fast path where the model has one
 
     Only safetensors weights are read, and no code that comes with a model is run.
     Raises ModelError, with one sentence, where that fails.
@@ -102,23 +98,30 @@ def load_model(name: str | None, revision: str | None, device: torch.device, dty
     _check_folder(source)
     tokenizer = _load_tokenizer(source, revision)
     template = tokenizer.chat_template if tokenizer else None
+    make_network: Callable[[], Any] = partial(_load_network, source, revision, device, dtype)
     with TemplateTrial(template) if template else nullcontext():
-        network = _load_network(source, revision, device, dtype)
+        decoder = load_decoder(source, revision, device, dtype) if fast else None
+        if decoder is not None:
+            config = decoder.config
+        else:
+            network = make_network()
+            make_network, config = lambda: network, network.config.get_text_config().to_dict()
     settings = _read_json(source, revision, "generation_config.json")
     try:
         defaults = _sampling_defaults(settings)
-        eos_ids = _eos_ids(settings, network.config)
+        eos_ids = _eos_ids(settings, config)
     except (RequestError, TypeError) as error:
         raise ModelError(f"The generation_config.json of {source} is wrong: {error}") from error
     return LoadedModel(
         name="the bundled demo model" if name is None else name,
-        network=network,
+        make_network=make_network,
         tokenizer=tokenizer,
         defaults=defaults,
         eos_ids=eos_ids,
         max_tokens=settings.get("max_new_tokens"),
         not_applied=tuple(key for key in NOT_APPLIED if settings.get(key) not in (None, NOT_APPLIED[key])),
         fingerprint=fingerprint(_folder(source, revision)),
+        decoder=decoder,
     )
 
 
@@ -233,16 +236,15 @@ def _sampling_defaults(settings: dict[str, Any]) -> SamplingParams:
     return SamplingParams().merged(chosen)
 
 
-def _eos_ids(settings: dict[str, Any], config: Any) -> frozenset[int]:
+def _eos_ids(settings: Mapping[str, Any], config: Mapping[str, Any]) -> frozenset[int]:
     """End tokens of generation_config.json, else of the model's config; ids that cannot be tokens are left out."""
-    config = config.get_text_config()
     given = settings.get("eos_token_id")
     if given is None:
-        given = getattr(config, "eos_token_id", None)
+        given = config.get("eos_token_id")
     ids = [given] if isinstance(given, int) else given or []
     if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
         raise TypeError(f"eos_token_id must be a token id or a list of them, not {given!r}.")
-    return frozenset(token for token in ids if 0 <= token < config.vocab_size)
+    return frozenset(token for token in ids if 0 <= token < config["vocab_size"])
 
 
 def _first_sentence(error: BaseException) -> str:

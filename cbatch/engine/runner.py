@@ -8,19 +8,19 @@ from torch import Tensor
 from cbatch.engine.attention.interface import AttentionBackend
 from cbatch.engine.batch import RaggedBatch
 from cbatch.engine.kv_pool import KVPool
-from cbatch.engine.models.transformers import PagedContext, TransformersModel
+from cbatch.engine.models.interface import Model
 
 
 class Runner:
     """Owns the model and the cache's tensors; knows nothing of requests."""
 
-    def __init__(self, model: TransformersModel, pool: KVPool, attention: AttentionBackend) -> None:
+    def __init__(self, model: Model, attention: AttentionBackend, num_blocks: int, block_size: int) -> None:
         self.model = model
-        self.pool = pool
         self.attention = attention
+        shapes = [attention.block_shapes(layer, block_size, model.dtype) for layer in model.layers]
+        self.pool = KVPool(shapes, num_blocks, block_size, model.dtype, model.device)
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> Tensor:
         """Logits [R, vocabulary] of the rows that get a token; the batch's keys and values are in the cache then."""
-        metadata = self.attention.prepare(batch, self.pool.block_size)
-        return self.model.forward(batch, PagedContext(self.pool, self.attention, metadata, batch.slot_mapping))
+        return self.model.forward(batch, self.pool, self.attention)

@@ -12,12 +12,11 @@ writes as well as reads, while a run mostly reads.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from cbatch.cli.bench.work import Work
 
@@ -31,9 +30,6 @@ COPY_BYTES = 2**28
 ROUNDS = 5
 ROUNDS_S = 0.4
 """Seconds after which no further round of a measurement begins."""
-
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""What configs call the number of experts of a layer."""
 
 Clock = Callable[[], float]
 
@@ -107,59 +103,11 @@ class ModelCost:
 
     @classmethod
     def of(cls, engine: Engine) -> ModelCost:
-        """Matrices are all parameters of two dimensions or more, except embeddings, of which only rows are read.
-
-        An embedding that is the head as well counts once, for it is read as a head. Experts are all read in each step,
-        and each token is multiplied with those that it chooses. Weights that are not parameters are not seen.
-        """
-        model, network = engine.model, engine.loaded.network
-        head = _head_weight(network)
-        experts, share = _experts(model.config)
-        weight_bytes, parameters, in_experts = 0, 0.0, 0
-        for parameter in _matrices(network, head):
-            weight_bytes += parameter.numel() * parameter.element_size()
-            is_expert = experts > 1 and parameter.dim() == 3 and parameter.shape[0] == experts
-            in_experts += is_expert
-            if parameter is not head:
-                parameters += parameter.numel() * (share if is_expert else 1)
+        model = engine.model
+        linears = model.linears
         shapes = zip(model.layers, model.windows, strict=True)
         layers = tuple((layer.bytes_per_token(model.dtype), window) for layer, window in shapes)
-        assumed = _assumed(network, head, experts, in_experts)
-        return cls(weight_bytes, parameters, head.numel() if head is not None else 0, layers, assumed)
-
-
-def _head_weight(network: Any) -> nn.Parameter | None:
-    head = network.get_output_embeddings()
-    weight = getattr(head, "weight", None)
-    return weight if isinstance(weight, nn.Parameter) else None
-
-
-def _matrices(network: Any, head: nn.Parameter | None) -> Iterator[nn.Parameter]:
-    """Each matrix once, however many modules share it."""
-    embeddings = {id(module.weight) for module in network.modules() if isinstance(module, nn.Embedding)}
-    for parameter in network.parameters():
-        if parameter.dim() >= 2 and (parameter is head or id(parameter) not in embeddings):
-            yield parameter
-
-
-def _experts(config: Any) -> tuple[int, float]:
-    """How many experts a layer has, and the share of them that a token is multiplied with; 1 for all where unknown."""
-    number = next((found for name in EXPERTS if isinstance(found := getattr(config, name, None), int)), 0)
-    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None)
-    return number, chosen / number if number and isinstance(chosen, int) else 1.0
-
-
-def _assumed(network: Any, head: nn.Parameter | None, experts: int, in_experts: int) -> tuple[str, ...]:
-    notes = []
-    if head is None:
-        notes.append("The model does not say which weights are its output head, so they count for every token.")
-    if experts > 1 and in_experts:
-        notes.append("All experts are taken to be read in every step, as they are where many rows run at once.")
-    elif experts > 1:
-        notes.append("The weights of experts could not be told from others, so every token counts with all of them.")
-    if any(not parameter.dtype.is_floating_point for parameter in network.parameters()):
-        notes.append("Some weights are not floating-point numbers; where several share a byte they count as one.")
-    return tuple(notes)
+        return cls(linears.weight_bytes, linears.parameters, linears.head_parameters, layers, linears.assumed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from cbatch.engine.batch import RaggedBatch
+from cbatch.engine.kv_pool import LayerShape, Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,26 +22,41 @@ class Sequence:
     stop: int
 
 
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """What the layers of a step share. slots [T]: where each token goes in a layer's cache."""
+
+    sequences: list[Sequence]
+    slots: Tensor
+
+
 class ReferenceAttention:
-    """One sequence at a time: gather its keys and values, then attend."""
+    """One sequence at a time: gather its keys and values, then attend. A block is [block_size, heads, dim]."""
 
     name = "reference"
 
-    def prepare(self, batch: RaggedBatch, block_size: int) -> list[Sequence]:
+    def block_shapes(self, layer: LayerShape, block_size: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
+        return (block_size, layer.heads, layer.key_dim), (block_size, layer.heads, layer.value_dim)
+
+    def prepare(self, batch: RaggedBatch, block_size: int) -> Metadata:
         sequences = []
         row = 0
         for table, start, stop in zip(batch.block_tables, batch.starts, batch.stops, strict=True):
             blocks = table[: -(-stop // block_size)]
             sequences.append(Sequence(slice(row, row + stop - start), blocks, start, stop))
             row += stop - start
-        return sequences
+        return Metadata(sequences, batch.slot_mapping)
+
+    def write(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: Metadata) -> None:
+        keys.flatten(0, 1).index_copy_(0, metadata.slots, new_keys)
+        values.flatten(0, 1).index_copy_(0, metadata.slots, new_values)
 
     def attend(
         self,
         query: Tensor,
         keys: Tensor,
         values: Tensor,
-        metadata: list[Sequence],
+        metadata: Metadata,
         *,
         scale: float,
         window: int | None = None,
@@ -48,7 +64,7 @@ class ReferenceAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         out = query.new_empty(*query.shape[:2], values.shape[-1])
-        for sequence in metadata:
+        for sequence in metadata.sequences:
             k = keys[sequence.blocks].flatten(0, 1)[: sequence.stop].transpose(0, 1)
             v = values[sequence.blocks].flatten(0, 1)[: sequence.stop].transpose(0, 1)
             q = query[sequence.rows].transpose(0, 1)

@@ -1,18 +1,48 @@
-"""Which attention backend serves a device."""
+"""Which attention backend serves a model on a device."""
 
 from __future__ import annotations
+
+import torch
 
 from cbatch.engine.attention.interface import AttentionBackend
 from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.errors import ConfigError
+from cbatch.engine.kv_pool import LayerShape
 
-BACKENDS: dict[str, type[AttentionBackend]] = {"reference": ReferenceAttention}
+NAMES = ("cpu", "reference")
 
 
-def select_attention(name: str) -> AttentionBackend:
-    """The backend of that name; `auto` takes the best there is. Raises ConfigError for an unknown name."""
-    if name == "auto":
-        name = "reference"
-    if name not in BACKENDS:
-        raise ConfigError(f"There is no attention backend {name!r}; choose auto or one of: {', '.join(BACKENDS)}.")
-    return BACKENDS[name]()
+def check_attention(name: str, device: torch.device, block_size: int) -> None:
+    """Raises ConfigError for a backend that is not there, or cannot serve, whatever the model is."""
+    if name not in ("auto", *NAMES):
+        raise ConfigError(f"There is no attention backend {name!r}; choose auto or one of: {', '.join(NAMES)}.")
+    if name == "cpu" and device.type != "cpu":
+        raise ConfigError(f"The attention backend cpu does not run on {device}; choose auto.")
+    if name == "cpu" and block_size % 16:
+        raise ConfigError(f"The attention backend cpu needs blocks of a multiple of 16 tokens, not {block_size}.")
+
+
+def has_fast_path(name: str, device: torch.device, block_size: int) -> bool:
+    """Whether a model of the Llama family may take its fast path."""
+    return name != "reference" and device.type == "cpu" and block_size % 16 == 0
+
+
+def select_attention(
+    name: str, device: torch.device, layers: list[LayerShape], block_size: int, dtype: torch.dtype
+) -> AttentionBackend:
+    """The backend of that name; `auto` takes the best there is. Raises ConfigError where it cannot serve the model."""
+    check_attention(name, device, block_size)
+    if name == "reference" or device.type != "cpu":
+        return ReferenceAttention()
+    try:
+        from cbatch.engine.attention.cpu import CpuAttention
+        from cbatch.engine.cpu.tensors import fits
+    except ImportError as error:  # numba is not made for every Python
+        if name == "cpu":
+            raise ConfigError(f"The attention backend cpu is not available: {error}.") from error
+        return ReferenceAttention()
+    if fits(layers, block_size, dtype):
+        return CpuAttention()
+    if name == "cpu":
+        raise ConfigError(f"The attention backend cpu does not serve this model in {dtype}; choose auto.")
+    return ReferenceAttention()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.batch import RaggedBatch
 from cbatch.engine.errors import ModelError
 from cbatch.engine.kv_pool import KVPool
-from cbatch.engine.models.transformers import PagedContext, TransformersModel
+from cbatch.engine.models.transformers import TransformersModel
 from cbatch.engine.params import SamplingParams
 from cbatch.engine.plan import Slice, StepPlan
 from cbatch.engine.request import Request
@@ -21,6 +22,13 @@ _LENGTHS = (11, 7)
 _CHUNKS = [(0, 10), (0, 6)], [(10, 11), (6, 7)]
 _WHOLE = ([(0, 11), (0, 7)],)
 _BLOCK_SIZE = 4
+
+
+def checked_model(network: Any) -> TransformersModel:
+    """A network of transformers, ready to run ragged batches. Raises ModelError where it would be wrong there."""
+    model = TransformersModel(network)
+    check_ragged(model)
+    return model
 
 
 def check_ragged(model: TransformersModel) -> None:
@@ -69,8 +77,9 @@ def _paged_logits(
     ]
     # Blocks in an order of their own, so that a model cannot be right by reading the cache straight on.
     requests[0].blocks, requests[1].blocks = [4, 1, 3], [0, 2]
-    pool = KVPool(model.layers, 5, _BLOCK_SIZE, model.dtype, model.device)
     attention = ReferenceAttention()
+    shapes = [attention.block_shapes(layer, _BLOCK_SIZE, model.dtype) for layer in model.layers]
+    pool = KVPool(shapes, 5, _BLOCK_SIZE, model.dtype, model.device)
     for bounds in chunks:
         slices = [
             Slice(request, start, stop, is_last=stop == request.num_tokens)
@@ -79,8 +88,7 @@ def _paged_logits(
         batch = RaggedBatch.build(StepPlan(slices), _BLOCK_SIZE, model.device)
         if far:
             batch.position_ids[slices[0].count :] += max(model.max_model_len - _LENGTHS[1], 0)
-        context = PagedContext(pool, attention, attention.prepare(batch, _BLOCK_SIZE), batch.slot_mapping)
-        logits = model.forward(batch, context)
+        logits = model.forward(batch, pool, attention)
     return logits
 
 

@@ -23,6 +23,8 @@ from cbatch.engine.attention.interface import AttentionBackend
 from cbatch.engine.batch import RaggedBatch
 from cbatch.engine.errors import ModelError
 from cbatch.engine.kv_pool import KVPool, LayerShape
+from cbatch.engine.models.interface import Linears
+from cbatch.engine.models.linears import linears_of
 from cbatch.engine.models.masks import Reach, reach_of, stand_in_mask
 
 ATTENTION_NAME = "cbatch"
@@ -40,17 +42,16 @@ SERVED_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attent
 
 @dataclass(frozen=True, slots=True)
 class PagedContext:
-    """What the layers of one step share: the cache, where to write, and how to attend."""
+    """What the layers of one step share: the cache, and how to attend over it."""
 
     pool: KVPool
     backend: AttentionBackend
     metadata: Any
-    slot_mapping: Tensor
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """Writes the step's keys and values [T, heads, dim] of a layer, then attends with query [T, heads, dim]."""
-        self.pool.write(layer, key, value, self.slot_mapping)
         keys, values = self.pool.keys[layer], self.pool.values[layer]
+        self.backend.write(keys, values, key, value, self.metadata)
         return self.backend.attend(query, keys, values, self.metadata, **options)
 
 
@@ -141,6 +142,7 @@ class TransformersModel:
         self._network = network
         self.name = type(network).__name__
         self.config = network.config.get_text_config()
+        self.kind: str = self.config.model_type
         self.dtype: torch.dtype = network.dtype
         self.device: torch.device = network.device
         self.vocab_size: int = self.config.vocab_size
@@ -161,8 +163,13 @@ class TransformersModel:
     def weight_bytes(self) -> int:
         return sum(p.numel() * p.element_size() for p in self._network.parameters())
 
-    def forward(self, batch: RaggedBatch, context: PagedContext) -> Tensor:
+    @property
+    def linears(self) -> Linears:
+        return linears_of(self._network, self.config)
+
+    def forward(self, batch: RaggedBatch, pool: KVPool, attention: AttentionBackend) -> Tensor:
         """Logits [R, vocabulary] of the rows to sample, in the model's dtype."""
+        context = PagedContext(pool, attention, attention.prepare(batch, pool.block_size))
         step = Step(context, self.windows)
         logits = self._call(batch, step)
         if step.calls != len(self.layers):

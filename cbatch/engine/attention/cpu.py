@@ -1,0 +1,83 @@
+"""Attention on the CPU over the pages where they lie, for models of transformers.
+
+The fast path of the Llama family calls the same kernels from its own step (`models/decoder.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.engine.batch import RaggedBatch
+from cbatch.engine.cpu.attention import Rule, Slices, Workspace, attend_layer, cut, new_workspace, store_layer
+from cbatch.engine.cpu.team import Team
+from cbatch.engine.cpu.tensors import as_array, block_shapes, pages_of
+from cbatch.engine.kv_pool import LayerShape, Shape
+
+
+@dataclass(slots=True)
+class Metadata:
+    """What the layers of a step share: its slices, cut up for each number of query heads that share a key."""
+
+    tables: NDArray[np.int32]
+    starts: list[int]
+    stops: list[int]
+    slots: NDArray[np.int64]
+    cuts: dict[int, Slices] = field(default_factory=dict)
+
+    def cut(self, group: int) -> Slices:
+        if group not in self.cuts:
+            self.cuts[group] = cut(self.tables, self.starts, self.stops, self.slots, group)
+        return self.cuts[group]
+
+
+class CpuAttention:
+    """Compiled kernels over panels of keys and values (`cpu/attention.py`)."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self._team = Team(torch.get_num_threads())
+        self._workspaces: dict[tuple[int, int, int, torch.dtype], Workspace] = {}
+
+    def block_shapes(self, layer: LayerShape, block_size: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
+        return block_shapes(layer, block_size, dtype)
+
+    def prepare(self, batch: RaggedBatch, block_size: int) -> Metadata:
+        tables, slots = batch.block_tables.numpy(), batch.slot_mapping.numpy()
+        return Metadata(tables, batch.starts, batch.stops, slots)
+
+    def write(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: Metadata) -> None:
+        pages = pages_of(keys[None], values[None])
+        self._team.run(store_layer, pages, metadata.cut(1), as_array(new_keys), as_array(new_values))
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        metadata: Metadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        pages = pages_of(keys[None], values[None])
+        tokens, heads, _ = query.shape
+        group = heads // pages.heads
+        shape = (group, pages.key_dim, pages.value_dim, query.dtype)
+        if shape not in self._workspaces:
+            self._workspaces[shape] = new_workspace(self._team.size, *shape[:3], pages.keys.dtype)
+        nothing = np.empty(0, np.float32)
+        rule = Rule(scale, window or 0, softcap or 0.0, nothing if sinks is None else sinks.float().numpy())
+        out = query.new_empty(tokens, heads * pages.value_dim)
+        self._team.run(
+            attend_layer, pages, metadata.cut(group), rule, as_array(query.flatten(1)), as_array(out),
+            self._workspaces[shape],
+        )  # fmt: skip
+        return out.view(tokens, heads, pages.value_dim)

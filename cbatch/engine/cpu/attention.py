@@ -1,0 +1,335 @@
+"""Attention over the pages of the cache where they lie.
+
+A page is the keys or values of one block, for one head, in panels (see `tile`), so that scores and sums of values are
+the same products as everything else:
+
+    keys    [num_blocks, heads, block_size / 16, key_dim / pair, 16, pair]              16 tokens are a panel's columns
+    values  [num_blocks, heads, value_dim / 16, block_size / pair, 16, pair]            16 numbers of a value are
+
+Chunks of 64 tokens, at fixed places of the sequence, go through the softmax one after the other (Milakov and
+Gimelshein, 2018). So a token's result is the same to the last bit however its sequence was cut into steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cbatch.engine.cpu.board import finish, take
+from cbatch.engine.cpu.jit import entry, kernel
+from cbatch.engine.cpu.numbers import exp, narrow, tanh, widen
+from cbatch.engine.cpu.tile import COLUMNS, LANES, MAX_ROWS, prefetch, tile
+
+CHUNK = 64
+"""Tokens that go through the softmax at once."""
+
+_QUERIES = 96
+"""Query rows (tokens times heads that share keys) for which a chunk of keys is used while it is in the cache."""
+
+_MINUS_INFINITY = np.float32(-np.inf)
+
+
+class Pages(NamedTuple):
+    """Where the cache of a model's layers lies, all with the same heads and sizes.
+
+    code:          of the tiles (see `tile_code`)
+    keys, values:  [layers, all pages of a layer] float32, or uint16 for bfloat16
+    """
+
+    code: int
+    keys: NDArray[Any]
+    values: NDArray[Any]
+    heads: int
+    key_dim: int
+    value_dim: int
+    block_size: int
+
+
+class Slices(NamedTuple):
+    """The sequences of a step, and the pieces in which they attend.
+
+    tables:  [S, B] int32 blocks of each sequence
+    starts:  [S] int64 place in its sequence of a slice's first token
+    firsts:  [S] int64 row of the step with that token
+    pieces:  [N, 3] int64: sequence, first query token in its slice, number of query tokens
+    slots:   [T] int64 where each token goes: block * block_size + offset
+    lasts:   [T] bool, whether a token is the last of its slice
+    """
+
+    tables: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    firsts: NDArray[np.int64]
+    pieces: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    lasts: NDArray[np.bool_]
+
+
+def cut(tables: NDArray[np.int32], starts: list[int], stops: list[int], slots: NDArray[np.int64], group: int) -> Slices:
+    """A step's slices, cut into pieces of about equal size. `group`: query heads that share one head of the cache."""
+    begins = np.array(starts)
+    counts = np.array(stops) - begins
+    ends = counts.cumsum()
+    most = max(1, _QUERIES // group)
+    parts = -(-counts // most)
+    sequence = np.repeat(np.arange(len(counts)), parts)
+    first = (np.arange(len(sequence)) - (parts.cumsum() - parts)[sequence]) * most
+    pieces = np.stack([sequence, first, np.minimum(most, counts[sequence] - first)], axis=1)
+    longest_first = np.argsort(-(begins[sequence] + first) * pieces[:, 2], kind="stable")
+    lasts = np.zeros(len(slots), np.bool_)
+    lasts[ends - 1] = True
+    return Slices(tables, begins, ends - counts, pieces[longest_first], slots, lasts)
+
+
+@kernel
+def store(pages: Any, layer: int, slot: int, head: int, key: Any, value: Any, is_last: bool) -> None:
+    """Puts a token's key [key_dim] and value [value_dim] into the cache.
+
+    The value's neighbour in its pair, if its token is still to come, becomes 0: it is multiplied with 0 until then,
+    and what lies there may be no number.
+    """
+    keys, values = pages.keys[layer], pages.values[layer]
+    pair = 1 if keys.itemsize == 4 else 2
+    size = pages.block_size
+    page, offset = slot // size * pages.heads + head, slot % size
+    base = page * size * pages.key_dim + offset // LANES * LANES * pages.key_dim + offset % LANES * pair
+    for i in range(pages.key_dim):
+        keys[base + i // pair * LANES * pair + i % pair] = narrow(widen(key[i]), keys)
+    base = page * size * pages.value_dim + offset // pair * LANES * pair + offset % pair
+    clear = is_last and pair == 2 and offset % 2 == 0
+    for i in range(pages.value_dim):
+        at = base + i // LANES * LANES * size + i % LANES * pair
+        values[at] = narrow(widen(value[i]), values)
+        if clear:
+            values[at + 1] = 0
+
+
+@kernel
+def _score(
+    pages: Any, layer: int, head: int, table: Any, token: int, stop: int, query: Any, rows: int, panels: Any, out: Any
+) -> None:
+    """out[:rows, 64] = query [rows, key_dim] times the keys of 64 tokens from `token`; past `stop` anything."""
+    keys = pages.keys[layer]
+    pair = 1 if keys.itemsize == 4 else 2
+    size, width = pages.block_size, pages.key_dim * keys.itemsize
+    step, depth = LANES * pair * keys.itemsize, pages.key_dim // pair
+    for left in range(0, min(CHUNK, stop - token), COLUMNS):
+        for half in range(2):
+            first = token + left + half * LANES
+            if first < stop:
+                place = (table[first // size] * pages.heads + head) * size + first % size
+                panels[0, half] = keys.ctypes.data + place * width
+            else:
+                panels[0, 1] = panels[0, 0]
+        target = out.ctypes.data + left * 4
+        tile(pages.code, keys[0], rows, query.ctypes.data, width, panels, depth, step, depth, target, CHUNK * 4, 0)
+
+
+@kernel
+def _add_values(
+    pages: Any, layer: int, head: int, table: Any, token: int, stop: int, weights: Any, rows: int, panels: Any, out: Any
+) -> None:
+    """out[:rows, value_dim] += weights [rows, 64] times the values of the tokens from `token` up to `stop`."""
+    values = pages.values[layer]
+    pair = 1 if values.itemsize == 4 else 2
+    size = pages.block_size
+    step, depth = LANES * pair * values.itemsize, -(-min(CHUNK, stop - token) // pair)
+    width = LANES * size * values.itemsize
+    for panel in range(0, pages.value_dim // LANES, 2):
+        for left in range(0, min(CHUNK, stop - token), LANES):
+            first = token + left
+            place = (table[first // size] * pages.heads + head) * pages.value_dim * size + first % size * LANES
+            at = values.ctypes.data + place * values.itemsize + panel * width
+            panels[left // LANES, 0] = at
+            panels[left // LANES, 1] = at + width if panel + 1 < pages.value_dim // LANES else at
+        target = out.ctypes.data + panel * LANES * 4
+        tile(
+            pages.code, values[0], rows, weights.ctypes.data, CHUNK * values.itemsize, panels, LANES // pair,
+            step, depth, target, out.shape[1] * 4, 1,
+        )  # fmt: skip
+
+
+@kernel
+def _fetch(pages: Any, layer: int, head: int, table: Any, token: int, stop: int) -> None:
+    """Asks for the keys and values of 64 tokens, which are needed next."""
+    keys, values = pages.keys[layer], pages.values[layer]
+    size = pages.block_size
+    for first in range(token, min(token + CHUNK, stop), size):
+        page = (table[first // size] * pages.heads + head) * size
+        for at in range(0, min(size, CHUNK) * pages.key_dim * keys.itemsize, 64):
+            prefetch(keys.ctypes.data + page * pages.key_dim * keys.itemsize + at)
+        for at in range(0, min(size, CHUNK) * pages.value_dim * values.itemsize, 64):
+            prefetch(values.ctypes.data + page * pages.value_dim * values.itemsize + at)
+
+
+@kernel
+def _largest(scores: Any, room: Any) -> Any:
+    """The largest of a row of 64 scores that are numbers."""
+    for j in range(32):
+        room[j] = scores[j] if scores[j] > scores[j + 32] else scores[j + 32]
+    for j in range(16):
+        room[j] = room[j] if room[j] > room[j + 16] else room[j + 16]
+    for j in range(8):
+        room[j] = room[j] if room[j] > room[j + 8] else room[j + 8]
+    for j in range(4):
+        room[j] = room[j] if room[j] > room[j + 4] else room[j + 4]
+    return max(max(room[0], room[1]), max(room[2], room[3]))
+
+
+@kernel
+def _weigh(
+    scores: Any, first: int, stop: int, rule: Any, largest: Any, total: Any, row: int, weights: Any, room: Any, out: Any
+) -> None:
+    """Turns a row of 64 products into weights, of which those from `first` up to `stop` count; rescales its sums."""
+    scale, cap = np.float32(rule.scale), np.float32(rule.softcap)
+    for j in range(CHUNK):
+        scores[j] *= scale
+    if cap > 0:
+        for j in range(CHUNK):
+            scores[j] = cap * tanh(scores[j] / cap)
+    if first > 0 or stop < CHUNK:
+        for j in range(CHUNK):
+            scores[j] = scores[j] if j >= first and j < stop else _MINUS_INFINITY
+    before = largest[row]
+    most = max(before, _largest(scores, room))
+    if most == _MINUS_INFINITY:
+        most = np.float32(0)  # nothing to see here, or nothing that is a number
+    added = np.float32(0)
+    for j in range(CHUNK):
+        weight = exp(scores[j] - most)
+        added += weight
+        weights[j] = narrow(weight, weights)
+    if before != most:
+        shrink = exp(before - most)
+        total[row] *= shrink
+        for j in range(len(out)):
+            out[j] *= shrink
+        largest[row] = most
+    total[row] += added
+
+
+class Rule(NamedTuple):
+    """How a layer attends. window, softcap: 0 for none; sinks: [query heads] float32, empty for none."""
+
+    scale: float
+    window: int
+    softcap: float
+    sinks: NDArray[np.float32]
+
+
+class Workspace(NamedTuple):
+    """What each thread needs for one piece: [threads, ...], rows for query tokens times the heads of a group."""
+
+    panels: NDArray[np.int64]
+    room: NDArray[np.float32]
+    query: NDArray[Any]
+    scores: NDArray[np.float32]
+    weights: NDArray[Any]
+    largest: NDArray[np.float32]
+    total: NDArray[np.float32]
+    sums: NDArray[np.float32]
+
+
+def new_workspace(threads: int, group: int, key_dim: int, value_dim: int, dtype: np.dtype[Any]) -> Workspace:
+    rows = max(_QUERIES, group)
+    width = -(-value_dim // COLUMNS) * COLUMNS
+    return Workspace(
+        np.zeros((threads, CHUNK // LANES, 2), np.int64),
+        np.zeros((threads, CHUNK // 2), np.float32),
+        np.zeros((threads, rows, key_dim), dtype),
+        np.zeros((threads, MAX_ROWS, CHUNK), np.float32),
+        np.zeros((threads, MAX_ROWS, CHUNK), dtype),
+        np.zeros((threads, rows), np.float32),
+        np.zeros((threads, rows), np.float32),
+        np.zeros((threads, rows, width), np.float32),
+    )
+
+
+@kernel
+def _attend_chunk(
+    pages: Any, layer: int, head: int, table: Any, token: int, start: int, rows: int, group: int, rule: Any,
+    query: Any, scores: Any, weights: Any, room: Any, panels: Any, largest: Any, total: Any, sums: Any,
+) -> None:  # fmt: skip
+    """Lets all rows of a piece see the 64 tokens from `token`. `start`: place of the first row's token."""
+    for top in range(0, rows, MAX_ROWS):
+        count = min(MAX_ROWS, rows - top)
+        stop = start + (top + count - 1) // group + 1
+        if stop <= token:
+            continue
+        _score(pages, layer, head, table, token, stop, query[top:], count, panels, scores)
+        for i in range(count):
+            place = start + (top + i) // group
+            first = place - rule.window + 1 - token if rule.window > 0 else 0
+            _weigh(scores[i], first, place + 1 - token, rule, largest, total, top + i, weights[i], room, sums[top + i])
+        _add_values(pages, layer, head, table, token, stop, weights, count, panels, sums[top:])
+
+
+@kernel
+def attend(
+    board: Any, phase: int, thread: int, pages: Any, layer: int, slices: Any, rule: Any, query: Any, out: Any, work: Any
+) -> int:
+    """out [T, query heads * value_dim] = attention with query [T, query heads * key_dim], both in the cache's type."""
+    group = query.shape[1] // pages.key_dim // pages.heads
+    count = len(slices.pieces) * pages.heads
+    sums, largest, total = work.sums[thread], work.largest[thread], work.total[thread]
+    panels, room = work.panels[thread], work.room[thread]
+    piece = take(board, phase, count)
+    while piece >= 0:
+        head = piece % pages.heads
+        sequence, first, tokens = slices.pieces[piece // pages.heads]
+        start = slices.starts[sequence] + first
+        row = slices.firsts[sequence] + first
+        rows = tokens * group
+        for i in range(rows):
+            left = (head * group + i % group) * pages.key_dim
+            for j in range(pages.key_dim):
+                work.query[thread, i, j] = query[row + i // group, left + j]
+            largest[i], total[i] = _MINUS_INFINITY, np.float32(0)
+            for j in range(sums.shape[1]):
+                sums[i, j] = np.float32(0)
+        lowest = max(0, start - rule.window + 1) // CHUNK * CHUNK if rule.window > 0 else 0
+        for token in range(lowest, start + tokens, CHUNK):
+            _fetch(pages, layer, head, slices.tables[sequence], token + CHUNK, start + tokens)
+            _attend_chunk(
+                pages, layer, head, slices.tables[sequence], token, start, rows, group, rule,
+                work.query[thread], work.scores[thread], work.weights[thread], room, panels, largest, total, sums,
+            )  # fmt: skip
+        for i in range(rows):
+            _finish_row(i, head * group + i % group, pages.value_dim, rule, largest, total, sums, out[row + i // group])
+        finish(board, phase, count)
+        piece = take(board, phase, count)
+    return phase + 1
+
+
+@kernel
+def _finish_row(i: int, head: int, width: int, rule: Any, largest: Any, total: Any, sums: Any, out: Any) -> None:
+    """Divides a row's weighted sum by the sum of its weights."""
+    share = total[i]
+    factor = np.float32(1)
+    if len(rule.sinks):
+        most = max(largest[i], rule.sinks[head])
+        factor = exp(largest[i] - most)
+        share = share * factor + exp(rule.sinks[head] - most)
+    factor = factor / share
+    for j in range(width):
+        out[head * width + j] = narrow(sums[i, j] * factor, out)
+
+
+@entry
+def store_layer(board: Any, thread: int, pages: Any, slices: Any, keys: Any, values: Any) -> None:
+    """Puts keys [T, heads, key_dim] and values [T, heads, value_dim] into the cache of a layer that stands alone."""
+    pieces = -(-len(keys) // LANES)
+    piece = take(board, 0, pieces)
+    while piece >= 0:
+        for row in range(piece * LANES, min(len(keys), (piece + 1) * LANES)):
+            for head in range(pages.heads):
+                store(pages, 0, slices.slots[row], head, keys[row, head], values[row, head], slices.lasts[row])
+        finish(board, 0, pieces)
+        piece = take(board, 0, pieces)
+
+
+@entry
+def attend_layer(board: Any, thread: int, pages: Any, slices: Any, rule: Any, query: Any, out: Any, work: Any) -> None:
+    """`attend` for a layer that stands alone."""
+    attend(board, 0, thread, pages, 0, slices, rule, query, out, work)

@@ -1,0 +1,74 @@
+"""How the kernels are compiled: for this very processor, once, and kept in a cache beside the package."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import llvmlite.binding as llvm
+from numba import njit
+from numba.core import sigutils
+from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+FEATURES = frozenset(name for name, there in llvm.get_host_cpu_features().items() if there)
+HAS_AVX512 = "avx512f" in FEATURES
+HAS_BFLOAT16 = "avx512bf16" in FEATURES
+"""Whether the processor multiplies pairs of bfloat16 into float32."""
+
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+
+
+class _Cache(FunctionCache):  # type: ignore[misc]
+    """Numba's cache asks whether a function's own file has changed; a kernel consists of all of these files."""
+
+    def _index_key(self, *args: Any) -> tuple[Any, ...]:
+        return (*super()._index_key(*args), _sources())
+
+
+def _sources() -> str:
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.blake2b(b"".join(path.read_bytes() for path in files), digest_size=16).hexdigest()
+
+
+_OPTIONS = {
+    "nogil": True,
+    "error_model": "numpy",
+    "fastmath": {"contract", "reassoc", "nsz", "arcp"},
+    "_nrt": False,
+}
+"""Sums may be taken in the order that suits the vector unit, always the same one; numbers that are none stay so.
+
+Without `_nrt` nobody counts who uses an array: threads would fight over the counters.
+"""
+
+
+def kernel(function: Function) -> Function:
+    """Compiles a function that other kernels call. It holds no Python objects and makes no arrays."""
+    return cast(Function, njit(**_OPTIONS)(function))
+
+
+def entry(function: Function) -> Function:
+    """A kernel that Python calls. It is compiled when it is first called with arguments of its kinds, and kept."""
+    compiled: Any = kernel(function)
+    compiled._cache = _Cache(function)
+    return cast(Function, compiled)
+
+
+def address_of(function: Callable[..., None], signature: Any) -> int:
+    """Compiles a function for a signature, by itself, to be called by its address; kept like an entry."""
+    arguments, result = sigutils.normalize_signature(signature)
+    compiled: Any = CFunc(function, (arguments, result), locals={}, options={"nopython": True, "_nrt": False})
+    compiled._cache = _Cache(function)
+    compiled.compile()
+    _kept.append(compiled)
+    return int(compiled.address)
+
+
+_kept: list[CFunc] = []
+"""Code lives as long as the object that compiled it."""

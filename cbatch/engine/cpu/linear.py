@@ -1,0 +1,148 @@
+"""Matrix products with weights packed once, when a model is loaded."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cbatch.engine.cpu.board import finish, take
+from cbatch.engine.cpu.jit import kernel
+from cbatch.engine.cpu.numbers import narrow, silu
+from cbatch.engine.cpu.tile import COLUMNS, LANES, MAX_ROWS, tile, tile_code
+
+_ROW_BYTES = 256 * 1024
+"""Of the left-hand matrix, so much is multiplied with a piece of the weights before the next: it stays in the cache."""
+
+_PIECES = 8
+"""Pieces for each thread, so that none waits long for the others at the end."""
+
+
+class Tiles(NamedTuple):
+    """The code of a tile, and room for one in each thread: its results, and the addresses of its panels."""
+
+    code: int
+    sums: NDArray[np.float32]
+    panels: NDArray[np.int64]
+
+
+def new_tiles(threads: int, dtype: np.dtype[Any]) -> Tiles:
+    """dtype: of the packed matrices"""
+    return Tiles(
+        tile_code(dtype), np.zeros((threads, MAX_ROWS, COLUMNS), np.float32), np.zeros((threads, 1, 2), np.int64)
+    )
+
+
+def pair_of(dtype: np.dtype[Any]) -> int:
+    """How many numbers of the depth lie side by side in a panel."""
+    return 1 if dtype == np.float32 else 2
+
+
+def pack(weight: NDArray[Any]) -> NDArray[Any]:
+    """A weight [columns, depth] as groups of two panels, one after the other: flat, columns filled up to groups.
+
+    Layout [groups, depth / pair, 2, 16, pair]: the tile reads it from one end to the other.
+    """
+    columns, depth = weight.shape
+    pair = pair_of(weight.dtype)
+    groups = -(-columns // COLUMNS)
+    padded = np.zeros((groups * COLUMNS, depth), weight.dtype)
+    padded[:columns] = weight
+    return padded.reshape(groups, 2, LANES, depth // pair, pair).transpose(0, 3, 1, 2, 4).reshape(-1)
+
+
+def interleave(gate: NDArray[Any], up: NDArray[Any]) -> NDArray[Any]:
+    """Two weights [columns, depth] as one, by turns 16 columns of each: a tile has both numbers of 16 results."""
+    columns, depth = gate.shape
+    padded = np.zeros((2, -(-columns // LANES) * LANES, depth), gate.dtype)
+    padded[:, :columns] = gate, up
+    return padded.reshape(2, -1, LANES, depth).swapaxes(0, 1).reshape(-1, depth)
+
+
+@kernel
+def _row_block(rows: int, row_bytes: int) -> int:
+    """Rows that are multiplied with one piece of the weights."""
+    fitting = _ROW_BYTES // row_bytes // MAX_ROWS * MAX_ROWS
+    return min(rows, max(fitting, MAX_ROWS))
+
+
+@kernel
+def _chunk(groups: int, threads: int) -> int:
+    """Groups of columns in a piece."""
+    return max(1, groups // (_PIECES * threads))
+
+
+@kernel
+def _multiply(
+    code: int, a: Any, row: int, rows: int, matrix: Any, start: int, group: int, panels: Any, out: Any
+) -> None:
+    """out[:rows, 32] = a[row : row + rows] times one group of columns of the matrix that begins at `start`."""
+    pair = 1 if matrix.itemsize == 4 else 2
+    step = COLUMNS * pair * matrix.itemsize
+    depth, lda = a.shape[1] // pair, a.shape[1] * a.itemsize
+    panels[0, 0] = matrix.ctypes.data + start * matrix.itemsize + group * depth * step
+    panels[0, 1] = panels[0, 0] + step // 2
+    left = a.ctypes.data + row * lda
+    tile(code, matrix[0], rows, left, lda, panels, depth, step, depth, out.ctypes.data, COLUMNS * 4, 0)
+
+
+@kernel
+def multiply(
+    board: Any, phase: int, thread: int, a: Any, matrix: Any, start: int, scale: Any, bias: Any, out: Any, add: bool,
+    tiles: Any,
+) -> int:  # fmt: skip
+    """out [T, columns] = a [T, depth] times the matrix at `start`, scaled and shifted by column; or is added to.
+
+    matrix:  all packed matrices of the model; a: as it needs it, out: float32, columns filled up to groups
+    """
+    groups = out.shape[1] // COLUMNS
+    block = _row_block(a.shape[0], a.shape[1] * a.itemsize)
+    chunk = _chunk(groups, len(tiles.sums))
+    chunks = -(-groups // chunk)
+    pieces = -(-a.shape[0] // block) * chunks
+    sums, panels = tiles.sums[thread], tiles.panels[thread]
+    piece = take(board, phase, pieces)
+    while piece >= 0:
+        first = piece // chunks * block
+        for group in range(piece % chunks * chunk, min(groups, (piece % chunks + 1) * chunk)):
+            left = group * COLUMNS
+            for row in range(first, min(a.shape[0], first + block), MAX_ROWS):
+                rows = min(MAX_ROWS, a.shape[0] - row, first + block - row)
+                _multiply(tiles.code, a, row, rows, matrix, start, group, panels, sums)
+                for i in range(rows):
+                    for j in range(COLUMNS):
+                        before = out[row + i, left + j] if add else np.float32(0)
+                        out[row + i, left + j] = before + (sums[i, j] * scale[left + j] + bias[left + j])
+        finish(board, phase, pieces)
+        piece = take(board, phase, pieces)
+    return phase + 1
+
+
+@kernel
+def multiply_gated(
+    board: Any, phase: int, thread: int, a: Any, matrix: Any, start: int, scale: Any, out: Any, tiles: Any
+) -> int:
+    """out [T, columns] = silu(a times gate) * (a times up), with both weights interleaved in the matrix at `start`."""
+    groups = out.shape[1] // LANES
+    block = _row_block(a.shape[0], a.shape[1] * a.itemsize)
+    chunk = _chunk(groups, len(tiles.sums))
+    chunks = -(-groups // chunk)
+    pieces = -(-a.shape[0] // block) * chunks
+    sums, panels = tiles.sums[thread], tiles.panels[thread]
+    piece = take(board, phase, pieces)
+    while piece >= 0:
+        first = piece // chunks * block
+        for group in range(piece % chunks * chunk, min(groups, (piece % chunks + 1) * chunk)):
+            left = group * COLUMNS
+            for row in range(first, min(a.shape[0], first + block), MAX_ROWS):
+                rows = min(MAX_ROWS, a.shape[0] - row, first + block - row)
+                _multiply(tiles.code, a, row, rows, matrix, start, group, panels, sums)
+                for i in range(rows):
+                    for j in range(LANES):
+                        gate = sums[i, j] * scale[left + j]
+                        up = sums[i, LANES + j] * scale[left + LANES + j]
+                        out[row + i, group * LANES + j] = narrow(silu(gate) * up, out)
+        finish(board, phase, pieces)
+        piece = take(board, phase, pieces)
+    return phase + 1

@@ -1,0 +1,47 @@
+"""The threads that compute a step together."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from cbatch.engine.cpu.board import new_board
+
+_Job = tuple[Callable[..., None], tuple[Any, ...]]
+
+
+class Team:
+    """The calling thread and `size` - 1 helpers, which end with the team."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._inboxes: list[SimpleQueue[_Job | None]] = [SimpleQueue() for _ in range(size - 1)]
+        for index, inbox in enumerate(self._inboxes, 1):
+            threading.Thread(target=_help, args=(inbox, index), name=f"cbatch-cpu-{index}", daemon=True).start()
+        weakref.finalize(self, _dismiss, self._inboxes)
+
+    def run(self, function: Callable[..., None], *args: Any) -> None:
+        """Calls function(board, thread, *args) in every thread, with a new board; returns when its work is done.
+
+        The function has to find all of its work through the board: a helper may come when the others have done it.
+        """
+        board = new_board()
+        for inbox in self._inboxes:
+            inbox.put((function, (board, args)))
+        function(board, 0, *args)
+
+
+def _help(inbox: SimpleQueue[_Job | None], index: int) -> None:
+    while (job := inbox.get()) is not None:
+        function, (board, args) = job
+        del job  # nothing of a step is kept while waiting for the next
+        function(board, index, *args)
+        del function, board, args
+
+
+def _dismiss(inboxes: list[SimpleQueue[_Job | None]]) -> None:
+    for inbox in inboxes:
+        inbox.put(None)

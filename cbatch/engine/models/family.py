@@ -1,0 +1,164 @@
+"""Which models share the block of Llama, and what of their config.json the fast path needs to know."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Values of `model_type` whose layers are all: norm, attention with rotary places, norm, gated feed-forward part."""
+
+
+class Unfit(Exception):
+    """Why a model has to go another way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The sizes and settings of a decoder of the Llama family.
+
+    windows:       for each layer how many tokens back it sees, itself included; 0 for all
+    frequencies:   [rotary_dim / 2] float32, radians from one token to the next
+    rope_factor:   of cosines and sines
+    """
+
+    kind: str
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    max_model_len: int
+    eps: float
+    windows: tuple[int, ...]
+    frequencies: Tensor
+    is_tied: bool
+
+    @property
+    def layers(self) -> int:
+        return len(self.windows)
+
+
+def read_family(config: Mapping[str, Any]) -> Family:
+    """Reads a config.json, as transformers does. Raises Unfit for what the fast path does not do."""
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise Unfit(f"models of type {kind} are not of the Llama family")
+    if config.get("hidden_act", "silu") != "silu":
+        raise Unfit(f"its activation is {config['hidden_act']}")
+    if config.get("quantization_config"):
+        raise Unfit("its weights are quantized")
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    head_dim = int(config.get("head_dim") or hidden // heads)
+    return Family(
+        kind=str(kind),
+        hidden=hidden,
+        inner=int(config["intermediate_size"]),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=head_dim,
+        vocabulary=int(config["vocab_size"]),
+        max_model_len=int(config["max_position_embeddings"]),
+        eps=float(config["rms_norm_eps"]),
+        windows=_windows(config),
+        frequencies=_frequencies(config, head_dim),
+        is_tied=bool(config["tie_word_embeddings"]),
+    )
+
+
+def _windows(config: Mapping[str, Any]) -> tuple[int, ...]:
+    layers, window = int(config["num_hidden_layers"]), config.get("sliding_window")
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        if not set(kinds) <= {"full_attention", "sliding_attention"} or len(kinds) != layers:
+            raise Unfit("its layers are of other kinds")
+        return tuple(int(window or 0) if kind == "sliding_attention" else 0 for kind in kinds)
+    if config["model_type"].startswith("qwen"):
+        if not config.get("use_sliding_window"):
+            return (0,) * layers
+        first = int(config["max_window_layers"])
+        return tuple(int(window or 0) if layer >= first else 0 for layer in range(layers))
+    return (int(window or 0) if config["model_type"] == "mistral" else 0,) * layers
+
+
+def _frequencies(config: Mapping[str, Any], head_dim: int) -> Tensor:
+    """Angles of rotary places (Su et al., 2021), stretched as the config says; in older files under other names."""
+    rope = {"rope_theta": config.get("rope_theta", 10000.0)}
+    rope |= config.get("rope_scaling") or {}
+    rope |= config.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    part = float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0))
+    width = int(head_dim * part)
+    frequencies: Tensor = 1.0 / rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width)
+    if kind == "default":
+        return frequencies
+    if kind == "linear":
+        return frequencies / float(rope["factor"])
+    if kind == "llama3":
+        return _llama3(frequencies, rope)
+    raise Unfit(f"its rotary places are of type {kind}")
+
+
+def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
+    """Slow turns are stretched, fast ones kept, and those between blended, as in Llama 3.1."""
+    factor, low, high = float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    context = float(rope["original_max_position_embeddings"])
+    lengths = 2 * math.pi / frequencies
+    kept = (context / lengths - low) / (high - low)
+    blended = (1 - kept) * frequencies / factor + kept * frequencies
+    stretched = torch.where(lengths > context / low, frequencies / factor, blended)
+    return torch.where(lengths < context / high, frequencies, stretched)
+
+
+def shapes_of(family: Family) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all weights that a model of the family has, those that it may have left out."""
+    hidden, inner = family.hidden, family.inner
+    query, cache = family.heads * family.head_dim, family.kv_heads * family.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (family.vocabulary, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not family.is_tied:
+        shapes["lm_head.weight"] = (family.vocabulary, hidden)
+    for layer in range(family.layers):
+        prefix = f"model.layers.{layer}."
+        shapes |= {
+            prefix + "input_layernorm.weight": (hidden,),
+            prefix + "post_attention_layernorm.weight": (hidden,),
+            prefix + "self_attn.q_proj.weight": (query, hidden),
+            prefix + "self_attn.k_proj.weight": (cache, hidden),
+            prefix + "self_attn.v_proj.weight": (cache, hidden),
+            prefix + "self_attn.o_proj.weight": (hidden, query),
+            prefix + "mlp.gate_proj.weight": (inner, hidden),
+            prefix + "mlp.up_proj.weight": (inner, hidden),
+            prefix + "mlp.down_proj.weight": (hidden, inner),
+        }
+        if family.kind == "qwen2":
+            shapes |= {
+                prefix + "self_attn.q_proj.bias": (query,),
+                prefix + "self_attn.k_proj.bias": (cache,),
+                prefix + "self_attn.v_proj.bias": (cache,),
+            }
+        if family.kind == "qwen3":
+            norms = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+            shapes |= {prefix + name: (family.head_dim,) for name in norms}
+    return shapes
+
+
+def check_tensors(family: Family, tensors: Mapping[str, Tensor]) -> int:
+    """The number of parameters, when the files hold just the weights of the family. Raises Unfit where they do not."""
+    shapes = shapes_of(family)
+    spare = {"lm_head.weight"} if family.is_tied else set()
+    odd = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")} - spare ^ shapes.keys()
+    if odd:
+        raise Unfit(f"its weights are not those of its family: {min(odd)}")
+    wrong = [name for name, shape in shapes.items() if tuple(tensors[name].shape) != shape]
+    if wrong:
+        raise Unfit(f"the shape of {wrong[0]} is not what its config says")
+    return sum(math.prod(shape) for shape in shapes.values())

@@ -1,0 +1,145 @@
+"""Guards attention over pages against the reference, on random ragged batches with poison in all unused places."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from cbatch.engine.attention.cpu import CpuAttention
+from cbatch.engine.attention.interface import AttentionBackend
+from cbatch.engine.attention.reference import ReferenceAttention
+from cbatch.engine.batch import RaggedBatch
+from cbatch.engine.cpu.tensors import fits
+from cbatch.engine.kv_pool import KVPool, LayerShape
+
+CPU = torch.device("cpu")
+NUM_BLOCKS = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    layer: LayerShape
+    group: int = 1
+    block_size: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+
+CASES = {
+    "plain": Case(LayerShape(2, 64, 64)),
+    "grouped heads": Case(LayerShape(3, 64, 64), group=3),
+    "one head for many": Case(LayerShape(1, 32, 32), group=16),
+    "odd sizes": Case(LayerShape(2, 80, 48), group=2),
+    "large blocks": Case(LayerShape(2, 32, 32), group=2, block_size=128),
+    "blocks of 48": Case(LayerShape(2, 32, 32), group=2, block_size=48),
+    "window": Case(LayerShape(2, 32, 32), group=2, window=21),
+    "softcap": Case(LayerShape(2, 32, 32), group=2, softcap=3.0),
+    "sinks": Case(LayerShape(2, 32, 32), group=4, sinks=True),
+    "all at once": Case(LayerShape(1, 256, 256), group=2, block_size=32, window=70, softcap=20.0, sinks=True),
+}
+
+
+def make_batches(case: Case, seed: int) -> list[RaggedBatch]:
+    """Sequences in two steps: first chunks of all, then decoding, further chunks, and new ones beside them."""
+    chooser = random.Random(seed)
+    blocks = list(range(NUM_BLOCKS))
+    chooser.shuffle(blocks)
+    tables, steps = [], []
+    lengths = [chooser.choice((1, 2, 15, 16, 17, 40, 63, 64, 65, 120, 190)) for _ in range(5)]
+    for length in lengths:
+        tables.append([blocks.pop() for _ in range(-(-(length + 40) // case.block_size)) if blocks] or [0])
+    room = [len(table) * case.block_size for table in tables]
+    first = [(row, 0, min(length, room[row])) for row, length in enumerate(lengths)]
+    second = [(row, stop, min(stop + chooser.choice((1, 1, 1, 7, 30)), room[row])) for row, _, stop in first]
+    for slices in (first, [one for one in second if one[2] > one[1]]):
+        steps.append(make_batch(slices, tables, case.block_size))
+    return steps
+
+
+def make_batch(slices: list[tuple[int, int, int]], tables: list[list[int]], block_size: int) -> RaggedBatch:
+    places = [(row, place) for row, start, stop in slices for place in range(start, stop)]
+    width = max(len(tables[row]) for row, _, _ in slices)
+    slots = [tables[row][place // block_size] * block_size + place % block_size for row, place in places]
+    ids = torch.zeros(len(places), dtype=torch.int64)
+    return RaggedBatch(
+        input_ids=ids,
+        position_ids=torch.tensor([place for _, place in places]),
+        slot_mapping=torch.tensor(slots),
+        logit_rows=ids[:1],
+        block_tables=torch.tensor(
+            [tables[row] + [0] * (width - len(tables[row])) for row, _, _ in slices], dtype=torch.int32
+        ),
+        starts=[start for _, start, _ in slices],
+        stops=[stop for _, _, stop in slices],
+    )
+
+
+def run(
+    backend: AttentionBackend, case: Case, batches: list[RaggedBatch], dtype: torch.dtype, of: torch.dtype
+) -> list[Tensor]:
+    """Outputs [T, heads, value_dim] of each step, computed in a type from the same random numbers of another."""
+    pool = KVPool([backend.block_shapes(case.layer, case.block_size, dtype)], NUM_BLOCKS, case.block_size, dtype, CPU)
+    for tensor in (*pool.keys, *pool.values):
+        tensor.fill_(float("nan"))
+    generator = torch.Generator().manual_seed(0)
+    heads = case.layer.heads * case.group
+    sinks = torch.randn(heads, generator=generator) if case.sinks else None
+    outputs = []
+    for batch in batches:
+        tokens = len(batch.input_ids)
+        query = torch.randn(tokens, heads, case.layer.key_dim, generator=generator).to(of).to(dtype)
+        key = torch.randn(tokens, case.layer.heads, case.layer.key_dim, generator=generator).to(of).to(dtype)
+        value = torch.randn(tokens, case.layer.heads, case.layer.value_dim, generator=generator).to(of).to(dtype)
+        metadata = backend.prepare(batch, case.block_size)
+        backend.write(pool.keys[0], pool.values[0], key, value, metadata)
+        options = {"scale": 0.3, "window": case.window, "softcap": case.softcap, "sinks": sinks}
+        outputs.append(backend.attend(query, pool.keys[0], pool.values[0], metadata, **options).float())  # type: ignore[arg-type]
+    return outputs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_reference(name: str, dtype: torch.dtype) -> None:
+    """Guards kernels in every form of attention, in chunks that end anywhere; poison in unused places must not show."""
+    case = CASES[name]
+    assert fits([case.layer], case.block_size, dtype)
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    for seed in range(3):
+        batches = make_batches(case, seed)
+        found = run(CpuAttention(), case, batches, dtype, dtype)
+        expected = run(ReferenceAttention(), case, batches, torch.float32, dtype)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+
+
+def test_a_token_has_the_same_bits_however_its_sequence_was_cut() -> None:
+    """Guards the promise that neither chunks nor neighbours change a result."""
+    case, length = CASES["grouped heads"], 150
+    backend, heads = CpuAttention(), 9
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(length, n, 64, generator=generator).bfloat16() for n in (heads, 3, 3))
+    results = []
+    for cuts in ([0, 150], [0, 1, 64, 65, 149, 150], [0, 100, 150]):
+        shapes = backend.block_shapes(case.layer, 16, torch.bfloat16)
+        pool = KVPool([shapes], NUM_BLOCKS, 16, torch.bfloat16, CPU)
+        parts = []
+        for start, stop in pairwise(cuts):
+            metadata = backend.prepare(make_batch([(0, start, stop)], [list(range(10))], 16), 16)
+            backend.write(pool.keys[0], pool.values[0], key[start:stop], value[start:stop], metadata)
+            parts.append(backend.attend(query[start:stop], pool.keys[0], pool.values[0], metadata, scale=0.125))
+        results.append(torch.cat(parts))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_what_does_not_fit_goes_another_way() -> None:
+    """Guards the choice: sizes, blocks and types that the panels cannot hold are not tried."""
+    layer = LayerShape(2, 64, 64)
+    assert not fits([layer], 8, torch.float32) and not fits([layer], 16, torch.float16)
+    assert not fits([layer, LayerShape(2, 64, 12)], 16, torch.float32)
+    assert not fits([LayerShape(2, 63, 64)], 16, torch.float32)

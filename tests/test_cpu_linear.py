@@ -1,0 +1,118 @@
+"""Guards the inner loop of all matrix products, and what is computed beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from cbatch.engine.cpu.board import finish, new_board, take
+from cbatch.engine.cpu.jit import entry
+from cbatch.engine.cpu.linear import interleave, multiply, multiply_gated, new_tiles, pack
+from cbatch.engine.cpu.numbers import exp, narrow, round_to_bfloat16, tanh
+from cbatch.engine.cpu.team import Team
+from cbatch.engine.cpu.tile import MAX_ROWS
+
+DTYPES = [np.dtype(np.float32), np.dtype(np.uint16)]
+
+
+def as_float(array: NDArray[Any]) -> NDArray[np.float32]:
+    return (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array
+
+
+def draw(shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 0) -> NDArray[Any]:
+    numbers = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+    return (numbers.view(np.uint32) >> 16).astype(np.uint16) if dtype == np.uint16 else numbers
+
+
+def product(a: NDArray[Any], weight: NDArray[Any]) -> NDArray[np.float32]:
+    columns = -(-len(weight) // 32) * 32
+    out = np.full((len(a), columns), np.nan, np.float32)
+    ones, zeros = np.ones(columns, np.float32), np.zeros(columns, np.float32)
+    tiles = new_tiles(1, weight.dtype)
+    multiply(new_board(), 0, 0, a, pack(weight), 0, ones, zeros, out, False, tiles)
+    return out[:, : len(weight)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("columns", [96, 70])
+def test_products_of_every_number_of_rows(dtype: np.dtype[Any], columns: int) -> None:
+    """Guards the tile for every number of rows, whole and broken groups of columns, and both kinds of numbers."""
+    weight = draw((columns, 64), dtype, 1)
+    for rows in [*range(1, MAX_ROWS + 2), 3 * MAX_ROWS - 1]:
+        a = draw((rows, 64), dtype, rows)
+        np.testing.assert_allclose(product(a, weight), as_float(a) @ as_float(weight).T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+def test_a_row_has_the_same_bits_in_any_company(dtype: np.dtype[Any]) -> None:
+    """Guards the promise that a result does not depend on what else is in the step, to the last bit."""
+    weight, a = draw((64, 128), dtype, 1), draw((200, 128), dtype, 2)
+    together = product(a, weight)
+    for first, stop in [(0, 1), (1, 3), (5, 11), (7, 19), (100, 141)]:
+        assert np.array_equal(product(a[first:stop].copy(), weight), together[first:stop])
+
+
+def test_scale_bias_and_sum() -> None:
+    """Guards what is done to a product on its way out."""
+    dtype = DTYPES[0]
+    weight, a, before = draw((32, 16), dtype, 1), draw((5, 16), dtype, 2), draw((5, 32), dtype, 3)
+    scale, bias = draw((32,), dtype, 4), draw((32,), dtype, 5)
+    out = before.copy()
+    multiply(new_board(), 0, 0, a, pack(weight), 0, scale, bias, out, True, new_tiles(1, dtype))
+    np.testing.assert_allclose(out, before + (a @ weight.T) * scale + bias, rtol=1e-4, atol=1e-5)
+
+
+def test_gated_products() -> None:
+    """Guards the feed-forward part: both products of a tile belong to the same columns."""
+    dtype = DTYPES[0]
+    gate, up, a = draw((48, 32), dtype, 1), draw((48, 32), dtype, 2), draw((30, 32), dtype, 3)
+    out = np.full((30, 48), np.nan, np.float32)
+    packed = pack(interleave(gate, up))
+    multiply_gated(new_board(), 0, 0, a, packed, 0, np.ones(96, np.float32), out, new_tiles(1, dtype))
+    left = a @ gate.T
+    np.testing.assert_allclose(out, left / (1 + np.exp(-left)) * (a @ up.T), rtol=1e-4, atol=1e-5)
+
+
+def test_functions_of_numbers() -> None:
+    """Guards exponentials to the last places, their far ends, and numbers that are none."""
+    for x in np.linspace(-86, 88, 4001, dtype=np.float32):
+        assert exp(x) == pytest.approx(np.exp(np.float64(x)), rel=3e-7)
+    assert exp(np.float32(-np.inf)) == 0 and exp(np.float32(-88)) == 0 and np.isnan(exp(np.float32(np.nan)))
+    for x in np.linspace(-20, 20, 501, dtype=np.float32):
+        assert tanh(x) == pytest.approx(np.tanh(np.float64(x)), abs=3e-7)
+
+
+def test_rounding_to_bfloat16() -> None:
+    """Guards rounding to the nearest, ties to even, as torch does it; no number stays no number."""
+    import torch
+
+    numbers = np.random.default_rng(0).integers(0, 2**32, 3000, dtype=np.uint32).view(np.float32)
+    numbers = np.concatenate([numbers, np.float32([0, -0.0, np.inf, -np.inf, 1 + 2**-8, 1 + 3 * 2**-8])])
+    expected = torch.from_numpy(numbers).bfloat16().float().numpy()
+    with np.errstate(invalid="ignore"):
+        found = as_float(np.array([round_to_bfloat16(x) for x in numbers], np.uint16))
+    np.testing.assert_array_equal(found, expected)
+    assert np.isnan(as_float(np.array([round_to_bfloat16(np.float32(np.nan))], np.uint16)))[0]
+    assert narrow is not None
+
+
+@entry
+def count_pieces(board: Any, thread: int, done: Any) -> None:
+    for phase in range(len(done)):
+        piece = take(board, phase, done.shape[1])
+        while piece >= 0:
+            done[phase, piece] += 1
+            finish(board, phase, done.shape[1])
+            piece = take(board, phase, done.shape[1])
+
+
+def test_every_piece_is_done_once() -> None:
+    """Guards the board against pieces that are lost or done twice, with more threads than processors."""
+    team = Team(4)
+    for _ in range(20):
+        done = np.zeros((50, 7), np.int64)
+        team.run(count_pieces, done)
+        assert (done == 1).all()
