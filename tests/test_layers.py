@@ -34,6 +34,7 @@ LAYERS = [
     ["engine.attention.select"],
     ["engine.tool_calls", "engine.tails"],
     ["engine.answer", "engine.detokenizer", "engine.sampler", "engine.processors", "engine.logprobs"],
+    ["engine.chat_template", "engine.tokenizer_files"],
     ["engine.tokenizer", "engine.template_trial"],
     ["engine.structured_guide", "engine.together"],
     ["engine.structured"],

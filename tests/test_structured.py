@@ -30,6 +30,7 @@ from cbatch.engine.structured import Constraint, Constraints, Guide, Kind, MaskF
 from cbatch.engine.structured_source import to_lark
 from cbatch.engine.structured_trial import TOO_COMPLEX, GrammarTrial
 from cbatch.engine.tokenizer import ChatTokenizer
+from cbatch.engine.tokenizer_files import from_transformers
 
 WIDTH = 1030  # of the demo model's logits, were they wider than its tokenizer's vocabulary of 1,024
 STOP = 2
@@ -57,7 +58,7 @@ TOKENS = token_bytes()
 
 @pytest.fixture(scope="module")
 def demo() -> ChatTokenizer:
-    return ChatTokenizer(AutoTokenizer.from_pretrained(DEMO_MODEL))
+    return ChatTokenizer(from_transformers(AutoTokenizer.from_pretrained(DEMO_MODEL)))
 
 
 @pytest.fixture(scope="module")
@@ -260,7 +261,7 @@ def test_byte_fallback_tokens(tmp_path: Path) -> None:
     backend = Tokenizer(models.BPE({name: n for n, name in enumerate(names)}, [], byte_fallback=True, unk_token="<s>"))
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     backend.add_special_tokens([AddedToken("<s>", special=True)])
-    made = Constraints(ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend)), len(names))
+    made = Constraints(ChatTokenizer(from_transformers(PreTrainedTokenizerFast(tokenizer_object=backend))), len(names))
     for seed in range(10):
         guide, ids, rng = start_with(made, ["hi é\n", "日 x"]), [], random.Random(seed)
         while not guide.is_finished:

@@ -9,6 +9,7 @@ import pytest
 from cbatch.engine.errors import ModelError, RequestError
 from cbatch.engine.template_trial import TemplateTrial
 from cbatch.engine.tokenizer import ChatTokenizer
+from cbatch.engine.tokenizer_files import from_transformers
 from tests.folder import TEMPLATE, make_tokenizer
 
 BOS, START, END = 0, 1, 2
@@ -21,7 +22,7 @@ def theirs() -> Any:
 
 @pytest.fixture(scope="module")
 def ours(theirs: Any) -> ChatTokenizer:
-    return ChatTokenizer(theirs)
+    return ChatTokenizer(from_transformers(theirs))
 
 
 def test_chat_equals_transformers(ours: ChatTokenizer, theirs: Any) -> None:
@@ -43,7 +44,7 @@ def test_special_tokens_anywhere_in_a_message_stay_text() -> None:
     """Guards names, roles and whatever else a template may print, and private-use characters of the user's own."""
     theirs = make_tokenizer()
     theirs.chat_template = "{% for m in messages %}<|im_start|>{{ m.name }}: {{ m.content }}<|im_end|>{% endfor %}"
-    tokenizer = ChatTokenizer(theirs)
+    tokenizer = ChatTokenizer(from_transformers(theirs))
     ids = tokenizer.encode_chat([{"role": "user", "name": "bob<|im_end|><|bos|>", "content": "\ue000\ue0f0999 hi"}])
     assert [token for token in ids if token in (BOS, START, END)] == [START, END]
     text = "<|im_start|>bob<|im_end|><|bos|>: \ue000\ue0f0999 hi<|im_end|>"
@@ -78,7 +79,7 @@ def tool_with(text: str) -> dict[str, Any]:
 def with_template(template: str | dict[str, str]) -> ChatTokenizer:
     theirs = make_tokenizer()
     theirs.chat_template = template
-    return ChatTokenizer(theirs)
+    return ChatTokenizer(from_transformers(theirs))
 
 
 def decode(tokenizer: ChatTokenizer, ids: list[int]) -> str:
@@ -92,10 +93,11 @@ def test_tools_reach_the_template() -> None:
     tools = [tool_with("a place"), tool_with("a thing")]
     messages = [{"role": "user", "content": "hello"}]
     expected = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
-    ids = ChatTokenizer(theirs).encode_chat(messages, tools=tools)
+    ours = ChatTokenizer(from_transformers(theirs))
+    ids = ours.encode_chat(messages, tools=tools)
     assert ids == expected
-    assert decode(ChatTokenizer(theirs), ids).count("a place") == 5
-    assert ChatTokenizer(theirs).encode_chat(messages, tools=[]) == ChatTokenizer(theirs).encode_chat(messages)
+    assert decode(ours, ids).count("a place") == 5
+    assert ours.encode_chat(messages, tools=[]) == ours.encode_chat(messages)
 
 
 def test_earlier_calls_and_results_reach_the_template() -> None:
@@ -165,13 +167,14 @@ def test_a_template_that_refuses_is_an_error_of_the_row(ours: ChatTokenizer) -> 
     assert caught.value.code == "template_error"
 
 
-def test_no_template_is_said(theirs: Any) -> None:
+def test_no_template_is_said() -> None:
     """Guards against messages that are silently pasted together for a base model."""
-    bare = make_tokenizer()
-    bare.chat_template = None
-    assert not ChatTokenizer(bare).chat_template
+    theirs = make_tokenizer()
+    theirs.chat_template = None
+    bare = ChatTokenizer(from_transformers(theirs))
+    assert not bare.chat_template
     with pytest.raises(RequestError, match="no chat template"):
-        ChatTokenizer(bare).encode_chat([{"role": "user", "content": "x"}])
+        bare.encode_chat([{"role": "user", "content": "x"}])
 
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}"

@@ -20,6 +20,7 @@ from cbatch.engine.models.interface import Model
 from cbatch.engine.params import SamplingParams
 from cbatch.engine.template_trial import TemplateTrial
 from cbatch.engine.tokenizer import ChatTokenizer
+from cbatch.engine.tokenizer_files import from_folder, from_transformers
 
 NOT_APPLIED = {
     "suppress_tokens": [],
@@ -93,7 +94,6 @@ def load_model(
     Only safetensors weights are read, and no code that comes with a model is run.
     Raises ModelError, with one sentence, where that fails.
     """
-    _silence_libraries()
     source = str(DEMO_MODEL) if name is None else name
     _check_folder(source)
     tokenizer = _load_tokenizer(source, revision)
@@ -126,6 +126,7 @@ def load_model(
 
 
 def _load_network(source: str, revision: str | None, device: torch.device, dtype: str) -> Any:
+    _silence_libraries()
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -150,7 +151,10 @@ def _load_network(source: str, revision: str | None, device: torch.device, dtype
 
 
 def _silence_libraries() -> None:
-    """Their warnings and bars are not for the people in front of this program; their errors still come."""
+    """Their warnings and bars are not for the people in front of this program; their errors still come.
+
+    Called where they are used, and not before: importing transformers takes long.
+    """
     import logging
 
     from transformers.utils import logging as transformers_logging
@@ -179,18 +183,22 @@ def _checkpoint_dtype(config: Any) -> torch.dtype | None:
 
 
 def _load_tokenizer(source: str, revision: str | None) -> ChatTokenizer | None:
+    folder = Path(source)
+    if folder.is_dir():
+        if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "merges.txt", "*.model")):
+            return None
+        if tokenizer := from_folder(folder):
+            return ChatTokenizer(tokenizer)
+    _silence_libraries()
     from transformers import AutoTokenizer
 
-    patterns = ("tokenizer*", "vocab*", "merges.txt", "*.model")
-    if Path(source).is_dir() and not any(any(Path(source).glob(pattern)) for pattern in patterns):
-        return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+        original = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except Exception as error:
         raise ModelError(f"Cannot load the tokenizer of {source}: {_first_sentence(error)}") from error
-    if not getattr(tokenizer, "is_fast", False):
+    if not getattr(original, "is_fast", False):
         raise ModelError(f"The tokenizer of {source} has no tokenizer.json, which is needed for streaming text.")
-    return ChatTokenizer(tokenizer)
+    return ChatTokenizer(from_transformers(original))
 
 
 def _folder(source: str, revision: str | None) -> Path:

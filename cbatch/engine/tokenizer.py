@@ -9,9 +9,11 @@ from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from cbatch.engine.answer import AnswerFormat, template_messages
+from cbatch.engine.chat_template import render_chat
 from cbatch.engine.detokenizer import PROMPT_TAIL, TextStream, TokenBytes
 from cbatch.engine.errors import RequestError
 from cbatch.engine.params import SamplingParams
+from cbatch.engine.tokenizer_files import TextTokenizer
 
 FIXED_DATE = date(2024, 7, 26)
 """What templates are told is today where nobody says: the date that Llama's own falls back on without a clock."""
@@ -31,10 +33,9 @@ class ChatTokenizer:
     Special tokens that a person writes in a message stay text; only the template's own are special.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        """`tokenizer` is a fast tokenizer of transformers."""
+    def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
-        self.backend = tokenizer.backend_tokenizer
+        self.backend = tokenizer.backend
         self._pieces = TokenBytes(self.backend)
         self._spellings = lru_cache(maxsize=256)(self._spell_out)
         added = self.backend.get_added_tokens_decoder()
@@ -45,8 +46,7 @@ class ChatTokenizer:
     @property
     def templates(self) -> str | dict[str, str] | None:
         """The chat template, or several by name."""
-        found: str | dict[str, str] | None = self._tokenizer.chat_template
-        return found
+        return self._tokenizer.chat_template
 
     @property
     def chat_template(self) -> str | None:
@@ -70,8 +70,7 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text as the tokenizer makes them, BOS included where it adds one, never twice."""
-        ids: list[int] = self._tokenizer(text)["input_ids"]
-        bos = self._tokenizer.bos_token_id
+        ids, bos = self._tokenizer.encode(text).ids, self._tokenizer.bos_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     @property
@@ -105,8 +104,7 @@ class ChatTokenizer:
         functions = [dict(tool) for tool in tools or ()]
         if not any(self._special_pattern.search(text) for text in _strings([plain, functions, answer])):
             text = self._render(plain, functions, today) + answer
-            ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-            return ids
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
         return self._encode_with_text_specials(plain, functions, today, answer)
 
     def stream(self, prompt: Sequence[int], params: SamplingParams, tags: Sequence[str] = ()) -> TextStream:
@@ -146,17 +144,18 @@ class ChatTokenizer:
         return self._pieces.bytes_of(token_id)
 
     def _spell_out(self, words: tuple[str, ...]) -> list[list[int]]:
-        spelt = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for w in words for text in (w, f" {w}")]
-        return [list(ids) for ids in dict.fromkeys(map(tuple, spelt)) if ids]
+        texts = [text for word in words for text in (word, f" {word}")]
+        spelt = [tuple(self._tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
+        return [list(ids) for ids in dict.fromkeys(spelt) if ids]
 
     def _render(self, messages: _Objects, tools: _Objects, today: date) -> str:
+        template = self.templates
+        if isinstance(template, dict):
+            template = template["tool_use" if tools and "tool_use" in template else "default"]
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tools=tools or None, tokenize=False, add_generation_prompt=True, strftime_now=today.strftime
-            )
+            return render_chat(template or "", messages, tools, self._tokenizer.special_tokens, today)
         except Exception as error:  # a template is a program of the model's author and may raise anything
             raise RequestError("template_error", f"The chat template refused the messages: {error}") from error
-        return str(text)
 
     def _encode_with_text_specials(self, messages: _Objects, tools: _Objects, today: date, answer: str) -> list[int]:
         """Encodes messages and tools, or the beginning of an answer, in which someone wrote special tokens.
@@ -174,8 +173,8 @@ class ChatTokenizer:
         rendered = self._render(_map_strings(messages, hide), _map_strings(tools, hide), today) + hide(answer)
         # Templates that print an object as Python does, or as JSON in ASCII, print the wedge as an escape.
         rendered = rendered.replace(_escape(wedge), wedge)
-        encoded = self._tokenizer(rendered, add_special_tokens=False, return_offsets_mapping=True)
-        pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        encoding = self._tokenizer.encode(rendered, add_special_tokens=False)
+        pairs = zip(encoding.ids, encoding.offsets, strict=True)
         return [token for token, (start, stop) in pairs if rendered[start:stop] != wedge]
 
 

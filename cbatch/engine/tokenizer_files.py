@@ -1,0 +1,198 @@
+"""Tokenizers: from a model's files alone where it is certain what they mean, and as transformers makes them.
+
+Importing transformers takes longer than all else that must be done before a first token, and for most folders it
+then does no more than to read `tokenizer.json`. What it may do besides depends on the class that the folder names,
+the model's type, and keys and files of older versions; this module knows the simple cases and leaves the others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Encoding, Regex, Tokenizer
+from tokenizers.models import BPE
+from tokenizers.normalizers import NFC
+from tokenizers.pre_tokenizers import ByteLevel, Split
+from tokenizers.pre_tokenizers import Sequence as PreTokenizers
+
+AS_WRITTEN = frozenset(("TokenizersBackend", "PreTrainedTokenizerFast"))
+"""Classes of transformers that take `tokenizer.json` as it is: one class with a new name and an old one."""
+
+AS_WRITTEN_TYPES = frozenset(("granite", "llama", "mistral", "olmo2", "smollm3"))
+"""Types of models for which transformers never puts another class in the place of these two."""
+
+QWEN2 = AS_WRITTEN | {"Qwen2Tokenizer", "Qwen2TokenizerFast"}
+QWEN2_TYPES = frozenset(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"))
+"""For these it may be Qwen2Tokenizer, whatever the folder says, which builds all but the vocabulary by itself."""
+
+QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Where Qwen's models split text into words (https://huggingface.co/Qwen/Qwen3-0.6B, `tokenizer.json`)."""
+
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+LISTED_TOKENS = ("additional_special_tokens", "extra_special_tokens")
+MUST_BE_OFF = ("add_prefix_space", "split_special_tokens", "model_specific_special_tokens")
+
+WITHOUT_EFFECT = frozenset(
+    "add_bos_token add_eos_token backend clean_up_tokenization_spaces errors is_local legacy local_files_only "
+    "model_input_names model_max_length name_or_path padding_side processor_class sp_model_kwargs "
+    "spaces_between_special_tokens special_tokens_map_file tokenizer_class tokenizer_file truncation_side "
+    "use_default_system_prompt".split()
+)
+"""Keys of `tokenizer_config.json` that change neither tokens nor templates where there is a `tokenizer.json`."""
+
+KNOWN_KEYS = WITHOUT_EFFECT.union(NAMED_TOKENS, LISTED_TOKENS, MUST_BE_OFF, ("added_tokens_decoder", "chat_template"))
+
+OLDER_FILES = ("special_tokens_map.json", "added_tokens.json")
+
+
+@dataclass(slots=True)
+class TextTokenizer:
+    """What is needed of a model's tokenizer.
+
+    backend:        does the work, without truncation and padding
+    bos_id:         the token that a text begins with, where the model has one
+    chat_template:  Jinja source, or several by name, of which `default` serves when nothing else is asked for
+    special_tokens: those with names that templates may use, such as `bos_token`
+    """
+
+    backend: Tokenizer
+    bos_id: int | None
+    chat_template: str | dict[str, str] | None
+    special_tokens: Mapping[str, str]
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
+        """Token ids of a text, and the characters that each stands for."""
+        # In a batch of one: other threads go on meanwhile, which they do not while `encode` runs.
+        return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+
+@dataclass(slots=True)
+class TransformersTokenizer(TextTokenizer):
+    """One that transformers has made, which may do more to a text than its backend does."""
+
+    original: Any
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
+        encoding: Encoding = self.original(text, add_special_tokens=add_special_tokens).encodings[0]
+        return encoding
+
+
+def from_transformers(tokenizer: Any) -> TransformersTokenizer:
+    """`tokenizer` is a fast tokenizer of transformers."""
+    template, special_tokens = tokenizer.chat_template, tokenizer.special_tokens_map
+    backend, bos_id = tokenizer.backend_tokenizer, tokenizer.bos_token_id
+    return TransformersTokenizer(backend, bos_id, template, special_tokens, original=tokenizer)
+
+
+def from_folder(folder: Path) -> TextTokenizer | None:
+    """The tokenizer that transformers would make of a model folder.
+
+    None where that is not certain, and where something is wrong with the files, which transformers then says.
+    """
+    try:
+        config, settings = (_read(folder / name) for name in ("config.json", "tokenizer_config.json"))
+        if not _is_known(folder, settings):
+            return None
+        template = _chat_template(folder, settings.get("chat_template"))
+        special_tokens = {name: _content(settings[name]) for name in NAMED_TOKENS if settings.get(name) is not None}
+        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        if not _takes_as_written(config.get("model_type"), settings, backend) or not _is_whole(settings, backend):
+            return None
+    except Exception:  # tokenizers raises plain Exception, and values of any type may stand in the files
+        return None
+    bos = special_tokens.get("bos_token")
+    return TextTokenizer(backend, None if bos is None else backend.token_to_id(bos), template, special_tokens)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise TypeError(path.name)
+    return content
+
+
+def _content(token: Any) -> str:
+    """A special token of `tokenizer_config.json`: text, or an object with its flags."""
+    if isinstance(token, dict) and token.get("__type") == "AddedToken":
+        token = token["content"]
+    if not isinstance(token, str):
+        raise TypeError("a special token must be text")
+    return token
+
+
+def _is_known(folder: Path, settings: dict[str, Any]) -> bool:
+    """Whether only such keys and files are there as this module knows."""
+    if not KNOWN_KEYS.issuperset(settings) or any(settings.get(key) for key in MUST_BE_OFF):
+        return False
+    # These older files count where the tokens are not listed; a tekken.json would go before tokenizer.json.
+    older = "added_tokens_decoder" not in settings and any((folder / name).exists() for name in OLDER_FILES)
+    return not older and not any(folder.glob("*tekken*.json"))
+
+
+def _takes_as_written(model_type: Any, settings: dict[str, Any], backend: Tokenizer) -> bool:
+    """Whether transformers takes `tokenizer.json` as it is, or builds the very same from its vocabulary."""
+    name = settings.get("tokenizer_class")
+    if model_type in AS_WRITTEN_TYPES:
+        return name in AS_WRITTEN
+    return model_type in QWEN2_TYPES and name in QWEN2 and _is_qwen2(settings, backend)
+
+
+def _is_qwen2(settings: dict[str, Any], backend: Tokenizer) -> bool:
+    """Whether a tokenizer is the one that Qwen2Tokenizer builds around the same vocabulary and merges."""
+    model = backend.model
+    if not isinstance(model, BPE) or model.dropout is not None or model.unk_token is not None:
+        return False
+    if model.continuing_subword_prefix or model.end_of_word_suffix:
+        return False
+    if model.fuse_unk or model.byte_fallback or model.ignore_merges:
+        return False
+    split = Split(Regex(QWEN2_PATTERN), behavior="isolated", invert=False)
+    expected = PreTokenizers([split, ByteLevel(add_prefix_space=False, use_regex=False)])
+    return (
+        _state(backend.normalizer) == _state(NFC())
+        and _state(backend.pre_tokenizer) == _state(expected)
+        and _state(backend.decoder).startswith('{"type":"ByteLevel"')
+        # It has defaults of its own for tokens that the folder does not name.
+        and {"eos_token", "pad_token", "unk_token"} <= settings.keys()
+    )
+
+
+def _state(part: Any) -> str:
+    """A part of a tokenizer as JSON. Where offsets begin is left out: only post-processors look at it."""
+    return "" if part is None else part.__getstate__().decode().replace('"trim_offsets":false', '"trim_offsets":true')
+
+
+def _is_whole(settings: dict[str, Any], backend: Tokenizer) -> bool:
+    """Whether all tokens that the settings name are special ones of the tokenizer already, and nothing is cut off."""
+    added = backend.get_added_tokens_decoder()
+    listed = settings.get("added_tokens_decoder")
+    if listed is not None and {int(number): AddedToken(**token).__getstate__() for number, token in listed.items()} != {
+        number: token.__getstate__() for number, token in added.items()
+    }:
+        return False
+    named = {_content(settings[name]) for name in NAMED_TOKENS if settings.get(name) is not None}
+    named.update(_content(token) for key in LISTED_TOKENS for token in settings.get(key) or ())
+    special = {token.content for token in added.values() if token.special}
+    return named <= special and backend.truncation is None and backend.padding is None
+
+
+def _chat_template(folder: Path, configured: Any) -> str | dict[str, str] | None:
+    """Templates in files of their own, else those of `tokenizer_config.json`."""
+    paths = {path.name.removesuffix(".jinja"): path for path in (folder / "additional_chat_templates").glob("*.jinja")}
+    default = folder / "chat_template.jinja"
+    if default.is_file():
+        paths = {"default": default} | paths
+    if paths:
+        found = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+        return found["default"] if found.keys() == {"default"} else found
+    if isinstance(configured, list):
+        return {entry["name"]: str(entry["template"]) for entry in configured}
+    if not isinstance(configured, str | None):
+        raise TypeError("a chat template must be text")
+    return configured
