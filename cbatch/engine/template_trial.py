@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import selectors
 import subprocess
 import sys
 
@@ -65,8 +66,8 @@ class TemplateTrial:
         self._timeout = timeout
         # -P: nothing in the working folder may pass for jinja2.
         command = [sys.executable, "-P", "-c", _CHILD]
-        null = subprocess.DEVNULL
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=null, stderr=null)
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null)
         assert self._child.stdin is not None
         try:
             self._child.stdin.write(template.encode("utf-8", "replace"))
@@ -78,14 +79,23 @@ class TemplateTrial:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        has_ended = False
         try:
-            code = self._child.wait(self._timeout if kind is None else 0)
-        except subprocess.TimeoutExpired:
-            if kind is None:
-                raise ModelError(f"The model's chat template does not end within {self._timeout:g} s.") from None
-            return
+            has_ended = self._wait(self._timeout if kind is None else 0)
         finally:
-            self._child.kill()
-            self._child.wait()
-        if code == _OUT_OF_MEMORY and kind is None:
+            if not has_ended:
+                self._child.kill()
+            code = self._child.wait()
+        if kind is not None:
+            return
+        if not has_ended:
+            raise ModelError(f"The model's chat template does not end within {self._timeout:g} s.")
+        if code == _OUT_OF_MEMORY:
             raise ModelError("The model's chat template takes too much memory.")
+
+    def _wait(self, seconds: float) -> bool:
+        """Whether the child has ended by then. Its output, which is empty, ends with it."""
+        # Popen.wait with a limit only looks every 50 ms, as long as the child takes.
+        with self._child.stdout as output, selectors.DefaultSelector() as selector:  # type: ignore[union-attr]
+            selector.register(output, selectors.EVENT_READ)
+            return bool(selector.select(seconds))
