@@ -135,3 +135,14 @@ def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "cbatch" in done.stdout
+
+
+def test_imports_are_not_searched_for_garbage() -> None:
+    """Guards the time to the first token: full collections while torch is imported, and over it ever after."""
+    code = (
+        "import gc, sys; enable = gc.enable; "
+        "gc.enable = lambda: (print(gc.get_stats()[2]['collections'], gc.get_freeze_count() > 10**5), enable()); "
+        "from cbatch.cli.main import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "info", "-m", "./none"], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["0 True"], done.stderr

@@ -25,6 +25,8 @@ def open_engine(options: dict[str, Any], *, quiet: bool, verbose: bool = False) 
     """Loads the engine that the options describe, and says on stderr what it is and what it took."""
     from cbatch.engine import Engine, EngineConfig
 
+    gc.freeze()  # what is imported stays
+    gc.enable()
     engine = Engine(EngineConfig(**{name: options[name] for name in ENGINE_FIELDS}))
     tune_process()
     if not quiet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -76,6 +77,7 @@ def run_command(arguments: list[str] | None = None) -> int:
 
 def main() -> None:
     """Ends the process at once: threads that wait for input or for the device must not hold it open."""
+    gc.disable()  # until `open_engine`: imports leave no garbage, but would be walked over again and again
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass  # a closed stdin, stdout or stderr: no file of ours may get its number
     os.close(fd)
