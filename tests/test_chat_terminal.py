@@ -16,8 +16,8 @@ from tests.chat import Chat
 from tests.faults import Zygote, zygote
 from tests.tiny import make_network
 
-LONG = ("--ignore-eos", "--max-tokens", 900)
-"""Answers that go on for as long as a test needs them to."""
+LONG = ("--ignore-eos", "--max-tokens", 900, "--attention", "reference")
+"""Answers that go on for as long as a test needs them to, on the slow path."""
 
 
 @pytest.fixture(scope="module")

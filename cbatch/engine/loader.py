@@ -203,6 +203,8 @@ def _load_tokenizer(source: str, revision: str | None) -> ChatTokenizer | None:
 
 def _folder(source: str, revision: str | None) -> Path:
     """Where the files of a model lie that has been loaded: its folder, or its snapshot in the hub's cache."""
+    if Path(source).is_dir():
+        return Path(source)
     from transformers.utils import cached_file
 
     return Path(cached_file(source, "config.json", revision=revision)).parent
@@ -210,9 +212,24 @@ def _folder(source: str, revision: str | None) -> Path:
 
 def _read_json(source: str, revision: str | None, name: str) -> dict[str, Any]:
     """A JSON file of the model's folder; empty where there is none."""
+    path = _find_file(source, revision, name)
+    if path is None:
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{name} of {source} is not valid JSON: {error}.") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _find_file(source: str, revision: str | None, name: str) -> Path | None:
+    """A file of a model, downloaded where it has to be; None where there is none of that name."""
+    if Path(source).is_dir():
+        path = Path(source) / name
+        return path if path.is_file() else None
     from transformers.utils import cached_file
 
-    path = cached_file(
+    found = cached_file(
         source,
         name,
         revision=revision,
@@ -220,13 +237,7 @@ def _read_json(source: str, revision: str | None, name: str) -> dict[str, Any]:
         _raise_exceptions_for_connection_errors=False,
         _raise_exceptions_for_gated_repo=False,
     )
-    if path is None:
-        return {}
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{name} of {source} is not valid JSON: {error}.") from error
-    return content if isinstance(content, dict) else {}
+    return None if found is None else Path(found)
 
 
 def _sampling_defaults(settings: dict[str, Any]) -> SamplingParams:

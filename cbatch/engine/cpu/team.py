@@ -19,9 +19,13 @@ class Team:
     def __init__(self, size: int) -> None:
         self.size = size
         self._inboxes: list[SimpleQueue[_Job | None]] = [SimpleQueue() for _ in range(size - 1)]
-        for index, inbox in enumerate(self._inboxes, 1):
-            threading.Thread(target=_help, args=(inbox, index), name=f"cbatch-cpu-{index}", daemon=True).start()
-        weakref.finalize(self, _dismiss, self._inboxes)
+        threads = [
+            threading.Thread(target=_help, args=(inbox, index), name=f"cbatch-cpu-{index}", daemon=True)
+            for index, inbox in enumerate(self._inboxes, 1)
+        ]
+        for thread in threads:
+            thread.start()
+        weakref.finalize(self, _dismiss, self._inboxes, threads)
 
     def run(self, function: Callable[..., None], *args: Any) -> None:
         """Calls function(board, thread, *args) in every thread, with a new board; returns when its work is done.
@@ -42,6 +46,9 @@ def _help(inbox: SimpleQueue[_Job | None], index: int) -> None:
         del function, board, args
 
 
-def _dismiss(inboxes: list[SimpleQueue[_Job | None]]) -> None:
+def _dismiss(inboxes: list[SimpleQueue[_Job | None]], threads: list[threading.Thread]) -> None:
     for inbox in inboxes:
         inbox.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join()  # one that comes out of a kernel while the interpreter ends would abort the process
