@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from cbatch.engine.cpu.board import finish, new_board, take
 from cbatch.engine.cpu.jit import entry
 from cbatch.engine.cpu.linear import interleave, multiply, multiply_gated, new_tiles, pack
-from cbatch.engine.cpu.numbers import exp, narrow, round_to_bfloat16, tanh
+from cbatch.engine.cpu.numbers import exp, round_to_bfloat16, tanh
 from cbatch.engine.cpu.team import Team
 from cbatch.engine.cpu.tile import MAX_ROWS
 
+NOTHING = np.empty(0, np.float32)
 DTYPES = [np.dtype(np.float32), np.dtype(np.uint16)]
 
 
@@ -30,9 +31,7 @@ def draw(shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 0) -> NDArray
 def product(a: NDArray[Any], weight: NDArray[Any]) -> NDArray[np.float32]:
     columns = -(-len(weight) // 32) * 32
     out = np.full((len(a), columns), np.nan, np.float32)
-    ones, zeros = np.ones(columns, np.float32), np.zeros(columns, np.float32)
-    tiles = new_tiles(1, weight.dtype)
-    multiply(new_board(), 0, 0, a, pack(weight), 0, ones, zeros, out, False, tiles)
+    multiply(new_board(), 0, 0, a, pack(weight), 0, NOTHING, out, 0, new_tiles(1, weight.dtype))
     return out[:, : len(weight)]
 
 
@@ -55,14 +54,16 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: np.dtype[Any]) -> None:
         assert np.array_equal(product(a[first:stop].copy(), weight), together[first:stop])
 
 
-def test_scale_bias_and_sum() -> None:
-    """Guards what is done to a product on its way out."""
+@pytest.mark.parametrize("scaled", [False, True])
+def test_products_that_are_added(scaled: bool) -> None:
+    """Guards sums with what was there before, and factors for columns."""
     dtype = DTYPES[0]
     weight, a, before = draw((32, 16), dtype, 1), draw((5, 16), dtype, 2), draw((5, 32), dtype, 3)
-    scale, bias = draw((32,), dtype, 4), draw((32,), dtype, 5)
+    scale = draw((32,), dtype, 4) if scaled else NOTHING
     out = before.copy()
-    multiply(new_board(), 0, 0, a, pack(weight), 0, scale, bias, out, True, new_tiles(1, dtype))
-    np.testing.assert_allclose(out, before + (a @ weight.T) * scale + bias, rtol=1e-4, atol=1e-5)
+    multiply(new_board(), 0, 0, a, pack(weight), 0, scale, out, 1, new_tiles(1, dtype))
+    expected = before + (a @ weight.T) * (scale if scaled else 1)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_gated_products() -> None:
@@ -71,7 +72,7 @@ def test_gated_products() -> None:
     gate, up, a = draw((48, 32), dtype, 1), draw((48, 32), dtype, 2), draw((30, 32), dtype, 3)
     out = np.full((30, 48), np.nan, np.float32)
     packed = pack(interleave(gate, up))
-    multiply_gated(new_board(), 0, 0, a, packed, 0, np.ones(96, np.float32), out, new_tiles(1, dtype))
+    multiply_gated(new_board(), 0, 0, a, packed, 0, NOTHING, out, new_tiles(1, dtype))
     left = a @ gate.T
     np.testing.assert_allclose(out, left / (1 + np.exp(-left)) * (a @ up.T), rtol=1e-4, atol=1e-5)
 
@@ -96,7 +97,6 @@ def test_rounding_to_bfloat16() -> None:
         found = as_float(np.array([round_to_bfloat16(x) for x in numbers], np.uint16))
     np.testing.assert_array_equal(found, expected)
     assert np.isnan(as_float(np.array([round_to_bfloat16(np.float32(np.nan))], np.uint16)))[0]
-    assert narrow is not None
 
 
 @entry

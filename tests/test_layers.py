@@ -18,7 +18,7 @@ PACKAGE = Path(cbatch.__file__).parent
 LAYERS = [
     ["engine.errors"],
     ["engine.structured_source", "engine.structured_trial"],
-    ["engine.params", "engine.units", "engine.config", "engine.room"],
+    ["engine.params", "engine.threads", "engine.units", "engine.config", "engine.room"],
     ["engine.request", "engine.fingerprint", "engine.forecast"],
     ["engine.blocks", "engine.plan", "engine.completion"],
     ["engine.admission"],
@@ -40,6 +40,7 @@ LAYERS = [
     ["engine.structured"],
     ["engine.results"],
     ["engine.models.interface", "engine.models.family", "engine.dtypes"],
+    ["engine.models.packing"],
     ["engine.models.decoder"],
     ["engine.models.files"],
     ["engine.loader"],

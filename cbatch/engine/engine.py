@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import date
 
 import torch
@@ -27,6 +28,7 @@ from cbatch.engine.results import evaluate
 from cbatch.engine.runner import Runner
 from cbatch.engine.scheduler import Scheduler
 from cbatch.engine.structured import Constraints, Grammar, Guide, MaskFiller
+from cbatch.engine.threads import one_thread
 from cbatch.engine.together import stream
 from cbatch.engine.tokenizer import FIXED_DATE, Prompt
 
@@ -203,12 +205,13 @@ class Engine:
         guides = [request.guide for request in plan.to_sample if isinstance(request.guide, Guide)]
         if guides:
             self._masks.begin(guides)
-        try:
-            batch = RaggedBatch.build(plan, self.blocks.block_size, self.device)
-            logits = self.runner.forward(batch)
-        finally:
-            masks = self._masks.result() if guides else None
-        return evaluate(plan, logits, batch.scored, masks)
+        with one_thread() if self.model.has_own_threads else nullcontext():
+            try:
+                batch = RaggedBatch.build(plan, self.blocks.block_size, self.device)
+                logits = self.runner.forward(batch)
+            finally:
+                masks = self._masks.result() if guides else None
+            return evaluate(plan, logits, batch.scored, masks)
 
     def synchronize(self) -> None:
         """Waits until the device has done what it was given, for whoever measures its time."""

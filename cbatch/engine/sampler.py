@@ -53,11 +53,19 @@ def sample(logits: Tensor, requests: list[Request]) -> tuple[Tensor, Tensor]:
 
     A row whose largest logit is not finite has no meaningful token: its logits are no numbers, or nothing is allowed.
     """
-    largest, tokens = logits.max(dim=-1)
+    largest, tokens = _largest(logits)
     drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
     if drawn:
         tokens[drawn] = _draw(logits[drawn].float(), Draw.build(drawn, requests, logits.device))
     return tokens, largest
+
+
+def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit of each row, and its token."""
+    if logits.device.type != "cpu" or logits.dtype != torch.float32:
+        return logits.max(dim=-1)
+    tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))  # many times faster than torch's
+    return logits.gather(-1, tokens[:, None])[:, 0], tokens
 
 
 def _draw(logits: Tensor, draw: Draw) -> Tensor:

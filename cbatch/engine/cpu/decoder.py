@@ -24,14 +24,14 @@ class Weights(NamedTuple):
     matrices:  every linear, packed (see `linear.pack`), one after the other
     starts:    [layers, 4] where those of a layer begin: queries with keys and values, output, gate with up, down
     head:      where that of the logits begins
-    scales:    flat float32, a factor for each column of each matrix
+    scales:    flat float32, a factor for each column of each matrix; of no size where they are not quantized
     columns:   [layers + 1, 4] where the factors of each matrix begin; those of the logits in the last row
-    bias:      [layers, columns] of queries, keys and values
+    bias:      [layers, columns] of queries, keys and values; no layers where there is none
     norms:     [layers, 2, hidden] float32 before attention and before the feed-forward part
     last_norm: [hidden]
     head_norms: [layers, 2, head_dim] of queries and of keys, no layers where there are none
     embedding: [vocabulary, hidden]; of no size where it is tied to the logits' matrix
-    zeros:     as many as any matrix has columns
+    nothing:   of no size
     """
 
     matrices: NDArray[Any]
@@ -44,7 +44,7 @@ class Weights(NamedTuple):
     last_norm: NDArray[np.float32]
     head_norms: NDArray[np.float32]
     embedding: NDArray[Any]
-    zeros: NDArray[np.float32]
+    nothing: NDArray[np.float32]
 
 
 class Sizes(NamedTuple):
@@ -102,7 +102,9 @@ def _embed(board: Any, phase: int, weights: Any, ids: Any, out: Any) -> int:
             else:
                 group, column = ids[row] // COLUMNS, ids[row] % COLUMNS
                 base = weights.head + group * hidden * COLUMNS + column * pair
-                factor = weights.scales[weights.columns[-1, 0] + ids[row]]
+                factor = np.float32(1)
+                if len(weights.scales):
+                    factor = weights.scales[weights.columns[-1, 0] + ids[row]]
                 for i in range(hidden):
                     out[row, i] = factor * widen(weights.matrices[base + i // pair * COLUMNS * pair + i % pair])
         finish(board, phase, pieces)
@@ -158,9 +160,12 @@ def _place(
     while piece >= 0:
         for row in range(piece * _ROWS, min(len(mixed), (piece + 1) * _ROWS)):
             cosines, sines = inputs.cosines[row], inputs.sines[row]
+            if len(weights.bias):
+                for i in range(mixed.shape[1]):
+                    mixed[row, i] += weights.bias[layer, i]
             for head in range(sizes.heads + pages.heads):
                 is_key = head >= sizes.heads
-                norm = weights.head_norms[layer, 1 if is_key else 0] if len(weights.head_norms) else weights.zeros[:0]
+                norm = weights.head_norms[layer, 1 if is_key else 0] if len(weights.head_norms) else weights.nothing
                 _turn(mixed[row, head * width : (head + 1) * width], norm, sizes.eps, cosines, sines)
             for i in range(sizes.heads * width):
                 query[row, i] = narrow(mixed[row, i], query)
@@ -176,6 +181,15 @@ def _place(
     return phase + 1
 
 
+@kernel
+def _factors(weights: Any, layer: int) -> Any:
+    """Factors for the columns of a layer's four matrices; nothing for those that are not quantized."""
+    scales, columns = weights.scales, weights.columns[layer]
+    if len(scales) == 0:
+        return scales, scales, scales, scales
+    return scales[columns[0] :], scales[columns[1] :], scales[columns[2] :], scales[columns[3] :]
+
+
 @entry
 def step(
     board: Any, thread: int, weights: Weights, sizes: Sizes, pages: Pages, slices: Slices, inputs: Inputs,
@@ -185,36 +199,27 @@ def step(
 
     Called in every thread of a team: each phase returns when all of its pieces are done.
     """
-    x, zeros = buffers.stream, weights.zeros
+    x, nothing = buffers.stream, weights.nothing
     phase = _embed(board, 0, weights, inputs.ids, x)
     for layer in range(len(weights.starts)):
-        starts, columns = weights.starts[layer], weights.columns[layer]
-        rule = Rule(sizes.scale, sizes.windows[layer], 0.0, zeros[:0])
+        starts = weights.starts[layer]
+        mixing, output, gated, down = _factors(weights, layer)
+        rule = Rule(sizes.scale, sizes.windows[layer], 0.0, nothing)
         phase = _norm(board, phase, x, inputs.every, weights.norms[layer, 0], sizes.eps, buffers.input)
         phase = multiply(
-            board, phase, thread, buffers.input, weights.matrices, starts[0], weights.scales[columns[0] :],
-            weights.bias[layer], buffers.mixed, False, tiles,
-        )  # fmt: skip
+            board, phase, thread, buffers.input, weights.matrices, starts[0], mixing, buffers.mixed, 0, tiles
+        )
         phase = _place(board, phase, layer, pages, slices, sizes, inputs, weights, buffers.mixed, buffers.query)
         phase = attend(board, phase, thread, pages, layer, slices, rule, buffers.query, buffers.attended, work)
-        phase = multiply(
-            board, phase, thread, buffers.attended, weights.matrices, starts[1], weights.scales[columns[1] :],
-            zeros, x, True, tiles,
-        )  # fmt: skip
+        phase = multiply(board, phase, thread, buffers.attended, weights.matrices, starts[1], output, x, 1, tiles)
         phase = _norm(board, phase, x, inputs.every, weights.norms[layer, 1], sizes.eps, buffers.input)
         phase = multiply_gated(
-            board, phase, thread, buffers.input, weights.matrices, starts[2], weights.scales[columns[2] :],
-            buffers.inner, tiles,
-        )  # fmt: skip
-        phase = multiply(
-            board, phase, thread, buffers.inner, weights.matrices, starts[3], weights.scales[columns[3] :],
-            zeros, x, True, tiles,
-        )  # fmt: skip
+            board, phase, thread, buffers.input, weights.matrices, starts[2], gated, buffers.inner, tiles
+        )
+        phase = multiply(board, phase, thread, buffers.inner, weights.matrices, starts[3], down, x, 1, tiles)
     if len(inputs.rows) == 0:  # chunks of prompts only; a phase has one piece at least
         return
     chosen = buffers.input[: len(inputs.rows)]
     phase = _norm(board, phase, x, inputs.rows, weights.last_norm, sizes.eps, chosen)
-    multiply(
-        board, phase, thread, chosen, weights.matrices, weights.head, weights.scales[weights.columns[-1, 0] :],
-        zeros, logits, False, tiles,
-    )  # fmt: skip
+    factors = weights.scales[weights.columns[-1, 0] :] if len(weights.scales) else nothing
+    multiply(board, phase, thread, chosen, weights.matrices, weights.head, factors, logits, 0, tiles)

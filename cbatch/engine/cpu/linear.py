@@ -75,33 +75,40 @@ def _chunk(groups: int, threads: int) -> int:
 
 @kernel
 def _multiply(
-    code: int, a: Any, row: int, rows: int, matrix: Any, start: int, group: int, panels: Any, out: Any
-) -> None:
-    """out[:rows, 32] = a[row : row + rows] times one group of columns of the matrix that begins at `start`."""
+    code: int, a: Any, row: int, rows: int, matrix: Any, start: int, group: int, panels: Any, out: int, ldo: int,
+    add: int,
+) -> None:  # fmt: skip
+    """out[:rows, 32], at an address, = a[row : row + rows] times one group of columns of the matrix at `start`."""
     pair = 1 if matrix.itemsize == 4 else 2
     step = COLUMNS * pair * matrix.itemsize
     depth, lda = a.shape[1] // pair, a.shape[1] * a.itemsize
     panels[0, 0] = matrix.ctypes.data + start * matrix.itemsize + group * depth * step
     panels[0, 1] = panels[0, 0] + step // 2
-    left = a.ctypes.data + row * lda
-    tile(code, matrix[0], rows, left, lda, panels, depth, step, depth, out.ctypes.data, COLUMNS * 4, 0)
+    tile(code, matrix[0], rows, a.ctypes.data + row * lda, lda, panels, depth, step, depth, out, ldo, add)
+
+
+@kernel
+def _rescale(sums: Any, rows: int, scale: Any, left: int) -> None:
+    for i in range(rows):
+        for j in range(COLUMNS):
+            sums[i, j] *= scale[left + j]
 
 
 @kernel
 def multiply(
-    board: Any, phase: int, thread: int, a: Any, matrix: Any, start: int, scale: Any, bias: Any, out: Any, add: bool,
-    tiles: Any,
-) -> int:  # fmt: skip
-    """out [T, columns] = a [T, depth] times the matrix at `start`, scaled and shifted by column; or is added to.
+    board: Any, phase: int, thread: int, a: Any, matrix: Any, start: int, scale: Any, out: Any, add: int, tiles: Any
+) -> int:
+    """out [T, columns] = a [T, depth] times the matrix at `start`, or is added to where `add` is 1.
 
     matrix:  all packed matrices of the model; a: as it needs it, out: float32, columns filled up to groups
+    scale:   a factor for each column, or nothing
     """
     groups = out.shape[1] // COLUMNS
     block = _row_block(a.shape[0], a.shape[1] * a.itemsize)
     chunk = _chunk(groups, len(tiles.sums))
     chunks = -(-groups // chunk)
     pieces = -(-a.shape[0] // block) * chunks
-    sums, panels = tiles.sums[thread], tiles.panels[thread]
+    sums, panels, ldo = tiles.sums[thread], tiles.panels[thread], out.shape[1] * 4
     piece = take(board, phase, pieces)
     while piece >= 0:
         first = piece // chunks * block
@@ -109,11 +116,15 @@ def multiply(
             left = group * COLUMNS
             for row in range(first, min(a.shape[0], first + block), MAX_ROWS):
                 rows = min(MAX_ROWS, a.shape[0] - row, first + block - row)
-                _multiply(tiles.code, a, row, rows, matrix, start, group, panels, sums)
+                if len(scale) == 0:
+                    target = out.ctypes.data + row * ldo + left * 4
+                    _multiply(tiles.code, a, row, rows, matrix, start, group, panels, target, ldo, add)
+                    continue
+                _multiply(tiles.code, a, row, rows, matrix, start, group, panels, sums.ctypes.data, COLUMNS * 4, 0)
+                _rescale(sums, rows, scale, left)
                 for i in range(rows):
                     for j in range(COLUMNS):
-                        before = out[row + i, left + j] if add else np.float32(0)
-                        out[row + i, left + j] = before + (sums[i, j] * scale[left + j] + bias[left + j])
+                        out[row + i, left + j] = sums[i, j] + (out[row + i, left + j] if add else np.float32(0))
         finish(board, phase, pieces)
         piece = take(board, phase, pieces)
     return phase + 1
@@ -134,15 +145,14 @@ def multiply_gated(
     while piece >= 0:
         first = piece // chunks * block
         for group in range(piece % chunks * chunk, min(groups, (piece % chunks + 1) * chunk)):
-            left = group * COLUMNS
             for row in range(first, min(a.shape[0], first + block), MAX_ROWS):
                 rows = min(MAX_ROWS, a.shape[0] - row, first + block - row)
-                _multiply(tiles.code, a, row, rows, matrix, start, group, panels, sums)
+                _multiply(tiles.code, a, row, rows, matrix, start, group, panels, sums.ctypes.data, COLUMNS * 4, 0)
+                if len(scale) > 0:
+                    _rescale(sums, rows, scale, group * COLUMNS)
                 for i in range(rows):
                     for j in range(LANES):
-                        gate = sums[i, j] * scale[left + j]
-                        up = sums[i, LANES + j] * scale[left + LANES + j]
-                        out[row + i, group * LANES + j] = narrow(silu(gate) * up, out)
+                        out[row + i, group * LANES + j] = narrow(silu(sums[i, j]) * sums[i, LANES + j], out)
         finish(board, phase, pieces)
         piece = take(board, phase, pieces)
     return phase + 1

@@ -38,6 +38,7 @@ class Model(Protocol):
     windows:        how many tokens back each of them sees, itself included; None for all
     max_model_len:  longest sequence, prompt and output, in tokens
     num_parameters, weight_bytes: of all weights in memory
+    has_own_threads: whether it computes on threads that are not torch's
     """
 
     name: str
@@ -48,6 +49,7 @@ class Model(Protocol):
     max_model_len: int
     layers: list[LayerShape]
     windows: list[int | None]
+    has_own_threads: bool
 
     @property
     def num_parameters(self) -> int: ...

@@ -133,6 +133,8 @@ class TransformersModel:
     Raises ModelError where the network would be wrong here, with the reason.
     """
 
+    has_own_threads = False
+
     def __init__(self, network: Any) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
 

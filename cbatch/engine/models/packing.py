@@ -1,0 +1,109 @@
+"""The weights of a decoder of the Llama family, brought from its files into the form that the kernels read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.engine.cpu.decoder import Weights
+from cbatch.engine.cpu.linear import interleave, pack
+from cbatch.engine.cpu.tensors import as_array
+from cbatch.engine.cpu.tile import COLUMNS, LANES
+from cbatch.engine.models.family import Family
+
+
+class _Packer:
+    """One array for all matrices, filled one after the other, so that no weight is held twice."""
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.matrices: NDArray[Any] = np.empty(size, np.float32 if dtype == torch.float32 else np.uint16)
+        self.used = 0
+        self.columns = 0
+
+    def add(self, weight: NDArray[Any]) -> tuple[int, int]:
+        """Takes a weight [columns, depth]; returns where it begins, and where its columns do among all columns."""
+        place = self.used, self.columns
+        packed = pack(weight)
+        self.matrices[self.used : self.used + packed.size] = packed
+        self.used += packed.size
+        self.columns += packed.size // weight.shape[1]
+        return place
+
+
+def _filled_up(columns: int, to: int = COLUMNS) -> int:
+    return -(-columns // to) * to
+
+
+def _size(family: Family) -> int:
+    """Numbers in all matrices, their columns filled up."""
+    query, cache = family.heads * family.head_dim, family.kv_heads * family.head_dim
+    layer = family.hidden * (_filled_up(query + 2 * cache) + 2 * _filled_up(family.inner, LANES))
+    layer += _filled_up(family.hidden) * (query + family.inner)
+    return family.layers * layer + _filled_up(family.vocabulary) * family.hidden
+
+
+def pack_weights(family: Family, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Weights:
+    """tensors: by their names in the files, of the shapes that `check_tensors` has seen."""
+
+    def read(name: str) -> NDArray[Any]:
+        return as_array(tensors[name].to(dtype))
+
+    packer = _Packer(_size(family), dtype)
+    places = []
+    for layer in range(family.layers):
+        attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+        places.append(
+            [
+                packer.add(np.concatenate([read(f"{attention}{part}_proj.weight") for part in "qkv"])),
+                packer.add(read(attention + "o_proj.weight")),
+                packer.add(interleave(read(mlp + "gate_proj.weight"), read(mlp + "up_proj.weight"))),
+                packer.add(read(mlp + "down_proj.weight")),
+            ]
+        )
+    embedding = "model.embed_tokens.weight"
+    head = packer.add(read(embedding if family.is_tied else "lm_head.weight"))
+    nothing = np.empty(0, np.float32)
+    return Weights(
+        matrices=packer.matrices,
+        starts=np.array([[start for start, _ in layer] for layer in places]),
+        head=head[0],
+        scales=nothing,
+        columns=np.array([[column for _, column in layer] for layer in [*places, [head] * 4]]),
+        bias=_biases(family, tensors),
+        norms=_stack(tensors, family, ["input_layernorm", "post_attention_layernorm"]),
+        last_norm=_plain(tensors, "model.norm.weight"),
+        head_norms=_stack(tensors, family, ["self_attn.q_norm", "self_attn.k_norm"]),
+        embedding=np.empty((0, family.hidden), packer.matrices.dtype) if family.is_tied else read(embedding),
+        nothing=nothing,
+    )
+
+
+def _plain(tensors: Mapping[str, Tensor], name: str) -> NDArray[np.float32]:
+    array: NDArray[np.float32] = tensors[name].float().numpy()
+    return array
+
+
+def _stack(tensors: Mapping[str, Tensor], family: Family, names: list[str]) -> NDArray[np.float32]:
+    """Vectors of each layer: [layers, names, size], or no layers where the family has none."""
+    if f"model.layers.0.{names[0]}.weight" not in tensors:
+        return np.empty((0, len(names), 1), np.float32)
+    rows = [
+        [_plain(tensors, f"model.layers.{layer}.{name}.weight") for name in names] for layer in range(family.layers)
+    ]
+    return np.array(rows)
+
+
+def _biases(family: Family, tensors: Mapping[str, Tensor]) -> NDArray[np.float32]:
+    """Those of queries, keys and values: [layers, columns], filled up; no layers where the family has none."""
+    names = [[f"model.layers.{layer}.self_attn.{part}_proj.bias" for part in "qkv"] for layer in range(family.layers)]
+    if names[0][0] not in tensors:
+        return np.empty((0, 1), np.float32)
+    rows = np.array([np.concatenate([_plain(tensors, name) for name in layer]) for layer in names])
+    padding = _filled_up(rows.shape[1]) - rows.shape[1]
+    return np.pad(rows, ((0, 0), (0, padding)))
