@@ -20,10 +20,8 @@ from numpy.typing import NDArray
 from cbatch.engine.cpu.board import finish, take
 from cbatch.engine.cpu.jit import entry, kernel
 from cbatch.engine.cpu.numbers import exp, narrow, tanh, widen
+from cbatch.engine.cpu.softmax import CHUNK, weigh
 from cbatch.engine.cpu.tile import COLUMNS, LANES, MAX_ROWS, prefetch, tile
-
-CHUNK = 64
-"""Tokens that go through the softmax at once."""
 
 _QUERIES = 96
 """Query rows (tokens times heads that share keys) for which a chunk of keys is used while it is in the cache."""
@@ -164,42 +162,16 @@ def _fetch(pages: Any, layer: int, head: int, table: Any, token: int, stop: int)
 
 
 @kernel
-def _largest(scores: Any, room: Any) -> Any:
-    """The largest of a row of 64 scores that are numbers."""
-    for j in range(32):
-        room[j] = scores[j] if scores[j] > scores[j + 32] else scores[j + 32]
-    for j in range(16):
-        room[j] = room[j] if room[j] > room[j + 16] else room[j + 16]
-    for j in range(8):
-        room[j] = room[j] if room[j] > room[j + 8] else room[j + 8]
-    for j in range(4):
-        room[j] = room[j] if room[j] > room[j + 4] else room[j + 4]
-    return max(max(room[0], room[1]), max(room[2], room[3]))
-
-
-@kernel
 def _weigh(
-    scores: Any, first: int, stop: int, rule: Any, largest: Any, total: Any, row: int, weights: Any, room: Any, out: Any
+    scores: Any, first: int, stop: int, rule: Any, largest: Any, total: Any, row: int, weights: Any, out: Any
 ) -> None:
     """Turns a row of 64 products into weights, of which those from `first` up to `stop` count; rescales its sums."""
-    scale, cap = np.float32(rule.scale), np.float32(rule.softcap)
-    for j in range(CHUNK):
-        scores[j] *= scale
+    scale, cap, before = np.float32(rule.scale), np.float32(rule.softcap), largest[row]
     if cap > 0:
         for j in range(CHUNK):
-            scores[j] = cap * tanh(scores[j] / cap)
-    if first > 0 or stop < CHUNK:
-        for j in range(CHUNK):
-            scores[j] = scores[j] if j >= first and j < stop else _MINUS_INFINITY
-    before = largest[row]
-    most = max(before, _largest(scores, room))
-    if most == _MINUS_INFINITY:
-        most = np.float32(0)  # nothing to see here, or nothing that is a number
-    added = np.float32(0)
-    for j in range(CHUNK):
-        weight = exp(scores[j] - most)
-        added += weight
-        weights[j] = narrow(weight, weights)
+            scores[j] = cap * tanh(scores[j] * scale / cap)
+        scale = np.float32(1)
+    most, added = weigh(weights[0], scores.ctypes.data, weights.ctypes.data, scale, first, stop, before)
     if before != most:
         shrink = exp(before - most)
         total[row] *= shrink
@@ -222,7 +194,6 @@ class Workspace(NamedTuple):
     """What each thread needs for one piece: [threads, ...], rows for query tokens times the heads of a group."""
 
     panels: NDArray[np.int64]
-    room: NDArray[np.float32]
     query: NDArray[Any]
     scores: NDArray[np.float32]
     weights: NDArray[Any]
@@ -236,7 +207,6 @@ def new_workspace(threads: int, group: int, key_dim: int, value_dim: int, dtype:
     width = -(-value_dim // COLUMNS) * COLUMNS
     return Workspace(
         np.zeros((threads, CHUNK // LANES, 2), np.int64),
-        np.zeros((threads, CHUNK // 2), np.float32),
         np.zeros((threads, rows, key_dim), dtype),
         np.zeros((threads, MAX_ROWS, CHUNK), np.float32),
         np.zeros((threads, MAX_ROWS, CHUNK), dtype),
@@ -249,7 +219,7 @@ def new_workspace(threads: int, group: int, key_dim: int, value_dim: int, dtype:
 @kernel
 def _attend_chunk(
     pages: Any, layer: int, head: int, table: Any, token: int, start: int, rows: int, group: int, rule: Any,
-    query: Any, scores: Any, weights: Any, room: Any, panels: Any, largest: Any, total: Any, sums: Any,
+    query: Any, scores: Any, weights: Any, panels: Any, largest: Any, total: Any, sums: Any,
 ) -> None:  # fmt: skip
     """Lets all rows of a piece see the 64 tokens from `token`. `start`: place of the first row's token."""
     for top in range(0, rows, MAX_ROWS):
@@ -261,7 +231,7 @@ def _attend_chunk(
         for i in range(count):
             place = start + (top + i) // group
             first = place - rule.window + 1 - token if rule.window > 0 else 0
-            _weigh(scores[i], first, place + 1 - token, rule, largest, total, top + i, weights[i], room, sums[top + i])
+            _weigh(scores[i], first, place + 1 - token, rule, largest, total, top + i, weights[i], sums[top + i])
         _add_values(pages, layer, head, table, token, stop, weights, count, panels, sums[top:])
 
 
@@ -273,7 +243,7 @@ def attend(
     group = query.shape[1] // pages.key_dim // pages.heads
     count = len(slices.pieces) * pages.heads
     sums, largest, total = work.sums[thread], work.largest[thread], work.total[thread]
-    panels, room = work.panels[thread], work.room[thread]
+    panels = work.panels[thread]
     piece = take(board, phase, count)
     while piece >= 0:
         head = piece % pages.heads
@@ -293,7 +263,7 @@ def attend(
             _fetch(pages, layer, head, slices.tables[sequence], token + CHUNK, start + tokens)
             _attend_chunk(
                 pages, layer, head, slices.tables[sequence], token, start, rows, group, rule,
-                work.query[thread], work.scores[thread], work.weights[thread], room, panels, largest, total, sums,
+                work.query[thread], work.scores[thread], work.weights[thread], panels, largest, total, sums,
             )  # fmt: skip
         for i in range(rows):
             _finish_row(i, head * group + i % group, pages.value_dim, rule, largest, total, sums, out[row + i // group])

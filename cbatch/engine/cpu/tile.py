@@ -39,20 +39,20 @@ _SUMS = ir.VectorType(_FLOAT, LANES)
 _WORDS = ir.VectorType(_INT32, LANES)
 
 
-class _BFloat16(ir.Type):  # type: ignore[misc]
+class BFloat16(ir.Type):  # type: ignore[misc]
     """A type of LLVM that llvmlite has no name for."""
 
     def _to_string(self) -> str:
         return "bfloat"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat16)
+        return isinstance(other, BFloat16)
 
     def __hash__(self) -> int:
-        return hash(_BFloat16)
+        return hash(BFloat16)
 
 
-_PAIRS = ir.VectorType(_BFloat16(), 2 * LANES)
+_PAIRS = ir.VectorType(BFloat16(), 2 * LANES)
 
 
 class _Emitter:
