@@ -104,48 +104,51 @@ def store(pages: Any, layer: int, slot: int, head: int, key: Any, value: Any, is
 
 
 @kernel
-def _score(
-    pages: Any, layer: int, head: int, table: Any, token: int, stop: int, query: Any, rows: int, panels: Any, out: Any
-) -> None:
-    """out[:rows, 64] = query [rows, key_dim] times the keys of 64 tokens from `token`; past `stop` anything."""
+def _locate(pages: Any, layer: int, head: int, table: Any, token: int, stop: int, panels: Any) -> None:
+    """Addresses of the keys and of the values of 64 tokens from `token`: panels [2, 4], of which some are past `stop`.
+
+    Those get the address of the first, which holds numbers that nobody looks at.
+    """
+    keys, values, size = pages.keys[layer], pages.values[layer], pages.block_size
+    for part in range(CHUNK // LANES):
+        first = token + part * LANES
+        if first < stop:
+            block, offset = np.uint64(first) // np.uint64(size), np.uint64(first) % np.uint64(size)
+            page = (np.int64(table[block]) * pages.heads + head) * size
+            at = page + np.int64(offset)
+            panels[0, part] = keys.ctypes.data + at * pages.key_dim * keys.itemsize
+            panels[1, part] = values.ctypes.data + (page * pages.value_dim + np.int64(offset) * LANES) * values.itemsize
+        else:
+            panels[0, part], panels[1, part] = panels[0, 0], panels[1, 0]
+
+
+@kernel
+def _score(pages: Any, layer: int, query: int, rows: int, count: int, panels: Any, out: int) -> None:
+    """out[:rows, 64] = query [rows, key_dim] times the keys of so many tokens; both are addresses."""
     keys = pages.keys[layer]
     pair = 1 if keys.itemsize == 4 else 2
-    size, width = pages.block_size, pages.key_dim * keys.itemsize
-    step, depth = LANES * pair * keys.itemsize, pages.key_dim // pair
-    for left in range(0, min(CHUNK, stop - token), COLUMNS):
-        for half in range(2):
-            first = token + left + half * LANES
-            if first < stop:
-                place = (table[first // size] * pages.heads + head) * size + first % size
-                panels[0, half] = keys.ctypes.data + place * width
-            else:
-                panels[0, 1] = panels[0, 0]
-        target = out.ctypes.data + left * 4
-        tile(pages.code, keys[0], rows, query.ctypes.data, width, panels, depth, step, depth, target, CHUNK * 4, 0)
+    step, depth, width = LANES * pair * keys.itemsize, pages.key_dim // pair, pages.key_dim * keys.itemsize
+    for left in range(0, count, COLUMNS):
+        where = panels.ctypes.data + left // LANES * 8
+        tile(pages.code, keys[0], rows, query, width, where, depth, step, depth, out + left * 4, CHUNK * 4, 0)
 
 
 @kernel
 def _add_values(
-    pages: Any, layer: int, head: int, table: Any, token: int, stop: int, weights: Any, rows: int, panels: Any, out: Any
+    pages: Any, layer: int, weights: int, rows: int, count: int, panels: Any, pairs: Any, out: int, ldo: int
 ) -> None:
-    """out[:rows, value_dim] += weights [rows, 64] times the values of the tokens from `token` up to `stop`."""
+    """out[:rows, value_dim] += weights [rows, 64] times the values of so many tokens; both are addresses."""
     values = pages.values[layer]
     pair = 1 if values.itemsize == 4 else 2
-    size = pages.block_size
-    step, depth = LANES * pair * values.itemsize, -(-min(CHUNK, stop - token) // pair)
-    width = LANES * size * values.itemsize
-    for panel in range(0, pages.value_dim // LANES, 2):
-        for left in range(0, min(CHUNK, stop - token), LANES):
-            first = token + left
-            place = (table[first // size] * pages.heads + head) * pages.value_dim * size + first % size * LANES
-            at = values.ctypes.data + place * values.itemsize + panel * width
-            panels[left // LANES, 0] = at
-            panels[left // LANES, 1] = at + width if panel + 1 < pages.value_dim // LANES else at
-        target = out.ctypes.data + panel * LANES * 4
-        tile(
-            pages.code, values[0], rows, weights.ctypes.data, CHUNK * values.itemsize, panels, LANES // pair,
-            step, depth, target, out.shape[1] * 4, 1,
-        )  # fmt: skip
+    step, depth, run = LANES * pair * values.itemsize, -(-count // pair), LANES // pair
+    width, last = LANES * pages.block_size * values.itemsize, pages.value_dim // LANES - 1
+    for panel in range(0, last + 1, 2):
+        for part in range(CHUNK // LANES):
+            pairs[part, 0] = panels[1, part] + panel * width
+            pairs[part, 1] = pairs[part, 0] + (width if panel < last else 0)
+        target = out + panel * LANES * 4
+        where = pairs.ctypes.data
+        tile(pages.code, values[0], rows, weights, CHUNK * values.itemsize, where, run, step, depth, target, ldo, 1)
 
 
 @kernel
@@ -194,6 +197,7 @@ class Workspace(NamedTuple):
     """What each thread needs for one piece: [threads, ...], rows for query tokens times the heads of a group."""
 
     panels: NDArray[np.int64]
+    pairs: NDArray[np.int64]
     query: NDArray[Any]
     scores: NDArray[np.float32]
     weights: NDArray[Any]
@@ -206,6 +210,7 @@ def new_workspace(threads: int, group: int, key_dim: int, value_dim: int, dtype:
     rows = max(_QUERIES, group)
     width = -(-value_dim // COLUMNS) * COLUMNS
     return Workspace(
+        np.zeros((threads, 2, CHUNK // LANES), np.int64),
         np.zeros((threads, CHUNK // LANES, 2), np.int64),
         np.zeros((threads, rows, key_dim), dtype),
         np.zeros((threads, MAX_ROWS, CHUNK), np.float32),
@@ -218,21 +223,28 @@ def new_workspace(threads: int, group: int, key_dim: int, value_dim: int, dtype:
 
 @kernel
 def _attend_chunk(
-    pages: Any, layer: int, head: int, table: Any, token: int, start: int, rows: int, group: int, rule: Any,
-    query: Any, scores: Any, weights: Any, panels: Any, largest: Any, total: Any, sums: Any,
-) -> None:  # fmt: skip
+    pages: Any, layer: int, token: int, start: int, rows: int, group: int, rule: Any, thread: int, work: Any
+) -> None:
     """Lets all rows of a piece see the 64 tokens from `token`. `start`: place of the first row's token."""
+    query, sums, panels = work.query[thread], work.sums[thread], work.panels[thread]
+    scores, weights = work.scores[thread], work.weights[thread]
     for top in range(0, rows, MAX_ROWS):
-        count = min(MAX_ROWS, rows - top)
-        stop = start + (top + count - 1) // group + 1
-        if stop <= token:
+        tile_rows = min(MAX_ROWS, rows - top)
+        count = min(CHUNK, start + (top + tile_rows - 1) // group + 1 - token)
+        if count <= 0:
             continue
-        _score(pages, layer, head, table, token, stop, query[top:], count, panels, scores)
-        for i in range(count):
+        left = query.ctypes.data + top * query.shape[1] * query.itemsize
+        _score(pages, layer, left, tile_rows, count, panels, scores.ctypes.data)
+        for i in range(tile_rows):
             place = start + (top + i) // group
             first = place - rule.window + 1 - token if rule.window > 0 else 0
-            _weigh(scores[i], first, place + 1 - token, rule, largest, total, top + i, weights[i], sums[top + i])
-        _add_values(pages, layer, head, table, token, stop, weights, count, panels, sums[top:])
+            _weigh(
+                scores[i], first, place + 1 - token, rule, work.largest[thread], work.total[thread], top + i,
+                weights[i], sums[top + i],
+            )  # fmt: skip
+        ldo = sums.shape[1] * 4
+        target = sums.ctypes.data + top * ldo
+        _add_values(pages, layer, weights.ctypes.data, tile_rows, count, panels, work.pairs[thread], target, ldo)
 
 
 @kernel
@@ -243,7 +255,6 @@ def attend(
     group = query.shape[1] // pages.key_dim // pages.heads
     count = len(slices.pieces) * pages.heads
     sums, largest, total = work.sums[thread], work.largest[thread], work.total[thread]
-    panels = work.panels[thread]
     piece = take(board, phase, count)
     while piece >= 0:
         head = piece % pages.heads
@@ -261,10 +272,8 @@ def attend(
         lowest = max(0, start - rule.window + 1) // CHUNK * CHUNK if rule.window > 0 else 0
         for token in range(lowest, start + tokens, CHUNK):
             _fetch(pages, layer, head, slices.tables[sequence], token + CHUNK, start + tokens)
-            _attend_chunk(
-                pages, layer, head, slices.tables[sequence], token, start, rows, group, rule,
-                work.query[thread], work.scores[thread], work.weights[thread], panels, largest, total, sums,
-            )  # fmt: skip
+            _locate(pages, layer, head, slices.tables[sequence], token, start + tokens, work.panels[thread])
+            _attend_chunk(pages, layer, token, start, rows, group, rule, thread, work)
         for i in range(rows):
             _finish_row(i, head * group + i % group, pages.value_dim, rule, largest, total, sums, out[row + i // group])
         finish(board, phase, count)

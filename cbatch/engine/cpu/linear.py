@@ -84,7 +84,8 @@ def _multiply(
     depth, lda = a.shape[1] // pair, a.shape[1] * a.itemsize
     panels[0, 0] = matrix.ctypes.data + start * matrix.itemsize + group * depth * step
     panels[0, 1] = panels[0, 0] + step // 2
-    tile(code, matrix[0], rows, a.ctypes.data + row * lda, lda, panels, depth, step, depth, out, ldo, add)
+    left = a.ctypes.data + row * lda
+    tile(code, matrix[0], rows, left, lda, panels.ctypes.data, depth, step, depth, out, ldo, add)
 
 
 @kernel

@@ -203,7 +203,7 @@ def _call(context: Any, code: Any, like: Any, arguments: Any) -> Any:
 
 @kernel
 def tile(
-    code: int, like: Any, rows: int, a: int, lda: int, pages: Any, run: int, stride: int, depth: int, out: int,
+    code: int, like: Any, rows: int, a: int, lda: int, pages: int, run: int, stride: int, depth: int, out: int,
     ldo: int, add: int,
 ) -> None:  # fmt: skip
     """out[rows, 32] = a[rows, depth] times two panels, added to what `out` holds where `add` is not 0.
@@ -211,10 +211,10 @@ def tile(
     code:    see `tile_code`; like: an element of the right-hand matrix
     rows:    1 to MAX_ROWS
     a, out:  addresses; their rows lie `lda` and `ldo` bytes apart. `a` is float32 for float32, else bfloat16
-    pages:   [N, 2] int64 addresses of the two panels, which may lie in pages of `run` steps, `stride` bytes apart
+    pages:   address of [N, 2] int64 addresses of the panels, in pages of `run` steps that lie `stride` bytes apart
     depth:   steps to take: numbers in float32, pairs otherwise
     """
-    _call(code, like, (rows, a, lda, pages.ctypes.data, run, stride, depth, out, ldo, add))
+    _call(code, like, (rows, a, lda, pages, run, stride, depth, out, ldo, add))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
