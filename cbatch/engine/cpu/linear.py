@@ -12,10 +12,10 @@ from cbatch.engine.cpu.jit import kernel
 from cbatch.engine.cpu.numbers import narrow, silu
 from cbatch.engine.cpu.tile import COLUMNS, LANES, MAX_ROWS, tile, tile_code
 
-_ROW_BYTES = 256 * 1024
+_ROW_BYTES = 384 * 1024
 """Of the left-hand matrix, so much is multiplied with a piece of the weights before the next: it stays in the cache."""
 
-_PIECES = 8
+_PIECES = 4
 """Pieces for each thread, so that none waits long for the others at the end."""
 
 
