@@ -6,14 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from cbatch.engine.cpu.board import finish, new_board, take
 from cbatch.engine.cpu.jit import entry
-from cbatch.engine.cpu.linear import interleave, multiply, multiply_gated, new_tiles, pack
+from cbatch.engine.cpu.linear import multiply, multiply_gated, new_tiles, pack
 from cbatch.engine.cpu.numbers import exp, round_to_bfloat16, tanh
 from cbatch.engine.cpu.team import Team
 from cbatch.engine.cpu.tile import MAX_ROWS
+from cbatch.engine.models.packing import interleave, quantized
 
 NOTHING = np.empty(0, np.float32)
 DTYPES = [np.dtype(np.float32), np.dtype(np.uint16)]
@@ -31,7 +33,7 @@ def draw(shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 0) -> NDArray
 def product(a: NDArray[Any], weight: NDArray[Any]) -> NDArray[np.float32]:
     columns = -(-len(weight) // 32) * 32
     out = np.full((len(a), columns), np.nan, np.float32)
-    multiply(new_board(), 0, 0, a, pack(weight), 0, NOTHING, out, 0, new_tiles(1, weight.dtype))
+    multiply(new_board(), 0, 0, a, pack(weight), 0, NOTHING, out, 0, new_tiles(1, weight.dtype, weight.shape[1]))
     return out[:, : len(weight)]
 
 
@@ -61,9 +63,25 @@ def test_products_that_are_added(scaled: bool) -> None:
     weight, a, before = draw((32, 16), dtype, 1), draw((5, 16), dtype, 2), draw((5, 32), dtype, 3)
     scale = draw((32,), dtype, 4) if scaled else NOTHING
     out = before.copy()
-    multiply(new_board(), 0, 0, a, pack(weight), 0, scale, out, 1, new_tiles(1, dtype))
+    multiply(new_board(), 0, 0, a, pack(weight), 0, scale, out, 1, new_tiles(1, dtype, 32))
     expected = before + (a @ weight.T) * (scale if scaled else 1)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_products_with_quantized_weights() -> None:
+    """Guards int8 in tiles and, for many rows, as bfloat16 made once: the same bits, and near the weights' own."""
+    weight, a = torch.randn(70, 64, generator=torch.Generator().manual_seed(0)), draw((40, 64), DTYPES[1], 2)
+    steps, scale = quantized(weight)
+    assert (steps.float() * scale[:, None] - weight).abs().amax() <= scale.max() / 2 + 1e-7
+    factors = np.pad(scale.numpy(), (0, 26))
+    results = []
+    for rows in (40, 3):
+        out = np.full((rows, 96), np.nan, np.float32)
+        packed, tiles = pack(steps.numpy()), new_tiles(1, np.dtype(np.int8), 64)
+        multiply(new_board(), 0, 0, a[:rows].copy(), packed, 0, factors, out, 0, tiles)
+        results.append(out[:, :70])
+    np.testing.assert_allclose(results[0], as_float(a) @ (steps.float() * scale[:, None]).numpy().T, atol=1e-4)
+    assert np.array_equal(results[0][:3], results[1])
 
 
 def test_gated_products() -> None:
@@ -71,8 +89,8 @@ def test_gated_products() -> None:
     dtype = DTYPES[0]
     gate, up, a = draw((48, 32), dtype, 1), draw((48, 32), dtype, 2), draw((30, 32), dtype, 3)
     out = np.full((30, 48), np.nan, np.float32)
-    packed = pack(interleave(gate, up))
-    multiply_gated(new_board(), 0, 0, a, packed, 0, NOTHING, out, new_tiles(1, dtype))
+    packed = pack(interleave(torch.from_numpy(gate), torch.from_numpy(up)).numpy())
+    multiply_gated(new_board(), 0, 0, a, packed, 0, NOTHING, out, new_tiles(1, dtype, 32))
     left = a @ gate.T
     np.testing.assert_allclose(out, left / (1 + np.exp(-left)) * (a @ up.T), rtol=1e-4, atol=1e-5)
 
@@ -88,8 +106,6 @@ def test_functions_of_numbers() -> None:
 
 def test_rounding_to_bfloat16() -> None:
     """Guards rounding to the nearest, ties to even, as torch does it; no number stays no number."""
-    import torch
-
     numbers = np.random.default_rng(0).integers(0, 2**32, 3000, dtype=np.uint32).view(np.float32)
     numbers = np.concatenate([numbers, np.float32([0, -0.0, np.inf, -np.inf, 1 + 2**-8, 1 + 3 * 2**-8])])
     expected = torch.from_numpy(numbers).bfloat16().float().numpy()

@@ -20,6 +20,7 @@ class EngineConfig:
     kv_blocks:        exact number of blocks, instead of kv_cache_memory
     prefix_cache:     whether prompts that begin alike share what is computed of them
     attention:        auto, or the name of a backend
+    quantize:         int8 keeps the weights of the CPU's fast path in a byte each; None: as they are
     """
 
     model: str | None = None
@@ -33,3 +34,4 @@ class EngineConfig:
     kv_blocks: int | None = None
     prefix_cache: bool = True
     attention: str = "auto"
+    quantize: str | None = None

@@ -10,7 +10,7 @@ from datetime import date
 
 import torch
 
-from cbatch.engine.attention.select import check_attention, has_fast_path, select_attention
+from cbatch.engine.attention.select import check_attention, check_quantize, has_fast_path, select_attention
 from cbatch.engine.batch import RaggedBatch
 from cbatch.engine.blocks import BlockPool
 from cbatch.engine.completion import Completion
@@ -47,7 +47,10 @@ class Engine:
         check_attention(config.attention, device, config.block_size)
         check_memory(config.kv_cache_memory)
         fast = has_fast_path(config.attention, device, config.block_size)
-        self.loaded = loaded or load_model(config.model, config.revision, device, config.dtype, fast=fast)
+        quantize = check_quantize(config.quantize, fast=fast)
+        self.loaded = loaded or load_model(
+            config.model, config.revision, device, config.dtype, fast=fast, quantize=quantize
+        )
         self.tokenizer = self.loaded.tokenizer
         self.model: Model = self.loaded.decoder if fast and self.loaded.decoder else checked_model(self.loaded.network)
         self.device = self.model.device
@@ -73,7 +76,12 @@ class Engine:
     def fingerprint(self) -> str:
         """A hash of all of the model that decides its output: the same wherever and whenever it was loaded."""
         template = self.tokenizer.templates if self.tokenizer else None
-        parts = [self.loaded.fingerprint, str(self.model.dtype), template, sorted(self.loaded.eos_ids)]
+        parts = [
+            self.loaded.fingerprint,
+            self.config.quantize or str(self.model.dtype),
+            template,
+            sorted(self.loaded.eos_ids),
+        ]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     @property

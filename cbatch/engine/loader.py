@@ -85,11 +85,18 @@ def choose_device(name: str) -> torch.device:
 
 
 def load_model(
-    name: str | None, revision: str | None, device: torch.device, dtype: str, *, fast: bool = False
+    name: str | None,
+    revision: str | None,
+    device: torch.device,
+    dtype: str,
+    *,
+    fast: bool = False,
+    quantize: bool = False,
 ) -> LoadedModel:
     """Loads a Hugging Face causal language model from a folder or from the hub; None is the bundled demo model.
 
     fast: take the fast path where the model has one
+    quantize: keep the matrices of the fast path as int8
 
     Only safetensors weights are read, and no code that comes with a model is run.
     Raises ModelError, with one sentence, where that fails.
@@ -100,7 +107,7 @@ def load_model(
     template = tokenizer.chat_template if tokenizer else None
     make_network: Callable[[], Any] = partial(_load_network, source, revision, device, dtype)
     with TemplateTrial(template) if template else nullcontext():
-        decoder = load_decoder(source, revision, device, dtype) if fast else None
+        decoder = load_decoder(source, revision, device, dtype, quantize=quantize) if fast else None
         if decoder is not None:
             config = decoder.config
         else:

@@ -27,6 +27,20 @@ def has_fast_path(name: str, device: torch.device, block_size: int) -> bool:
     return name != "reference" and device.type == "cpu" and block_size % 16 == 0
 
 
+def check_quantize(name: str | None, *, fast: bool) -> bool:
+    """Whether weights are to be quantized. Raises ConfigError for what there is not, or where it is of no use."""
+    if name is None:
+        return False
+    if name != "int8":
+        raise ConfigError(f"Weights cannot be quantized to {name!r}; the only choice is int8.")
+    if not fast:
+        raise ConfigError(
+            "Only the CPU's fast path has int8 weights: use --device cpu, --attention auto and blocks of a multiple "
+            "of 16 tokens."
+        )
+    return True
+
+
 def select_attention(
     name: str, device: torch.device, layers: list[LayerShape], block_size: int, dtype: torch.dtype
 ) -> AttentionBackend:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from cbatch.engine.cpu.board import finish, take
 from cbatch.engine.cpu.jit import kernel
-from cbatch.engine.cpu.numbers import narrow, silu
+from cbatch.engine.cpu.numbers import bits_of, narrow, silu
 from cbatch.engine.cpu.tile import COLUMNS, LANES, MAX_ROWS, tile, tile_code
 
 _ROW_BYTES = 384 * 1024
@@ -20,17 +20,29 @@ _PIECES = 4
 
 
 class Tiles(NamedTuple):
-    """The code of a tile, and room for one in each thread: its results, and the addresses of its panels."""
+    """What each thread needs for a tile.
+
+    code:     of the loop for the packed matrices
+    sums, panels: [threads, MAX_ROWS, 32] its results, and [threads, 1, 2] the addresses of its panels
+    wide_code, wide: of the loop for bfloat16, and [threads, numbers] room for a group of int8 as bfloat16
+    """
 
     code: int
     sums: NDArray[np.float32]
     panels: NDArray[np.int64]
+    wide_code: int
+    wide: NDArray[np.uint16]
 
 
-def new_tiles(threads: int, dtype: np.dtype[Any]) -> Tiles:
-    """dtype: of the packed matrices"""
+def new_tiles(threads: int, dtype: np.dtype[Any], depth: int) -> Tiles:
+    """dtype: of the packed matrices; depth: the largest of them"""
+    wide = np.dtype(np.uint16)
     return Tiles(
-        tile_code(dtype), np.zeros((threads, MAX_ROWS, COLUMNS), np.float32), np.zeros((threads, 1, 2), np.int64)
+        tile_code(dtype),
+        np.zeros((threads, MAX_ROWS, COLUMNS), np.float32),
+        np.zeros((threads, 1, 2), np.int64),
+        tile_code(wide) if dtype == np.int8 else 0,
+        np.zeros((threads, depth * COLUMNS if dtype == np.int8 else 0), wide),
     )
 
 
@@ -52,14 +64,6 @@ def pack(weight: NDArray[Any]) -> NDArray[Any]:
     return padded.reshape(groups, 2, LANES, depth // pair, pair).transpose(0, 3, 1, 2, 4).reshape(-1)
 
 
-def interleave(gate: NDArray[Any], up: NDArray[Any]) -> NDArray[Any]:
-    """Two weights [columns, depth] as one, by turns 16 columns of each: a tile has both numbers of 16 results."""
-    columns, depth = gate.shape
-    padded = np.zeros((2, -(-columns // LANES) * LANES, depth), gate.dtype)
-    padded[:, :columns] = gate, up
-    return padded.reshape(2, -1, LANES, depth).swapaxes(0, 1).reshape(-1, depth)
-
-
 @kernel
 def _row_block(rows: int, row_bytes: int) -> int:
     """Rows that are multiplied with one piece of the weights."""
@@ -74,18 +78,36 @@ def _chunk(groups: int, threads: int) -> int:
 
 
 @kernel
+def _widen_group(a: Any, rows: int, matrix: Any, start: int, group: int, tiles: Any, thread: int) -> None:
+    """Where more than one tile of rows needs them, int8 become bfloat16 once and not in every tile."""
+    if matrix.itemsize == 1 and rows > MAX_ROWS:
+        size = a.shape[1] * COLUMNS
+        source, target = matrix[start + group * size : start + (group + 1) * size], tiles.wide[thread]
+        for i in range(size):  # whole numbers up to 127 have no more digits than a bfloat16
+            target[i] = np.uint16(bits_of(np.float32(source[i])) >> np.uint32(16))
+
+
+@kernel
 def _multiply(
-    code: int, a: Any, row: int, rows: int, matrix: Any, start: int, group: int, panels: Any, out: int, ldo: int,
-    add: int,
+    a: Any, row: int, rows: int, matrix: Any, start: int, group: int, tiles: Any, thread: int, is_wide: bool, out: int,
+    ldo: int, add: int,
 ) -> None:  # fmt: skip
     """out[:rows, 32], at an address, = a[row : row + rows] times one group of columns of the matrix at `start`."""
     pair = 1 if matrix.itemsize == 4 else 2
-    step = COLUMNS * pair * matrix.itemsize
     depth, lda = a.shape[1] // pair, a.shape[1] * a.itemsize
-    panels[0, 0] = matrix.ctypes.data + start * matrix.itemsize + group * depth * step
-    panels[0, 1] = panels[0, 0] + step // 2
     left = a.ctypes.data + row * lda
-    tile(code, matrix[0], rows, left, lda, panels.ctypes.data, depth, step, depth, out, ldo, add)
+    panels = tiles.panels[thread]
+    if is_wide:
+        step = COLUMNS * pair * 2
+        panels[0, 0] = tiles.wide.ctypes.data + thread * tiles.wide.shape[1] * 2
+        panels[0, 1] = panels[0, 0] + step // 2
+        code, like = tiles.wide_code, tiles.wide[0, 0]
+        tile(code, like, rows, left, lda, panels.ctypes.data, depth, step, depth, out, ldo, add)
+    else:
+        step = COLUMNS * pair * matrix.itemsize
+        panels[0, 0] = matrix.ctypes.data + start * matrix.itemsize + group * depth * step
+        panels[0, 1] = panels[0, 0] + step // 2
+        tile(tiles.code, matrix[0], rows, left, lda, panels.ctypes.data, depth, step, depth, out, ldo, add)
 
 
 @kernel
@@ -109,19 +131,21 @@ def multiply(
     chunk = _chunk(groups, len(tiles.sums))
     chunks = -(-groups // chunk)
     pieces = -(-a.shape[0] // block) * chunks
-    sums, panels, ldo = tiles.sums[thread], tiles.panels[thread], out.shape[1] * 4
+    sums, ldo = tiles.sums[thread], out.shape[1] * 4
     piece = take(board, phase, pieces)
     while piece >= 0:
         first = piece // chunks * block
         for group in range(piece % chunks * chunk, min(groups, (piece % chunks + 1) * chunk)):
-            left = group * COLUMNS
-            for row in range(first, min(a.shape[0], first + block), MAX_ROWS):
-                rows = min(MAX_ROWS, a.shape[0] - row, first + block - row)
+            left, count = group * COLUMNS, min(a.shape[0] - first, block)
+            is_wide = matrix.itemsize == 1 and count > MAX_ROWS
+            _widen_group(a, count, matrix, start, group, tiles, thread)
+            for row in range(first, first + count, MAX_ROWS):
+                rows = min(MAX_ROWS, first + count - row)
                 if len(scale) == 0:
                     target = out.ctypes.data + row * ldo + left * 4
-                    _multiply(tiles.code, a, row, rows, matrix, start, group, panels, target, ldo, add)
+                    _multiply(a, row, rows, matrix, start, group, tiles, thread, is_wide, target, ldo, add)
                     continue
-                _multiply(tiles.code, a, row, rows, matrix, start, group, panels, sums.ctypes.data, COLUMNS * 4, 0)
+                _multiply(a, row, rows, matrix, start, group, tiles, thread, is_wide, sums.ctypes.data, COLUMNS * 4, 0)
                 _rescale(sums, rows, scale, left)
                 for i in range(rows):
                     for j in range(COLUMNS):
@@ -141,14 +165,17 @@ def multiply_gated(
     chunk = _chunk(groups, len(tiles.sums))
     chunks = -(-groups // chunk)
     pieces = -(-a.shape[0] // block) * chunks
-    sums, panels = tiles.sums[thread], tiles.panels[thread]
+    sums = tiles.sums[thread]
     piece = take(board, phase, pieces)
     while piece >= 0:
         first = piece // chunks * block
         for group in range(piece % chunks * chunk, min(groups, (piece % chunks + 1) * chunk)):
-            for row in range(first, min(a.shape[0], first + block), MAX_ROWS):
-                rows = min(MAX_ROWS, a.shape[0] - row, first + block - row)
-                _multiply(tiles.code, a, row, rows, matrix, start, group, panels, sums.ctypes.data, COLUMNS * 4, 0)
+            count = min(a.shape[0] - first, block)
+            is_wide = matrix.itemsize == 1 and count > MAX_ROWS
+            _widen_group(a, count, matrix, start, group, tiles, thread)
+            for row in range(first, first + count, MAX_ROWS):
+                rows = min(MAX_ROWS, first + count - row)
+                _multiply(a, row, rows, matrix, start, group, tiles, thread, is_wide, sums.ctypes.data, COLUMNS * 4, 0)
                 if len(scale) > 0:
                     _rescale(sums, rows, scale, group * COLUMNS)
                 for i in range(rows):

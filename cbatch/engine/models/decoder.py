@@ -33,8 +33,14 @@ class Decoder:
 
     has_own_threads = True
 
-    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        """tensors: the weights by their names in the files. Raises Unfit where another path has to serve the model."""
+    def __init__(
+        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: torch.dtype, *, quantize: bool = False
+    ) -> None:
+        """Raises Unfit where another path has to serve the model.
+
+        tensors:  the weights by their names in the files
+        quantize: keep matrices as int8, and compute in bfloat16
+        """
         self.config = config
         self.family = family = read_family(config)
         self.name = str((config.get("architectures") or [family.kind])[0])
@@ -47,15 +53,21 @@ class Decoder:
         self.windows: list[int | None] = [window or None for window in family.windows]
         if not fits(self.layers, LANES, dtype) or family.hidden % COLUMNS or family.inner % LANES:
             raise Unfit(f"its sizes do not suit the kernels, or they do not compute in {dtype}")
+        if quantize and dtype != torch.bfloat16:
+            raise Unfit(f"int8 weights are multiplied in bfloat16, not in {dtype}")
         self.num_parameters = check_tensors(family, tensors)
-        self._weights = pack_weights(family, tensors, dtype)
+        self._weights = pack_weights(family, tensors, dtype, quantize)
         self._sizes = Sizes(family.heads, family.eps, family.head_dim**-0.5, np.array(family.windows))
         self._team = Team(torch.get_num_threads())
         self._element = np.dtype(np.float32 if dtype == torch.float32 else np.uint16)
         self._work = new_workspace(
             self._team.size, family.heads // family.kv_heads, family.head_dim, family.head_dim, self._element
         )
-        self._tiles = new_tiles(self._team.size, self._weights.matrices.dtype)
+        self._tiles = new_tiles(
+            self._team.size,
+            self._weights.matrices.dtype,
+            max(family.hidden, family.inner, family.heads * family.head_dim),
+        )
         self._buffers = self._make_buffers(16)
         self._logits = np.empty((0, 0), np.float32)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cbatch.engine.dtypes import choose_dtype
+from cbatch.engine.errors import ConfigError
 from cbatch.engine.models.family import Unfit, read_family
 
 if TYPE_CHECKING:
@@ -44,10 +45,12 @@ class Tensors(Mapping[str, Tensor]):
         return len(self._files)
 
 
-def load_decoder(source: str, revision: str | None, device: torch.device, dtype: str) -> Decoder | None:
+def load_decoder(
+    source: str, revision: str | None, device: torch.device, dtype: str, *, quantize: bool = False
+) -> Decoder | None:
     """The model on the fast path; None where it has none, and where anything about its files is unusual.
 
-    Then the other path loads it, or says what is wrong.
+    Then the other path loads it, or says what is wrong. For `quantize` see `Decoder`.
     """
     from safetensors import SafetensorError
 
@@ -57,8 +60,11 @@ def load_decoder(source: str, revision: str | None, device: torch.device, dtype:
         read_family(config)
         from cbatch.engine.models.decoder import Decoder
 
-        return Decoder(config, Tensors(folder), choose_dtype(dtype, _dtype_of(config), device))
-    except (Unfit, ImportError, OSError, KeyError, ValueError, SafetensorError):
+        number = torch.bfloat16 if quantize and dtype == "auto" else choose_dtype(dtype, _dtype_of(config), device)
+        return Decoder(config, Tensors(folder), number, quantize=quantize)
+    except (Unfit, ImportError, OSError, KeyError, ValueError, SafetensorError) as error:
+        if quantize:
+            raise ConfigError(f"{source} cannot be quantized to int8: {error}.") from error
         return None
 
 

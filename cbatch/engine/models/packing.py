@@ -11,29 +11,52 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.engine.cpu.decoder import Weights
-from cbatch.engine.cpu.linear import interleave, pack
+from cbatch.engine.cpu.linear import pack
 from cbatch.engine.cpu.tensors import as_array
 from cbatch.engine.cpu.tile import COLUMNS, LANES
 from cbatch.engine.models.family import Family
 
 
 class _Packer:
-    """One array for all matrices, filled one after the other, so that no weight is held twice."""
+    """One array for all matrices, filled one after the other, so that no weight is held twice.
 
-    def __init__(self, size: int, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.matrices: NDArray[Any] = np.empty(size, np.float32 if dtype == torch.float32 else np.uint16)
+    quantize: to int8, each column in units of a 127th of its largest number
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype, quantize: bool) -> None:
+        self.quantize = quantize
+        element = np.int8 if quantize else np.float32 if dtype == torch.float32 else np.uint16
+        self.matrices: NDArray[Any] = np.empty(size, element)
+        self.scales: list[NDArray[np.float32]] = []
         self.used = 0
         self.columns = 0
 
-    def add(self, weight: NDArray[Any]) -> tuple[int, int]:
+    def add(self, weight: Tensor) -> tuple[int, int]:
         """Takes a weight [columns, depth]; returns where it begins, and where its columns do among all columns."""
         place = self.used, self.columns
-        packed = pack(weight)
+        columns = _filled_up(len(weight))
+        if self.quantize:
+            weight, scale = quantized(weight)
+            self.scales.append(np.pad(scale.numpy(), (0, columns - len(scale))))
+        packed = pack(as_array(weight))
         self.matrices[self.used : self.used + packed.size] = packed
         self.used += packed.size
-        self.columns += packed.size // weight.shape[1]
+        self.columns += columns
         return place
+
+
+def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight [columns, depth] as int8, and the float32 factor of each column: the nearest of 255 even steps."""
+    weight = weight.float()
+    scale = weight.abs().amax(dim=1).clamp(min=1e-30) / 127
+    return (weight / scale[:, None]).round().to(torch.int8), scale
+
+
+def interleave(gate: Tensor, up: Tensor) -> Tensor:
+    """Two weights [columns, depth] as one, by turns 16 columns of each: a tile has both numbers of 16 results."""
+    padding = -len(gate) % LANES
+    both = torch.stack([torch.nn.functional.pad(weight, (0, 0, 0, padding)) for weight in (gate, up)])
+    return both.view(2, -1, LANES, gate.shape[1]).transpose(0, 1).reshape(-1, gate.shape[1])
 
 
 def _filled_up(columns: int, to: int = COLUMNS) -> int:
@@ -48,19 +71,19 @@ def _size(family: Family) -> int:
     return family.layers * layer + _filled_up(family.vocabulary) * family.hidden
 
 
-def pack_weights(family: Family, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Weights:
+def pack_weights(family: Family, tensors: Mapping[str, Tensor], dtype: torch.dtype, quantize: bool) -> Weights:
     """tensors: by their names in the files, of the shapes that `check_tensors` has seen."""
 
-    def read(name: str) -> NDArray[Any]:
-        return as_array(tensors[name].to(dtype))
+    def read(name: str) -> Tensor:
+        return tensors[name].to(dtype)
 
-    packer = _Packer(_size(family), dtype)
+    packer = _Packer(_size(family), dtype, quantize)
     places = []
     for layer in range(family.layers):
         attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
         places.append(
             [
-                packer.add(np.concatenate([read(f"{attention}{part}_proj.weight") for part in "qkv"])),
+                packer.add(torch.cat([read(f"{attention}{part}_proj.weight") for part in "qkv"])),
                 packer.add(read(attention + "o_proj.weight")),
                 packer.add(interleave(read(mlp + "gate_proj.weight"), read(mlp + "up_proj.weight"))),
                 packer.add(read(mlp + "down_proj.weight")),
@@ -73,13 +96,13 @@ def pack_weights(family: Family, tensors: Mapping[str, Tensor], dtype: torch.dty
         matrices=packer.matrices,
         starts=np.array([[start for start, _ in layer] for layer in places]),
         head=head[0],
-        scales=nothing,
+        scales=np.concatenate(packer.scales) if quantize else nothing,
         columns=np.array([[column for _, column in layer] for layer in [*places, [head] * 4]]),
         bias=_biases(family, tensors),
         norms=_stack(tensors, family, ["input_layernorm", "post_attention_layernorm"]),
         last_norm=_plain(tensors, "model.norm.weight"),
         head_norms=_stack(tensors, family, ["self_attn.q_norm", "self_attn.k_norm"]),
-        embedding=np.empty((0, family.hidden), packer.matrices.dtype) if family.is_tied else read(embedding),
+        embedding=as_array(read(embedding)[:0] if family.is_tied else read(embedding)),
         nothing=nothing,
     )
 
