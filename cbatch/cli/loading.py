@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ def open_engine(options: dict[str, Any], *, quiet: bool, verbose: bool = False) 
     """Loads the engine that the options describe, and says on stderr what it is and what it took."""
     from cbatch.engine import Engine, EngineConfig
 
+    log = logging.getLogger("cbatch")
+    log.handlers = [logging.NullHandler() if quiet else _Notices()]
     gc.freeze()  # what is imported stays
     gc.enable()
     engine = Engine(EngineConfig(**{name: options[name] for name in ENGINE_FIELDS}))
@@ -41,6 +44,13 @@ def open_engine(options: dict[str, Any], *, quiet: bool, verbose: bool = False) 
         for name in ("model", "attention", "context", "batch") if verbose else ():
             notice(f"{name}: {shown[name]}")
     return engine
+
+
+class _Notices(logging.Handler):
+    """What the engine has to tell while it works, in the form of all that is told on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        notice(record.getMessage())
 
 
 def tune_process() -> None:

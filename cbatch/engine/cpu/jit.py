@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import platform
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import llvmlite.binding as llvm
-from numba import njit
+from numba import njit, typeof
 from numba.core import sigutils
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, NullCache
 from numba.core.ccallback import CFunc
+
+_log = logging.getLogger("cbatch")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -30,7 +34,27 @@ class _Cache(FunctionCache):  # type: ignore[misc]
     def _index_key(self, *args: Any) -> tuple[Any, ...]:
         return (*super()._index_key(*args), _sources())
 
+    def load_overload(self, *args: Any) -> Any:
+        found = super().load_overload(*args)
+        if found is None:
+            _say_so()
+        return found
 
+
+def _cache_of(function: Callable[..., Any]) -> Any:
+    """The function's cache; none where no folder can be written."""
+    try:
+        return _Cache(function)
+    except RuntimeError:
+        return NullCache()
+
+
+@cache
+def _say_so() -> None:
+    _log.warning("Compiling kernels for this processor. This takes some ten seconds, the first time only.")
+
+
+@cache
 def _sources() -> str:
     files = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.blake2b(b"".join(path.read_bytes() for path in files), digest_size=16).hexdigest()
@@ -56,15 +80,21 @@ def kernel(function: Function) -> Function:
 def entry(function: Function) -> Function:
     """A kernel that Python calls. It is compiled when it is first called with arguments of its kinds, and kept."""
     compiled: Any = kernel(function)
-    compiled._cache = _Cache(function)
+    compiled._cache = _cache_of(function)
     return cast(Function, compiled)
+
+
+def compile_for(function: Callable[..., Any], *arguments: Any) -> None:
+    """Makes an entry ready to be called with arguments of these kinds, without calling it."""
+    compiled: Any = function
+    compiled.compile(tuple(typeof(argument) for argument in arguments))
 
 
 def address_of(function: Callable[..., None], signature: Any) -> int:
     """Compiles a function for a signature, by itself, to be called by its address; kept like an entry."""
     arguments, result = sigutils.normalize_signature(signature)
     compiled: Any = CFunc(function, (arguments, result), locals={}, options={"nopython": True, "_nrt": False})
-    compiled._cache = _Cache(function)
+    compiled._cache = _cache_of(function)
     compiled.compile()
     _kept.append(compiled)
     return int(compiled.address)

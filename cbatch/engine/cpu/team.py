@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from cbatch.engine.cpu.board import new_board
+from cbatch.engine.cpu.jit import compile_for
 
 _Job = tuple[Callable[..., None], tuple[Any, ...]]
 
@@ -26,6 +27,10 @@ class Team:
         for thread in threads:
             thread.start()
         weakref.finalize(self, _dismiss, self._inboxes, threads)
+
+    def prepare(self, function: Callable[..., None], *args: Any) -> None:
+        """Compiles what `run` would call, so that nobody waits for it later."""
+        compile_for(function, new_board(), 0, *args)
 
     def run(self, function: Callable[..., None], *args: Any) -> None:
         """Calls function(board, thread, *args) in every thread, with a new board; returns when its work is done.

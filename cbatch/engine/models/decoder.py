@@ -20,7 +20,7 @@ from cbatch.engine.cpu.attention import cut, new_workspace
 from cbatch.engine.cpu.decoder import Buffers, Inputs, Sizes, step
 from cbatch.engine.cpu.linear import new_tiles
 from cbatch.engine.cpu.team import Team
-from cbatch.engine.cpu.tensors import fits, pages_of
+from cbatch.engine.cpu.tensors import block_shapes, fits, pages_of
 from cbatch.engine.cpu.tile import COLUMNS, LANES
 from cbatch.engine.kv_pool import KVPool, LayerShape
 from cbatch.engine.models.family import Unfit, check_tensors, read_family
@@ -70,6 +70,7 @@ class Decoder:
         )
         self._buffers = self._make_buffers(16)
         self._logits = np.empty((0, 0), np.float32)
+        self._warm_up()
 
     @property
     def weight_bytes(self) -> int:
@@ -84,6 +85,19 @@ class Decoder:
 
     def forward(self, batch: RaggedBatch, pool: KVPool, attention: AttentionBackend) -> Tensor:
         """Logits [R, vocabulary] float32 of the rows that are wanted, which hold until the next step."""
+        logits = self._room_for_logits(len(batch.logit_rows))
+        self._team.run(step, *self._arguments(batch, pool, logits))
+        return torch.from_numpy(logits)[:, : self.family.vocabulary]
+
+    def _warm_up(self) -> None:
+        """Compiles the kernels, or finds them in their cache."""
+        one = torch.zeros(1, dtype=torch.int64)
+        batch = RaggedBatch(one, one, one, one, one[None].int(), [0], [1])
+        pool = KVPool([block_shapes(self.layers[0], LANES, self.dtype)] * 2, 1, LANES, self.dtype, self.device)
+        self._team.prepare(step, *self._arguments(batch, pool, self._room_for_logits(1)))
+
+    def _arguments(self, batch: RaggedBatch, pool: KVPool, logits: NDArray[np.float32]) -> tuple[Any, ...]:
+        """What the kernel of a step takes behind the board and the thread."""
         family, length = self.family, len(batch.input_ids)
         if length > len(self._buffers.stream):
             self._buffers = self._make_buffers(length)
@@ -98,14 +112,10 @@ class Decoder:
         tables, slots = batch.block_tables.numpy(), batch.slot_mapping.numpy()
         slices = cut(tables, batch.starts, batch.stops, slots, family.heads // family.kv_heads)
         buffers = Buffers(*(array[:length] for array in self._buffers))
-        logits = self._room_for_logits(len(batch.logit_rows))
         if pool.stacks is None:
             raise ValueError("The layers' caches have to lie in one tensor.")
         pages = pages_of(*pool.stacks)
-        self._team.run(
-            step, self._weights, self._sizes, pages, slices, inputs, buffers, self._tiles, self._work, logits
-        )
-        return torch.from_numpy(logits)[:, : family.vocabulary]
+        return self._weights, self._sizes, pages, slices, inputs, buffers, self._tiles, self._work, logits
 
     def _room_for_logits(self, rows: int) -> NDArray[np.float32]:
         """Fresh memory would have to be cleared by the system in every step, which takes as long as the product."""
