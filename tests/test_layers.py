@@ -27,7 +27,7 @@ LAYERS = [
     ["engine.cpu.jit"],
     ["engine.cpu.numbers", "engine.cpu.board"],
     ["engine.cpu.tile", "engine.cpu.team"],
-    ["engine.cpu.linear", "engine.cpu.softmax"],
+    ["engine.cpu.linear", "engine.cpu.softmax", "engine.cpu.sampling"],
     ["engine.cpu.attention"],
     ["engine.cpu.decoder", "engine.cpu.tensors"],
     ["engine.attention.interface"],

@@ -4,16 +4,21 @@ Randomness needs no generator: every (seed, sample, position, token id) has its 
 hashing the four (counter-based noise, as in Salmon et al., SC '11). A row's draw is the token with the largest
 `logit / temperature + Gumbel noise` among those the filters keep, which is a draw from the softmax (the Gumbel
 trick). So neither the neighbours of a row nor the order, chunking or repetition of steps can change it.
+
+Here the definition stands in operations of torch. Float32 on the CPU goes through `cpu/sampling.py`, which draws the
+same tokens many times faster; the two may differ only where two tokens are as good to the last places of a float32.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cbatch.engine.request import Request
+from cbatch.engine.threads import num_threads
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
@@ -56,7 +61,7 @@ def sample(logits: Tensor, requests: list[Request]) -> tuple[Tensor, Tensor]:
     largest, tokens = _largest(logits)
     drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
     if drawn:
-        tokens[drawn] = _draw(logits[drawn].float(), Draw.build(drawn, requests, logits.device))
+        tokens[drawn] = _draw_rows(logits, drawn, Draw.build(drawn, requests, logits.device))
     return tokens, largest
 
 
@@ -66,6 +71,29 @@ def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
         return logits.max(dim=-1)
     tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))  # many times faster than torch's
     return logits.gather(-1, tokens[:, None])[:, 0], tokens
+
+
+def _draw_rows(logits: Tensor, rows: list[int], draw: Draw) -> Tensor:
+    if logits.device.type != "cpu" or logits.dtype != torch.float32:
+        return _draw(logits[rows].float(), draw)
+    try:
+        from cbatch.engine.cpu.sampling import Rules, draw_tokens
+        from cbatch.engine.cpu.team import shared_team
+    except ImportError:  # numba is not made for every Python
+        return _draw(logits[rows], draw)
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    stride, vocabulary = logits.stride(0), logits.shape[1]
+    flat = logits.detach().as_strided(((len(logits) - 1) * stride + vocabulary,), (1,)).numpy()
+    rules = Rules(
+        np.array(rows, np.int64) * stride,
+        draw.temperature.numpy(),
+        draw.top_k.numpy(),
+        draw.top_p.numpy(),
+        draw.min_p.numpy(),
+        draw.keys.numpy().astype(np.uint32),
+    )
+    return torch.from_numpy(draw_tokens(shared_team(num_threads()), flat, vocabulary, rules))
 
 
 def _draw(logits: Tensor, draw: Draw) -> Tensor:

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from cbatch.engine.batch import RaggedBatch
 from cbatch.engine.cpu.attention import Rule, Slices, Workspace, attend_layer, cut, new_workspace, store_layer
-from cbatch.engine.cpu.team import Team
+from cbatch.engine.cpu.team import shared_team
 from cbatch.engine.cpu.tensors import as_array, block_shapes, pages_of
 from cbatch.engine.kv_pool import LayerShape, Shape
+from cbatch.engine.threads import num_threads
 
 
 @dataclass(slots=True)
@@ -41,7 +42,7 @@ class CpuAttention:
     name = "cpu"
 
     def __init__(self) -> None:
-        self._team = Team(torch.get_num_threads())
+        self._team = shared_team(num_threads())
         self._workspaces: dict[tuple[int, int, int, torch.dtype], Workspace] = {}
 
     def block_shapes(self, layer: LayerShape, block_size: int, dtype: torch.dtype) -> tuple[Shape, Shape]:

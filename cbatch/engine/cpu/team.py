@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from functools import cache
 from queue import SimpleQueue
 from typing import Any
 
@@ -41,6 +42,12 @@ class Team:
         for inbox in self._inboxes:
             inbox.put((function, (board, args)))
         function(board, 0, *args)
+
+
+@cache
+def shared_team(size: int) -> Team:
+    """The process's team of that size: those that compute by turns need no threads of their own."""
+    return Team(size)
 
 
 def _help(inbox: SimpleQueue[_Job | None], index: int) -> None:

@@ -19,13 +19,14 @@ from cbatch.engine.batch import RaggedBatch
 from cbatch.engine.cpu.attention import cut, new_workspace
 from cbatch.engine.cpu.decoder import Buffers, Inputs, Sizes, step
 from cbatch.engine.cpu.linear import new_tiles
-from cbatch.engine.cpu.team import Team
+from cbatch.engine.cpu.team import shared_team
 from cbatch.engine.cpu.tensors import block_shapes, fits, pages_of
 from cbatch.engine.cpu.tile import COLUMNS, LANES
 from cbatch.engine.kv_pool import KVPool, LayerShape
 from cbatch.engine.models.family import Unfit, check_tensors, read_family
 from cbatch.engine.models.interface import Linears
 from cbatch.engine.models.packing import pack_weights
+from cbatch.engine.threads import num_threads
 
 
 class Decoder:
@@ -58,7 +59,7 @@ class Decoder:
         self.num_parameters = check_tensors(family, tensors)
         self._weights = pack_weights(family, tensors, dtype, quantize)
         self._sizes = Sizes(family.heads, family.eps, family.head_dim**-0.5, np.array(family.windows))
-        self._team = Team(torch.get_num_threads())
+        self._team = shared_team(num_threads())
         self._element = np.dtype(np.float32 if dtype == torch.float32 else np.uint16)
         self._work = new_workspace(
             self._team.size, family.heads // family.kv_heads, family.head_dim, family.head_dim, self._element
