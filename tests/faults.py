@@ -272,8 +272,6 @@ def serve() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
-    import cbatch.cli.batch
-    import cbatch.cli.run  # noqa: F401
     from cbatch.cli.main import main
 
     for line in sys.stdin:

@@ -24,7 +24,7 @@ LAYERS = [
     ["engine.admission"],
     ["engine.scheduler"],
     ["engine.batch", "engine.kv_pool"],
-    ["engine.cpu.jit"],
+    ["engine.cpu.jit", "engine.cpu.memory"],
     ["engine.cpu.numbers", "engine.cpu.board"],
     ["engine.cpu.tile", "engine.cpu.team"],
     ["engine.cpu.linear", "engine.cpu.softmax", "engine.cpu.sampling"],

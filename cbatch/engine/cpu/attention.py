@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from cbatch.engine.cpu.board import finish, take
 from cbatch.engine.cpu.jit import entry, kernel
+from cbatch.engine.cpu.memory import empty
 from cbatch.engine.cpu.numbers import exp, narrow, tanh, widen
 from cbatch.engine.cpu.softmax import CHUNK, weigh
 from cbatch.engine.cpu.tile import COLUMNS, LANES, MAX_ROWS, prefetch, tile
@@ -210,14 +211,14 @@ def new_workspace(threads: int, group: int, key_dim: int, value_dim: int, dtype:
     rows = max(_QUERIES, group)
     width = -(-value_dim // COLUMNS) * COLUMNS
     return Workspace(
-        np.zeros((threads, 2, CHUNK // LANES), np.int64),
-        np.zeros((threads, CHUNK // LANES, 2), np.int64),
-        np.zeros((threads, rows, key_dim), dtype),
-        np.zeros((threads, MAX_ROWS, CHUNK), np.float32),
-        np.zeros((threads, MAX_ROWS, CHUNK), dtype),
-        np.zeros((threads, rows), np.float32),
-        np.zeros((threads, rows), np.float32),
-        np.zeros((threads, rows, width), np.float32),
+        empty((threads, 2, CHUNK // LANES), np.int64),
+        empty((threads, CHUNK // LANES, 2), np.int64),
+        empty((threads, rows, key_dim), dtype),
+        empty((threads, MAX_ROWS, CHUNK), np.float32),
+        empty((threads, MAX_ROWS, CHUNK), dtype),
+        empty((threads, rows), np.float32),
+        empty((threads, rows), np.float32),
+        empty((threads, rows, width), np.float32),
     )
 
 

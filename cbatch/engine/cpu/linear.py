@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from cbatch.engine.cpu.board import finish, take
 from cbatch.engine.cpu.jit import kernel
+from cbatch.engine.cpu.memory import empty
 from cbatch.engine.cpu.numbers import bits_of, narrow, silu
 from cbatch.engine.cpu.tile import COLUMNS, LANES, MAX_ROWS, tile, tile_code
 
@@ -39,10 +40,10 @@ def new_tiles(threads: int, dtype: np.dtype[Any], depth: int) -> Tiles:
     wide = np.dtype(np.uint16)
     return Tiles(
         tile_code(dtype),
-        np.zeros((threads, MAX_ROWS, COLUMNS), np.float32),
-        np.zeros((threads, 1, 2), np.int64),
+        empty((threads, MAX_ROWS, COLUMNS), np.float32),
+        empty((threads, 1, 2), np.int64),
         tile_code(wide) if dtype == np.int8 else 0,
-        np.zeros((threads, depth * COLUMNS if dtype == np.int8 else 0), wide),
+        empty((threads, depth * COLUMNS if dtype == np.int8 else 0), wide),
     )
 
 

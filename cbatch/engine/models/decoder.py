@@ -19,6 +19,7 @@ from cbatch.engine.batch import RaggedBatch
 from cbatch.engine.cpu.attention import cut, new_workspace
 from cbatch.engine.cpu.decoder import Buffers, Inputs, Sizes, step
 from cbatch.engine.cpu.linear import new_tiles
+from cbatch.engine.cpu.memory import empty
 from cbatch.engine.cpu.team import shared_team
 from cbatch.engine.cpu.tensors import block_shapes, fits, pages_of
 from cbatch.engine.cpu.tile import COLUMNS, LANES
@@ -122,7 +123,7 @@ class Decoder:
         """Fresh memory would have to be cleared by the system in every step, which takes as long as the product."""
         if rows > len(self._logits):
             width = -(-self.family.vocabulary // COLUMNS) * COLUMNS
-            self._logits = np.empty((rows, width), np.float32)
+            self._logits = empty((rows, width), np.float32)
         return self._logits[:rows]
 
     def _make_buffers(self, length: int) -> Buffers:
@@ -130,10 +131,10 @@ class Decoder:
         attended = family.heads * family.head_dim
         mixed = -(-(attended + 2 * family.kv_heads * family.head_dim) // COLUMNS) * COLUMNS
         return Buffers(
-            np.empty((length, family.hidden), np.float32),
-            np.empty((length, family.hidden), self._element),
-            np.empty((length, mixed), np.float32),
-            np.empty((length, attended), self._element),
-            np.empty((length, attended), self._element),
-            np.empty((length, family.inner), self._element),
+            empty((length, family.hidden), np.float32),
+            empty((length, family.hidden), self._element),
+            empty((length, mixed), np.float32),
+            empty((length, attended), self._element),
+            empty((length, attended), self._element),
+            empty((length, family.inner), self._element),
         )

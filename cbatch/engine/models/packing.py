@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from cbatch.engine.cpu.decoder import Weights
 from cbatch.engine.cpu.linear import pack
+from cbatch.engine.cpu.memory import empty
 from cbatch.engine.cpu.tensors import as_array
 from cbatch.engine.cpu.tile import COLUMNS, LANES
 from cbatch.engine.models.family import Family
@@ -26,7 +26,7 @@ class _Packer:
     def __init__(self, size: int, dtype: torch.dtype, quantize: bool) -> None:
         self.quantize = quantize
         element = np.int8 if quantize else np.float32 if dtype == torch.float32 else np.uint16
-        self.matrices: NDArray[Any] = np.empty(size, element)
+        self.matrices = empty(size, element)
         self.scales: list[NDArray[np.float32]] = []
         self.used = 0
         self.columns = 0
