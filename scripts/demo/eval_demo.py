@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -42,15 +43,49 @@ def complete(engine: Engine, cases: list[Case]) -> list[Completion]:
     return outputs
 
 
+def perplexity(model: str, dtype: str, quantize: str | None, cases: list[Case]) -> float:
+    """Of the right answers, by token, as the model is computed in these numbers."""
+    engine = Engine(EngineConfig(model=model, dtype=dtype, quantize=quantize))
+    total, count = 0.0, 0
+    for at in range(0, len(cases), BATCH):
+        prompts, lengths = [], []
+        for case in cases[at : at + BATCH]:
+            conversation = {"messages": case.messages}
+            prompts.append(engine.encode(conversation, answer=case.answer))
+            lengths.append(len(prompts[-1]) - len(engine.encode(conversation)))
+        scored = engine.generate(prompts, SamplingParams(max_tokens=0, prompt_logprobs=0))
+        for output, length in zip(scored, lengths, strict=True):
+            if output.error is not None or output.prompt_logprobs is None:
+                raise output.error or ValueError("A prompt was not scored.")
+            total += sum(one.logprob for one in output.prompt_logprobs[-length:] if one is not None)
+            count += length
+    engine.close()
+    return math.exp(-total / count)
+
+
+def print_perplexities(model: str, cases: list[Case]) -> None:
+    print("| computed in | perplexity of the right answers |\n| --- | ---: |")
+    for title, dtype, quantize in (
+        ("float32", "float32", None),
+        ("bfloat16", "bfloat16", None),
+        ("int8 weights, bfloat16", "bfloat16", "int8"),
+    ):
+        print(f"| {title} | {perplexity(model, dtype, quantize, cases):.4f} |")
+
+
 def main() -> None:
     """Score and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=str(ROOT / "cbatch" / "demo"))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--per-skill", type=int, default=120)
+    parser.add_argument("--perplexity", action="store_true", help="of the right answers, in several types of numbers")
     parser.add_argument("--show-wrong", action="store_true", help="print the wrong answers to standard error")
     args = parser.parse_args()
     cases = held_out(args.per_skill) + own_wording() + prompt_cases(ROOT / "scripts" / "prompts.jsonl")
+    if args.perplexity:
+        print_perplexities(args.model, [case for case in cases if not case.words])
+        return
     engine = Engine(EngineConfig(model=args.model, dtype=args.dtype))
     scores: dict[str, list[bool]] = defaultdict(list)
     for case, output in zip(cases, complete(engine, cases), strict=True):
