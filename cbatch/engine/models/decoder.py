@@ -29,6 +29,8 @@ from cbatch.engine.models.interface import Linears
 from cbatch.engine.models.packing import pack_weights
 from cbatch.engine.threads import num_threads
 
+_KEPT_ROWS = 256
+
 
 class Decoder:
     """A model of the Llama family, ready to run ragged batches over a paged cache."""
@@ -120,9 +122,14 @@ class Decoder:
         return self._weights, self._sizes, pages, slices, inputs, buffers, self._tiles, self._work, logits
 
     def _room_for_logits(self, rows: int) -> NDArray[np.float32]:
-        """Fresh memory would have to be cleared by the system in every step, which takes as long as the product."""
+        """Fresh memory would have to be cleared by the system in every step, which takes as long as the product.
+
+        Only a prompt that is scored has more rows than are kept.
+        """
+        width = -(-self.family.vocabulary // COLUMNS) * COLUMNS
+        if rows > _KEPT_ROWS:
+            return empty((rows, width), np.float32)
         if rows > len(self._logits):
-            width = -(-self.family.vocabulary // COLUMNS) * COLUMNS
             self._logits = empty((rows, width), np.float32)
         return self._logits[:rows]
 
