@@ -118,22 +118,27 @@ def test_equals_the_reference(name: str, dtype: torch.dtype) -> None:
             torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
 
 
-def test_a_token_has_the_same_bits_however_its_sequence_was_cut() -> None:
-    """Guards the promise that neither chunks nor neighbours change a result."""
+@pytest.mark.parametrize("window, shift", [(None, 0.0), (16, 0.0), (16, -4.0), (16, -300.0)])
+def test_a_token_has_the_same_bits_however_its_sequence_was_cut(window: int | None, shift: float) -> None:
+    """Guards the promise that neither chunks nor neighbours change a result; nor do chunks outside of the window, which
+    counted as a score of 0 once, whatever the others were."""
     case, length = CASES["grouped heads"], 150
     backend, heads = CpuAttention(), 9
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(length, n, 64, generator=generator).bfloat16() for n in (heads, 3, 3))
+    query[..., 0], key[..., 0] = 8, shift  # shifts all scores
     results = []
-    for cuts in ([0, 150], [0, 1, 64, 65, 149, 150], [0, 100, 150]):
+    for cuts in ([0, 150], [0, 1, 64, 65, 149, 150], [0, 100, 150], list(range(151))):
         shapes = backend.block_shapes(case.layer, 16, torch.bfloat16)
         pool = KVPool([shapes], NUM_BLOCKS, 16, torch.bfloat16, CPU)
         parts = []
         for start, stop in pairwise(cuts):
             metadata = backend.prepare(make_batch([(0, start, stop)], [list(range(10))], 16), 16)
             backend.write(pool.keys[0], pool.values[0], key[start:stop], value[start:stop], metadata)
-            parts.append(backend.attend(query[start:stop], pool.keys[0], pool.values[0], metadata, scale=0.125))
+            options = {"scale": 0.125, "window": window}
+            parts.append(backend.attend(query[start:stop], pool.keys[0], pool.values[0], metadata, **options))  # type: ignore[arg-type]
         results.append(torch.cat(parts))
+    assert results[0].isfinite().all()
     assert all(torch.equal(result, results[0]) for result in results)
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from cbatch.engine.cpu.board import finish, new_board, take
 from cbatch.engine.cpu.jit import entry
 from cbatch.engine.cpu.linear import multiply, multiply_gated, new_tiles, pack
-from cbatch.engine.cpu.numbers import exp, round_to_bfloat16, tanh
+from cbatch.engine.cpu.numbers import exp, round_to_bfloat16, silu, tanh
 from cbatch.engine.cpu.team import Team
 from cbatch.engine.cpu.tile import MAX_ROWS
 from cbatch.engine.models.packing import interleave, quantized
@@ -102,6 +102,15 @@ def test_functions_of_numbers() -> None:
     assert exp(np.float32(-np.inf)) == 0 and exp(np.float32(-88)) == 0 and np.isnan(exp(np.float32(np.nan)))
     for x in np.linspace(-20, 20, 501, dtype=np.float32):
         assert tanh(x) == pytest.approx(np.tanh(np.float64(x)), abs=3e-7)
+
+
+def test_gates_of_any_size() -> None:
+    """Guards the far ends: an exponential that runs over turned a gate of -90 into -90, and it belongs at 0."""
+    for x in np.float32([-1e30, -1e5, -318, -90, -88.5, -87.5, 87.5, 90, 318, 1e5, 1e30]):
+        expected = float(x) if x > 0 else 0.0
+        assert silu(x) == pytest.approx(expected, rel=1e-6, abs=1e-7)
+        assert tanh(x) == np.sign(x)
+    assert tanh(np.float32(np.inf)) == 1 and tanh(np.float32(-np.inf)) == -1 and np.isnan(silu(np.float32(np.nan)))
 
 
 def test_rounding_to_bfloat16() -> None:

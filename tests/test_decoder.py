@@ -144,7 +144,23 @@ def test_what_is_not_of_the_family_is_refused() -> None:
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}},
         {"num_key_value_heads": 4},
         {"layer_types": ["chunked_attention"] * 2},
+        {"layer_types": ["sliding_attention"] * 2},
+        {"num_attention_heads": 3},
+        {"num_attention_heads": 0},
+        {"rms_norm_eps": None},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1.0, "partial_rotary_factor": 0.5}},
+        {"architectures": 5, "hidden_size": "many"},
     ]
+    mistral = network_of("mistral, window").config.to_dict()
+    del mistral["sliding_window"]  # which is 4,096 then
+    with pytest.raises(Unfit, match="no sliding_window"):
+        Decoder(mistral, network_of("mistral, window").state_dict(), torch.float32)
+    tied = network_of("llama, tied").state_dict()
+    with pytest.raises(Unfit, match="differ"):
+        Decoder(
+            config | {"tie_word_embeddings": True}, tied | {"lm_head.weight": tied["lm_head.weight"] + 1}, torch.float32
+        )
     for deviation in deviations:
         with pytest.raises(Unfit):
             Decoder(config | deviation, tensors, torch.float32)

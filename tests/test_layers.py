@@ -28,6 +28,7 @@ LAYERS = [
     ["engine.cpu.numbers", "engine.cpu.board"],
     ["engine.cpu.tile", "engine.cpu.team"],
     ["engine.cpu.linear", "engine.cpu.softmax", "engine.cpu.sampling"],
+    ["engine.cpu.pages"],
     ["engine.cpu.attention"],
     ["engine.cpu.decoder", "engine.cpu.tensors"],
     ["engine.attention.interface"],

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,7 +47,7 @@ class KVPool:
     ) -> None:
         self.block_size = block_size
         self.stacks: tuple[Tensor, Tensor] | None = None
-        make = partial(torch.empty, dtype=dtype, device=device)
+        make = partial(_empty, dtype=dtype, device=device)
         if len(set(shapes)) == 1:
             keys, values = (make(len(shapes), num_blocks, *shape) for shape in shapes[0])
             self.stacks = keys, values
@@ -53,6 +55,16 @@ class KVPool:
         else:
             self.keys = [make(num_blocks, *shape) for shape, _ in shapes]
             self.values = [make(num_blocks, *shape) for _, shape in shapes]
+
+
+def _empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.empty(*shape, dtype=dtype, device=device)
+    # numpy asks the system for large pages, so that scattered blocks are found without walking its tables.
+    size = math.prod(shape) * dtype.itemsize
+    room = torch.from_numpy(np.empty(size + 64, np.uint8))
+    start = -room.data_ptr() % 64
+    return room[start : start + size].view(dtype).view(shape)
 
 
 def choose_num_blocks(

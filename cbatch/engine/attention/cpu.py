@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.engine.batch import RaggedBatch
-from cbatch.engine.cpu.attention import Rule, Slices, Workspace, attend_layer, cut, new_workspace, store_layer
+from cbatch.engine.cpu.attention import attend_layer, store_layer
+from cbatch.engine.cpu.pages import Rule, Slices, Workspace, cut, new_workspace
 from cbatch.engine.cpu.team import shared_team
 from cbatch.engine.cpu.tensors import as_array, block_shapes, pages_of
 from cbatch.engine.kv_pool import LayerShape, Shape
@@ -76,9 +77,9 @@ class CpuAttention:
             self._workspaces[shape] = new_workspace(self._team.size, *shape[:3], pages.keys.dtype)
         nothing = np.empty(0, np.float32)
         rule = Rule(scale, window or 0, softcap or 0.0, nothing if sinks is None else sinks.float().numpy())
-        out = query.new_empty(tokens, heads * pages.value_dim)
+        out = keys.new_empty(tokens, heads * pages.value_dim)
         self._team.run(
-            attend_layer, pages, metadata.cut(group), rule, as_array(query.flatten(1)), as_array(out),
+            attend_layer, pages, metadata.cut(group), rule, as_array(query.flatten(1).to(keys.dtype)), as_array(out),
             self._workspaces[shape],
         )  # fmt: skip
-        return out.view(tokens, heads, pages.value_dim)
+        return out.view(tokens, heads, pages.value_dim).to(query.dtype)

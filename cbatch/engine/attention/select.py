@@ -35,8 +35,8 @@ def check_quantize(name: str | None, *, fast: bool) -> bool:
         raise ConfigError(f"Weights cannot be quantized to {name!r}; the only choice is int8.")
     if not fast:
         raise ConfigError(
-            "Only the CPU's fast path has int8 weights: use --device cpu, --attention auto and blocks of a multiple "
-            "of 16 tokens."
+            "Only the CPU's fast path has int8 weights: use --device cpu, --attention auto or cpu, and blocks of "
+            "a multiple of 16 tokens."
         )
     return True
 

@@ -1,84 +1,23 @@
 """Attention over the pages of the cache where they lie.
 
-A page is the keys or values of one block, for one head, in panels (see `tile`), so that scores and sums of values are
-the same products as everything else:
-
-    keys    [num_blocks, heads, block_size / 16, key_dim / pair, 16, pair]              16 tokens are a panel's columns
-    values  [num_blocks, heads, value_dim / 16, block_size / pair, 16, pair]            16 numbers of a value are
-
+Keys and values lie in panels (see `pages`), so that scores and sums of values are the same products as all others.
 Chunks of 64 tokens, at fixed places of the sequence, go through the softmax one after the other (Milakov and
 Gimelshein, 2018). So a token's result is the same to the last bit however its sequence was cut into steps.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cbatch.engine.cpu.board import finish, take
 from cbatch.engine.cpu.jit import entry, kernel
-from cbatch.engine.cpu.memory import empty
 from cbatch.engine.cpu.numbers import exp, narrow, tanh, widen
 from cbatch.engine.cpu.softmax import CHUNK, weigh
 from cbatch.engine.cpu.tile import COLUMNS, LANES, MAX_ROWS, prefetch, tile
 
-_QUERIES = 96
-"""Query rows (tokens times heads that share keys) for which a chunk of keys is used while it is in the cache."""
-
 _MINUS_INFINITY = np.float32(-np.inf)
-
-
-class Pages(NamedTuple):
-    """Where the cache of a model's layers lies, all with the same heads and sizes.
-
-    code:          of the tiles (see `tile_code`)
-    keys, values:  [layers, all pages of a layer] float32, or uint16 for bfloat16
-    """
-
-    code: int
-    keys: NDArray[Any]
-    values: NDArray[Any]
-    heads: int
-    key_dim: int
-    value_dim: int
-    block_size: int
-
-
-class Slices(NamedTuple):
-    """The sequences of a step, and the pieces in which they attend.
-
-    tables:  [S, B] int32 blocks of each sequence
-    starts:  [S] int64 place in its sequence of a slice's first token
-    firsts:  [S] int64 row of the step with that token
-    pieces:  [N, 3] int64: sequence, first query token in its slice, number of query tokens
-    slots:   [T] int64 where each token goes: block * block_size + offset
-    lasts:   [T] bool, whether a token is the last of its slice
-    """
-
-    tables: NDArray[np.int32]
-    starts: NDArray[np.int64]
-    firsts: NDArray[np.int64]
-    pieces: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    lasts: NDArray[np.bool_]
-
-
-def cut(tables: NDArray[np.int32], starts: list[int], stops: list[int], slots: NDArray[np.int64], group: int) -> Slices:
-    """A step's slices, cut into pieces of about equal size. `group`: query heads that share one head of the cache."""
-    begins = np.array(starts)
-    counts = np.array(stops) - begins
-    ends = counts.cumsum()
-    most = max(1, _QUERIES // group)
-    parts = -(-counts // most)
-    sequence = np.repeat(np.arange(len(counts)), parts)
-    first = (np.arange(len(sequence)) - (parts.cumsum() - parts)[sequence]) * most
-    pieces = np.stack([sequence, first, np.minimum(most, counts[sequence] - first)], axis=1)
-    longest_first = np.argsort(-(begins[sequence] + first) * pieces[:, 2], kind="stable")
-    lasts = np.zeros(len(slots), np.bool_)
-    lasts[ends - 1] = True
-    return Slices(tables, begins, ends - counts, pieces[longest_first], slots, lasts)
 
 
 @kernel
@@ -183,43 +122,6 @@ def _weigh(
             out[j] *= shrink
         largest[row] = most
     total[row] += added
-
-
-class Rule(NamedTuple):
-    """How a layer attends. window, softcap: 0 for none; sinks: [query heads] float32, empty for none."""
-
-    scale: float
-    window: int
-    softcap: float
-    sinks: NDArray[np.float32]
-
-
-class Workspace(NamedTuple):
-    """What each thread needs for one piece: [threads, ...], rows for query tokens times the heads of a group."""
-
-    panels: NDArray[np.int64]
-    pairs: NDArray[np.int64]
-    query: NDArray[Any]
-    scores: NDArray[np.float32]
-    weights: NDArray[Any]
-    largest: NDArray[np.float32]
-    total: NDArray[np.float32]
-    sums: NDArray[np.float32]
-
-
-def new_workspace(threads: int, group: int, key_dim: int, value_dim: int, dtype: np.dtype[Any]) -> Workspace:
-    rows = max(_QUERIES, group)
-    width = -(-value_dim // COLUMNS) * COLUMNS
-    return Workspace(
-        empty((threads, 2, CHUNK // LANES), np.int64),
-        empty((threads, CHUNK // LANES, 2), np.int64),
-        empty((threads, rows, key_dim), dtype),
-        empty((threads, MAX_ROWS, CHUNK), np.float32),
-        empty((threads, MAX_ROWS, CHUNK), dtype),
-        empty((threads, rows), np.float32),
-        empty((threads, rows), np.float32),
-        empty((threads, rows, width), np.float32),
-    )
 
 
 @kernel

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.engine.cpu.attention import Pages, Rule, Slices, Workspace, attend, store
+from cbatch.engine.cpu.attention import attend, store
 from cbatch.engine.cpu.board import finish, take
 from cbatch.engine.cpu.jit import entry, kernel
 from cbatch.engine.cpu.linear import Tiles, multiply, multiply_gated
 from cbatch.engine.cpu.numbers import narrow, widen
+from cbatch.engine.cpu.pages import Pages, Rule, Slices, Workspace
 from cbatch.engine.cpu.tile import COLUMNS
 
 _ROWS = 8

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import platform
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -35,10 +36,18 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         return (*super()._index_key(*args), _sources())
 
     def load_overload(self, *args: Any) -> Any:
-        found = super().load_overload(*args)
+        found = None
+        with suppress(Exception):  # a file that was cut off, or is of another release
+            found = super().load_overload(*args)
         if found is None:
             _say_so()
         return found
+
+    def save_overload(self, *args: Any) -> None:
+        try:
+            super().save_overload(*args)
+        except Exception as error:
+            _log.warning("The compiled kernels cannot be kept, and will be compiled again next time: %s", error)
 
 
 def _cache_of(function: Callable[..., Any]) -> Any:

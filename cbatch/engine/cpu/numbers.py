@@ -14,7 +14,7 @@ from cbatch.engine.cpu.jit import kernel
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
-_LOWEST = np.float32(-87.0)
+_LOWEST, _HIGHEST = np.float32(-87.0), np.float32(88.0)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -63,9 +63,10 @@ def round_to_bfloat16(x: Any) -> Any:
 
 @kernel
 def exp(x: Any) -> Any:
-    """e^x of a float32 within 2 units in the last place up to 88, 0 below -87; without a branch (Cephes' expf)."""
+    """e^x of a float32 within 2 units in the last place; e^88 above 88, 0 below -87 (Cephes' expf)."""
     is_tiny = x < _LOWEST
     x = _LOWEST if is_tiny else x
+    x = _HIGHEST if x > _HIGHEST else x  # beyond it the exponent would run over into the sign
     n = np.floor(x * _LOG2_E + np.float32(0.5))
     r = (x - n * _LN2_HIGH) - n * _LN2_LOW
     p = np.float32(1.9875691500e-4)

@@ -101,7 +101,8 @@ def weigh(context: Any, like: Any, scores: Any, weights: Any, scale: Any, first:
     scores, weights: addresses, of the weights to be written too
     before:  the largest score of earlier chunks
 
-    Returns (the largest score so far, the sum of the weights). The sum is no number if one of the scores is none.
+    Returns (the largest score so far, minus infinity where none has counted yet; the sum of the weights). The sum is
+    no number if one of the scores is none.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -120,10 +121,10 @@ def weigh(context: Any, like: Any, scores: Any, weights: Any, scale: Any, first:
         largest = vectors.folded(most, vectors.larger)
         largest = builder.select(builder.fcmp_ordered(">", largest, before), largest, before)
         is_lowest = builder.fcmp_ordered("==", largest, _FLOAT(float("-inf")))
-        largest = builder.select(is_lowest, _FLOAT(0.0), largest)  # nothing counts, or nothing that is a number
+        base = builder.select(is_lowest, _FLOAT(0.0), largest)  # nothing counts, or nothing that is a number
         total = _floats(0.0)
         for part, row in enumerate(rows):
-            weight = vectors.exp(builder.fsub(row, vectors.spread(largest)))
+            weight = vectors.exp(builder.fsub(row, vectors.spread(base)))
             total = builder.fadd(total, weight)
             vectors.store(weight, weights, part, like)
         return context.make_tuple(builder, signature.return_type, [largest, vectors.folded(total, builder.fadd)])

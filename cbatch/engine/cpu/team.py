@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from queue import SimpleQueue
 from typing import Any
@@ -39,9 +40,13 @@ class Team:
         The function has to find all of its work through the board: a helper may come when the others have done it.
         """
         board = new_board()
-        for inbox in self._inboxes:
-            inbox.put((function, (board, args)))
-        function(board, 0, *args)
+        try:
+            for inbox in self._inboxes:
+                inbox.put((function, (board, args)))
+            function(board, 0, *args)
+        except BaseException:  # an interruption: helpers must not be at work when the caller goes on
+            function(board, 0, *args)
+            raise
 
 
 @cache
@@ -54,7 +59,8 @@ def _help(inbox: SimpleQueue[_Job | None], index: int) -> None:
     while (job := inbox.get()) is not None:
         function, (board, args) = job
         del job  # nothing of a step is kept while waiting for the next
-        function(board, index, *args)
+        with suppress(Exception):  # one that cannot be compiled: the caller meets the same
+            function(board, index, *args)
         del function, board, args
 
 

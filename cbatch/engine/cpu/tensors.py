@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.engine.cpu.attention import Pages
+from cbatch.engine.cpu.pages import Pages
 from cbatch.engine.cpu.tile import LANES, tile_code
 from cbatch.engine.kv_pool import LayerShape, Shape
 

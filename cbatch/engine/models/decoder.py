@@ -16,10 +16,10 @@ from torch import Tensor
 
 from cbatch.engine.attention.interface import AttentionBackend
 from cbatch.engine.batch import RaggedBatch
-from cbatch.engine.cpu.attention import cut, new_workspace
 from cbatch.engine.cpu.decoder import Buffers, Inputs, Sizes, step
 from cbatch.engine.cpu.linear import new_tiles
 from cbatch.engine.cpu.memory import empty
+from cbatch.engine.cpu.pages import cut, new_workspace
 from cbatch.engine.cpu.team import shared_team
 from cbatch.engine.cpu.tensors import block_shapes, fits, pages_of
 from cbatch.engine.cpu.tile import COLUMNS, LANES

@@ -24,7 +24,6 @@ class Family:
 
     windows:       for each layer how many tokens back it sees, itself included; 0 for all
     frequencies:   [rotary_dim / 2] float32, radians from one token to the next
-    rope_factor:   of cosines and sines
     """
 
     kind: str
@@ -47,6 +46,17 @@ class Family:
 
 def read_family(config: Mapping[str, Any]) -> Family:
     """Reads a config.json, as transformers does. Raises Unfit for what the fast path does not do."""
+    try:
+        return _read(config)
+    except Unfit:
+        raise
+    except KeyError as error:
+        raise Unfit(f"its config.json has no {error.args[0]}") from error
+    except Exception as error:  # whatever comes of values that nobody expects there
+        raise Unfit(f"its config.json is unusual ({error})") from error
+
+
+def _read(config: Mapping[str, Any]) -> Family:
     kind = config.get("model_type")
     if kind not in FAMILIES:
         raise Unfit(f"models of type {kind} are not of the Llama family")
@@ -56,12 +66,15 @@ def read_family(config: Mapping[str, Any]) -> Family:
         raise Unfit("its weights are quantized")
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or hidden // heads)
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    if heads % kv_heads or min(heads, kv_heads, head_dim, int(config["num_hidden_layers"])) < 1:
+        raise Unfit(f"its {heads} query heads cannot share {kv_heads} heads of keys")
     return Family(
         kind=str(kind),
         hidden=hidden,
         inner=int(config["intermediate_size"]),
         heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
+        kv_heads=kv_heads,
         head_dim=head_dim,
         vocabulary=int(config["vocab_size"]),
         max_model_len=int(config["max_position_embeddings"]),
@@ -73,18 +86,17 @@ def read_family(config: Mapping[str, Any]) -> Family:
 
 
 def _windows(config: Mapping[str, Any]) -> tuple[int, ...]:
-    layers, window = int(config["num_hidden_layers"]), config.get("sliding_window")
-    kinds = config.get("layer_types")
+    layers, kinds = int(config["num_hidden_layers"]), config.get("layer_types")
+    has_window = config["model_type"] == "mistral" or bool(config.get("use_sliding_window"))
+    window = int(config["sliding_window"] or 0) if has_window else 0  # one that is absent has a default
     if kinds is not None:
         if not set(kinds) <= {"full_attention", "sliding_attention"} or len(kinds) != layers:
             raise Unfit("its layers are of other kinds")
-        return tuple(int(window or 0) if kind == "sliding_attention" else 0 for kind in kinds)
-    if config["model_type"].startswith("qwen"):
-        if not config.get("use_sliding_window"):
-            return (0,) * layers
-        first = int(config["max_window_layers"])
-        return tuple(int(window or 0) if layer >= first else 0 for layer in range(layers))
-    return (int(window or 0) if config["model_type"] == "mistral" else 0,) * layers
+        if not has_window and "sliding_attention" in kinds:
+            raise Unfit("it has sliding windows that its family does not know")
+        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    first = int(config["max_window_layers"]) if window and config["model_type"].startswith("qwen") else 0
+    return tuple(window if layer >= first else 0 for layer in range(layers))
 
 
 def _frequencies(config: Mapping[str, Any], head_dim: int) -> Tensor:
@@ -94,7 +106,9 @@ def _frequencies(config: Mapping[str, Any], head_dim: int) -> Tensor:
     rope |= config.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     part = float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0))
-    width = int(head_dim * part)
+    if part != 1 or head_dim % 2:
+        raise Unfit("its rotary places turn a part of a head")
+    width = head_dim
     frequencies: Tensor = 1.0 / rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width)
     if kind == "default":
         return frequencies
@@ -154,11 +168,14 @@ def shapes_of(family: Family) -> dict[str, tuple[int, ...]]:
 def check_tensors(family: Family, tensors: Mapping[str, Tensor]) -> int:
     """The number of parameters, when the files hold just the weights of the family. Raises Unfit where they do not."""
     shapes = shapes_of(family)
-    spare = {"lm_head.weight"} if family.is_tied else set()
-    odd = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")} - spare ^ shapes.keys()
+    head = "lm_head.weight"
+    spare = {head} if family.is_tied else set()
+    odd = ({name for name in tensors if not name.endswith("rotary_emb.inv_freq")} - spare) ^ shapes.keys()
     if odd:
         raise Unfit(f"its weights are not those of its family: {min(odd)}")
     wrong = [name for name, shape in shapes.items() if tuple(tensors[name].shape) != shape]
     if wrong:
         raise Unfit(f"the shape of {wrong[0]} is not what its config says")
+    if head in spare and head in tensors and not torch.equal(tensors[head], tensors["model.embed_tokens.weight"]):
+        raise Unfit("its embedding is tied to its head, and both are in its files and differ")
     return sum(math.prod(shape) for shape in shapes.values())

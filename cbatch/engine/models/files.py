@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cbatch.engine.dtypes import choose_dtype
@@ -17,6 +19,8 @@ from cbatch.engine.models.family import Unfit, read_family
 if TYPE_CHECKING:
     from cbatch.engine.models.decoder import Decoder
 
+_log = logging.getLogger("cbatch")
+
 INDEX = "model.safetensors.index.json"
 
 
@@ -24,13 +28,9 @@ class Tensors(Mapping[str, Tensor]):
     """The tensors of a folder's safetensors files by name, each read when it is asked for."""
 
     def __init__(self, folder: Path) -> None:
-        from safetensors import safe_open
-
-        index = folder / INDEX
-        if index.is_file():
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        else:
-            names = ["model.safetensors"]
+        names = ["model.safetensors"]
+        if not (folder / names[0]).is_file():  # as transformers looks for them
+            names = sorted(set(_read_json(folder / INDEX).get("weight_map", {}).values()))
         files = [safe_open(folder / name, framework="pt") for name in names]
         self._files = {key: file for file in files for key in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
 
@@ -52,29 +52,49 @@ def load_decoder(
 
     Then the other path loads it, or says what is wrong. For `quantize` see `Decoder`.
     """
-    from safetensors import SafetensorError
-
     try:
-        folder = _folder(source, revision)
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        read_family(config)
-        from cbatch.engine.models.decoder import Decoder
-
-        number = torch.bfloat16 if quantize and dtype == "auto" else choose_dtype(dtype, _dtype_of(config), device)
-        return Decoder(config, Tensors(folder), number, quantize=quantize)
-    except (Unfit, ImportError, OSError, KeyError, ValueError, SafetensorError) as error:
+        return _load(source, revision, device, dtype, quantize)
+    except (Unfit, ImportError, OSError, SafetensorError) as error:
         if quantize:
             raise ConfigError(f"{source} cannot be quantized to int8: {error}.") from error
+        _log.info("%s goes without the fast path: %s.", source, error)
         return None
 
 
-def _folder(source: str, revision: str | None) -> Path:
-    """The folder of a model, downloaded from the hub where it is no folder."""
+def _load(source: str, revision: str | None, device: torch.device, dtype: str, quantize: bool) -> Decoder:
+    folder = _folder(source, revision, ["config.json"])
+    config = _read_json(folder / "config.json")
+    read_family(config)  # before weights are downloaded
+    names = ["generation_config.json", "model.safetensors", "model-*.safetensors", INDEX]
+    folder = _folder(source, revision, ["config.json", *names])
+    if "eos_token_id" not in config | _read_json(folder / "generation_config.json"):
+        raise Unfit("neither of its configs says what ends an output")
+    from cbatch.engine.models.decoder import Decoder
+
+    number = torch.bfloat16 if quantize and dtype == "auto" else choose_dtype(dtype, _dtype_of(config), device)
+    return Decoder(config, Tensors(folder), number, quantize=quantize)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise Unfit(f"{path.name} is not valid JSON") from error
+    if not isinstance(content, dict):
+        raise Unfit(f"{path.name} is no object")
+    return content
+
+
+def _folder(source: str, revision: str | None, patterns: list[str]) -> Path:
+    """The folder of a model, into which these files are downloaded from the hub where it is no folder."""
     if Path(source).is_dir():
         return Path(source)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(source, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+    return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
 
 
 def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:

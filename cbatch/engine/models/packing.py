@@ -102,13 +102,13 @@ def pack_weights(family: Family, tensors: Mapping[str, Tensor], dtype: torch.dty
         norms=_stack(tensors, family, ["input_layernorm", "post_attention_layernorm"]),
         last_norm=_plain(tensors, "model.norm.weight"),
         head_norms=_stack(tensors, family, ["self_attn.q_norm", "self_attn.k_norm"]),
-        embedding=as_array(read(embedding)[:0] if family.is_tied else read(embedding)),
+        embedding=as_array(torch.empty(0, family.hidden, dtype=dtype) if family.is_tied else read(embedding).clone()),
         nothing=nothing,
     )
 
 
 def _plain(tensors: Mapping[str, Tensor], name: str) -> NDArray[np.float32]:
-    array: NDArray[np.float32] = tensors[name].float().numpy()
+    array: NDArray[np.float32] = tensors[name].float().clone().numpy()
     return array
 
 
