@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from cbatch.engine import sampler
 from cbatch.engine.cpu.jit import entry
-from cbatch.engine.cpu.sampling import BLOCK, find_tops, is_kept, kth_logit, mass_before, noise, room_for
+from cbatch.engine.cpu.sampling import BLOCK, divide, find_tops, is_kept, kth_logit, mass_before, noise, room_for
 from cbatch.engine.cpu.team import shared_team
 from cbatch.engine.params import SamplingParams
 from cbatch.engine.request import Request
@@ -87,9 +87,11 @@ def keep(row: Any, temperature: Any, top_k: int, top_p: Any, min_p: Any, tops: A
     """Fills in which tokens of a row are kept [V] bool."""
     first = find_tops(row, temperature, tops)
     limit = kth_logit(row, temperature, top_k, tops, room)
-    total = mass_before(row, temperature, tops, row[first] / temperature, limit, len(row))
+    total = mass_before(row, temperature, tops, divide(row[first], temperature), limit, len(row))
     for i in range(len(row)):
-        kept[i] = row[i] / temperature >= limit and is_kept(row, temperature, top_p, min_p, tops, first, total, i)
+        kept[i] = divide(row[i], temperature) >= limit and is_kept(
+            row, temperature, top_p, min_p, tops, first, total, i
+        )
 
 
 def kept_tokens(row: NDArray[np.float32], params: SamplingParams) -> NDArray[np.bool_]:

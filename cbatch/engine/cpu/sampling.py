@@ -90,7 +90,7 @@ def draw_tokens(team: Team, logits: NDArray[np.float32], vocabulary: int, rules:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _divide(context: Any, x: Any, y: Any) -> Any:
+def divide(context: Any, x: Any, y: Any) -> Any:
     """Rounded as torch does it: flags of its own keep the compiler from multiplying by 1 / y."""
     signature = types.float32(types.float32, types.float32)
     return signature, lambda _, builder, signature, args: builder.fdiv(args[0], args[1], flags=("contract",))
@@ -165,12 +165,12 @@ def find_tops(row: Any, temperature: Any, tops: Any) -> Any:
         for i in range(len(part)):
             order = _order_of(part[i])
             most = order if order > most else most
-        tops[block] = _divide(_of_order(most), temperature)
+        tops[block] = divide(_of_order(most), temperature)
         if not tops[block] <= tops[place]:
             place = block
     part = row[place * BLOCK : (place + 1) * BLOCK]
     for i in range(len(part)):
-        if _divide(part[i], temperature) == tops[place]:
+        if divide(part[i], temperature) == tops[place]:
             return place * BLOCK + i
     return 0  # it is no number
 
@@ -204,7 +204,7 @@ def kth_logit(row: Any, temperature: Any, k: int, tops: Any, candidates: Any) ->
         if tops[block] >= least:
             part = row[block * BLOCK : (block + 1) * BLOCK]
             for i in range(len(part)):
-                x = _divide(part[i], temperature)
+                x = divide(part[i], temperature)
                 candidates[count] = x
                 count += x >= least
     return _kth_largest(candidates[:count], k)
@@ -218,7 +218,7 @@ def mass_before(row: Any, temperature: Any, tops: Any, most: Any, limit: Any, en
         if tops[block] >= limit and tops[block] >= most - _NEGLIGIBLE:
             part, stop, mass = row[block * BLOCK : (block + 1) * BLOCK], np.int32(end - block * BLOCK), np.float32(0)
             for i in range(len(part)):
-                x = _divide(part[i], temperature)
+                x = divide(part[i], temperature)
                 mass += exp(x - most) if (x > limit) | ((x == limit) & (np.int32(i) < stop)) else np.float32(0)
             total += float(mass)
     return total
@@ -231,18 +231,18 @@ def _best(row: Any, temperature: Any, key: Any, tops: Any, first: int, limit: An
     Logarithms are taken only of those that a bound does not rule out, which are few.
     """
     token = first
-    best = _divide(row[first], temperature) + noise(first, key)
+    best = divide(row[first], temperature) + noise(first, key)
     for block in range(len(tops)):
         if tops[block] < limit or tops[block] + _MOST_NOISE < best:
             continue
         part, start, hits = row[block * BLOCK : (block + 1) * BLOCK], block * BLOCK, np.int32(0)
         for i in range(len(part)):
-            x = _divide(part[i], temperature)
+            x = divide(part[i], temperature)
             hits = np.int32(hits + ((x + _most_noise(start + i, key) >= best) & (x >= limit)))
         if hits == 0:
             continue
         for i in range(len(part)):
-            x = _divide(part[i], temperature)
+            x = divide(part[i], temperature)
             if x + _most_noise(start + i, key) >= best and (x > limit or (x == limit and start + i < end)):
                 score = x + noise(start + i, key)
                 if score > best:
@@ -257,7 +257,7 @@ def is_kept(
     """Whether top-p and min-p keep a token that top-k keeps; total: of what top-k keeps, as `mass_before`."""
     if token == first:
         return True
-    most, x = _divide(row[first], temperature), _divide(row[token], temperature)
+    most, x = divide(row[first], temperature), divide(row[token], temperature)
     if exp(x - most) < min_p:
         return False
     return bool(top_p >= 1 or mass_before(row, temperature, tops, most, x, token) < top_p * total)
@@ -279,12 +279,12 @@ def draw_rows(board: Any, thread: int, logits: Any, vocabulary: int, rules: Rule
         if 0 < top_k < vocabulary:
             limit = kth_logit(row, temperature, top_k, tops, candidates)
         if top_p < 1:
-            total = mass_before(row, temperature, tops, _divide(row[first], temperature), limit, end)
+            total = mass_before(row, temperature, tops, divide(row[first], temperature), limit, end)
         while True:
             token = _best(row, temperature, rules.keys[piece], tops, first, limit, end)
             if is_kept(row, temperature, top_p, rules.min_p[piece], tops, first, total, token):
                 break
-            limit, end = _divide(row[token], temperature), token
+            limit, end = divide(row[token], temperature), token
         tokens[piece] = token
         finish(board, 0, pieces)
         piece = take(board, 0, pieces)
