@@ -35,10 +35,13 @@ class _Cache(FunctionCache):  # type: ignore[misc]
     def _index_key(self, *args: Any) -> tuple[Any, ...]:
         return (*super()._index_key(*args), _sources())
 
-    def load_overload(self, *args: Any) -> Any:
+    def load_overload(self, signature: Any, *args: Any) -> Any:
         found = None
         with suppress(Exception):  # a file that was cut off, or is of another release
-            found = super().load_overload(*args)
+            found = super().load_overload(signature, *args)
+        # Two processes that save at the same moment may write code under each other's names.
+        if found is not None and tuple(found.signature.args) != tuple(getattr(signature, "args", signature)):
+            found = None
         if found is None:
             _say_so()
         return found
