@@ -40,3 +40,4 @@ def test_damaged_and_foreign_code_is_not_used(monkeypatch: pytest.MonkeyPatch) -
     Path(cache._cache_file._index_path).write_bytes(b"")
     assert cache.load_overload(wanted, context) is None
     assert call(np.float64) == 10
+    assert cache.load_overload(other, context) is not None, "nothing is kept after a file was damaged"

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cbatch.engine.cpu.memory import empty
 from cbatch.engine.errors import ConfigError
 from cbatch.engine.units import format_bytes, parse_memory
 
@@ -61,10 +62,7 @@ def _empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.empty(*shape, dtype=dtype, device=device)
     # numpy asks the system for large pages, so that scattered blocks are found without walking its tables.
-    size = math.prod(shape) * dtype.itemsize
-    room = torch.from_numpy(np.empty(size + 64, np.uint8))
-    start = -room.data_ptr() % 64
-    return room[start : start + size].view(dtype).view(shape)
+    return torch.from_numpy(empty(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def choose_num_blocks(

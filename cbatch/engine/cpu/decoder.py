@@ -114,6 +114,15 @@ def _embed(board: Any, phase: int, weights: Any, ids: Any, out: Any) -> int:
 
 
 @kernel
+def _one_over_rms(x: Any, eps: float) -> Any:
+    """What brings x to a root mean square of 1 (RMSNorm, Zhang and Sennrich, 2019)."""
+    squares = np.float32(0)
+    for i in range(len(x)):
+        squares += x[i] * x[i]
+    return np.float32(1) / np.sqrt(squares / np.float32(len(x)) + np.float32(eps))
+
+
+@kernel
 def _norm(board: Any, phase: int, x: Any, rows: Any, weight: Any, eps: float, out: Any) -> int:
     """out [R, hidden] = x [T, hidden] of those rows, brought to a root mean square of 1, times weight."""
     pieces = -(-len(rows) // _ROWS)
@@ -121,10 +130,7 @@ def _norm(board: Any, phase: int, x: Any, rows: Any, weight: Any, eps: float, ou
     while piece >= 0:
         for i in range(piece * _ROWS, min(len(rows), (piece + 1) * _ROWS)):
             row = x[rows[i]]
-            squares = np.float32(0)
-            for j in range(len(row)):
-                squares += row[j] * row[j]
-            factor = np.float32(1) / np.sqrt(squares / np.float32(len(row)) + np.float32(eps))
+            factor = _one_over_rms(row, eps)
             for j in range(len(row)):
                 out[i, j] = narrow(row[j] * factor * weight[j], out)
         finish(board, phase, pieces)
@@ -136,10 +142,7 @@ def _norm(board: Any, phase: int, x: Any, rows: Any, weight: Any, eps: float, ou
 def _turn(head: Any, norm: Any, eps: float, cosines: Any, sines: Any) -> None:
     """Norm of a head's query or key, where it has one, and its rotation by the token's place (RoPE), in place."""
     if len(norm):
-        squares = np.float32(0)
-        for i in range(len(head)):
-            squares += head[i] * head[i]
-        factor = np.float32(1) / np.sqrt(squares / np.float32(len(head)) + np.float32(eps))
+        factor = _one_over_rms(head, eps)
         for i in range(len(head)):
             head[i] = head[i] * factor * norm[i]
     half = len(cosines)

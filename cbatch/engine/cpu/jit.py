@@ -37,8 +37,11 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
     def load_overload(self, signature: Any, *args: Any) -> Any:
         found = None
-        with suppress(Exception):  # a file that was cut off, or is of another release
+        try:
             found = super().load_overload(signature, *args)
+        except Exception:  # a file that was cut off: nothing could be saved beside it either
+            with suppress(OSError):
+                self.flush()
         # Two processes that save at the same moment may write code under each other's names.
         if found is not None and tuple(found.signature.args) != tuple(getattr(signature, "args", signature)):
             found = None

@@ -11,7 +11,7 @@ from cbatch.engine.cpu.board import finish, take
 from cbatch.engine.cpu.jit import kernel
 from cbatch.engine.cpu.memory import empty
 from cbatch.engine.cpu.numbers import bits_of, narrow, silu
-from cbatch.engine.cpu.tile import COLUMNS, LANES, MAX_ROWS, tile, tile_code
+from cbatch.engine.cpu.tile import COLUMNS, LANES, MAX_ROWS, filled_up, tile, tile_code
 
 _ROW_BYTES = 384 * 1024
 """Of the left-hand matrix, so much is multiplied with a piece of the weights before the next: it stays in the cache."""
@@ -59,10 +59,9 @@ def pack(weight: NDArray[Any]) -> NDArray[Any]:
     """
     columns, depth = weight.shape
     pair = pair_of(weight.dtype)
-    groups = -(-columns // COLUMNS)
-    padded = np.zeros((groups * COLUMNS, depth), weight.dtype)
+    padded = np.zeros((filled_up(columns), depth), weight.dtype)
     padded[:columns] = weight
-    return padded.reshape(groups, 2, LANES, depth // pair, pair).transpose(0, 3, 1, 2, 4).reshape(-1)
+    return padded.reshape(-1, 2, LANES, depth // pair, pair).transpose(0, 3, 1, 2, 4).reshape(-1)
 
 
 @kernel
@@ -79,13 +78,15 @@ def _chunk(groups: int, threads: int) -> int:
 
 
 @kernel
-def _widen_group(a: Any, rows: int, matrix: Any, start: int, group: int, tiles: Any, thread: int) -> None:
-    """Where more than one tile of rows needs them, int8 become bfloat16 once and not in every tile."""
-    if matrix.itemsize == 1 and rows > MAX_ROWS:
-        size = a.shape[1] * COLUMNS
-        source, target = matrix[start + group * size : start + (group + 1) * size], tiles.wide[thread]
-        for i in range(size):  # whole numbers up to 127 have no more digits than a bfloat16
-            target[i] = np.uint16(bits_of(np.float32(source[i])) >> np.uint32(16))
+def _widen_group(a: Any, rows: int, matrix: Any, start: int, group: int, tiles: Any, thread: int) -> bool:
+    """Where more than one tile of rows needs them, int8 become bfloat16 once and not in every tile; whether they do."""
+    if matrix.itemsize != 1 or rows <= MAX_ROWS:
+        return False
+    size = a.shape[1] * COLUMNS
+    source, target = matrix[start + group * size : start + (group + 1) * size], tiles.wide[thread]
+    for i in range(size):  # whole numbers up to 127 have no more digits than a bfloat16
+        target[i] = np.uint16(bits_of(np.float32(source[i])) >> np.uint32(16))
+    return True
 
 
 @kernel
@@ -138,8 +139,7 @@ def multiply(
         first = piece // chunks * block
         for group in range(piece % chunks * chunk, min(groups, (piece % chunks + 1) * chunk)):
             left, count = group * COLUMNS, min(a.shape[0] - first, block)
-            is_wide = matrix.itemsize == 1 and count > MAX_ROWS
-            _widen_group(a, count, matrix, start, group, tiles, thread)
+            is_wide = _widen_group(a, count, matrix, start, group, tiles, thread)
             for row in range(first, first + count, MAX_ROWS):
                 rows = min(MAX_ROWS, first + count - row)
                 if len(scale) == 0:
@@ -172,8 +172,7 @@ def multiply_gated(
         first = piece // chunks * block
         for group in range(piece % chunks * chunk, min(groups, (piece % chunks + 1) * chunk)):
             count = min(a.shape[0] - first, block)
-            is_wide = matrix.itemsize == 1 and count > MAX_ROWS
-            _widen_group(a, count, matrix, start, group, tiles, thread)
+            is_wide = _widen_group(a, count, matrix, start, group, tiles, thread)
             for row in range(first, first + count, MAX_ROWS):
                 rows = min(MAX_ROWS, first + count - row)
                 _multiply(a, row, rows, matrix, start, group, tiles, thread, is_wide, sums.ctypes.data, COLUMNS * 4, 0)

@@ -31,7 +31,7 @@ def from_bits(context: Any, bits: Any) -> Any:
 
 def widen(x: Any) -> Any:
     """An element of a tensor as float32."""
-    raise NotImplementedError
+    raise TypeError("Only kernels can call this.")
 
 
 @overload(widen, strict=False)  # type: ignore[untyped-decorator]
@@ -43,7 +43,7 @@ def _widen(x: Any) -> Any:
 
 def narrow(x: Any, like: Any) -> Any:
     """A float32 as an element of the tensor `like`: itself, or rounded to the nearest bfloat16."""
-    raise NotImplementedError
+    raise TypeError("Only kernels can call this.")
 
 
 @overload(narrow, strict=False)  # type: ignore[untyped-decorator]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from cbatch.engine.cpu.memory import empty
 from cbatch.engine.cpu.softmax import CHUNK
-from cbatch.engine.cpu.tile import COLUMNS, LANES, MAX_ROWS
+from cbatch.engine.cpu.tile import LANES, MAX_ROWS, filled_up
 
 _QUERIES = 96
 """Query rows (tokens times heads that share keys) for which a chunk of keys is used while it is in the cache."""
@@ -96,7 +96,6 @@ class Workspace(NamedTuple):
 
 def new_workspace(threads: int, group: int, key_dim: int, value_dim: int, dtype: np.dtype[Any]) -> Workspace:
     rows = max(_QUERIES, group)
-    width = -(-value_dim // COLUMNS) * COLUMNS
     return Workspace(
         empty((threads, 2, CHUNK // LANES), np.int64),
         empty((threads, CHUNK // LANES, 2), np.int64),
@@ -105,5 +104,5 @@ def new_workspace(threads: int, group: int, key_dim: int, value_dim: int, dtype:
         empty((threads, MAX_ROWS, CHUNK), dtype),
         empty((threads, rows), np.float32),
         empty((threads, rows), np.float32),
-        empty((threads, rows, width), np.float32),
+        empty((threads, rows, filled_up(value_dim)), np.float32),
     )

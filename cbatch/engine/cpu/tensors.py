@@ -28,7 +28,7 @@ def fits(layers: list[LayerShape], block_size: int, dtype: torch.dtype) -> bool:
 
 
 def block_shapes(layer: LayerShape, block_size: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
-    """Shapes of the keys and of the values of a block (see `cpu/attention.py`)."""
+    """Shapes of the keys and of the values of a block (see `cpu/pages.py`)."""
     pair = 1 if dtype == torch.float32 else 2
     keys = (layer.heads, block_size // LANES, layer.key_dim // pair, LANES, pair)
     return keys, (layer.heads, layer.value_dim // LANES, block_size // pair, LANES, pair)

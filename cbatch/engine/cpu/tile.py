@@ -39,6 +39,11 @@ _SUMS = ir.VectorType(_FLOAT, LANES)
 _WORDS = ir.VectorType(_INT32, LANES)
 
 
+def filled_up(columns: int) -> int:
+    """Columns of a matrix with those that fill up its last tile."""
+    return -(-columns // COLUMNS) * COLUMNS
+
+
 class BFloat16(ir.Type):  # type: ignore[misc]
     """A type of LLVM that llvmlite has no name for."""
 

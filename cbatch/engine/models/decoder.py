@@ -22,7 +22,7 @@ from cbatch.engine.cpu.memory import empty
 from cbatch.engine.cpu.pages import cut, new_workspace
 from cbatch.engine.cpu.team import shared_team
 from cbatch.engine.cpu.tensors import block_shapes, fits, pages_of
-from cbatch.engine.cpu.tile import COLUMNS, LANES
+from cbatch.engine.cpu.tile import COLUMNS, LANES, filled_up
 from cbatch.engine.kv_pool import KVPool, LayerShape
 from cbatch.engine.models.family import Unfit, check_tensors, read_family
 from cbatch.engine.models.interface import Linears
@@ -30,6 +30,7 @@ from cbatch.engine.models.packing import pack_weights
 from cbatch.engine.threads import num_threads
 
 _KEPT_ROWS = 256
+"""Rows of logits for which room is kept from step to step."""
 
 
 class Decoder:
@@ -126,7 +127,7 @@ class Decoder:
 
         Only a prompt that is scored has more rows than are kept.
         """
-        width = -(-self.family.vocabulary // COLUMNS) * COLUMNS
+        width = filled_up(self.family.vocabulary)
         if rows > _KEPT_ROWS:
             return empty((rows, width), np.float32)
         if rows > len(self._logits):
@@ -136,7 +137,7 @@ class Decoder:
     def _make_buffers(self, length: int) -> Buffers:
         family = self.family
         attended = family.heads * family.head_dim
-        mixed = -(-(attended + 2 * family.kv_heads * family.head_dim) // COLUMNS) * COLUMNS
+        mixed = filled_up(attended + 2 * family.kv_heads * family.head_dim)
         return Buffers(
             empty((length, family.hidden), np.float32),
             empty((length, family.hidden), self._element),

@@ -13,7 +13,7 @@ from cbatch.engine.cpu.decoder import Weights
 from cbatch.engine.cpu.linear import pack
 from cbatch.engine.cpu.memory import empty
 from cbatch.engine.cpu.tensors import as_array
-from cbatch.engine.cpu.tile import COLUMNS, LANES
+from cbatch.engine.cpu.tile import LANES, filled_up
 from cbatch.engine.models.family import Family
 
 
@@ -34,7 +34,7 @@ class _Packer:
     def add(self, weight: Tensor) -> tuple[int, int]:
         """Takes a weight [columns, depth]; returns where it begins, and where its columns do among all columns."""
         place = self.used, self.columns
-        columns = _filled_up(len(weight))
+        columns = filled_up(len(weight))
         if self.quantize:
             weight, scale = quantized(weight)
             self.scales.append(np.pad(scale.numpy(), (0, columns - len(scale))))
@@ -59,16 +59,12 @@ def interleave(gate: Tensor, up: Tensor) -> Tensor:
     return both.view(2, -1, LANES, gate.shape[1]).transpose(0, 1).reshape(-1, gate.shape[1])
 
 
-def _filled_up(columns: int, to: int = COLUMNS) -> int:
-    return -(-columns // to) * to
-
-
 def _size(family: Family) -> int:
     """Numbers in all matrices, their columns filled up."""
     query, cache = family.heads * family.head_dim, family.kv_heads * family.head_dim
-    layer = family.hidden * (_filled_up(query + 2 * cache) + 2 * _filled_up(family.inner, LANES))
-    layer += _filled_up(family.hidden) * (query + family.inner)
-    return family.layers * layer + _filled_up(family.vocabulary) * family.hidden
+    layer = family.hidden * (filled_up(query + 2 * cache) + filled_up(2 * family.inner))
+    layer += filled_up(family.hidden) * (query + family.inner)
+    return family.layers * layer + filled_up(family.vocabulary) * family.hidden
 
 
 def pack_weights(family: Family, tensors: Mapping[str, Tensor], dtype: torch.dtype, quantize: bool) -> Weights:
@@ -128,5 +124,5 @@ def _biases(family: Family, tensors: Mapping[str, Tensor]) -> NDArray[np.float32
     if names[0][0] not in tensors:
         return np.empty((0, 1), np.float32)
     rows = np.array([np.concatenate([_plain(tensors, name) for name in layer]) for layer in names])
-    padding = _filled_up(rows.shape[1]) - rows.shape[1]
+    padding = filled_up(rows.shape[1]) - rows.shape[1]
     return np.pad(rows, ((0, 0), (0, padding)))
