@@ -25,6 +25,8 @@ FEATURES = frozenset(name for name, there in llvm.get_host_cpu_features().items(
 HAS_AVX512 = "avx512f" in FEATURES
 HAS_BFLOAT16 = "avx512bf16" in FEATURES
 """Whether the processor multiplies pairs of bfloat16 into float32."""
+HAS_INT16 = "avx512vnni" in FEATURES
+"""Whether it multiplies pairs of int16 and adds them to an int32, in one instruction."""
 
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 

@@ -10,11 +10,14 @@ from numpy.typing import NDArray
 from cbatch.engine.cpu.board import finish, take
 from cbatch.engine.cpu.jit import kernel
 from cbatch.engine.cpu.memory import empty
-from cbatch.engine.cpu.numbers import bits_of, narrow, silu
-from cbatch.engine.cpu.tile import COLUMNS, LANES, MAX_ROWS, filled_up, tile, tile_code
+from cbatch.engine.cpu.numbers import bits_of, from_bits, narrow, silu, widen
+from cbatch.engine.cpu.tile import BLOCK, COLUMNS, LANES, MAX_ROWS, filled_up, tile, tile_code
 
 _ROW_BYTES = 384 * 1024
 """Of the left-hand matrix, so much is multiplied with a piece of the weights before the next: it stays in the cache."""
+
+_NOTHING = np.float32(1e-34)
+"""A block of no larger numbers counts as zeros, where rows are rounded to int16: its factor could not be a float32."""
 
 _PIECES = 4
 """Pieces for each thread, so that none waits long for the others at the end."""
@@ -23,27 +26,26 @@ _PIECES = 4
 class Tiles(NamedTuple):
     """What each thread needs for a tile.
 
-    code:     of the loop for the packed matrices
-    sums, panels: [threads, MAX_ROWS, 32] its results, and [threads, 1, 2] the addresses of its panels
-    wide_code, wide: of the loop for bfloat16, and [threads, numbers] room for a group of int8 as bfloat16
+    code:   of the loop for the packed matrices
+    sums:   [threads, MAX_ROWS, 32] its results
+    panels: [threads, blocks, 2] the addresses of its panels
+    whole:  [threads, numbers] room for left-hand rows as int16, where the matrices are int8
     """
 
     code: int
     sums: NDArray[np.float32]
     panels: NDArray[np.int64]
-    wide_code: int
-    wide: NDArray[np.uint16]
+    whole: NDArray[np.int16]
 
 
 def new_tiles(threads: int, dtype: np.dtype[Any], depth: int) -> Tiles:
     """dtype: of the packed matrices; depth: the largest of them"""
-    wide = np.dtype(np.uint16)
+    numbers = max(_ROW_BYTES // 2, MAX_ROWS * depth)
     return Tiles(
         tile_code(dtype),
         empty((threads, MAX_ROWS, COLUMNS), np.float32),
-        empty((threads, 1, 2), np.int64),
-        tile_code(wide) if dtype == np.int8 else 0,
-        empty((threads, depth * COLUMNS if dtype == np.int8 else 0), wide),
+        empty((threads, -(-depth // BLOCK), 2), np.int64),
+        empty((threads, numbers * 17 // 16 if dtype == np.int8 else 0), np.int16),  # a unit has the size of two
     )
 
 
@@ -78,38 +80,54 @@ def _chunk(groups: int, threads: int) -> int:
 
 
 @kernel
-def _widen_group(a: Any, rows: int, matrix: Any, start: int, group: int, tiles: Any, thread: int) -> bool:
-    """Where more than one tile of rows needs them, int8 become bfloat16 once and not in every tile; whether they do."""
-    if matrix.itemsize != 1 or rows <= MAX_ROWS:
-        return False
-    size = a.shape[1] * COLUMNS
-    source, target = matrix[start + group * size : start + (group + 1) * size], tiles.wide[thread]
-    for i in range(size):  # whole numbers up to 127 have no more digits than a bfloat16
-        target[i] = np.uint16(bits_of(np.float32(source[i])) >> np.uint32(16))
-    return True
+def _round_row(row: Any, whole: Any) -> None:
+    """A row [depth] as int16: each block in units of a 32767th of its largest number. The units follow, float32."""
+    depth = len(row)
+    for block in range(-(-depth // BLOCK)):
+        first, stop = block * BLOCK, min(depth, (block + 1) * BLOCK)
+        bits = np.uint32(0)
+        for i in range(first, stop):
+            bits = max(bits, bits_of(widen(row[i])) & np.uint32(0x7FFFFFFF))
+        largest = from_bits(bits)
+        unit, factor = largest / np.float32(32767), np.float32(0)
+        if not largest < np.float32(np.inf):
+            unit = np.float32(np.nan)
+        elif largest > _NOTHING:
+            factor = np.float32(32767) / largest
+        for i in range(first, stop):
+            whole[i] = np.int16(np.rint(widen(row[i]) * factor)) if factor > 0 else np.int16(0)
+        bits = bits_of(unit)
+        whole[depth + 2 * block] = np.int16(bits & np.uint32(0xFFFF))
+        whole[depth + 2 * block + 1] = np.int16(bits >> np.uint32(16))
+
+
+@kernel
+def _left(a: Any, first: int, rows: int, matrix: Any, tiles: Any, thread: int) -> Any:
+    """Rows of `a` as a tile for the matrix takes them: their address, and how many bytes lie from one to the next."""
+    if matrix.itemsize > 1:
+        bytes_ = a.shape[1] * a.itemsize
+        return np.int64(a.ctypes.data) + first * bytes_, bytes_
+    width = a.shape[1] + 2 * -(-a.shape[1] // BLOCK)
+    whole = tiles.whole[thread]
+    for row in range(rows):
+        _round_row(a[first + row], whole[row * width : (row + 1) * width])
+    return np.int64(whole.ctypes.data), width * 2
 
 
 @kernel
 def _multiply(
-    a: Any, row: int, rows: int, matrix: Any, start: int, group: int, tiles: Any, thread: int, is_wide: bool, out: int,
+    left: int, lda: int, rows: int, matrix: Any, start: int, depth: int, group: int, tiles: Any, thread: int, out: int,
     ldo: int, add: int,
 ) -> None:  # fmt: skip
-    """out[:rows, 32], at an address, = a[row : row + rows] times one group of columns of the matrix at `start`."""
+    """out[:rows, 32], at an address, = rows at another times one group of columns of the matrix at `start`."""
     pair = 1 if matrix.itemsize == 4 else 2
-    depth, lda = a.shape[1] // pair, a.shape[1] * a.itemsize
-    left = a.ctypes.data + row * lda
-    panels = tiles.panels[thread]
-    if is_wide:
-        step = COLUMNS * pair * 2
-        panels[0, 0] = tiles.wide.ctypes.data + thread * tiles.wide.shape[1] * 2
-        panels[0, 1] = panels[0, 0] + step // 2
-        code, like = tiles.wide_code, tiles.wide[0, 0]
-        tile(code, like, rows, left, lda, panels.ctypes.data, depth, step, depth, out, ldo, add)
-    else:
-        step = COLUMNS * pair * matrix.itemsize
-        panels[0, 0] = matrix.ctypes.data + start * matrix.itemsize + group * depth * step
-        panels[0, 1] = panels[0, 0] + step // 2
-        tile(tiles.code, matrix[0], rows, left, lda, panels.ctypes.data, depth, step, depth, out, ldo, add)
+    steps, run = depth // pair, (BLOCK if matrix.itemsize == 1 else depth) // pair
+    panels, stride = tiles.panels[thread], COLUMNS * pair * matrix.itemsize
+    begin = matrix.ctypes.data + start * matrix.itemsize + group * steps * stride
+    for block in range(-(-steps // run)):
+        panels[block, 0] = begin + block * run * stride
+        panels[block, 1] = panels[block, 0] + stride // 2
+    tile(tiles.code, matrix[0], rows, left, lda, panels.ctypes.data, run, stride, steps, out, ldo, add)
 
 
 @kernel
@@ -133,24 +151,28 @@ def multiply(
     chunk = _chunk(groups, len(tiles.sums))
     chunks = -(-groups // chunk)
     pieces = -(-a.shape[0] // block) * chunks
-    sums, ldo = tiles.sums[thread], out.shape[1] * 4
+    sums, ldo, depth = tiles.sums[thread], out.shape[1] * 4, a.shape[1]
+    held, left, lda = -1, 0, 0
     piece = take(board, phase, pieces)
     while piece >= 0:
         first = piece // chunks * block
+        count = min(a.shape[0] - first, block)
+        if first != held:
+            held, (left, lda) = first, _left(a, first, count, matrix, tiles, thread)
         for group in range(piece % chunks * chunk, min(groups, (piece % chunks + 1) * chunk)):
-            left, count = group * COLUMNS, min(a.shape[0] - first, block)
-            is_wide = _widen_group(a, count, matrix, start, group, tiles, thread)
-            for row in range(first, first + count, MAX_ROWS):
-                rows = min(MAX_ROWS, first + count - row)
+            column = group * COLUMNS
+            for row in range(0, count, MAX_ROWS):
+                rows, at = min(MAX_ROWS, count - row), left + row * lda
                 if len(scale) == 0:
-                    target = out.ctypes.data + row * ldo + left * 4
-                    _multiply(a, row, rows, matrix, start, group, tiles, thread, is_wide, target, ldo, add)
+                    target = out.ctypes.data + (first + row) * ldo + column * 4
+                    _multiply(at, lda, rows, matrix, start, depth, group, tiles, thread, target, ldo, add)
                     continue
-                _multiply(a, row, rows, matrix, start, group, tiles, thread, is_wide, sums.ctypes.data, COLUMNS * 4, 0)
-                _rescale(sums, rows, scale, left)
+                _multiply(at, lda, rows, matrix, start, depth, group, tiles, thread, sums.ctypes.data, COLUMNS * 4, 0)
+                _rescale(sums, rows, scale, column)
                 for i in range(rows):
                     for j in range(COLUMNS):
-                        out[row + i, left + j] = sums[i, j] + (out[row + i, left + j] if add else np.float32(0))
+                        old = out[first + row + i, column + j] if add else np.float32(0)
+                        out[first + row + i, column + j] = sums[i, j] + old
         finish(board, phase, pieces)
         piece = take(board, phase, pieces)
     return phase + 1
@@ -166,21 +188,24 @@ def multiply_gated(
     chunk = _chunk(groups, len(tiles.sums))
     chunks = -(-groups // chunk)
     pieces = -(-a.shape[0] // block) * chunks
-    sums = tiles.sums[thread]
+    sums, depth = tiles.sums[thread], a.shape[1]
+    held, left, lda = -1, 0, 0
     piece = take(board, phase, pieces)
     while piece >= 0:
         first = piece // chunks * block
+        count = min(a.shape[0] - first, block)
+        if first != held:
+            held, (left, lda) = first, _left(a, first, count, matrix, tiles, thread)
         for group in range(piece % chunks * chunk, min(groups, (piece % chunks + 1) * chunk)):
-            count = min(a.shape[0] - first, block)
-            is_wide = _widen_group(a, count, matrix, start, group, tiles, thread)
-            for row in range(first, first + count, MAX_ROWS):
-                rows = min(MAX_ROWS, first + count - row)
-                _multiply(a, row, rows, matrix, start, group, tiles, thread, is_wide, sums.ctypes.data, COLUMNS * 4, 0)
+            for row in range(0, count, MAX_ROWS):
+                rows, at = min(MAX_ROWS, count - row), left + row * lda
+                _multiply(at, lda, rows, matrix, start, depth, group, tiles, thread, sums.ctypes.data, COLUMNS * 4, 0)
                 if len(scale) > 0:
                     _rescale(sums, rows, scale, group * COLUMNS)
                 for i in range(rows):
                     for j in range(LANES):
-                        out[row + i, group * LANES + j] = narrow(silu(sums[i, j]) * sums[i, LANES + j], out)
+                        number = silu(sums[i, j]) * sums[i, LANES + j]
+                        out[first + row + i, group * LANES + j] = narrow(number, out)
         finish(board, phase, pieces)
         piece = take(board, phase, pieces)
     return phase + 1

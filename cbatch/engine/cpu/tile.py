@@ -5,6 +5,9 @@ side, as one vector: one number each in float32, two neighbours of the depth in 
 instruction that multiplies pairs. So the loop loads two vectors, and spreads one number (or pair) of each row over a
 vector of its own.
 
+int8 weights meet int16: the left-hand rows are whole numbers too, in blocks of 256 with a unit each, so that a weight
+is widened by one instruction, and the sums of a block are whole numbers that become float32 at its end.
+
 Each result is summed over the depth in one order, whatever the other rows are: a row has the same result, to the
 last bit, in any company.
 """
@@ -21,7 +24,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.numpy_support import from_dtype
 
-from cbatch.engine.cpu.jit import HAS_AVX512, HAS_BFLOAT16, address_of, kernel
+from cbatch.engine.cpu.jit import HAS_AVX512, HAS_BFLOAT16, HAS_INT16, address_of, kernel
 
 LANES = 16
 """Columns of a panel."""
@@ -34,9 +37,14 @@ ROWS = (1, 2, 3, 4, 6, 8, 12) if HAS_AVX512 else (1, 2)
 
 MAX_ROWS = max(ROWS)
 
-_FLOAT, _INT8, _INT32, _INT64 = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
+BLOCK = 256
+"""Numbers of a left-hand row that share a unit, where the weights are int8: their products fit into an int32."""
+
+_FLOAT, _INT8, _INT16 = ir.FloatType(), ir.IntType(8), ir.IntType(16)
+_INT32, _INT64 = ir.IntType(32), ir.IntType(64)
 _SUMS = ir.VectorType(_FLOAT, LANES)
 _WORDS = ir.VectorType(_INT32, LANES)
+_SHORTS = ir.VectorType(_INT16, 2 * LANES)
 
 
 def filled_up(columns: int) -> int:
@@ -75,30 +83,28 @@ class _Emitter:
         """One vector of a panel, ready to be multiplied."""
         if self.element == types.int8:
             narrow = self.builder.load(self.address(at, offset, ir.VectorType(_INT8, 2 * LANES)), align=1)
-            wide = self.builder.sitofp(narrow, ir.VectorType(_FLOAT, 2 * LANES))
-            if HAS_BFLOAT16:
-                return self.builder.fptrunc(wide, _PAIRS)
-            places = [[i + odd for i in range(0, 2 * LANES, 2)] for odd in (0, 1)]
-            return [
-                self.builder.shuffle_vector(wide, wide, ir.Constant(ir.VectorType(_INT32, LANES), place))
-                for place in places
-            ]
+            return self.builder.sext(narrow, _SHORTS)
         if self.element == types.float32:
             return self.builder.load(self.address(at, offset, _SUMS), align=4)
         if HAS_BFLOAT16:
             return self.builder.load(self.address(at, offset, _PAIRS), align=4)
         return self.halves(self.builder.load(self.address(at, offset, _WORDS), align=4))
 
-    def spread(self, at: Any, offset: Any) -> Any:
-        """A number of a row, or a pair, in all lanes."""
-        kind = _FLOAT if self.element == types.float32 else _INT32
+    def spread(self, at: Any, offset: Any, kind: Any) -> Any:
+        """A float32 or a word, in all lanes."""
         word = self.builder.load(self.address(at, offset, kind), align=2)
         vector = ir.VectorType(kind, LANES)
         first = self.builder.insert_element(ir.Constant(vector, ir.Undefined), word, _INT32(0))
-        spread = self.builder.shuffle_vector(first, first, ir.Constant(_WORDS, [0] * LANES))
+        return self.builder.shuffle_vector(first, first, ir.Constant(_WORDS, [0] * LANES))
+
+    def left(self, at: Any, offset: Any) -> Any:
+        """A number of a row, or a pair, ready to be multiplied with a vector of weights."""
         if self.element == types.float32:
-            return spread
-        return self.builder.bitcast(spread, _PAIRS) if HAS_BFLOAT16 else self.halves(spread)
+            return self.spread(at, offset, _FLOAT)
+        words = self.spread(at, offset, _INT32)
+        if self.element == types.int8:
+            return self.builder.bitcast(words, _SHORTS)
+        return self.builder.bitcast(words, _PAIRS) if HAS_BFLOAT16 else self.halves(words)
 
     def halves(self, words: Any) -> list[Any]:
         """Both bfloat16 of each word as float32."""
@@ -107,16 +113,33 @@ class _Emitter:
         return [self.builder.bitcast(half, _SUMS) for half in (low, high)]
 
     def multiply_add(self, total: Any, left: Any, right: Any) -> Any:
+        if self.element == types.int8:
+            return self.multiply_add_whole(total, left, right)
         if self.element != types.float32 and HAS_BFLOAT16:
-            kind, name = ir.FunctionType(_SUMS, [_SUMS, _PAIRS, _PAIRS]), "llvm.x86.avx512bf16.dpbf16ps.512"
-            dot = cgutils.get_or_insert_function(self.builder.module, kind, name)
-            return self.builder.call(dot, [total, left, right])
-        kind = ir.FunctionType(_SUMS, [_SUMS] * 3)
-        fma = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.fma.v{LANES}f32")
+            return self.call("llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, total, left, right)
         both = [(left, right)] if self.element == types.float32 else zip(left, right, strict=True)
         for one, other in both:
-            total = self.builder.call(fma, [one, other, total])
+            total = self.fma(one, other, total)
         return total
+
+    def multiply_add_whole(self, total: Any, left: Any, right: Any) -> Any:
+        """Pairs of int16, added to int32."""
+        builder = self.builder
+        if HAS_INT16:
+            left, right = (builder.bitcast(pairs, _WORDS) for pairs in (left, right))
+            return self.call("llvm.x86.avx512.vpdpwssd.512", _WORDS, total, left, right)
+        for odd in (0, 1):
+            places = ir.Constant(_WORDS, list(range(odd, 2 * LANES, 2)))
+            halves = [builder.sext(builder.shuffle_vector(pairs, pairs, places), _WORDS) for pairs in (left, right)]
+            total = builder.add(total, builder.mul(*halves))
+        return total
+
+    def fma(self, one: Any, other: Any, total: Any) -> Any:
+        return self.call(f"llvm.fma.v{LANES}f32", _SUMS, one, other, total)
+
+    def call(self, name: str, result: Any, *arguments: Any) -> Any:
+        kind = ir.FunctionType(result, [argument.type for argument in arguments])
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), arguments)
 
     def emit(
         self, count: Any, a: Any, lda: Any, pages: Any, run: Any, stride: Any, depth: Any, out: Any, ldo: Any, add: Any
@@ -135,7 +158,12 @@ class _Emitter:
         with builder.if_then(builder.icmp_signed("!=", add, _INT64(0))):
             for place in places:
                 builder.store(builder.load(targets[place], align=4), sums[place])
+        is_whole = self.element == types.int8
+        whole = {place: cgutils.alloca_once(builder, _WORDS) for place in places} if is_whole else sums
         with cgutils.for_range_slice(builder, _INT64(0), depth, run, inc=True) as (first, page):
+            if is_whole:
+                for place in places:
+                    builder.store(ir.Constant(_WORDS, None), whole[place])
             left = builder.sub(depth, first)
             steps = builder.select(builder.icmp_signed("<", left, run), left, run)
             at = builder.mul(page, _INT64(16))
@@ -146,10 +174,16 @@ class _Emitter:
                 there = builder.add(start, builder.mul(loop.index, _INT64(4)))
                 weights = [self.weights(panel, here) for panel in panels]
                 for row in range(self.most):
-                    spread = self.spread(rows[row], there)
+                    number = self.left(rows[row], there)
                     for panel in (0, 1):
-                        total = self.multiply_add(builder.load(sums[row, panel]), spread, weights[panel])
-                        builder.store(total, sums[row, panel])
+                        total = self.multiply_add(builder.load(whole[row, panel]), number, weights[panel])
+                        builder.store(total, whole[row, panel])
+            if is_whole:
+                unit = builder.mul(builder.add(depth, page), _INT64(4))
+                for row, panel in places:
+                    total = builder.sitofp(builder.load(whole[row, panel]), _SUMS)
+                    total = self.fma(total, self.spread(rows[row], unit, _FLOAT), builder.load(sums[row, panel]))
+                    builder.store(total, sums[row, panel])
         for place in places:
             builder.store(builder.load(sums[place]), targets[place], align=4)
 
@@ -215,8 +249,10 @@ def tile(
 
     code:    see `tile_code`; like: an element of the right-hand matrix
     rows:    1 to MAX_ROWS
-    a, out:  addresses; their rows lie `lda` and `ldo` bytes apart. `a` is float32 for float32, else bfloat16
-    pages:   address of [N, 2] int64 addresses of the panels, in pages of `run` steps that lie `stride` bytes apart
+    a, out:  addresses; their rows lie `lda` and `ldo` bytes apart. `a` has the type of the right-hand matrix; for int8
+             a row is int16, and behind it are the units of its blocks, float32
+    pages:   address of [N, 2] int64 addresses of the panels, in pages of `run` steps that lie `stride` bytes apart;
+             for int8 a page is a block
     depth:   steps to take: numbers in float32, pairs otherwise
     """
     _call(code, like, (rows, a, lda, pages, run, stride, depth, out, ldo, add))
