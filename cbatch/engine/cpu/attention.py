@@ -116,11 +116,12 @@ def _weigh(
         scale = np.float32(1)
     most, added = weigh(weights[0], scores.ctypes.data, weights.ctypes.data, scale, first, stop, before)
     if before != most:
-        shrink = exp(before - most)
-        total[row] *= shrink
-        for j in range(len(out)):
-            out[j] *= shrink
         largest[row] = most
+        if before > _MINUS_INFINITY:
+            shrink = exp(before - most)
+            total[row] *= shrink
+            for j in range(len(out)):
+                out[j] *= shrink
     total[row] += added
 
 
@@ -167,35 +168,41 @@ def attend(
         rows = tokens * group
         for i in range(rows):
             left = (head * group + i % group) * pages.key_dim
-            for j in range(pages.key_dim):
-                work.query[thread, i, j] = query[row + i // group, left + j]
+            _start_row(query[row + i // group, left : left + pages.key_dim], work.query[thread, i], sums[i])
             largest[i], total[i] = _MINUS_INFINITY, np.float32(0)
-            for j in range(sums.shape[1]):
-                sums[i, j] = np.float32(0)
         lowest = max(0, start - rule.window + 1) // CHUNK * CHUNK if rule.window > 0 else 0
         for token in range(lowest, start + tokens, CHUNK):
             _fetch(pages, layer, head, slices.tables[sequence], token + CHUNK, start + tokens)
             _locate(pages, layer, head, slices.tables[sequence], token, start + tokens, work.panels[thread])
             _attend_chunk(pages, layer, token, start, rows, group, rule, thread, work)
         for i in range(rows):
-            _finish_row(i, head * group + i % group, pages.value_dim, rule, largest, total, sums, out[row + i // group])
+            place = head * group + i % group
+            part = out[row + i // group, place * pages.value_dim : (place + 1) * pages.value_dim]
+            _finish_row(largest[i], total[i], place, rule, sums[i], part)
         finish(board, phase, count)
         piece = take(board, phase, count)
     return phase + 1
 
 
 @kernel
-def _finish_row(i: int, head: int, width: int, rule: Any, largest: Any, total: Any, sums: Any, out: Any) -> None:
+def _start_row(query: Any, copy: Any, sums: Any) -> None:
+    for j in range(len(query)):
+        copy[j] = query[j]
+    for j in range(len(sums)):
+        sums[j] = np.float32(0)
+
+
+@kernel
+def _finish_row(largest: Any, share: Any, head: int, rule: Any, sums: Any, out: Any) -> None:
     """Divides a row's weighted sum by the sum of its weights."""
-    share = total[i]
     factor = np.float32(1)
     if len(rule.sinks):
-        most = max(largest[i], rule.sinks[head])
-        factor = exp(largest[i] - most)
+        most = max(largest, rule.sinks[head])
+        factor = exp(largest - most)
         share = share * factor + exp(rule.sinks[head] - most)
     factor = factor / share
-    for j in range(width):
-        out[head * width + j] = narrow(sums[i, j] * factor, out)
+    for j in range(len(out)):
+        out[j] = narrow(sums[j] * factor, out)
 
 
 @entry

@@ -16,6 +16,9 @@ from cbatch.engine.cpu.tile import LANES, BFloat16
 CHUNK = 64
 """Scores that go through the softmax at once."""
 
+_SLACK = 8.0
+"""How far a score may exceed the one that weights are taken against, before all sums are brought to a new one."""
+
 _FLOAT, _INT16, _INT32, _INT64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FLOATS, _WORDS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT32, LANES)
 _TERMS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
@@ -95,14 +98,15 @@ class _Vectors:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def weigh(context: Any, like: Any, scores: Any, weights: Any, scale: Any, first: Any, stop: Any, before: Any) -> Any:
-    """Of 64 scores times `scale`, of which those from `first` up to `stop` count: e^(score - largest).
+    """Of 64 scores times `scale`, of which those from `first` up to `stop` count: e^(score - another).
 
     like:    an element of the weights: float32, or uint16 for bfloat16
     scores, weights: addresses, of the weights to be written too
-    before:  the largest score of earlier chunks
+    before:  the score that the weights of earlier chunks were taken against
 
-    Returns (the largest score so far, minus infinity where none has counted yet; the sum of the weights). The sum is
-    no number if one of the scores is none.
+    Returns (the score that these were taken against, minus infinity where none has counted yet; the sum of the
+    weights). It is `before` as long as that is not far below the largest. The sum is no number if one of the scores is
+    none.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -119,7 +123,8 @@ def weigh(context: Any, like: Any, scores: Any, weights: Any, scale: Any, first:
             rows.append(builder.select(counts, row, lowest))
             most = vectors.larger(rows[-1], most)
         largest = vectors.folded(most, vectors.larger)
-        largest = builder.select(builder.fcmp_ordered(">", largest, before), largest, before)
+        far = builder.fcmp_ordered(">", largest, builder.fadd(before, _FLOAT(_SLACK)))
+        largest = builder.select(far, largest, before)
         is_lowest = builder.fcmp_ordered("==", largest, _FLOAT(float("-inf")))
         base = builder.select(is_lowest, _FLOAT(0.0), largest)  # nothing counts, or nothing that is a number
         total = _floats(0.0)
