@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ class KVPool:
     shapes         [layers] shapes of the keys and of the values of a block
     keys[layer]    [num_blocks, *shape], and values likewise
     stacks         both with all layers in one tensor [layers, num_blocks, *shape]; None where layers differ
+    kept           what a model's kernels want to know of them, made once; None before that
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class KVPool:
     ) -> None:
         self.block_size = block_size
         self.stacks: tuple[Tensor, Tensor] | None = None
+        self.kept: Any = None
         make = partial(_empty, dtype=dtype, device=device)
         if len(set(shapes)) == 1:
             keys, values = (make(len(shapes), num_blocks, *shape) for shape in shapes[0])

@@ -61,11 +61,13 @@ class Inputs(NamedTuple):
     """What changes from step to step.
 
     ids:  [T] token ids
-    cosines, sines: [T, rotary_dim / 2] float32
+    positions: [T] place of each token in its sequence
+    cosines, sines: [places, rotary_dim / 2] float32, of every place up to the furthest
     every, rows: [T] all rows, [R] those whose logits are wanted
     """
 
     ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
     cosines: NDArray[np.float32]
     sines: NDArray[np.float32]
     every: NDArray[np.int64]
@@ -163,7 +165,8 @@ def _place(
     piece = take(board, phase, pieces)
     while piece >= 0:
         for row in range(piece * _ROWS, min(len(mixed), (piece + 1) * _ROWS)):
-            cosines, sines = inputs.cosines[row], inputs.sines[row]
+            place = inputs.positions[row]
+            cosines, sines = inputs.cosines[place], inputs.sines[place]
             if len(weights.bias):
                 for i in range(mixed.shape[1]):
                     mixed[row, i] += weights.bias[layer, i]

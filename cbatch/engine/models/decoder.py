@@ -75,6 +75,7 @@ class Decoder:
         )
         self._buffers = self._make_buffers(16)
         self._logits = np.empty((0, 0), np.float32)
+        self._cosines, self._sines = self._rotations(16)
         self._warm_up()
 
     @property
@@ -103,24 +104,32 @@ class Decoder:
 
     def _arguments(self, batch: RaggedBatch, pool: KVPool, logits: NDArray[np.float32]) -> tuple[Any, ...]:
         """What the kernel of a step takes behind the board and the thread."""
-        family, length = self.family, len(batch.input_ids)
+        family, length, furthest = self.family, len(batch.input_ids), max(batch.stops)
         if length > len(self._buffers.stream):
             self._buffers = self._make_buffers(length)
-        angles = batch.position_ids[:, None].float() * family.frequencies
+        if furthest > len(self._cosines):
+            self._cosines, self._sines = self._rotations(2 * furthest)
         inputs = Inputs(
             batch.input_ids.numpy(),
-            angles.cos().numpy(),
-            angles.sin().numpy(),
+            batch.position_ids.numpy(),
+            self._cosines,
+            self._sines,
             np.arange(length),
             batch.logit_rows.numpy(),
         )
         tables, slots = batch.block_tables.numpy(), batch.slot_mapping.numpy()
         slices = cut(tables, batch.starts, batch.stops, slots, family.heads // family.kv_heads)
         buffers = Buffers(*(array[:length] for array in self._buffers))
-        if pool.stacks is None:
-            raise ValueError("The layers' caches have to lie in one tensor.")
-        pages = pages_of(*pool.stacks)
-        return self._weights, self._sizes, pages, slices, inputs, buffers, self._tiles, self._work, logits
+        if pool.kept is None:
+            if pool.stacks is None:
+                raise ValueError("The layers' caches have to lie in one tensor.")
+            pool.kept = pages_of(*pool.stacks)
+        return self._weights, self._sizes, pool.kept, slices, inputs, buffers, self._tiles, self._work, logits
+
+    def _rotations(self, places: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Cosines and sines of the angles of so many places, by which queries and keys are turned."""
+        angles = torch.arange(places)[:, None].float() * self.family.frequencies
+        return angles.cos().numpy(), angles.sin().numpy()
 
     def _room_for_logits(self, rows: int) -> NDArray[np.float32]:
         """Fresh memory would have to be cleared by the system in every step, which takes as long as the product.
