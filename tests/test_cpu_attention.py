@@ -142,6 +142,43 @@ def test_a_token_has_the_same_bits_however_its_sequence_was_cut(window: int | No
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+@pytest.mark.parametrize("window", [None, 700])
+def test_long_rows_are_seen_in_parts(window: int | None) -> None:
+    """Guards rows whose segments are computed apart and added up: right, and the same bits as in a chunk of many."""
+    layer, length, options = LayerShape(2, 32, 32), 1100, {"scale": 0.2, "window": window, "sinks": torch.ones(4)}
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(length, n, 32, generator=generator) for n in (4, 2, 2))
+    table = [list(range(35))]
+    results = []
+    for backend, cuts in (
+        (ReferenceAttention(), [0, length]),
+        (CpuAttention(), [0, length]),
+        (CpuAttention(), [0, 512, 513, 1023, 1024, 1025, 1099, 1100]),
+    ):
+        pool = KVPool([backend.block_shapes(layer, 32, torch.float32)], NUM_BLOCKS, 32, torch.float32, CPU)
+        parts = []
+        for start, stop in pairwise(cuts):
+            metadata = backend.prepare(make_batch([(0, start, stop)], table, 32), 32)
+            backend.write(pool.keys[0], pool.values[0], key[start:stop], value[start:stop], metadata)
+            parts.append(backend.attend(query[start:stop], pool.keys[0], pool.values[0], metadata, **options))  # type: ignore[arg-type]
+        results.append(torch.cat(parts))
+    torch.testing.assert_close(results[1], results[0], atol=2e-5, rtol=2e-5)
+    assert torch.equal(results[1], results[2])
+
+
+def test_a_part_that_is_no_number_shows() -> None:
+    """Guards NaN in an early segment of a long row, which must come out as NaN."""
+    layer, backend = LayerShape(1, 16, 16), CpuAttention()
+    pool = KVPool([backend.block_shapes(layer, 16, torch.float32)], NUM_BLOCKS, 16, torch.float32, CPU)
+    key = torch.ones(601, 1, 16)
+    key[3] = float("nan")
+    for start, stop in ((0, 600), (600, 601)):
+        metadata = backend.prepare(make_batch([(0, start, stop)], [list(range(38))], 16), 16)
+        backend.write(pool.keys[0], pool.values[0], key[start:stop], torch.ones(stop - start, 1, 16), metadata)
+    out = backend.attend(torch.ones(1, 1, 16), pool.keys[0], pool.values[0], metadata, scale=1.0)
+    assert out.isnan().all()
+
+
 def test_what_does_not_fit_goes_another_way() -> None:
     """Guards the choice: sizes, blocks and types that the panels cannot hold are not tried."""
     layer = LayerShape(2, 64, 64)

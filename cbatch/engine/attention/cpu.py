@@ -23,18 +23,19 @@ from cbatch.engine.threads import num_threads
 
 @dataclass(slots=True)
 class Metadata:
-    """What the layers of a step share: its slices, cut up for each number of query heads that share a key."""
+    """What the layers of a step share: its slices, cut up for each shape of heads."""
 
     tables: NDArray[np.int32]
     starts: list[int]
     stops: list[int]
     slots: NDArray[np.int64]
-    cuts: dict[int, Slices] = field(default_factory=dict)
+    cuts: dict[tuple[int, int, int], Slices] = field(default_factory=dict)
 
-    def cut(self, group: int) -> Slices:
-        if group not in self.cuts:
-            self.cuts[group] = cut(self.tables, self.starts, self.stops, self.slots, group)
-        return self.cuts[group]
+    def cut(self, heads: int, group: int, value_dim: int) -> Slices:
+        kind = heads, group, value_dim
+        if kind not in self.cuts:
+            self.cuts[kind] = cut(self.tables, self.starts, self.stops, self.slots, *kind)
+        return self.cuts[kind]
 
 
 class CpuAttention:
@@ -55,7 +56,7 @@ class CpuAttention:
 
     def write(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: Metadata) -> None:
         pages = pages_of(keys[None], values[None])
-        self._team.run(store_layer, pages, metadata.cut(1), as_array(new_keys), as_array(new_values))
+        self._team.run(store_layer, pages, metadata.cut(1, 1, 0), as_array(new_keys), as_array(new_values))
 
     def attend(
         self,
@@ -78,8 +79,9 @@ class CpuAttention:
         nothing = np.empty(0, np.float32)
         rule = Rule(scale, window or 0, softcap or 0.0, nothing if sinks is None else sinks.float().numpy())
         out = keys.new_empty(tokens, heads * pages.value_dim)
+        slices = metadata.cut(heads, group, pages.value_dim)
         self._team.run(
-            attend_layer, pages, metadata.cut(group), rule, as_array(query.flatten(1).to(keys.dtype)), as_array(out),
+            attend_layer, pages, slices, rule, as_array(query.flatten(1).to(keys.dtype)), as_array(out),
             self._workspaces[shape],
         )  # fmt: skip
         return out.view(tokens, heads, pages.value_dim).to(query.dtype)

@@ -2,7 +2,11 @@
 
 Keys and values lie in panels (see `pages`), so that scores and sums of values are the same products as all others.
 Chunks of 64 tokens, at fixed places of the sequence, go through the softmax one after the other (Milakov and
-Gimelshein, 2018). So a token's result is the same to the last bit however its sequence was cut into steps.
+Gimelshein, 2018), and segments of 512 are added up. So a token's result is the same to the last bit however its
+sequence was cut into steps, and however many threads shared it.
+
+What a row has seen is its state: a weighted sum of values, then at the end the score that the weights were taken
+against, and the sum of the weights.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import numpy as np
 from cbatch.engine.cpu.board import finish, take
 from cbatch.engine.cpu.jit import entry, kernel
 from cbatch.engine.cpu.numbers import exp, narrow, tanh, widen
+from cbatch.engine.cpu.pages import SEGMENT
 from cbatch.engine.cpu.softmax import CHUNK, weigh
 from cbatch.engine.cpu.tile import COLUMNS, LANES, MAX_ROWS, prefetch, tile
 
@@ -105,32 +110,40 @@ def _fetch(pages: Any, layer: int, head: int, table: Any, token: int, stop: int)
 
 
 @kernel
-def _weigh(
-    scores: Any, first: int, stop: int, rule: Any, largest: Any, total: Any, row: int, weights: Any, out: Any
-) -> None:
-    """Turns a row of 64 products into weights, of which those from `first` up to `stop` count; rescales its sums."""
-    scale, cap, before = np.float32(rule.scale), np.float32(rule.softcap), largest[row]
+def _weigh(scores: Any, first: int, stop: int, rule: Any, weights: Any, state: Any) -> None:
+    """Turns a row of 64 products into weights, of which those from `first` up to `stop` count; rescales its state."""
+    width = len(state) - 2
+    scale, cap, before = np.float32(rule.scale), np.float32(rule.softcap), state[width]
     if cap > 0:
         for j in range(CHUNK):
             scores[j] = cap * tanh(scores[j] * scale / cap)
         scale = np.float32(1)
     most, added = weigh(weights[0], scores.ctypes.data, weights.ctypes.data, scale, first, stop, before)
     if before != most:
-        largest[row] = most
+        state[width] = most
         if before > _MINUS_INFINITY:
             shrink = exp(before - most)
-            total[row] *= shrink
-            for j in range(len(out)):
-                out[j] *= shrink
-    total[row] += added
+            for j in range(width):
+                state[j] *= shrink
+            state[width + 1] *= shrink
+    state[width + 1] += added
 
 
 @kernel
 def _attend_chunk(
-    pages: Any, layer: int, token: int, start: int, rows: int, group: int, rule: Any, thread: int, work: Any
+    pages: Any,
+    layer: int,
+    token: int,
+    start: int,
+    rows: int,
+    group: int,
+    rule: Any,
+    thread: int,
+    work: Any,
+    states: Any,
 ) -> None:
     """Lets all rows of a piece see the 64 tokens from `token`. `start`: place of the first row's token."""
-    query, sums, panels = work.query[thread], work.sums[thread], work.panels[thread]
+    query, panels = work.query[thread], work.panels[thread]
     scores, weights = work.scores[thread], work.weights[thread]
     for top in range(0, rows, MAX_ROWS):
         tile_rows = min(MAX_ROWS, rows - top)
@@ -142,13 +155,53 @@ def _attend_chunk(
         for i in range(tile_rows):
             place = start + (top + i) // group
             first = place - rule.window + 1 - token if rule.window > 0 else 0
-            _weigh(
-                scores[i], first, place + 1 - token, rule, work.largest[thread], work.total[thread], top + i,
-                weights[i], sums[top + i],
-            )  # fmt: skip
-        ldo = sums.shape[1] * 4
-        target = sums.ctypes.data + top * ldo
+            _weigh(scores[i], first, place + 1 - token, rule, weights[i], states[top + i])
+        ldo = states.shape[1] * 4
+        target = states.ctypes.data + top * ldo
         _add_values(pages, layer, weights.ctypes.data, tile_rows, count, panels, work.pairs[thread], target, ldo)
+
+
+@kernel
+def _clear(state: Any) -> None:
+    for j in range(len(state)):
+        state[j] = np.float32(0)
+    state[len(state) - 2] = _MINUS_INFINITY
+
+
+@kernel
+def _merge(state: Any, later: Any, width: int) -> None:
+    """Adds the state of a later segment, of which `width` numbers are the sum."""
+    before, largest, total = state[len(state) - 2], later[len(later) - 2], later[len(later) - 1]
+    if largest == _MINUS_INFINITY and total == 0:
+        return
+    most = max(before, largest)
+    keep = exp(before - most) if before > _MINUS_INFINITY else np.float32(0)
+    share = exp(largest - most) if largest > _MINUS_INFINITY else np.float32(1)
+    for j in range(width):
+        state[j] = state[j] * keep + later[j] * share
+    state[len(state) - 2] = most
+    state[len(state) - 1] = state[len(state) - 1] * keep + total * share
+
+
+@kernel
+def _attend_piece(
+    pages: Any, layer: int, head: int, table: Any, begin: int, end: int, start: int, rows: int, group: int, rule: Any,
+    thread: int, work: Any,
+) -> None:  # fmt: skip
+    """Lets all rows of a piece see the tokens from `begin` up to `end`, as far as each may."""
+    lowest = max(0, start - rule.window + 1) // CHUNK * CHUNK if rule.window > 0 else 0
+    all_before = work.states[thread, 0]
+    for segment in range(max(begin, lowest // SEGMENT * SEGMENT), end, SEGMENT):
+        is_first, stop = segment <= max(begin, lowest), min(end, segment + SEGMENT)
+        states = all_before if is_first else work.states[thread, 1]
+        for i in range(rows):
+            _clear(states[i])
+        for token in range(max(segment, lowest), stop, CHUNK):
+            _fetch(pages, layer, head, table, token + CHUNK, end)
+            _locate(pages, layer, head, table, token, stop, work.panels[thread])
+            _attend_chunk(pages, layer, token, start, rows, group, rule, thread, work, states)
+        for i in range(0 if is_first else rows):
+            _merge(all_before[i], states[i], pages.value_dim)
 
 
 @kernel
@@ -156,45 +209,60 @@ def attend(
     board: Any, phase: int, thread: int, pages: Any, layer: int, slices: Any, rule: Any, query: Any, out: Any, work: Any
 ) -> int:
     """out [T, query heads * value_dim] = attention with query [T, query heads * key_dim], both in the cache's type."""
-    group = query.shape[1] // pages.key_dim // pages.heads
-    count = len(slices.pieces) * pages.heads
-    sums, largest, total = work.sums[thread], work.largest[thread], work.total[thread]
+    group, width = query.shape[1] // pages.key_dim // pages.heads, pages.value_dim
+    count, states = len(slices.pieces) * pages.heads, work.states[thread, 0]
     piece = take(board, phase, count)
     while piece >= 0:
         head = piece % pages.heads
-        sequence, first, tokens = slices.pieces[piece // pages.heads]
-        start = slices.starts[sequence] + first
-        row = slices.firsts[sequence] + first
-        rows = tokens * group
-        for i in range(rows):
+        sequence, first, tokens, begin, end, part = slices.pieces[piece // pages.heads]
+        row, start = slices.firsts[sequence] + first, slices.starts[sequence] + first
+        for i in range(tokens * group):
             left = (head * group + i % group) * pages.key_dim
-            _start_row(query[row + i // group, left : left + pages.key_dim], work.query[thread, i], sums[i])
-            largest[i], total[i] = _MINUS_INFINITY, np.float32(0)
-        lowest = max(0, start - rule.window + 1) // CHUNK * CHUNK if rule.window > 0 else 0
-        for token in range(lowest, start + tokens, CHUNK):
-            _fetch(pages, layer, head, slices.tables[sequence], token + CHUNK, start + tokens)
-            _locate(pages, layer, head, slices.tables[sequence], token, start + tokens, work.panels[thread])
-            _attend_chunk(pages, layer, token, start, rows, group, rule, thread, work)
-        for i in range(rows):
+            _copy(query[row + i // group, left : left + pages.key_dim], work.query[thread, i])
+        table = slices.tables[sequence]
+        _attend_piece(pages, layer, head, table, begin, end, start, tokens * group, group, rule, thread, work)
+        for i in range(tokens * group):
             place = head * group + i % group
-            part = out[row + i // group, place * pages.value_dim : (place + 1) * pages.value_dim]
-            _finish_row(largest[i], total[i], place, rule, sums[i], part)
+            if part >= 0:
+                _clear(slices.parts[part, place])
+                _merge(slices.parts[part, place], states[i], width)
+            else:
+                _finish_row(states[i], place, rule, out[row + i // group, place * width : (place + 1) * width])
+        finish(board, phase, count)
+        piece = take(board, phase, count)
+    if len(slices.merges):
+        return _merge_parts(board, phase + 1, slices, rule, width, states[0], out)
+    return phase + 1
+
+
+@kernel
+def _merge_parts(board: Any, phase: int, slices: Any, rule: Any, width: int, state: Any, out: Any) -> int:
+    """Brings together the parts of rows that were seen by several pieces."""
+    heads = slices.parts.shape[1]
+    count = len(slices.merges)
+    piece = take(board, phase, count)
+    while piece >= 0:
+        row, first, parts = slices.merges[piece]
+        for head in range(heads):
+            _clear(state)
+            for part in range(first, first + parts):
+                _merge(state, slices.parts[part, head], width)
+            _finish_row(state, head, rule, out[row, head * width : (head + 1) * width])
         finish(board, phase, count)
         piece = take(board, phase, count)
     return phase + 1
 
 
 @kernel
-def _start_row(query: Any, copy: Any, sums: Any) -> None:
-    for j in range(len(query)):
-        copy[j] = query[j]
-    for j in range(len(sums)):
-        sums[j] = np.float32(0)
+def _copy(source: Any, target: Any) -> None:
+    for j in range(len(source)):
+        target[j] = source[j]
 
 
 @kernel
-def _finish_row(largest: Any, share: Any, head: int, rule: Any, sums: Any, out: Any) -> None:
+def _finish_row(state: Any, head: int, rule: Any, out: Any) -> None:
     """Divides a row's weighted sum by the sum of its weights."""
+    largest, share = state[len(state) - 2], state[len(state) - 1]
     factor = np.float32(1)
     if len(rule.sinks):
         most = max(largest, rule.sinks[head])
@@ -202,7 +270,7 @@ def _finish_row(largest: Any, share: Any, head: int, rule: Any, sums: Any, out: 
         share = share * factor + exp(rule.sinks[head] - most)
     factor = factor / share
     for j in range(len(out)):
-        out[j] = narrow(sums[j] * factor, out)
+        out[j] = narrow(state[j] * factor, out)
 
 
 @entry

@@ -118,7 +118,8 @@ class Decoder:
             batch.logit_rows.numpy(),
         )
         tables, slots = batch.block_tables.numpy(), batch.slot_mapping.numpy()
-        slices = cut(tables, batch.starts, batch.stops, slots, family.heads // family.kv_heads)
+        shape = family.heads, family.heads // family.kv_heads, family.head_dim
+        slices = cut(tables, batch.starts, batch.stops, slots, *shape)
         buffers = Buffers(*(array[:length] for array in self._buffers))
         if pool.kept is None:
             if pool.stacks is None:
