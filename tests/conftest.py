@@ -10,6 +10,8 @@ import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anybody imports triton
 
 
 @pytest.fixture(scope="session")
