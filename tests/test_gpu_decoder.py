@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import chain
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -377,3 +381,22 @@ def test_what_does_not_fit_is_refused() -> None:
     pool = KVPool(shapes, 8, 16, decoder.dtype, DEVICE)
     with pytest.raises(ValueError, match="laid out"):
         decoder.forward(batch_of(make_prompts([3])), pool, reference)
+
+
+def compile_kernels() -> None:
+    """Compiles what a step of a model with norms of heads and one with biases launches; prints how many kernels."""
+    from tests.compiling import launches_compiled
+
+    with launches_compiled() as compiled:
+        for name in ("qwen3, norms", "odd sizes"):
+            decoder = decoder_of(network_of(name), torch.bfloat16)
+            logits_of(decoder, batch_of(make_prompts([1, 1])), pool_of(decoder))
+    print(len(compiled))
+
+
+def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    """Guards kernels that only the interpreter accepts."""
+    settings = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    code = "from tests.test_gpu_decoder import compile_kernels; compile_kernels()"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | settings, capture_output=True, text=True)
+    assert done.stdout == "7\n", done.stderr

@@ -18,11 +18,11 @@ from torch import Tensor
 
 @triton.jit(do_not_specialize_on_alignment=["rows"])
 def _norm_kernel(
-    stream: Any,
-    added: Any,
-    rows: Any,
-    weight: Any,
-    out: Any,
+    stream: tl.tensor,
+    added: tl.tensor,
+    rows: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
     eps: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -81,12 +81,12 @@ def _norm(
 
 @triton.jit
 def _turn(
-    row: Any,
-    part: Any,
-    inside: Any,
-    norm: Any,
-    cosine: Any,
-    sine: Any,
+    row: tl.tensor,
+    part: tl.tensor,
+    inside: tl.tensor,
+    norm: tl.tensor,
+    cosine: tl.tensor,
+    sine: tl.tensor,
     eps: tl.constexpr,
     DIM: tl.constexpr,
     HAS_NORMS: tl.constexpr,
@@ -108,15 +108,15 @@ def _turn(
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _place_kernel(
-    mixed: Any,
-    cosines: Any,
-    sines: Any,
-    slots: Any,
-    query_norm: Any,
-    key_norm: Any,
-    query: Any,
-    keys: Any,
-    values: Any,
+    mixed: tl.tensor,
+    cosines: tl.tensor,
+    sines: tl.tensor,
+    slots: tl.tensor,
+    query_norm: tl.tensor,
+    key_norm: tl.tensor,
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
     eps: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -143,14 +143,14 @@ def _place_kernel(
 
     slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
-        to = ((slot // BLOCK_SIZE * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE) * DIM + column
-        part = (GROUP * KV_HEADS + head) * DIM + column
-        left, right = _turn(row, part, inside, key_norm, cosine, sine, eps, DIM, HAS_NORMS)
-        tl.store(keys + to, left.to(keys.dtype.element_ty), mask=inside)
-        tl.store(keys + to + half, right.to(keys.dtype.element_ty), mask=inside)
-        part += KV_HEADS * DIM
-        tl.store(values + to, tl.load(row + part, mask=inside), mask=inside)
-        tl.store(values + to + half, tl.load(row + part + half, mask=inside), mask=inside)
+        cell = ((slot // BLOCK_SIZE * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE) * DIM + column
+        key = (GROUP * KV_HEADS + head) * DIM + column
+        key_left, key_right = _turn(row, key, inside, key_norm, cosine, sine, eps, DIM, HAS_NORMS)
+        tl.store(keys + cell, key_left.to(keys.dtype.element_ty), mask=inside)
+        tl.store(keys + cell + half, key_right.to(keys.dtype.element_ty), mask=inside)
+        value = key + KV_HEADS * DIM
+        tl.store(values + cell, tl.load(row + value, mask=inside), mask=inside)
+        tl.store(values + cell + half, tl.load(row + value + half, mask=inside), mask=inside)
 
 
 def place(
@@ -184,7 +184,7 @@ def place(
 
 
 @triton.jit
-def _gate_kernel(both: Any, out: Any, INNER: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _gate_kernel(both: tl.tensor, out: tl.tensor, INNER: tl.constexpr, BLOCK: tl.constexpr) -> None:
     """One program per row and block of columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
