@@ -112,8 +112,7 @@ def _place_kernel(
     cosines: tl.tensor,
     sines: tl.tensor,
     slots: tl.tensor,
-    query_norm: tl.tensor,
-    key_norm: tl.tensor,
+    norms: tl.tensor,
     query: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
@@ -136,7 +135,7 @@ def _place_kernel(
     row = mixed + token * ((GROUP + 2) * KV_HEADS * DIM)
 
     part, there = (head * GROUP + member) * DIM + column, (member < GROUP) & inside
-    left, right = _turn(row, part, there, query_norm, cosine, sine, eps, DIM, HAS_NORMS)
+    left, right = _turn(row, part, there, norms, cosine, sine, eps, DIM, HAS_NORMS)
     to = query + token * (GROUP * KV_HEADS * DIM) + part
     tl.store(to, left.to(query.dtype.element_ty), mask=there)
     tl.store(to + half, right.to(query.dtype.element_ty), mask=there)
@@ -145,7 +144,7 @@ def _place_kernel(
     if slot >= 0:
         cell = ((slot // BLOCK_SIZE * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE) * DIM + column
         key = (GROUP * KV_HEADS + head) * DIM + column
-        key_left, key_right = _turn(row, key, inside, key_norm, cosine, sine, eps, DIM, HAS_NORMS)
+        key_left, key_right = _turn(row, key, inside, norms + DIM, cosine, sine, eps, DIM, HAS_NORMS)
         tl.store(keys + cell, key_left.to(keys.dtype.element_ty), mask=inside)
         tl.store(keys + cell + half, key_right.to(keys.dtype.element_ty), mask=inside)
         value = key + KV_HEADS * DIM
@@ -158,7 +157,7 @@ def place(
     cosines: Tensor,
     sines: Tensor,
     slots: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
+    norms: Tensor | None,
     eps: float,
     query: Tensor,
     keys: Tensor,
@@ -169,16 +168,15 @@ def place(
     mixed:          [T, (heads + 2 * kv_heads) * head_dim] queries, keys and values as their matrix gives them
     cosines, sines: [T, head_dim / 2] float32
     slots:          [T] place of each token in the cache; a negative one is not written
-    norms:          [head_dim] weights of the norms of queries and of keys, where a model has them
+    norms:          [2 * head_dim] weights of the norms of queries, then of keys, where a model has them
     query:          [T, heads, head_dim], written
     keys, values:   [num_blocks, kv_heads, block_size, head_dim], written
     """
     _, kv_heads, block_size, dim = keys.shape
     group = query.shape[1] // kv_heads
     tile, half = triton.next_power_of_2(group), triton.next_power_of_2(dim // 2)
-    query_norm, key_norm = norms or (mixed, mixed)
     _place_kernel[(len(query), kv_heads)](
-        mixed, cosines, sines, slots, query_norm, key_norm, query, keys, values, eps,
+        mixed, cosines, sines, slots, mixed if norms is None else norms, query, keys, values, eps,
         kv_heads, group, dim, block_size, tile, half, norms is not None, num_warps=_warps(tile * half // 8),
     )  # fmt: skip
 

@@ -28,14 +28,14 @@ class Layer(NamedTuple):
     """Weights of a layer, on the device.
 
     mixing:     [(heads + 2 * kv_heads) * head_dim, hidden] of queries, keys and values; `bias` is theirs
-    head_norms: [head_dim] of queries and of keys
+    head_norms: [2 * head_dim] of queries, then of keys
     gated:      [2 * inner, hidden] of the gate, then of what it lets through
     """
 
     norm: Tensor
     mixing: Tensor
     bias: Tensor | None
-    head_norms: tuple[Tensor, Tensor] | None
+    head_norms: Tensor | None
     output: Tensor
     inner_norm: Tensor
     gated: Tensor
@@ -99,11 +99,13 @@ class GpuDecoder:
         self._embedding = loader.read("model.embed_tokens.weight")
         self._head = self._embedding if family.is_tied else loader.read("lm_head.weight")
         self._frequencies = family.frequencies.to(device)
-        self._weight_bytes = loader.bytes
 
     @property
     def weight_bytes(self) -> int:
-        return self._weight_bytes
+        weights = {self._embedding, self._head, self._last_norm}
+        for layer in self._layers:
+            weights |= {weight for weight in layer if weight is not None}
+        return sum(weight.nbytes for weight in weights)
 
     @property
     def linears(self) -> Linears:
@@ -207,14 +209,13 @@ class GpuDecoder:
 
 
 class _Loader:
-    """Brings weights to a device, those that are multiplied together as one. bytes: of all that it has brought."""
+    """Brings weights to a device, those that are multiplied together as one."""
 
     def __init__(self, family: Family, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         self.shapes = shapes_of(family)
         self.tensors = tensors
         self.dtype = dtype
         self.device = device
-        self.bytes = 0
 
     def read(self, *names: str) -> Tensor:
         """Tensors one below the other. They are copied one at a time into their place on the device."""
@@ -222,7 +223,6 @@ class _Loader:
         out = torch.empty(sum(heights), *self.shapes[names[0]][1:], dtype=self.dtype, device=self.device)
         for part, name in zip(torch.split(out, heights), names, strict=True):
             part.copy_(self.tensors[name])
-        self.bytes += out.nbytes
         return out
 
     def layer(self, number: int) -> Layer:
@@ -234,7 +234,7 @@ class _Loader:
             norm=self.read(prefix + "input_layernorm.weight"),
             mixing=self.read(*(f"{attention}{part}_proj.weight" for part in "qkv")),
             bias=self.read(*biases) if biases[0] in self.shapes else None,
-            head_norms=(self.read(norms[0]), self.read(norms[1])) if norms[0] in self.shapes else None,
+            head_norms=self.read(*norms) if norms[0] in self.shapes else None,
             output=self.read(attention + "o_proj.weight"),
             inner_norm=self.read(prefix + "post_attention_layernorm.weight"),
             gated=self.read(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
