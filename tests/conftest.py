@@ -9,9 +9,9 @@ import pytest
 import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-torch.set_num_threads(1)
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anybody imports triton
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

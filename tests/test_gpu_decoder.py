@@ -20,21 +20,25 @@ from torch import Tensor
 from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cbatch.engine.attention.reference import Metadata, ReferenceAttention
+from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.batch import RaggedBatch
 from cbatch.engine.config import EngineConfig
 from cbatch.engine.engine import Engine
-from cbatch.engine.kv_pool import KVPool, LayerShape, Shape
+from cbatch.engine.kv_pool import KVPool
 from cbatch.engine.loader import LoadedModel
 from cbatch.engine.models.family import Unfit
 from cbatch.engine.params import SamplingParams
+from tests import interpreter
 from tests.tiny import draw_weights, generate_alone, make_network, make_prompts
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
+from cbatch.engine.attention.triton import TritonAttention
 from cbatch.engine.gpu.layer import add_norm, begin, end, gate, place
 from cbatch.engine.models import gpu_decoder
 from cbatch.engine.models.gpu_decoder import GpuDecoder
+
+interpreter.mend()
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -51,16 +55,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LENGTHS = [3, 14, 1]
 OUTPUTS = [6, 4, 7]
-
-
-class PageAttention(ReferenceAttention):
-    """The reference over blocks of [heads, block_size, dim]."""
-
-    def block_shapes(self, layer: LayerShape, block_size: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
-        return (layer.heads, block_size, layer.key_dim), (layer.heads, block_size, layer.value_dim)
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, metadata: Metadata, **rest: Any) -> Tensor:
-        return super().attend(query, keys.transpose(1, 2), values.transpose(1, 2), metadata, **rest)
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -171,7 +165,7 @@ def make_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
 
     def make(decoder: GpuDecoder, **config: Any) -> Engine:
         monkeypatch.setattr("cbatch.engine.engine.has_fast_path", lambda *_: True)
-        monkeypatch.setattr("cbatch.engine.engine.select_attention", lambda *_: PageAttention())
+        monkeypatch.setattr("cbatch.engine.engine.select_attention", lambda *_: TritonAttention(DEVICE))
         loaded = LoadedModel("tiny", lambda: None, None, SamplingParams(), frozenset(), decoder=decoder)
         settings: dict[str, Any] = {"block_size": 5, "kv_blocks": 30, "max_seqs": 4, "device": str(DEVICE)} | config
         return Engine(EngineConfig(**settings), loaded)
@@ -210,7 +204,7 @@ def batch_of(prompts: list[list[int]], start: int = 0) -> RaggedBatch:
 
 
 def pool_of(decoder: GpuDecoder) -> KVPool:
-    shapes = [PageAttention().block_shapes(layer, 16, decoder.dtype) for layer in decoder.layers]
+    shapes = [TritonAttention(DEVICE).block_shapes(layer, 16, decoder.dtype) for layer in decoder.layers]
     pool = KVPool(shapes, 8, 16, decoder.dtype, DEVICE)
     for layer in (*pool.keys, *pool.values):
         layer.fill_(torch.nan)
@@ -219,7 +213,7 @@ def pool_of(decoder: GpuDecoder) -> KVPool:
 
 def logits_of(decoder: GpuDecoder, batch: RaggedBatch, pool: KVPool) -> Tensor:
     with torch.inference_mode():
-        return decoder.forward(batch, pool, PageAttention())
+        return decoder.forward(batch, pool, TritonAttention(DEVICE))
 
 
 @pytest.mark.parametrize(
@@ -232,10 +226,10 @@ def logits_of(decoder: GpuDecoder, batch: RaggedBatch, pool: KVPool) -> Tensor:
         ),
     ],
 )
-@pytest.mark.parametrize("name", ["llama", "qwen2, biases", "qwen3, norms"])
+@pytest.mark.parametrize("name", ["qwen2, biases", "qwen3, norms"])
 def test_half_precision_is_near_float32(name: str, dtype: torch.dtype) -> None:
     """Guards the other kinds of numbers: as near to float32 as transformers' own are, or nearer."""
-    network, prompts = network_of(name), make_prompts([30, 22], seed=2)
+    network, prompts = network_of(name), make_prompts([26, 9], seed=2)
     halves = make_network(MODELS[name][0], **MODELS[name][1])
     draw_weights(halves)
     halves = halves.to(dtype)
@@ -253,29 +247,17 @@ def test_half_precision_is_near_float32(name: str, dtype: torch.dtype) -> None:
 def test_padded_rows_change_nothing() -> None:
     """Guards a step that is filled up for a graph: rows without a slot write nothing, and the others are the same."""
     decoder, prompts = decoder_of(network_of("qwen3, norms")), make_prompts([9, 9])
-    pool, other = pool_of(decoder), pool_of(decoder)
+    attention, pool, other = TritonAttention(DEVICE), pool_of(decoder), pool_of(decoder)
     for each in (pool, other):
         logits_of(decoder, batch_of([prompt[:8] for prompt in prompts]), each)
     step = batch_of(prompts, start=8)
     expected = logits_of(decoder, step, other)
-    attention = PageAttention()
-    padding = torch.zeros(2, dtype=torch.int64, device=DEVICE)
-
-    class Filled(PageAttention):
-        def attend(self, query: Tensor, *rest: Any, **settings: Any) -> Tensor:
-            attended = super().attend(query[:2], *rest, **settings)
-            return torch.cat([attended, torch.full_like(attended, torch.nan)])
-
+    buffers = attention.buffers(4, 2, 16)
+    buffers.fill(step.block_tables.cpu().numpy(), step.stops)
+    inputs = [torch.cat([part, torch.zeros_like(part)]) for part in (step.input_ids, step.position_ids)]
+    rows = torch.arange(4, device=DEVICE)
     with torch.inference_mode():
-        found = decoder.compute(
-            torch.cat([step.input_ids, padding]),
-            torch.cat([step.position_ids, padding]),
-            torch.cat([step.slot_mapping, padding - 1]),
-            torch.cat([step.logit_rows, padding]),
-            attention.prepare(step, 16),
-            pool,
-            Filled(),
-        )
+        found = decoder.compute(*inputs, buffers.metadata.slots, rows, buffers.metadata, pool, attention)
     check(found[:2], expected)
     for mine, theirs in zip(pool.keys + pool.values, other.keys + other.values, strict=True):
         torch.testing.assert_close(mine, theirs, equal_nan=True)
@@ -303,7 +285,7 @@ class Operations(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-class NoAttention(PageAttention):
+class NoAttention(TritonAttention):
     def attend(self, query: Tensor, *rest: Any, **settings: Any) -> Tensor:
         return query
 
@@ -314,7 +296,7 @@ def operations_of(layers: int) -> list[str]:
     batch, pool = batch_of(make_prompts([1, 1])), pool_of(decoder)
     inputs = batch.input_ids, batch.position_ids, batch.slot_mapping, batch.logit_rows
     with torch.inference_mode(), Operations() as noted:
-        decoder.compute(*inputs, None, pool, NoAttention())
+        decoder.compute(*inputs, None, pool, NoAttention(DEVICE))
     return noted.names
 
 
@@ -384,14 +366,14 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def compile_kernels() -> None:
-    """Compiles what a step of a model with norms of heads and one with biases launches; prints how many kernels."""
+    """Compiles all that steps of a model with norms of heads and of one of odd sizes launch; prints what that was."""
     from tests.compiling import launches_compiled
 
     with launches_compiled() as compiled:
-        for name in ("qwen3, norms", "odd sizes"):
+        for name, lengths in (("qwen3, norms", [1, 3]), ("odd sizes", [1])):
             decoder = decoder_of(network_of(name), torch.bfloat16)
-            logits_of(decoder, batch_of(make_prompts([1, 1])), pool_of(decoder))
-    print(len(compiled))
+            logits_of(decoder, batch_of(make_prompts(lengths)), pool_of(decoder))
+    print(*sorted({key.split()[0] for key in compiled}))
 
 
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
@@ -399,4 +381,5 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     settings = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     code = "from tests.test_gpu_decoder import compile_kernels; compile_kernels()"
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | settings, capture_output=True, text=True)
-    assert done.stdout == "7\n", done.stderr
+    kernels = {"_norm_kernel", "_place_kernel", "_gate_kernel", "_decode_kernel", "_prefill_kernel"}
+    assert kernels <= set(done.stdout.split()), done.stderr

@@ -1,1 +1,1 @@
-"""Triton kernels of the fast path on a GPU."""
+"""Kernels for a GPU, written in Triton; nobody imports them where Triton is not installed."""

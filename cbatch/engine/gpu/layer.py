@@ -5,8 +5,6 @@ No argument that changes from step to step is a number of the host: nothing is c
 right for the next step. Sums, norms, angles and gates are float32 whatever the tensors are.
 """
 
-# mypy: allow-untyped-decorators
-
 from __future__ import annotations
 
 from typing import Any
