@@ -25,25 +25,41 @@ TYPES = {
 
 @contextmanager
 def launches_compiled() -> Iterator[dict[str, Any]]:
-    """Compiles each kernel where it is launched, for the types of its arguments, and does not run it.
+    """Compiles each kernel where it is launched, as for a launch with these arguments, and does not run it.
 
-    Yields what has been compiled, by the name of the kernel and its types and constants. For a process that does not
-    interpret kernels.
+    Yields what has been compiled; a key begins with the kernel's name. For a process that does not interpret kernels.
     """
     compiled: dict[str, Any] = {}
 
     def compile_launch(kernel: Any, *values: Any, grid: Any, warmup: bool, **options: Any) -> None:
         arguments = dict(zip(kernel.arg_names, values, strict=False))
         arguments |= {name: options.pop(name) for name in kernel.arg_names if name in options}
-        fixed = {param.name for param in kernel.params if param.is_constexpr or arguments[param.name] is None}
+        places = {param.name: (place,) for place, param in enumerate(kernel.params)}
+        fixed = {param.name for param in kernel.params if is_fixed(param, arguments[param.name])}
         types = {name: "constexpr" if name in fixed else type_of(arguments[name]) for name in kernel.arg_names}
-        constants = {(kernel.arg_names.index(name),): arguments[name] for name in fixed}
-        key = f"{kernel.__name__} {sorted(types.items())} {sorted(constants.items())} {options}"
+        constants = {places[name]: arguments[name] for name in fixed}
+        aligned = [param.name for param in kernel.params if param.name not in fixed]
+        aligned = [name for name in aligned if is_aligned(kernel.params[places[name][0]], arguments[name])]
+        key = f"{kernel.__name__} {types} {constants} {aligned} {options}"
         if key not in compiled:
-            compiled[key] = triton.compile(ASTSource(kernel, types, constants), target=TARGET, options=options)
+            attributes = {places[name]: [["tt.divisibility", 16]] for name in aligned}
+            source = ASTSource(kernel, types, constants, attributes)
+            compiled[key] = triton.compile(source, target=TARGET, options=options)
 
     with patch("triton.runtime.jit.JITFunction.run", compile_launch):
         yield compiled
+
+
+def is_fixed(param: Any, value: Any) -> bool:
+    """Whether a launch compiles the kernel for this very value."""
+    return param.is_constexpr or value is None or (type(value) is int and value == 1 and not param.do_not_specialize)
+
+
+def is_aligned(param: Any, value: Any) -> bool:
+    """Whether a launch compiles the kernel for addresses and numbers that are multiples of 16."""
+    if isinstance(value, Tensor):
+        return not param.do_not_specialize_on_alignment and value.data_ptr() % 16 == 0
+    return type(value) is int and value % 16 == 0 and not param.do_not_specialize
 
 
 def type_of(value: Any) -> str:

@@ -353,7 +353,11 @@ def test_what_does_not_fit_is_refused() -> None:
     """Guards against models, numbers and caches that would be computed wrongly."""
     network = network_of("llama")
     config, tensors = network.config.to_dict(), network.state_dict()
-    for other, dtype in ((config | {"hidden_act": "gelu"}, torch.float16), (config, torch.float64)):
+    for other, dtype in (
+        (config | {"hidden_act": "gelu"}, torch.float16),
+        (config | {"head_dim": 512}, torch.float16),
+        (config, torch.float64),
+    ):
         with pytest.raises(Unfit):
             GpuDecoder(other, tensors, dtype, DEVICE)
     with pytest.raises(Unfit):
