@@ -45,9 +45,9 @@ class _Step(NamedTuple):
     """What the layers of a step share: where its T tokens stand, and room that every layer uses again.
 
     cosines, sines: [T, head_dim / 2] float32
-    stream: [T, hidden] float32, the residual stream. In a decode step it stays in the device's cache; for 2,000 tokens of
-            an 8B model, half the bytes would save 67 MB of memory traffic beside 0.9 TFLOP, a hundredth of a layer's
-            time by arithmetic. Rounding it in every layer is much of what a model loses in bfloat16.
+    stream: [T, hidden] float32, the residual stream. In a decode step it stays in the device's cache; for 2,000 tokens
+            of an 8B model, half the bytes would save 67 MB of memory traffic beside 0.9 TFLOP, by arithmetic a
+            hundredth of a layer's time. Rounding it in every layer is much of what a model loses in bfloat16.
     input:  [T, hidden] what goes into a linear; `inner` [T, inner] likewise
     query:  [T, heads, head_dim]
     """
