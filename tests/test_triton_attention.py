@@ -5,8 +5,12 @@ Without a GPU the kernels run in Triton's interpreter, which multiplies bfloat16
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -169,7 +173,7 @@ def chunks_and_decodes(lengths: list[int], seed: int) -> list[list[Slice]]:
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_reference(name: str) -> None:
     """Guards every form of attention: prefill, decode and both in a step; poison in unused places must not show."""
-    world = World(CASES[name], [1, 2, 34, 75])
+    world = World(CASES[name], [1, 2, 34, 75] if CASES[name].group < 16 else [1, 34])
     steps = chunks_and_decodes(world.lengths, seed=1)
     found = world.run(backend(), steps, torch.float32)
     expected = world.run(ReferenceAttention(), steps, torch.float64)
@@ -333,3 +337,12 @@ def test_what_does_not_fit_goes_another_way() -> None:
     assert fits([layer], torch.bfloat16) and fits([layer], torch.float32)
     assert not fits([layer], torch.float64)
     assert not fits([layer, LayerShape(1, 576, 512)], torch.bfloat16)
+
+
+def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    """Guards against what the interpreter takes and the compiler does not, on machines that have no GPU."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-m", "tests.compiler"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    names = [line.split()[0] for line in done.stdout.splitlines()]
+    assert names == ["_write_kernel", "_decode_kernel", "_combine_kernel", "_prefill_kernel"] * 2
