@@ -370,14 +370,14 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def compile_kernels() -> None:
-    """Compiles all that steps of a model with norms of heads and of one of odd sizes launch; prints what that was."""
+    """Compiles what steps of a model with norms of heads and of one of odd sizes launch; prints each kernel's name."""
     from tests.compiling import launches_compiled
 
-    with launches_compiled() as compiled:
-        for name, lengths in (("qwen3, norms", [1, 3]), ("odd sizes", [1])):
+    with launches_compiled() as compiled, torch.inference_mode():
+        for name in ("qwen3, norms", "odd sizes"):
             decoder = decoder_of(network_of(name), torch.bfloat16)
-            logits_of(decoder, batch_of(make_prompts(lengths)), pool_of(decoder))
-    print(*sorted({key.split()[0] for key in compiled}))
+            decoder.forward(batch_of(make_prompts([1])), pool_of(decoder), NoAttention(DEVICE))
+    print(*sorted(key.split()[0] for key in compiled))
 
 
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
@@ -385,5 +385,5 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     settings = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     code = "from tests.test_gpu_decoder import compile_kernels; compile_kernels()"
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | settings, capture_output=True, text=True)
-    kernels = {"_norm_kernel", "_place_kernel", "_gate_kernel", "_decode_kernel", "_prefill_kernel"}
-    assert kernels <= set(done.stdout.split()), done.stderr
+    kernels = ["_gate_kernel"] * 2 + ["_norm_kernel"] * 3 + ["_place_kernel"] * 2
+    assert done.stdout.split() == kernels, done.stderr
