@@ -9,7 +9,7 @@ from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.errors import ConfigError
 from cbatch.engine.kv_pool import LayerShape
 
-NAMES = ("cpu", "reference")
+NAMES = ("cpu", "triton", "reference")
 
 
 def check_attention(name: str, device: torch.device, block_size: int) -> None:
@@ -18,6 +18,8 @@ def check_attention(name: str, device: torch.device, block_size: int) -> None:
         raise ConfigError(f"There is no attention backend {name!r}; choose auto or one of: {', '.join(NAMES)}.")
     if name == "cpu" and device.type != "cpu":
         raise ConfigError(f"The attention backend cpu does not run on {device}; choose auto.")
+    if name == "triton" and device.type != "cuda":
+        raise ConfigError(f"The attention backend triton does not run on {device}; choose auto.")
     if name == "cpu" and block_size % 16:
         raise ConfigError(f"The attention backend cpu needs blocks of a multiple of 16 tokens, not {block_size}.")
 
@@ -46,17 +48,28 @@ def select_attention(
 ) -> AttentionBackend:
     """The backend of that name; `auto` takes the best there is. Raises ConfigError where it cannot serve the model."""
     check_attention(name, device, block_size)
-    if name == "reference" or device.type != "cpu":
+    if name == "reference" or device.type not in ("cpu", "cuda"):
         return ReferenceAttention()
+    named = "cpu" if device.type == "cpu" else "triton"
     try:
-        from cbatch.engine.attention.cpu import CpuAttention
-        from cbatch.engine.cpu.tensors import fits
-    except ImportError as error:  # numba is not made for every Python
-        if name == "cpu":
-            raise ConfigError(f"The attention backend cpu is not available: {error}.") from error
+        backend = _cpu(layers, block_size, dtype) if named == "cpu" else _triton(device, layers, dtype)
+    except ImportError as error:  # neither numba nor Triton is made for everything that torch is made for
+        if name == named:
+            raise ConfigError(f"The attention backend {name} is not available: {error}.") from error
         return ReferenceAttention()
-    if fits(layers, block_size, dtype):
-        return CpuAttention()
-    if name == "cpu":
-        raise ConfigError(f"The attention backend cpu does not serve this model in {dtype}; choose auto.")
-    return ReferenceAttention()
+    if backend is None and name == named:
+        raise ConfigError(f"The attention backend {name} does not serve this model in {dtype}; choose auto.")
+    return backend or ReferenceAttention()
+
+
+def _cpu(layers: list[LayerShape], block_size: int, dtype: torch.dtype) -> AttentionBackend | None:
+    from cbatch.engine.attention.cpu import CpuAttention
+    from cbatch.engine.cpu.tensors import fits
+
+    return CpuAttention() if fits(layers, block_size, dtype) else None
+
+
+def _triton(device: torch.device, layers: list[LayerShape], dtype: torch.dtype) -> AttentionBackend | None:
+    from cbatch.engine.attention.triton import TritonAttention, fits
+
+    return TritonAttention(device) if fits(layers, dtype) else None

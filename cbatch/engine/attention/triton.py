@@ -1,0 +1,85 @@
+"""Attention on a GPU over the pages where they lie."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cbatch.engine.batch import RaggedBatch
+from cbatch.engine.gpu.attention_decode import DecodeTuning, attend_decode
+from cbatch.engine.gpu.attention_prefill import PrefillTuning, attend_prefill
+from cbatch.engine.gpu.cache import write_cache
+from cbatch.engine.gpu.metadata import DecodeBuffers, Metadata, prepare
+from cbatch.engine.gpu.tile import Rule
+from cbatch.engine.kv_pool import LayerShape, Shape
+
+LARGEST_HEAD = 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def fits(layers: list[LayerShape], dtype: torch.dtype) -> bool:
+    """Whether the kernels serve layers of these sizes, with numbers of this type."""
+    return dtype in DTYPES and all(max(layer.key_dim, layer.value_dim) <= LARGEST_HEAD for layer in layers)
+
+
+class TritonAttention:
+    """One kernel for slices of one token (`gpu/attention_decode.py`), another for longer ones
+    (`gpu/attention_prefill.py`). A block is [heads, block_size, dim]: what a program reads of it is contiguous.
+    """
+
+    name = "triton"
+
+    def __init__(
+        self,
+        device: torch.device,
+        decode: DecodeTuning | None = None,
+        prefill: PrefillTuning | None = None,
+    ) -> None:
+        self.device = device
+        self.decode, self.prefill = decode or DecodeTuning(), prefill or PrefillTuning()
+        self.multiprocessors = num_multiprocessors(device)
+
+    def block_shapes(self, layer: LayerShape, block_size: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
+        return (layer.heads, block_size, layer.key_dim), (layer.heads, block_size, layer.value_dim)
+
+    def prepare(self, batch: RaggedBatch, block_size: int) -> Metadata:
+        return prepare(batch.slot_mapping, batch.block_tables, batch.starts, batch.stops, self.decode.split)
+
+    def buffers(self, rows: int, max_blocks: int, block_size: int, max_tokens: int | None = None) -> DecodeBuffers:
+        """Metadata of a graph of so many decode rows: capture with its `metadata`, and `fill` it before each replay."""
+        return DecodeBuffers(rows, max_blocks, block_size, self.decode.split, self.device, max_tokens)
+
+    def write(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: Metadata) -> None:
+        write_cache(keys, values, _rows(new_keys), _rows(new_values), metadata.slots)
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        metadata: Metadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        query, rule = _rows(query), Rule(scale, window, softcap, sinks)
+        out = query.new_empty(*query.shape[:2], values.shape[-1])
+        if metadata.decode is not None:
+            attend_decode(query, keys, values, out, metadata.decode, rule, self.multiprocessors, self.decode)
+        if metadata.prefill is not None:
+            attend_prefill(query, keys, values, out, metadata.prefill, rule, self.prefill)
+        return out
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a GPU; of anything else 2, for kernels under the interpreter."""
+    if device.type != "cuda":
+        return 2
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """A tensor whose heads are contiguous; rows and heads may lie anywhere."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,0 +1,202 @@
+"""What a layer of the Llama family does between its matrix products, each as one Triton kernel.
+
+A step of few tokens takes as long as its launches and its reading of weights, so what one kernel can do is one kernel.
+No argument that changes from step to step is a number of the host: nothing is compiled again, and a captured launch is
+right for the next step. Sums, norms, angles and gates are float32 whatever the tensors are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows"])
+def _norm_kernel(
+    stream: tl.tensor,
+    added: tl.tensor,
+    rows: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    eps: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BEGINS: tl.constexpr,
+    ENDS: tl.constexpr,
+) -> None:
+    """One program per row of `out`; see `begin`, `add_norm` and `end`."""
+    place = tl.program_id(0).to(tl.int64)
+    source = place
+    if BEGINS or ENDS:
+        source = tl.load(rows + place).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < HIDDEN
+    x = tl.load(added + source * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
+    if not BEGINS:
+        x += tl.load(stream + source * HIDDEN + column, mask=inside, other=0.0)
+    if not ENDS:
+        tl.store(stream + place * HIDDEN + column, x, mask=inside)
+    x *= tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps)
+    x *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place * HIDDEN + column, x.to(out.dtype.element_ty), mask=inside)
+
+
+def begin(embedding: Tensor, ids: Tensor, stream: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """stream [T, hidden] float32 = embedding[ids]; out [T, hidden] = its RMSNorm (Zhang and Sennrich, 2019)."""
+    _norm(stream, embedding, ids, weight, eps, out, begins=True)
+
+
+def add_norm(stream: Tensor, added: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """stream [T, hidden] float32 += added [T, hidden]; out [T, hidden] = its RMSNorm."""
+    _norm(stream, added, stream, weight, eps, out)
+
+
+def end(stream: Tensor, added: Tensor, rows: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """out [R, hidden] = RMSNorm of (stream + added)[rows]; the stream is left as it is."""
+    _norm(stream, added, rows, weight, eps, out, ends=True)
+
+
+def _norm(
+    stream: Tensor,
+    added: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    *,
+    begins: bool = False,
+    ends: bool = False,
+) -> None:
+    hidden = out.shape[1]
+    block = triton.next_power_of_2(hidden)
+    _norm_kernel[(len(out),)](
+        stream, added, rows, weight, out, eps, hidden, block, begins, ends, num_warps=_warps(block // 16)
+    )
+
+
+@triton.jit
+def _turn(
+    row: tl.tensor,
+    part: tl.tensor,
+    inside: tl.tensor,
+    norm: tl.tensor,
+    cosine: tl.tensor,
+    sine: tl.tensor,
+    eps: tl.constexpr,
+    DIM: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+) -> Any:
+    """Reads heads [N, DIM], norms them where they have one, and rotates them (RoPE); returns both halves, float32.
+
+    part, inside: [N, half] places of the left halves in `row`, and which of them there are
+    """
+    half: tl.constexpr = DIM // 2
+    left = tl.load(row + part, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(row + part + half, mask=inside, other=0.0).to(tl.float32)
+    if HAS_NORMS:
+        column = tl.arange(0, cosine.shape[1])[None, :]
+        factor = tl.rsqrt(tl.sum(left * left + right * right, axis=1) / DIM + eps)[:, None]
+        left *= factor * tl.load(norm + column, mask=column < half, other=0.0).to(tl.float32)
+        right *= factor * tl.load(norm + half + column, mask=column < half, other=0.0).to(tl.float32)
+    return left * cosine - right * sine, right * cosine + left * sine
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _place_kernel(
+    mixed: tl.tensor,
+    cosines: tl.tensor,
+    sines: tl.tensor,
+    slots: tl.tensor,
+    norms: tl.tensor,
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    eps: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+) -> None:
+    """One program per token and head of keys, with the query heads that share it; see `place`."""
+    half: tl.constexpr = DIM // 2
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    member, column = tl.arange(0, GROUP_TILE)[:, None], tl.arange(0, HALF_TILE)[None, :]
+    inside = column < half
+    cosine = tl.load(cosines + token * half + column, mask=inside, other=0.0)
+    sine = tl.load(sines + token * half + column, mask=inside, other=0.0)
+    row = mixed + token * ((GROUP + 2) * KV_HEADS * DIM)
+
+    part, there = (head * GROUP + member) * DIM + column, (member < GROUP) & inside
+    left, right = _turn(row, part, there, norms, cosine, sine, eps, DIM, HAS_NORMS)
+    to = query + token * (GROUP * KV_HEADS * DIM) + part
+    tl.store(to, left.to(query.dtype.element_ty), mask=there)
+    tl.store(to + half, right.to(query.dtype.element_ty), mask=there)
+
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        cell = ((slot // BLOCK_SIZE * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE) * DIM + column
+        key = (GROUP * KV_HEADS + head) * DIM + column
+        key_left, key_right = _turn(row, key, inside, norms + DIM, cosine, sine, eps, DIM, HAS_NORMS)
+        tl.store(keys + cell, key_left.to(keys.dtype.element_ty), mask=inside)
+        tl.store(keys + cell + half, key_right.to(keys.dtype.element_ty), mask=inside)
+        value = key + KV_HEADS * DIM
+        tl.store(values + cell, tl.load(row + value, mask=inside), mask=inside)
+        tl.store(values + cell + half, tl.load(row + value + half, mask=inside), mask=inside)
+
+
+def place(
+    mixed: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    slots: Tensor,
+    norms: Tensor | None,
+    eps: float,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> None:
+    """Norms and rotates a step's queries and keys, and puts keys and values into one layer's cache.
+
+    mixed:          [T, (heads + 2 * kv_heads) * head_dim] queries, keys and values as their matrix gives them
+    cosines, sines: [T, head_dim / 2] float32
+    slots:          [T] place of each token in the cache; a negative one is not written
+    norms:          [2 * head_dim] weights of the norms of queries, then of keys, where a model has them
+    query:          [T, heads, head_dim], written
+    keys, values:   [num_blocks, kv_heads, block_size, head_dim], written
+    """
+    _, kv_heads, block_size, dim = keys.shape
+    group = query.shape[1] // kv_heads
+    tile, half = triton.next_power_of_2(group), triton.next_power_of_2(dim // 2)
+    _place_kernel[(len(query), kv_heads)](
+        mixed, cosines, sines, slots, mixed if norms is None else norms, query, keys, values, eps,
+        kv_heads, group, dim, block_size, tile, half, norms is not None, num_warps=_warps(tile * half // 8),
+    )  # fmt: skip
+
+
+@triton.jit
+def _gate_kernel(both: tl.tensor, out: tl.tensor, INNER: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """One program per row and block of columns."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < INNER
+    gate = tl.load(both + row * (2 * INNER) + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(both + row * (2 * INNER) + INNER + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * INNER + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+
+
+def gate(both: Tensor, out: Tensor) -> None:
+    """out [T, inner] = silu(gate) * up (SwiGLU, Shazeer, 2020), with both [T, 2 * inner] = gate, then up."""
+    rows, inner = out.shape
+    block = min(triton.next_power_of_2(inner), 1024)
+    _gate_kernel[(rows, triton.cdiv(inner, block))](both, out, inner, block, num_warps=_warps(block // 8))
+
+
+def _warps(threads: int) -> int:
+    """Warps for so many threads, each of which reads 16 bytes at once, or a few times that."""
+    return min(max(threads // 32, 1), 16)

@@ -1,0 +1,99 @@
+"""What the attention kernels have in common: where tokens lie in the cache, and how a tile of them is attended to.
+
+Scores are kept in base 2: they are multiplied with log2(e) beforehand, and exp2 is what the hardware has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How to attend, as in `AttentionBackend.attend`."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def arguments(self, query: Tensor) -> dict[str, Any]:
+        """Arguments of a kernel; what is not asked for is compiled out of it."""
+        return {
+            "scale": self.scale * LOG2_E,
+            "window": self.window or 0,
+            "softcap": self.softcap or 1.0,
+            "sinks": query if self.sinks is None else self.sinks,
+            "HAS_WINDOW": self.window is not None,
+            "HAS_SOFTCAP": self.softcap is not None,
+            "HAS_SINKS": self.sinks is not None,
+        }
+
+
+def sizes(query: Tensor, keys: Tensor, values: Tensor) -> dict[str, int]:
+    """Arguments that say how a layer's cache lies; the sizes of a tile are powers of 2, the rest of it is masked."""
+    _, kv_heads, block_size, key_dim = keys.shape
+    return {
+        "KV_HEADS": kv_heads,
+        "GROUP": query.shape[1] // kv_heads,
+        "BLOCK_SIZE": block_size,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": values.shape[-1],
+        "KEY_TILE": max(16, triton.next_power_of_2(key_dim)),
+        "VALUE_TILE": max(16, triton.next_power_of_2(values.shape[-1])),
+    }
+
+
+@triton.jit
+def cache_rows(
+    pages: tl.tensor, tokens: tl.tensor, there: tl.tensor, head: tl.tensor, KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Rows of the cache, seen as [num_blocks * kv_heads * block_size, dim], that hold tokens of a sequence."""
+    page = tl.load(pages + tokens // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+    return (page * KV_HEADS + head) * BLOCK_SIZE + tokens % BLOCK_SIZE
+
+
+@triton.jit
+def load_rows(
+    cache: tl.tensor, rows: tl.tensor, there: tl.tensor, DIM: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """[tokens, TILE] keys or values; zero beyond the head's size, and for tokens that are not there."""
+    column = tl.arange(0, TILE)
+    place = cache + rows[:, None] * DIM + column[None, :]
+    if MASKED:
+        return tl.load(place, mask=there[:, None] & (column < DIM)[None, :], other=0.0)
+    if DIM != TILE:
+        return tl.load(place, mask=(column < DIM)[None, :], other=0.0)
+    return tl.load(place)
+
+
+@triton.jit
+def score(q: tl.tensor, k: tl.tensor, scale: tl.tensor, softcap: tl.tensor, HAS_SOFTCAP: tl.constexpr) -> tl.tensor:
+    """[queries, tokens] scores in base 2."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if HAS_SOFTCAP:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), right at both ends; in base 2 exp(2x) is exp2(2x) of a score in base 2.
+        bend = softcap * 1.4426950408889634
+        scores = bend * (1.0 - 2.0 / (tl.exp2(2.0 * scores / softcap) + 1.0))
+    return scores
+
+
+@triton.jit
+def absorb(scores: tl.tensor, v: tl.tensor, acc: tl.tensor, largest: tl.tensor, total: tl.tensor) -> tl.tensor:
+    """One step of the online softmax: acc [queries, dim], largest and total [queries] with a tile more in them."""
+    peak = tl.maximum(largest, tl.max(scores, 1))
+    # A row that has seen nothing yet has no largest score to subtract.
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    weights = tl.exp2(scores - shift[:, None])
+    fade = tl.exp2(largest - shift)
+    total = total * fade + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    return acc, peak, total
