@@ -187,7 +187,7 @@ class DecodeBuffers:
         return fits and sum(stops) <= self.max_tokens
 
     def fill(self, tables: Ints, stops: Sequence[int]) -> None:
-        """Overwrites the metadata by one copy that nobody waits for. The rows behind the last are padding.
+        """Overwrites the metadata by one copy, on the current stream. The rows behind the last are padding.
 
         tables [S, B] int32 on the host: block ids of each row; stops [S]: lengths with the row's own token.
 
