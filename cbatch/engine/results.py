@@ -11,7 +11,7 @@ from cbatch.engine.logprobs import token_logprobs
 from cbatch.engine.plan import StepPlan, StepResult
 from cbatch.engine.processors import Processors
 from cbatch.engine.request import Request, Sample, TokenLogprobs
-from cbatch.engine.sampler import sample
+from cbatch.engine.sampler import fetch, sample
 from cbatch.engine.structured import Masks
 
 NAN = RequestError("nan_logits", "The model's output for this request is not a number.")
@@ -42,11 +42,10 @@ def evaluate(
     guided = [row for row, request in enumerate(requests) if request.guide is not None]
     allowed = masks.allowed if masks is not None else None
     processed = Processors.build(requests, logits.device).apply(logits, allowed, guided)
-    tokens, largest = sample(processed, requests)
-    token_ids = tokens.tolist()
+    token_ids, largest = fetch(*sample(processed, requests))
     logprobs = _logprobs(requests, logits, token_ids)
     wrong: list[RequestError | None] = [
-        None if math.isfinite(value) else _what_is_wrong(logits[row]) for row, value in enumerate(largest.tolist())
+        None if math.isfinite(value) else _what_is_wrong(logits[row]) for row, value in enumerate(largest)
     ]
     for row, sentence in zip(guided, masks.errors if masks is not None else (), strict=True):
         guide = requests[row].guide

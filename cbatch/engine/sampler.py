@@ -5,16 +5,20 @@ hashing the four (counter-based noise, as in Salmon et al., SC '11). A row's dra
 `logit / temperature + Gumbel noise` among those the filters keep, which is a draw from the softmax (the Gumbel
 trick). So neither the neighbours of a row nor the order, chunking or repetition of steps can change it.
 
-Here the definition stands in operations of torch. Float32 on the CPU goes through `cpu/sampling.py`, which draws the
-same tokens many times faster; the two may differ only where two tokens are as good to the last places of a float32.
+Here the definition stands in operations of torch. Float32 on the CPU goes through `cpu/sampling.py`, a GPU through
+`gpu/sampling.py`; they draw the same tokens many times faster, and may differ from it only where two tokens are as good
+to the last places of a float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.engine.request import Request
@@ -42,27 +46,69 @@ class Draw:
     @classmethod
     def build(cls, rows: list[int], requests: list[Request], device: torch.device) -> Draw:
         params = [requests[row].params for row in rows]
-        keys = [noise_key(requests[row].seed, requests[row].sample_index, requests[row].num_tokens) for row in rows]
+        words = to_device(row_words([requests[row] for row in rows]), device)
         return cls(
             restricted=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
-            temperature=torch.tensor([p.temperature for p in params], device=device),
-            top_k=torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int64, device=device),
-            top_p=torch.tensor([p.top_p for p in params], device=device),
-            min_p=torch.tensor([p.min_p for p in params], device=device),
-            keys=torch.tensor(keys, dtype=torch.int64, device=device).view(-1, 2),
+            temperature=words[0].view(torch.float32),
+            top_k=words[3].long(),
+            top_p=words[1].view(torch.float32),
+            min_p=words[2].view(torch.float32),
+            keys=words[4:].T.contiguous().long() & _MASK32,
         )
+
+
+def row_words(requests: list[Request]) -> NDArray[np.int32]:
+    """How each of R rows is drawn, as [6, R] int32, so that one copy brings it to a device.
+
+    temperature (0 for greedy rows), top_p and min_p, as the bits of a float32; top_k (0: all); the noise key
+    """
+    params = [request.params for request in requests]
+    temperatures = [0.0 if p.greedy else p.temperature for p in params]
+    shares = np.array([temperatures, [p.top_p for p in params], [p.min_p for p in params]], np.float32)
+    top_k = np.array([[p.top_k for p in params]], np.int32)
+    seeds = np.array([request.seed & _MASK64 for request in requests], np.uint64)
+    samples = np.array([request.sample_index for request in requests], np.uint64)
+    positions = np.array([request.num_tokens for request in requests], np.uint64)
+    return np.concatenate([shares.view(np.int32), top_k, noise_keys(seeds, samples, positions).view(np.int32)])
+
+
+def to_device(words: NDArray[np.int32], device: torch.device) -> Tensor:
+    """The words as a tensor; nobody waits for the copy."""
+    tensor = torch.from_numpy(words)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def sample(logits: Tensor, requests: list[Request]) -> tuple[Tensor, Tensor]:
     """Chooses a token for each row of logits [R, V]; returns tokens [R] int64 and the largest logit of each row [R].
 
     A row whose largest logit is not finite has no meaningful token: its logits are no numbers, or nothing is allowed.
+    On a GPU nobody waits for them; `fetch` does.
     """
-    largest, tokens = _largest(logits)
     drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
+    if drawn and logits.device.type == "cuda" and (sample_rows := _gpu_kernel()):
+        return sample_rows(logits, to_device(row_words(requests), logits.device))
+    largest, tokens = _largest(logits)
     if drawn:
         tokens[drawn] = _draw_rows(logits, drawn, Draw.build(drawn, requests, logits.device))
     return tokens, largest
+
+
+def fetch(tokens: Tensor, largest: Tensor) -> tuple[list[int], list[float]]:
+    """What `sample` returns as numbers of the host, by one copy from a GPU."""
+    if tokens.device.type == "cpu":
+        return tokens.tolist(), largest.tolist()
+    both = torch.stack((tokens.double(), largest.double())).cpu()
+    return both[0].long().tolist(), both[1].tolist()
+
+
+@cache
+def _gpu_kernel() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """None where Triton is not installed."""
+    try:
+        from cbatch.engine.gpu.sampling import sample_rows
+    except ImportError:
+        return None
+    return sample_rows
 
 
 def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,14 +173,23 @@ def _kept(logits: Tensor, draw: Draw) -> Tensor:
 
 
 def noise_key(seed: int, sample_index: int, position: int) -> tuple[int, int]:
-    """Two 32-bit words that stand for one draw: splitmix64 over the row's seed, sample number and position."""
-    state = seed & _MASK64
-    for word in (sample_index, position):
-        state = (state + 0x9E3779B97F4A7C15 * (word + 1)) & _MASK64
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
-        state ^= state >> 31
-    return state >> 32, state & _MASK32
+    """Two 32-bit words that stand for one draw: see `noise_keys`."""
+    words = np.array([[seed & _MASK64], [sample_index], [position]], np.uint64)
+    high, low = noise_keys(*words)[:, 0].tolist()
+    return high, low
+
+
+def noise_keys(
+    seeds: NDArray[np.uint64], samples: NDArray[np.uint64], positions: NDArray[np.uint64]
+) -> NDArray[np.uint32]:
+    """Two 32-bit words [2, N] for each of N draws: splitmix64 over the row's seed, sample number and position."""
+    state = seeds
+    for words in (samples, positions):
+        state = state + np.uint64(0x9E3779B97F4A7C15) * (words + np.uint64(1))  # all of it modulo 2^64
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state = state ^ (state >> np.uint64(31))
+    return np.stack([state >> np.uint64(32), state]).astype(np.uint32)
 
 
 def gumbel_noise(keys: Tensor, ids: Tensor) -> Tensor:

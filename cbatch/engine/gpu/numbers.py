@@ -1,0 +1,63 @@
+"""Random numbers of tokens, and float32 as integers, for the kernels that draw."""
+
+# mypy: allow-untyped-decorators
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+_STEP = tl.constexpr(2.0**-32)
+_BELOW_ONE = tl.constexpr(1 - 2.0**-24)
+_STEEPNESS = tl.constexpr(-math.log(2) * 2.0**-23)
+_OFFSET = tl.constexpr(127 * math.log(2) + 1e-3)
+
+
+@triton.jit
+def order_of(x: tl.tensor) -> tl.tensor:
+    """An integer for a float32, in the same order."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
+def of_order(order: tl.tensor) -> tl.tensor:
+    """The float32 of such an integer."""
+    bits = order.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _mix(word: tl.tensor) -> tl.tensor:
+    """See `sampler._mix`."""
+    word = word ^ (word >> 16)
+    word = word * 0x85EBCA6B
+    word = word ^ (word >> 13)
+    word = word * 0xC2B2AE35
+    return word ^ (word >> 16)
+
+
+@triton.jit
+def uniform_of(ids: tl.tensor, key: tl.tensor) -> tl.tensor:
+    """The uniform number of each token id; key: two words."""
+    words = _mix(_mix(ids.to(tl.uint32) ^ key[0]) ^ key[1])
+    return tl.minimum((words.to(tl.float32) + 0.5) * _STEP, _BELOW_ONE)
+
+
+@triton.jit
+def noise(uniform: tl.tensor) -> tl.tensor:
+    """Standard Gumbel noise (see `sampler.gumbel_noise`).
+
+    log1p as in W. Kahan's note on it: what 1 - u loses in rounding is put right by a factor.
+    """
+    rest = 1 - uniform
+    exponential = tl.where(rest == 1, uniform, -tl.log(rest) * (uniform / (1 - rest)))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def most_noise(uniform: tl.tensor) -> tl.tensor:
+    """A number that the noise does not reach: see `cpu/sampling.py`."""
+    return uniform.to(tl.int32, bitcast=True).to(tl.float32) * _STEEPNESS + _OFFSET
