@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -67,14 +68,14 @@ def make_batch(slices: list[tuple[int, int, int]], tables: list[list[int]], bloc
     width = max(len(tables[row]) for row, _, _ in slices)
     slots = [tables[row][place // block_size] * block_size + place % block_size for row, place in places]
     ids = torch.zeros(len(places), dtype=torch.int64)
+    padded = np.array([tables[row] + [0] * (width - len(tables[row])) for row, _, _ in slices], np.int32)
     return RaggedBatch(
         input_ids=ids,
         position_ids=torch.tensor([place for _, place in places]),
         slot_mapping=torch.tensor(slots),
         logit_rows=ids[:1],
-        block_tables=torch.tensor(
-            [tables[row] + [0] * (width - len(tables[row])) for row, _, _ in slices], dtype=torch.int32
-        ),
+        block_tables=torch.from_numpy(padded),
+        tables=padded,
         starts=[start for _, start, _ in slices],
         stops=[stop for _, _, stop in slices],
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.engine.plan import StepPlan
+from cbatch.engine.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class RaggedBatch:
     slot_mapping   [T] int64, place of each token in the KV cache: block * block_size + offset
     logit_rows     [R] int64, rows of the T whose logits are wanted, to get a next token or to score the prompt's
     block_tables   [S, B] int32, block ids of each sequence, 0 after its last
+    tables         the same on the host
     starts, stops  S ints on the host: slice i computes tokens starts[i] .. stops[i]-1 of its sequence,
                    and each of them attends to the tokens of that sequence up to itself, nobody else's
     scored         [R] bool, which of the R rows score a prompt; None where none does
@@ -33,6 +34,7 @@ class RaggedBatch:
     slot_mapping: Tensor
     logit_rows: Tensor
     block_tables: Tensor
+    tables: NDArray[np.int32]
     starts: list[int]
     stops: list[int]
     scored: Tensor | None = None
@@ -54,15 +56,20 @@ class RaggedBatch:
         scored = _scored_rows(plan)
         rows = np.union1d(sampled, scored) if len(scored) else sampled
         ids = chain.from_iterable(s.request.token_ids[s.start : s.stop] for s in slices)
+        arrays = [np.fromiter(ids, np.int64, ends[-1]), positions, slots, rows, tables]
+        if len(scored):
+            arrays.append(np.isin(rows, scored))
+        input_ids, position_ids, slot_mapping, logit_rows, block_tables, *scores = to_device(arrays, device)
         return cls(
-            input_ids=_to(np.fromiter(ids, np.int64, ends[-1]), device),
-            position_ids=_to(positions, device),
-            slot_mapping=_to(slots, device),
-            logit_rows=_to(rows, device),
-            block_tables=_to(tables, device),
+            input_ids=input_ids,
+            position_ids=position_ids,
+            slot_mapping=slot_mapping,
+            logit_rows=logit_rows,
+            block_tables=block_tables,
+            tables=tables,
             starts=starts,
             stops=stops,
-            scored=_to(np.isin(rows, scored), device) if len(scored) else None,
+            scored=scores[0] if scores else None,
         )
 
 
@@ -80,7 +87,3 @@ def _scored_rows(plan: StepPlan) -> NDArray[np.int64]:
             rows += [first + place - slice_.start for place in slice_.to_score]
             first += slice_.count
     return np.array(rows, np.int64)
-
-
-def _to(array: NDArray[Any], device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)

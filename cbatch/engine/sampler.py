@@ -23,6 +23,7 @@ from torch import Tensor
 
 from cbatch.engine.request import Request
 from cbatch.engine.threads import num_threads
+from cbatch.engine.transfer import to_device
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
@@ -46,7 +47,7 @@ class Draw:
     @classmethod
     def build(cls, rows: list[int], requests: list[Request], device: torch.device) -> Draw:
         params = [requests[row].params for row in rows]
-        words = to_device(row_words([requests[row] for row in rows]), device)
+        (words,) = to_device([row_words([requests[row] for row in rows])], device)
         return cls(
             restricted=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
             temperature=words[0].view(torch.float32),
@@ -72,12 +73,6 @@ def row_words(requests: list[Request]) -> NDArray[np.int32]:
     return np.concatenate([shares.view(np.int32), top_k, noise_keys(seeds, samples, positions).view(np.int32)])
 
 
-def to_device(words: NDArray[np.int32], device: torch.device) -> Tensor:
-    """The words as a tensor; nobody waits for the copy."""
-    tensor = torch.from_numpy(words)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
 def sample(logits: Tensor, requests: list[Request]) -> tuple[Tensor, Tensor]:
     """Chooses a token for each row of logits [R, V]; returns tokens [R] int64 and the largest logit of each row [R].
 
@@ -86,7 +81,7 @@ def sample(logits: Tensor, requests: list[Request]) -> tuple[Tensor, Tensor]:
     """
     drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
     if drawn and logits.device.type == "cuda" and (sample_rows := _gpu_kernel()):
-        return sample_rows(logits, to_device(row_words(requests), logits.device))
+        return sample_rows(logits, to_device([row_words(requests)], logits.device)[0])
     largest, tokens = _largest(logits)
     if drawn:
         tokens[drawn] = _draw_rows(logits, drawn, Draw.build(drawn, requests, logits.device))

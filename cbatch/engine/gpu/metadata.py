@@ -19,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch.engine.transfer import to_device
+
 Ints = NDArray[np.integer[Any]]
 
 ALIGNMENT = 4  # ints: 16 bytes, so that Triton sees every view alike and compiles once
@@ -142,12 +144,6 @@ class Layout:
         for array, place in zip(arrays, self._places[:-1], strict=True):
             there[place : place + array.size] = array.ravel()
         return packed
-
-
-def to_device(arrays: Sequence[Ints], device: torch.device) -> list[Tensor]:
-    """Brings the arrays over in one copy that nobody waits for; returns a view of each."""
-    layout = Layout([array.shape for array in arrays])
-    return layout.views(layout.pack(arrays, device).to(device, non_blocking=True))
 
 
 class DecodeBuffers:

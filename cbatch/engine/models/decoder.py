@@ -98,7 +98,8 @@ class Decoder:
     def _warm_up(self) -> None:
         """Compiles the kernels, or finds them in their cache."""
         one = torch.zeros(1, dtype=torch.int64)
-        batch = RaggedBatch(one, one, one, one, one[None].int(), [0], [1])
+        table = one[None].int()
+        batch = RaggedBatch(one, one, one, one, table, table.numpy(), [0], [1])
         pool = KVPool([block_shapes(self.layers[0], LANES, self.dtype)] * 2, 1, LANES, self.dtype, self.device)
         self._team.prepare(step, *self._arguments(batch, pool, self._room_for_logits(1)))
 
@@ -117,7 +118,7 @@ class Decoder:
             np.arange(length),
             batch.logit_rows.numpy(),
         )
-        tables, slots = batch.block_tables.numpy(), batch.slot_mapping.numpy()
+        tables, slots = batch.tables, batch.slot_mapping.numpy()
         shape = family.heads, family.heads // family.kv_heads, family.head_dim
         slices = cut(tables, batch.starts, batch.stops, slots, *shape)
         buffers = Buffers(*(array[:length] for array in self._buffers))

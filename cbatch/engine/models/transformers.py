@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -210,7 +211,8 @@ class TransformersModel:
         """The shape of what each attention call stores, and its window."""
         probe = Probe()
         ids = torch.arange(4, device=self.device) % self.vocab_size
-        batch = RaggedBatch(ids, torch.arange(4, device=self.device), ids, ids[-1:], ids[None], [0], [4])
+        table = np.arange(4, dtype=np.int32)[None]
+        batch = RaggedBatch(ids, torch.arange(4, device=self.device), ids, ids[-1:], ids[None], table, [0], [4])
         self._network.set_attn_implementation(PROBE_NAME)
         with torch.inference_mode():
             self._call(batch, probe)
