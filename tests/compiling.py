@@ -1,4 +1,7 @@
-"""Compiles Triton kernels for a GPU on a machine without one: what the interpreter accepts, the compiler may not."""
+"""Compiles Triton kernels for a GPU on a machine without one: what the interpreter accepts, the compiler may not.
+
+`TRITON_INTERPRET=0 python -m tests.compiling` compiles what steps launch, and prints the kernels' names.
+"""
 
 from __future__ import annotations
 
@@ -66,3 +69,45 @@ def type_of(value: Any) -> str:
     if isinstance(value, Tensor):
         return "*" + TYPES[value.dtype]
     return "i32" if isinstance(value, int) else "fp32"
+
+
+def attention() -> None:
+    """A mixed step, plain, and with all that attention can be asked for."""
+    from cbatch.engine.attention.triton import TritonAttention
+    from cbatch.engine.gpu.metadata import prepare
+
+    backend = TritonAttention(torch.device("cpu"))
+    slots, tables = torch.zeros(11, dtype=torch.int64), torch.zeros(2, 64, dtype=torch.int32)
+    metadata = prepare(slots, tables, [0, 999], [10, 1000], backend.decode.split)
+    for dim, window, softcap in ((32, None, None), (48, 100, 30.0)):
+        keys = torch.zeros(4, 2, 16, dim, dtype=torch.bfloat16)
+        new, query = torch.zeros(11, 2, dim, dtype=torch.bfloat16), torch.zeros(11, 6, dim, dtype=torch.bfloat16)
+        sinks = None if window is None else torch.zeros(6)
+        backend.write(keys, keys, new, new, metadata)
+        backend.attend(query, keys, keys, metadata, scale=0.1, window=window, softcap=softcap, sinks=sinks)
+
+
+def decoder() -> None:
+    """A decode step of a model with norms of heads, and of one of odd sizes."""
+    from tests.gpu import batch_of, decoder_of, logits_of, network_of, pool_of
+    from tests.tiny import make_prompts
+
+    for name in ("qwen3, norms", "odd sizes"):
+        model = decoder_of(network_of(name), torch.bfloat16)
+        logits_of(model, batch_of(make_prompts([1])), pool_of(model))
+
+
+def sampling() -> None:
+    """Rows of logits as the head leaves them, and as a model of transformers does."""
+    from cbatch.engine.gpu.sampling import sample_rows
+
+    for dtype in (torch.float32, torch.bfloat16):
+        sample_rows(torch.zeros(3, 1000, dtype=dtype), torch.zeros(6, 3, dtype=torch.int32))
+
+
+if __name__ == "__main__":
+    with launches_compiled() as compiled:
+        attention()
+        decoder()
+        sampling()
+    print(*(key.split()[0] for key in compiled))

@@ -20,6 +20,7 @@ class EngineConfig:
     kv_blocks:        exact number of blocks, instead of kv_cache_memory
     prefix_cache:     whether prompts that begin alike share what is computed of them
     attention:        auto, or the name of a backend
+    cuda_graphs:      whether decode steps on a GPU are recorded and replayed, where the model's path allows it
     quantize:         int8 keeps the weights of the CPU's fast path in a byte each; None: as they are
     """
 
@@ -34,4 +35,5 @@ class EngineConfig:
     kv_blocks: int | None = None
     prefix_cache: bool = True
     attention: str = "auto"
+    cuda_graphs: bool = True
     quantize: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import date
 
 import torch
@@ -47,7 +47,7 @@ class Engine:
         check_attention(config.attention, device, config.block_size)
         check_memory(config.kv_cache_memory)
         fast = has_fast_path(config.attention, device, config.block_size)
-        quantize = check_quantize(config.quantize, fast=fast)
+        quantize = check_quantize(config.quantize, device, fast=fast)
         self.loaded = loaded or load_model(
             config.model, config.revision, device, config.dtype, fast=fast, quantize=quantize
         )
@@ -64,7 +64,8 @@ class Engine:
         attention = select_attention(
             config.attention, self.device, self.model.layers, config.block_size, self.model.dtype
         )
-        self.runner = Runner(self.model, attention, self.blocks.num_blocks, config.block_size)
+        graphs = max_seqs if config.cuda_graphs else 0
+        self.runner = Runner(self.model, attention, self.blocks.num_blocks, config.block_size, graphs)
         self.num_steps = 0
         self.last_plan = StepPlan()
         self._constraints = Constraints(self.tokenizer, self.model.vocab_size) if self.tokenizer else None
@@ -213,13 +214,17 @@ class Engine:
         guides = [request.guide for request in plan.to_sample if isinstance(request.guide, Guide)]
         if guides:
             self._masks.begin(guides)
-        with one_thread() if self.model.has_own_threads else nullcontext():
+        with one_thread() if self.model.has_own_threads else self._current_device():
             try:
                 batch = RaggedBatch.build(plan, self.blocks.block_size, self.device)
                 logits = self.runner.forward(batch)
             finally:
                 masks = self._masks.result() if guides else None
             return evaluate(plan, logits, batch.scored, masks)
+
+    def _current_device(self) -> AbstractContextManager[object]:
+        """Kernels of Triton are launched on the current device, wherever the tensors lie."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def synchronize(self) -> None:
         """Waits until the device has done what it was given, for whoever measures its time."""

@@ -25,17 +25,17 @@ def check_attention(name: str, device: torch.device, block_size: int) -> None:
 
 
 def has_fast_path(name: str, device: torch.device, block_size: int) -> bool:
-    """Whether a model of the Llama family may take its fast path."""
-    return name != "reference" and device.type == "cpu" and block_size % 16 == 0
+    """Whether a model of the Llama family may take its fast path, as far as can be known before it is loaded."""
+    return name != "reference" and (device.type == "cuda" or block_size % 16 == 0)
 
 
-def check_quantize(name: str | None, *, fast: bool) -> bool:
+def check_quantize(name: str | None, device: torch.device, *, fast: bool) -> bool:
     """Whether weights are to be quantized. Raises ConfigError for what there is not, or where it is of no use."""
     if name is None:
         return False
     if name != "int8":
         raise ConfigError(f"Weights cannot be quantized to {name!r}; the only choice is int8.")
-    if not fast:
+    if not fast or device.type != "cpu":
         raise ConfigError(
             "Only the CPU's fast path has int8 weights: use --device cpu, --attention auto or cpu, and blocks of "
             "a multiple of 16 tokens."

@@ -18,6 +18,7 @@ from cbatch.engine.models.family import Unfit, read_family
 
 if TYPE_CHECKING:
     from cbatch.engine.models.decoder import Decoder
+    from cbatch.engine.models.gpu_decoder import GpuDecoder
 
 _log = logging.getLogger("cbatch")
 
@@ -47,7 +48,7 @@ class Tensors(Mapping[str, Tensor]):
 
 def load_decoder(
     source: str, revision: str | None, device: torch.device, dtype: str, *, quantize: bool = False
-) -> Decoder | None:
+) -> Decoder | GpuDecoder | None:
     """The model on the fast path; None where it has none, and where anything about its files is unusual.
 
     Then the other path loads it, or says what is wrong. For `quantize` see `Decoder`.
@@ -61,7 +62,7 @@ def load_decoder(
         return None
 
 
-def _load(source: str, revision: str | None, device: torch.device, dtype: str, quantize: bool) -> Decoder:
+def _load(source: str, revision: str | None, device: torch.device, dtype: str, quantize: bool) -> Decoder | GpuDecoder:
     folder = _folder(source, revision, ["config.json"])
     config = _read_json(folder / "config.json")
     read_family(config)  # before weights are downloaded
@@ -69,9 +70,13 @@ def _load(source: str, revision: str | None, device: torch.device, dtype: str, q
     folder = _folder(source, revision, ["config.json", *names])
     if "eos_token_id" not in config | _read_json(folder / "generation_config.json"):
         raise Unfit("neither of its configs says what ends an output")
+    number = torch.bfloat16 if quantize and dtype == "auto" else choose_dtype(dtype, _dtype_of(config), device)
+    if device.type == "cuda":
+        from cbatch.engine.models.gpu_decoder import GpuDecoder
+
+        return GpuDecoder(config, Tensors(folder), number, device)
     from cbatch.engine.models.decoder import Decoder
 
-    number = torch.bfloat16 if quantize and dtype == "auto" else choose_dtype(dtype, _dtype_of(config), device)
     return Decoder(config, Tensors(folder), number, quantize=quantize)
 
 

@@ -7,7 +7,6 @@ rotations, gates and the residual stream are float32 whatever the weights are, a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -145,19 +144,20 @@ class GpuDecoder:
         logit_rows: [R] integers
         metadata:   what `attention.prepare` made of the step
 
+        The device has to be torch's current one, for Triton launches there wherever the tensors lie.
+
         Raises ValueError where the cache is laid out in another way than the kernels write it.
         """
         family = self.family
         if pool.keys[0].shape[1:] != (family.kv_heads, pool.block_size, family.head_dim):
             raise ValueError("The cache's blocks have to be laid out as [kv_heads, block_size, head_dim].")
-        with self._current_device():
-            step = self._begin(position_ids, slot_mapping, metadata, pool, attention)
-            begin(self._embedding, input_ids, step.stream, self._layers[0].norm, family.eps, step.input)
-            added = self._layer(0, step)
-            for number in range(1, family.layers):
-                add_norm(step.stream, added, self._layers[number].norm, family.eps, step.input)
-                added = self._layer(number, step)
-            return self._logits(step.stream, added, logit_rows)
+        step = self._begin(position_ids, slot_mapping, metadata, pool, attention)
+        begin(self._embedding, input_ids, step.stream, self._layers[0].norm, family.eps, step.input)
+        added = self._layer(0, step)
+        for number in range(1, family.layers):
+            add_norm(step.stream, added, self._layers[number].norm, family.eps, step.input)
+            added = self._layer(number, step)
+        return self._logits(step.stream, added, logit_rows)
 
     def _begin(
         self, position_ids: Tensor, slots: Tensor, metadata: Any, pool: KVPool, attention: AttentionBackend
@@ -203,10 +203,6 @@ class GpuDecoder:
         if self.device.type == "cuda" and self.dtype != torch.float32:
             return torch.mm(chosen, self._head.t(), out_dtype=torch.float32)
         return linear(chosen, self._head).float()
-
-    def _current_device(self) -> AbstractContextManager[Any]:
-        """Triton launches on the current device, wherever the tensors lie."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
 
 class _Loader:

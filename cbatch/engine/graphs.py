@@ -1,0 +1,148 @@
+"""Decode steps as CUDA graphs: recorded once for each number of rows, and then started by one call.
+
+A decode step is some hundred short kernels. To launch them one by one takes the host longer than the device needs for
+them, when there are few rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeGuard
+
+import torch
+from torch import Tensor
+
+from cbatch.engine.batch import RaggedBatch
+from cbatch.engine.kv_pool import KVPool
+
+Run = Callable[[], Tensor]
+
+
+class Recordable(Protocol):
+    """A model whose steps can be recorded (`models/gpu_decoder.py`)."""
+
+    device: torch.device
+    max_model_len: int
+
+    def compute(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        slot_mapping: Tensor,
+        logit_rows: Tensor,
+        metadata: Any,
+        pool: KVPool,
+        attention: Any,
+    ) -> Tensor: ...
+
+
+def is_recordable(model: object, attention: object) -> TypeGuard[Recordable]:
+    """Whether steps of a model can be recorded, with metadata that stays where it is."""
+    return hasattr(model, "compute") and hasattr(attention, "buffers")
+
+
+@dataclass(slots=True)
+class _Recording:
+    """A step of so many rows, whose inputs always lie at the same addresses."""
+
+    buffers: Any
+    run: Run
+    has_run: bool = False
+    replay: Run | None = None
+
+
+def size_for(rows: int) -> int:
+    """Rows of the graph that serves so many: few sizes in all, and few rows computed for nothing."""
+    if rows <= 2:
+        return rows
+    step = 4 if rows <= 8 else 8 if rows <= 64 else 16 if rows <= 256 else 32
+    return -(-rows // step) * step
+
+
+class DecodeGraphs:
+    """Graphs of a model's decode steps over one cache, all in one pool of memory.
+
+    A size is computed in the usual way when it is first needed, for kernels may have to be compiled, and recorded when
+    it is needed again: nobody waits for sizes that never come.
+    """
+
+    def __init__(
+        self,
+        model: Recordable,
+        attention: Any,
+        pool: KVPool,
+        max_rows: int,
+        record: Callable[[Run], Run] | None = None,
+    ) -> None:
+        """attention: with `buffers`, as `attention/triton.py` has them; record: see `Recorder`"""
+        self.model = model
+        self.attention = attention
+        self.pool = pool
+        self.max_rows = max_rows
+        self._record = record or Recorder()
+        self._recordings: dict[int, _Recording] = {}
+        widest = size_for(max_rows)
+        self._ids = torch.zeros(widest, dtype=torch.int64, device=model.device)
+        self._positions = torch.zeros_like(self._ids)
+        self._rows = torch.arange(widest, device=model.device)
+
+    def forward(self, batch: RaggedBatch) -> Tensor | None:
+        """Logits [R, vocabulary] of a decode step, which hold until the next one; None for any other step."""
+        rows = len(batch.stops)
+        if not len(batch.input_ids) == len(batch.logit_rows) == rows <= self.max_rows:
+            return None
+        recording = self._recording(size_for(rows))
+        if not recording.buffers.holds(batch.stops):
+            return None
+        self._ids[:rows].copy_(batch.input_ids)
+        self._positions[:rows].copy_(batch.position_ids)
+        recording.buffers.fill(batch.tables, batch.stops)
+        return self._advance(recording)[:rows]
+
+    def _advance(self, recording: _Recording) -> Tensor:
+        if not recording.has_run:
+            recording.has_run = True
+            return recording.run()
+        if recording.replay is None:
+            recording.replay = self._record(recording.run)
+        return recording.replay()
+
+    def _recording(self, size: int) -> _Recording:
+        if size not in self._recordings:
+            self._recordings[size] = self._make(size)
+        return self._recordings[size]
+
+    def _make(self, size: int) -> _Recording:
+        model, pool = self.model, self.pool
+        longest = -(-model.max_model_len // pool.block_size)
+        # Rows may share what they begin with, so all together may be longer than the cache.
+        most = 2 * len(pool.keys[0]) * pool.block_size
+        buffers = self.attention.buffers(size, longest, pool.block_size, most)
+        metadata = buffers.metadata
+        ids, positions, rows = self._ids[:size], self._positions[:size], self._rows[:size]
+
+        def run() -> Tensor:
+            return model.compute(ids, positions, metadata.slots, rows, metadata, pool, self.attention)
+
+        return _Recording(buffers, run)
+
+
+class Recorder:
+    """Records what a function launches on the GPU; what it returns replays that, and returns the same tensor again."""
+
+    def __init__(self) -> None:
+        self._memory: Any = None
+
+    def __call__(self, run: Run) -> Run:
+        if self._memory is None:
+            self._memory = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            out = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
