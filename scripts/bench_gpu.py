@@ -1,0 +1,150 @@
+"""What cbatch does on this GPU, in one command: `python scripts/bench_gpu.py`. Takes less than eight minutes.
+
+Random models of the shapes of Qwen3-0.6B and Llama-3.1-8B are made on the device, so nothing is downloaded. First come
+the device's own rates, which everything else is a share of; then every kernel is checked; then attention, steps by
+their number of rows, and whole runs beside transformers' continuous batching with the same weights.
+
+A part that fails is said, and the others go on; the exit status is 1 then. `--tiny --device cpu` tries the script
+itself anywhere, with Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent
+sys.path[:0] = [str(ROOT), str(ROOT.parent)]
+
+
+class Report:
+    """What was measured so far, on the screen and for a file."""
+
+    def __init__(self) -> None:
+        self.begun = time.perf_counter()
+        self.results: dict[str, Any] = {}
+        self.failed: list[str] = []
+
+    def say(self, line: object) -> None:
+        print(f"[{time.perf_counter() - self.begun:5.0f} s] {line}", flush=True)
+
+    def part(self, name: str, lines: Callable[[], Iterator[Any]]) -> None:
+        """Runs one part; what goes wrong in it is not the end of the others."""
+        self.say(f"--- {name}")
+        found = self.results.setdefault(name, [])
+        try:
+            for line in lines():
+                self.say(line)
+                found.append(asdict(line) if hasattr(line, "__dataclass_fields__") else line)
+        except Exception:
+            self.failed.append(name)
+            traceback.print_exc()
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    add = parser.add_argument
+    add("--device", default="cuda", help="cuda or cpu (%(default)s)")
+    add("--shapes", default="0.6B,8B", help="which models (%(default)s)")
+    add("--tiny", action="store_true", help="small sizes, to try the script")
+    add("--requests", type=int, default=512, help="of a whole run (%(default)s)")
+    add("--peer-requests", type=int, default=128, help="of the runs that transformers does as well (%(default)s)")
+    add("--seats", type=int, default=512, help="most rows at once (%(default)s)")
+    add("--budget", type=int, default=4096, help="tokens of a step (%(default)s)")
+    add("--sweep", action="store_true", help="try other settings of the attention kernels too, which takes minutes")
+    add("--only", default="", help="parts to run, by the beginnings of their names, with commas")
+    add("--json", type=Path, help="write the results there")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.device == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
+    import torch
+    from gpu.shapes import SHAPES, TINY
+
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("There is no CUDA device here; --tiny --device cpu tries the script without one.", file=sys.stderr)
+        return 2
+    unknown = sorted(set(options.shapes.split(",")) - SHAPES.keys())
+    if unknown:
+        print(f"There is no shape {unknown[0]!r}; choose of {', '.join(SHAPES)}.", file=sys.stderr)
+        return 2
+    report = Report()
+    shapes = {name: SHAPES[name] | (TINY if options.tiny else {}) for name in options.shapes.split(",")}
+    measure(report, shapes, device, options)
+    if options.json:
+        options.json.write_text(json.dumps(report.results, indent=1) + "\n")
+    report.say(f"done; failed: {', '.join(report.failed) or 'nothing'}")
+    return 1 if report.failed else 0
+
+
+def measure(report: Report, shapes: dict[str, Any], device: Any, options: argparse.Namespace) -> None:
+    import torch
+    import triton
+    from gpu import checks, speed
+
+    from cbatch.cli.bench.roofline import measure_rates
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    dtype = torch.bfloat16
+    rates = measure_rates(device, dtype)
+    machine = f"{name}, torch {torch.__version__}, Triton {triton.__version__}"
+    report.say(f"{machine}: {rates.bytes_per_s / 1e9:,.0f} GB/s copied, {rates.flops_per_s / 1e12:,.1f} TFLOP/s")
+    report.results["machine"] = {"name": machine, **asdict(rates)}
+
+    def check() -> Iterator[Any]:
+        wrong = []
+        for what, is_right, figure in checks.check_all(shapes, device):
+            yield f"{'right' if is_right else 'WRONG'}: {what} ({figure})"
+            wrong += [] if is_right else [what]
+        if wrong:
+            raise AssertionError(f"{len(wrong)} checks failed, such as {wrong[0]}")
+
+    only = tuple(options.only.split(",")) if options.only else ("",)
+    parts: dict[str, Callable[[], Iterator[Any]]] = {
+        "checks": check,
+        "attention": lambda: speed.attention_lines(shapes, rates, device),
+    }
+    if options.sweep:
+        parts["sweep"] = lambda: speed.sweep_lines(next(iter(shapes.values())), rates, device)
+    for shape, config in shapes.items():
+        parts[f"model {shape}"] = partial(model_lines, shape, config, rates, device, options)
+    for part, lines in parts.items():
+        if part.startswith(only):
+            report.part(part, lines)
+
+
+def model_lines(name: str, config: Any, rates: Any, device: Any, options: argparse.Namespace) -> Iterator[Any]:
+    """Steps and whole runs of one model."""
+    import torch
+    from gpu import runs, shapes, speed
+
+    from cbatch.engine.models.gpu_decoder import GpuDecoder
+
+    loaded = shapes.load(name, config, device)
+    decoder = loaded.decoder
+    if not isinstance(decoder, GpuDecoder):  # on a CPU
+        tensors = shapes.RandomTensors(config, device, torch.float32)
+        decoder = GpuDecoder(config, tensors, torch.float32, device)
+    yield from speed.step_lines(name, decoder, rates)
+    runs.free(device)
+    requests, low, high = (8, 4, 16) if options.tiny else (options.requests, 100, 1024)
+    work = runs.work_of(requests, low, high, config["vocab_size"], config["max_position_embeddings"])
+    peer_rows = min(options.peer_requests, requests)
+    yield from runs.runs(name, loaded, work, peer_rows, options.seats, options.budget, rates)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

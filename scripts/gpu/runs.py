@@ -1,0 +1,90 @@
+"""Whole runs: all requests at once through the engine, and through transformers' own continuous batching."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from cbatch.cli.bench.peers import run_peer
+from cbatch.cli.bench.roofline import ModelCost, Rates, floor_of
+from cbatch.cli.bench.work import Lengths, Work, make_work
+from cbatch.engine import Engine, EngineConfig, SamplingParams
+from cbatch.engine.loader import LoadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Output tokens a second of a run, and the share of the floor's speed that it had; 0 where there is no floor."""
+
+    what: str
+    tokens_per_s: float
+    share: float = 0.0
+    trouble: str = ""
+
+    def __str__(self) -> str:
+        if self.trouble:
+            return f"{self.what}: {self.trouble}"
+        share = f", {self.share:.0%} of the floor" if self.share else ""
+        return f"{self.what}: {self.tokens_per_s:,.0f} output tokens/s{share}"
+
+
+def work_of(requests: int, low: int, high: int, vocabulary: int, context: int) -> Work:
+    lengths = Lengths(low, high, "uniform")
+    return make_work(requests, lengths, lengths, vocabulary, context, seed=0)
+
+
+def run_engine(what: str, loaded: LoadedModel, work: Work, seats: int, budget: int, rates: Rates, graphs: bool) -> Run:
+    config = EngineConfig(
+        device=str(rates_device(loaded)),
+        max_seqs=seats,
+        max_batch_tokens=budget,
+        prefix_cache=False,
+        cuda_graphs=graphs,
+    )
+    engine = Engine(config, loaded)
+    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in work.lengths]
+    engine.generate(work.prompts[:8], SamplingParams(max_tokens=8, ignore_eos=True))  # kernels are compiled
+    engine.synchronize()
+    start = time.perf_counter()
+    outputs = engine.generate(work.prompts, params)
+    elapsed = time.perf_counter() - start
+    tokens = sum(len(output.token_ids) for output in outputs)
+    if tokens != work.output_tokens:
+        return Run(what, 0.0, trouble=f"{tokens} tokens came out, and {work.output_tokens} were asked for")
+    share = floor_of(work, ModelCost.of(engine), rates).reached(elapsed)
+    engine.close()
+    return Run(f"{what}, {engine.num_steps} steps", tokens / elapsed, share)
+
+
+def rates_device(loaded: LoadedModel) -> torch.device:
+    return loaded.decoder.device if loaded.decoder is not None else torch.device("cpu")
+
+
+def free(device: torch.device) -> None:
+    """What no engine holds any more goes back to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def runs(
+    name: str, loaded: LoadedModel, work: Work, peer_rows: int, seats: int, budget: int, rates: Rates
+) -> Iterator[Run]:
+    """All of the work; then its first rows, and the same rows by transformers."""
+    device = rates_device(loaded)
+    yield run_engine(f"{name}, {len(work.prompts)} requests", loaded, work, seats, budget, rates, True)
+    free(device)
+    few = Work(work.prompts[:peer_rows], work.lengths[:peer_rows], work.source)
+    yield run_engine(f"{name}, {peer_rows} requests", loaded, few, seats, budget, rates, True)
+    free(device)
+    yield run_engine(f"{name}, {peer_rows} requests, no graphs", loaded, few, seats, budget, rates, False)
+    free(device)
+    if peer_rows:
+        peer = run_peer("transformers-cb", loaded, few, min(seats, peer_rows), budget)
+        what = f"{name}, {peer_rows} requests, transformers' continuous batching ({peer.attention or 'no attention'})"
+        rate = peer.output_tokens / peer.elapsed_s if peer.elapsed_s else 0.0
+        yield Run(what, rate, trouble=peer.trouble)

@@ -1,0 +1,148 @@
+"""Attention and whole steps against what the device can do at best."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from cbatch.cli.bench.roofline import Rates
+from cbatch.engine.attention.triton import TritonAttention
+from cbatch.engine.gpu.attention_decode import DecodeTuning
+from cbatch.engine.gpu.attention_prefill import PrefillTuning
+from cbatch.engine.graphs import DecodeGraphs
+from cbatch.engine.kv_pool import KVPool, LayerShape
+from cbatch.engine.models.gpu_decoder import GpuDecoder
+from gpu.clock import make_batch, seconds
+from gpu.shapes import Config
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One thing measured. share: of the rate that the device has for it."""
+
+    what: str
+    figure: float
+    unit: str
+    share: float
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.figure:.4g} {self.unit}, {self.share:.0%} of the device's rate"
+
+
+class Cache:
+    """One layer's cache, filled with random numbers, and sequences in it."""
+
+    def __init__(self, config: Config, starts: list[int], stops: list[int], device: torch.device) -> None:
+        self.heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        self.dim, self.device = config["head_dim"], device
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+        blocks = sum(-(-stop // BLOCK_SIZE) for stop in stops)
+        shape = blocks, self.kv_heads, BLOCK_SIZE, self.dim
+        self.keys, self.values = (torch.randn(shape, dtype=self.dtype, device=device) for _ in range(2))
+        self.batch = make_batch(starts, stops, blocks, BLOCK_SIZE, 10, device)
+        self.query = torch.randn(len(self.batch.input_ids), self.heads, self.dim, dtype=self.dtype, device=device)
+
+    def seconds(self, attention: TritonAttention) -> float:
+        metadata, scale = attention.prepare(self.batch, BLOCK_SIZE), self.dim**-0.5
+        return seconds(lambda: attention.attend(self.query, self.keys, self.values, metadata, scale=scale), self.device)
+
+
+def decode_lengths(sequences: int, device: torch.device) -> list[int]:
+    low, high = (256, 8192) if device.type == "cuda" else (8, 64)
+    chance = random.Random(3)
+    return [round(math.exp(chance.uniform(math.log(low), math.log(high)))) for _ in range(sequences)]
+
+
+def decode_cache(config: Config, sequences: int, device: torch.device) -> Cache:
+    lengths = decode_lengths(sequences, device)
+    return Cache(config, [length - 1 for length in lengths], lengths, device)
+
+
+def decode_line(what: str, cache: Cache, attention: TritonAttention, rates: Rates) -> Line:
+    """Bytes of keys and values that a layer reads in a second."""
+    bytes_ = 2 * sum(cache.batch.stops) * cache.kv_heads * cache.dim * cache.dtype.itemsize
+    rate = bytes_ / cache.seconds(attention)
+    return Line(what, rate / 1e9, "GB/s", rate / rates.bytes_per_s)
+
+
+def prefill_line(
+    what: str, config: Config, chunks: int, past: int, tokens: int, rates: Rates, attention: TritonAttention
+) -> Line:
+    """Operations of a layer in a second, of the pairs of tokens that causal attention needs."""
+    cache = Cache(config, [past] * chunks, [past + tokens] * chunks, attention.device)
+    pairs = chunks * (tokens * past + tokens * (tokens + 1) // 2)
+    rate = 4 * pairs * cache.heads * cache.dim / cache.seconds(attention)
+    return Line(what, rate / 1e12, "TFLOP/s", rate / rates.flops_per_s)
+
+
+def attention_lines(shapes: dict[str, Config], rates: Rates, device: torch.device) -> Iterator[Line]:
+    attention, on_gpu = TritonAttention(device), device.type == "cuda"
+    for name, config in shapes.items():
+        for sequences in (256, 32, 1) if on_gpu else (3,):
+            cache = decode_cache(config, sequences, device)
+            yield decode_line(f"{name}, decode attention, {sequences} sequences", cache, attention, rates)
+            del cache
+        for chunks, past, tokens in ((4, 0, 2048), (4, 4096, 512), (1, 0, 8192)) if on_gpu else ((2, 8, 16),):
+            what = f"{name}, prefill attention, {chunks} chunks of {tokens} behind {past}"
+            yield prefill_line(what, config, chunks, past, tokens, rates, attention)
+
+
+def sweep_lines(config: Config, rates: Rates, device: torch.device) -> Iterator[Line]:
+    """Other settings of the kernels, for whoever wants to find better ones. Each is compiled first."""
+    cache = decode_cache(config, 256, device)
+    choices: dict[str, list[Any]] = {
+        "tile_bytes": [8192, 16384, 32768],
+        "stages": [3, 5, 7],
+        "programs_per_sm": [2, 3, 4],
+        "warps": [2, 4, 8],
+    }
+    for values in itertools.product(*choices.values()):
+        settings = dict(zip(choices, values, strict=True))
+        try:
+            attention = TritonAttention(device, DecodeTuning(**settings))
+            yield decode_line(f"decode {settings}", cache, attention, rates)
+        except Exception as error:  # some take more of the device than there is
+            print(f"decode {settings}: {type(error).__name__}")
+    for rows, warps, tokens, stages in itertools.product((64, 128), (4, 8), (32, 64, 128), (2, 3, 5)):
+        tuning = PrefillTuning(rows=rows, warps=warps, tokens=tokens, stages=stages)
+        try:
+            yield prefill_line(f"prefill {tuning}", config, 4, 0, 2048, rates, TritonAttention(device, prefill=tuning))
+        except Exception as error:
+            print(f"prefill {tuning}: {type(error).__name__}")
+
+
+def step_lines(name: str, decoder: GpuDecoder, rates: Rates) -> Iterator[Line]:
+    """Decode steps by their number of rows, replayed and launched one by one; against reading weights and context."""
+    device, attention = decoder.device, TritonAttention(decoder.device)
+    on_gpu = device.type == "cuda"
+    context, sizes = (1024, (1, 4, 16, 64, 128, 256)) if on_gpu else (20, (1, 3))
+    blocks = max(sizes) * -(-context // BLOCK_SIZE)
+    shape: LayerShape = decoder.layers[0]
+    shapes = [attention.block_shapes(layer, BLOCK_SIZE, decoder.dtype) for layer in decoder.layers]
+    pool = KVPool(shapes, blocks, BLOCK_SIZE, decoder.dtype, device)
+    for tensor in pool.stacks or ():
+        tensor.zero_()
+    graphs = DecodeGraphs(decoder, attention, pool, max(sizes), None if on_gpu else lambda run: run)
+    read = context * len(decoder.layers) * shape.bytes_per_token(decoder.dtype)
+    for rows in sizes:
+        batch = make_batch([context - 1] * rows, [context] * rows, blocks, BLOCK_SIZE, decoder.vocab_size, device)
+        floor = (decoder.linears.weight_bytes + rows * read) / rates.bytes_per_s
+        ways: dict[str, Callable[[], Any]] = {
+            "a graph": partial(graphs.forward, batch),
+            "launched": partial(decoder.forward, batch, pool, attention),
+        }
+        for way, forward in ways.items():
+            with torch.inference_mode():
+                for _ in range(3):  # to run, to record, and to replay
+                    forward()
+                elapsed = seconds(forward, device, 10 if on_gpu else 1)
+            yield Line(f"{name}, decode step of {rows} rows, {way}", elapsed * 1e3, "ms", floor / elapsed)

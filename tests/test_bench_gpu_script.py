@@ -1,0 +1,45 @@
+"""Guards the script that measures a GPU: it has to run when one is at hand for a short time."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+
+import bench_gpu
+
+
+def test_every_part_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards attention, steps and whole runs from end to end, with tiny sizes and Triton's interpreter."""
+    out = tmp_path / "results.json"
+    options = ["--device", "cpu", "--tiny", "--shapes", "8B", "--peer-requests", "2", "--only", "attention,model"]
+    assert bench_gpu.main([*options, "--json", str(out)]) == 0, capsys.readouterr()
+    results = json.loads(out.read_text())
+    assert set(results) == {"machine", "attention", "model 8B"}
+    assert len(results["attention"]) == 2 and len(results["model 8B"]) == 8
+    assert all(line.get("figure", line.get("tokens_per_s")) > 0 for line in results["model 8B"])
+    assert not any(line.get("trouble") for line in results["model 8B"])
+
+
+def test_a_part_that_fails_does_not_end_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the rest of a run, and that the failure is said."""
+    report = bench_gpu.Report()
+    report.part("one", lambda: iter([1 // 0]))
+    report.part("two", lambda: iter(["fine"]))
+    assert report.failed == ["one"] and report.results["two"] == ["fine"]
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_a_machine_without_a_gpu_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards the sentences for a missing device and an unknown shape."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert bench_gpu.main([]) == 2 and "no CUDA device" in capsys.readouterr().err
+    assert bench_gpu.main(["--device", "cpu", "--shapes", "9B"]) == 2 and "no shape '9B'" in capsys.readouterr().err
