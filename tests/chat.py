@@ -106,6 +106,16 @@ class Chat:
                 raise AssertionError(f"the screen does not show {texts} without {gone!r}:\n" + "\n".join(self.lines))
             self.pump()
 
+    def ask_for_long(self, question: str = "Tell me a story.") -> None:
+        """Asks, and waits until the answer has begun."""
+        self.say(question)
+        self.wait("1 running")
+        end = time.monotonic() + PATIENCE
+        answer = slice(self.lines.index(f"> {question}") + 1, self.lines.index(self.bar))
+        while not any(" " in line.strip() for line in self.lines[answer]):
+            assert time.monotonic() < end, f"no answer begins:\n{self.lines}"
+            self.pump()
+
     def settle(self) -> None:
         """Until the screen has not changed for a while."""
         before: list[str] = []

@@ -92,8 +92,7 @@ def test_ctrl_c_and_ctrl_d(runs: Zygote, tmp_path: Path) -> None:
         chat.send("\x04")
         chat.send("\x03")
         chat.wait("main>", gone="half a line")
-        chat.say("Tell me a story.")
-        chat.wait("1 running")
+        chat.ask_for_long()
         chat.send("a few words")
         chat.send("\x03")
         chat.wait("stopped; /continue goes on", "main> a few words", gone="running")
@@ -227,8 +226,7 @@ def test_no_history_writes_nothing(runs: Zygote, tmp_path: Path) -> None:
 def test_a_resized_window_is_drawn_anew(runs: Zygote, tmp_path: Path) -> None:
     """Guards the screen against what a window of another size had on it, down to one in which nothing fits."""
     with Chat(runs, tmp_path, *LONG) as chat:
-        chat.say("Tell me a story.")
-        chat.wait("1 running")
+        chat.ask_for_long()
         for columns, rows in ((40, 12), (120, 40), (5, 2), (1, 1), (61, 24)):
             chat.resize(columns, rows)
             chat.pump(0.3)
