@@ -6,10 +6,12 @@ import gc
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 
 import torch
 
-from cbatch.cli.bench.peers import run_peer
+from cbatch.cli.bench.peers import PEERS, generate_continuous, run_peer
 from cbatch.cli.bench.roofline import ModelCost, Rates, floor_of
 from cbatch.cli.bench.work import Lengths, Work, make_work
 from cbatch.engine import Engine, EngineConfig, SamplingParams
@@ -83,8 +85,12 @@ def runs(
     free(device)
     yield run_engine(f"{name}, {peer_rows} requests, no graphs", loaded, few, seats, budget, rates, False)
     free(device)
-    if peer_rows:
-        peer = run_peer("transformers-cb", loaded, few, min(seats, peer_rows), budget)
-        what = f"{name}, {peer_rows} requests, transformers' continuous batching ({peer.attention or 'no attention'})"
+    ways = ["transformers-cb"]
+    if find_spec("flash_attn"):
+        PEERS["with flash attention"] = partial(generate_continuous, attention="paged|flash_attention_2")
+        ways.append("with flash attention")
+    for way in ways if peer_rows else ():
+        peer = run_peer(way, loaded, few, min(seats, peer_rows), budget)
+        what = f"{name}, {peer_rows} requests, transformers' continuous batching ({peer.attention or way})"
         rate = peer.output_tokens / peer.elapsed_s if peer.elapsed_s else 0.0
         yield Run(what, rate, trouble=peer.trouble)

@@ -111,15 +111,17 @@ def _generate_batch(network: Any, prompts: list[list[int]], length: int) -> list
     return tokens
 
 
-def generate_continuous(setting: Setting) -> Timed:
+def generate_continuous(setting: Setting, attention: str = "") -> Timed:
     """transformers' own continuous batching, with at most as many rows and tokens in a step as ours.
+
+    attention: by its name in transformers; its sdpa where none is named
 
     Its cache is large enough for all slots, and as in our runs no prefix is shared.
     """
     from transformers import ContinuousBatchingConfig
 
     work, network = setting.work, setting.network
-    _set_attention(network, _paged_sdpa(), "paged|eager")
+    _set_attention(network, attention or _paged_sdpa(), "paged|eager")
     longest = max(len(prompt) + length for prompt, length in zip(work.prompts, work.lengths, strict=True))
     known = {field.name for field in fields(ContinuousBatchingConfig)}
     sizes = {
