@@ -19,7 +19,7 @@ from pexpect.fdpexpect import fdspawn
 
 from tests.faults import Run, Zygote
 
-PATIENCE = 20
+PATIENCE = 120
 
 
 class Chat:

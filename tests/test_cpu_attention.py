@@ -143,18 +143,21 @@ def test_a_token_has_the_same_bits_however_its_sequence_was_cut(window: int | No
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("window", [None, 700, 90])
 def test_long_rows_are_seen_in_parts(window: int | None) -> None:
-    """Guards rows whose segments are computed apart and added up: right, and the same bits as in a chunk of many."""
-    layer, length, options = LayerShape(2, 32, 32), 1100, {"scale": 0.2, "window": window, "sinks": torch.ones(4)}
+    """Guards rows whose segments are computed apart and added up: right, and the same bits as in a chunk of many.
+
+    Segments before a window once gave what another row had left behind.
+    """
+    layer, length, options = LayerShape(2, 32, 32), 1700, {"scale": 0.2, "window": window, "sinks": torch.ones(4)}
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(length, n, 32, generator=generator) for n in (4, 2, 2))
-    table = [list(range(35))]
+    table = [list(range(54))]
     results = []
     for backend, cuts in (
         (ReferenceAttention(), [0, length]),
         (CpuAttention(), [0, length]),
-        (CpuAttention(), [0, 512, 513, 1023, 1024, 1025, 1099, 1100]),
+        (CpuAttention(), [0, 512, 513, 1023, 1024, 1025, 1698, 1699, 1700]),
     ):
         pool = KVPool([backend.block_shapes(layer, 32, torch.float32)], NUM_BLOCKS, 32, torch.float32, CPU)
         parts = []

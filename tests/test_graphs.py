@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -22,8 +24,11 @@ class Repeater:
 
     def __init__(self) -> None:
         self.recorded = self.replayed = 0
+        self.error: Exception | None = None
 
     def __call__(self, run: Run) -> Run:
+        if self.error is not None:
+            raise self.error
         self.recorded += 1
         out = run()
 
@@ -35,7 +40,7 @@ class Repeater:
 
 
 def recorder() -> Recorder | Repeater:
-    return Recorder() if DEVICE.type == "cuda" else Repeater()
+    return Recorder(DEVICE) if DEVICE.type == "cuda" else Repeater()
 
 
 def test_sizes() -> None:
@@ -74,3 +79,56 @@ def test_other_steps_are_left_alone() -> None:
             found = graphs.forward(step)
             assert found is not None
             torch.testing.assert_close(found, logits_of(decoder, step, pool))
+
+
+def test_a_step_that_cannot_be_recorded_is_computed(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against devices and libraries that do not let themselves be recorded; only full memory is tried again."""
+    decoder, prompts = decoder_of(network_of("llama")), make_prompts([9])
+    pool, record = pool_of(decoder), Repeater()
+    graphs = DecodeGraphs(decoder, TritonAttention(DEVICE), pool, 2, record)
+    step = batch_of(prompts, start=8)
+    with torch.inference_mode():
+        logits_of(decoder, batch_of([prompts[0][:8]]), pool)
+        expected = logits_of(decoder, step, pool)
+        graphs.forward(step)
+        record.error = torch.OutOfMemoryError("full")
+        with pytest.raises(torch.OutOfMemoryError):
+            graphs.forward(step)
+        record.error = RuntimeError("not while recording")
+        found = graphs.forward(step)
+        assert found is not None and "not while recording" in caplog.text
+        torch.testing.assert_close(found, expected)
+        assert graphs.forward(step) is None
+
+
+def test_the_first_run_has_to_come_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards recordings from kernels that are not compiled yet, where memory was full the first time."""
+    decoder, record = decoder_of(network_of("llama")), Repeater()
+    graphs = DecodeGraphs(decoder, TritonAttention(DEVICE), pool_of(decoder), 2, record)
+    step = batch_of(make_prompts([1]))
+    compute = decoder.compute
+    with torch.inference_mode():
+        monkeypatch.setattr(decoder, "compute", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+        with pytest.raises(torch.OutOfMemoryError):
+            graphs.forward(step)
+        monkeypatch.setattr(decoder, "compute", compute)
+        graphs.forward(step)
+        assert record.recorded == 0
+        graphs.forward(step)
+        assert record.recorded == 1
+
+
+def test_the_cache_goes_with_its_graphs() -> None:
+    """Guards a device's memory, which the cache takes most of: nothing waits for the collector of cycles."""
+    decoder = decoder_of(network_of("llama"))
+    pool = pool_of(decoder)
+    graphs, alive = DecodeGraphs(decoder, TritonAttention(DEVICE), pool, 2, Repeater()), weakref.ref(pool)
+    with torch.inference_mode():
+        for _ in range(2):
+            graphs.forward(batch_of(make_prompts([1])))
+    gc.disable()
+    try:
+        del graphs, pool
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -6,6 +6,7 @@ them, when there are few rows.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
@@ -18,12 +19,15 @@ from cbatch.engine.kv_pool import KVPool
 
 Run = Callable[[], Tensor]
 
+_log = logging.getLogger("cbatch")
+
 
 class Recordable(Protocol):
     """A model whose steps can be recorded (`models/gpu_decoder.py`)."""
 
     device: torch.device
     max_model_len: int
+    vocab_size: int
 
     def compute(
         self,
@@ -34,6 +38,7 @@ class Recordable(Protocol):
         metadata: Any,
         pool: KVPool,
         attention: Any,
+        out: Tensor | None = None,
     ) -> Tensor: ...
 
 
@@ -80,12 +85,14 @@ class DecodeGraphs:
         self.attention = attention
         self.pool = pool
         self.max_rows = max_rows
-        self._record = record or Recorder()
+        self._record = record or Recorder(model.device)
         self._recordings: dict[int, _Recording] = {}
         widest = size_for(max_rows)
         self._ids = torch.zeros(widest, dtype=torch.int64, device=model.device)
         self._positions = torch.zeros_like(self._ids)
         self._rows = torch.arange(widest, device=model.device)
+        # One for all graphs: each would keep its own else, together as much as some gigabytes.
+        self._logits = torch.empty(widest, model.vocab_size, device=model.device)
 
     def forward(self, batch: RaggedBatch) -> Tensor | None:
         """Logits [R, vocabulary] of a decode step, which hold until the next one; None for any other step."""
@@ -101,11 +108,19 @@ class DecodeGraphs:
         return self._advance(recording)[:rows]
 
     def _advance(self, recording: _Recording) -> Tensor:
-        if not recording.has_run:
+        if not recording.has_run or self.max_rows == 0:
+            logits = recording.run()
             recording.has_run = True
-            return recording.run()
+            return logits
         if recording.replay is None:
-            recording.replay = self._record(recording.run)
+            try:
+                recording.replay = self._record(recording.run)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever a driver or a library does not allow while it is recorded
+                _log.warning("Decode steps go without CUDA graphs, for one could not be recorded: %s", error)
+                self.max_rows = 0
+                return recording.run()
         return recording.replay()
 
     def _recording(self, size: int) -> _Recording:
@@ -115,15 +130,16 @@ class DecodeGraphs:
 
     def _make(self, size: int) -> _Recording:
         model, pool = self.model, self.pool
-        longest = -(-model.max_model_len // pool.block_size)
+        blocks = len(pool.keys[0])
+        longest = min(-(-model.max_model_len // pool.block_size), blocks)
         # Rows may share what they begin with, so all together may be longer than the cache.
-        most = 2 * len(pool.keys[0]) * pool.block_size
-        buffers = self.attention.buffers(size, longest, pool.block_size, most)
+        attention, most = self.attention, 2 * blocks * pool.block_size
+        buffers = attention.buffers(size, longest, pool.block_size, most)
         metadata = buffers.metadata
-        ids, positions, rows = self._ids[:size], self._positions[:size], self._rows[:size]
+        ids, positions, rows, out = (tensor[:size] for tensor in (self._ids, self._positions, self._rows, self._logits))
 
-        def run() -> Tensor:
-            return model.compute(ids, positions, metadata.slots, rows, metadata, pool, self.attention)
+        def run() -> Tensor:  # holds nothing of this object, so that the cache goes when its engine does
+            return model.compute(ids, positions, metadata.slots, rows, metadata, pool, attention, out)
 
         return _Recording(buffers, run)
 
@@ -131,15 +147,21 @@ class DecodeGraphs:
 class Recorder:
     """Records what a function launches on the GPU; what it returns replays that, and returns the same tensor again."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._memory: Any = None
 
     def __call__(self, run: Run) -> Run:
-        if self._memory is None:
-            self._memory = torch.cuda.graph_pool_handle()
+        before = torch.cuda.current_stream(self._stream.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            out = run()
+        try:
+            # Other threads may use the device meanwhile.
+            with torch.cuda.graph(graph, self._memory, self._stream, "thread_local"):
+                out = run()
+        except BaseException:
+            torch.cuda.set_stream(before)  # a recording that cannot be ended leaves its own
+            raise
+        self._memory = graph.pool()  # of the first that came to its end, for all
 
         def replay() -> Tensor:
             graph.replay()

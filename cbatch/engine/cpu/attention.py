@@ -191,10 +191,12 @@ def _attend_piece(
     """Lets all rows of a piece see the tokens from `begin` up to `end`, as far as each may."""
     lowest = max(0, start - rule.window + 1) // CHUNK * CHUNK if rule.window > 0 else 0
     all_before = work.states[thread, 0]
+    for i in range(rows):  # a part that lies before the window sees nothing
+        _clear(all_before[i])
     for segment in range(max(begin, lowest // SEGMENT * SEGMENT), end, SEGMENT):
         is_first, stop = segment <= max(begin, lowest), min(end, segment + SEGMENT)
         states = all_before if is_first else work.states[thread, 1]
-        for i in range(rows):
+        for i in range(0 if is_first else rows):
             _clear(states[i])
         for token in range(max(segment, lowest), stop, CHUNK):
             _fetch(pages, layer, head, table, token + CHUNK, end)

@@ -45,7 +45,7 @@ def new_tiles(threads: int, dtype: np.dtype[Any], depth: int) -> Tiles:
         tile_code(dtype),
         empty((threads, MAX_ROWS, COLUMNS), np.float32),
         empty((threads, -(-depth // BLOCK), 2), np.int64),
-        empty((threads, numbers * 17 // 16 if dtype == np.int8 else 0), np.int16),  # a unit has the size of two
+        empty((threads, numbers * 9 // 8 if dtype == np.int8 else 0), np.int16),  # 16 numbers, and a unit like 2
     )
 
 

@@ -133,6 +133,7 @@ class GpuDecoder:
         metadata: Any,
         pool: KVPool,
         attention: AttentionBackend,
+        out: Tensor | None = None,
     ) -> Tensor:
         """The part of `forward` that runs on the device alone; returns logits [R, vocabulary] float32.
 
@@ -143,6 +144,7 @@ class GpuDecoder:
         input_ids, position_ids, slot_mapping: [T] integers, the slot of a token that is not to be kept negative
         logit_rows: [R] integers
         metadata:   what `attention.prepare` made of the step
+        out:        [R, vocabulary] float32 for the logits, where there is room for them already
 
         The device has to be torch's current one, for Triton launches there wherever the tensors lie.
 
@@ -157,7 +159,7 @@ class GpuDecoder:
         for number in range(1, family.layers):
             add_norm(step.stream, added, self._layers[number].norm, family.eps, step.input)
             added = self._layer(number, step)
-        return self._logits(step.stream, added, logit_rows)
+        return self._logits(step.stream, added, logit_rows, out)
 
     def _begin(
         self, position_ids: Tensor, slots: Tensor, metadata: Any, pool: KVPool, attention: AttentionBackend
@@ -193,7 +195,7 @@ class GpuDecoder:
         gate(linear(step.input, layer.gated), step.inner)
         return linear(step.inner, layer.down)
 
-    def _logits(self, stream: Tensor, added: Tensor, rows: Tensor) -> Tensor:
+    def _logits(self, stream: Tensor, added: Tensor, rows: Tensor, out: Tensor | None) -> Tensor:
         if len(rows) == 0:  # chunks of prompts only; kernels cannot be launched for no rows
             return stream.new_empty(0, self.vocab_size)
         chosen = stream.new_empty(len(rows), self.family.hidden, dtype=self.dtype)
@@ -201,8 +203,9 @@ class GpuDecoder:
         # In bfloat16, many a token would have the same logit as the best. The device's sums are float32 in any case,
         # and to write them as they are takes less than a kernel that widens them for the sampler.
         if self.device.type == "cuda" and self.dtype != torch.float32:
-            return torch.mm(chosen, self._head.t(), out_dtype=torch.float32)
-        return linear(chosen, self._head).float()
+            return torch.mm(chosen, self._head.t(), out_dtype=torch.float32, out=out)
+        logits = linear(chosen, self._head).float()
+        return logits if out is None else out.copy_(logits)
 
 
 class _Loader:
