@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import date
 
 import torch
@@ -31,6 +30,7 @@ from cbatch.engine.structured import Constraints, Grammar, Guide, MaskFiller
 from cbatch.engine.threads import one_thread
 from cbatch.engine.together import stream
 from cbatch.engine.tokenizer import FIXED_DATE, Prompt
+from cbatch.engine.transfer import current
 
 
 class Engine:
@@ -214,17 +214,13 @@ class Engine:
         guides = [request.guide for request in plan.to_sample if isinstance(request.guide, Guide)]
         if guides:
             self._masks.begin(guides)
-        with one_thread() if self.model.has_own_threads else self._current_device():
+        with one_thread() if self.model.has_own_threads else current(self.device):
             try:
                 batch = RaggedBatch.build(plan, self.blocks.block_size, self.device)
                 logits = self.runner.forward(batch)
             finally:
                 masks = self._masks.result() if guides else None
             return evaluate(plan, logits, batch.scored, masks)
-
-    def _current_device(self) -> AbstractContextManager[object]:
-        """Kernels of Triton are launched on the current device, wherever the tensors lie."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def synchronize(self) -> None:
         """Waits until the device has done what it was given, for whoever measures its time."""

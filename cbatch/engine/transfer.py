@@ -1,8 +1,9 @@
-"""Small arrays on their way from the host to a device."""
+"""From the host to a device: small arrays, and which device is meant."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -13,6 +14,11 @@ from torch import Tensor
 
 _ALIGNMENT = 16
 """Bytes: kernels are compiled for addresses that are multiples of it, or once more for others."""
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels of Triton are launched on torch's current device, wherever the tensors lie."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:

@@ -168,16 +168,7 @@ class _Emitter:
             steps = builder.select(builder.icmp_signed("<", left, run), left, run)
             at = builder.mul(page, _INT64(16))
             panels = [builder.load(self.address(pages, builder.add(at, _INT64(8 * i)), _INT64)) for i in (0, 1)]
-            start = builder.mul(first, _INT64(4))
-            with cgutils.for_range(builder, steps) as loop:
-                here = builder.mul(loop.index, stride)
-                there = builder.add(start, builder.mul(loop.index, _INT64(4)))
-                weights = [self.weights(panel, here) for panel in panels]
-                for row in range(self.most):
-                    number = self.left(rows[row], there)
-                    for panel in (0, 1):
-                        total = self.multiply_add(builder.load(whole[row, panel]), number, weights[panel])
-                        builder.store(total, whole[row, panel])
+            self.emit_page(rows, panels, builder.mul(first, _INT64(4)), steps, stride, whole)
             if is_whole:
                 unit = builder.mul(builder.add(depth, page), _INT64(4))
                 for row, panel in places:
@@ -186,6 +177,18 @@ class _Emitter:
                     builder.store(total, sums[row, panel])
         for place in places:
             builder.store(builder.load(sums[place]), targets[place], align=4)
+
+    def emit_page(self, rows: list[Any], panels: list[Any], start: Any, steps: Any, stride: Any, sums: Any) -> None:
+        """Code for the steps of one page. start: bytes from the beginning of a left-hand row."""
+        builder = self.builder
+        with cgutils.for_range(builder, steps) as loop:
+            there = builder.add(start, builder.mul(loop.index, _INT64(4)))
+            weights = [self.weights(panel, builder.mul(loop.index, stride)) for panel in panels]
+            for row in range(self.most):
+                number = self.left(rows[row], there)
+                for panel in (0, 1):
+                    total = self.multiply_add(builder.load(sums[row, panel]), number, weights[panel])
+                    builder.store(total, sums[row, panel])
 
 
 @intrinsic  # type: ignore[untyped-decorator]
