@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -17,19 +16,10 @@ from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.batch import RaggedBatch
 from cbatch.engine.cpu.tensors import fits
 from cbatch.engine.kv_pool import KVPool, LayerShape
+from tests.attention import Case
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 64
-
-
-@dataclass(frozen=True)
-class Case:
-    layer: LayerShape
-    group: int = 1
-    block_size: int = 16
-    window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False
 
 
 CASES = {
@@ -99,7 +89,7 @@ def run(
         value = torch.randn(tokens, case.layer.heads, case.layer.value_dim, generator=generator).to(of).to(dtype)
         metadata = backend.prepare(batch, case.block_size)
         backend.write(pool.keys[0], pool.values[0], key, value, metadata)
-        options = {"scale": 0.3, "window": case.window, "softcap": case.softcap, "sinks": sinks}
+        options = case.options | {"sinks": sinks}
         outputs.append(backend.attend(query, pool.keys[0], pool.values[0], metadata, **options).float())  # type: ignore[arg-type]
     return outputs
 

@@ -24,6 +24,7 @@ from cbatch.engine.gpu.attention_prefill import PrefillTuning
 from cbatch.engine.gpu.metadata import list_tiles, list_work
 from cbatch.engine.kv_pool import LayerShape
 from tests import interpreter
+from tests.attention import Case
 
 interpreter.mend()
 
@@ -32,20 +33,6 @@ CPU = torch.device("cpu")
 NUM_BLOCKS = 64
 SPLIT = 32
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
-
-
-@dataclass(frozen=True)
-class Case:
-    layer: LayerShape
-    group: int = 1
-    block_size: int = 16
-    window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False
-
-    @property
-    def options(self) -> dict[str, object]:
-        return {"scale": 0.3, "window": self.window, "softcap": self.softcap}
 
 
 CASES = {

@@ -108,7 +108,7 @@ class DecodeGraphs:
         return self._advance(recording)[:rows]
 
     def _advance(self, recording: _Recording) -> Tensor:
-        if not recording.has_run or self.max_rows == 0:
+        if not recording.has_run:
             logits = recording.run()
             recording.has_run = True
             return logits

@@ -25,13 +25,16 @@ def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tens
     """The arrays as tensors there, by one copy that nobody waits for. On the CPU they keep their memory."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    return views(packed(arrays, pin=True).to(device, non_blocking=True), arrays)
+    return views(packed(arrays, arrays, pin=True).to(device, non_blocking=True), arrays)
 
 
-def packed(arrays: Sequence[NDArray[Any]], *, pin: bool) -> Tensor:
-    """The bytes of all arrays one after the other, each from an aligned place on."""
-    places = _places(arrays)
-    buffer = torch.empty(places[-1], dtype=torch.uint8, pin_memory=pin)
+def packed(arrays: Sequence[NDArray[Any]], room: Sequence[NDArray[Any]], *, pin: bool) -> Tensor:
+    """The bytes of all arrays, each where that of `room` begins, in memory that ends with the last.
+
+    room: the arrays themselves, or larger ones; each has an aligned place
+    """
+    places = _places(room)
+    buffer = torch.empty(places[-2] + arrays[-1].nbytes, dtype=torch.uint8, pin_memory=pin)
     there = buffer.numpy()
     for array, place in zip(arrays, places, strict=False):
         there[place : place + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -39,12 +42,17 @@ def packed(arrays: Sequence[NDArray[Any]], *, pin: bool) -> Tensor:
 
 
 def views(buffer: Tensor, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-    """What `packed` has put into a buffer, as tensors of the arrays' shapes and types that share its memory."""
+    """A buffer for arrays of these shapes and types (see `packed`), as tensors that share its memory."""
     result = []
     for array, place in zip(arrays, _places(arrays), strict=False):
         kind = torch.from_numpy(np.empty(0, array.dtype)).dtype
         result.append(buffer[place : place + array.nbytes].view(kind).view(array.shape))
     return result
+
+
+def size_of(arrays: Sequence[NDArray[Any]]) -> int:
+    """Bytes of a buffer for all arrays."""
+    return _places(arrays)[-1]
 
 
 def _places(arrays: Sequence[NDArray[Any]]) -> list[int]:

@@ -8,10 +8,8 @@ past needs no list of its own therefore: its items are the beginning of the list
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.engine.transfer import to_device
+from cbatch.engine.transfer import packed, size_of, to_device, views
 
 Ints = NDArray[np.integer[Any]]
-
-ALIGNMENT = 4  # ints: 16 bytes, so that Triton sees every view alike and compiles once
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,32 +116,6 @@ def list_tiles(ranges: Ints, tokens: int) -> Ints:
     return np.stack([sequence, first], 1)[order].astype(np.int32)
 
 
-class Layout:
-    """Where int32 arrays of some shapes lie in one packed array, each at an aligned place."""
-
-    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        self._shapes = shapes
-        self._counts = [math.prod(shape) for shape in shapes]
-        self._places = [0, *accumulate(-(-count // ALIGNMENT) * ALIGNMENT for count in self._counts)]
-
-    @property
-    def size(self) -> int:
-        return self._places[-1]
-
-    def views(self, packed: Tensor) -> list[Tensor]:
-        parts = zip(self._places[:-1], self._counts, self._shapes, strict=True)
-        return [packed[place : place + count].view(shape) for place, count, shape in parts]
-
-    def pack(self, arrays: Sequence[Ints], device: torch.device) -> Tensor:
-        """The arrays in host memory, from where the device can take them by itself; the last may be a shorter one."""
-        size = self._places[-2] + arrays[-1].size
-        packed = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
-        there = packed.numpy()
-        for array, place in zip(arrays, self._places[:-1], strict=True):
-            there[place : place + array.size] = array.ravel()
-        return packed
-
-
 class DecodeBuffers:
     """Metadata of decode rows at fixed addresses, for a captured graph: `fill` gives it the rows of the next step.
 
@@ -169,9 +139,10 @@ class DecodeBuffers:
         self._levels = -(-max_blocks * block_size // split)
         items, pages = self.max_tokens // split + rows, self.max_tokens // block_size + rows
         # The pages come last, so that a copy ends with those that are used.
-        self._layout = Layout([(rows, 4), (items, 2), (self._levels,), (rows,), (pages,)])
-        self._packed = torch.zeros(self._layout.size, dtype=torch.int32, device=device)
-        sequences, listed, totals, slots, ids = self._layout.views(self._packed)
+        shapes: list[tuple[int, ...]] = [(rows, 4), (items, 2), (self._levels,), (rows,), (pages,)]
+        self._room = [np.empty(shape, np.int32) for shape in shapes]
+        self._packed = torch.zeros(size_of(self._room), dtype=torch.uint8, device=device)
+        sequences, listed, totals, slots, ids = views(self._packed, self._room)
         decode = Decode(sequences, listed, totals, ids, 0 if self._levels == 1 else items, split)
         self.metadata = Metadata(slots, decode, None)
         self.fill(np.zeros((0, 1), np.int32), [])
@@ -198,8 +169,9 @@ class DecodeBuffers:
         totals = np.pad(work.totals, (0, self._levels - len(work.totals)), mode="edge")
         pages = tables[np.arange(tables.shape[1]) < blocks[: len(stops), None]]
         arrays = [work.sequences, work.items, totals, self._slots(tables, lengths), pages]
-        packed = self._layout.pack(arrays, self._packed.device)
-        self._packed[: len(packed)].copy_(packed, non_blocking=True)
+        arrays = [array.astype(np.int32, copy=False) for array in arrays]
+        filled = packed(arrays, self._room, pin=self._packed.device.type == "cuda")
+        self._packed[: len(filled)].copy_(filled, non_blocking=True)
 
     def _slots(self, tables: Ints, lengths: Ints) -> Ints:
         """Where each row's own token goes; negative for padding."""
