@@ -28,7 +28,7 @@ class Row:
     stamps:  what each token's slot must hold
     reason:  why the output ends there
     entered: number of the step in which it last entered
-    cached:  tokens of it that were in the cache when it first entered
+    cached:  tokens of it that were in the cache when it first entered, for a step that was not given up
     """
 
     request: Request
@@ -36,7 +36,7 @@ class Row:
     stamps: Stamps
     reason: FinishReason
     entered: int = 0
-    cached: int | None = None
+    cached: int = 0
 
 
 def stamps_of(tokens: Sequence[int], before: Sequence[int] = ()) -> list[int]:

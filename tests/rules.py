@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from cbatch.engine.admission import age
 from cbatch.engine.plan import StepPlan
 from cbatch.engine.request import Request
 from cbatch.engine.scheduler import Scheduler
@@ -22,17 +23,31 @@ def demand(is_so: bool, otherwise: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What was so before a step: who is to advance in any case, who was running, and who of those was decoding."""
+    """What was so before a step, of those who want more than what is coming to them already.
+
+    first:    who is to advance in any case
+    running:  who was running; `decoding` who of those was decoding
+    computed: how many tokens of each were computed, or planned to be
+    excused:  who need not advance, nor anybody who waits behind them, as long as somebody runs
+    """
 
     first: Request | None
     running: frozenset[Request]
     decoding: tuple[Request, ...]
+    computed: dict[Request, int]
+    excused: frozenset[Request]
 
     @classmethod
-    def of(cls, scheduler: Scheduler) -> Moment:
-        first = min(scheduler.running + scheduler.waiting, key=lambda r: (r.priority, r.id), default=None)
-        decoding = tuple(request for request in scheduler.running if request.is_decoding)
-        return cls(first, frozenset(scheduler.running), decoding)
+    def of(cls, scheduler: Scheduler, excused: Collection[Request] = ()) -> Moment:
+        running = [request for request in scheduler.running if not request.needs_no_step]
+        wanting = running + [request for request in scheduler.waiting if not request.needs_no_step]
+        pushing = wanting
+        if running and (held := [age(request) for request in scheduler.waiting if request in excused]):
+            pushing = [request for request in wanting if request.is_running or age(request) < min(held)]
+        first = min(pushing, key=age, default=None)
+        decoding = tuple(request for request in running if request.is_decoding)
+        computed = {request: request.num_computed for request in running}
+        return cls(first, frozenset(running), decoding, computed, frozenset(excused))
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan, before: Moment) -> None:
@@ -45,10 +60,15 @@ def check_plan(scheduler: Scheduler, plan: StepPlan, before: Moment) -> None:
     demand(admitted == planned - before.running, "who entered is not who was planned without having run")
     for slice_ in plan.slices:
         request, end = slice_.request, slice_.stop
-        demand(request.num_computed == slice_.start < end <= request.num_tokens, "a slice that does not fit")
-        demand(slice_.is_last == (end == request.num_tokens), "a wrong is_last")
+        wanted = request.num_tokens - slice_.is_last  # the token that this step gives has its place already
+        demand(before.computed.get(request, slice_.start) == slice_.start < end <= wanted, "a slice that does not fit")
+        demand(request.num_computed == end, "a slice that does not count as computed")
+        demand(slice_.is_last == (end == wanted), "a wrong is_last")
+        demand(request.num_generated + request.num_coming <= request.max_new_tokens, "a token too many is coming")
         demand(end <= len(request.blocks) * scheduler.pool.block_size, "a token that has no place in the cache")
-    demand(before.first is None or before.first in planned, "the oldest of the highest priority does not advance")
+    first = before.first
+    if first is not None and not any(age(request) < age(first) for request in admitted & before.excused):
+        demand(first in planned, "the oldest of the highest priority does not advance")
     if plan.num_tokens < scheduler.max_batch_tokens:
         whole = {slice_.request for slice_ in plan.slices if slice_.is_last}
         demand(whole == set(scheduler.running), "budget is left, and somebody did not get all he wants")
@@ -59,18 +79,19 @@ def check_plan(scheduler: Scheduler, plan: StepPlan, before: Moment) -> None:
 
 def _check_passed_over(scheduler: Scheduler, plan: StepPlan, request: Request) -> None:
     """A decoding request gets no token only where higher priorities, and older ones of its own, took all of them."""
-    higher = sum(slice_.count for slice_ in plan.slices if slice_.request.priority < request.priority)
+    higher = sum(slice_.num_tokens for slice_ in plan.slices if slice_.request.priority < request.priority)
     beside = [s for s in plan.slices if s.request.priority == request.priority and s.request.id < request.id]
-    taken = higher + sum(slice_.count for slice_ in beside if slice_.count == 1)
+    taken = higher + sum(slice_.num_tokens for slice_ in beside if slice_.num_tokens == 1)
     demand(higher > 0 and taken == scheduler.max_batch_tokens, f"request {request.id} is decoding and was passed over")
 
 
 def check_between_steps(scheduler: Scheduler, live: Collection[Request]) -> None:
     """Every live request is in one place, every block is free or held, and what will be written has one owner."""
     scheduler.check_integrity()
-    pool, running, waiting = scheduler.pool, scheduler.running, scheduler.waiting
-    demand(len(running) + len(waiting) == len(live), "a request is in two places, or in none")
-    demand({*running, *waiting} == set(live), "a request is lost, or is there and should not be")
+    pool, running, waiting, leaving = scheduler.pool, scheduler.running, scheduler.waiting, scheduler.leaving
+    demand(len(running) + len(waiting) + len(leaving) == len(live), "a request is in two places, or in none")
+    demand({*running, *waiting, *leaving} == set(live), "a request is lost, or is there and should not be")
+    demand(all(request.needs_no_step for request in leaving), "a request leaves that wants more")
     demand(len(running) <= scheduler.max_seqs, "more requests run than there are seats")
     held = Counter(block for request in running for block in request.blocks)
     references = {block: count for block in range(pool.num_blocks) if (count := pool.references(block))}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.generation import logits_process
 
-from cbatch.engine.logprobs import LEAST, token_logprobs
+from cbatch.engine.logprobs import LEAST, Scores
 from cbatch.engine.params import SamplingParams
 from cbatch.engine.processors import Processors, counts_for
 from cbatch.engine.request import Request, Sample
@@ -126,7 +126,7 @@ def test_logprobs_are_a_softmax_in_float32(dtype: torch.dtype) -> None:
     """Guards values, the likeliest tokens in order, different counts side by side, and what JSON cannot say."""
     logits = random_logits(3).to(dtype)
     logits[1, 4] = -math.inf
-    found = token_logprobs(logits, [7, 4, 0], [3, 0, VOCABULARY + 5])
+    found = Scores(logits, torch.tensor([7, 4, 0]), [3, 0, VOCABULARY + 5]).get()
     expected = logits.double().log_softmax(-1)
     assert abs(found[0].logprob - float(expected[0, 7])) < 1e-5 and found[1].logprob == LEAST
     assert [len(one.top) for one in found] == [3, 0, VOCABULARY]
@@ -137,6 +137,6 @@ def test_logprobs_are_a_softmax_in_float32(dtype: torch.dtype) -> None:
 def test_logprobs_of_many_rows_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a long prompt with a large vocabulary against a float32 copy of all its logits at once."""
     logits = random_logits(7)
-    whole = token_logprobs(logits, list(range(7)), [2] * 7)
+    whole = Scores(logits, torch.arange(7), [2] * 7).get()
     monkeypatch.setattr("cbatch.engine.logprobs.MAX_ELEMENTS", 3 * VOCABULARY)
-    assert token_logprobs(logits, list(range(7)), [2] * 7) == whole
+    assert Scores(logits, torch.arange(7), [2] * 7).get() == whole

@@ -38,7 +38,7 @@ def add(scheduler: Scheduler, *requests: Request) -> None:
 
 
 def counts(plan: StepPlan) -> dict[int, int]:
-    return {slice_.request.id: slice_.count for slice_ in plan.slices}
+    return {slice_.request.id: slice_.num_tokens for slice_ in plan.slices}
 
 
 def step(scheduler: Scheduler) -> dict[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from cbatch.engine.blocks import BlockPool
 from cbatch.engine.plan import StepPlan
+from cbatch.engine.request import Request
 from cbatch.engine.scheduler import Scheduler
 from tests.rules import Violation
 from tests.wander import Wanderer
@@ -30,6 +31,7 @@ shapes = st.builds(
     prefix_cache=st.sampled_from([True, True, True, False]),
     vocabulary=st.sampled_from([2, 50]),
     colliding=st.booleans(),
+    runs_ahead=st.sampled_from([True, True, False]),
 )
 which = st.integers(0, 2 * MOST_LIVE)
 tails = st.lists(st.integers(0, 1), max_size=9)
@@ -83,9 +85,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step_with_nan(self, broken: set[int]) -> None:
         self.world.step(broken=broken)
 
-    @rule(garbage=st.booleans(), shrink=st.sampled_from([False] * 7 + [True]))
-    def fail_step(self, garbage: bool, shrink: bool) -> None:
-        self.world.fail_step(garbage=garbage, shrink=shrink)
+    @rule(garbage=st.booleans(), late=st.booleans(), shrink=st.sampled_from([False] * 7 + [True]))
+    def fail_step(self, garbage: bool, late: bool, shrink: bool) -> None:
+        self.world.fail_step(garbage=garbage, late=late, shrink=shrink)
 
     @rule(row=which)
     def cancel(self, row: int) -> None:
@@ -157,7 +159,7 @@ def free_too_early(self: BlockPool, blocks: Sequence[int]) -> None:
 
 def publish_too_early(self: BlockPool, blocks: Sequence[int], token_ids: Sequence[int], start: int, stop: int) -> None:
     """Publishes what later steps will compute."""
-    publish(self, blocks, token_ids, start, len(token_ids))
+    publish(self, blocks, token_ids, start, min(len(token_ids), len(blocks) * self.block_size))
 
 
 def match_hashes(self: BlockPool, token_ids: Sequence[int]) -> list[int]:
@@ -186,8 +188,34 @@ def commit_and_stay(self: Scheduler, plan: StepPlan, results: Iterable[Any]) -> 
     """Forgets that a decoding request's last token is in the cache now."""
     events = commit(self, plan, results)
     for slice_ in plan.slices:
-        slice_.request.num_computed = max(slice_.start, 1)
+        if slice_.request.blocks is slice_.blocks:
+            slice_.request.num_computed = max(slice_.start, 1)
     return events
+
+
+def commit_what_ended(self: Scheduler, plan: StepPlan, results: Iterable[Any]) -> Any:
+    """Gives requests that have ended what a step in flight has computed for them all the same."""
+    for slice_ in plan.slices:
+        slice_.request.has_ended = False
+    return commit(self, plan, results)
+
+
+def commit_and_overlook_what_it_lost(self: Scheduler, plan: StepPlan, results: Iterable[Any]) -> Any:
+    """Looks for what a request with a NaN has left behind only where that request is now."""
+    slices = [slice_._replace(blocks=slice_.request.blocks) for slice_ in plan.slices]
+    return commit(self, StepPlan(slices, plan.admitted), results)
+
+
+def abandon_and_count_on_it(self: Scheduler, plan: StepPlan) -> None:
+    """Goes on counting on the tokens of a step that was given up."""
+    abandon(self, plan)
+    for slice_ in plan.slices:
+        slice_.request.num_coming += slice_.is_last
+
+
+def plan_a_token_too_many(request: Request) -> bool:
+    """Plans steps for requests whose last token is coming."""
+    return False
 
 
 def commit_and_offer_nan(self: Scheduler, plan: StepPlan, results: Iterable[Any]) -> Any:
@@ -200,24 +228,30 @@ def commit_and_offer_nan(self: Scheduler, plan: StepPlan, results: Iterable[Any]
 
 
 publish, abandon, commit = BlockPool.publish, Scheduler.abandon, Scheduler.commit
-FAULTS: list[tuple[type, str, Callable[..., Any], str]] = [
+FAULTS: list[tuple[type, str, Any, str]] = [
     (BlockPool, "free", free_too_early, "free and held blocks"),
     (BlockPool, "publish", publish_too_early, "hold something else|not its own"),
     (BlockPool, "match", match_hashes, "hold something else|not its own"),
     (Scheduler, "abandon", abandon_and_leave_published, "hold something else|not its own"),
-    (Scheduler, "commit", commit_and_stay, "two owners|bound of steps"),
+    (Scheduler, "commit", commit_and_stay, "two owners|bound of steps|does not fit"),
+    (Scheduler, "commit", commit_what_ended, "not an event a token|two places"),
+    (Scheduler, "commit", commit_and_overlook_what_it_lost, "NaN"),
+    (Scheduler, "abandon", abandon_and_count_on_it, "count on other tokens"),
+    (Request, "needs_no_step", property(plan_a_token_too_many), "too many is coming"),
     (Scheduler, "commit", commit_and_offer_nan, "NaN"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("owner", "method", "fault", "message"), FAULTS, ids=[fault.__name__ for _, _, fault, _ in FAULTS]
+    ("owner", "method", "fault", "message"),
+    FAULTS,
+    ids=[getattr(fault, "fget", fault).__name__ for _, _, fault, _ in FAULTS],
 )
 def test_planted_faults_are_seen(
-    owner: type, method: str, fault: Callable[..., Any], message: str, monkeypatch: pytest.MonkeyPatch
+    owner: type, method: str, fault: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards the machine itself: it sees these faults, and without the scheduler's own check of its books."""
     monkeypatch.setattr(owner, method, fault)
     monkeypatch.setattr(Scheduler, "check_integrity", lambda self: None)
     with pytest.raises(Violation, match=message):
-        wander(30)
+        wander(100)

@@ -176,7 +176,7 @@ def test_nobody_waits_for_the_device() -> None:
     """Guards the queue of the GPU: no copy or result is waited for while a step's tokens are chosen."""
     logits, requests = make_logits("normal", 40, 5000), make_requests(40)
     on_device = logits.to(DEVICE)
-    tokens, largest = fetch(*sample(on_device, requests))
+    tokens, largest = fetch(*sample(on_device, requests))()
     check(logits, requests, tokens)
     assert largest == logits.max(dim=-1).values.tolist()
     torch.cuda.set_sync_debug_mode("error")
@@ -184,4 +184,4 @@ def test_nobody_waits_for_the_device() -> None:
         again = sample(on_device, requests)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert fetch(*again) == (tokens, largest)
+    assert fetch(*again)() == (tokens, largest)

@@ -41,6 +41,7 @@ class Wanderer:
                 max_batch_tokens=self._random.randint(1, 32),
                 prefix_cache=below() < 0.9,
                 colliding=below() < 0.2,
+                runs_ahead=below() < 0.7,
                 vocabulary=self._random.choice((3, 50)),
             )
         )
@@ -65,7 +66,7 @@ class Wanderer:
         elif name == "cancel":
             world.cancel(draw(MOST_LIVE))
         elif name == "fail":
-            world.fail_step(garbage=draw(2) == 0, shrink=draw(16) == 0 and not self._is_level)
+            world.fail_step(garbage=draw(2) == 0, late=draw(2) == 0, shrink=draw(16) == 0 and not self._is_level)
         elif name == "nan":
             world.step(broken=[draw(8)])
         elif name == "shrink":

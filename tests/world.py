@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from cbatch.engine.admission import MAX_PREEMPTIONS
-from cbatch.engine.batch import RaggedBatch
+from cbatch.engine.batch import BlockTables, Coming, RaggedBatch
 from cbatch.engine.blocks import BlockPool
 from cbatch.engine.params import SamplingParams
 from cbatch.engine.plan import Slice, StepPlan, StepResult
@@ -42,6 +42,24 @@ class Shape:
     prefix_cache: bool = True
     vocabulary: int = 50
     colliding: bool = False
+    runs_ahead: bool = False
+
+
+class Flight(NamedTuple):
+    """A step that is computed, of which nobody has told the scheduler yet.
+
+    results: tokens, None for those that are no numbers
+    nans:    the planted ones that are the reason for that
+    """
+
+    plan: StepPlan
+    results: list[int | None]
+    nans: list[int]
+
+    @property
+    def coming(self) -> Coming:
+        tokens = torch.tensor([int(token or 0) for token in self.results])
+        return Coming(tokens, {slice_.request: row for row, slice_ in enumerate(self.plan.to_sample)})
 
 
 class World:
@@ -63,6 +81,10 @@ class World:
         self.rows: dict[Request, Row] = {}
         self.past: deque[Row] = deque(maxlen=8)
         self.counts: Counter[str] = Counter()
+        self._flight: Flight | None = None
+        self._tables = BlockTables()
+        self._unseated: set[Request] = set()
+        """Those who left early for a step that was to give them their last token, and was given up."""
         self._token = Colliding if shape.colliding else int
         self._next_id = 0
         self._priorities: set[int] = set()
@@ -107,26 +129,27 @@ class World:
 
     def step(self, *, broken: Collection[int] = ()) -> None:
         """One step. The slices whose numbers are in `broken` come out as NaN, in the cache too."""
-        if (plan := self._schedule()) is None:
-            return
-        results = self._compute(plan, {plan.slices[number % len(plan.slices)].request for number in broken})
-        for slice_ in plan.slices:
-            if slice_.request in plan.admitted:
-                self._enter(self.rows[slice_.request], slice_.start)
-        events = self._commit(plan, results)
-        demand([event.request_id for event in events] == [r.id for r in plan.to_sample], "not one event for each token")
-        for event, result in zip(events, results, strict=True):
-            self._take(event, is_nan=result is None)
+        plan, started = self._schedule(), None
+        if plan.slices:
+            started = self._compute(plan, {plan.slices[n % len(plan.slices)].request for n in broken})
+        self._take_in()
+        self._flight = started
+        if not self.shape.runs_ahead:
+            self._take_in()
         self.check()
 
-    def fail_step(self, *, garbage: bool, shrink: bool = False) -> None:
-        """A step that is planned and then given up: nothing was written to the cache, or what nobody can use."""
-        if (plan := self._schedule()) is None:
-            return
-        if garbage:
-            slots = RaggedBatch.build(plan, self.shape.block_size, torch.device("cpu")).slot_mapping
-            self.cache.reshape(-1)[slots.numpy()] = GARBAGE
-        self.scheduler.abandon(plan)
+    def fail_step(self, *, garbage: bool, late: bool = False, shrink: bool = False) -> None:
+        """A step that is planned and then given up: nothing was written to the cache, or what nobody can use.
+
+        late: the step before, if one is in flight, fails as well, and that is seen only then
+        """
+        plan = self._schedule()
+        if late and self._flight is not None:
+            self._unseated |= self.scheduler.leaving
+            self._give_up(self._flight.plan, garbage=garbage)
+            self._flight = None
+            self.counts["failed late"] += 1
+        self._give_up(plan, garbage=garbage)
         self.counts["failed steps"] += 1
         self.check()
         if shrink:
@@ -156,9 +179,10 @@ class World:
         """Steps until all requests are done.
 
         In every step the oldest of the highest priority advances by a token at least, and it is never preempted.
-        So it is done after as many steps as it has tokens in the end, but for the last, which is not computed.
+        So it is done after as many steps as it has tokens in the end, but for the last, which is not computed. One
+        step more is needed for each where its end is noticed one step late.
         """
-        bound = sum(len(row.tokens) - 1 for row in self.rows.values())
+        bound = sum(len(row.tokens) - 1 + self.shape.runs_ahead for row in self.rows.values())
         while self.rows:
             demand(bound > 0, f"{len(self.rows)} requests are not done within the bound of steps")
             bound -= 1
@@ -170,6 +194,10 @@ class World:
         check_between_steps(self.scheduler, self.rows.keys())
         for request in self.scheduler.running:
             self._compare(self.rows[request], request.blocks, request.num_computed)
+        flight = self._flight.plan.to_sample if self._flight is not None else []
+        coming = {slice_.request for slice_ in flight}
+        wrong = [request.id for request in self.rows if request.num_coming != (request in coming)]
+        demand(not wrong, f"requests {wrong} count on other tokens than those that are coming")
         known = [*self.rows.values(), *self.past]
         if known:
             self._probe(known[(self.counts["steps"] + self.counts["requests"]) % len(known)])
@@ -181,40 +209,80 @@ class World:
 
     # How it is done
 
-    def _schedule(self) -> StepPlan | None:
-        moment = Moment.of(self.scheduler)
+    def _schedule(self) -> StepPlan:
+        moment = Moment.of(self.scheduler, self._unseated)
         plan = self.scheduler.schedule()
         check_plan(self.scheduler, plan, moment)
         self.counts["steps"] += 1
         self.counts["tokens"] += plan.num_tokens
-        return plan if plan.slices else None
+        self.counts["tokens coming"] += sum(s.stop > len(s.request.token_ids) for s in plan.slices)
+        for slice_ in plan.slices:
+            if slice_.request in plan.admitted:
+                self._enter(self.rows[slice_.request], slice_.start)
+        return plan
+
+    def _give_up(self, plan: StepPlan, *, garbage: bool) -> None:
+        if garbage:
+            for slice_ in plan.slices:
+                places = np.arange(slice_.start, slice_.stop)
+                blocks = np.array(slice_.blocks)[places // self.shape.block_size]
+                self.cache[blocks, places % self.shape.block_size] = GARBAGE
+        self.scheduler.abandon(plan)
+
+    def _take_in(self) -> None:
+        """Tells the scheduler what the step in flight has given, and looks at what comes of it."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        plan, results, nans = flight
+        live = [(slice_.request, result) for slice_, result in zip(plan.to_sample, results, strict=True)]
+        live = [(request, result) for request, result in live if request in self.rows]
+        self.counts["dropped tokens"] += len(results) - len(live)
+        for nan in nans:
+            self._seen_nans.setdefault(nan, self.counts["steps"])
+        events = self._commit(plan, results)
+        demand([event.request_id for event in events] == [request.id for request, _ in live], "not an event a token")
+        for event, (_, result) in zip(events, live, strict=True):
+            self._take(event, is_nan=result is None)
 
     def _commit(self, plan: StepPlan, results: list[int | None]) -> list[TokenEvent]:
         """The only place that knows what form `commit` wants a step's results in."""
         samples = [Sample(0, error=NAN) if token is None else Sample(token) for token in results]
         return self.scheduler.commit(plan, StepResult(samples))
 
-    def _compute(self, plan: StepPlan, broken: Collection[Request]) -> list[int | None]:
+    def _batch(self, plan: StepPlan) -> RaggedBatch:
+        coming = self._flight.coming if self._flight is not None else None
+        return RaggedBatch.build(plan, self.shape.block_size, torch.device("cpu"), self._tables, coming)
+
+    def _compute(self, plan: StepPlan, broken: Collection[Request]) -> Flight:
         """Writes the stamps of a plan, reads what attention would read, and samples from that."""
-        batch = RaggedBatch.build(plan, self.shape.block_size, torch.device("cpu"))
+        batch = self._batch(plan)
         slots = batch.slot_mapping.numpy()
         demand(len(set(slots.tolist())) == len(slots), "one slot for two tokens of a step")
         ids, positions = batch.input_ids.numpy(), batch.position_ids.numpy()
         at = 0
         for slice_ in plan.slices:
-            part = slice(at, at := at + slice_.count)
+            part = slice(at, at := at + slice_.num_tokens)
             row = self.rows[slice_.request]
             tokens = row.tokens[slice_.start : slice_.stop]
-            demand(tokens == ids[part].tolist(), "other tokens in the batch than the request has")
+            is_right = tokens == ids[part].tolist() or self._is_doomed(slice_.request)
+            demand(is_right, "other tokens in the batch than the request has")
             demand(list(range(slice_.start, slice_.stop)) == positions[part].tolist(), "wrong positions")
             self.cache.reshape(-1)[slots[part]] = self._values(row, slice_, slice_.request in broken)
         for slice_, table in zip(plan.slices, batch.block_tables.tolist(), strict=True):
             self._compare(self.rows[slice_.request], table, slice_.stop)
         last = self.cache.reshape(-1)[slots[batch.logit_rows.numpy()]].tolist()
-        for value, request in zip(last, plan.to_sample, strict=True):
-            if value < 0:
-                self._see(request)
-        return [self._token(next_token(value, self.shape.vocabulary)) if value >= 0 else None for value in last]
+        results = [self._token(next_token(value, self.shape.vocabulary)) if value >= 0 else None for value in last]
+        failed = [slice_ for slice_, result in zip(plan.to_sample, results, strict=True) if result is None]
+        values = [self._read(slice_.blocks, slice_.stop) for slice_ in failed]
+        return Flight(plan, results, [nan for one in values for nan in one[one <= FIRST_NAN].tolist()])
+
+    def _is_doomed(self, request: Request) -> bool:
+        """Whether the token that is coming to a request is no number, so that what it is computed from is dropped."""
+        if self._flight is None:
+            return False
+        pairs = zip(self._flight.plan.to_sample, self._flight.results, strict=True)
+        return any(slice_.request is request and result is None for slice_, result in pairs)
 
     def _values(self, row: Row, slice_: Slice, is_broken: bool) -> Any:
         """What a slice writes: its stamps, or a NaN where one is planted or comes before them."""
@@ -226,11 +294,6 @@ class World:
             if (nans := before[before <= FIRST_NAN]).size:
                 return nans[0]
         return row.stamps[slice_.start : slice_.stop]
-
-    def _see(self, request: Request) -> None:
-        values = self._read(request.blocks, request.num_tokens)
-        for nan in values[values <= FIRST_NAN].tolist():
-            self._seen_nans.setdefault(nan, self.counts["steps"])
 
     def _read(self, table: Sequence[int], stop: int) -> Stamps:
         return self.cache[table].reshape(-1)[:stop]
@@ -256,17 +319,18 @@ class World:
     def _enter(self, row: Row, start: int) -> None:
         row.entered = self.counts["steps"]
         self.counts["shared blocks"] += start // self.shape.block_size
-        if row.cached is None:
+        if row.request.num_generated == 0 and row.request.num_preemptions == 0:
             row.cached = start
-            self._prompt_tokens += row.request.num_prompt
-            self._cached_tokens += start
 
     def _take(self, event: TokenEvent, *, is_nan: bool) -> None:
         """Compares an event, and the request's tokens, with the oracle."""
         request = next(request for request in self.rows if request.id == event.request_id)
-        row, length = self.rows[request], request.num_tokens
+        row, length = self.rows[request], len(request.token_ids)
         failed = event.error is not None and event.error.code == "nan_logits"
         demand(failed == is_nan == (event.finish_reason == "error"), f"request {request.id}: a wrong end: {event}")
+        if length == row.request.num_prompt + (not is_nan):
+            self._prompt_tokens += request.num_prompt
+            self._cached_tokens += row.cached
         if is_nan:
             self.counts["NaN rows"] += 1
             self._forget(request)

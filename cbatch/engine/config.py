@@ -21,6 +21,7 @@ class EngineConfig:
     prefix_cache:     whether prompts that begin alike share what is computed of them
     attention:        auto, or the name of a backend
     cuda_graphs:      whether decode steps on a GPU are recorded and replayed, where the model's path allows it
+    run_ahead:        whether the device computes a step while the host takes in the one before; None: on a GPU
     quantize:         int8 keeps the weights of the CPU's fast path in a byte each; None: as they are
     """
 
@@ -36,4 +37,5 @@ class EngineConfig:
     prefix_cache: bool = True
     attention: str = "auto"
     cuda_graphs: bool = True
+    run_ahead: bool | None = None
     quantize: str | None = None

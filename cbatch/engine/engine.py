@@ -10,27 +10,24 @@ from datetime import date
 import torch
 
 from cbatch.engine.attention.select import check_attention, check_quantize, has_fast_path, select_attention
-from cbatch.engine.batch import RaggedBatch
 from cbatch.engine.blocks import BlockPool
 from cbatch.engine.completion import Completion
 from cbatch.engine.config import EngineConfig
 from cbatch.engine.errors import RequestError
 from cbatch.engine.kv_pool import check_memory, choose_num_blocks
 from cbatch.engine.loader import LoadedModel, choose_device, load_model
+from cbatch.engine.loop import Loop
 from cbatch.engine.models.interface import Model
 from cbatch.engine.models.selfcheck import checked_model
 from cbatch.engine.params import SamplingParams
-from cbatch.engine.plan import StepPlan, StepResult
+from cbatch.engine.plan import StepPlan
 from cbatch.engine.processors import counts_for
 from cbatch.engine.request import Request, TokenEvent
-from cbatch.engine.results import evaluate
 from cbatch.engine.runner import Runner
 from cbatch.engine.scheduler import Scheduler
-from cbatch.engine.structured import Constraints, Grammar, Guide, MaskFiller
-from cbatch.engine.threads import one_thread
+from cbatch.engine.structured import Constraints, Grammar, Guide
 from cbatch.engine.together import stream
 from cbatch.engine.tokenizer import FIXED_DATE, Prompt
-from cbatch.engine.transfer import current
 
 
 class Engine:
@@ -66,10 +63,9 @@ class Engine:
         )
         graphs = max_seqs if config.cuda_graphs else 0
         self.runner = Runner(self.model, attention, self.blocks.num_blocks, config.block_size, graphs)
-        self.num_steps = 0
-        self.last_plan = StepPlan()
+        runs_ahead = on_gpu if config.run_ahead is None else config.run_ahead
+        self._loop = Loop(self.scheduler, self.runner, runs_ahead=runs_ahead)
         self._constraints = Constraints(self.tokenizer, self.model.vocab_size) if self.tokenizer else None
-        self._masks = MaskFiller()
         self._requests: dict[int, Request] = {}
         self._next_id = 0
 
@@ -187,40 +183,30 @@ class Engine:
         """Drops a request and frees its memory; one that is finished or unknown is left alone."""
         request = self._requests.pop(request_id, None)
         if request is not None:
-            self.scheduler.cancel(request)
+            self._loop.cancel(request)
 
     def step(self) -> list[TokenEvent]:
         """Advances every scheduled request, and returns an event for each new token.
 
-        Raises what the model or the device raises. Nothing has been committed then: the step may be tried again.
+        Where the engine runs ahead, the events are those of the step before.
+
+        Raises what the model or the device raises. Nothing is lost then: the step may be tried again.
         """
-        self.last_plan = plan = self.scheduler.schedule()
-        if not plan.slices:
-            return []
-        try:
-            result = self._compute(plan)
-        except BaseException:
-            self.scheduler.abandon(plan)
-            raise
-        events = self.scheduler.commit(plan, result)
-        self.num_steps += 1
+        events = self._loop.step()
         for event in events:
             if event.request_id is not None and event.finish_reason is not None:
                 del self._requests[event.request_id]
         return events
 
-    def _compute(self, plan: StepPlan) -> StepResult:
-        """Runs the model on a plan. What the forms of outputs leave is found out on other threads meanwhile."""
-        guides = [request.guide for request in plan.to_sample if isinstance(request.guide, Guide)]
-        if guides:
-            self._masks.begin(guides)
-        with one_thread() if self.model.has_own_threads else current(self.device):
-            try:
-                batch = RaggedBatch.build(plan, self.blocks.block_size, self.device)
-                logits = self.runner.forward(batch)
-            finally:
-                masks = self._masks.result() if guides else None
-            return evaluate(plan, logits, batch.scored, masks)
+    @property
+    def num_steps(self) -> int:
+        """How many steps have given their tokens."""
+        return self._loop.num_steps
+
+    @property
+    def last_plan(self) -> StepPlan:
+        """Of the step that was begun last."""
+        return self._loop.last_plan
 
     def synchronize(self) -> None:
         """Waits until the device has done what it was given, for whoever measures its time."""
@@ -266,7 +252,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends the threads and processes that forms of outputs took; the next such form starts them again."""
-        self._masks.close()
+        self._loop.close()
         if self._constraints is not None:
             self._constraints.close()
 

@@ -4,33 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cbatch.engine.request import Request, Sample, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """Tokens `start .. stop-1` of one request, computed in one step.
 
-    is_last: whether the request's last known token is among them, so that its next one can be sampled.
+    is_last:  whether the request's last token is among them, so that its next one can be sampled
+    blocks:   those of the request; the very list, by which one can tell whether it still holds them
+    to_score: places whose logits tell how likely the prompt's next token was, where that is asked for and not known
     """
 
     request: Request
     start: int
     stop: int
     is_last: bool
+    blocks: list[int]
+    to_score: range = range(0)
+
+    @classmethod
+    def of(cls, request: Request, start: int, stop: int) -> Slice:
+        """Of a request as it is now."""
+        to_score = range(0)
+        if request.scores_prompt:
+            to_score = range(max(start, len(request.scored)), min(stop, request.num_prompt - 1))
+        return cls(request, start, stop, stop == request.num_tokens, request.blocks, to_score)
 
     @property
-    def count(self) -> int:
+    def num_tokens(self) -> int:
         return self.stop - self.start
-
-    @property
-    def to_score(self) -> range:
-        """Places whose logits tell how likely the prompt's next token was, where that is asked for and not known."""
-        request = self.request
-        if not request.scores_prompt:
-            return range(0)
-        return range(max(self.start, len(request.scored)), min(self.stop, request.num_prompt - 1))
 
 
 @dataclass(slots=True)
@@ -42,12 +46,12 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(slice_.count for slice_ in self.slices)
+        return sum(slice_.num_tokens for slice_ in self.slices)
 
     @property
-    def to_sample(self) -> list[Request]:
-        """Requests that get a token from this step, in slice order."""
-        return [slice_.request for slice_ in self.slices if slice_.is_last]
+    def to_sample(self) -> list[Slice]:
+        """Slices whose requests get a token from this step, in slice order."""
+        return [slice_ for slice_ in self.slices if slice_.is_last]
 
     @property
     def to_score(self) -> list[Slice]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cbatch.engine.params import SamplingParams
 from cbatch.engine.request import Request, TokenCounts
+from cbatch.engine.transfer import to_device
 
 Places = tuple[Tensor, Tensor]
 """Places in logits [R, V]: rows and token ids, each [N] int64."""
@@ -27,8 +28,8 @@ def _places(rows: Sequence[int], tokens: Sequence[Sequence[int]], device: torch.
     """`tokens[i]` are those of row `rows[i]`."""
     counts = [len(ids) for ids in tokens]
     ids = np.fromiter(chain.from_iterable(tokens), np.int64, sum(counts))
-    repeated = np.repeat(np.array(rows, np.int64), counts)
-    return torch.from_numpy(repeated).to(device), torch.from_numpy(ids).to(device)
+    there = to_device([np.repeat(np.array(rows, np.int64), counts), ids], device)
+    return there[0], there[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +49,15 @@ class Penalties:
         """`counts`: tokens of the rows that have penalties."""
         sizes = [len(one.tokens) for one in counts.values()]
 
-        def column(name: str) -> Tensor:
-            values = np.array([getattr(requests[row].params, name) for row in counts], np.float32)
-            return torch.from_numpy(np.repeat(values, sizes)).to(device)
+        def column(name: str) -> NDArray[np.float32]:
+            return np.repeat(np.array([getattr(requests[row].params, name) for row in counts], np.float32), sizes)
 
         tokens = np.concatenate([np.frombuffer(one.tokens, np.int64) for one in counts.values()])
         generated = np.concatenate([np.frombuffer(one.counts, np.int64) for one in counts.values()])
         rows = np.repeat(np.array(list(counts), np.int64), sizes)
-        return cls(
-            places=(torch.from_numpy(rows).to(device), torch.from_numpy(tokens).to(device)),
-            counts=torch.from_numpy(generated).to(device),
-            repetition=column("repetition_penalty"),
-            presence=column("presence_penalty"),
-            frequency=column("frequency_penalty"),
-        )
+        columns = [column(f"{name}_penalty") for name in ("repetition", "presence", "frequency")]
+        rows_there, tokens_there, *others = to_device([rows, tokens, generated, *columns], device)
+        return cls((rows_there, tokens_there), *others)
 
     def apply(self, logits: Tensor) -> None:
         """Changes logits [R, V] float32 in place.
@@ -118,8 +114,8 @@ class Processors:
         if self.forbidden is not None:
             logits[self.forbidden] = float("-inf")
         if allowed is not None:
-            rows = torch.tensor(guided, device=logits.device)
-            logits[rows] = logits[rows].masked_fill(~allowed.to(logits.device), float("-inf"))
+            rows, left = to_device([np.array(guided, np.int64), allowed.numpy()], logits.device)
+            logits[rows] = logits[rows].masked_fill(~left, float("-inf"))
         return logits
 
 
@@ -127,8 +123,8 @@ def _bias(rows: list[int], requests: Sequence[Request], device: torch.device) ->
     pairs = [_as_arrays(requests[row].params.logit_bias) for row in rows]
     repeated = np.repeat(np.array(rows, np.int64), [len(tokens) for tokens, _ in pairs])
     tokens, values = (np.concatenate(arrays) for arrays in zip(*pairs, strict=True))
-    places = torch.from_numpy(repeated).to(device), torch.from_numpy(tokens).to(device)
-    return places, torch.from_numpy(values).to(device)
+    rows_there, tokens_there, values_there = to_device([repeated, tokens, values], device)
+    return (rows_there, tokens_there), values_there
 
 
 @lru_cache(maxsize=256)

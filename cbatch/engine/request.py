@@ -109,11 +109,15 @@ class Request:
     of `token_ids[:num_cached]` they were there already when it first entered.
     There is no prefill or decode state: a request wants `num_tokens - num_computed` more tokens computed,
     and when the last one has been, it gets a new token. Ids grow with arrival, so a smaller id is older.
+    A step that is planned counts as computed, and the token that it will give is coming: it has its place among the
+    `num_tokens` before anybody on the host knows which one it is.
 
     bad_words: sequences of tokens that may not be generated
     guide:     follows the output where its form is given
     counts:    tokens that penalties look at
+    num_coming: tokens that steps in flight will give it; `token_ids` holds those that are known
     num_setbacks: how often requests of the same priority preempted it
+    has_ended: whether its last event was made, or it was cancelled; what steps in flight still give it is dropped
     scored:    log-probabilities of the prompt's tokens from the second on, as far as they are known
     """
 
@@ -131,9 +135,11 @@ class Request:
     counts: TokenCounts | None = None
     num_prompt: int = field(init=False)
     num_computed: int = 0
+    num_coming: int = 0
     num_cached: int = 0
     num_preemptions: int = 0
     num_setbacks: int = 0
+    has_ended: bool = False
     scored: list[TokenLogprobs] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
 
@@ -142,7 +148,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self.token_ids) + self.num_coming
 
     @property
     def num_generated(self) -> int:
@@ -150,13 +156,18 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Tokens known but not yet in the cache, at least 1 between steps."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens that no step has been planned for, at least 1 between steps."""
+        return self.num_tokens - self.num_computed
 
     @property
     def is_decoding(self) -> bool:
         """Whether one token of work gives the next token; true for the last token of a prefill too."""
         return self.num_pending == 1 and self.num_computed > 0
+
+    @property
+    def needs_no_step(self) -> bool:
+        """Whether the last token that it may have is coming."""
+        return self.num_coming > 0 and self.num_generated + self.num_coming >= self.max_new_tokens
 
     @property
     def is_running(self) -> bool:

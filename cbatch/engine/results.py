@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch.engine.batch import Coming
 from cbatch.engine.errors import RequestError
-from cbatch.engine.logprobs import token_logprobs
+from cbatch.engine.logprobs import Scores
 from cbatch.engine.plan import StepPlan, StepResult
 from cbatch.engine.processors import Processors
 from cbatch.engine.request import Request, Sample, TokenLogprobs
 from cbatch.engine.sampler import fetch, sample
-from cbatch.engine.structured import Masks
+from cbatch.engine.structured import Guide, Masks
+from cbatch.engine.transfer import to_device
 
 NAN = RequestError("nan_logits", "The model's output for this request is not a number.")
 NOTHING_LEFT = RequestError(
@@ -20,76 +26,117 @@ NOTHING_LEFT = RequestError(
 )
 
 
-def evaluate(
-    plan: StepPlan,
-    logits: Tensor,
-    scored: Tensor | None,
-    masks: Masks | None = None,
-) -> StepResult:
-    """Samples a token for each request of a step that gets one, and scores prompts.
+class Evaluation:
+    """A step whose tokens are being chosen; what the host is to know of them is on its way."""
 
-    logits:  [R, V], rows in the order of the ragged batch
-    scored:  [R] bool, which of them score prompts; None where none does
-    masks:   what the forms of outputs leave, for requests that have a guide; None where none has
-    """
-    scores: list[list[TokenLogprobs]] = []
-    if scored is not None:
-        scores = _scores(plan, logits[scored])
-        logits = logits[~scored]
-    requests = plan.to_sample
-    if not requests:
-        return StepResult([], scores)
-    guided = [row for row, request in enumerate(requests) if request.guide is not None]
-    allowed = masks.allowed if masks is not None else None
-    processed = Processors.build(requests, logits.device).apply(logits, allowed, guided)
-    token_ids, largest = fetch(*sample(processed, requests))
-    logprobs = _logprobs(requests, logits, token_ids)
-    wrong: list[RequestError | None] = [
-        None if math.isfinite(value) else _what_is_wrong(logits[row]) for row, value in enumerate(largest)
-    ]
-    for row, sentence in zip(guided, masks.errors if masks is not None else (), strict=True):
-        guide = requests[row].guide
-        if sentence is not None:
-            wrong[row] = RequestError("invalid_row", sentence)
-        elif guide is not None and guide.is_finished:  # nothing is left because nothing more may come
-            wrong[row] = None
-    _mark_broken_scores(plan, scores, wrong)
-    return StepResult([Sample(*row) for row in zip(token_ids, logprobs, wrong, strict=True)], scores)
+    def __init__(
+        self, plan: StepPlan, logits: Tensor, scored: NDArray[np.bool_] | None = None, masks: Masks | None = None
+    ) -> None:
+        """Begins to sample a token for each request of a step that gets one, and to score prompts.
+
+        Of each request, all tokens before that one have to be known.
+
+        logits:  [R, V], rows in the order of the ragged batch
+        scored:  [R] bool, which of them score prompts; None where none does
+        masks:   what the forms of outputs leave to the plan's `guides`; None where there are none
+        """
+        self.plan = plan
+        self._scores: Scores | None = None
+        if scored is not None:
+            self._scores = _begin_scores(plan, _pick(logits, np.flatnonzero(scored)))
+            logits = _pick(logits, np.flatnonzero(~scored))
+        self._requests = requests = [slice_.request for slice_ in plan.to_sample]
+        self._guided = _guided(requests)
+        self._masks = masks
+        allowed = masks.allowed if masks is not None else None
+        self.tokens = torch.empty(0, dtype=torch.int64)
+        self._fetch: Callable[[], tuple[list[int], list[float]]] = lambda: ([], [])
+        self._logprobs: Scores | None = None
+        if requests:
+            processed = Processors.build(requests, logits.device).apply(logits, allowed, self._guided)
+            self.tokens, largest = sample(processed, requests)
+            self._fetch = fetch(self.tokens, largest)
+            self._logprobs = _begin_logprobs(requests, logits, self.tokens)
+
+    @property
+    def coming(self) -> Coming:
+        """The tokens on the device, for the next step."""
+        return Coming(self.tokens, {request: row for row, request in enumerate(self._requests)})
+
+    def get(self) -> StepResult:
+        """What came of it, as soon as it is there."""
+        token_ids, largest = self._fetch()
+        scores = self._get_scores()
+        found = iter(self._logprobs.get() if self._logprobs is not None else ())
+        logprobs = [next(found) if request.params.logprobs is not None else None for request in self._requests]
+        wrong = [
+            None if math.isfinite(value) else _what_is_wrong(value, request)
+            for value, request in zip(largest, self._requests, strict=True)
+        ]
+        errors = self._masks.errors if self._masks is not None else ()
+        for row, sentence in zip(self._guided, errors, strict=True):
+            guide = self._requests[row].guide
+            if sentence is not None:
+                wrong[row] = RequestError("invalid_row", sentence)
+            elif guide is not None and guide.is_finished:  # nothing is left because nothing more may come
+                wrong[row] = None
+        _mark_broken_scores(self.plan, scores, wrong)
+        return StepResult([Sample(*row) for row in zip(token_ids, logprobs, wrong, strict=True)], scores)
+
+    def _get_scores(self) -> list[list[TokenLogprobs]]:
+        """By slice."""
+        if self._scores is None:
+            return []
+        found = iter(self._scores.get())
+        return [[next(found) for _ in slice_.to_score] for slice_ in self.plan.to_score]
 
 
-def _what_is_wrong(logits: Tensor) -> RequestError:
-    """Why no token can be chosen, by the row's raw logits [V]."""
-    return NOTHING_LEFT if bool(logits.max().isfinite()) else NAN
+def guides(plan: StepPlan) -> list[Guide]:
+    """Those of the requests that get a token from a plan, in their order."""
+    requests = [slice_.request for slice_ in plan.to_sample]
+    return [requests[row].guide for row in _guided(requests)]  # type: ignore[misc]
 
 
-def _scores(plan: StepPlan, logits: Tensor) -> list[list[TokenLogprobs]]:
-    """Log-probabilities of the prompt tokens that follow the rows of logits [N, V], by slice."""
-    token_ids, counts, lengths = [], [], []
+def _guided(requests: list[Request]) -> list[int]:
+    """Rows whose outputs have a form, and go on."""
+    return [row for row, request in enumerate(requests) if request.guide is not None and not request.has_ended]
+
+
+def _pick(rows: Tensor, places: NDArray[np.int64]) -> Tensor:
+    return rows.index_select(0, to_device([places], rows.device)[0])
+
+
+def _what_is_wrong(largest: float, request: Request) -> RequestError:
+    """Why no token can be chosen, where the largest logit is not finite after all that was asked for."""
+    params = request.params
+    forbids = request.guide is not None or params.logit_bias or request.bad_words or request.min_tokens > 0
+    return NOTHING_LEFT if largest == -math.inf and forbids else NAN
+
+
+def _begin_scores(plan: StepPlan, logits: Tensor) -> Scores:
+    """Log-probabilities of the prompt tokens that follow the rows of logits [N, V]."""
+    token_ids, counts = [], []
     for slice_ in plan.to_score:
-        places = slice_.to_score
-        token_ids += slice_.request.token_ids[places.start + 1 : places.stop + 1]
-        counts += [slice_.request.params.prompt_logprobs or 0] * len(places)
-        lengths.append(len(places))
-    found = iter(token_logprobs(logits, token_ids, counts))
-    return [[next(found) for _ in range(length)] for length in lengths]
+        places, request = slice_.to_score, slice_.request
+        token_ids += request.token_ids[places.start + 1 : places.stop + 1]
+        counts += [request.params.prompt_logprobs or 0] * len(places)
+    return Scores(logits, to_device([np.array(token_ids, np.int64)], logits.device)[0], counts)
 
 
-def _logprobs(requests: list[Request], logits: Tensor, token_ids: list[int]) -> list[TokenLogprobs | None]:
-    """Log-probabilities of the tokens that were chosen, for requests that ask for them."""
-    result: list[TokenLogprobs | None] = [None] * len(requests)
+def _begin_logprobs(requests: list[Request], logits: Tensor, tokens: Tensor) -> Scores | None:
+    """Log-probabilities of the tokens that were chosen, for requests that ask for them; None where none does."""
     rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
-    if rows:
-        counts = [requests[row].params.logprobs or 0 for row in rows]
-        found = token_logprobs(logits[rows], [token_ids[row] for row in rows], counts)
-        for row, one in zip(rows, found, strict=True):
-            result[row] = one
-    return result
+    if not rows:
+        return None
+    places = np.array(rows)
+    return Scores(_pick(logits, places), _pick(tokens, places), [requests[row].params.logprobs or 0 for row in rows])
 
 
 def _mark_broken_scores(plan: StepPlan, scores: list[list[TokenLogprobs]], wrong: list[RequestError | None]) -> None:
     """A prompt with a score that is not a number, in this chunk or an earlier one, has none at all."""
     now = {slice_.request: found for slice_, found in zip(plan.to_score, scores, strict=True)}
-    for row, request in enumerate(plan.to_sample):
+    for row, slice_ in enumerate(plan.to_sample):
+        request = slice_.request
         if (
             request.scores_prompt
             and request.num_generated == 0

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cbatch.engine.request import Request
 from cbatch.engine.threads import num_threads
-from cbatch.engine.transfer import to_device
+from cbatch.engine.transfer import ToHost, to_device
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
@@ -69,7 +69,7 @@ def row_words(requests: list[Request]) -> NDArray[np.int32]:
     top_k = np.array([[p.top_k for p in params]], np.int32)
     seeds = np.array([request.seed & _MASK64 for request in requests], np.uint64)
     samples = np.array([request.sample_index for request in requests], np.uint64)
-    positions = np.array([request.num_tokens for request in requests], np.uint64)
+    positions = np.array([len(request.token_ids) for request in requests], np.uint64)
     return np.concatenate([shares.view(np.int32), top_k, noise_keys(seeds, samples, positions).view(np.int32)])
 
 
@@ -77,7 +77,7 @@ def sample(logits: Tensor, requests: list[Request]) -> tuple[Tensor, Tensor]:
     """Chooses a token for each row of logits [R, V]; returns tokens [R] int64 and the largest logit of each row [R].
 
     A row whose largest logit is not finite has no meaningful token: its logits are no numbers, or nothing is allowed.
-    On a GPU nobody waits for them; `fetch` does.
+    On a GPU nobody waits for them.
     """
     drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
     if drawn and logits.device.type == "cuda" and (sample_rows := _gpu_kernel()):
@@ -88,12 +88,17 @@ def sample(logits: Tensor, requests: list[Request]) -> tuple[Tensor, Tensor]:
     return tokens, largest
 
 
-def fetch(tokens: Tensor, largest: Tensor) -> tuple[list[int], list[float]]:
-    """What `sample` returns as numbers of the host, by one copy from a GPU."""
+def fetch(tokens: Tensor, largest: Tensor) -> Callable[[], tuple[list[int], list[float]]]:
+    """Begins to bring what `sample` returns to the host, by one copy from a GPU. What it returns waits for that."""
     if tokens.device.type == "cpu":
-        return tokens.tolist(), largest.tolist()
-    both = torch.stack((tokens.double(), largest.double())).cpu()
-    return both[0].long().tolist(), both[1].tolist()
+        return lambda: (tokens.tolist(), largest.tolist())
+    both = ToHost(torch.stack((tokens.double(), largest.double())))
+
+    def get() -> tuple[list[int], list[float]]:
+        (pair,) = both.get()
+        return pair[0].long().tolist(), pair[1].tolist()
+
+    return get
 
 
 @cache

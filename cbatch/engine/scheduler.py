@@ -10,6 +10,11 @@ Prompts that begin alike are computed once: a block counts as there as soon as t
 since the keys and values of all tokens of a step are written, layer by layer, before any of them is attended to.
 So a request can enter beside the one whose blocks it shares.
 
+The engine may plan a step before it knows what the one before has given. So a step counts as computed when it is
+planned: steps happen in the order of their plans, and a request's next token has its place before it is known. What
+such a token may end is noticed one step late; what that step has computed for it is dropped. Blocks may change hands
+meanwhile, for whoever gets them writes to them in a later step.
+
 When blocks run out, a running request preempts the youngest of the lowest priority, itself if need be; a
 waiting one preempts only lower priorities. A preempted request loses its blocks, keeps its tokens, and is
 computed again later. So the oldest request of the highest priority is never preempted, and always advances.
@@ -73,33 +78,37 @@ class Scheduler:
         self._limits = self.max_batch_tokens, self.max_seqs
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.leaving: set[Request] = set()
+        """Those whose last token is coming: they need neither seat nor blocks any more."""
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
-        """Tokens of the prompts that have entered, and those of them that did not have to be computed for that."""
+        """Tokens of the prompts that were computed, and those of them that were in the cache already."""
         self.held_back: Counter[str] = Counter(seats=0, cache=0, budget=0)
         """Steps that left requests waiting, by what was short: `seats`, `cache` or `budget`."""
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.leaving)
 
     def add(self, request: Request) -> None:
         insort(self.waiting, request, key=age)
 
     def cancel(self, request: Request) -> None:
-        """Takes a request out, wherever it is, and frees its blocks."""
-        if request.is_running:
-            self._release(request)
+        """Takes a request out, wherever it is, and frees its blocks. What a step in flight gives it is dropped."""
+        request.has_ended = True
+        if request in self.leaving:
+            self.leaving.remove(request)
         else:
-            self.waiting.remove(request)
+            self._unseat(request)
 
     def schedule(self) -> StepPlan:
-        """Plans one step and gives every planned token its place in the cache.
+        """Plans one step and gives every planned token its place in the cache. It counts as computed from now on.
 
         Whoever is preempted comes later in the order than who preempts him, so nothing planned is taken back.
         """
         plan = StepPlan()
+        self._let_leave()
         self._admission.running_changed()
         budget = self.max_batch_tokens
         preempted: set[Request] = set()
@@ -116,16 +125,33 @@ class Scheduler:
                 if request.is_running:
                     plan.admitted.append(request)
             if request.is_running:
-                start = request.num_computed
-                stop = min(request.num_tokens, start + budget)
-                plan.slices.append(Slice(request, start, stop, is_last=stop == request.num_tokens))
-                if self.prefix_cache:
-                    self.pool.publish(request.blocks, request.token_ids, start, stop)
-                budget -= stop - start
+                plan.slices.append(self._plan(request, budget))
+                budget -= plan.slices[-1].num_tokens
         if self.waiting:
             full = len(self.running) >= self.max_seqs
             self.held_back["seats" if full else "cache" if budget else "budget"] += 1
         return plan
+
+    def _let_leave(self) -> None:
+        """Takes seats and blocks from requests whose last token is coming: others can have them from this step on."""
+        for request in [request for request in (*self.running, *self.waiting) if request.needs_no_step]:
+            self._unseat(request)
+            self.leaving.add(request)
+
+    def _plan(self, request: Request, budget: int) -> Slice:
+        """The request's next tokens, as many as the budget allows; they count as computed."""
+        start = request.num_computed
+        slice_ = Slice.of(request, start, min(request.num_tokens, start + budget))
+        request.num_computed = slice_.stop
+        request.num_coming += slice_.is_last
+        self._publish(request, start)
+        return slice_
+
+    def _publish(self, request: Request, start: int) -> None:
+        """Makes known the blocks that are full from token `start` on, as far as it is known what they hold."""
+        if self.prefix_cache:
+            stop = min(request.num_computed, len(request.token_ids))
+            self.pool.publish(request.blocks, request.token_ids, start, stop)
 
     def shrink(self, num_tokens: int) -> bool:
         """Makes steps half as large as one of `num_tokens`, which memory could not hold; False where that was 1."""
@@ -154,31 +180,52 @@ class Scheduler:
                 return
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
-        """Takes in what a step has computed."""
-        for slice_ in plan.slices:
-            slice_.request.num_computed = slice_.stop
+        """Takes in what a step has computed, but for requests that have ended since it was planned."""
         for slice_, scores in zip(plan.to_score, result.scores, strict=True):
-            slice_.request.scored += scores
+            known = slice_.request.scored
+            known += scores[len(known) - slice_.to_score.start :]
         events = []
-        for request, sample in zip(plan.to_sample, result.samples, strict=True):
-            event = _outcome(request, sample)
+        for slice_, sample in zip(plan.to_sample, result.samples, strict=True):
             if sample.error is not None and sample.error.code == "nan_logits":
-                self.pool.forget(request.blocks)  # others must not take over what may be no numbers either
-            if event.finish_reason is not None:
-                if event.token_id is not None:
-                    self._admission.learn(request.num_generated)
-                self._release(request)
-            events.append(event)
+                self.pool.forget(slice_.blocks)  # others must not take over what may be no numbers either
+            if not slice_.request.has_ended:
+                events.append(self._accept(slice_.request, sample))
         return events
 
+    def _accept(self, request: Request, sample: Sample) -> TokenEvent:
+        """Gives a request the token that was coming."""
+        request.num_coming -= 1
+        if request.num_generated == 0:
+            self.num_prompt_tokens += request.num_prompt
+            self.num_cached_tokens += request.num_cached
+        event = _outcome(request, sample)
+        if event.finish_reason is not None:
+            if event.token_id is not None:
+                self._admission.learn(request.num_generated)
+            self.cancel(request)
+        else:
+            self._publish(request, len(request.token_ids) - 1)
+        return event
+
     def abandon(self, plan: StepPlan) -> None:
-        """Takes back a plan that was not computed: what it published, and who entered relying on that."""
+        """Takes back a plan that was not computed: what it published, and who entered relying on that.
+
+        Steps that were planned later have to be taken back too.
+        """
         size = self.pool.block_size
         for slice_ in plan.slices:
-            self.pool.forget(slice_.request.blocks[slice_.start // size : slice_.stop // size])
+            request = slice_.request
+            self.pool.forget(slice_.blocks[slice_.start // size : slice_.stop // size])
+            request.num_coming -= slice_.is_last
+            if request.blocks is slice_.blocks:
+                request.num_computed = min(request.num_computed, slice_.start)
+            elif request in self.leaving:
+                self.leaving.remove(request)
+                request.num_computed = 0
+                self.add(request)
         for request in plan.admitted:
-            self._count_prompt(request, -1)
-            self._send_back(request)
+            if request.is_running:
+                self._send_back(request)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where an invariant is broken; tests call it after every step."""
@@ -189,6 +236,7 @@ class Scheduler:
         assert all(len(request.blocks) == len(set(request.blocks)) for request in self.running)
         assert not any(request.blocks or request.num_computed for request in self.waiting)
         assert not set(self.running) & set(self.waiting) and len(self.running) <= self.max_seqs
+        assert not any(request.blocks or request in self.waiting for request in self.leaving)
         for request in self.running:
             assert request.num_computed <= len(request.blocks) * self.pool.block_size
 
@@ -211,16 +259,10 @@ class Scheduler:
         self.pool.share(shared)
         request.blocks = shared + self.pool.allocate(self.pool.blocks_for(request.num_tokens) - len(shared))
         request.num_computed = len(shared) * self.pool.block_size
-        self._count_prompt(request, 1)
-        self._admission.entered(request)
-        return victims
-
-    def _count_prompt(self, request: Request, sign: int) -> None:
-        """Takes a request that enters for the first time into the figures of the prefix cache, or out of them again."""
         if request.num_generated == 0 and request.num_preemptions == 0:
             request.num_cached = request.num_computed
-            self.num_prompt_tokens += sign * request.num_prompt
-            self.num_cached_tokens += sign * request.num_cached
+        self._admission.entered(request)
+        return victims
 
     def _grow(self, request: Request) -> list[Request]:
         """Gives a running request blocks for all its known tokens. Returns whom that preempted, perhaps itself."""
@@ -244,6 +286,13 @@ class Scheduler:
         self._release(request)
         request.num_computed = 0
         self.add(request)
+
+    def _unseat(self, request: Request) -> None:
+        """Takes a request out of those who run or wait."""
+        if request.is_running:
+            self._release(request)
+        else:
+            self.waiting.remove(request)
 
     def _release(self, request: Request) -> None:
         self.running.remove(request)

@@ -229,15 +229,17 @@ class MaskFiller:
 
     def begin(self, guides: Sequence[Guide]) -> None:
         """Starts filling; until `result` has returned, nobody else may use these guides."""
+        if not guides:
+            return
         self._job = job = _Job(guides)
         for _ in range(min(self._num_threads, len(guides))):
             self._put(job)
 
-    def result(self) -> Masks:
-        """The masks of the guides that `begin` was given, as soon as they are there."""
+    def result(self) -> Masks | None:
+        """The masks of the guides that `begin` was given, as soon as they are there; None where it was given none."""
         job, self._job = self._job, None
         if job is None:
-            raise RuntimeError("result without begin")
+            return None
         patience = min(self._limit, 0.1)
         while not job.is_done.wait(patience):
             for _ in range(job.give_up(patience, self._limit)):

@@ -28,6 +28,27 @@ def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tens
     return views(packed(arrays, arrays, pin=True).to(device, non_blocking=True), arrays)
 
 
+class ToHost:
+    """Tensors on their way to the host. Nobody waits for them until they are asked for."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._arrived: torch.cuda.Event | None = None
+        self._tensors = tensors
+        if any(tensor.device.type == "cuda" for tensor in tensors):
+            there = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
+            for target, tensor in zip(there, tensors, strict=True):
+                target.copy_(tensor, non_blocking=True)
+            self._tensors = tuple(there)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record(torch.cuda.current_stream(tensors[0].device))
+
+    def get(self) -> tuple[Tensor, ...]:
+        """The tensors, on the host."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._tensors
+
+
 def packed(arrays: Sequence[NDArray[Any]], room: Sequence[NDArray[Any]], *, pin: bool) -> Tensor:
     """The bytes of all arrays, each where that of `room` begins, in memory that ends with the last.
 

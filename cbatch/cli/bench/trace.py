@@ -165,7 +165,7 @@ class Recorder:
     def _look_for_example(self) -> None:
         """Keeps the blocks of the step that shows most so far; after it, rows that end give theirs back."""
         slices = self.engine.last_plan.slices
-        found = variety([(slice_.start, slice_.count) for slice_ in slices])
+        found = variety([(slice_.start, slice_.num_tokens) for slice_ in slices])
         if self._variety is None or found > self._variety:
             pool = self.engine.blocks
             tables = tuple(tuple(slice_.request.blocks[: pool.blocks_for(slice_.stop)]) for slice_ in slices)

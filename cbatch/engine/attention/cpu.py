@@ -5,6 +5,7 @@ The fast path of the Llama family calls the same kernels from its own step (`mod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,8 +27,8 @@ class Metadata:
     """What the layers of a step share: its slices, cut up for each shape of heads."""
 
     tables: NDArray[np.int32]
-    starts: list[int]
-    stops: list[int]
+    starts: Sequence[int]
+    stops: Sequence[int]
     slots: NDArray[np.int64]
     cuts: dict[tuple[int, int, int], Slices] = field(default_factory=dict)
 

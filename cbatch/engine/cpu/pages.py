@@ -8,6 +8,7 @@ A page is the keys or values of one block, for one head, in panels (see `tile`):
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,8 +71,8 @@ class Slices(NamedTuple):
 
 def cut(
     tables: NDArray[np.int32],
-    starts: list[int],
-    stops: list[int],
+    starts: Sequence[int],
+    stops: Sequence[int],
     slots: NDArray[np.int64],
     heads: int,
     group: int,

@@ -81,13 +81,10 @@ def _paged_logits(
     shapes = [attention.block_shapes(layer, _BLOCK_SIZE, model.dtype) for layer in model.layers]
     pool = KVPool(shapes, 5, _BLOCK_SIZE, model.dtype, model.device)
     for bounds in chunks:
-        slices = [
-            Slice(request, start, stop, is_last=stop == request.num_tokens)
-            for request, (start, stop) in zip(requests, bounds, strict=True)
-        ]
+        slices = [Slice.of(request, start, stop) for request, (start, stop) in zip(requests, bounds, strict=True)]
         batch = RaggedBatch.build(StepPlan(slices), _BLOCK_SIZE, model.device)
         if far:
-            batch.position_ids[slices[0].count :] += max(model.max_model_len - _LENGTHS[1], 0)
+            batch.position_ids[slices[0].num_tokens :] += max(model.max_model_len - _LENGTHS[1], 0)
         logits = model.forward(batch, pool, attention)
     return logits
 

@@ -1,0 +1,119 @@
+"""The loop: plan a step, compute it, take in what came of it.
+
+On a GPU it runs ahead. The model is started on a step before the host knows what the one before has given: its input
+ids are gathered on the device, where the tokens were sampled. While the device computes, the host takes in the tokens
+of the step before, ends what they end, and only then has this step sampled: so penalties, forms and log-probabilities
+see every token that came before, and nothing waits for them but the sampler. Without running ahead a step is taken in
+at once; nothing else is different.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+from torch import Tensor
+
+from cbatch.engine.batch import BlockTables, RaggedBatch
+from cbatch.engine.plan import StepPlan
+from cbatch.engine.request import Request, TokenEvent
+from cbatch.engine.results import Evaluation, guides
+from cbatch.engine.runner import Runner
+from cbatch.engine.scheduler import Scheduler
+from cbatch.engine.structured import MaskFiller
+from cbatch.engine.threads import one_thread
+from cbatch.engine.transfer import current
+
+
+class _Started(NamedTuple):
+    """A step whose logits [R, V] the device is computing."""
+
+    plan: StepPlan
+    batch: RaggedBatch
+    logits: Tensor
+
+
+class Loop:
+    """Steps of one scheduler on one runner.
+
+    num_steps:  how many have been taken in
+    last_plan:  of the step that was begun last
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, runs_ahead: bool) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.runs_ahead = runs_ahead
+        self.num_steps = 0
+        self.last_plan = StepPlan()
+        self._flight: Evaluation | None = None
+        self._events: list[TokenEvent] = []
+        """Of what has been taken in, not yet returned: something raised after that."""
+        self._tables = BlockTables()
+        self._masks = MaskFiller()
+
+    def step(self) -> list[TokenEvent]:
+        """Advances every scheduled request, and returns an event for each new token.
+
+        Raises what the model or the device raises. What was planned is taken back then, and may be tried again.
+        """
+        self.last_plan = plan = self.scheduler.schedule()
+        with self._on_device():
+            try:
+                started = self._start(plan) if plan.slices else None
+                if self._flight is not None:  # the step before
+                    self._take_in()
+                    self._masks.begin(guides(plan))
+                self._flight = self._sample(started) if started is not None else None
+            except BaseException:
+                self._masks.result()
+                self.scheduler.abandon(plan)
+                raise
+            if not self.runs_ahead:
+                self._take_in()
+        events, self._events = self._events, []
+        return events
+
+    def cancel(self, request: Request) -> None:
+        """Takes a request out; no event of it is returned any more."""
+        self.scheduler.cancel(request)
+        self._events = [event for event in self._events if event.request_id != request.id]
+
+    def close(self) -> None:
+        """Ends the threads that forms of outputs took; the next such form starts them again."""
+        self._masks.close()
+
+    def _start(self, plan: StepPlan) -> _Started:
+        """Starts the model, and on other threads those who find out what the forms of outputs leave."""
+        runner, coming = self.runner, None
+        if self._flight is None:
+            self._masks.begin(guides(plan))
+        else:
+            coming = self._flight.coming
+        batch = RaggedBatch.build(plan, runner.pool.block_size, runner.model.device, self._tables, coming)
+        return _Started(plan, batch, runner.forward(batch))
+
+    def _take_in(self) -> None:
+        """Waits for the tokens of the step in flight, if there is one, and commits them."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        try:
+            result = flight.get()
+        except BaseException:
+            self.scheduler.abandon(flight.plan)
+            raise
+        self._events += self.scheduler.commit(flight.plan, result)
+        self.num_steps += 1
+
+    def _sample(self, started: _Started) -> Evaluation | None:
+        """Has tokens chosen from the logits; None where all have ended that the step was for."""
+        plan, batch, logits = started
+        masks = self._masks.result()
+        if all(slice_.request.has_ended for slice_ in plan.slices):
+            return None
+        return Evaluation(plan, logits, batch.scored, masks)
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        model = self.runner.model
+        return one_thread() if model.has_own_threads else current(model.device)
