@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from functools import reduce
+from operator import add
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from cbatch.engine.detokenizer import TextStream
+from cbatch.engine.detokenizer import LateText, TextStream
+from cbatch.engine.errors import RequestError
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +125,25 @@ def test_a_tag_may_be_text_between_words() -> None:
     stream = TextStream(made, hidden={made.token_to_id("<|end|>")})
     text = "".join(map(stream.push, ids)) + stream.flush()
     assert text == made.decode([ids[0], ids[1], ids[3]], skip_special_tokens=False) and text.endswith("</think> b")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_late_text_is_the_same_in_any_order(tokenizer: Tokenizer, text: str) -> None:
+    """Guards texts that are made when they are read: nothing before that, and the deltas that come at once."""
+    ids = tokenizer.encode(text).ids
+    made: list[TextStream] = []
+    late = LateText(lambda: made.append(TextStream(tokenizer)) or made[0])  # type: ignore[func-returns-value]
+    pieces = [*(late.push(token) for token in ids), late.flush()]
+    assert not made
+    expected, _ = stream_all(tokenizer, ids)
+    order = list(range(len(pieces)))
+    random.Random(text).shuffle(order)
+    assert {place: pieces[place].read() for place in order} == dict(enumerate(expected)) and len(made) == 1
+    assert reduce(add, pieces, "") == text and reduce(add, pieces, "!") == "!" + text
+
+
+def test_a_text_that_cannot_be_made_says_so() -> None:
+    """Guards the reader of an output against exceptions that it does not expect."""
+    late = LateText(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
+    with pytest.raises(RequestError, match="cannot be turned into text"):
+        late.push(7).read()

@@ -158,7 +158,7 @@ def test_memory_that_never_suffices_is_a_failure(driver: Driver) -> None:
 
 
 def test_a_text_that_breaks_harms_no_other(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards what a step commits: a detokenizer that raises ends its own request only, and nothing is redone."""
+    """Guards what a step commits: a search for stop strings that raises ends its own request, and nothing is redone."""
 
     class Broken:
         stop_reason = None

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from cbatch.cli.main import run_command
 from cbatch.cli.output import FileOutput
 from cbatch.engine import driver
+from cbatch.engine.detokenizer import TextStream
 from tests.folder import save_model
 
 ROWS = [
@@ -373,6 +374,27 @@ def test_a_hiccup_is_told_of_and_costs_no_row(
     monkeypatch.setattr(driver.Engine, "step", failing)
     assert run(rows) == expected and not failures
     assert "1 tried again (RuntimeError: a hiccup)" in capfd.readouterr().err
+
+
+def test_a_text_that_cannot_be_made_is_its_row_s_error(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the other rows, whose texts are made on the thread that writes."""
+    rows = [{"prompt": "a", "max_tokens": 6, "temperature": 1.0, "seed": n} for n in range(8)]
+    _, expected = run(rows, "--token-ids")
+    push, victim = TextStream.push, expected[0]["token_ids"][2]
+
+    def failing(self: TextStream, token_id: int, *, may_stop: bool = True) -> str:
+        if token_id == victim:
+            raise RuntimeError("no such byte")
+        return push(self, token_id, may_stop=may_stop)
+
+    monkeypatch.setattr(TextStream, "push", failing)
+    code, found = run(rows, "--token-ids")
+    assert code == 1 and {"error" in row for row in found} == {True, False}
+    for row, wanted in zip(found, expected, strict=True):
+        if victim in wanted["token_ids"]:
+            assert row["error"]["code"] == "internal_error" and "no such byte" in row["error"]["message"]
+        else:
+            assert row == wanted
 
 
 def test_code_of_a_model_is_never_run(run: Any, model_folder: Path, tmp_path: Path) -> None:

@@ -203,6 +203,7 @@ class Batch:
         jobs, rows = [], []
         for place, job in ((item.place, item.job) for item in finished):
             self._in_flight.pop(place, None)
+            self._preparer.read(job)
             if not job.is_lost and (job.error is None or errors_left > 0):
                 errors_left -= job.error is not None
                 jobs.append(job)

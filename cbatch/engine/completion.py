@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cbatch.engine.errors import RequestError
-from cbatch.engine.request import TokenEvent, TokenLogprobs
+from cbatch.engine.request import Text, TokenEvent, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -19,7 +19,7 @@ class Completion:
     others:          further outputs for the same prompt, where more than one was asked for
     """
 
-    text: str = ""
+    said: Text = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | None = None
@@ -28,6 +28,15 @@ class Completion:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
     others: list[Completion] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The whole output so far. Raises RequestError where it cannot be made."""
+        return self.said if isinstance(self.said, str) else self.said.read()
+
+    def settle(self) -> None:
+        """Makes the text now. Raises RequestError where it cannot be made."""
+        self.said = self.text
 
     @property
     def choices(self) -> list[Completion]:
@@ -41,7 +50,7 @@ class Completion:
         (self.others[event.sample_index - 1] if event.sample_index else self)._take(event)
 
     def _take(self, event: TokenEvent) -> None:
-        self.text += event.text
+        self.said = self.said + event.said
         if event.token_id is not None:
             self.token_ids.append(event.token_id)
         if event.error is None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from cbatch.engine.errors import RequestError
+from cbatch.engine.request import Text
 from cbatch.engine.tails import overlap
 
 PROMPT_TAIL = 8
@@ -45,6 +47,69 @@ def _byte_alphabet() -> dict[str, int]:
 
 _BYTE_OF = _byte_alphabet()
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class LateText:
+    """The text of one output that nothing stops but its tokens: it is made where it is read, not where it is said."""
+
+    stop_reason = None
+
+    def __init__(self, make: Callable[[], TextStream]) -> None:
+        self._make = make
+        self._stream: TextStream | None = None
+        self._tokens: list[int | None] = []
+        """None stands for what is held back at the end."""
+        self._deltas: list[str] = []
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> LatePiece:
+        return self._say(token_id)
+
+    def flush(self) -> LatePiece:
+        return self._say(None)
+
+    def read(self, start: int, stop: int) -> str:
+        """The deltas of tokens `start .. stop-1`. Raises RequestError where they cannot be made."""
+        deltas = self._deltas
+        try:
+            self._stream = stream = self._stream or self._make()
+            for token in self._tokens[len(deltas) : stop]:
+                deltas.append(stream.flush() if token is None else stream.push(token))
+        except Exception as error:
+            raise RequestError("internal_error", f"The output cannot be turned into text: {error!r}") from error
+        return "".join(deltas[start:stop])
+
+    def _say(self, token: int | None) -> LatePiece:
+        self._tokens.append(token)
+        return LatePiece(self, len(self._tokens) - 1, len(self._tokens))
+
+
+class LatePiece:
+    """Some deltas of a text, one behind the other."""
+
+    __slots__ = ("_start", "_stop", "_text")
+
+    def __init__(self, text: LateText, start: int, stop: int) -> None:
+        self._text, self._start, self._stop = text, start, stop
+
+    def read(self) -> str:
+        return self._text.read(self._start, self._stop)
+
+    def __add__(self, other: Text) -> Text:
+        if isinstance(other, LatePiece) and other._text is self._text and other._start == self._stop:
+            return LatePiece(self._text, self._start, other._stop)
+        return self.read() + (other if isinstance(other, str) else other.read())
+
+    def __radd__(self, before: str) -> Text:
+        return before + self.read() if before else self
+
+    def __eq__(self, other: object) -> bool:
+        return self.read() == (other.read() if isinstance(other, LatePiece) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.read())
+
+    def __repr__(self) -> str:
+        return repr(self.read())
 
 
 class TextStream:

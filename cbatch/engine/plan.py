@@ -25,12 +25,14 @@ class Slice(NamedTuple):
     to_score: range = range(0)
 
     @classmethod
-    def of(cls, request: Request, start: int, stop: int) -> Slice:
-        """Of a request as it is now."""
+    def of(cls, request: Request, most: int) -> Slice:
+        """The next tokens of a request, `most` at most."""
+        start, wanted = request.num_computed, request.num_tokens
+        stop = min(wanted, start + most)
         to_score = range(0)
         if request.scores_prompt:
             to_score = range(max(start, len(request.scored)), min(stop, request.num_prompt - 1))
-        return cls(request, start, stop, stop == request.num_tokens, request.blocks, to_score)
+        return cls(request, start, stop, stop == wanted, request.blocks, to_score)
 
     @property
     def num_tokens(self) -> int:

@@ -13,17 +13,30 @@ from cbatch.engine.params import SamplingParams
 FinishReason = Literal["stop", "length", "error"]
 
 
+class Late(Protocol):
+    """A piece of text that is made where it is read (see `detokenizer.LateText`)."""
+
+    def read(self) -> str: ...
+
+    def __add__(self, other: Text) -> Text: ...
+
+    def __radd__(self, before: str) -> Text: ...
+
+
+Text = str | Late
+
+
 class TextSink(Protocol):
-    """Turns a request's tokens into text as they come (see `detokenizer.TextStream`)."""
+    """Turns a request's tokens into text as they come (see `detokenizer.TextStream` and `detokenizer.LateText`)."""
 
     @property
     def stop_reason(self) -> str | None:
         """The stop string that was found, if one was."""
 
-    def push(self, token_id: int, *, may_stop: bool) -> str:
+    def push(self, token_id: int, *, may_stop: bool) -> Text:
         """Text that is safe to show now that this token is known."""
 
-    def flush(self) -> str:
+    def flush(self) -> Text:
         """What was still held back, at the end of the output."""
 
 
@@ -78,20 +91,20 @@ class Sample(NamedTuple):
     error: RequestError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One new token of one request; the last one carries the reason for the end.
 
-    text is the delta that became safe to show, which may be empty. sample_index tells the outputs of one prompt
-    apart. logprobs is there where it was asked for, prompt_logprobs (from the second token of the prompt on) with
-    the first event. cached_tokens of the prompt did not have to be computed. An output of no tokens has one event,
-    without a token. A request that failed has finish_reason `error`, an `error`, and no token; one that was refused
-    at the door never had an id.
+    text is the delta that became safe to show, which may be empty. It is made when it is read, so that it takes no
+    time of the engine's thread; the events of a request are to be read by one thread at a time.
+    sample_index tells the outputs of one prompt apart. logprobs is there where it was asked for, prompt_logprobs (from
+    the second token of the prompt on) with the first event. cached_tokens of the prompt did not have to be computed. An
+    output of no tokens has one event, without a token. A request that failed has finish_reason `error`, an `error`, and
+    no token; one that was refused at the door never had an id.
     """
 
     request_id: int | None
     token_id: int | None
-    text: str = ""
+    said: Text = ""
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None
     error: RequestError | None = None
@@ -99,6 +112,11 @@ class TokenEvent:
     sample_index: int = 0
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
+
+    @property
+    def text(self) -> str:
+        """Raises RequestError where it cannot be made."""
+        return self.said if isinstance(self.said, str) else self.said.read()
 
 
 @dataclass(eq=False, slots=True)
@@ -148,6 +166,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
+        """Known and coming; between steps at least one of them is not computed."""
         return len(self.token_ids) + self.num_coming
 
     @property
@@ -155,14 +174,9 @@ class Request:
         return len(self.token_ids) - self.num_prompt
 
     @property
-    def num_pending(self) -> int:
-        """Tokens that no step has been planned for, at least 1 between steps."""
-        return self.num_tokens - self.num_computed
-
-    @property
     def is_decoding(self) -> bool:
         """Whether one token of work gives the next token; true for the last token of a prefill too."""
-        return self.num_pending == 1 and self.num_computed > 0
+        return self.num_computed > 0 and self.num_computed + 1 == len(self.token_ids) + self.num_coming
 
     @property
     def needs_no_step(self) -> bool:
@@ -194,7 +208,7 @@ class Request:
             return self.fail(sample.error)
         if self.max_new_tokens == 0 or (self.guide is not None and self.guide.is_finished):
             reason: FinishReason = "length" if self.max_new_tokens == 0 else "stop"
-            return self._event(None, self.text.flush() if self.text else "", reason)
+            return self._last(None, "", reason)
         token_id = sample.token_id
         self.token_ids.append(token_id)
         if self.counts is not None:
@@ -202,8 +216,8 @@ class Request:
         may_stop = self.num_generated >= self.min_tokens
         if may_stop and token_id in self.stop_ids:
             return self._last(sample, "", "stop")
-        text = self.text.push(token_id, may_stop=may_stop) if self.text else ""
-        if self.text and self.text.stop_reason is not None:
+        text = self.text.push(token_id, may_stop=may_stop) if self.text is not None else ""
+        if self.text is not None and self.text.stop_reason is not None:
             return self._event(sample, text, "stop", self.text.stop_reason)
         if self.guide is not None:
             self.guide.accept(token_id)
@@ -217,11 +231,11 @@ class Request:
         """The event of a request that ends without a further token."""
         return TokenEvent(self.id, None, finish_reason="error", error=error, sample_index=self.sample_index)
 
-    def _last(self, sample: Sample, text: str, reason: FinishReason) -> TokenEvent:
-        return self._event(sample, text + (self.text.flush() if self.text else ""), reason)
+    def _last(self, sample: Sample | None, text: Text, reason: FinishReason) -> TokenEvent:
+        return self._event(sample, text + self.text.flush() if self.text is not None else text, reason)
 
     def _event(
-        self, sample: Sample | None, text: str, reason: FinishReason | None = None, stop_reason: str | None = None
+        self, sample: Sample | None, text: Text, reason: FinishReason | None = None, stop_reason: str | None = None
     ) -> TokenEvent:
         return TokenEvent(
             self.id,

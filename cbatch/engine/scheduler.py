@@ -28,7 +28,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from cbatch.engine.admission import Admission, age
 from cbatch.engine.blocks import BlockPool
@@ -112,8 +112,7 @@ class Scheduler:
         self._admission.running_changed()
         budget = self.max_batch_tokens
         preempted: set[Request] = set()
-        running = sorted((_rank(request), request) for request in self.running)
-        for _, request in heapq.merge(running, self._heads_of_waiting(preempted)):
+        for request in self._in_order(preempted):
             if budget == 0:
                 break
             if request in preempted:
@@ -125,8 +124,9 @@ class Scheduler:
                 if request.is_running:
                     plan.admitted.append(request)
             if request.is_running:
-                plan.slices.append(self._plan(request, budget))
-                budget -= plan.slices[-1].num_tokens
+                slice_ = self._plan(request, budget)
+                plan.slices.append(slice_)
+                budget -= slice_.stop - slice_.start
         if self.waiting:
             full = len(self.running) >= self.max_seqs
             self.held_back["seats" if full else "cache" if budget else "budget"] += 1
@@ -140,17 +140,16 @@ class Scheduler:
 
     def _plan(self, request: Request, budget: int) -> Slice:
         """The request's next tokens, as many as the budget allows; they count as computed."""
-        start = request.num_computed
-        slice_ = Slice.of(request, start, min(request.num_tokens, start + budget))
+        slice_ = Slice.of(request, budget)
         request.num_computed = slice_.stop
         request.num_coming += slice_.is_last
-        self._publish(request, start)
+        self._publish(request, slice_.start)
         return slice_
 
     def _publish(self, request: Request, start: int) -> None:
         """Makes known the blocks that are full from token `start` on, as far as it is known what they hold."""
-        if self.prefix_cache:
-            stop = min(request.num_computed, len(request.token_ids))
+        stop, size = min(request.num_computed, len(request.token_ids)), self.pool.block_size
+        if self.prefix_cache and start // size < stop // size:
             self.pool.publish(request.blocks, request.token_ids, start, stop)
 
     def shrink(self, num_tokens: int) -> bool:
@@ -170,6 +169,13 @@ class Scheduler:
         self.max_batch_tokens = min(2 * self.max_batch_tokens, tokens)
         self.max_seqs = min(2 * self.max_seqs, seqs, self.max_batch_tokens)
         return (self.max_batch_tokens, self.max_seqs) == self._limits
+
+    def _in_order(self, preempted: set[Request]) -> Iterable[Request]:
+        """Those who run and those who wait, as they are to be served."""
+        running = sorted([(_rank(request), request) for request in self.running])
+        if not self.waiting:
+            return [request for _, request in running]
+        return (request for _, request in heapq.merge(running, self._heads_of_waiting(preempted)))
 
     def _heads_of_waiting(self, preempted: set[Request]) -> Iterator[tuple[Rank, Request]]:
         """The first waiting request, again and again, until one stays waiting or was preempted just now."""
@@ -264,15 +270,17 @@ class Scheduler:
         self._admission.entered(request)
         return victims
 
-    def _grow(self, request: Request) -> list[Request]:
+    def _grow(self, request: Request) -> Sequence[Request]:
         """Gives a running request blocks for all its known tokens. Returns whom that preempted, perhaps itself."""
         need = self.pool.blocks_for(request.num_tokens) - len(request.blocks)
+        if need <= 0:
+            return ()
         victims: list[Request] = []
         while self.pool.num_free < need and request not in victims:
             victims.append(max(self.running, key=age))
             victims[-1].num_setbacks += victims[-1].priority == request.priority
             self._preempt(victims[-1])
-        if need > 0 and request not in victims:
+        if request not in victims:
             request.blocks += self.pool.allocate(need)
         return victims
 

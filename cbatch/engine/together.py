@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from cbatch.engine.errors import RequestError
@@ -64,7 +63,7 @@ class Together:
                 echo = self._echoes.pop(event.request_id, "")
                 if event.finish_reason is not None:
                     left.remove(event.request_id)
-                yield self._indices[event.request_id], replace(event, text=echo + event.text) if echo else event
+                yield self._indices[event.request_id], event._replace(said=echo + event.said) if echo else event
 
     def cancel(self) -> None:
         """Drops what is unfinished."""

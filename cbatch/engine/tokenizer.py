@@ -10,9 +10,10 @@ from typing import Any
 
 from cbatch.engine.answer import AnswerFormat, template_messages
 from cbatch.engine.chat_template import render_chat
-from cbatch.engine.detokenizer import PROMPT_TAIL, TextStream, TokenBytes
+from cbatch.engine.detokenizer import PROMPT_TAIL, LateText, TextStream, TokenBytes
 from cbatch.engine.errors import RequestError
 from cbatch.engine.params import SamplingParams
+from cbatch.engine.request import TextSink
 from cbatch.engine.tokenizer_files import TextTokenizer
 
 FIXED_DATE = date(2024, 7, 26)
@@ -107,15 +108,16 @@ class ChatTokenizer:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         return self._encode_with_text_specials(plain, functions, today, answer)
 
-    def stream(self, prompt: Sequence[int], params: SamplingParams, tags: Sequence[str] = ()) -> TextStream:
-        """Incremental text of an output that follows these prompt tokens.
+    def stream(self, prompt: Sequence[int], params: SamplingParams, tags: Sequence[str] = ()) -> TextSink:
+        """Incremental text of an output that follows these prompt tokens; made late where no stop string is looked for.
 
         tags: special tokens that are to be in it all the same
         """
         hidden = self.special_ids if params.skip_special_tokens else frozenset()
         if tags:
             hidden -= {self.backend.token_to_id(tag) for tag in tags}
-        return TextStream(self.backend, prompt, params.stop, hidden)
+        make = partial(TextStream, self.backend, prompt[-PROMPT_TAIL:], params.stop, hidden)
+        return make() if params.stop else LateText(make)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence."""

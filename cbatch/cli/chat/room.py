@@ -11,7 +11,7 @@ from cbatch.cli.chat.client import Call, EngineClient
 from cbatch.cli.chat.session import CONTEXT_FULL, Answer, Note, Session, Turn
 from cbatch.cli.chat.session_list import SessionList
 from cbatch.cli.chat.store import Store
-from cbatch.engine import ConfigError, TokenEvent, derive_seed
+from cbatch.engine import ConfigError, RequestError, TokenEvent, derive_seed
 
 RETRY_TEMPERATURE = 0.7
 """Of another answer where the session is greedy, and would give the same one."""
@@ -258,7 +258,7 @@ class Room(SessionList):
             session.items.insert(session.items.index(turn), Note(text))
 
     def _take(self, session: Session, answer: Answer, event: TokenEvent, when: float) -> None:
-        new = answer.take(event.text, self.client.form, is_whole=event.finish_reason is not None)
+        new = answer.take(self._text_of(answer, event), self.client.form, is_whole=event.finish_reason is not None)
         if event.token_id is not None:
             answer.state = "streaming"
             answer.num_tokens += 1
@@ -273,6 +273,13 @@ class Room(SessionList):
                 answer.error, answer.code = str(event.error), event.error.code
             answer.advise(self.client.params(answer.params).max_tokens, has_failed=self.client.failure is not None)
             self._after(session)
+
+    def _text_of(self, answer: Answer, event: TokenEvent) -> str:
+        try:
+            return event.text
+        except RequestError as error:
+            answer.error = str(error)
+            return ""
 
     def _after(self, session: Session) -> None:
         """What follows when an answer has come to its end."""

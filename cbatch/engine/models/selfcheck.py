@@ -81,7 +81,10 @@ def _paged_logits(
     shapes = [attention.block_shapes(layer, _BLOCK_SIZE, model.dtype) for layer in model.layers]
     pool = KVPool(shapes, 5, _BLOCK_SIZE, model.dtype, model.device)
     for bounds in chunks:
-        slices = [Slice.of(request, start, stop) for request, (start, stop) in zip(requests, bounds, strict=True)]
+        slices = []
+        for request, (start, stop) in zip(requests, bounds, strict=True):
+            request.num_computed = start
+            slices.append(Slice.of(request, stop - start))
         batch = RaggedBatch.build(StepPlan(slices), _BLOCK_SIZE, model.device)
         if far:
             batch.position_ids[slices[0].num_tokens :] += max(model.max_model_len - _LENGTHS[1], 0)
