@@ -26,6 +26,7 @@ from cbatch.engine.request import Request, TokenEvent
 from cbatch.engine.results import evaluate
 from cbatch.engine.runner import Runner
 from cbatch.engine.scheduler import Scheduler
+from cbatch.engine.spans import span
 from cbatch.engine.structured import Constraints, Grammar, Guide, MaskFiller
 from cbatch.engine.threads import one_thread
 from cbatch.engine.together import stream
@@ -77,12 +78,8 @@ class Engine:
     def fingerprint(self) -> str:
         """A hash of all of the model that decides its output: the same wherever and whenever it was loaded."""
         template = self.tokenizer.templates if self.tokenizer else None
-        parts = [
-            self.loaded.fingerprint,
-            self.config.quantize or str(self.model.dtype),
-            template,
-            sorted(self.loaded.eos_ids),
-        ]
+        arithmetic = self.config.quantize or str(self.model.dtype)
+        parts = [self.loaded.fingerprint, arithmetic, template, sorted(self.loaded.eos_ids)]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     @property
@@ -194,7 +191,8 @@ class Engine:
 
         Raises what the model or the device raises. Nothing has been committed then: the step may be tried again.
         """
-        self.last_plan = plan = self.scheduler.schedule()
+        with span("schedule"):
+            self.last_plan = plan = self.scheduler.schedule()
         if not plan.slices:
             return []
         try:
@@ -202,7 +200,8 @@ class Engine:
         except BaseException:
             self.scheduler.abandon(plan)
             raise
-        events = self.scheduler.commit(plan, result)
+        with span("commit"):
+            events = self.scheduler.commit(plan, result)
         self.num_steps += 1
         for event in events:
             if event.request_id is not None and event.finish_reason is not None:
@@ -216,8 +215,10 @@ class Engine:
             self._masks.begin(guides)
         with one_thread() if self.model.has_own_threads else current(self.device):
             try:
-                batch = RaggedBatch.build(plan, self.blocks.block_size, self.device)
-                logits = self.runner.forward(batch)
+                with span("build"):
+                    batch = RaggedBatch.build(plan, self.blocks.block_size, self.device)
+                with span("forward"):
+                    logits = self.runner.forward(batch)
             finally:
                 masks = self._masks.result() if guides else None
             return evaluate(plan, logits, batch.scored, masks)

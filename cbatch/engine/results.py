@@ -12,6 +12,7 @@ from cbatch.engine.plan import StepPlan, StepResult
 from cbatch.engine.processors import Processors
 from cbatch.engine.request import Request, Sample, TokenLogprobs
 from cbatch.engine.sampler import fetch, sample
+from cbatch.engine.spans import span
 from cbatch.engine.structured import Masks
 
 NAN = RequestError("nan_logits", "The model's output for this request is not a number.")
@@ -41,8 +42,11 @@ def evaluate(
         return StepResult([], scores)
     guided = [row for row, request in enumerate(requests) if request.guide is not None]
     allowed = masks.allowed if masks is not None else None
-    processed = Processors.build(requests, logits.device).apply(logits, allowed, guided)
-    token_ids, largest = fetch(*sample(processed, requests))
+    with span("sample"):
+        processed = Processors.build(requests, logits.device).apply(logits, allowed, guided)
+        sampled = sample(processed, requests)
+    with span("land"):
+        token_ids, largest = fetch(*sampled)
     logprobs = _logprobs(requests, logits, token_ids)
     wrong: list[RequestError | None] = [
         None if math.isfinite(value) else _what_is_wrong(logits[row]) for row, value in enumerate(largest)
