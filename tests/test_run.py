@@ -326,7 +326,7 @@ def test_refusals_are_sentences(
         "No such option": ["--frobnicate"],
         "no sampling parameter 'topp'": [str(source), "--param", "topp=1"],
         "not valid JSON": [str(source), "--param", "top_p=x"],
-        "is the input or the output": [str(source), "--stats", str(source)],
+        f"--stats {source} is the input;": [str(source), "--stats", str(source)],
         "Cannot write no/such": [str(source), "--stats", "no/such/file"],
     }
     for message, arguments in cases.items():

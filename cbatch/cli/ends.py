@@ -6,7 +6,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -17,6 +17,15 @@ from cbatch.engine import ConfigError
 if TYPE_CHECKING:
     from cbatch.cli.output import Output
     from cbatch.cli.tally import Tally
+
+_FILES = {
+    "input": "the input",
+    "output": "the output",
+    "stats": "the file of --stats",
+    "source": "the file of --from",
+    "prompts": "the file of --prompts",
+}
+"""What an option's file is called."""
 
 
 def open_input(options: dict[str, Any]) -> IO[bytes]:
@@ -90,7 +99,7 @@ def stats_written(options: dict[str, Any], tally: Tally) -> Iterator[None]:
     name = options["stats"]
     try:
         if name is not None:
-            _check_is_another(name, options)
+            check_is_another("stats", options, ("input", "output"))
             Path(name).open("a").close()
     except OSError as error:
         raise ConfigError(f"Cannot write {name}: {error.strerror}.") from error
@@ -104,10 +113,14 @@ def stats_written(options: dict[str, Any], tally: Tally) -> Iterator[None]:
                 notice(f"Cannot write {name}: {error.strerror}.")
 
 
-def _check_is_another(name: str, options: dict[str, Any]) -> None:
-    path = Path(name)
-    for other in (Path(options[side]) for side in ("input", "output") if options[side] != "-"):
+def check_is_another(option: str, options: dict[str, Any], others: Sequence[str]) -> None:
+    """Raises ConfigError where the file that an option names is that of one of the others too."""
+    path = Path(options[option])
+    for name in others:
+        if options[name] in (None, "-"):
+            continue
+        other = Path(options[name])
         if os.path.realpath(path) == os.path.realpath(other) or (
             path.is_file() and other.is_file() and path.samefile(other)
         ):
-            raise ConfigError(f"--stats {name} is the input or the output; choose another file.")
+            raise ConfigError(f"--{option} {path} is {_FILES[name]}; choose another file.")

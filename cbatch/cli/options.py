@@ -101,6 +101,10 @@ engine_options = _apply(
     ]
 )
 
+trace_option = click.option(
+    "--trace", metavar="FILE", help="Record some steps with torch's profiler, as a Chrome trace for Perfetto."
+)
+
 sampling_options = _apply(
     [
         click.option("--system", metavar="TEXT", help="System message for conversations without one."),

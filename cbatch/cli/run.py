@@ -11,15 +11,16 @@ import click
 
 from cbatch.cli.ends import count_lines, open_input, open_output, stats_written
 from cbatch.cli.loading import open_engine
-from cbatch.cli.options import check_sampling, engine_options, model_options, sampling_options
+from cbatch.cli.options import check_sampling, engine_options, model_options, sampling_options, trace_option
 from cbatch.cli.screen import Progress, emit
 from cbatch.cli.signals import stopping
+from cbatch.cli.tracing import tracing
 from cbatch.engine import ConfigError
 
 if TYPE_CHECKING:
     from cbatch.cli.output import Output
     from cbatch.cli.tally import Tally
-    from cbatch.engine import Engine
+    from cbatch.engine import Engine, Trace
 
 
 @click.command("run")
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 @model_options
 @sampling_options
 @engine_options
+@trace_option
 @click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but errors.")
 @click.option("-v", "--verbose", is_flag=True, help="Tell more about the engine, and each error row.")
 def run(**options: Any) -> Literal[0, 1]:
@@ -60,8 +62,8 @@ def run(**options: Any) -> Literal[0, 1]:
         source = open_input(options)
         if options["check"]:
             return _check(options, source, tally)
-        with open_output(options, source) as output:
-            _run(options, source, output, tally)
+        with tracing(options, ("input", "output", "stats")) as trace, open_output(options, source) as output:
+            _run(options, source, output, tally, trace)
     return 1 if tally.has_errors else 0
 
 
@@ -75,13 +77,13 @@ def check_usage(options: dict[str, Any]) -> None:
         raise ConfigError("--resume keeps what is in the output file, --overwrite does not; give one of them.")
 
 
-def _run(options: dict[str, Any], source: IO[bytes], output: Output, tally: Tally) -> None:
+def _run(options: dict[str, Any], source: IO[bytes], output: Output, tally: Tally, trace: Trace | None) -> None:
     engine = _load(options, tally)
 
     from cbatch.cli.running import run_batch
     from cbatch.engine import Driver
 
-    with closing(Driver(engine)) as driver:
+    with closing(Driver(engine, trace)) as driver:
         run_batch(
             driver,
             options,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cbatch.engine.request import TokenEvent, TokenLogprobs
     from cbatch.engine.tokenizer import FIXED_DATE, Prompt
     from cbatch.engine.tool_calls import ToolCall
+    from cbatch.engine.tracing import Trace
     from cbatch.engine.units import format_bytes
 
 _HOME = {
@@ -39,6 +40,7 @@ _HOME = {
     "TokenEvent": "request",
     "TokenLogprobs": "request",
     "ToolCall": "tool_calls",
+    "Trace": "tracing",
     "check_tools": "answer",
     "derive_seed": "params",
     "format_bytes": "units",
@@ -65,6 +67,7 @@ __all__ = [
     "TokenEvent",
     "TokenLogprobs",
     "ToolCall",
+    "Trace",
     "check_tools",
     "derive_seed",
     "format_bytes",

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,9 @@ from cbatch.engine.engine import Engine
 from cbatch.engine.errors import EngineError, RequestError
 from cbatch.engine.params import SamplingParams
 from cbatch.engine.request import TokenEvent
+from cbatch.engine.spans import span
 from cbatch.engine.tokenizer import Prompt
+from cbatch.engine.tracing import Trace
 
 Sink = Callable[[TokenEvent], None]
 """Takes the events of one request; called on the driver's thread, so it must be quick (a queue's put is)."""
@@ -59,8 +62,12 @@ class Driver:
     MAX_RETRIES = 3
     CALM_STEPS = 32
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, trace: Trace | None = None) -> None:
+        """`trace`: records some of the steps; it is whole after `close`."""
         self.engine = engine
+        self._trace = trace
+        if trace is not None:
+            trace.prepare()
         self.failure: Exception | None = None
         self.last_trouble = ""
         self.num_retries = 0
@@ -121,13 +128,16 @@ class Driver:
                     self._deliver(event)
             except Exception as error:  # whatever a kernel or the device raises ends all requests, visibly
                 self._fail(error)
+        if self._trace is not None:
+            self._trace.finish()
 
     def _step(self) -> list[TokenEvent]:
         """A step of the engine, which commits nothing where it raises, and so may be tried again."""
         failures = shortages = 0
         while True:
             try:
-                events = self.engine.step()
+                with self._trace.step() if self._trace is not None else nullcontext():
+                    events = self.engine.step()
             except Exception as error:
                 self.last_trouble = f"{type(error).__name__}: {error}"
                 is_shortage = isinstance(error, torch.OutOfMemoryError)
@@ -172,7 +182,8 @@ class Driver:
                 if self.failure is None and self.engine.has_work:
                     return True
                 self._idle_since = time.monotonic()
-                order = self._inbox.get()
+                with span("wait"):
+                    order = self._inbox.get()
                 self._idle_s += time.monotonic() - self._idle_since
                 self._idle_since = None
             if order is None:

@@ -20,6 +20,7 @@ from cbatch.engine.request import Request, TokenEvent
 from cbatch.engine.results import Evaluation, guides
 from cbatch.engine.runner import Runner
 from cbatch.engine.scheduler import Scheduler
+from cbatch.engine.spans import span
 from cbatch.engine.structured import MaskFiller
 from cbatch.engine.threads import one_thread
 from cbatch.engine.transfer import current
@@ -57,12 +58,13 @@ class Loop:
 
         Raises what the model or the device raises. What was planned is taken back then, and may be tried again.
         """
-        self.last_plan = plan = self.scheduler.schedule()
+        with span("schedule"):
+            self.last_plan = plan = self.scheduler.schedule()
         with self._on_device():
             try:
                 started = self._start(plan) if plan.slices else None
                 if self._flight is not None:  # the step before
-                    self._take_in()
+                    self._land()
                     self._masks.begin(guides(plan))
                 self._flight = self._sample(started) if started is not None else None
             except BaseException:
@@ -70,7 +72,7 @@ class Loop:
                 self.scheduler.abandon(plan)
                 raise
             if not self.runs_ahead:
-                self._take_in()
+                self._land()
         events, self._events = self._events, []
         return events
 
@@ -90,20 +92,24 @@ class Loop:
             self._masks.begin(guides(plan))
         else:
             coming = self._flight.coming
-        batch = RaggedBatch.build(plan, runner.pool.block_size, runner.model.device, self._tables, coming)
-        return _Started(plan, batch, runner.forward(batch))
+        with span("build"):
+            batch = RaggedBatch.build(plan, runner.pool.block_size, runner.model.device, self._tables, coming)
+        with span("forward"):
+            return _Started(plan, batch, runner.forward(batch))
 
-    def _take_in(self) -> None:
+    def _land(self) -> None:
         """Waits for the tokens of the step in flight, if there is one, and commits them."""
         flight, self._flight = self._flight, None
         if flight is None:
             return
         try:
-            result = flight.get()
+            with span("land"):
+                result = flight.get()
         except BaseException:
             self.scheduler.abandon(flight.plan)
             raise
-        self._events += self.scheduler.commit(flight.plan, result)
+        with span("commit"):
+            self._events += self.scheduler.commit(flight.plan, result)
         self.num_steps += 1
 
     def _sample(self, started: _Started) -> Evaluation | None:
@@ -112,7 +118,8 @@ class Loop:
         masks = self._masks.result()
         if all(slice_.request.has_ended for slice_ in plan.slices):
             return None
-        return Evaluation(plan, logits, batch.scored, masks)
+        with span("sample"):
+            return Evaluation(plan, logits, batch.scored, masks)
 
     def _on_device(self) -> AbstractContextManager[object]:
         model = self.runner.model

@@ -157,7 +157,7 @@ def parse(command_line: str) -> dict[str, Any]:
             raise ConfigError(f"/run reads and writes files, and {name} is none.")
     if options["check"]:
         raise ConfigError("--check is for the shell: cbatch run FILE --check.")
-    for name in ENGINE_FIELDS:
+    for name in (*ENGINE_FIELDS, "trace"):
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise ConfigError(f"--{name.replace('_', '-')} cannot be changed here: the engine is there already.")
     return options

@@ -21,7 +21,7 @@ from cbatch.cli.chat.session import Message
 from cbatch.engine import RequestError, SamplingParams, TokenEvent
 
 if TYPE_CHECKING:
-    from cbatch.engine import AnswerFormat, Driver, Engine, Ticket
+    from cbatch.engine import AnswerFormat, Driver, Engine, Ticket, Trace
 
 PRIORITY = -(2**64)
 """Of answers: before every row of a batch that runs beside them."""
@@ -62,9 +62,10 @@ class Call:
 class EngineClient:
     """Submits calls to an engine that it opens itself. `driver` is None until that is done."""
 
-    def __init__(self, open_engine: Callable[[], Engine]) -> None:
+    def __init__(self, open_engine: Callable[[], Engine], trace: Trace | None = None) -> None:
+        """`trace`: records some of the engine's steps; it is whole after `close`."""
         self.driver: Driver | None = None
-        self._open_engine = open_engine
+        self._open_engine, self._trace = open_engine, trace
         self._orders: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._post: Post = lambda call: None
 
@@ -76,6 +77,11 @@ class EngineClient:
         """
         self._post = post
         threading.Thread(target=self._run, args=(on_open,), name="cbatch-client", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the driver where its trace has to be written down; else nobody need wait for the step in flight."""
+        if self.driver is not None and self._trace is not None:
+            self.driver.close()
 
     def ask(self, call: Call) -> None:
         self._orders.put(call)
@@ -110,7 +116,7 @@ class EngineClient:
             engine = self._open_engine()
             from cbatch.engine import Driver
 
-            self.driver = Driver(engine)
+            self.driver = Driver(engine, self._trace)
         except BaseException as error:  # a sentence for the user, and the end of the chat; never a thread's traceback
             self._post(partial(on_open, error))
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,13 +19,16 @@ from cbatch.cli.options import (
     model_options,
     sampling_options,
     sampling_overrides,
+    trace_option,
 )
 from cbatch.cli.screen import notice
+from cbatch.cli.tracing import tracing
 from cbatch.engine import ConfigError, with_overrides
 
 if TYPE_CHECKING:
     from cbatch.cli.chat.room import Room
     from cbatch.cli.chat.store import Store
+    from cbatch.engine import Trace
 
 
 @click.command("chat")
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
 @model_options
 @sampling_options
 @engine_options
+@trace_option
 @click.option("-q", "--quiet", is_flag=True, help="Nothing about the model.")
 @click.option("-v", "--verbose", is_flag=True, help="Tell more about the engine.")
 def chat(**options: Any) -> Literal[0, 1]:
@@ -51,23 +56,25 @@ def chat(**options: Any) -> Literal[0, 1]:
         raise ConfigError("--prompts goes with --from OUT.jsonl --index K.")
     if sys.stdin is None or sys.stdout is None:
         raise ConfigError("A chat needs stdin and stdout, and one of them is closed.")
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        return _on_terminal(options)
-    return _through_pipe(options)
+    with tracing(options, ("source", "prompts")) as trace:
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            return _on_terminal(options, trace)
+        return _through_pipe(options, trace)
 
 
-def _on_terminal(options: dict[str, Any]) -> Literal[0]:
+def _on_terminal(options: dict[str, Any], trace: Trace | None) -> Literal[0]:
     from prompt_toolkit.history import InMemoryHistory
 
     from cbatch.cli.chat.store import PrivateHistory, Store, default_folder
     from cbatch.cli.chat.terminal import WELCOME, Terminal
 
     store, keeps = Store(default_folder()), not options["no_history"]
-    room = _make_room(options, store if keeps else None)
+    room = _make_room(options, store if keeps else None, trace)
     room.current.note(WELCOME)
     try:
         Terminal(room, store, PrivateHistory(store) if keeps else InMemoryHistory()).run()
     finally:
+        room.client.close()
         if store.trouble:
             notice(store.trouble)
     kept = store.num_written
@@ -76,19 +83,20 @@ def _on_terminal(options: dict[str, Any]) -> Literal[0]:
     return 0
 
 
-def _through_pipe(options: dict[str, Any]) -> Literal[0, 1]:
+def _through_pipe(options: dict[str, Any], trace: Trace | None) -> Literal[0, 1]:
     from cbatch.cli.chat.pipe import Pipe
     from cbatch.cli.lines import read_lines
 
-    room = _make_room(options, None)
+    room = _make_room(options, None, trace)
     if sys.stdin.isatty() and not options["quiet"]:
         notice("reading messages from the terminal, one a line; Ctrl-D ends them.")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-    return 0 if Pipe(sys.stdout).run(room, read_lines(sys.stdin.buffer)) else 1
+    with closing(room.client):
+        return 0 if Pipe(sys.stdout).run(room, read_lines(sys.stdin.buffer)) else 1
 
 
-def _make_room(options: dict[str, Any], store: Store | None) -> Room:
+def _make_room(options: dict[str, Any], store: Store | None, trace: Trace | None) -> Room:
     from cbatch.cli.chat.client import EngineClient
     from cbatch.cli.chat.export import from_result
     from cbatch.cli.chat.room import Room
@@ -97,7 +105,7 @@ def _make_room(options: dict[str, Any], store: Store | None) -> Room:
     if options["source"] is not None:
         prompts = Path(options["prompts"]) if options["prompts"] is not None else None
         begun = from_result(Path(options["source"]), options["index"], prompts, options["seed"])
-    client = EngineClient(partial(open_engine, options, quiet=options["quiet"], verbose=options["verbose"]))
+    client = EngineClient(partial(open_engine, options, quiet=options["quiet"], verbose=options["verbose"]), trace)
     room = Room(
         client,
         system=options["system"],
