@@ -4,6 +4,10 @@ Random models of the shapes of Qwen3-0.6B and Llama-3.1-8B are made on the devic
 the device's own rates, which everything else is a share of; then every kernel is checked; then attention, steps by
 their number of rows, and whole runs beside transformers' continuous batching with the same weights.
 
+`--load` measures something else, on the 8B shape and in less than eight minutes too: how long the device waits for the
+host in a steady state, how many users can be served at once, each with his first token in half a second and fifty
+tokens a second, and what a long prompt does to those who are being answered.
+
 A part that fails is said, and the others go on; the exit status is 1 then. `--tiny --device cpu` tries the script
 itself anywhere, with Triton's interpreter.
 """
@@ -54,7 +58,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     add = parser.add_argument
     add("--device", default="cuda", help="cuda or cpu (%(default)s)")
-    add("--shapes", default="0.6B,8B", help="which models (%(default)s)")
+    add("--shapes", help="which models (0.6B,8B; with --load 8B)")
+    add("--load", action="store_true", help="measure idle gaps and many users at once, instead of the rest")
     add("--tiny", action="store_true", help="small sizes, to try the script")
     add("--requests", type=int, default=512, help="of a whole run (%(default)s)")
     add("--peer-requests", type=int, default=128, help="of the runs that transformers does as well (%(default)s)")
@@ -68,6 +73,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    names = (options.shapes or ("8B" if options.load else "0.6B,8B")).split(",")
     if options.device == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
     import torch
@@ -77,12 +83,12 @@ def main(arguments: list[str] | None = None) -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("There is no CUDA device here; --tiny --device cpu tries the script without one.", file=sys.stderr)
         return 2
-    unknown = sorted(set(options.shapes.split(",")) - SHAPES.keys())
+    unknown = sorted(set(names) - SHAPES.keys())
     if unknown:
         print(f"There is no shape {unknown[0]!r}; choose of {', '.join(SHAPES)}.", file=sys.stderr)
         return 2
     report = Report()
-    shapes = {name: SHAPES[name] | (TINY if options.tiny else {}) for name in options.shapes.split(",")}
+    shapes = {name: SHAPES[name] | (TINY if options.tiny else {}) for name in names}
     measure(report, shapes, device, options)
     if options.json:
         options.json.write_text(json.dumps(report.results, indent=1) + "\n")
@@ -113,14 +119,16 @@ def measure(report: Report, shapes: dict[str, Any], device: Any, options: argpar
             raise AssertionError(f"{len(wrong)} checks failed, such as {wrong[0]}")
 
     only = tuple(options.only.split(",")) if options.only else ("",)
-    parts: dict[str, Callable[[], Iterator[Any]]] = {
-        "checks": check,
-        "attention": lambda: speed.attention_lines(shapes, rates, device),
-    }
+    parts: dict[str, Callable[[], Iterator[Any]]] = {}
+    if not options.load:
+        parts |= {"checks": check, "attention": lambda: speed.attention_lines(shapes, rates, device)}
     if options.sweep:
         parts["sweep"] = lambda: speed.sweep_lines(next(iter(shapes.values())), rates, device)
     for shape, config in shapes.items():
-        parts[f"model {shape}"] = partial(model_lines, shape, config, rates, device, options)
+        if options.load:
+            parts[f"load {shape}"] = partial(load_lines, shape, config, device, options)
+        else:
+            parts[f"model {shape}"] = partial(model_lines, shape, config, rates, device, options)
     for part, lines in parts.items():
         if part.startswith(only):
             report.part(part, lines)
@@ -144,6 +152,15 @@ def model_lines(name: str, config: Any, rates: Any, device: Any, options: argpar
     work = runs.work_of(requests, low, high, config["vocab_size"], config["max_position_embeddings"])
     peer_rows = min(options.peer_requests, requests)
     yield from runs.runs(name, loaded, work, peer_rows, options.seats, options.budget, rates)
+
+
+def load_lines(name: str, config: Any, device: Any, options: argparse.Namespace) -> Iterator[Any]:
+    """One model under load."""
+    from gpu import load, shapes
+
+    sizes = load.TINY if options.tiny else load.FULL
+    loaded = shapes.load(name, config, device)
+    yield from load.load_lines(name, loaded, device, options.seats, options.budget, sizes)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,17 @@ def test_every_part_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert not any(line.get("trouble") for line in results["model 8B"])
 
 
+def test_load_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the measurements of idle gaps and of many users, with tiny sizes."""
+    out = tmp_path / "results.json"
+    assert bench_gpu.main(["--device", "cpu", "--tiny", "--load", "--json", str(out)]) == 0, capsys.readouterr()
+    lines = json.loads(out.read_text())["load 8B"]
+    assert [line["what"] for line in lines[:2]] == ["8B, 4 rows, step by step", "8B, 4 rows, running ahead"]
+    assert all(line["tokens_per_s"] > 0 and 0 < line["idle_share"] < 1 for line in lines[:2])
+    assert lines[2]["users"] == 2 and lines[2]["share"] == lines[3]["share"] == 1.0
+    assert lines[-1].startswith("8B: the level holds for 2 users")
+
+
 def test_a_part_that_fails_does_not_end_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the rest of a run, and that the failure is said."""
     report = bench_gpu.Report()

@@ -1,0 +1,171 @@
+"""The engine under load: how long the device waits for the host, and how many users can be served at once."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+
+from cbatch.cli.bench.load import Capacity, LoadResult, find_capacity, run_load
+from cbatch.cli.bench.users import Level, Scenario
+from cbatch.cli.bench.work import Lengths
+from cbatch.engine import Driver, Engine, EngineConfig, SamplingParams, TokenEvent, Trace
+from cbatch.engine.loader import LoadedModel
+
+LEVEL = Level(ttft_s=0.5, tps=50.0)
+"""What each user is to get: the first token within half a second, and fifty tokens a second from then on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large the experiments are.
+
+    rows, tokens: of the steady state, and how many each row gets
+    users:        who are to be served at once; most: how many the search tries
+    duration_s, probe_s: of the experiment with so many, and of each probe of the search
+    inputs, outputs: tokens of a question and of an answer
+    """
+
+    rows: int
+    tokens: int
+    users: int
+    most: int
+    duration_s: float
+    probe_s: float
+    inputs: Lengths
+    outputs: Lengths
+
+
+FULL = Sizes(256, 400, 128, 1024, 45.0, 16.0, Lengths(128, 1024, "loguniform"), Lengths(64, 256, "uniform"))
+TINY = Sizes(4, 12, 2, 2, 4.0, 4.0, Lengths(4, 8, "uniform"), Lengths(4, 8, "uniform"))
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """Rows that all decode: tokens a second, and what share of the time the device was idle; None where unknown."""
+
+    what: str
+    tokens_per_s: float
+    idle_share: float | None
+    trouble: str = ""
+
+    def __str__(self) -> str:
+        idle = "unknown" if self.idle_share is None else f"{self.idle_share:.2%}"
+        return (
+            f"{self.what}: {self.tokens_per_s:,.0f} tokens/s, device idle {idle}{self.trouble and f' ({self.trouble})'}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Users at once, and the share of them all of whose answers kept the level."""
+
+    what: str
+    users: int
+    share: float | None
+    ttft_p99_s: float | None
+    tpot_p99_s: float | None
+    tokens_per_s: float
+    error: str
+
+    @classmethod
+    def of(cls, what: str, users: int, result: LoadResult) -> Served:
+        return cls(
+            what,
+            users,
+            result.users_served,
+            result.ttft_s["p99"],
+            result.tpot_s["p99"],
+            result.output_tokens_per_s,
+            result.first_error,
+        )
+
+    def __str__(self) -> str:
+        share = "nobody could be judged" if self.share is None else f"{self.share:.1%} served"
+        first = "?" if self.ttft_p99_s is None else f"{1e3 * self.ttft_p99_s:,.0f} ms"
+        speed = "?" if not self.tpot_p99_s else f"{1 / self.tpot_p99_s:,.0f} tokens/s"
+        error = f", {self.error}" if self.error else ""
+        return (
+            f"{self.what}, {self.users} users: {share}, first token p99 {first}, slowest 1% {speed}, "
+            f"{self.tokens_per_s:,.0f} tokens/s in all{error}"
+        )
+
+
+def make_engine(loaded: LoadedModel, device: torch.device, seats: int, budget: int, *, ahead: bool = True) -> Engine:
+    config = EngineConfig(device=str(device), max_seqs=seats, max_batch_tokens=budget, run_ahead=ahead)
+    return Engine(config, loaded)
+
+
+def steady(what: str, engine: Engine, sizes: Sizes) -> Steady:
+    """So many rows at once: for kernels to be compiled, then timed, then with a trace of steps in the middle."""
+    decode_all(engine, sizes)
+    elapsed = decode_all(engine, sizes)
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Trace(Path(folder) / "trace.json", warmup=sizes.tokens // 2, steps=min(64, sizes.tokens // 4))
+        decode_all(engine, sizes, trace)
+    idle = trace.summary.idle_share if trace.summary is not None else None
+    return Steady(what, sizes.rows * sizes.tokens / elapsed, idle, trace.trouble)
+
+
+def decode_all(engine: Engine, sizes: Sizes, trace: Trace | None = None) -> float:
+    """Seconds that it takes until all rows have all of their tokens. Raises RuntimeError where one gets fewer."""
+    done: SimpleQueue[TokenEvent] = SimpleQueue()
+    params = SamplingParams(max_tokens=sizes.tokens, ignore_eos=True)
+    with closing(Driver(engine, trace)) as driver:
+        begun = time.perf_counter()
+        for row in range(sizes.rows):
+            prompt = [10 + (row + place) % 200 for place in range(16)]
+            driver.submit(prompt, params, lambda event: done.put(event) if event.finish_reason else None)
+        reasons = {done.get().finish_reason for _ in range(sizes.rows)}
+        elapsed = time.perf_counter() - begun
+    if reasons != {"length"}:
+        raise RuntimeError(f"Rows ended by {reasons}, not by their length.")
+    return elapsed
+
+
+def scenario(engine: Engine, sizes: Sizes) -> Scenario:
+    """Users who think for a second between an answer and their next question."""
+    return Scenario(
+        users=sizes.users,
+        rate=sizes.users / (0.2 * sizes.duration_s),
+        duration_s=sizes.duration_s,
+        think_s=1.0,
+        inputs=sizes.inputs,
+        outputs=sizes.outputs,
+        vocabulary=engine.model.vocab_size,
+        context=engine.scheduler.room.longest,
+        settle_s=0.25 * sizes.duration_s,
+    )
+
+
+def load_lines(
+    name: str, loaded: LoadedModel, device: torch.device, seats: int, budget: int, sizes: Sizes
+) -> Iterator[Steady | Served | str]:
+    """All of it on one model."""
+    for ahead in (False, True):
+        what = f"{name}, {sizes.rows} rows, {'running ahead' if ahead else 'step by step'}"
+        engine = make_engine(loaded, device, max(seats, sizes.rows), budget, ahead=ahead)
+        yield steady(what, engine, sizes)
+        del engine
+    engine = make_engine(loaded, device, max(seats, sizes.most), budget)
+    asked = scenario(engine, sizes)
+    with closing(Driver(engine)) as driver:
+        run_load(driver, asked.probe(1, min(3.0, sizes.probe_s)), LEVEL)  # kernels are compiled
+        yield Served.of(name, sizes.users, run_load(driver, asked, LEVEL))
+        found = find_capacity(
+            lambda users: run_load(driver, asked.probe(users, sizes.probe_s), LEVEL), most=sizes.most, precision=0.1
+        )
+    yield from capacity_lines(name, found)
+
+
+def capacity_lines(name: str, found: Capacity) -> Iterator[Served | str]:
+    for users, result in found.points.items():
+        yield Served.of(f"{name}, probe", users, result)
+    limit = ", the most that were tried" if found.is_limit else ""
+    yield f"{name}: the level holds for {found.users} users{limit}"
