@@ -14,6 +14,7 @@ from cbatch.engine.attention.cpu import CpuAttention
 from cbatch.engine.attention.interface import AttentionBackend
 from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.batch import RaggedBatch
+from cbatch.engine.cpu.pages import SEGMENT, cut
 from cbatch.engine.cpu.tensors import fits
 from cbatch.engine.kv_pool import KVPool, LayerShape
 from tests.attention import Case
@@ -107,6 +108,32 @@ def test_equals_the_reference(name: str, dtype: torch.dtype) -> None:
         expected = run(ReferenceAttention(), case, batches, torch.float32, dtype)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_cover_every_token_once(seed: int) -> None:
+    """Guards the cut: each token sees all before it, one long row in parts that lie side by side, dear pieces first."""
+    chance, group = random.Random(seed), random.Random(seed).choice([1, 3, 8, 100])
+    starts = [chance.choice([0, 3, SEGMENT - 1, SEGMENT, 2 * SEGMENT, 1300]) for _ in range(chance.randint(1, 30))]
+    stops = [start + chance.choice([1, 1, 1, 2, chance.randint(3, 200)]) for start in starts]
+    total = sum(stops) - sum(starts)
+    slices = cut(np.zeros((len(starts), 1), np.int32), starts, stops, np.arange(total), group, group, 4)
+    seen: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for sequence, first, tokens, begin, end, part in slices.pieces.tolist():
+        for token in range(first, first + tokens):
+            seen.setdefault((sequence, token), []).append((begin, end - (first + tokens - 1 - token), part))
+    wanted = {(number, token) for number in range(len(starts)) for token in range(stops[number] - starts[number])}
+    ends = np.cumsum(np.subtract(stops, starts))
+    assert seen.keys() == wanted and np.flatnonzero(slices.lasts).tolist() == (ends - 1).tolist()
+    parts = {int(row): list(range(first, first + count)) for row, first, count in slices.merges.tolist()}
+    for (sequence, token), found in seen.items():
+        found.sort()
+        assert found[0][0] == 0 and found[-1][1] == starts[sequence] + token + 1
+        assert all(before[1] == after[0] for before, after in pairwise(found))
+        numbers = [part for _, _, part in found]
+        assert numbers == parts.pop(int(slices.firsts[sequence]) + token, [-1])
+    costs = (slices.pieces[:, 4] - slices.pieces[:, 3]) * slices.pieces[:, 2]
+    assert not parts and (np.diff(costs) <= 0).all()
 
 
 @pytest.mark.parametrize("window, shift", [(None, 0.0), (16, 0.0), (16, -4.0), (16, -300.0)])
