@@ -52,9 +52,9 @@ def test_sizes() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3, norms", "mistral, window"])
 def test_equals_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the engine with graphs: rows that leave and come, filled-up sizes, and the same tokens as alone."""
+    """Guards the engine with graphs, ahead of its host: rows that leave and come, filled-up sizes, the same tokens."""
     decoder = decoder_of(network_of(name))
-    engine = engine_around(monkeypatch, decoder, max_batch_tokens=8)
+    engine = engine_around(monkeypatch, decoder, max_batch_tokens=8, run_ahead=True)
     record = recorder()
     engine.runner._graphs = DecodeGraphs(decoder, engine.runner.attention, engine.runner.pool, 4, record)
     assert run(engine) == expected_of(name)

@@ -95,6 +95,11 @@ engine_options = _apply(
         click.option(
             "--cuda-graphs/--no-cuda-graphs", default=True, help="On a GPU, record decode steps and replay them [on]."
         ),
+        click.option(
+            "--run-ahead/--no-run-ahead",
+            default=None,
+            help="Start a step before the one before is taken in [on a GPU on, else off].",
+        ),
         click.option("--quantize", metavar="int8", help="Keep weights in a byte each (models like Llama, on the CPU)."),
         click.option("--kv-cache-memory", metavar="SIZE", help="KV cache: 4GiB, or 90% of what is free."),
         click.option("--kv-blocks", type=click.IntRange(1), help="KV cache in blocks, exactly (for tests)."),
@@ -136,8 +141,8 @@ sampling_options = _apply(
 )
 
 ENGINE_FIELDS = (
-    "model revision device dtype max_seqs max_batch_tokens block_size attention cuda_graphs quantize kv_cache_memory "
-    "kv_blocks prefix_cache"
+    "model revision device dtype max_seqs max_batch_tokens block_size attention cuda_graphs run_ahead quantize "
+    "kv_cache_memory kv_blocks prefix_cache"
 ).split()
 SAMPLING_FIELDS = (
     "max_tokens min_tokens temperature top_p top_k min_p stop n logprobs presence_penalty frequency_penalty "

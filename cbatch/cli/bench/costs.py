@@ -43,7 +43,8 @@ def _prompt_memory(ground: Ground, length: int, budget: int) -> dict[str, Any]:
 
 def token_costs(ground: Ground, context: int, clock: Callable[[], float] = time.perf_counter) -> list[dict[str, Any]]:
     """Seconds that the next token takes after texts of growing length, with their keys and values kept and without."""
-    engine = Engine(replace(ground.config, max_seqs=1, max_batch_tokens=context, prefix_cache=False), ground.loaded)
+    config = replace(ground.config, max_seqs=1, max_batch_tokens=context, prefix_cache=False, run_ahead=False)
+    engine = Engine(config, ground.loaded)
     found = []
     length = SHORTEST
     while length + REPEATS + 1 <= context:

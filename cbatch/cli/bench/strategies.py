@@ -152,7 +152,8 @@ class Ground:
         budget = self.config.max_batch_tokens
         if strategy.whole_prompts:
             budget = seats * self.work.longest_prompt
-        config = replace(self.config, max_seqs=seats, max_batch_tokens=budget, prefix_cache=False)
+        # Each step is timed by itself, so none may begin before the one before has ended.
+        config = replace(self.config, max_seqs=seats, max_batch_tokens=budget, prefix_cache=False, run_ahead=False)
         engine = Engine(config, self.loaded)
         with PeakMemory(engine.device) as memory:
             recorder = Recorder(engine, self.work.lengths, self.slots)
