@@ -97,10 +97,12 @@ class Scheduler:
     def cancel(self, request: Request) -> None:
         """Takes a request out, wherever it is, and frees its blocks. What a step in flight gives it is dropped."""
         request.has_ended = True
-        if request in self.leaving:
+        if request.is_running:
+            self._release(request)
+        elif request in self.leaving:
             self.leaving.remove(request)
         else:
-            self._unseat(request)
+            self.waiting.remove(request)
 
     def schedule(self) -> StepPlan:
         """Plans one step and gives every planned token its place in the cache. It counts as computed from now on.
@@ -134,9 +136,8 @@ class Scheduler:
 
     def _let_leave(self) -> None:
         """Takes seats and blocks from requests whose last token is coming: others can have them from this step on."""
-        for request in [request for request in (*self.running, *self.waiting) if request.needs_no_step]:
-            self._unseat(request)
-            self.leaving.add(request)
+        for request in [request for request in self.running if request.needs_no_step]:
+            self._send_back(request)
 
     def _plan(self, request: Request, budget: int) -> Slice:
         """The request's next tokens, as many as the budget allows; they count as computed."""
@@ -227,7 +228,6 @@ class Scheduler:
                 request.num_computed = min(request.num_computed, slice_.start)
             elif request in self.leaving:
                 self.leaving.remove(request)
-                request.num_computed = 0
                 self.add(request)
         for request in plan.admitted:
             if request.is_running:
@@ -291,16 +291,13 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _send_back(self, request: Request) -> None:
+        """Takes seat and blocks from a request; it waits for others, or only for its last token."""
         self._release(request)
         request.num_computed = 0
-        self.add(request)
-
-    def _unseat(self, request: Request) -> None:
-        """Takes a request out of those who run or wait."""
-        if request.is_running:
-            self._release(request)
+        if request.needs_no_step:
+            self.leaving.add(request)
         else:
-            self.waiting.remove(request)
+            self.add(request)
 
     def _release(self, request: Request) -> None:
         self.running.remove(request)
