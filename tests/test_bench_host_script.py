@@ -1,0 +1,20 @@
+"""Guards the script that measures the host's part of a step."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+
+import bench_host
+
+
+def test_every_phase_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the names of the phases, with and without running ahead, from end to end."""
+    bench_host.main(["--rows", "3", "--context", "9", "--steps", "14"])
+    lines = capsys.readouterr().out.splitlines()
+    assert ["running ahead" in line for line in lines] == [False, True]
+    assert all(phase in line for line in lines for phase in ("schedule", "build", "sample", "land", "commit", "step"))
