@@ -23,7 +23,7 @@ LAYERS = [
     ["engine.blocks", "engine.plan", "engine.completion"],
     ["engine.admission"],
     ["engine.scheduler"],
-    ["engine.cpu.memory", "engine.transfer"],
+    ["engine.cpu.memory", "engine.transfer", "engine.memory"],
     ["engine.batch", "engine.kv_pool"],
     ["engine.cpu.jit"],
     ["engine.cpu.numbers", "engine.cpu.board"],
