@@ -57,6 +57,7 @@ LAYERS = [
     ["engine.models.selfcheck"],
     ["engine.graphs"],
     ["engine.runner"],
+    ["engine.sizing"],
     ["engine.engine"],
     ["engine.driver"],
     ["cli.exits"],

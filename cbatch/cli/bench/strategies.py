@@ -153,13 +153,12 @@ class Ground:
         if strategy.whole_prompts:
             budget = seats * self.work.longest_prompt
         config = replace(self.config, max_seqs=seats, max_batch_tokens=budget, prefix_cache=False)
-        engine = Engine(config, self.loaded)
-        with PeakMemory(engine.device) as memory:
-            recorder = Recorder(engine, self.work.lengths, self.slots)
-            strategy.run(recorder, self.work, self.slots)
-            trace = recorder.finish()
-        trace.peak_bytes = memory.peak_bytes
-        engine.close()
+        with Engine(config, self.loaded) as engine:
+            with PeakMemory(engine.device) as memory:
+                recorder = Recorder(engine, self.work.lengths, self.slots)
+                strategy.run(recorder, self.work, self.slots)
+                trace = recorder.finish()
+            trace.peak_bytes = memory.peak_bytes
         return trace
 
 
