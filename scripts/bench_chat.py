@@ -85,6 +85,7 @@ def first_tokens() -> None:
             loaded += [ask(driver, next(prompts)) for _ in range(ASKS)]
             step_s.append((time.monotonic() - since) / (driver.engine.num_steps - steps))
     driver.close()
+    driver.engine.close()
     for name, firsts in (("idle", idle), (f"beside {ROWS} rows", loaded)):
         seconds = sorted(first.seconds for first in firsts)
         counts = sorted(first.steps for first in firsts)

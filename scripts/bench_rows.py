@@ -71,6 +71,7 @@ def run(folder: Path, rows: int, max_seqs: int) -> dict[str, float]:
         batch.run(read_lines(stream), lambda: None)
         elapsed = time.perf_counter() - started
     driver.close()
+    engine.close()
     assert tally.rows == rows and not tally.errors, "rows were lost"
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
-def engine(model_folder: Path) -> Engine:
-    return Engine(EngineConfig(model=str(model_folder), device="cpu", max_seqs=4))
+def engine(model_folder: Path) -> Iterator[Engine]:
+    with Engine(EngineConfig(model=str(model_folder), device="cpu", max_seqs=4)) as made:
+        yield made
 
 
 def run(engine: Engine, data: bytes, window: int = 16) -> list[dict[str, Any]]:

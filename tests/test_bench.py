@@ -202,16 +202,21 @@ def test_everything_at_once(model_folder: Path, tmp_path: Path, capsys: pytest.C
     assert (tmp_path / "r.html").read_text().count("<img") == 4
 
 
-def test_the_first_engine_is_gone(monkeypatch: pytest.MonkeyPatch, model_folder: Path) -> None:
-    """Guards the memory that is measured, and that of a GPU: nobody holds the engine that read the prompts."""
-    engines: list[Any] = []
+def test_the_first_cache_is_gone(monkeypatch: pytest.MonkeyPatch, model_folder: Path) -> None:
+    """Guards the memory that is measured, and that of a GPU: nothing is left of the engine that read the prompts."""
+    caches: list[Any] = []
     opened, compared = command.open_engine, compare.compare
-    monkeypatch.setattr(command, "open_engine", lambda *a, **k: engines.append(weakref.ref(e := opened(*a, **k))) or e)
+
+    def watch(*arguments: Any, **options: Any) -> Any:
+        engine = opened(*arguments, **options)
+        caches.append(weakref.ref(engine.runner.pool))
+        return engine
 
     def check(*arguments: Any) -> Any:
-        assert engines[0]() is None
+        assert caches[0]() is None
         return compared(*arguments)
 
+    monkeypatch.setattr(command, "open_engine", watch)
     monkeypatch.setattr(compare, "compare", check)
     lengths = ["--input-len", "4:9", "--output-len", "2:5", "--requests", "3", "--rounds", "1", "--json"]
     assert run_command(["bench", *lengths, "-m", str(model_folder)]) == 0

@@ -37,6 +37,7 @@ def rooms(request: pytest.FixtureRequest) -> Iterator[Rooms]:
     yield made
     assert made.client.driver is not None
     made.client.driver.close()
+    made.client.driver.engine.close()
 
 
 def shown(room: Any) -> list[str]:
@@ -64,6 +65,7 @@ def test_reasoning_is_shown_apart_and_not_told_again(tmp_path: Path) -> None:
         room.go_on(room.current)
     assert rooms.client.driver is not None
     rooms.client.driver.close()
+    rooms.client.driver.engine.close()
 
 
 def test_thoughts_that_are_cut_off_go_on(rooms: Rooms) -> None:

@@ -75,6 +75,7 @@ def rooms() -> Iterator[Rooms]:
     yield made
     assert made.client.driver is not None
     made.client.driver.close()
+    made.client.driver.engine.close()
 
 
 LONG = {"ignore_eos": True, "max_tokens": 300}
@@ -234,6 +235,7 @@ def test_an_engine_that_fails_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     assert room.current.queue == ["Hello."]
     assert Status(room, Background()).lines() == ["the engine has failed: device lost"]
     rooms.client.driver.close()
+    rooms.client.driver.engine.close()
 
 
 def test_a_batch_that_ends_early_leaves_the_engine_to_the_chat(rooms: Rooms, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -12,14 +13,15 @@ import torch
 from cbatch.engine.driver import Driver
 from cbatch.engine.params import SamplingParams
 from cbatch.engine.request import TokenEvent
-from tests.tiny import make_engine, make_network, make_prompts
+from tests.tiny import make_engine, make_network, make_prompts, no_collector
 
 
 @pytest.fixture
 def driver() -> Any:
-    made = Driver(make_engine(make_network("llama")))
-    yield made
-    made.close()
+    with make_engine(make_network("llama")) as engine:
+        made = Driver(engine)
+        yield made
+        made.close()
 
 
 def collect(driver: Driver, prompt: list[int], **params: Any) -> queue.SimpleQueue[TokenEvent]:
@@ -155,6 +157,57 @@ def test_memory_that_never_suffices_is_a_failure(driver: Driver) -> None:
     Trouble(driver, *[torch.OutOfMemoryError("CUDA out of memory")] * 50)
     (event,) = until_end(collect(driver, [1, 2, 3]))
     assert event.error is not None and "memory does not suffice" in str(event.error)
+
+
+def test_other_troubles_do_not_count_as_full_memory(driver: Driver) -> None:
+    """Guards the reason that people are told: three hiccups and then one moment without memory end nothing."""
+    prompt, hiccups = make_prompts([9])[0], [RuntimeError("hiccup")] * Driver.MAX_RETRIES
+    Trouble(driver, *hiccups, torch.OutOfMemoryError("CUDA out of memory"))
+    tokens = [event.token_id for event in until_end(collect(driver, prompt, max_tokens=6))]
+    assert tokens == greedy(prompt, 6) and driver.num_retries == Driver.MAX_RETRIES + 1
+
+
+def test_a_driver_s_word_for_full_memory_counts_too(driver: Driver) -> None:
+    """Guards steps that fail outside of torch's allocator: libraries say it in words, and steps are made smaller."""
+    prompt = make_prompts([30])[0]
+    trouble = Trouble(driver, *[RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")] * 4)
+    tokens = [event.token_id for event in until_end(collect(driver, prompt, max_tokens=6))]
+    assert tokens == greedy(prompt, 6) and trouble.sizes[:5] == [30, 30, 15, 7, 3]
+
+
+def test_what_failed_holds_no_memory_when_it_is_tried_again(driver: Driver) -> None:
+    """Guards a retry: the tensors of the step that failed are gone, also where its exception is part of a cycle."""
+    activations, left = weakref.WeakSet[torch.Tensor](), []
+    forward = driver.engine.runner.forward
+
+    def full(batch: Any) -> Any:
+        left.append(len(activations))
+        if len(left) > 3:
+            return forward(batch)
+        tensor = torch.zeros(3)
+        activations.add(tensor)
+        trouble = torch.OutOfMemoryError("CUDA out of memory")
+        trouble.me = trouble  # type: ignore[attr-defined]
+        raise trouble
+
+    driver.engine.runner.forward = full  # type: ignore[method-assign]
+    until_end(collect(driver, make_prompts([9])[0], max_tokens=6))
+    assert left[:4] == [0, 0, 0, 0]
+
+
+def test_a_failure_that_is_kept_holds_no_memory(driver: Driver) -> None:
+    """Guards the device after an engine has failed: the driver keeps the reason, and not the tensors of that step."""
+    activations = weakref.WeakSet[torch.Tensor]()
+
+    def lost(batch: Any) -> Any:
+        tensor = torch.zeros(3)
+        activations.add(tensor)
+        raise RuntimeError("device lost")
+
+    driver.engine.runner.forward = lost  # type: ignore[method-assign]
+    with no_collector():
+        until_end(collect(driver, [1, 2]))
+        assert str(driver.failure) == "device lost" and not activations
 
 
 def test_a_text_that_breaks_harms_no_other(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

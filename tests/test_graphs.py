@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from dataclasses import replace
+from queue import SimpleQueue
 
 import pytest
 import torch
 from torch import Tensor
 
+from cbatch.engine.driver import Driver
 from cbatch.engine.graphs import DecodeGraphs, Recorder, Run, size_for
-from tests.gpu import DEVICE, batch_of, decoder_of, engine_around, expected_of, logits_of, network_of, pool_of, run
-from tests.tiny import make_prompts
+from cbatch.engine.params import SamplingParams
+from cbatch.engine.request import TokenEvent
+from tests.gpu import (
+    DEVICE,
+    LENGTHS,
+    OUTPUTS,
+    batch_of,
+    decoder_of,
+    engine_around,
+    expected_of,
+    logits_of,
+    network_of,
+    pool_of,
+    run,
+)
+from tests.tiny import make_prompts, no_collector
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
@@ -82,23 +97,65 @@ def test_other_steps_are_left_alone() -> None:
 
 
 def test_a_step_that_cannot_be_recorded_is_computed(caplog: pytest.LogCaptureFixture) -> None:
-    """Guards against devices and libraries that do not let themselves be recorded; only full memory is tried again."""
-    decoder, prompts = decoder_of(network_of("llama")), make_prompts([9])
+    """Guards against devices and libraries that do not let themselves be recorded: all steps go the usual way."""
+    decoder, prompts = decoder_of(network_of("llama")), make_prompts([9, 9])
     pool, record = pool_of(decoder), Repeater()
     graphs = DecodeGraphs(decoder, TritonAttention(DEVICE), pool, 2, record)
-    step = batch_of(prompts, start=8)
+    alone, both = batch_of(prompts[:1], start=8), batch_of(prompts, start=8)
     with torch.inference_mode():
-        logits_of(decoder, batch_of([prompts[0][:8]]), pool)
-        expected = logits_of(decoder, step, pool)
-        graphs.forward(step)
-        record.error = torch.OutOfMemoryError("full")
-        with pytest.raises(torch.OutOfMemoryError):
-            graphs.forward(step)
+        logits_of(decoder, batch_of([prompt[:8] for prompt in prompts]), pool)
+        assert all(graphs.forward(step) is not None for step in (alone, alone, both))
         record.error = RuntimeError("not while recording")
-        found = graphs.forward(step)
-        assert found is not None and "not while recording" in caplog.text
-        torch.testing.assert_close(found, expected)
-        assert graphs.forward(step) is None
+        assert graphs.forward(both) is None and "not while recording" in caplog.text
+        assert graphs.forward(alone) is None and len(caplog.records) == 1
+
+
+def test_a_step_is_computed_where_memory_does_not_suffice_to_record_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards a full device: the step is not made smaller for it, recordings that are there stay, as do smaller ones.
+
+    A recording that fails is not tried again: each attempt would cost memory for good.
+    """
+    decoder, prompts = decoder_of(network_of("llama")), make_prompts([9, 9, 9, 9])
+    pool, record, held = pool_of(decoder), Repeater(), weakref.WeakSet[Tensor]()
+    graphs = DecodeGraphs(decoder, TritonAttention(DEVICE), pool, 4, record)
+    steps = {rows: batch_of(prompts[:rows], start=8) for rows in (1, 2, 4)}
+
+    def full(run: Run) -> Run:
+        activations = torch.zeros(3)
+        held.add(activations)
+        try:
+            raise torch.OutOfMemoryError("full")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    with torch.inference_mode():
+        logits_of(decoder, batch_of([prompt[:8] for prompt in prompts]), pool)
+        expected = {rows: graphs.forward(steps[rows]).clone() for rows in (1, 2, 4)}  # type: ignore[union-attr]
+        graphs.forward(steps[4])
+        graphs._record = full
+        with no_collector():
+            assert graphs.forward(steps[2]) is None and not held, "what failed still holds memory"
+        graphs._record = record
+        assert graphs.forward(steps[2]) is None and "memory does not suffice" in caplog.text
+        for rows in (4, 1, 1):
+            found = graphs.forward(steps[rows])
+            assert found is not None
+            torch.testing.assert_close(found, expected[rows])
+    assert record.recorded == 2 and sorted(graphs._recordings) == [1, 4] and len(caplog.records) == 1
+
+
+def test_a_driver_does_without_graphs_where_memory_does_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the size of steps: that a graph finds no memory does not mean that the step does not."""
+    decoder, record = decoder_of(network_of("qwen3, norms")), Repeater()
+    record.error = torch.OutOfMemoryError("CUDA out of memory")
+    with engine_around(monkeypatch, decoder) as engine:
+        engine.runner._graphs = DecodeGraphs(decoder, engine.runner.attention, engine.runner.pool, 4, record)
+        driver, events = Driver(engine), [SimpleQueue[TokenEvent]() for _ in LENGTHS]
+        for prompt, length, sink in zip(make_prompts(LENGTHS), OUTPUTS, events, strict=True):
+            driver.submit(prompt, SamplingParams(max_tokens=length), sink.put)
+        found = [[sink.get(timeout=60).token_id for _ in range(n)] for n, sink in zip(OUTPUTS, events, strict=True)]
+        driver.close()
+    assert found == expected_of("qwen3, norms") and driver.num_retries == driver.num_shrinks == 0
 
 
 def test_the_first_run_has_to_come_through(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,9 +183,6 @@ def test_the_cache_goes_with_its_graphs() -> None:
     with torch.inference_mode():
         for _ in range(2):
             graphs.forward(batch_of(make_prompts([1])))
-    gc.disable()
-    try:
+    with no_collector():
         del graphs, pool
         assert alive() is None
-    finally:
-        gc.enable()

@@ -1,4 +1,4 @@
-"""How much memory the KV cache takes, and how people say it."""
+"""How the KV cache lies in memory, and how people say how much."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cbatch.engine.errors import ConfigError
-from cbatch.engine.kv_pool import KVPool, LayerShape, choose_num_blocks
+from cbatch.engine.kv_pool import KVPool, LayerShape
 from cbatch.engine.units import format_bytes, parse_memory
 
 GIB = 2**30
@@ -25,34 +25,6 @@ def test_other_amounts_are_refused(text: str) -> None:
     """Guards against a cache of a size nobody asked for."""
     with pytest.raises(ConfigError, match="no amount of memory"):
         parse_memory(text, 1000)
-
-
-def choose(memory: str | None = None, num_blocks: int | None = None, per_block: int = 2**20) -> int:
-    return choose_num_blocks(
-        memory=memory,
-        num_blocks=num_blocks,
-        bytes_per_block=per_block,
-        blocks_wanted=50,
-        device=torch.device("cpu"),
-    )
-
-
-def test_the_cache_takes_no_more_than_it_can_use() -> None:
-    """Guards a laptop's memory: never more than every seat's full context needs."""
-    assert choose("10MiB") == 10 and choose("1GiB") == 50 and choose() == 50 and choose(num_blocks=7) == 7
-
-
-@pytest.mark.parametrize("memory", ["1KiB", "100000GiB"])
-def test_too_little_and_too_much_are_refused(memory: str) -> None:
-    """Guards against a cache that holds nothing, and one that the machine does not have."""
-    with pytest.raises(ConfigError, match=r"does not hold one block|are free"):
-        choose(memory)
-
-
-def test_an_exact_number_of_blocks_must_fit_too() -> None:
-    """Guards the machine against --kv-blocks beyond its memory."""
-    with pytest.raises(ConfigError, match="are free"):
-        choose(num_blocks=10**12)
 
 
 def test_bytes_of_a_token() -> None:

@@ -6,6 +6,9 @@ attention goes unseen. Linears get std 1.5/sqrt(fan_in), embeddings 0.4, and the
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -124,3 +127,14 @@ def generate_alone(network: Any, prompts: list[list[int]], lengths: list[int]) -
     finally:
         network.set_attn_implementation(before)
     return outputs
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """What is gone in here went because nobody held it, and not because a collector of cycles came by."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -28,6 +28,7 @@ def info(**options: Any) -> Literal[0]:
     for number in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(number)
         emit(f"cuda:{number}        {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
-    for name, value in describe(open_engine(options, quiet=True)).items():
-        emit(f"{name:<13} {safe(value)}")
+    with open_engine(options, quiet=True) as engine:
+        for name, value in describe(engine).items():
+            emit(f"{name:<13} {safe(value)}")
     return 0

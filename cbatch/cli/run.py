@@ -83,7 +83,7 @@ def _run(options: dict[str, Any], source: IO[bytes], output: Output, tally: Tall
     from cbatch.cli.running import run_batch
     from cbatch.engine import Driver
 
-    with closing(Driver(engine, trace)) as driver:
+    with engine, closing(Driver(engine, trace)) as driver:
         run_batch(
             driver,
             options,
@@ -104,7 +104,7 @@ def _check(options: dict[str, Any], source: IO[bytes], tally: Tally) -> Literal[
 
     check = Check(engine, make_preparer(engine, options))
     total = count_lines(options)
-    with Progress(total, quiet=options["quiet"], state=lambda: (check.rows, "read")) as progress:
+    with engine, Progress(total, quiet=options["quiet"], state=lambda: (check.rows, "read")) as progress:
         report = check.run(read_lines(source), progress.tick)
     emit(json.dumps(report, indent=2))
     return 1 if report["bad_rows"] else 0

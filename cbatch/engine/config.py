@@ -16,7 +16,8 @@ class EngineConfig:
     max_seqs:         most requests that run at once; None: 256 on a GPU, 32 on a CPU
     max_batch_tokens: token budget of one step; None: 2048 on a GPU, 512 on a CPU
     block_size:       tokens in a block of the KV cache
-    kv_cache_memory:  `4GiB`, or `90%` of what is free; None: 90% on a GPU, 25% on a CPU
+    kv_cache_memory:  `4GiB`, or `90%` of what is free; None: 90% on a GPU, 25% on a CPU. On a GPU a share is never so
+                      large that a step finds no room
     kv_blocks:        exact number of blocks, instead of kv_cache_memory
     prefix_cache:     whether prompts that begin alike share what is computed of them
     attention:        auto, or the name of a backend

@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-import torch
-
 from cbatch.engine.engine import Engine
 from cbatch.engine.errors import EngineError, RequestError
+from cbatch.engine.memory import is_shortage, let_go
 from cbatch.engine.params import SamplingParams
 from cbatch.engine.request import TokenEvent
 from cbatch.engine.spans import span
@@ -103,10 +102,14 @@ class Driver:
         self._inbox.put(lambda: self._drop(ticket))
 
     def close(self) -> None:
-        """Stops after the step in flight and waits for the thread to end. Unfinished requests get no event."""
+        """Stops after the step in flight and waits for the thread to end. Unfinished requests get no event.
+
+        The engine stays as it is, without these requests: another driver may follow, or whoever made it closes it.
+        """
         self._inbox.put(None)
         self._thread.join()
-        self.engine.close()
+        for ticket in list(self._tickets.values()):
+            self._drop(ticket)
 
     @property
     def idle_s(self) -> float:
@@ -133,29 +136,30 @@ class Driver:
 
     def _step(self) -> list[TokenEvent]:
         """A step of the engine, which commits nothing where it raises, and so may be tried again."""
-        failures = shortages = 0
+        failures = shortages = futile = 0
         while True:
             try:
                 with self._trace.step() if self._trace is not None else nullcontext():
                     events = self.engine.step()
             except Exception as error:
                 self.last_trouble = f"{type(error).__name__}: {error}"
-                is_shortage = isinstance(error, torch.OutOfMemoryError)
-                if not is_shortage and failures == self.MAX_RETRIES:
+                is_memory = is_shortage(error)
+                if not is_memory and failures == self.MAX_RETRIES:
                     raise
             else:
                 self._after_calm_step()
                 return events
             # Only here, where the exception no longer holds the tensors of the step, can their memory be freed.
             self.num_retries += 1
-            if is_shortage:
-                shortages += 1
-                self.engine.free_memory()
-                if shortages > 1 and self._shrink():  # the first may have been somebody else's moment
-                    continue
-            failures += 1
-            if failures > self.MAX_RETRIES:
-                raise EngineError(f"the device's memory does not suffice for one token ({self.last_trouble})")
+            if not is_memory:
+                failures += 1
+                continue
+            shortages += 1
+            self.engine.free_memory()
+            if shortages > 1 and not self._shrink():  # the first may have been somebody else's moment
+                futile += 1
+                if futile > self.MAX_RETRIES:
+                    raise EngineError(f"the device's memory does not suffice for one token ({self.last_trouble})")
 
     def _shrink(self) -> bool:
         if not self.engine.shrink():
@@ -231,6 +235,7 @@ class Driver:
         ticket.sink(event)
 
     def _fail(self, error: Exception) -> None:
+        let_go(error)
         self.failure = error
         tickets, self._tickets = list(self._tickets.values()), {}
         for ticket in tickets:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from datetime import date
 
 import torch
@@ -14,24 +15,26 @@ from cbatch.engine.blocks import BlockPool
 from cbatch.engine.completion import Completion
 from cbatch.engine.config import EngineConfig
 from cbatch.engine.errors import RequestError
-from cbatch.engine.kv_pool import check_memory, choose_num_blocks
 from cbatch.engine.loader import LoadedModel, choose_device, load_model
 from cbatch.engine.loop import Loop
+from cbatch.engine.memory import give_back
 from cbatch.engine.models.interface import Model
 from cbatch.engine.models.selfcheck import checked_model
 from cbatch.engine.params import SamplingParams
 from cbatch.engine.plan import StepPlan
 from cbatch.engine.processors import counts_for
 from cbatch.engine.request import Request, TokenEvent
-from cbatch.engine.runner import Runner
 from cbatch.engine.scheduler import Scheduler
+from cbatch.engine.sizing import Limits, check_memory, make_runner
 from cbatch.engine.structured import Constraints, Grammar, Guide
 from cbatch.engine.together import stream
-from cbatch.engine.tokenizer import FIXED_DATE, Prompt
+from cbatch.engine.tokenizer import FIXED_DATE, Prompt, encode_prompt
 
 
-class Engine:
-    """A model, its paged KV cache and a scheduler. `add`, `cancel` and `step` belong to one thread.
+class Engine(AbstractContextManager["Engine"]):
+    """A model, its paged KV cache and a scheduler. `add`, `cancel`, `step` and `close` belong to one thread.
+
+    Whoever makes an engine closes it, by `close` or a `with` block; a driver does not.
 
     Raises ModelError where the model cannot be loaded or is not supported, and ConfigError for options that
     cannot be met.
@@ -49,25 +52,25 @@ class Engine:
             config.model, config.revision, device, config.dtype, fast=fast, quantize=quantize
         )
         self.tokenizer = self.loaded.tokenizer
-        self.model: Model = self.loaded.decoder if fast and self.loaded.decoder else checked_model(self.loaded.network)
-        self.device = self.model.device
+        model: Model = self.loaded.decoder if fast and self.loaded.decoder else checked_model(self.loaded.network)
+        self.device = model.device
         on_gpu = self.device.type == "cuda"
         max_seqs = config.max_seqs or (256 if on_gpu else 32)
         budget = config.max_batch_tokens or (2048 if on_gpu else 512)
-        self.blocks = BlockPool(self._choose_num_blocks(max_seqs), config.block_size)
-        self.scheduler = Scheduler(
-            self.blocks, max_seqs, budget, self.model.max_model_len, prefix_cache=config.prefix_cache
-        )
-        attention = select_attention(
-            config.attention, self.device, self.model.layers, config.block_size, self.model.dtype
-        )
-        graphs = max_seqs if config.cuda_graphs else 0
-        self.runner = Runner(self.model, attention, self.blocks.num_blocks, config.block_size, graphs)
+        attention = select_attention(config.attention, self.device, model.layers, config.block_size, model.dtype)
+        self.runner = make_runner(config, model, attention, Limits(max_seqs, budget, config.cuda_graphs))
+        self.blocks = BlockPool(self.runner.num_blocks, config.block_size)
+        self.scheduler = Scheduler(self.blocks, max_seqs, budget, model.max_model_len, prefix_cache=config.prefix_cache)
         runs_ahead = on_gpu if config.run_ahead is None else config.run_ahead
         self._loop = Loop(self.scheduler, self.runner, runs_ahead=runs_ahead)
-        self._constraints = Constraints(self.tokenizer, self.model.vocab_size) if self.tokenizer else None
+        self._constraints = Constraints(self.tokenizer, model.vocab_size) if self.tokenizer else None
         self._requests: dict[int, Request] = {}
         self._next_id = 0
+
+    @property
+    def model(self) -> Model:
+        """Raises EngineError when the engine is closed."""
+        return self.runner.model
 
     @property
     def fingerprint(self) -> str:
@@ -99,18 +102,7 @@ class Engine:
 
         Raises RequestError where the prompt cannot be encoded.
         """
-        if not isinstance(prompt, str | Mapping):
-            return list(prompt)
-        if self.tokenizer is None:
-            raise RequestError("invalid_row", "This model has no tokenizer; give prompt_token_ids.")
-        if isinstance(prompt, Mapping):
-            if "messages" not in prompt:
-                raise RequestError("invalid_row", "A prompt that is a mapping must have messages.")
-            tools = prompt.get("tools")
-            return self.tokenizer.encode_chat(prompt["messages"], tools=tools, today=today, answer=answer)
-        if raw or not self.tokenizer.chat_template:
-            return self.tokenizer.encode(prompt)
-        return self.tokenizer.encode_chat([{"role": "user", "content": prompt}], today=today)
+        return encode_prompt(self.tokenizer, prompt, raw=raw, today=today, answer=answer)
 
     def add(
         self,
@@ -129,8 +121,10 @@ class Engine:
                       is a request of its own, whatever `n` the parameters ask for
         tags:         what tells the parts of a conversation's answer apart (`AnswerFormat`); in the text in any case
 
-        Raises RequestError for a prompt that is empty, too long, or has tokens the model does not know.
+        Raises RequestError for a prompt that is empty, too long, or has tokens the model does not know, and EngineError
+        when the engine is closed.
         """
+        self.runner.check_open()
         token_ids = self.encode(prompt)
         limit = self.max_new_tokens(token_ids, params)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.loaded.eos_ids)
@@ -192,6 +186,7 @@ class Engine:
 
         Raises what the model or the device raises. Nothing is lost then: the step may be tried again.
         """
+        self.runner.check_open()
         events = self._loop.step()
         for event in events:
             if event.request_id is not None and event.finish_reason is not None:
@@ -215,8 +210,7 @@ class Engine:
 
     def free_memory(self) -> None:
         """Gives back what the last step took of the device's memory, as far as nothing holds it any more."""
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        give_back(self.device)
 
     def shrink(self) -> bool:
         """Makes steps half as large as the last one, for which memory did not suffice; False where it cannot."""
@@ -251,20 +245,26 @@ class Engine:
         return stream(self, prompts, params or self.loaded.defaults)
 
     def close(self) -> None:
-        """Ends the threads and processes that forms of outputs took; the next such form starts them again."""
+        """Gives back the memory of weights, cache and graphs, and ends the threads that forms of outputs took.
+
+        Whoever else holds the model, such as its giver where it was handed in as `loaded`, keeps it; what libraries
+        keep for the process, such as cuBLAS its workspace, stays. From here on `add` and `step` raise EngineError;
+        requests that are unfinished stay so. To close again does nothing.
+        """
+        if self.runner.is_closed:
+            return
         self._loop.close()
         if self._constraints is not None:
             self._constraints.close()
+        with suppress(RuntimeError):  # a device that is lost has nothing to give back
+            self.synchronize()
+        self.runner.close()
+        self.loaded = self.loaded.without_weights()
+        with suppress(RuntimeError):
+            give_back(self.device)
 
-    def _choose_num_blocks(self, max_seqs: int) -> int:
-        size = self.config.block_size
-        return choose_num_blocks(
-            memory=self.config.kv_cache_memory,
-            num_blocks=self.config.kv_blocks,
-            bytes_per_block=self.kv_bytes_per_token * size,
-            blocks_wanted=max_seqs * -(-self.model.max_model_len // size),
-            device=self.device,
-        )
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def _guide(
         self, prompt_ids: list[int], params: SamplingParams, stop_ids: frozenset[int], tags: Sequence[str]

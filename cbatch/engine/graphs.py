@@ -7,8 +7,10 @@ them, when there are few rows.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from cbatch.engine.batch import RaggedBatch
 from cbatch.engine.kv_pool import KVPool
+from cbatch.engine.memory import is_shortage
 
 Run = Callable[[], Tensor]
 
@@ -69,7 +72,9 @@ class DecodeGraphs:
     """Graphs of a model's decode steps over one cache, all in one pool of memory.
 
     A size is computed in the usual way when it is first needed, for kernels may have to be compiled, and recorded when
-    it is needed again: nobody waits for sizes that never come.
+    it is needed again: nobody waits for sizes that never come. Where memory does not suffice for that, sizes as large
+    go without a graph from then on; to try again would cost memory, which torch loses with each recording that fails
+    (https://github.com/pytorch/pytorch/pull/190348).
     """
 
     def __init__(
@@ -85,6 +90,8 @@ class DecodeGraphs:
         self.attention = attention
         self.pool = pool
         self.max_rows = max_rows
+        self._smallest_failed = size_for(max_rows) + 1
+        """Rows of the smallest size for which memory did not suffice."""
         self._record = record or Recorder(model.device)
         self._recordings: dict[int, _Recording] = {}
         widest = size_for(max_rows)
@@ -99,29 +106,44 @@ class DecodeGraphs:
         rows = len(batch.stops)
         if not len(batch.input_ids) == len(batch.logit_rows) == rows <= self.max_rows:
             return None
-        recording = self._recording(size_for(rows))
+        size = size_for(rows)
+        if size >= self._smallest_failed and not self._is_recorded(size):
+            return None
+        recording = self._recording(size)
         if not recording.buffers.holds(batch.stops):
             return None
         self._ids[:rows].copy_(batch.input_ids)
         self._positions[:rows].copy_(batch.position_ids)
         recording.buffers.fill(batch.tables, batch.stops)
-        return self._advance(recording)[:rows]
-
-    def _advance(self, recording: _Recording) -> Tensor:
         if not recording.has_run:
             logits = recording.run()
             recording.has_run = True
-            return logits
-        if recording.replay is None:
-            try:
-                recording.replay = self._record(recording.run)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # whatever a driver or a library does not allow while it is recorded
-                _log.warning("Decode steps go without CUDA graphs, for one could not be recorded: %s", error)
-                self.max_rows = 0
-                return recording.run()
-        return recording.replay()
+        elif recording.replay is not None or self._make_replay(size, recording):
+            assert recording.replay is not None
+            logits = recording.replay()
+        else:
+            return None
+        return logits[:rows]
+
+    def _make_replay(self, size: int, recording: _Recording) -> bool:
+        """Records a step; False where that fails, and what it took is free again."""
+        try:
+            recording.replay = self._record(recording.run)
+            return True
+        except Exception as error:  # whatever a driver or a library does not allow while it is recorded
+            is_full, trouble = is_shortage(error), f"{error}"
+        if is_full:
+            self._smallest_failed = size
+            del self._recordings[size]
+            _log.warning("Decode steps of %d rows and more go without CUDA graphs, for memory does not suffice.", size)
+        else:
+            self.max_rows = 0
+            self._recordings.clear()
+            _log.warning("Decode steps go without CUDA graphs, for one could not be recorded: %s", trouble)
+        return False
+
+    def _is_recorded(self, size: int) -> bool:
+        return size in self._recordings and self._recordings[size].replay is not None
 
     def _recording(self, size: int) -> _Recording:
         if size not in self._recordings:
@@ -148,10 +170,14 @@ class Recorder:
     """Records what a function launches on the GPU; what it returns replays that, and returns the same tensor again."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = _recording_stream(device)
         self._memory: Any = None
 
     def __call__(self, run: Run) -> Run:
+        with _one_at_a_time:
+            return self._recorded(run)
+
+    def _recorded(self, run: Run) -> Run:
         before = torch.cuda.current_stream(self._stream.device)
         graph = torch.cuda.CUDAGraph()
         try:
@@ -168,3 +194,14 @@ class Recorder:
             return out
 
         return replay
+
+
+_one_at_a_time = threading.Lock()
+"""Held while something is recorded."""
+
+
+@cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for the process, not one for each engine: cuBLAS keeps a workspace for every stream it has been used on."""
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream

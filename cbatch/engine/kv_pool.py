@@ -1,4 +1,4 @@
-"""The memory of the paged KV cache, and how much of the device it may take."""
+"""The memory of the paged KV cache."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from cbatch.engine.cpu.memory import empty
-from cbatch.engine.errors import ConfigError
-from cbatch.engine.units import format_bytes, parse_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,49 +64,3 @@ def _empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
     # numpy asks the system for large pages, so that scattered blocks are found without walking its tables.
     return torch.from_numpy(empty(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
-
-
-def choose_num_blocks(
-    *,
-    memory: str | None,
-    num_blocks: int | None,
-    bytes_per_block: int,
-    blocks_wanted: int,
-    device: torch.device,
-) -> int:
-    """How many blocks the cache gets, after the weights are loaded.
-
-    memory:        `4GiB`, `512MiB`, or `90%` of what is free; None: 90% on a GPU, 25% on a CPU.
-    num_blocks:    an exact number, which goes before memory.
-    blocks_wanted: enough for every seat with a full context; more would never be used.
-
-    Raises ConfigError where not even one block fits, or the text cannot be read.
-    """
-    free = free_memory(device)
-    wanted = memory if memory is not None else ("90%" if device.type == "cuda" else "25%")
-    granted = parse_memory(wanted, free) if num_blocks is None else num_blocks * bytes_per_block
-    if granted > free:
-        asked = format_bytes(granted)
-        raise ConfigError(f"A KV cache of {asked} was asked for, and {format_bytes(free)} are free on {device}.")
-    if num_blocks is not None:
-        return num_blocks
-    fitting = granted // bytes_per_block
-    if fitting < 1:
-        raise ConfigError(f"--kv-cache-memory {wanted} does not hold one block of {format_bytes(bytes_per_block)}.")
-    return min(fitting, blocks_wanted)
-
-
-def check_memory(text: str | None) -> None:
-    """Raises ConfigError for an amount that cannot be read, so that nobody waits for a model to learn it."""
-    if text is not None:
-        parse_memory(text, free=0)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be taken on the device."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    import psutil
-
-    return int(psutil.virtual_memory().available)

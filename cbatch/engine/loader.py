@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cbatch.engine.dtypes import choose_dtype
-from cbatch.engine.errors import ConfigError, ModelError, RequestError
+from cbatch.engine.errors import ConfigError, EngineError, ModelError, RequestError
 from cbatch.engine.fingerprint import fingerprint
 from cbatch.engine.models.files import load_decoder
 from cbatch.engine.models.interface import Model
@@ -65,6 +65,14 @@ class LoadedModel:
     @cached_property
     def network(self) -> Any:
         return self.make_network()
+
+    def without_weights(self) -> LoadedModel:
+        """What is left of it for an engine that is closed: all but the network and the decoder."""
+
+        def make_network() -> Any:
+            raise EngineError("The engine is closed, and its model is no longer in memory.")
+
+        return replace(self, make_network=make_network, decoder=None)
 
 
 def choose_device(name: str) -> torch.device:

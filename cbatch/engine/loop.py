@@ -82,8 +82,9 @@ class Loop:
         self._events = [event for event in self._events if event.request_id != request.id]
 
     def close(self) -> None:
-        """Ends the threads that forms of outputs took; the next such form starts them again."""
+        """Ends the threads that forms of outputs took, and forgets the step in flight."""
         self._masks.close()
+        self._flight = None
 
     def _start(self, plan: StepPlan) -> _Started:
         """Starts the model, and on other threads those who find out what the forms of outputs leave."""

@@ -2,30 +2,58 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard, TypeVar
+
 import torch
 from torch import Tensor
 
 from cbatch.engine.attention.interface import AttentionBackend
 from cbatch.engine.batch import RaggedBatch
-from cbatch.engine.graphs import DecodeGraphs, is_recordable
+from cbatch.engine.errors import EngineError
+from cbatch.engine.graphs import DecodeGraphs, Recordable, is_recordable
 from cbatch.engine.kv_pool import KVPool
 from cbatch.engine.models.interface import Model
 
+Part = TypeVar("Part")
+
+
+def takes_graphs(model: Model, attention: AttentionBackend, wanted: bool) -> TypeGuard[Recordable]:
+    """Whether decode steps become CUDA graphs: where that is wanted, and device, model and attention allow it."""
+    return wanted and model.device.type == "cuda" and is_recordable(model, attention)
+
 
 class Runner:
-    """Owns the model and the cache's tensors; knows nothing of requests."""
+    """Owns the model and the cache's tensors, until it is closed; knows nothing of requests."""
 
     def __init__(
         self, model: Model, attention: AttentionBackend, num_blocks: int, block_size: int, graph_rows: int = 0
     ) -> None:
         """graph_rows: decode steps of up to so many rows become CUDA graphs, where model and attention allow it"""
-        self.model = model
         self.attention = attention
+        self.num_blocks = num_blocks
         shapes = [attention.block_shapes(layer, block_size, model.dtype) for layer in model.layers]
-        self.pool = KVPool(shapes, num_blocks, block_size, model.dtype, model.device)
+        pool = KVPool(shapes, num_blocks, block_size, model.dtype, model.device)
+        self._model: Model | None = model
+        self._pool: KVPool | None = pool
         self._graphs: DecodeGraphs | None = None
-        if graph_rows and model.device.type == "cuda" and is_recordable(model, attention):
-            self._graphs = DecodeGraphs(model, attention, self.pool, graph_rows)
+        if takes_graphs(model, attention, graph_rows > 0):
+            self._graphs = DecodeGraphs(model, attention, pool, graph_rows)
+
+    @property
+    def model(self) -> Model:
+        return _open(self._model)
+
+    @property
+    def pool(self) -> KVPool:
+        return _open(self._pool)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._model is None
+
+    def check_open(self) -> None:
+        """Raises EngineError after `close`."""
+        _open(self._model)
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> Tensor:
@@ -33,3 +61,13 @@ class Runner:
         if self._graphs is not None and (logits := self._graphs.forward(batch)) is not None:
             return logits
         return self.model.forward(batch, self.pool, self.attention)
+
+    def close(self) -> None:
+        """Lets go of the model, the cache and the graphs. Whoever asks for one of them then gets an EngineError."""
+        self._graphs = self._pool = self._model = None
+
+
+def _open(part: Part | None) -> Part:
+    if part is None:
+        raise EngineError("The engine is closed.")
+    return part

@@ -180,6 +180,21 @@ class ChatTokenizer:
         return [token for token, (start, stop) in pairs if rendered[start:stop] != wedge]
 
 
+def encode_prompt(tokenizer: ChatTokenizer | None, prompt: Prompt, *, raw: bool, today: date, answer: str) -> list[int]:
+    """Token ids of a prompt for a model with this tokenizer, or without one: see `Engine.encode`."""
+    if not isinstance(prompt, str | Mapping):
+        return list(prompt)
+    if tokenizer is None:
+        raise RequestError("invalid_row", "This model has no tokenizer; give prompt_token_ids.")
+    if isinstance(prompt, Mapping):
+        if "messages" not in prompt:
+            raise RequestError("invalid_row", "A prompt that is a mapping must have messages.")
+        return tokenizer.encode_chat(prompt["messages"], tools=prompt.get("tools"), today=today, answer=answer)
+    if raw or not tokenizer.chat_template:
+        return tokenizer.encode(prompt)
+    return tokenizer.encode_chat([{"role": "user", "content": prompt}], today=today)
+
+
 def _escape(wedge: str) -> str:
     return f"\\u{ord(wedge):04x}"
 

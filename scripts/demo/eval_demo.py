@@ -45,21 +45,20 @@ def complete(engine: Engine, cases: list[Case]) -> list[Completion]:
 
 def perplexity(model: str, dtype: str, quantize: str | None, cases: list[Case]) -> float:
     """Of the right answers, by token, as the model is computed in these numbers."""
-    engine = Engine(EngineConfig(model=model, dtype=dtype, quantize=quantize))
     total, count = 0.0, 0
-    for at in range(0, len(cases), BATCH):
-        prompts, lengths = [], []
-        for case in cases[at : at + BATCH]:
-            conversation = {"messages": case.messages}
-            prompts.append(engine.encode(conversation, answer=case.answer))
-            lengths.append(len(prompts[-1]) - len(engine.encode(conversation)))
-        scored = engine.generate(prompts, SamplingParams(max_tokens=0, prompt_logprobs=0))
-        for output, length in zip(scored, lengths, strict=True):
-            if output.error is not None or output.prompt_logprobs is None:
-                raise output.error or ValueError("A prompt was not scored.")
-            total += sum(one.logprob for one in output.prompt_logprobs[-length:] if one is not None)
-            count += length
-    engine.close()
+    with Engine(EngineConfig(model=model, dtype=dtype, quantize=quantize)) as engine:
+        for at in range(0, len(cases), BATCH):
+            prompts, lengths = [], []
+            for case in cases[at : at + BATCH]:
+                conversation = {"messages": case.messages}
+                prompts.append(engine.encode(conversation, answer=case.answer))
+                lengths.append(len(prompts[-1]) - len(engine.encode(conversation)))
+            scored = engine.generate(prompts, SamplingParams(max_tokens=0, prompt_logprobs=0))
+            for output, length in zip(scored, lengths, strict=True):
+                if output.error is not None or output.prompt_logprobs is None:
+                    raise output.error or ValueError("A prompt was not scored.")
+                total += sum(one.logprob for one in output.prompt_logprobs[-length:] if one is not None)
+                count += length
     return math.exp(-total / count)
 
 
@@ -86,9 +85,10 @@ def main() -> None:
     if args.perplexity:
         print_perplexities(args.model, [case for case in cases if not case.words])
         return
-    engine = Engine(EngineConfig(model=args.model, dtype=args.dtype))
+    with Engine(EngineConfig(model=args.model, dtype=args.dtype)) as engine:
+        outputs = complete(engine, cases)
     scores: dict[str, list[bool]] = defaultdict(list)
-    for case, output in zip(cases, complete(engine, cases), strict=True):
+    for case, output in zip(cases, outputs, strict=True):
         right = is_right(case, output)
         scores[case.skill].append(right)
         if args.show_wrong and not right:

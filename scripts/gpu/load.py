@@ -150,12 +150,10 @@ def load_lines(
     """All of it on one model."""
     for ahead in (False, True):
         what = f"{name}, {sizes.rows} rows, {'running ahead' if ahead else 'step by step'}"
-        engine = make_engine(loaded, device, max(seats, sizes.rows), budget, ahead=ahead)
-        yield steady(what, engine, sizes)
-        del engine
-    engine = make_engine(loaded, device, max(seats, sizes.most), budget)
-    asked = scenario(engine, sizes)
-    with closing(Driver(engine)) as driver:
+        with make_engine(loaded, device, max(seats, sizes.rows), budget, ahead=ahead) as engine:
+            yield steady(what, engine, sizes)
+    with make_engine(loaded, device, max(seats, sizes.most), budget) as engine, closing(Driver(engine)) as driver:
+        asked = scenario(engine, sizes)
         run_load(driver, asked.probe(1, min(3.0, sizes.probe_s)), LEVEL)  # kernels are compiled
         yield Served.of(name, sizes.users, run_load(driver, asked, LEVEL))
         found = find_capacity(

@@ -47,18 +47,17 @@ def run_engine(what: str, loaded: LoadedModel, work: Work, seats: int, budget: i
         prefix_cache=False,
         cuda_graphs=graphs,
     )
-    engine = Engine(config, loaded)
     params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in work.lengths]
-    engine.generate(work.prompts[:8], SamplingParams(max_tokens=8, ignore_eos=True))  # kernels are compiled
-    engine.synchronize()
-    start = time.perf_counter()
-    outputs = engine.generate(work.prompts, params)
-    elapsed = time.perf_counter() - start
+    with Engine(config, loaded) as engine:
+        engine.generate(work.prompts[:8], SamplingParams(max_tokens=8, ignore_eos=True))  # kernels are compiled
+        engine.synchronize()
+        start = time.perf_counter()
+        outputs = engine.generate(work.prompts, params)
+        elapsed = time.perf_counter() - start
+        share = floor_of(work, ModelCost.of(engine), rates).reached(elapsed)
     tokens = sum(len(output.token_ids) for output in outputs)
     if tokens != work.output_tokens:
         return Run(what, 0.0, trouble=f"{tokens} tokens came out, and {work.output_tokens} were asked for")
-    share = floor_of(work, ModelCost.of(engine), rates).reached(elapsed)
-    engine.close()
     return Run(f"{what}, {engine.num_steps} steps", tokens / elapsed, share)
 
 
@@ -67,7 +66,7 @@ def rates_device(loaded: LoadedModel) -> torch.device:
 
 
 def free(device: torch.device) -> None:
-    """What no engine holds any more goes back to the device."""
+    """What nobody holds any more goes back to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -77,14 +76,10 @@ def runs(
     name: str, loaded: LoadedModel, work: Work, peer_rows: int, seats: int, budget: int, rates: Rates
 ) -> Iterator[Run]:
     """All of the work; then its first rows, and the same rows by transformers."""
-    device = rates_device(loaded)
     yield run_engine(f"{name}, {len(work.prompts)} requests", loaded, work, seats, budget, rates, True)
-    free(device)
     few = Work(work.prompts[:peer_rows], work.lengths[:peer_rows], work.source)
     yield run_engine(f"{name}, {peer_rows} requests", loaded, few, seats, budget, rates, True)
-    free(device)
     yield run_engine(f"{name}, {peer_rows} requests, no graphs", loaded, few, seats, budget, rates, False)
-    free(device)
     ways = ["transformers-cb"]
     if find_spec("flash_attn"):
         PEERS["with flash attention"] = partial(generate_continuous, attention="paged|flash_attention_2")

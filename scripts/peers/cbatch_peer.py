@@ -36,19 +36,18 @@ def make_engine(job: Job) -> Engine:
 def session(job: Job) -> Iterator[Callable[[Work], Done]]:
     from cbatch import SamplingParams
 
-    engine = make_engine(job)
+    with make_engine(job) as engine:
 
-    def generate(work: Work) -> Done:
-        before = engine.num_steps
-        params = [SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True) for length in work.lengths]
-        done = engine.generate(work.prompts, params)
-        for completion in done:
-            if completion.error is not None:
-                raise completion.error
-        return Done([completion.token_ids for completion in done], engine.num_steps - before)
+        def generate(work: Work) -> Done:
+            before = engine.num_steps
+            params = [SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True) for length in work.lengths]
+            done = engine.generate(work.prompts, params)
+            for completion in done:
+                if completion.error is not None:
+                    raise completion.error
+            return Done([completion.token_ids for completion in done], engine.num_steps - before)
 
-    yield generate
-    engine.close()
+        yield generate
 
 
 def measure_floor(job: Job) -> dict[str, Any]:
@@ -56,10 +55,10 @@ def measure_floor(job: Job) -> dict[str, Any]:
     from cbatch.cli.bench.roofline import ROWS_PER_STEP, ModelCost, floor_of, measure_rates
     from cbatch.cli.bench.work import Work as BenchWork
 
-    engine = make_engine(job)
-    rates = measure_rates(engine.device, engine.model.dtype)
     work = BenchWork(job.work.prompts, job.work.lengths, "")
-    parts = floor_of(work, ModelCost.of(engine), rates)
+    with make_engine(job) as engine:
+        rates = measure_rates(engine.device, engine.model.dtype)
+        parts = floor_of(work, ModelCost.of(engine), rates)
     return asdict(rates) | asdict(parts) | {"seconds": parts.seconds, "rows_per_step": ROWS_PER_STEP}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 from dataclasses import replace
@@ -161,16 +160,13 @@ def _compare(strategies: dict[str, Strategy], options: dict[str, Any], tell: Tel
     from cbatch.cli.bench.show import about, show_comparison
     from cbatch.cli.bench.strategies import Ground
 
-    engine = _open(options)
-    data = about(engine)
-    work = _work(options, engine)
-    device = Device.of(engine)
-    # The same cache for all, however many seats they have.
-    config = replace(engine.config, kv_blocks=engine.blocks.num_blocks, kv_cache_memory=None)
-    ground = Ground(engine.loaded, config, work, options["batch_size"])
-    engine.close()
-    del engine  # nobody else holds it: its cache's memory is for those that are measured
-    gc.collect()
+    with _open(options) as engine:
+        data = about(engine)
+        work = _work(options, engine)
+        device = Device.of(engine)
+        # The same cache for all, however many seats they have.
+        config = replace(engine.config, kv_blocks=engine.blocks.num_blocks, kv_cache_memory=None)
+        ground = Ground(engine.loaded, config, work, options["batch_size"])
     found = compare(ground, device, strategies, options["peer"], options["rounds"], tell)
     data["work"] = {
         "source": work.source,
@@ -208,23 +204,24 @@ def _serve(options: dict[str, Any], tell: Tell) -> None:
     from cbatch.cli.bench.show import about, show_load
     from cbatch.cli.bench.users import Level, Scenario, parse_duration
 
-    engine = _open(options)
     inputs, outputs = _lengths(options)
     duration_s = parse_duration(options["duration"])
     level = Level(parse_duration(options["slo_ttft"]), options["slo_tps"])
-    scenario = Scenario(
-        users=options["users"] or 1024,
-        rate=options["rate"],
-        duration_s=min(PROBE_S, duration_s) if options["find_capacity"] else duration_s,
-        think_s=parse_duration(options["think"]),
-        inputs=inputs,
-        outputs=outputs,
-        vocabulary=engine.model.vocab_size,
-        context=engine.scheduler.room.longest,
-        turns=options["turns"],
-        seed=options["seed"],
-    )
-    data = about(engine)
+    with _open(options) as engine:
+        scenario = Scenario(
+            users=options["users"] or 1024,
+            rate=options["rate"],
+            duration_s=min(PROBE_S, duration_s) if options["find_capacity"] else duration_s,
+            think_s=parse_duration(options["think"]),
+            inputs=inputs,
+            outputs=outputs,
+            vocabulary=engine.model.vocab_size,
+            context=engine.scheduler.room.longest,
+            turns=options["turns"],
+            seed=options["seed"],
+        )
+        data = about(engine)
+        data |= serve(engine, scenario, level, search=options["find_capacity"], tell=tell)
     data["work"] = {
         "rate": scenario.rate,
         "duration_s": scenario.duration_s,
@@ -235,7 +232,6 @@ def _serve(options: dict[str, Any], tell: Tell) -> None:
         "slo_ttft_s": level.ttft_s,
         "slo_tps": level.tps,
     }
-    data |= serve(engine, scenario, level, search=options["find_capacity"], tell=tell)
     if options["json"]:
         emit(json.dumps(data, indent=2))
     else:

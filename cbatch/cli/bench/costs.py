@@ -26,16 +26,23 @@ def prompt_memory(ground: Ground, context: int) -> list[dict[str, Any]]:
     return [_prompt_memory(ground, length, budget) for budget in dict.fromkeys((min(CHUNK, length), length))]
 
 
+def _engine(ground: Ground, context: int, budget: int) -> Engine:
+    """For one row of up to `context` tokens, in a cache that holds no more, so that large steps find room."""
+    blocks = -(-context // ground.config.block_size)
+    config = replace(
+        ground.config, max_seqs=1, max_batch_tokens=budget, kv_blocks=blocks, prefix_cache=False, run_ahead=False
+    )
+    return Engine(config, ground.loaded)
+
+
 def _prompt_memory(ground: Ground, length: int, budget: int) -> dict[str, Any]:
-    config = replace(ground.config, max_seqs=1, max_batch_tokens=budget, prefix_cache=False)
-    engine = Engine(config, ground.loaded)
-    for tensor in (*engine.runner.pool.keys, *engine.runner.pool.values):
-        tensor.zero_()
-    with PeakMemory(engine.device) as memory:
-        start = time.perf_counter()
-        (done,) = engine.generate([[1] * length], SamplingParams(max_tokens=1, ignore_eos=True))
-        elapsed = time.perf_counter() - start
-    engine.close()
+    with _engine(ground, length + 1, budget) as engine:
+        for tensor in (*engine.runner.pool.keys, *engine.runner.pool.values):
+            tensor.zero_()
+        with PeakMemory(engine.device) as memory:
+            start = time.perf_counter()
+            (done,) = engine.generate([[1] * length], SamplingParams(max_tokens=1, ignore_eos=True))
+            elapsed = time.perf_counter() - start
     if done.error is not None:
         raise ConfigError(f"A prompt of {length:,} tokens could not be measured: {done.error}")
     return {"prompt_tokens": length, "tokens_a_step": budget, "peak_bytes": memory.peak_bytes, "elapsed_s": elapsed}
@@ -43,21 +50,19 @@ def _prompt_memory(ground: Ground, length: int, budget: int) -> dict[str, Any]:
 
 def token_costs(ground: Ground, context: int, clock: Callable[[], float] = time.perf_counter) -> list[dict[str, Any]]:
     """Seconds that the next token takes after texts of growing length, with their keys and values kept and without."""
-    config = replace(ground.config, max_seqs=1, max_batch_tokens=context, prefix_cache=False, run_ahead=False)
-    engine = Engine(config, ground.loaded)
     found = []
     length = SHORTEST
-    while length + REPEATS + 1 <= context:
-        engine.add([1] * length, SamplingParams(max_tokens=REPEATS + 1, ignore_eos=True))
-        times = []
-        while engine.has_work:
-            start = clock()
-            engine.step()
-            engine.synchronize()
-            times.append(clock() - start)
-        found.append(
-            {"context_tokens": length, "without_cache_s": times[0], "with_cache_s": sorted(times[1:])[REPEATS // 2]}
-        )
-        length *= 2
-    engine.close()
+    with _engine(ground, context, context) as engine:
+        while length + REPEATS + 1 <= context:
+            engine.add([1] * length, SamplingParams(max_tokens=REPEATS + 1, ignore_eos=True))
+            times = []
+            while engine.has_work:
+                start = clock()
+                engine.step()
+                engine.synchronize()
+                times.append(clock() - start)
+            found.append(
+                {"context_tokens": length, "without_cache_s": times[0], "with_cache_s": sorted(times[1:])[REPEATS // 2]}
+            )
+            length *= 2
     return found

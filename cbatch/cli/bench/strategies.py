@@ -154,13 +154,12 @@ class Ground:
             budget = seats * self.work.longest_prompt
         # Each step is timed by itself, so none may begin before the one before has ended.
         config = replace(self.config, max_seqs=seats, max_batch_tokens=budget, prefix_cache=False, run_ahead=False)
-        engine = Engine(config, self.loaded)
-        with PeakMemory(engine.device) as memory:
-            recorder = Recorder(engine, self.work.lengths, self.slots)
-            strategy.run(recorder, self.work, self.slots)
-            trace = recorder.finish()
-        trace.peak_bytes = memory.peak_bytes
-        engine.close()
+        with Engine(config, self.loaded) as engine:
+            with PeakMemory(engine.device) as memory:
+                recorder = Recorder(engine, self.work.lengths, self.slots)
+                strategy.run(recorder, self.work, self.slots)
+                trace = recorder.finish()
+            trace.peak_bytes = memory.peak_bytes
         return trace
 
 

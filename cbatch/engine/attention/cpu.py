@@ -43,6 +43,7 @@ class CpuAttention:
     """Compiled kernels over panels of keys and values (`cpu/attention.py`)."""
 
     name = "cpu"
+    copies_past = False
 
     def __init__(self) -> None:
         self._team = shared_team(num_threads())

@@ -16,9 +16,12 @@ class AttentionBackend(Protocol):
 
     `prepare` runs once a step; what it returns is handed to `write` and `attend` once for every layer. How a block
     lies in memory is the backend's own affair.
+
+    copies_past: whether it gathers what a slice looks back at, and so takes more memory behind a longer text
     """
 
     name: str
+    copies_past: bool
 
     def block_shapes(self, layer: LayerShape, block_size: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
         """Shapes of the keys and of the values of one block."""

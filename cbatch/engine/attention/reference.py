@@ -34,6 +34,7 @@ class ReferenceAttention:
     """One sequence at a time: gather its keys and values, then attend. A block is [block_size, heads, dim]."""
 
     name = "reference"
+    copies_past = True
 
     def block_shapes(self, layer: LayerShape, block_size: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
         return (block_size, layer.heads, layer.key_dim), (block_size, layer.heads, layer.value_dim)

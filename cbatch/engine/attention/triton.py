@@ -28,6 +28,7 @@ class TritonAttention:
     """
 
     name = "triton"
+    copies_past = False
 
     def __init__(
         self,

@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cbatch.engine.dtypes import choose_dtype
-from cbatch.engine.errors import ConfigError
+from cbatch.engine.errors import ConfigError, ModelError
+from cbatch.engine.memory import is_shortage
 from cbatch.engine.models.family import Unfit, read_family
 
 if TYPE_CHECKING:
@@ -51,15 +52,22 @@ def load_decoder(
 ) -> Decoder | GpuDecoder | None:
     """The model on the fast path; None where it has none, and where anything about its files is unusual.
 
-    Then the other path loads it, or says what is wrong. For `quantize` see `Decoder`.
+    Then the other path loads it, or says what is wrong. For `quantize` see `Decoder`. Raises ModelError where memory
+    does not suffice, for the other path takes no less.
     """
     try:
         return _load(source, revision, device, dtype, quantize)
+    except (RuntimeError, MemoryError) as error:
+        if not is_shortage(error):
+            raise
+        trouble = str(error).partition(". ")[0].rstrip(".")
     except (Unfit, ImportError, OSError, SafetensorError) as error:
         if quantize:
             raise ConfigError(f"{source} cannot be quantized to int8: {error}.") from error
         _log.info("%s goes without the fast path: %s.", source, error)
         return None
+    # Here nothing holds the weights any more that were loaded.
+    raise ModelError(f"Cannot load {source}: its weights do not fit into the memory of {device} ({trouble}).")
 
 
 def _load(source: str, revision: str | None, device: torch.device, dtype: str, quantize: bool) -> Decoder | GpuDecoder:
