@@ -78,7 +78,8 @@ class Loop:
 
     def cancel(self, request: Request) -> None:
         """Takes a request out; no event of it is returned any more."""
-        self.scheduler.cancel(request)
+        if not request.has_ended:  # it may have, in a step that was taken in before something was raised
+            self.scheduler.cancel(request)
         self._events = [event for event in self._events if event.request_id != request.id]
 
     def close(self) -> None:
