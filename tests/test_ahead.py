@@ -218,6 +218,13 @@ def test_a_cancelled_request_gets_no_event_that_was_kept(length: int, monkeypatc
     assert {event.request_id for event in events} == {second} and len(events) == 4
 
 
+def test_kept_events_are_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the last event of a request that has ended, when nobody else is left who wants a step."""
+    engine, (first, second) = keep_events(monkeypatch, 1, 4)
+    engine.cancel(second)
+    assert [event.request_id for events in steps(engine) for event in events] == [first]
+
+
 def test_the_model_is_started_before_the_last_step_is_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the overlap: while a step's tokens are waited for, the device has the next; none is for nothing."""
     engine = make_engine(make_network("llama"), run_ahead=True)

@@ -83,7 +83,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self._loop.has_work
 
     @property
     def kv_bytes_per_token(self) -> int:

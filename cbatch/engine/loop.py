@@ -53,6 +53,11 @@ class Loop:
         self._tables = BlockTables()
         self._masks = MaskFiller()
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would advance a request, or return events."""
+        return self.scheduler.has_work or bool(self._events)
+
     def step(self) -> list[TokenEvent]:
         """Advances every scheduled request, and returns an event for each new token.
 
