@@ -77,6 +77,9 @@ class Driver:
         self.num_tokens = 0
         self._is_shrunk = False
         self._calm_steps, self._patience = 0, self.CALM_STEPS
+        self._failures = self._shortages = 0
+        self._failed_at = -1
+        """Steps that had been taken in when the last one failed."""
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}
         self._thread = threading.Thread(target=self._run, name="cbatch-engine", daemon=True)
@@ -132,8 +135,7 @@ class Driver:
             self._trace.finish()
 
     def _step(self) -> list[TokenEvent]:
-        """A step of the engine, which commits nothing where it raises, and so may be tried again."""
-        failures = shortages = 0
+        """A step of the engine, which loses nothing where it raises, and so may be tried again."""
         while True:
             try:
                 with self._trace.step() if self._trace is not None else nullcontext():
@@ -141,7 +143,8 @@ class Driver:
             except Exception as error:
                 self.last_trouble = f"{type(error).__name__}: {error}"
                 is_shortage = isinstance(error, torch.OutOfMemoryError)
-                if not is_shortage and failures == self.MAX_RETRIES:
+                self._begin_count()
+                if not is_shortage and self._failures == self.MAX_RETRIES:
                     raise
             else:
                 self._after_calm_step()
@@ -149,13 +152,19 @@ class Driver:
             # Only here, where the exception no longer holds the tensors of the step, can their memory be freed.
             self.num_retries += 1
             if is_shortage:
-                shortages += 1
+                self._shortages += 1
                 self.engine.free_memory()
-                if shortages > 1 and self._shrink():  # the first may have been somebody else's moment
+                if self._shortages > 1 and self._shrink():  # the first may have been somebody else's moment
                     continue
-            failures += 1
-            if failures > self.MAX_RETRIES:
+            self._failures += 1
+            if self._failures > self.MAX_RETRIES:
                 raise EngineError(f"the device's memory does not suffice for one token ({self.last_trouble})")
+
+    def _begin_count(self) -> None:
+        """Forgets earlier failures where a step was taken in since. That one could be begun says too little."""
+        if self.engine.num_steps > self._failed_at:
+            self._failures = self._shortages = 0
+        self._failed_at = self.engine.num_steps
 
     def _shrink(self) -> bool:
         if not self.engine.shrink():
