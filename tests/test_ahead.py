@@ -195,19 +195,34 @@ def test_steps_that_fail_lose_nothing(where: str, settings: dict[str, Any], monk
     assert found == expected() and failures > 5 and engine.blocks.num_used == 0
 
 
-def test_a_cancelled_request_gets_no_event_that_was_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards callers from events of what they have dropped, where a step failed after the one before was taken in."""
+def keep_events(monkeypatch: pytest.MonkeyPatch, *lengths: int) -> tuple[Engine, list[int]]:
+    """An engine with a request of each length, which keeps the events of the first step, for the next one failed."""
     engine = make_engine(make_network("llama"), run_ahead=True)
-    first, second = (engine.add(prompt, SamplingParams(max_tokens=4)) for prompt in make_prompts([5, 6]))
+    asked = zip(make_prompts([5, 6]), lengths, strict=True)
+    ids = [engine.add(prompt, SamplingParams(max_tokens=length)) for prompt, length in asked]
     assert engine.step() == []
     with monkeypatch.context() as patched:
         patched.setattr(Evaluation, "__init__", every(2, lambda *_: None))
         Evaluation.__init__(None)  # type: ignore[arg-type,misc]
         with pytest.raises(Hiccup):
             engine.step()
+    return engine, ids
+
+
+@pytest.mark.parametrize("length", [4, 1])
+def test_a_cancelled_request_gets_no_event_that_was_kept(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards callers from events of what they have dropped, also where the last one is kept of a request that ended."""
+    engine, (first, second) = keep_events(monkeypatch, length, 4)
     engine.cancel(first)
     events = [event for events in steps(engine) for event in events]
     assert {event.request_id for event in events} == {second} and len(events) == 4
+
+
+def test_kept_events_are_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the last event of a request that has ended, when nobody else is left who wants a step."""
+    engine, (first, second) = keep_events(monkeypatch, 1, 4)
+    engine.cancel(second)
+    assert [event.request_id for events in steps(engine) for event in events] == [first]
 
 
 def test_the_model_is_started_before_the_last_step_is_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import torch
 from cbatch.engine.driver import Driver
 from cbatch.engine.params import SamplingParams
 from cbatch.engine.request import TokenEvent
+from cbatch.engine.results import Evaluation
 from tests.tiny import make_engine, make_network, make_prompts, no_collector
 
 
@@ -111,6 +112,21 @@ def test_a_step_that_keeps_failing_ends_every_request(driver: Driver) -> None:
     assert str(driver.failure) == "device lost"
     (late,) = until_end(collect(driver, [3]))
     assert late.error is not None and "device lost" in str(late.error)
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_a_step_that_can_never_be_taken_in_ends_every_request(run_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against trying for ever: where the engine runs ahead, a step can be begun after each that failed."""
+
+    def get(evaluation: Evaluation) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(Evaluation, "get", get)
+    driver = Driver(make_engine(make_network("llama"), run_ahead=run_ahead))
+    (event,) = until_end(collect(driver, [1, 2]))
+    assert event.error is not None and str(driver.failure) == "device lost"
+    assert driver.num_retries == Driver.MAX_RETRIES
+    driver.close()
 
 
 def test_memory_that_does_not_suffice_makes_the_batch_smaller(driver: Driver) -> None:

@@ -45,6 +45,16 @@ class Load:
     cache_used: float
 
 
+@dataclass(slots=True)
+class _Tries:
+    """What failed since a step was taken in last; num_steps: how many were, then. futile: in vain also when smaller."""
+
+    num_steps: int = -1
+    failures: int = 0
+    shortages: int = 0
+    futile: int = 0
+
+
 class Driver:
     """Runs `engine.step()` for as long as there is work. Submissions and cancellations come through an inbox.
 
@@ -76,6 +86,7 @@ class Driver:
         self.num_tokens = 0
         self._is_shrunk = False
         self._calm_steps, self._patience = 0, self.CALM_STEPS
+        self._tries = _Tries()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}
         self._thread = threading.Thread(target=self._run, name="cbatch-engine", daemon=True)
@@ -135,8 +146,7 @@ class Driver:
             self._trace.finish()
 
     def _step(self) -> list[TokenEvent]:
-        """A step of the engine, which commits nothing where it raises, and so may be tried again."""
-        failures = shortages = futile = 0
+        """A step of the engine, which loses nothing where it raises, and so may be tried again."""
         while True:
             try:
                 with self._trace.step() if self._trace is not None else nullcontext():
@@ -144,7 +154,8 @@ class Driver:
             except Exception as error:
                 self.last_trouble = f"{type(error).__name__}: {error}"
                 is_memory = is_shortage(error)
-                if not is_memory and failures == self.MAX_RETRIES:
+                tried = self._tries_since(self.engine.num_steps)
+                if not is_memory and tried.failures == self.MAX_RETRIES:
                     raise
             else:
                 self._after_calm_step()
@@ -152,14 +163,20 @@ class Driver:
             # Only here, where the exception no longer holds the tensors of the step, can their memory be freed.
             self.num_retries += 1
             if not is_memory:
-                failures += 1
+                tried.failures += 1
                 continue
-            shortages += 1
+            tried.shortages += 1
             self.engine.free_memory()
-            if shortages > 1 and not self._shrink():  # the first may have been somebody else's moment
-                futile += 1
-                if futile > self.MAX_RETRIES:
+            if tried.shortages > 1 and not self._shrink():  # the first may have been somebody else's moment
+                tried.futile += 1
+                if tried.futile > self.MAX_RETRIES:
                     raise EngineError(f"the device's memory does not suffice for one token ({self.last_trouble})")
+
+    def _tries_since(self, num_steps: int) -> _Tries:
+        """Counted anew where a step was taken in since the last failure: that one could be begun says too little."""
+        if self._tries.num_steps != num_steps:
+            self._tries = _Tries(num_steps)
+        return self._tries
 
     def _shrink(self) -> bool:
         if not self.engine.shrink():

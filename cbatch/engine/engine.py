@@ -86,7 +86,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self._loop.has_work
 
     @property
     def kv_bytes_per_token(self) -> int:

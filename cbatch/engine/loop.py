@@ -53,6 +53,11 @@ class Loop:
         self._tables = BlockTables()
         self._masks = MaskFiller()
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would advance a request, or return events."""
+        return self.scheduler.has_work or bool(self._events)
+
     def step(self) -> list[TokenEvent]:
         """Advances every scheduled request, and returns an event for each new token.
 
@@ -78,7 +83,8 @@ class Loop:
 
     def cancel(self, request: Request) -> None:
         """Takes a request out; no event of it is returned any more."""
-        self.scheduler.cancel(request)
+        if not request.has_ended:  # it may have, in a step that was taken in before something was raised
+            self.scheduler.cancel(request)
         self._events = [event for event in self._events if event.request_id != request.id]
 
     def close(self) -> None:
