@@ -143,7 +143,7 @@ def test_other_errors_of_the_trial_are_not_hidden(monkeypatch: pytest.MonkeyPatc
     def broken(*_: Any) -> Any:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(sizing, "evaluate", broken)
+    monkeypatch.setattr(sizing, "Evaluation", broken)
     with pytest.raises(RuntimeError, match="no such kernel"):
         choose()
 
@@ -154,8 +154,8 @@ def test_the_largest_steps_are_tried(gpu: Gpu) -> None:
     gpu.steps, seen = [], gpu.steps[-3:]
     few, many, decode = ([stop - start for start, stop in zip(one.starts, one.stops, strict=True)] for one in seen)
     assert few == [64] and many == [11, 11, 11, 11, 10, 10] and decode == [1] * 6
-    assert seen[0].stops == [160], "attention that copies the past is tried at the end of the context"
-    assert seen[2].stops == [160] * 6 and [len(one.logit_rows) for one in seen] == [1, 6, 6]
+    assert seen[0].stops == (160,), "attention that copies the past is tried at the end of the context"
+    assert seen[2].stops == (160,) * 6 and [len(one.logit_rows) for one in seen] == [1, 6, 6]
     assert engine.blocks.num_blocks == 6 * 40, "no more than every seat can use"
 
 
@@ -178,19 +178,19 @@ def test_long_budgets_are_tried_in_several_rows() -> None:
 
 def test_every_row_of_the_trial_asks_for_everything(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the memory of sampling: logits of all seats through forms, penalties, filters and log-probabilities."""
-    evaluate, results = sizing.evaluate, []
+    evaluation, seen = sizing.Evaluation, []
 
     def watch(*arguments: Any) -> Any:
-        results.append((arguments, evaluate(*arguments)))
-        return results[-1][1]
+        seen.append((arguments, evaluation(*arguments)))
+        return seen[-1][1]
 
-    monkeypatch.setattr(sizing, "evaluate", watch)
+    monkeypatch.setattr(sizing, "Evaluation", watch)
     make()
-    (plan, logits, _, masks), result = results[1]
+    (plan, logits, _, masks), done = seen[1]
     assert logits.shape == masks.allowed.shape == (6, VOCABULARY)
-    params = plan.to_sample[0].params
+    params = plan.to_sample[0].request.params
     assert not params.greedy and params.top_k and params.top_p < 1 and params.min_p and params.presence_penalty
-    assert all(sample.error is None and len(sample.logprobs.top) == 20 for sample in result.samples)
+    assert all(sample.error is None and len(sample.logprobs.top) == 20 for sample in done.get().samples)
 
 
 def test_what_lay_in_memory_before_is_not_computed_with(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,15 +202,15 @@ def test_what_lay_in_memory_before_is_not_computed_with(gpu: Gpu, monkeypatch: p
             for layer in (*self.keys, *self.values):
                 layer.fill_(torch.nan)
 
-    evaluate, errors = sizing.evaluate, []
+    evaluation, errors = sizing.Evaluation, []
 
     def watch(*arguments: Any) -> Any:
-        result = evaluate(*arguments)
-        errors.extend(sample.error for sample in result.samples)
-        return result
+        done = evaluation(*arguments)
+        errors.extend(sample.error for sample in done.get().samples)
+        return done
 
     monkeypatch.setattr("cbatch.engine.runner.KVPool", Dirty)
-    monkeypatch.setattr(sizing, "evaluate", watch)
+    monkeypatch.setattr(sizing, "Evaluation", watch)
     make(max_batch_tokens=2)
     assert len(errors) == 5 and not any(errors)
 
