@@ -69,12 +69,39 @@ def check_plan(scheduler: Scheduler, plan: StepPlan, before: Moment) -> None:
     first = before.first
     if first is not None and not any(age(request) < age(first) for request in admitted & before.excused):
         demand(first in planned, "the oldest of the highest priority does not advance")
-    if plan.num_tokens < scheduler.max_batch_tokens:
+    is_spent = _check_prompt_limit(scheduler, plan, before)
+    if plan.num_tokens < scheduler.max_batch_tokens and not is_spent:
         whole = {slice_.request for slice_ in plan.slices if slice_.is_last}
         demand(whole == set(scheduler.running), "budget is left, and somebody did not get all he wants")
+    _check_oldest_prompts(plan, before)
     for request in before.decoding:
         if request.is_running and request not in planned:
             _check_passed_over(scheduler, plan, request)
+
+
+def _check_prompt_limit(scheduler: Scheduler, plan: StepPlan, before: Moment) -> bool:
+    """Whether prompts have all that the limit allows; it holds for those no more urgent than a row that decodes."""
+    limit, decoding = scheduler.prompt_limit, set(before.decoding)
+    rows = [slice_.request.priority for slice_ in plan.slices if slice_.request in decoding]
+    prompts = [slice_ for slice_ in plan.slices if slice_.request not in decoding]
+    if limit is None or not rows:
+        return False
+    total = sum(slice_.num_tokens for slice_ in prompts)
+    limited = any(slice_.request.priority >= min(rows) for slice_ in prompts)
+    demand(not limited or total <= limit, f"{total} tokens of prompts beside rows that decode, {limit} are allowed")
+    return total >= limit
+
+
+def _check_oldest_prompts(plan: StepPlan, before: Moment) -> None:
+    """The oldest prompt of a priority gets all it wants, or as much as all younger ones together, of those that ran."""
+    prompts = before.running.difference(before.decoding)
+    counts = {slice_.request: slice_.num_tokens for slice_ in plan.slices if slice_.request not in before.decoding}
+    whole = {slice_.request for slice_ in plan.slices if slice_.is_last}
+    for oldest in prompts & counts.keys() - whole:
+        rivals = [r for r in {*prompts, *counts} if r.priority == oldest.priority]
+        if not any(r.id < oldest.id and r in prompts for r in rivals):
+            younger = sum(counts.get(r, 0) for r in rivals if r.id > oldest.id)
+            demand(counts[oldest] >= younger, f"prompt {oldest.id} got {counts[oldest]} tokens, younger ones {younger}")
 
 
 def _check_passed_over(scheduler: Scheduler, plan: StepPlan, request: Request) -> None:

@@ -11,6 +11,7 @@ import torch
 from cbatch.engine.config import EngineConfig
 from cbatch.engine.engine import Engine
 from cbatch.engine.errors import RequestError
+from cbatch.engine.pace import LEAST, Pace
 from cbatch.engine.params import SamplingParams
 from tests.tiny import VOCABULARY, loaded, make_engine, make_network, make_prompts
 
@@ -241,3 +242,24 @@ def test_parameters_out_of_range_are_named(name: str, value: Any) -> None:
     with pytest.raises(RequestError, match=f"^{name} must be") as caught:
         SamplingParams(**{name: value})
     assert caught.value.code == "invalid_row"
+
+
+def test_a_target_for_steps_paces_prompts_and_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards --target-step-ms end to end: what steps held and took is learnt, limits are kept, outputs stay."""
+    seen: list[tuple[int, int, float]] = []
+    observe = Pace.observe
+
+    def watch(self: Pace, decode_rows: int, prompt_tokens: int, seconds: float) -> int | None:
+        seen.append((decode_rows, prompt_tokens, seconds))
+        return observe(self, decode_rows, prompt_tokens, seconds)
+
+    monkeypatch.setattr(Pace, "observe", watch)
+    prompts, lengths = make_prompts([5, 40, 23]), [30, 4, 4]
+    params = [SamplingParams(max_tokens=length) for length in lengths]
+    expected = make_engine(network(), max_batch_tokens=16).generate(prompts, params)
+    assert not seen, "without a target nothing is measured"
+    paced = make_engine(network(), max_batch_tokens=16, target_step_ms=1e-6)
+    done = paced.generate(prompts, params)
+    assert [one.token_ids for one in done] == [one.token_ids for one in expected]
+    mixed = [tokens for rows, tokens, _ in seen if rows and tokens]
+    assert len(mixed) > 10 and set(mixed[:-1]) == {LEAST["cpu"]} and all(seconds > 0 for _, _, seconds in seen)

@@ -24,6 +24,7 @@ LAYERS = [
     ["engine.request", "engine.fingerprint", "engine.forecast"],
     ["engine.blocks", "engine.plan", "engine.completion"],
     ["engine.admission"],
+    ["engine.shares", "engine.pace"],
     ["engine.scheduler"],
     ["engine.cpu.memory", "engine.transfer", "engine.memory"],
     ["engine.batch", "engine.kv_pool"],

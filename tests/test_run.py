@@ -327,6 +327,8 @@ def test_refusals_are_sentences(
         "no sampling parameter 'topp'": [str(source), "--param", "topp=1"],
         "not valid JSON": [str(source), "--param", "top_p=x"],
         f"--stats {source} is the input;": [str(source), "--stats", str(source)],
+        "nor auto or none": [str(source), "--target-step-ms", "0"],
+        "is the input or the output": [str(source), "--stats", str(source)],
         "Cannot write no/such": [str(source), "--stats", "no/such/file"],
     }
     for message, arguments in cases.items():

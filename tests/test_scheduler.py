@@ -167,6 +167,107 @@ def test_urgent_rows_all_enter_at_once() -> None:
     assert step(scheduler) == {3: 2, 4: 2, 0: 1}
 
 
+def test_urgent_prompts_go_before_rows_of_a_batch_in_the_budget() -> None:
+    """Guards the first token of a chat beside a batch: its prompt takes all of a step, also where a limit is set."""
+    for limit in (None, 2):
+        scheduler = make_scheduler(blocks=32, budget=8)
+        scheduler.prompt_limit = limit
+        add(scheduler, *(make_request(n, 2, 20, priority=5) for n in range(2)))
+        step(scheduler)
+        add(scheduler, make_request(2, 18, 20, priority=1), make_request(3, 9, 1, priority=5))
+        assert [step(scheduler) for _ in range(2)] == [{2: 8}, {2: 8}], f"limit {limit}"
+        assert step(scheduler) == ({2: 2, 0: 1, 1: 1, 3: 4} if limit is None else {2: 2, 0: 1, 1: 1})
+
+
+def test_an_urgent_prompt_takes_the_blocks_of_a_batch() -> None:
+    """Guards that interactive rows do not wait for memory that a batch holds."""
+    scheduler = make_scheduler(blocks=8, budget=64)
+    add(scheduler, make_request(0, 12, 8, priority=5), make_request(1, 12, 8, priority=5))
+    assert step(scheduler) == {0: 12, 1: 12}
+    add(scheduler, make_request(2, 12, 4, priority=1))
+    assert step(scheduler) == {2: 12, 0: 1}
+
+
+def test_prompts_keep_to_their_limit_beside_rows_that_decode() -> None:
+    """Guards the time of a step: all prompts share the limit, and it ends with the rows that decode."""
+    scheduler = make_scheduler(blocks=40, budget=32, seqs=8)
+    scheduler.prompt_limit = 5
+    add(scheduler, *(make_request(n, 2, 4) for n in range(3)))
+    assert step(scheduler) == {0: 2, 1: 2, 2: 2}
+    add(scheduler, make_request(3, 40, 1), make_request(4, 40, 1))
+    assert step(scheduler) == {0: 1, 1: 1, 2: 1, 3: 5}
+    assert step(scheduler) == {0: 1, 1: 1, 2: 1, 3: 3, 4: 2}
+    assert scheduler.held_back == {"seats": 0, "cache": 0, "budget": 0, "target": 1}
+    assert step(scheduler) == {0: 1, 1: 1, 2: 1, 3: 5}, "of two that are long, the one that is done sooner"
+    assert step(scheduler) == {3: 27, 4: 5}
+
+
+def test_a_limit_of_0_lets_rows_decode_alone() -> None:
+    """Guards the step that measures what a step without prompts takes, and prompts where nothing decodes."""
+    scheduler = make_scheduler(blocks=40)
+    scheduler.prompt_limit = 0
+    add(scheduler, make_request(0, 4, 3))
+    assert step(scheduler) == {0: 4}
+    add(scheduler, make_request(1, 40, 1))
+    assert [step(scheduler) for _ in range(3)] == [{0: 1}, {0: 1}, {1: 16}]
+
+
+def steps_to_finish(scheduler: Scheduler, request: Request) -> int:
+    """Steps until the request is done."""
+    count = 0
+    while request.num_generated < request.max_new_tokens:
+        step(scheduler)
+        count += 1
+    return count
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    """Guards the first token of short prompts: they enter at once and get half of each step until they are done."""
+    scheduler = make_scheduler(blocks=400, budget=16, seqs=8)
+    long, second, short = make_request(0, 800, 1), make_request(1, 400, 1), make_request(2, 20, 1)
+    add(scheduler, long)
+    step(scheduler)
+    add(scheduler, second, short)
+    assert step(scheduler) == {0: 8, 1: 8}
+    assert step(scheduler) == {0: 8, 2: 8}
+    assert steps_to_finish(scheduler, short) == 2
+    assert short.num_prompt == 20 and long.num_computed == 48
+
+
+def test_a_long_prompt_advances_by_half_of_each_step() -> None:
+    """Guards long prompts against starving, however many short ones come behind them."""
+    scheduler = make_scheduler(blocks=400, budget=17, seqs=8)
+    scheduler.prompt_limit = 8
+    add(scheduler, make_request(0, 2, 400), make_request(1, 400, 1))
+    step(scheduler)
+    start = scheduler.running[1].num_computed
+    for number in range(2, 50):
+        add(scheduler, make_request(number, 30, 1))
+        assert step(scheduler)[1] == 4
+    assert scheduler.running[1].num_computed == start + 48 * 4
+
+
+def test_a_prompt_that_a_step_can_finish_is_finished() -> None:
+    """Guards rows of a batch, alike in length, against sharing every step so that all of them are late."""
+    scheduler = make_scheduler(blocks=40, budget=16)
+    add(scheduler, *(make_request(n, 12, 1) for n in range(4)))
+    assert [step(scheduler) for _ in range(3)] == [{0: 12, 1: 4}, {1: 8, 2: 8}, {2: 4, 3: 12}]
+
+
+def test_what_is_left_of_a_prompt_decides_not_its_length() -> None:
+    """Guards a long conversation whose history is in the prefix cache: its turn is short."""
+    scheduler = Scheduler(BlockPool(200, 4), 4, 16, 1000)
+    history = list(range(200))
+    turn = Request(0, list(history), SamplingParams(max_tokens=1), max_new_tokens=1)
+    add(scheduler, turn)
+    steps_to_finish(scheduler, turn)
+    add(scheduler, make_request(1, 120, 1))
+    step(scheduler)
+    again = Request(2, [*history, 7, 7, 7, 7], SamplingParams(max_tokens=1), max_new_tokens=1)
+    add(scheduler, again)
+    assert step(scheduler) == {2: 4, 1: 12}
+
+
 def test_an_equal_priority_preempts_nobody() -> None:
     """Guards against two rows that throw each other out for ever."""
     scheduler = make_scheduler(seqs=1, blocks=16)

@@ -15,6 +15,7 @@ from cbatch.engine.blocks import BlockPool
 from cbatch.engine.plan import StepPlan
 from cbatch.engine.request import Request
 from cbatch.engine.scheduler import Scheduler
+from cbatch.engine.shares import PromptShares
 from tests.rules import Violation
 from tests.wander import Wanderer
 from tests.world import Shape, World
@@ -99,6 +100,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if grow:
             self.grow()
 
+    @rule(limit=st.sampled_from([None, 1, 2, 5]))
+    def limit_prompts(self, limit: int | None) -> None:
+        self.world.limit_prompts(limit)
+
     @rule()
     def grow(self) -> None:
         while not self.world.grow():
@@ -145,7 +150,7 @@ def wander(worlds: int) -> Counter[str]:
 def test_random_walk_meets_everything() -> None:
     """Guards the soak: in its worlds all happens that is to be survived, and is survived."""
     counts = wander(25)
-    names = "failed steps,shrinks,NaN rows,cancelled running,cancelled waiting,shared blocks,preemptions"
+    names = "failed steps,shrinks,limits,NaN rows,cancelled running,cancelled waiting,shared blocks,preemptions"
     assert all(counts[name] >= 10 for name in [*names.split(","), "finished by stop", "finished by length"]), counts
 
 
@@ -227,6 +232,15 @@ def commit_and_offer_nan(self: Scheduler, plan: StepPlan, results: Iterable[Any]
     return events
 
 
+def take_and_forget(self: PromptShares, request: Request, count: int) -> None:
+    """Takes nothing off the limit."""
+
+
+def allow_everything(self: PromptShares, request: Request, budget: int) -> int:
+    """Leaves nothing to the oldest prompt."""
+    return budget if self._left is None or not self.is_limited else min(self._left, budget)
+
+
 publish, abandon, commit = BlockPool.publish, Scheduler.abandon, Scheduler.commit
 FAULTS: list[tuple[type, str, Any, str]] = [
     (BlockPool, "free", free_too_early, "free and held blocks"),
@@ -234,11 +248,13 @@ FAULTS: list[tuple[type, str, Any, str]] = [
     (BlockPool, "match", match_hashes, "hold something else|not its own"),
     (Scheduler, "abandon", abandon_and_leave_published, "hold something else|not its own"),
     (Scheduler, "commit", commit_and_stay, "two owners|bound of steps|does not fit"),
-    (Scheduler, "commit", commit_what_ended, "not an event a token|two places"),
+    (Scheduler, "commit", commit_what_ended, "not an event a token|two places|not in list"),
     (Scheduler, "commit", commit_and_overlook_what_it_lost, "NaN"),
     (Scheduler, "abandon", abandon_and_count_on_it, "count on other tokens"),
     (Request, "needs_no_step", property(plan_a_token_too_many), "too many is coming"),
     (Scheduler, "commit", commit_and_offer_nan, "NaN"),
+    (PromptShares, "take", take_and_forget, "tokens of prompts"),
+    (PromptShares, "allow", allow_everything, "does not advance|younger ones"),
 ]
 
 
@@ -253,5 +269,5 @@ def test_planted_faults_are_seen(
     """Guards the machine itself: it sees these faults, and without the scheduler's own check of its books."""
     monkeypatch.setattr(owner, method, fault)
     monkeypatch.setattr(Scheduler, "check_integrity", lambda self: None)
-    with pytest.raises(Violation, match=message):
+    with pytest.raises((Violation, ValueError), match=message):
         wander(100)

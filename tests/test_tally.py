@@ -67,6 +67,7 @@ def test_time_left_is_estimated_from_tokens(monkeypatch: pytest.MonkeyPatch) -> 
         ({"held_back": {"seats": 90, "cache": 1}}, 0.0, "all 8 seats (--max-seqs) were taken in 90% of the steps"),
         ({"held_back": {"cache": 50}}, 0.0, "the KV cache, which was full (3 preemptions"),
         ({"held_back": {"budget": 50}}, 0.0, "(--max-batch-tokens 64) while prompts waited in 50%"),
+        ({"held_back": {"target": 40}}, 0.0, "(--target-step-ms), which made prompts wait in 40% of the steps"),
     ],
 )
 def test_what_limited_a_run(state: dict[str, Any], waited: float, expected: str) -> None:

@@ -18,6 +18,7 @@ ACTIONS = {
     "nan": 2,
     "shrink": 1,
     "grow": 15,
+    "limit": 4,
 }
 """How often each of them is drawn."""
 MOST_LIVE = 20
@@ -73,6 +74,8 @@ class Wanderer:
             world.shrink(draw(1, world.scheduler.max_batch_tokens + 1))
         elif name == "grow":
             world.grow()
+        elif name == "limit":
+            world.limit_prompts(self._random.choice((None, 1, 2, 3, 8)))
         elif len(world.rows) < MOST_LIVE:
             self._add(name)
 

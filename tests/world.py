@@ -175,6 +175,11 @@ class World:
         self.check()
         return done
 
+    def limit_prompts(self, limit: int | None) -> None:
+        """From now on, so many tokens of prompts beside rows that decode."""
+        self.scheduler.prompt_limit = limit
+        self.counts["limits"] += limit is not None
+
     def drain(self) -> None:
         """Steps until all requests are done.
 

@@ -15,7 +15,7 @@ from cbatch.cli.screen import emit, safe
 
 @click.command("info")
 @model_options
-@engine_options
+@engine_options()
 def info(**options: Any) -> Literal[0]:
     """Show versions, devices, the model, and how much its KV cache holds."""
     import torch

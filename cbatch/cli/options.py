@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -61,6 +62,19 @@ def _parse_params(ctx: click.Context, option: click.Parameter, values: tuple[str
     return params
 
 
+def _parse_target(ctx: click.Context, option: click.Parameter, value: str) -> float | str | None:
+    """Milliseconds, or `auto`, or None for `none`."""
+    if value in ("auto", "none"):
+        return None if value == "none" else value
+    try:
+        milliseconds = float(value)
+    except ValueError:
+        milliseconds = math.nan
+    if not 0 < milliseconds < math.inf:
+        raise click.BadParameter(f"{value!r} is no number of milliseconds above 0, nor auto or none.", ctx, option)
+    return milliseconds
+
+
 model_options = _apply(
     [
         click.option(
@@ -83,8 +97,13 @@ model_options = _apply(
     ]
 )
 
-engine_options = _apply(
-    [
+
+def engine_options(target_step_ms: str = "none") -> Callable[[Command], Command]:
+    """The options of an engine.
+
+    target_step_ms: what the command takes where none is given
+    """
+    options = [
         click.option("--max-seqs", type=click.IntRange(1), help="Most rows that run at once."),
         click.option("--max-batch-tokens", type=click.IntRange(1), help="Token budget of one step."),
         click.option("--block-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens in a block."),
@@ -101,10 +120,19 @@ engine_options = _apply(
             help="Start a step before the one before is taken in [on a GPU on, else off].",
         ),
         click.option("--quantize", metavar="int8", help="Keep weights in a byte each (models like Llama, on the CPU)."),
+        click.option(
+            "--target-step-ms",
+            default=target_step_ms,
+            callback=_parse_target,
+            show_default=True,
+            metavar="MS|auto|none",
+            help="Most time between tokens while prompts come in.",
+        ),
         click.option("--kv-cache-memory", metavar="SIZE", help="KV cache: 4GiB, or 90% of what is free."),
         click.option("--kv-blocks", type=click.IntRange(1), help="KV cache in blocks, exactly (for tests)."),
     ]
-)
+    return _apply(options)
+
 
 trace_option = click.option(
     "--trace", metavar="FILE", help="Record some steps with torch's profiler, as a Chrome trace for Perfetto."
@@ -142,7 +170,7 @@ sampling_options = _apply(
 
 ENGINE_FIELDS = (
     "model revision device dtype max_seqs max_batch_tokens block_size attention cuda_graphs run_ahead quantize "
-    "kv_cache_memory kv_blocks prefix_cache"
+    "kv_cache_memory kv_blocks prefix_cache target_step_ms"
 ).split()
 SAMPLING_FIELDS = (
     "max_tokens min_tokens temperature top_p top_k min_p stop n logprobs presence_penalty frequency_penalty "

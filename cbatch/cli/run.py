@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 @click.option("--stats", metavar="FILE", help="Write this run's figures as JSON, however it ends.")
 @model_options
 @sampling_options
-@engine_options
+@engine_options()
 @trace_option
 @click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but errors.")
 @click.option("-v", "--verbose", is_flag=True, help="Tell more about the engine, and each error row.")

@@ -191,6 +191,7 @@ def what_limited(engine: Engine, totals: Totals, elapsed_s: float, waited_for_ou
         "seats": f"the model: all {scheduler.max_seqs} seats (--max-seqs) were taken",
         "cache": f"the KV cache, which was full ({totals.preemptions:,} preemptions, --kv-cache-memory)",
         "budget": f"the model: steps were full (--max-batch-tokens {scheduler.max_batch_tokens}) while prompts waited",
+        "target": "the time of a step (--target-step-ms), which made prompts wait",
     }
     return f"{words[reason]} in {count / steps:.0%} of the steps"
 

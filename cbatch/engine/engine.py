@@ -20,6 +20,7 @@ from cbatch.engine.loop import Loop
 from cbatch.engine.memory import give_back
 from cbatch.engine.models.interface import Model
 from cbatch.engine.models.selfcheck import checked_model
+from cbatch.engine.pace import LEAST, Pacer
 from cbatch.engine.params import SamplingParams
 from cbatch.engine.plan import StepPlan
 from cbatch.engine.processors import counts_for
@@ -48,6 +49,7 @@ class Engine(AbstractContextManager["Engine"]):
         check_memory(config.kv_cache_memory)
         fast = has_fast_path(config.attention, device, config.block_size)
         quantize = check_quantize(config.quantize, device, fast=fast)
+        pacer = Pacer(config.target_step_ms, LEAST[device.type])
         self.loaded = loaded or load_model(
             config.model, config.revision, device, config.dtype, fast=fast, quantize=quantize
         )
@@ -62,7 +64,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.blocks = BlockPool(self.runner.num_blocks, config.block_size)
         self.scheduler = Scheduler(self.blocks, max_seqs, budget, model.max_model_len, prefix_cache=config.prefix_cache)
         runs_ahead = on_gpu if config.run_ahead is None else config.run_ahead
-        self._loop = Loop(self.scheduler, self.runner, runs_ahead=runs_ahead)
+        self._loop = Loop(self.scheduler, self.runner, pacer, runs_ahead=runs_ahead)
         self._constraints = Constraints(self.tokenizer, model.vocab_size) if self.tokenizer else None
         self._requests: dict[int, Request] = {}
         self._next_id = 0
@@ -76,12 +78,8 @@ class Engine(AbstractContextManager["Engine"]):
     def fingerprint(self) -> str:
         """A hash of all of the model that decides its output: the same wherever and whenever it was loaded."""
         template = self.tokenizer.templates if self.tokenizer else None
-        parts = [
-            self.loaded.fingerprint,
-            self.config.quantize or str(self.model.dtype),
-            template,
-            sorted(self.loaded.eos_ids),
-        ]
+        arithmetic = self.config.quantize or str(self.model.dtype)
+        parts = [self.loaded.fingerprint, arithmetic, template, sorted(self.loaded.eos_ids)]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     @property

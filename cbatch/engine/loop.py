@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from cbatch.engine.batch import BlockTables, RaggedBatch
+from cbatch.engine.pace import Pacer
 from cbatch.engine.plan import StepPlan
 from cbatch.engine.request import Request, TokenEvent
 from cbatch.engine.results import Evaluation, guides
@@ -41,7 +42,7 @@ class Loop:
     last_plan:  of the step that was begun last
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, runs_ahead: bool) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, pacer: Pacer, *, runs_ahead: bool) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.runs_ahead = runs_ahead
@@ -52,6 +53,7 @@ class Loop:
         """Of what has been taken in, not yet returned: something raised after that."""
         self._tables = BlockTables()
         self._masks = MaskFiller()
+        self._pacer = pacer
 
     @property
     def has_work(self) -> bool:
@@ -115,6 +117,7 @@ class Loop:
         except BaseException:
             self.scheduler.abandon(flight.plan)
             raise
+        self.scheduler.prompt_limit = self._pacer.land(flight.plan)
         with span("commit"):
             self._events += self.scheduler.commit(flight.plan, result)
         self.num_steps += 1

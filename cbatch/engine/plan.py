@@ -51,6 +51,11 @@ class StepPlan:
         return sum(slice_.num_tokens for slice_ in self.slices)
 
     @property
+    def num_decoding(self) -> int:
+        """Rows that decode: a slice of one token that is not a prompt's first."""
+        return sum(slice_.is_last and slice_.num_tokens == 1 and slice_.start > 0 for slice_ in self.slices)
+
+    @property
     def to_sample(self) -> list[Slice]:
         """Slices whose requests get a token from this step, in slice order."""
         return [slice_ for slice_ in self.slices if slice_.is_last]

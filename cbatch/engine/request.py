@@ -166,8 +166,13 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Known and coming; between steps at least one of them is not computed."""
+        """Known and coming."""
         return len(self.token_ids) + self.num_coming
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that no step has been planned for, at least 1 between steps."""
+        return len(self.token_ids) + self.num_coming - self.num_computed
 
     @property
     def num_generated(self) -> int:

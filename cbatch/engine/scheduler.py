@@ -2,8 +2,9 @@
 
 There is no prefill phase and no decode phase. Every request has tokens that are not in the cache yet; each
 step has a budget of tokens, and hands it out in one order over running and waiting requests: priority,
-then decoding before prefill, then arrival. A long prompt takes what is left of the budget in every step
-(chunked prefill), a finished request leaves at once, and a waiting one may enter at any step.
+then decoding before prefill. A long prompt takes what is left of the budget in every step (chunked prefill), or of
+a limit below it (`pace`), and shares that with those behind it (`shares`). A finished request leaves at once, and a
+waiting one may enter at any step.
 (Iteration-level scheduling: Orca, OSDI '22; chunked prefill: Sarathi-Serve, https://arxiv.org/abs/2403.02310.)
 
 Prompts that begin alike are computed once: a block counts as there as soon as the step that fills it is planned,
@@ -28,7 +29,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from cbatch.engine.admission import Admission, age
 from cbatch.engine.blocks import BlockPool
@@ -36,12 +37,7 @@ from cbatch.engine.errors import ConfigError, RequestError
 from cbatch.engine.plan import Slice, StepPlan, StepResult
 from cbatch.engine.request import Request, Sample, TokenEvent
 from cbatch.engine.room import Room
-
-Rank = tuple[int, bool, int]
-
-
-def _rank(request: Request) -> Rank:
-    return request.priority, not request.is_decoding, request.id
+from cbatch.engine.shares import PromptShares, Rank, rank
 
 
 def _outcome(request: Request, sample: Sample) -> TokenEvent:
@@ -76,6 +72,8 @@ class Scheduler:
         self.prefix_cache = prefix_cache
         self._admission = Admission(pool, self.room)
         self._limits = self.max_batch_tokens, self.max_seqs
+        self.prompt_limit: int | None = None
+        """Most tokens of prompts in a step beside rows that decode and are as urgent."""
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.leaving: set[Request] = set()
@@ -84,8 +82,8 @@ class Scheduler:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         """Tokens of the prompts that were computed, and those of them that were in the cache already."""
-        self.held_back: Counter[str] = Counter(seats=0, cache=0, budget=0)
-        """Steps that left requests waiting, by what was short: `seats`, `cache` or `budget`."""
+        self.held_back: Counter[str] = Counter(seats=0, cache=0, budget=0, target=0)
+        """Steps that left requests waiting, by what was short: `seats`, `cache`, `budget` or the time of `target`."""
 
     @property
     def has_work(self) -> bool:
@@ -114,10 +112,14 @@ class Scheduler:
         self._admission.running_changed()
         budget = self.max_batch_tokens
         preempted: set[Request] = set()
-        for request in self._in_order(preempted):
+        running = sorted([(rank(request), request) for request in self.running])
+        prompts = PromptShares(self.prompt_limit, running)
+        order = heapq.merge(running, self._heads_of_waiting(preempted)) if self.waiting else running
+        for (_, pending, _), request in order:
             if budget == 0:
                 break
-            if request in preempted:
+            allowed = prompts.allow(request, budget) if pending else budget
+            if request in preempted or allowed == 0:
                 continue
             if request.is_running:
                 preempted.update(self._grow(request))
@@ -126,12 +128,16 @@ class Scheduler:
                 if request.is_running:
                     plan.admitted.append(request)
             if request.is_running:
-                slice_ = self._plan(request, budget)
+                slice_ = self._plan(request, allowed)
                 plan.slices.append(slice_)
                 budget -= slice_.stop - slice_.start
+                if pending:
+                    prompts.take(request, slice_.stop - slice_.start)
+                else:
+                    prompts.is_limited = True
         if self.waiting:
             full = len(self.running) >= self.max_seqs
-            self.held_back["seats" if full else "cache" if budget else "budget"] += 1
+            self.held_back["seats" if full else "target" if prompts.is_spent else "cache" if budget else "budget"] += 1
         return plan
 
     def _let_leave(self) -> None:
@@ -171,18 +177,11 @@ class Scheduler:
         self.max_seqs = min(2 * self.max_seqs, seqs, self.max_batch_tokens)
         return (self.max_batch_tokens, self.max_seqs) == self._limits
 
-    def _in_order(self, preempted: set[Request]) -> Iterable[Request]:
-        """Those who run and those who wait, as they are to be served."""
-        running = sorted([(_rank(request), request) for request in self.running])
-        if not self.waiting:
-            return [request for _, request in running]
-        return (request for _, request in heapq.merge(running, self._heads_of_waiting(preempted)))
-
     def _heads_of_waiting(self, preempted: set[Request]) -> Iterator[tuple[Rank, Request]]:
         """The first waiting request, again and again, until one stays waiting or was preempted just now."""
         while self.waiting and self.waiting[0] not in preempted:
             head = self.waiting[0]
-            yield _rank(head), head
+            yield rank(head), head
             if not head.is_running:
                 return
 

@@ -76,7 +76,7 @@ def _names(ctx: click.Context, option: click.Parameter, value: str) -> list[str]
 @click.option("--json", is_flag=True, help="One JSON object on stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress.")
 @model_options
-@engine_options
+@engine_options()
 def bench(**options: Any) -> Literal[0]:
     """Measure what continuous batching gives, on this machine, this model, and your prompts or synthetic ones.
 

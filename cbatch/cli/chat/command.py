@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @click.option("--prompts", metavar="FILE", help="The input of that batch, where the question stands.")
 @model_options
 @sampling_options
-@engine_options
+@engine_options(target_step_ms="auto")
 @trace_option
 @click.option("-q", "--quiet", is_flag=True, help="Nothing about the model.")
 @click.option("-v", "--verbose", is_flag=True, help="Tell more about the engine.")
