@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+import bench_fair
 import torch
 
 from cbatch.cli.bench.load import Capacity, LoadResult, find_capacity, run_load
@@ -30,6 +31,7 @@ class Sizes:
     users:        who are to be served at once; most: how many the search tries
     duration_s, probe_s: of the experiment with so many, and of each probe of the search
     inputs, outputs: tokens of a question and of an answer
+    fair:         of the long prompt that comes in beside rows that decode
     """
 
     rows: int
@@ -40,10 +42,31 @@ class Sizes:
     probe_s: float
     inputs: Lengths
     outputs: Lengths
+    fair: bench_fair.Sizes
 
 
-FULL = Sizes(256, 400, 128, 1024, 45.0, 16.0, Lengths(128, 1024, "loguniform"), Lengths(64, 256, "uniform"))
-TINY = Sizes(4, 12, 2, 2, 4.0, 4.0, Lengths(4, 8, "uniform"), Lengths(4, 8, "uniform"))
+FULL = Sizes(
+    rows=256,
+    tokens=400,
+    users=128,
+    most=1024,
+    duration_s=45.0,
+    probe_s=16.0,
+    inputs=Lengths(128, 1024, "loguniform"),
+    outputs=Lengths(64, 256, "uniform"),
+    fair=bench_fair.Sizes(64, 256, 32768, 64, 100, 2048),
+)
+TINY = Sizes(
+    rows=4,
+    tokens=12,
+    users=2,
+    most=2,
+    duration_s=4.0,
+    probe_s=4.0,
+    inputs=Lengths(4, 8, "uniform"),
+    outputs=Lengths(4, 8, "uniform"),
+    fair=bench_fair.Sizes(2, 8, 200, 8, 8, 32),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +120,22 @@ class Served:
         )
 
 
-def make_engine(loaded: LoadedModel, device: torch.device, seats: int, budget: int, *, ahead: bool = True) -> Engine:
-    config = EngineConfig(device=str(device), max_seqs=seats, max_batch_tokens=budget, run_ahead=ahead)
+TARGET_MS = 0.9e3 / LEVEL.tps
+"""What steps aim at while users are served: a little less than what they wait for a token."""
+
+
+def make_engine(
+    loaded: LoadedModel,
+    device: torch.device,
+    seats: int,
+    budget: int,
+    *,
+    ahead: bool = True,
+    target: float | None = None,
+) -> Engine:
+    config = EngineConfig(
+        device=str(device), max_seqs=seats, max_batch_tokens=budget, run_ahead=ahead, target_step_ms=target
+    )
     return Engine(config, loaded)
 
 
@@ -152,7 +189,10 @@ def load_lines(
         what = f"{name}, {sizes.rows} rows, {'running ahead' if ahead else 'step by step'}"
         with make_engine(loaded, device, max(seats, sizes.rows), budget, ahead=ahead) as engine:
             yield steady(what, engine, sizes)
-    with make_engine(loaded, device, max(seats, sizes.most), budget) as engine, closing(Driver(engine)) as driver:
+    for gaps in bench_fair.run(loaded, sizes.fair, [None, "auto"], 1, device):
+        yield f"{name}, {sizes.fair.rows} rows, then {sizes.fair.prompt_tokens:,} tokens: {gaps}"
+    seats = max(seats, sizes.most)
+    with make_engine(loaded, device, seats, budget, target=TARGET_MS) as engine, closing(Driver(engine)) as driver:
         asked = scenario(engine, sizes)
         run_load(driver, asked.probe(1, min(3.0, sizes.probe_s)), LEVEL)  # kernels are compiled
         yield Served.of(name, sizes.users, run_load(driver, asked, LEVEL))
