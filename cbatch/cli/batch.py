@@ -19,7 +19,7 @@ from cbatch.cli.jsonl import format_row
 from cbatch.cli.lines import Line
 from cbatch.cli.output import Output, OutputRow
 from cbatch.cli.tally import Tally
-from cbatch.engine import CbatchError, Driver, EngineError, Ticket, TokenEvent
+from cbatch.engine import CbatchError, Driver, EngineError, RequestError, Ticket, TokenEvent
 
 POLL_SECONDS = 0.2
 MAX_AT_ONCE = 256
@@ -203,7 +203,7 @@ class Batch:
         jobs, rows = [], []
         for place, job in ((item.place, item.job) for item in finished):
             self._in_flight.pop(place, None)
-            self._preparer.read(job)
+            self._settle(job)
             if not job.is_lost and (job.error is None or errors_left > 0):
                 errors_left -= job.error is not None
                 jobs.append(job)
@@ -213,6 +213,14 @@ class Batch:
             self._tally.count(job)
             if job.error is not None and self._on_error is not None:
                 self._on_error(str(job.error))
+
+    def _settle(self, job: Job) -> None:
+        """Makes the texts of a job's outputs, on this thread and not on the engine's; where that fails, so does it."""
+        for number, choice in enumerate(job.completion.choices):
+            try:
+                choice.settle()
+            except RequestError as error:
+                self._preparer.fail(job, error, number)
 
     def _read(self, lines: Iterator[Line], kept: Container[int]) -> None:
         """Runs on the reader's thread, to the end of the input or the error that stopped it."""

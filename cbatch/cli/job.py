@@ -192,14 +192,6 @@ class Preparer:
             params = replace(params, prompt_logprobs=params.logprobs)  # this API scores what it echoes
         return params, spelling
 
-    def read(self, job: Job) -> None:
-        """Makes the texts of a job's outputs, on this thread and not on the engine's; where that fails, so does it."""
-        for number, choice in enumerate(job.completion.choices):
-            try:
-                choice.settle()
-            except RequestError as error:
-                self.fail(job, error, number)
-
     def result(self, job: Job) -> dict[str, Any]:
         """The row of output for a finished job."""
         choices = job.completion.choices

@@ -208,7 +208,15 @@ class Request:
         return self.scores_prompt and len(self.scored) < self.num_prompt - 1
 
     def accept(self, sample: Sample) -> TokenEvent:
-        """Appends a sampled token and says what came of it."""
+        """Appends a sampled token and says what came of it. A request that breaks, in its text say, harms no other."""
+        try:
+            return self._accept(sample)
+        except RequestError as error:
+            return self.fail(error)
+        except Exception as error:
+            return self.fail(RequestError("internal_error", f"The request failed: {error!r}"))
+
+    def _accept(self, sample: Sample) -> TokenEvent:
         if sample.error is not None:
             return self.fail(sample.error)
         if self.max_new_tokens == 0 or (self.guide is not None and self.guide.is_finished):

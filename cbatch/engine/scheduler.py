@@ -33,21 +33,11 @@ from collections.abc import Iterator, Sequence
 
 from cbatch.engine.admission import Admission, age
 from cbatch.engine.blocks import BlockPool
-from cbatch.engine.errors import ConfigError, RequestError
+from cbatch.engine.errors import ConfigError
 from cbatch.engine.plan import Slice, StepPlan, StepResult
 from cbatch.engine.request import Request, Sample, TokenEvent
 from cbatch.engine.room import Room
 from cbatch.engine.shares import PromptShares, Rank, rank
-
-
-def _outcome(request: Request, sample: Sample) -> TokenEvent:
-    """What a step's token means for its request. One that breaks, in its text say, harms no other."""
-    try:
-        return request.accept(sample)
-    except RequestError as error:
-        return request.fail(error)
-    except Exception as error:
-        return request.fail(RequestError("internal_error", f"The request failed: {error!r}"))
 
 
 class Scheduler:
@@ -204,7 +194,7 @@ class Scheduler:
         if request.num_generated == 0:
             self.num_prompt_tokens += request.num_prompt
             self.num_cached_tokens += request.num_cached
-        event = _outcome(request, sample)
+        event = request.accept(sample)
         if event.finish_reason is not None:
             if event.token_id is not None:
                 self._admission.learn(request.num_generated)
