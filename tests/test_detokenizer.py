@@ -147,3 +147,9 @@ def test_a_text_that_cannot_be_made_says_so() -> None:
     late = LateText(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
     with pytest.raises(RequestError, match="cannot be turned into text"):
         late.push(7).read()
+
+
+def test_an_event_without_text_reads_none() -> None:
+    """Guards the engine's thread, which puts an output together, where a request fails whose text cannot be made."""
+    piece = LateText(lambda: 1 // 0).push(7)  # type: ignore[arg-type,return-value]
+    assert piece + "" is piece and "" + piece is piece

@@ -114,6 +114,19 @@ def test_a_step_that_keeps_failing_ends_every_request(driver: Driver) -> None:
     assert late.error is not None and "device lost" in str(late.error)
 
 
+def test_another_driver_may_follow_one_that_failed(driver: Driver) -> None:
+    """Guards an engine that works again against requests of a driver that is gone, whose events nobody awaits."""
+    forward = driver.engine.runner.forward
+    Trouble(driver, *[RuntimeError("device lost")] * (Driver.MAX_RETRIES + 1))
+    until_end(collect(driver, [1, 2]))
+    driver.close()
+    driver.engine.runner.forward = forward  # type: ignore[method-assign]
+    follower = Driver(driver.engine)
+    tokens = [event.token_id for event in until_end(collect(follower, [3, 4], max_tokens=3))]
+    assert tokens == greedy([3, 4], 3) and follower.failure is None
+    follower.close()
+
+
 @pytest.mark.parametrize("run_ahead", [False, True])
 def test_a_step_that_can_never_be_taken_in_ends_every_request(run_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against trying for ever: where the engine runs ahead, a step can be begun after each that failed."""

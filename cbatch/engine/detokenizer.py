@@ -95,6 +95,8 @@ class LatePiece:
         return self._text.read(self._start, self._stop)
 
     def __add__(self, other: Text) -> Text:
+        if isinstance(other, str) and not other:  # of an event without text, which is no reason to read
+            return self
         if isinstance(other, LatePiece) and other._text is self._text and other._start == self._stop:
             return LatePiece(self._text, self._start, other._stop)
         return self.read() + (other if isinstance(other, str) else other.read())

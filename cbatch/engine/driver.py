@@ -89,6 +89,8 @@ class Driver:
         self._tries = _Tries()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}
+        self._left_behind: list[int] = []
+        """Requests that the engine still has, and that were told that it failed."""
         self._thread = threading.Thread(target=self._run, name="cbatch-engine", daemon=True)
         self._thread.start()
 
@@ -119,8 +121,9 @@ class Driver:
         """
         self._inbox.put(None)
         self._thread.join()
-        for ticket in list(self._tickets.values()):
-            self._drop(ticket)
+        for request_id in (*self._tickets, *self._left_behind):
+            self.engine.cancel(request_id)
+        self._tickets, self._left_behind = {}, []
 
     @property
     def idle_s(self) -> float:
@@ -254,8 +257,9 @@ class Driver:
     def _fail(self, error: Exception) -> None:
         let_go(error)
         self.failure = error
-        tickets, self._tickets = list(self._tickets.values()), {}
-        for ticket in tickets:
+        tickets, self._tickets = self._tickets, {}
+        self._left_behind = list(tickets)
+        for ticket in tickets.values():
             self._refuse(ticket, _lost(error))
 
 
