@@ -541,6 +541,22 @@ def test_the_filler_gives_what_fill_gives(constraints: Constraints, num_threads:
     filler.close()
 
 
+def test_nobody_waits_for_a_thread_that_cannot_be_started(
+    constraints: Constraints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a step against waiting for ever where the system has no thread left; it can be tried again."""
+    filler, guide = MaskFiller(1), start(constraints, "choice", '["y"]')
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, "Thread", lambda **_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            filler.begin([guide])
+    assert filler.result() is None
+    filler.begin([guide])
+    masks = filler.result()
+    assert masks is not None and masks.allowed.equal(fill([guide]).allowed)
+    filler.close()
+
+
 def test_a_form_may_begin_behind_something_else(constraints: Constraints) -> None:
     """Guards reasoning before JSON: anything but an end until the tag is closed, then the form from its beginning."""
     guide = Guide(constraints.compile(Constraint("choice", '["y"]')), [STOP], lambda ids: ids[-1:] == [7])

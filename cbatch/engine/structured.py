@@ -231,9 +231,10 @@ class MaskFiller:
         """Starts filling; until `result` has returned, nobody else may use these guides."""
         if not guides:
             return
-        self._job = job = _Job(guides)
+        job = _Job(guides)
         for _ in range(min(self._num_threads, len(guides))):
             self._put(job)
+            self._job = job  # only now: nobody is to wait for what no thread will do
 
     def result(self) -> Masks | None:
         """The masks of the guides that `begin` was given, as soon as they are there; None where it was given none."""
