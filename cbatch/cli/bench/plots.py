@@ -215,6 +215,7 @@ def plot_load(points: Sequence[LoadPoint], objective: str = "") -> Figure:
     within.set_title("users within the objective, %", pad=6)
     within.set_ylim(0, 105)
     ticks = [count for count in users if count & (count - 1) == 0] if len(users) > 6 else users
+    ticks = ticks[(len(ticks) - 1) % 2 :: 2] if len(ticks) > 7 else ticks  # the numbers have to find room
     for axes in (first, speed, within):
         axes.set_ylim(bottom=0)
         if users and users[-1] > 8 * users[0]:
