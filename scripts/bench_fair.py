@@ -1,8 +1,7 @@
 """What a long prompt does to rows that decode, and to a short prompt behind it: `python scripts/bench_fair.py`.
 
 Rows decode for a while; then a long prompt comes in, and at each quarter of it a short one. That is done without a
-target for steps, with `auto` and with a fixed one (`--target-step-ms`), by turns, on one random model that is made on
-the spot. `--prompt-tokens 32768` takes half an hour on two cores; `--tiny` tries the script itself.
+target for steps, with `auto` and with a fixed one, by turns, on a random model. `--tiny` tries the script itself.
 """
 
 from __future__ import annotations
@@ -224,12 +223,11 @@ def run(loaded: LoadedModel, sizes: Sizes, targets: Sequence[Target], rounds: in
     alone_s = measure_alone(engine, sizes)
     engine.close()
     del engine
-    for _ in range(rounds):
-        for target in targets:
-            engine = open_engine(loaded, sizes, target, device)
-            found.append(measure(engine, sizes, target, alone_s))
-            engine.close()
-            del engine  # and with it its cache
+    for target in [*targets] * rounds:
+        engine = open_engine(loaded, sizes, target, device)
+        found.append(measure(engine, sizes, target, alone_s))
+        engine.close()
+        del engine  # and with it its cache
     return found
 
 
@@ -253,7 +251,7 @@ def load(config: Config, device: torch.device) -> LoadedModel:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     add = parser.add_argument
     add("--model", choices=MODELS, default="135m", help="shape of the model (%(default)s)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="(%(default)s)")
@@ -275,12 +273,11 @@ def main(arguments: list[str] | None = None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("There is no CUDA device here.", file=sys.stderr)
         return 2
-    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     config: Config = MODELS[options.model]
     budget = options.budget or (512 if device.type == "cpu" else 2048)
-    sizes = Sizes(
-        options.rows, options.row_tokens, options.prompt_tokens, options.short_tokens, options.steady_steps, budget
-    )
+    tokens = options.prompt_tokens, options.short_tokens
+    sizes = Sizes(options.rows, options.row_tokens, *tokens, options.steady_steps, budget)
     if options.tiny:
         config, sizes = config | TINY, Sizes(2, 8, 200, 8, 8, 32)
     targets: list[Target] = [None, "auto", options.fixed_ms]

@@ -113,10 +113,8 @@ class Pace:
         if not near or near[-1].number <= self._num_steps - RECENT:
             return None
         steady = median_low(step.seconds for step in near)
-        if seconds < (1 - SIMILAR) * steady:  # a prompt makes no step shorter: what is known holds no more
-            self._steady.clear()
-            return None
-        return STEADY_MULTIPLE * steady
+        # A prompt makes no step shorter, so that what is known does not hold any more where one is.
+        return STEADY_MULTIPLE * steady if seconds > (1 - SIMILAR) * steady else None
 
 
 class Pacer:

@@ -48,7 +48,7 @@ class PromptShares:
         if self.is_limited and self._left is not None:
             budget = min(budget, self._left)
         oldest = self._oldest.get(request.priority)
-        if oldest is None or request.id <= oldest.id or not oldest.is_running:
+        if oldest is None or request.id <= oldest.id:  # it was preempted meanwhile only if all younger ones were
             return budget
         kept = self._kept.get(request.priority)
         if kept is None:
