@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
+from dataclasses import asdict
 from functools import reduce
 from operator import add
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from cbatch.engine.completion import Completion
 from cbatch.engine.detokenizer import LateText, TextStream
 from cbatch.engine.errors import RequestError
 
@@ -153,3 +157,13 @@ def test_an_event_without_text_reads_none() -> None:
     """Guards the engine's thread, which puts an output together, where a request fails whose text cannot be made."""
     piece = LateText(lambda: 1 // 0).push(7)  # type: ignore[arg-type,return-value]
     assert piece + "" is piece and "" + piece is piece
+
+
+def test_a_copy_is_the_text_alone(tokenizer: Tokenizer) -> None:
+    """Guards outputs that are pickled or made dicts of: they take no tokenizer along, whether they were read or not."""
+    late = LateText(lambda: TextStream(tokenizer))
+    pieces = [late.push(token) for token in tokenizer.encode("ab").ids]
+    output = Completion(pieces[0] + pieces[1])
+    copies = [pickle.loads(pickle.dumps(output)), copy.deepcopy(output)]
+    assert [type(one.said) for one in copies] == [str, str] and asdict(output)["said"] == "ab"
+    assert output == copies[0] == copies[1]

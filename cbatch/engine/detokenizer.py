@@ -113,6 +113,10 @@ class LatePiece:
     def __repr__(self) -> str:
         return repr(self.read())
 
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """A copy, or what is sent to another process, is the text alone, without the tokenizer."""
+        return str, (self.read(),)
+
 
 class TextStream:
     """The text of one output, in deltas that are safe to show.
