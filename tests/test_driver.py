@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
+from itertools import count
 from typing import Any
 
 import pytest
@@ -125,6 +126,31 @@ def test_another_driver_may_follow_one_that_failed(driver: Driver) -> None:
     tokens = [event.token_id for event in until_end(collect(follower, [3, 4], max_tokens=3))]
     assert tokens == greedy([3, 4], 3) and follower.failure is None
     follower.close()
+
+
+@pytest.mark.parametrize("where", ["forward", "sample"])
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_what_was_finished_is_told_of(run_ahead: bool, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a row whose last token was computed against the failure of a step that was begun before that was known."""
+    engine = make_engine(make_network("llama"), run_ahead=run_ahead)
+    owner, name = (engine.runner, "forward") if where == "forward" else (Evaluation, "__init__")
+    works, calls = getattr(owner, name), count()
+
+    def lost(*args: Any) -> Any:
+        if next(calls):
+            raise RuntimeError("device lost")
+        return works(*args)
+
+    monkeypatch.setattr(owner, name, lost)
+    driver = Driver(engine)
+    ready = threading.Event()
+    driver._inbox.put(lambda: ready.wait(10) and None)
+    short, long = (collect(driver, prompt, max_tokens=size) for prompt, size in (([1, 2], 1), ([3, 4], 5)))
+    ready.set()
+    (event,) = until_end(short)
+    assert event.finish_reason == "length" and event.token_id is not None
+    assert [event.finish_reason for event in until_end(long)] == [None, "error"]
+    driver.close()
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])

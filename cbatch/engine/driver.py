@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 from cbatch.engine.engine import Engine
@@ -256,6 +256,9 @@ class Driver:
 
     def _fail(self, error: Exception) -> None:
         let_go(error)
+        with suppress(Exception):  # what is finished is told as such, unless it is a sink that failed
+            for event in self.engine.finish():
+                self._deliver(event)
         self.failure = error
         tickets, self._tickets = self._tickets, {}
         self._left_behind = list(tickets)

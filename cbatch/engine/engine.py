@@ -185,7 +185,13 @@ class Engine(AbstractContextManager["Engine"]):
         Raises what the model or the device raises. Nothing is lost then: the step may be tried again.
         """
         self.runner.check_open()
-        events = self._loop.step()
+        return self._told(self._loop.step())
+
+    def finish(self) -> list[TokenEvent]:
+        """Events of what was computed before a step failed, for whoever takes no further step."""
+        return self._told(self._loop.finish())
+
+    def _told(self, events: list[TokenEvent]) -> list[TokenEvent]:
         for event in events:
             if event.request_id is not None and event.finish_reason is not None:
                 del self._requests[event.request_id]

@@ -9,7 +9,7 @@ at once; nothing else is different.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import NamedTuple
 
 from torch import Tensor
@@ -80,6 +80,15 @@ class Loop:
                 raise
             if not self.runs_ahead:
                 self._land()
+        return self._take_events()
+
+    def finish(self) -> list[TokenEvent]:
+        """Takes in the step in flight, unless that raises, and returns all events that are left."""
+        with suppress(Exception), self._on_device():
+            self._land()
+        return self._take_events()
+
+    def _take_events(self) -> list[TokenEvent]:
         events, self._events = self._events, []
         return events
 
