@@ -12,7 +12,7 @@ SCRIPTS = str(Path(__file__).parent.parent / "scripts")
 sys.path.insert(0, SCRIPTS)
 try:
     import bench_fair
-    from bench_fair import Gap, Sizes, ratio_of
+    from fairness import Gap, Pause, Sizes, ratio_of
 finally:
     sys.path.remove(SCRIPTS)
 
@@ -27,7 +27,7 @@ def test_all_targets_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
         before, after = one["steady"]
         assert 0 < before[0] <= before[1] and 0 < after[0] <= after[1]
         assert 0 < one["gaps"][0] <= one["gaps"][1] <= one["gaps"][2] <= one["prompt_s"]
-        assert one["ratio"] > 0 and one["times_alone"] > 0
+        assert one["ratio"] > 0 and one["steady_ratio"] >= 1 and one["times_alone"] > 0
         assert len(one["short_s"]) == 3 and min(one["short_s"]) > 0
 
 
@@ -37,19 +37,19 @@ def test_the_text_names_every_target(capsys: pytest.CaptureFixture[str]) -> None
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("135m on cpu, torch ") and "prompt_tokens 200" in lines[0]
     assert [line.split(":")[0].strip() for line in lines[1:]] == ["none", "auto", "100 ms"] * 2
-    assert all("x steady; prompt" in line and "x alone; short prompts" in line for line in lines[1:])
+    assert all("x steady (steady " in line and "x alone; short prompts" in line for line in lines[1:])
 
 
-def test_gaps_are_compared_with_their_own_time() -> None:
+def test_gaps_are_compared_with_those_of_rows_as_long() -> None:
     """Guards the ratio: rows grow longer while a prompt comes in, so that a steady gap does too."""
-    before, after = [Gap(1.0, 0.1), Gap(2.0, 0.1)], [Gap(4.0, 0.3), Gap(5.0, 0.3)]
-    assert ratio_of([Gap(2.0, 0.2), Gap(3.0, 0.4), Gap(4.0, 0.6)], before, after) == pytest.approx(2.0)
+    pauses = [Pause(0.0, 1.0, [Gap(9, 0.1), Gap(11, 0.1)]), Pause(5.0, 6.0, [Gap(29, 0.3), Gap(31, 0.3)])]
+    assert ratio_of([Gap(10, 0.2), Gap(20, 0.4), Gap(30, 0.6)], pauses) == pytest.approx(2.0)
 
 
 def test_the_cache_suffices() -> None:
     """Guards against preemption in the middle of what is measured: there is room for the most steps it can take."""
     sizes = Sizes(rows=2, row_tokens=8, prompt_tokens=100, short_tokens=4, steady_steps=5, budget=32)
-    steps = 2 * 5 + 2 * (116 // 4)
+    steps = 9 * 5 + 2 * (116 // 4)
     assert sizes.blocks(16, 4) * 16 >= 2 * (8 + steps) + 116 + 7 * 16
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from cbatch.engine import pace
 from cbatch.engine.errors import ConfigError
-from cbatch.engine.pace import RECENT, STEADY_MULTIPLE, Pace, Pacer, Target
+from cbatch.engine.pace import RECENT, STEADY_MULTIPLE, WINDOW, Pace, Pacer, Target
 
 Model = Callable[[int, int, int], float]
 """Seconds of a step by its rows that decode, its tokens of a prompt, and how deep in the prompt those are."""
@@ -103,8 +103,26 @@ def test_the_target_is_kept(model: Model, target: Target, delay: int) -> None:
         device = Device(model, target, noise=0.03, delay=delay, seed=seed)
         device.decode()
         seconds += [took for _, took in device.prefill(30_000)[SETTLED:]]
-    assert p99(seconds) <= allowed
+    # What a steady step takes is known by a median of five.
+    assert p99(seconds) <= allowed * (1.03 if target == "auto" else 1)
     assert sum(seconds) / len(seconds) > 0.8 * allowed, "a prompt could have had more"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_rare_long_steps_count(model: Model) -> None:
+    """Guards p99 where noise is not normal: two steps of a hundred take 1.25 times as long."""
+    seconds = []
+    for seed in range(4):
+        chance = random.Random(seed)
+        device = Device(model, 0.018, noise=0.02, seed=seed)
+        device.decode()
+        depth = 0
+        while depth < 100_000:
+            tokens = device.limit or 0
+            device.step(tokens, depth, times=1.25 if chance.random() < 0.02 else 1.0)
+            depth += tokens
+        seconds += [took for _, took in device.steps[WINDOW:]]
+    assert p99(seconds) <= 1.02 * 0.018
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -169,13 +187,14 @@ def test_an_outlier_changes_little() -> None:
 
 @pytest.mark.parametrize("factor", [0.25, 4.0])
 def test_a_jump_of_the_cost_is_followed(factor: float) -> None:
-    """Guards a prompt that suddenly costs more, or less: soon steps are as long as they should be again."""
+    """Guards a prompt that suddenly costs more, or less: soon no step is too long, and later none too short."""
     cost = [1.0]
-    device = Device(lambda rows, tokens, depth: 0.01 + 0.0002 * tokens * cost[0], 0.018)
+    device = Device(lambda rows, tokens, depth: 0.01 + 0.0002 * tokens * cost[0], 0.018, least=1)
     device.decode()
     device.prefill(5000)
     cost[0] = factor
-    assert all(0.015 < seconds <= 0.018 for _, seconds in device.prefill(5000)[SETTLED:-1])
+    seconds = [took for _, took in device.prefill(60_000)[SETTLED:-1]]
+    assert max(seconds) <= 0.018 and min(seconds[WINDOW:]) > 0.015
 
 
 def test_the_end_of_a_prompt_says_nothing() -> None:
@@ -222,7 +241,7 @@ def test_the_steady_time_drifts() -> None:
     device.prefill(5000)
     slow[0] = 3.0
     steps = device.prefill(20_000)
-    late = [seconds for tokens, seconds in steps[5 * RECENT : -1] if tokens]
+    late = [seconds for tokens, seconds in steps[5 * RECENT + WINDOW : -1] if tokens]
     assert len(late) > 300 and 0.9 * 0.03 * STEADY_MULTIPLE < min(late) < max(late) <= 0.03 * STEADY_MULTIPLE
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from heapq import nlargest
 from statistics import median_low
 from typing import Literal, NamedTuple
 
@@ -21,16 +22,16 @@ Target = float | Literal["auto"] | None
 """Seconds that a step is to take at most; `auto` is a multiple of what it takes without prompts; None is no limit."""
 
 STEADY_MULTIPLE = 1.75
-"""What `auto` allows a step, in times of a steady one: below 2, since single steps take longer than their like."""
+"""What `auto` allows a step, in times of a steady one: below 2, since only a few tell what that is."""
 
-SPREADS, AIMS = 2.7, (0.7, 0.95)
-"""Times the mean change from step to step (its logarithm) that steps aim below the target, so that p99 keeps to it.
+WINDOW, LATE = 200, 2
+"""Of so many steps so many may take longer than the target: p99 keeps to it, whatever their noise is like."""
 
-With normal noise that is 3 of its standard deviations. And the least and the most of the target that is aimed at.
+AIMS, FIRST_AIM = (0.75, 0.95), 0.85
+"""The least and the most of the target that is aimed at, and what is until steps have shown how much they vary.
+
+Where they vary more than by the least, steps without prompts do so too.
 """
-
-MEMORY, OUTLIER = 32, 0.3
-"""Steps over which changes are averaged, and the largest that counts."""
 
 FASTEST = 2.0
 """The largest change of one step: an outlier halves the limit at most."""
@@ -41,8 +42,8 @@ LEAST = {"cpu": 4, "cuda": 128}
 A CPU needs a small one: 8,000 tokens deep, a block of 16 more than doubled the step of 32 rows, and 4 did not.
 """
 
-SIMILAR, RECENT, SAMPLES = 0.25, 64, 5
-"""What counts as about as many rows, as steps of late, and how many steady ones of those are enough."""
+SIMILAR, RECENT, SAMPLES = 0.25, 32, 5
+"""What counts as about as many, as steps of late, and how many steady ones of those are enough."""
 
 
 class _Steady(NamedTuple):
@@ -62,9 +63,8 @@ class Pace:
         self._least = least
         self._limit = float(least)
         self._num_steps = 0
-        self._spread = 0.06
-        self._last = False, 0.0
-        """Whether the last step held tokens of a prompt, and its seconds."""
+        self._late = deque([1 / FIRST_AIM] * LATE, maxlen=WINDOW)
+        """What steps took whose part was about the limit, in times of what was aimed at."""
         self._steady: deque[_Steady] = deque(maxlen=RECENT)
 
     @property
@@ -80,23 +80,17 @@ class Pace:
         if self._target is None or decode_rows == 0 or seconds <= 0:
             return self.limit
         self._num_steps += 1
-        self._learn_spread(prompt_tokens > 0, seconds)
         target = self._target if self._target != "auto" else self._learn_steady(decode_rows, prompt_tokens, seconds)
         if prompt_tokens == 0:
             return self.limit
         if target is None:
             return 0
         least, most = AIMS
-        self._adapt(prompt_tokens, target * min(max(math.exp(-SPREADS * self._spread), least), most) / seconds)
+        aim = target * min(max(1 / nlargest(LATE, self._late)[-1], least), most)
+        if prompt_tokens > max(self._least, (1 - SIMILAR) * self._limit):
+            self._late.append(seconds / aim)
+        self._adapt(prompt_tokens, aim / seconds)
         return self.limit
-
-    def _learn_spread(self, has_prompt: bool, seconds: float) -> None:
-        """Compares with the step before, if that was of the same kind."""
-        had_prompt, before = self._last
-        if before and has_prompt == had_prompt:
-            change = min(abs(math.log(seconds / before)), OUTLIER)
-            self._spread += (change - self._spread) / MEMORY
-        self._last = has_prompt, seconds
 
     def _adapt(self, prompt_tokens: int, ratio: float) -> None:
         """ratio: what the step should have taken to what it took"""

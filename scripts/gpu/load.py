@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-import bench_fair
+import fairness
 import torch
 
 from cbatch.cli.bench.load import Capacity, LoadResult, find_capacity, run_load
@@ -42,7 +42,7 @@ class Sizes:
     probe_s: float
     inputs: Lengths
     outputs: Lengths
-    fair: bench_fair.Sizes
+    fair: fairness.Sizes
 
 
 FULL = Sizes(
@@ -54,7 +54,7 @@ FULL = Sizes(
     probe_s=16.0,
     inputs=Lengths(128, 1024, "loguniform"),
     outputs=Lengths(64, 256, "uniform"),
-    fair=bench_fair.Sizes(64, 256, 32768, 64, 100, 2048),
+    fair=fairness.Sizes(64, 256, 32768, 64, 100, 2048),
 )
 TINY = Sizes(
     rows=4,
@@ -65,7 +65,7 @@ TINY = Sizes(
     probe_s=4.0,
     inputs=Lengths(4, 8, "uniform"),
     outputs=Lengths(4, 8, "uniform"),
-    fair=bench_fair.Sizes(2, 8, 200, 8, 8, 32),
+    fair=fairness.Sizes(2, 8, 200, 8, 8, 32),
 )
 
 
@@ -189,7 +189,7 @@ def load_lines(
         what = f"{name}, {sizes.rows} rows, {'running ahead' if ahead else 'step by step'}"
         with make_engine(loaded, device, max(seats, sizes.rows), budget, ahead=ahead) as engine:
             yield steady(what, engine, sizes)
-    for gaps in bench_fair.run(loaded, sizes.fair, [None, "auto"], 1, device):
+    for gaps in fairness.run(loaded, sizes.fair, [None, "auto"], 1, device):
         yield f"{name}, {sizes.fair.rows} rows, then {sizes.fair.prompt_tokens:,} tokens: {gaps}"
     seats = max(seats, sizes.most)
     with make_engine(loaded, device, seats, budget, target=TARGET_MS) as engine, closing(Driver(engine)) as driver:
