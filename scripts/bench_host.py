@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cbatch import Engine, EngineConfig, SamplingParams
 from cbatch.engine import spans
+from cbatch.engine.batch import Logits
 from cbatch.engine.loader import LoadedModel
 
 VOCABULARY = 128
@@ -48,7 +49,7 @@ def make_engine(rows: int, context: int, steps: int, *, ahead: bool) -> Engine:
         loaded,
     )
     logits = torch.zeros(rows, VOCABULARY)
-    engine.runner.forward = lambda batch: logits[: len(batch.logit_rows)]  # type: ignore[method-assign]
+    engine.runner.forward = lambda batch: Logits(logits[: len(batch.rows)])  # type: ignore[method-assign]
     for row in range(rows):
         prompt = [(row * 31 + place * 7 + row // 5) % VOCABULARY for place in range(context)]
         engine.add(prompt, SamplingParams(max_tokens=steps, ignore_eos=True), seed=row)

@@ -30,6 +30,7 @@ from cbatch.cli.loading import tune_process
 from cbatch.cli.output import FileOutput
 from cbatch.cli.tally import Tally
 from cbatch.engine import Driver
+from cbatch.engine.batch import Logits
 from cbatch.engine.loader import LoadedModel
 
 VOCABULARY, END = 64, 1
@@ -49,7 +50,7 @@ def make_engine(max_seqs: int) -> Engine:
     engine = Engine(EngineConfig(device="cpu", max_seqs=max_seqs, kv_blocks=4 * max_seqs), loaded)
     logits = torch.zeros(engine.scheduler.max_batch_tokens, VOCABULARY)
     logits[:, END] = 1
-    engine.runner.forward = lambda batch: logits[: len(batch.logit_rows)]  # type: ignore[method-assign]
+    engine.runner.forward = lambda batch: Logits(logits[: len(batch.rows)])  # type: ignore[method-assign]
     return engine
 
 

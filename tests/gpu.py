@@ -80,17 +80,17 @@ def run(engine: Engine) -> list[list[int]]:
 def batch_of(prompts: list[list[int]], start: int = 0) -> RaggedBatch:
     """Prompts from a token on, each in the two blocks of 16 tokens that follow those of the one before."""
     parts = [prompt[start:] for prompt in prompts]
-    positions = [torch.arange(start, len(prompt)) for prompt in prompts]
-    ends = torch.tensor([len(part) for part in parts]).cumsum(0)
+    positions = [np.arange(start, len(prompt)) for prompt in prompts]
+    ends = np.cumsum([len(part) for part in parts])
     return RaggedBatch(
-        input_ids=torch.tensor(list(chain.from_iterable(parts))).to(DEVICE),
-        position_ids=torch.cat(positions).to(DEVICE),
-        slot_mapping=torch.cat([32 * index + position for index, position in enumerate(positions)]).to(DEVICE),
-        logit_rows=(ends - 1).to(DEVICE),
-        block_tables=torch.arange(2 * len(prompts), dtype=torch.int32, device=DEVICE).view(-1, 2),
+        ids=np.array(list(chain.from_iterable(parts))),
+        positions=np.concatenate(positions),
+        slots=np.concatenate([32 * index + position for index, position in enumerate(positions)]),
+        rows=ends - 1,
         tables=np.arange(2 * len(prompts), dtype=np.int32).reshape(-1, 2),
         starts=[start] * len(prompts),
         stops=[len(prompt) for prompt in prompts],
+        device=DEVICE,
     )
 
 
@@ -104,4 +104,4 @@ def pool_of(decoder: GpuDecoder) -> KVPool:
 
 def logits_of(decoder: GpuDecoder, batch: RaggedBatch, pool: KVPool) -> Tensor:
     with torch.inference_mode():
-        return decoder.forward(batch, pool, TritonAttention(DEVICE))
+        return decoder.forward(batch, pool, TritonAttention(DEVICE)).values

@@ -58,17 +58,17 @@ def make_batch(slices: list[tuple[int, int, int]], tables: list[list[int]], bloc
     places = [(row, place) for row, start, stop in slices for place in range(start, stop)]
     width = max(len(tables[row]) for row, _, _ in slices)
     slots = [tables[row][place // block_size] * block_size + place % block_size for row, place in places]
-    ids = torch.zeros(len(places), dtype=torch.int64)
+    ids = np.zeros(len(places), np.int64)
     padded = np.array([tables[row] + [0] * (width - len(tables[row])) for row, _, _ in slices], np.int32)
     return RaggedBatch(
-        input_ids=ids,
-        position_ids=torch.tensor([place for _, place in places]),
-        slot_mapping=torch.tensor(slots),
-        logit_rows=ids[:1],
-        block_tables=torch.from_numpy(padded),
+        ids=ids,
+        positions=np.array([place for _, place in places]),
+        slots=np.array(slots),
+        rows=ids[:1],
         tables=padded,
         starts=[start for _, start, _ in slices],
         stops=[stop for _, _, stop in slices],
+        device=CPU,
     )
 
 
@@ -84,7 +84,7 @@ def run(
     sinks = torch.randn(heads, generator=generator) if case.sinks else None
     outputs = []
     for batch in batches:
-        tokens = len(batch.input_ids)
+        tokens = len(batch.ids)
         query = torch.randn(tokens, heads, case.layer.key_dim, generator=generator).to(of).to(dtype)
         key = torch.randn(tokens, case.layer.heads, case.layer.key_dim, generator=generator).to(of).to(dtype)
         value = torch.randn(tokens, case.layer.heads, case.layer.value_dim, generator=generator).to(of).to(dtype)

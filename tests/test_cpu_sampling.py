@@ -13,7 +13,17 @@ from numpy.typing import NDArray
 
 from cbatch.engine import sampler
 from cbatch.engine.cpu.jit import entry
-from cbatch.engine.cpu.sampling import BLOCK, divide, find_tops, is_kept, kth_logit, mass_before, noise, room_for
+from cbatch.engine.cpu.sampling import (
+    BLOCK,
+    divide,
+    find_largest,
+    find_tops,
+    is_kept,
+    kth_logit,
+    mass_before,
+    noise,
+    room_for,
+)
 from cbatch.engine.cpu.team import shared_team
 from cbatch.engine.params import SamplingParams
 from cbatch.engine.request import Request
@@ -73,13 +83,35 @@ def test_draws_are_those_of_torch(shape: str) -> None:
     for seed, vocabulary in enumerate([7, 64, 500, 1000, 3333]):
         logits = make_logits(shape, 400, vocabulary, seed)
         requests = make_requests(400, seed)
-        mine, theirs = sample(logits, requests)[0].tolist(), in_torch(logits, requests)
+        mine, theirs = sample(logits, requests).get()[0], in_torch(logits, requests)
         different += [
             score(logits[row], requests[row], mine[row]) - score(logits[row], requests[row], theirs[row])
             for row in range(400)
             if mine[row] != theirs[row]
         ]
     assert len(different) <= 2 and all(abs(difference) < 1e-4 for difference in different)
+
+
+@entry
+def largest_of(rows: Any, places: Any, numbers: Any) -> None:
+    """Fills in the place of the largest number of each of R rows [R], and that number [R]."""
+    for row in range(len(rows)):
+        places[row], numbers[row] = find_largest(rows[row])
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 1000])
+def test_the_largest_is_that_of_numpy(length: int) -> None:
+    """Guards greedy rows: the first of equal numbers, zeros of both signs being equal, and NaN seen anywhere."""
+    rng = np.random.default_rng(length)
+    rows = rng.normal(size=(60, length)).astype(np.float32).round(1)
+    rows[10:20] = rng.choice(np.array([0.0, -0.0, -1.0], np.float32), size=(10, length))
+    rows[20, :], rows[21, : length // 2] = -np.inf, -np.inf
+    rows[22, length // 2], rows[23, -1], rows[24, 0] = np.inf, np.nan, np.copysign(np.float32(np.nan), -1)
+    places, numbers = np.zeros(60, np.int64), np.zeros(60, np.float32)
+    largest_of(rows, places, numbers)
+    is_number = ~np.isnan(rows).any(axis=1)
+    assert (places == rows.argmax(axis=1))[is_number].all() and (numbers == rows.max(axis=1))[is_number].all()
+    assert np.isnan(numbers[~is_number]).all() and is_number.sum() == 58
 
 
 @entry
@@ -139,7 +171,7 @@ def test_draws_follow_the_kept_probabilities(filters: dict[str, Any]) -> None:
     requests = make_requests(count, **fixed)
     kept = torch.from_numpy(kept_tokens(logits[0].numpy(), requests[0].params))
     expected = logits[0].masked_fill(~kept, -math.inf).softmax(-1) * count
-    tokens = Counter(sample(logits.expand(count, -1), requests)[0].tolist())
+    tokens = Counter(sample(logits.expand(count, -1), requests).get()[0])
     assert all(kept[token] for token in tokens)
     ids = kept.nonzero().flatten().tolist()
     assert sum((tokens[i] - float(expected[i])) ** 2 / float(expected[i]) for i in ids) < 31.3
@@ -157,23 +189,23 @@ def test_draws_are_the_same_in_any_company_and_with_any_number_of_threads(monkey
     """Guards the promise that neither neighbours nor threads change a token; rows of a wider buffer likewise."""
     wide = make_logits("normal", 40, 1100)
     logits, requests = wide[:, :1000], make_requests(40)
-    together = sample(logits, requests)[0].tolist()
-    assert together == sample(logits.contiguous(), requests)[0].tolist()
-    assert together == sample(logits.T.contiguous().T, requests)[0].tolist()
-    assert together == [sample(logits[row : row + 1], requests[row : row + 1])[0].item() for row in range(40)]
+    together = sample(logits, requests).get()[0]
+    assert together == sample(logits.contiguous(), requests).get()[0]
+    assert together == sample(logits.T.contiguous().T, requests).get()[0]
+    assert together == [sample(logits[row : row + 1], requests[row : row + 1]).get()[0][0] for row in range(40)]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert all(sample(logits, requests)[0].tolist() == together for _ in range(20))
+    assert all(sample(logits, requests).get()[0] == together for _ in range(20))
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
 def test_rows_without_meaning_harm_nobody(bad: float) -> None:
     """Guards against a crash, a wait without end or a token that is none; they are marked as before."""
     logits, requests = make_logits("normal", 60, 300), make_requests(60)
-    whole = sample(logits, requests)[0].tolist()
+    whole = sample(logits, requests).get()[0]
     logits[0:20], logits[20:40, 70:200:2], logits[40:60:2, 0] = bad, bad, bad
-    tokens, largest = sample(logits, requests)
-    assert all(0 <= token < 300 for token in tokens.tolist()) and tokens[41::2].tolist() == whole[41::2]
-    assert torch.equal(largest.isfinite(), logits.max(dim=-1).values.isfinite())
+    tokens, largest = sample(logits, requests).get()
+    assert all(0 <= token < 300 for token in tokens) and tokens[41::2] == whole[41::2]
+    assert torch.equal(torch.tensor(largest).isfinite(), logits.max(dim=-1).values.isfinite())
 
 
 def test_room_and_threads_are_kept() -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
+from cbatch.engine.batch import Logits, RaggedBatch
 from cbatch.engine.config import EngineConfig
 from cbatch.engine.engine import Engine
 from cbatch.engine.models.decoder import Decoder
 from cbatch.engine.models.family import Unfit
 from cbatch.engine.params import SamplingParams
-from tests.tiny import draw_weights, fast, generate_alone, make_fast_engine, make_network, make_prompts
+from tests.tiny import draw_weights, fast, generate_alone, loaded, make_fast_engine, make_network, make_prompts
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "max_position_embeddings": 256}
 ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -130,6 +132,64 @@ def test_company_changes_no_bit_in_bfloat16() -> None:
     together = run_with(prompts)
     assert run_with(prompts, max_batch_tokens=9) == together
     assert [run_with([prompt])[0] for prompt in prompts] == together
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "bias": {"logit_bias": {"5": 40.0}},
+    "repetition": {"repetition_penalty": 1.9},
+    "presence": {"presence_penalty": 2.0},
+    "frequency": {"frequency_penalty": -2.0},
+    "no end": {"min_tokens": 9, "stop_token_ids": list(range(0, 95, 2))},
+    "drawn": {"temperature": 1.2, "seed": 4},
+    "scored": {"prompt_logprobs": 0},
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_requests_get_what_they_ask_for(name: str) -> None:
+    """Guards rows that want more than the likeliest token, which the fast path finds by itself: alike and mixed."""
+    network, prompts = network_of("llama"), make_prompts([9, 30, 17])
+    config = EngineConfig(block_size=16, kv_blocks=40, device="cpu", attention="reference")
+    ours, theirs = make_fast_engine(network), Engine(config, loaded(network))
+    for mixed in ([ASKED[name]] * 3, [ASKED[name], {}, ASKED["drawn"]]):
+        params = [SamplingParams(max_tokens=12, **asked) for asked in mixed]
+        expected = [output.token_ids for output in theirs.generate(prompts, params)]
+        assert [output.token_ids for output in ours.generate(prompts, params)] == expected
+    plain = theirs.generate(prompts[:1], SamplingParams(max_tokens=12))[0].token_ids
+    assert (expected[0] == plain) == (name in ("nothing", "scored")), "the case shows nothing"
+
+
+def test_the_likeliest_tokens_are_those_of_the_logits() -> None:
+    """Guards greedy rows against another order of rows, in steps of prompts, of decoding rows and of both."""
+    engine, seen = make_fast_engine(network_of("llama"), max_batch_tokens=40), 0
+    forward = engine.runner.forward
+
+    def checked(batch: RaggedBatch) -> Logits:
+        nonlocal seen
+        values, likeliest = logits = forward(batch)
+        assert likeliest is not None and likeliest.tokens.tolist() == values.argmax(-1).tolist()
+        assert likeliest.logits.tolist() == values.max(-1).values.tolist() if len(values) else True
+        seen += len(values)
+        return logits
+
+    engine.runner.forward = checked  # type: ignore[method-assign]
+    engine.generate(make_prompts(LENGTHS), SamplingParams(max_tokens=5))
+    assert seen == 5 * len(LENGTHS)
+
+
+def test_a_row_that_is_no_number_fails_alone() -> None:
+    """Guards the neighbours of a row whose past has turned NaN, on the path that finds the likeliest by itself."""
+    engine = make_fast_engine(network_of("llama"))
+    prompts = make_prompts([20, 33])
+    broken, other = (engine.add(prompt, SamplingParams(max_tokens=6)) for prompt in prompts)
+    events = engine.step()
+    for values in engine.runner.pool.values:
+        values[engine._requests[broken].blocks[0]] = math.nan
+    while engine.has_work:
+        events += engine.step()
+    (error,) = (event.error for event in events if event.error is not None)
+    assert error.code == "nan_logits" and [event.error for event in events if event.request_id == other] == [None] * 6
 
 
 def test_what_is_not_of_the_family_is_refused() -> None:

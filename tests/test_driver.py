@@ -85,7 +85,7 @@ class Trouble:
         driver.engine.runner.forward = self  # type: ignore[assignment,method-assign]
 
     def __call__(self, batch: Any) -> Any:
-        self.sizes.append(len(batch.input_ids))
+        self.sizes.append(len(batch.ids))
         if self._errors:
             raise self._errors.pop(0)
         return self._forward(batch)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from cbatch.engine.batch import Logits
 from cbatch.engine.config import EngineConfig
 from cbatch.engine.engine import Engine
 from cbatch.engine.errors import RequestError
@@ -137,10 +138,10 @@ def test_a_row_that_is_not_finite_fails_alone(monkeypatch: pytest.MonkeyPatch) -
     engine = make_engine(network())
     forward = engine.runner.forward
 
-    def poisoned(batch: Any) -> torch.Tensor:
-        logits = forward(batch).clone()
-        logits[batch.logit_rows == 2] = float("nan")
-        return logits
+    def poisoned(batch: Any) -> Logits:
+        logits = forward(batch).values.clone()
+        logits[torch.from_numpy(batch.rows) == 2] = float("nan")
+        return Logits(logits)
 
     monkeypatch.setattr(engine.runner, "forward", poisoned)
     first, second = make_prompts([3, 5])
@@ -155,7 +156,7 @@ def test_a_common_beginning_is_computed_once() -> None:
     trunk = make_prompts([41])[0]
     sizes: list[int] = []
     forward = engine.runner.forward
-    engine.runner.forward = lambda batch: (sizes.append(len(batch.input_ids)), forward(batch))[1]  # type: ignore[method-assign]
+    engine.runner.forward = lambda batch: (sizes.append(len(batch.ids)), forward(batch))[1]  # type: ignore[method-assign]
     outputs = engine.generate([[*trunk, tail] for tail in range(1, 7)], SamplingParams(max_tokens=1))
     assert sizes == [42 + 5 * 2], "each of the others computes what is behind the last full block"
     assert [output.cached_tokens for output in outputs] == [0] + [40] * 5

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from cbatch.engine.batch import Logits
 from cbatch.engine.completion import Completion
 from cbatch.engine.config import EngineConfig
 from cbatch.engine.engine import Engine
@@ -102,11 +103,11 @@ def test_broken_logits_are_no_scores() -> None:
     engine = make_engine(model, max_batch_tokens=8)
     forward = engine.runner.forward
 
-    def broken(batch: Any) -> torch.Tensor:
-        logits: torch.Tensor = forward(batch).clone()
+    def broken(batch: Any) -> Logits:
+        logits = forward(batch).values.clone()
         if 0 in batch.starts:
             logits[0] = math.nan
-        return logits
+        return Logits(logits)
 
     engine.runner.forward = broken  # type: ignore[method-assign]
     (scored,) = engine.generate(make_prompts([30]), SamplingParams(max_tokens=0, prompt_logprobs=0))
@@ -236,7 +237,8 @@ def test_a_row_that_may_say_nothing_fails_alone() -> None:
     everything = [[token] for token in range(network().config.vocab_size)]
     engine.add([1, 2], SamplingParams(max_tokens=3))
     doomed = engine.add([1, 2], SamplingParams(max_tokens=3))
-    engine._requests[doomed].bad_words = everything
+    request = engine._requests[doomed]
+    request.bad_words, request.changes_logits = everything, True
     events = engine.step()
     assert [event.finish_reason for event in events] == [None, "error"]
     assert events[1].error is not None and "No token is left" in str(events[1].error)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ def test_half_precision_is_near_float32(name: str, dtype: torch.dtype) -> None:
     draw_weights(halves)
     halves = halves.to(dtype)
     decoder, batch = decoder_of(network, dtype), batch_of(prompts)
-    batch = replace(batch, logit_rows=torch.arange(len(batch.input_ids), device=DEVICE))
+    batch = replace(batch, rows=np.arange(len(batch.ids)))
     ours = logits_of(decoder, batch, pool_of(decoder)).cpu()
     with torch.inference_mode():
         exact, theirs = (
@@ -81,7 +82,7 @@ def test_padded_rows_change_nothing() -> None:
     step = batch_of(prompts, start=8)
     expected = logits_of(decoder, step, other)
     buffers = attention.buffers(4, 2, 16)
-    buffers.fill(step.block_tables.cpu().numpy(), step.stops)
+    buffers.fill(step.tables, step.stops)
     inputs = [torch.cat([part, torch.zeros_like(part)]) for part in (step.input_ids, step.position_ids)]
     rows = torch.arange(4, device=DEVICE)
     with torch.inference_mode():
@@ -96,7 +97,7 @@ def test_chunk_without_logits() -> None:
     decoder = decoder_of(network_of("llama"))
     pool, prompts = pool_of(decoder), make_prompts([12])
     batch = batch_of([prompts[0][:7]])
-    nothing = replace(batch, logit_rows=batch.logit_rows[:0])
+    nothing = replace(batch, rows=batch.rows[:0])
     assert logits_of(decoder, nothing, pool).shape == (0, decoder.vocab_size)
     found = logits_of(decoder, batch_of(prompts, start=7), pool)
     torch.testing.assert_close(found, logits_of(decoder, batch_of(prompts), pool_of(decoder)))

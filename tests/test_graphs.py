@@ -87,7 +87,7 @@ def test_other_steps_are_left_alone() -> None:
         assert graphs.forward(batch_of(prompts)) is None
         assert graphs.forward(batch_of(make_prompts([1, 1, 1]))) is None
         step = batch_of(prompts, start=8)
-        assert graphs.forward(replace(step, logit_rows=step.logit_rows[:1])) is None
+        assert graphs.forward(replace(step, rows=step.rows[:1])) is None
         assert graphs.forward(replace(step, stops=[9, 100_000])) is None
         for _ in range(3):  # run, recorded, replayed
             logits_of(decoder, batch_of([prompt[:8] for prompt in prompts]), pool)

@@ -30,7 +30,7 @@ def make_request(seed: int = 0, position: int = 5, sample_number: int = 0, **par
 
 
 def draw(logits: torch.Tensor, requests: list[Request]) -> list[int]:
-    return sample(Processors.build(requests, CPU).apply(logits), requests)[0].tolist()
+    return sample(Processors.build(requests, CPU).apply(logits), requests).get()[0]
 
 
 def random_logits(rows: int, vocabulary: int = 50) -> torch.Tensor:
@@ -136,5 +136,5 @@ def test_rows_that_are_not_finite_are_marked(bad: float, params: dict[str, float
     logits = random_logits(3)
     logits[1, 2] = bad
     requests = [make_request(), make_request(**params), make_request()]
-    tokens, largest = sample(logits, requests)
-    assert largest.isfinite().tolist() == [True, False, True] and tokens[0] == logits[0].argmax()
+    tokens, largest = sample(logits, requests).get()
+    assert list(map(math.isfinite, largest)) == [True, False, True] and tokens[0] == logits[0].argmax()

@@ -187,7 +187,7 @@ def test_every_row_of_the_trial_asks_for_everything(gpu: Gpu, monkeypatch: pytes
     monkeypatch.setattr(sizing, "Evaluation", watch)
     make()
     (plan, logits, _, masks), done = seen[1]
-    assert logits.shape == masks.allowed.shape == (6, VOCABULARY)
+    assert logits.values.shape == masks.allowed.shape == (6, VOCABULARY)
     params = plan.to_sample[0].request.params
     assert not params.greedy and params.top_k and params.top_p < 1 and params.min_p and params.presence_penalty
     assert all(sample.error is None and len(sample.logprobs.top) == 20 for sample in done.get().samples)

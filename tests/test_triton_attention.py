@@ -93,16 +93,16 @@ class World:
         size, width = self.case.block_size, max(len(self.tables[one]) for one, _, _ in slices)
         slots = [self.tables[one][place // size] * size + place % size for one, place in places]
         tables = [self.tables[one] + [0] * (width - len(self.tables[one])) for one, _, _ in slices]
-        nothing = torch.zeros(len(places), dtype=torch.int64)
+        nothing = np.zeros(len(places), np.int64)
         return RaggedBatch(
-            input_ids=nothing,
-            position_ids=nothing,
-            slot_mapping=torch.tensor(slots, device=device),
-            logit_rows=nothing[:1],
-            block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
+            ids=nothing,
+            positions=nothing,
+            slots=np.array(slots),
+            rows=nothing[:1],
             tables=np.array(tables, np.int32),
             starts=[start for _, start, _ in slices],
             stops=[stop for _, _, stop in slices],
+            device=device,
         )
 
     def cache(self, attention: AttentionBackend, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -258,7 +258,7 @@ def test_padding_rows_write_nothing_and_get_zeros() -> None:
     world.write(attention, cache, [(0, 0, 40), (1, 0, 20)])
     before = [tensor.clone() for tensor in cache]
     batch = world.batch([(0, 39, 40), (1, 19, 20)], DEVICE)
-    padded = replace(batch, slot_mapping=torch.full((2,), -1, device=DEVICE), starts=[39, -1], stops=[40, 0])
+    padded = replace(batch, slots=np.array([-1, -1]), starts=[39, -1], stops=[40, 0])
     metadata = attention.prepare(padded, 16)
     attention.write(*cache, torch.ones(2, 2, 64, device=DEVICE), torch.ones(2, 2, 64, device=DEVICE), metadata)
     assert all(

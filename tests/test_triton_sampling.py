@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cbatch.engine.params import SamplingParams
 from cbatch.engine.request import Request
-from cbatch.engine.sampler import fetch, gumbel_noise, noise_key, row_words, sample
+from cbatch.engine.sampler import gumbel_noise, noise_key, row_words, sample
 from tests.test_cpu_sampling import SHAPES, in_torch, is_on_edge, make_logits, make_requests, score
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -176,7 +176,7 @@ def test_nobody_waits_for_the_device() -> None:
     """Guards the queue of the GPU: no copy or result is waited for while a step's tokens are chosen."""
     logits, requests = make_logits("normal", 40, 5000), make_requests(40)
     on_device = logits.to(DEVICE)
-    tokens, largest = fetch(*sample(on_device, requests))()
+    tokens, largest = sample(on_device, requests).get()
     check(logits, requests, tokens)
     assert largest == logits.max(dim=-1).values.tolist()
     torch.cuda.set_sync_debug_mode("error")
@@ -184,4 +184,4 @@ def test_nobody_waits_for_the_device() -> None:
         again = sample(on_device, requests)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert fetch(*again)() == (tokens, largest)
+    assert again.get() == (tokens, largest)

@@ -262,9 +262,9 @@ class World:
     def _compute(self, plan: StepPlan, broken: Collection[Request]) -> Flight:
         """Writes the stamps of a plan, reads what attention would read, and samples from that."""
         batch = self._batch(plan)
-        slots = batch.slot_mapping.numpy()
+        slots = batch.slots
         demand(len(set(slots.tolist())) == len(slots), "one slot for two tokens of a step")
-        ids, positions = batch.input_ids.numpy(), batch.position_ids.numpy()
+        ids, positions = batch.ids, batch.positions
         at = 0
         for slice_ in plan.slices:
             part = slice(at, at := at + slice_.num_tokens)
@@ -274,9 +274,9 @@ class World:
             demand(is_right, "other tokens in the batch than the request has")
             demand(list(range(slice_.start, slice_.stop)) == positions[part].tolist(), "wrong positions")
             self.cache.reshape(-1)[slots[part]] = self._values(row, slice_, slice_.request in broken)
-        for slice_, table in zip(plan.slices, batch.block_tables.tolist(), strict=True):
+        for slice_, table in zip(plan.slices, batch.tables.tolist(), strict=True):
             self._compare(self.rows[slice_.request], table, slice_.stop)
-        last = self.cache.reshape(-1)[slots[batch.logit_rows.numpy()]].tolist()
+        last = self.cache.reshape(-1)[slots[batch.rows]].tolist()
         results = [self._token(next_token(value, self.shape.vocabulary)) if value >= 0 else None for value in last]
         failed = [slice_ for slice_, result in zip(plan.to_sample, results, strict=True) if result is None]
         values = [self._read(slice_.blocks, slice_.stop) for slice_ in failed]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -79,30 +80,89 @@ class BlockTables:
             self._array = np.zeros((8 * rows, self._array.shape[1]), np.int32)
 
 
-@dataclass(frozen=True, slots=True)
+class Likeliest(NamedTuple):
+    """The token with the largest logit of each of R rows, the first of equal ones, on the host.
+
+    tokens: [R] int64
+    logits: [R] float32, NaN where any of the row's is
+    """
+
+    tokens: NDArray[np.int64]
+    logits: NDArray[np.float32]
+
+
+class Logits(NamedTuple):
+    """What a model gives for R rows: logits [R, V], and the likeliest tokens where it found them on its way."""
+
+    values: Tensor
+    likeliest: Likeliest | None = None
+
+
+class Late(NamedTuple):
+    """Tokens that only the device knows: [N] places among the step's, and the rows of `tokens` [R] that go there."""
+
+    tokens: Tensor
+    places: NDArray[np.int64]
+    rows: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
 class RaggedBatch:
     """S slices of T tokens in all, concatenated; the logits of R of them are asked for.
 
-    input_ids      [T] int64
-    position_ids   [T] int64, place of each token in its own sequence
-    slot_mapping   [T] int64, place of each token in the KV cache: block * block_size + offset
-    logit_rows     [R] int64, rows of the T whose logits are wanted, to get a next token or to score the prompt's
-    block_tables   [S, B] int32, block ids of each sequence; what is after its last means nothing
-    tables         the same on the host
-    starts, stops  S ints on the host: slice i computes tokens starts[i] .. stops[i]-1 of its sequence,
-                   and each of them attends to the tokens of that sequence up to itself, nobody else's
-    scored         [R] bool on the host, which of the R rows score a prompt; None where none does
+    On the host:
+    ids            [T] int64 tokens; those that only the device knows are 0
+    positions      [T] int64, place of each token in its own sequence
+    slots          [T] int64, place of each token in the KV cache: block * block_size + offset
+    rows           [R] int64, rows of the T whose logits are wanted, to get a next token or to score the prompt's
+    tables         [S, B] int32, block ids of each sequence; what is after its last means nothing
+    starts, stops  S ints: slice i computes tokens starts[i] .. stops[i]-1 of its sequence, and each of them attends to
+                   the tokens of that sequence up to itself, nobody else's
+    scored         [R] bool, which of the R rows score a prompt; None where none does
+
+    On the device the arrays are tensors, brought there by one copy when the first of them is asked for: `input_ids`,
+    `position_ids`, `slot_mapping`, `logit_rows` and `block_tables`.
     """
 
-    input_ids: Tensor
-    position_ids: Tensor
-    slot_mapping: Tensor
-    logit_rows: Tensor
-    block_tables: Tensor
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    rows: NDArray[np.int64]
     tables: NDArray[np.int32]
     starts: Sequence[int]
     stops: Sequence[int]
+    device: torch.device
     scored: NDArray[np.bool_] | None = None
+    late: Late | None = None
+
+    @property
+    def input_ids(self) -> Tensor:
+        return self._there[0]
+
+    @property
+    def position_ids(self) -> Tensor:
+        return self._there[1]
+
+    @property
+    def slot_mapping(self) -> Tensor:
+        return self._there[2]
+
+    @property
+    def logit_rows(self) -> Tensor:
+        return self._there[3]
+
+    @property
+    def block_tables(self) -> Tensor:
+        return self._there[4]
+
+    @cached_property
+    def _there(self) -> list[Tensor]:
+        arrays: list[NDArray[Any]] = [self.ids, self.positions, self.slots, self.rows, self.tables]
+        if self.late is None:
+            return to_device(arrays, self.device)
+        *there, places, rows = to_device([*arrays, self.late.places, self.late.rows], self.device)
+        there[0].index_copy_(0, places, self.late.tokens.index_select(0, rows))
+        return there
 
     @classmethod
     def build(
@@ -118,7 +178,7 @@ class RaggedBatch:
         coming: tokens of the slices that the host does not know; they go into `input_ids` on the device
         """
         requests, starts, stops, are_last, blocks, _ = zip(*plan.slices, strict=True)
-        # numpy, because each small operation of torch lets other threads take the interpreter from this one.
+        # numpy, because torch takes longer, and each of its operations lets other threads take the interpreter.
         furthest = np.array(stops)
         lengths = furthest - np.array(starts)
         ends = lengths.cumsum()
@@ -131,16 +191,14 @@ class RaggedBatch:
         if len(scored):
             rows = np.union1d(rows, scored)
         ids, unknown = _token_ids(plan.slices)
-        arrays = [ids, positions, slots, rows, table]
+        late = None
         if unknown:
             assert coming is not None, "tokens that nobody knows"
-            arrays += [ends[unknown] - 1, np.array([coming.rows[requests[number]] for number in unknown])]
-        there = to_device(arrays, device)
-        if coming is not None and unknown:
-            places, source = there[-2:]
-            there[0].index_copy_(0, places, coming.tokens.index_select(0, source))
+            late = Late(coming.tokens, ends[unknown] - 1, np.array([coming.rows[requests[one]] for one in unknown]))
+            if device.type == "cpu":
+                ids[late.places], late = coming.tokens.numpy()[late.rows], None
         is_scored = np.isin(rows, scored) if len(scored) else None
-        return cls(there[0], there[1], there[2], there[3], there[4], table, starts, stops, is_scored)
+        return cls(ids, positions, slots, rows, table, starts, stops, device, is_scored, late)
 
 
 def _token_ids(slices: Sequence[Slice]) -> tuple[NDArray[np.int64], list[int]]:

@@ -101,10 +101,11 @@ class DecodeGraphs:
         # One for all graphs: each would keep its own else, together as much as some gigabytes.
         self._logits = torch.empty(widest, model.vocab_size, device=model.device)
 
+    @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> Tensor | None:
         """Logits [R, vocabulary] of a decode step, which hold until the next one; None for any other step."""
         rows = len(batch.stops)
-        if not len(batch.input_ids) == len(batch.logit_rows) == rows <= self.max_rows:
+        if not len(batch.ids) == len(batch.rows) == rows <= self.max_rows:
             return None
         size = size_for(rows)
         if size >= self._smallest_failed and not self._is_recorded(size):

@@ -12,9 +12,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, suppress
 from typing import NamedTuple
 
-from torch import Tensor
-
-from cbatch.engine.batch import BlockTables, RaggedBatch
+from cbatch.engine.batch import BlockTables, Logits, RaggedBatch
 from cbatch.engine.pace import Pacer
 from cbatch.engine.plan import StepPlan
 from cbatch.engine.request import Request, TokenEvent
@@ -32,7 +30,7 @@ class _Started(NamedTuple):
 
     plan: StepPlan
     batch: RaggedBatch
-    logits: Tensor
+    logits: Logits
 
 
 class Loop:

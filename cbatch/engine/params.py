@@ -157,6 +157,12 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @property
+    def changes_logits(self) -> bool:
+        """Whether logits are changed before a token is chosen; bad words and a form of the output not counted."""
+        penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return penalties or bool(self.logit_bias) or self.min_tokens > 0
+
+    @property
     def constraint(self) -> Constraint | None:
         """What the output must be as a whole, where that is given."""
         if self.response_format is not None:

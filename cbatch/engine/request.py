@@ -133,6 +133,7 @@ class Request:
     bad_words: sequences of tokens that may not be generated
     guide:     follows the output where its form is given
     counts:    tokens that penalties look at
+    changes_logits: whether its parameters ask for that, before a token is chosen; most do not
     num_coming: tokens that steps in flight will give it; `token_ids` holds those that are known
     num_setbacks: how often requests of the same priority preempted it
     has_ended: whether its last event was made, or it was cancelled; what steps in flight still give it is dropped
@@ -151,6 +152,7 @@ class Request:
     bad_words: Sequence[Sequence[int]] = ()
     guide: TokenGuide | None = None
     counts: TokenCounts | None = None
+    changes_logits: bool = field(init=False)
     num_prompt: int = field(init=False)
     num_computed: int = 0
     num_coming: int = 0
@@ -163,6 +165,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.token_ids)
+        self.changes_logits = bool(self.bad_words) or self.params.changes_logits
 
     @property
     def num_tokens(self) -> int:

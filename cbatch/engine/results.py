@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.engine.batch import Coming
+from cbatch.engine.batch import Coming, Logits
 from cbatch.engine.errors import RequestError
 from cbatch.engine.logprobs import Scores
 from cbatch.engine.plan import StepPlan, StepResult
 from cbatch.engine.processors import Processors
 from cbatch.engine.request import Request, Sample, TokenLogprobs
-from cbatch.engine.sampler import fetch, sample
+from cbatch.engine.sampler import Chosen, sample
 from cbatch.engine.structured import Guide, Masks
 from cbatch.engine.transfer import to_device
 
@@ -30,42 +29,45 @@ class Evaluation:
     """A step whose tokens are being chosen; what the host is to know of them is on its way."""
 
     def __init__(
-        self, plan: StepPlan, logits: Tensor, scored: NDArray[np.bool_] | None = None, masks: Masks | None = None
+        self, plan: StepPlan, logits: Logits, scored: NDArray[np.bool_] | None = None, masks: Masks | None = None
     ) -> None:
         """Begins to sample a token for each request of a step that gets one, and to score prompts.
 
         Of each request, all tokens before that one have to be known.
 
-        logits:  [R, V], rows in the order of the ragged batch
+        logits:  of R rows in the order of the ragged batch
         scored:  [R] bool, which of them score prompts; None where none does
         masks:   what the forms of outputs leave to the plan's `guides`; None where there are none
         """
         self.plan = plan
         self._scores: Scores | None = None
         if scored is not None:
-            self._scores = _begin_scores(plan, _pick(logits, np.flatnonzero(scored)))
-            logits = _pick(logits, np.flatnonzero(~scored))
+            self._scores = _begin_scores(plan, _pick(logits.values, np.flatnonzero(scored)))
+            logits = Logits(_pick(logits.values, np.flatnonzero(~scored)))
         self._requests = requests = [slice_.request for slice_ in plan.to_sample]
         self._guided = _guided(requests)
         self._masks = masks
         allowed = masks.allowed if masks is not None else None
-        self.tokens = torch.empty(0, dtype=torch.int64)
-        self._fetch: Callable[[], tuple[list[int], list[float]]] = lambda: ([], [])
+        self._chosen: Chosen | None = None
         self._logprobs: Scores | None = None
         if requests:
-            processed = Processors.build(requests, logits.device).apply(logits, allowed, self._guided)
-            self.tokens, largest = sample(processed, requests)
-            self._fetch = fetch(self.tokens, largest)
-            self._logprobs = _begin_logprobs(requests, logits, self.tokens)
+            processed = values = logits.values
+            likeliest = logits.likeliest
+            if allowed is not None or any(request.changes_logits for request in requests):
+                processed = Processors.build(requests, values.device).apply(values, allowed, self._guided)
+                likeliest = None
+            self._chosen = sample(processed, requests, likeliest)
+            self._logprobs = _begin_logprobs(requests, values, self._chosen)
 
     @property
     def coming(self) -> Coming:
         """The tokens on the device, for the next step."""
-        return Coming(self.tokens, {request: row for row, request in enumerate(self._requests)})
+        tokens = self._chosen.tokens if self._chosen is not None else torch.empty(0, dtype=torch.int64)
+        return Coming(tokens, {request: row for row, request in enumerate(self._requests)})
 
     def get(self) -> StepResult:
         """What came of it, as soon as it is there."""
-        token_ids, largest = self._fetch()
+        token_ids, largest = self._chosen.get() if self._chosen is not None else ([], [])
         scores = self._get_scores()
         found = iter(self._logprobs.get() if self._logprobs is not None else ())
         logprobs = [next(found) if request.params.logprobs is not None else None for request in self._requests]
@@ -123,13 +125,15 @@ def _begin_scores(plan: StepPlan, logits: Tensor) -> Scores:
     return Scores(logits, to_device([np.array(token_ids, np.int64)], logits.device)[0], counts)
 
 
-def _begin_logprobs(requests: list[Request], logits: Tensor, tokens: Tensor) -> Scores | None:
+def _begin_logprobs(requests: list[Request], logits: Tensor, chosen: Chosen) -> Scores | None:
     """Log-probabilities of the tokens that were chosen, for requests that ask for them; None where none does."""
     rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
     if not rows:
         return None
     places = np.array(rows)
-    return Scores(_pick(logits, places), _pick(tokens, places), [requests[row].params.logprobs or 0 for row in rows])
+    return Scores(
+        _pick(logits, places), _pick(chosen.tokens, places), [requests[row].params.logprobs or 0 for row in rows]
+    )
 
 
 def _mark_broken_scores(plan: StepPlan, scores: list[list[TokenLogprobs]], wrong: list[RequestError | None]) -> None:

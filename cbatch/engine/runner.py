@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import TypeGuard, TypeVar
 
-import torch
-from torch import Tensor
-
 from cbatch.engine.attention.interface import AttentionBackend
-from cbatch.engine.batch import RaggedBatch
+from cbatch.engine.batch import Logits, RaggedBatch
 from cbatch.engine.errors import EngineError
 from cbatch.engine.graphs import DecodeGraphs, Recordable, is_recordable
 from cbatch.engine.kv_pool import KVPool
@@ -55,11 +52,10 @@ class Runner:
         """Raises EngineError after `close`."""
         _open(self._model)
 
-    @torch.inference_mode()
-    def forward(self, batch: RaggedBatch) -> Tensor:
+    def forward(self, batch: RaggedBatch) -> Logits:
         """Logits [R, vocabulary] of the rows that get a token; the batch's keys and values are in the cache then."""
         if self._graphs is not None and (logits := self._graphs.forward(batch)) is not None:
-            return logits
+            return Logits(logits)
         return self.model.forward(batch, self.pool, self.attention)
 
     def close(self) -> None:

@@ -15,12 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch.engine.batch import Likeliest
 from cbatch.engine.request import Request
 from cbatch.engine.threads import num_threads
 from cbatch.engine.transfer import ToHost, to_device
@@ -73,32 +75,69 @@ def row_words(requests: list[Request]) -> NDArray[np.int32]:
     return np.concatenate([shares.view(np.int32), top_k, noise_keys(seeds, samples, positions).view(np.int32)])
 
 
-def sample(logits: Tensor, requests: list[Request]) -> tuple[Tensor, Tensor]:
-    """Chooses a token for each row of logits [R, V]; returns tokens [R] int64 and the largest logit of each row [R].
+class Chosen(Protocol):
+    """Tokens that were chosen, on their way to the host."""
 
-    A row whose largest logit is not finite has no meaningful token: its logits are no numbers, or nothing is allowed.
-    On a GPU nobody waits for them.
-    """
-    drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
-    if drawn and logits.device.type == "cuda" and (sample_rows := _gpu_kernel()):
-        return sample_rows(logits, to_device([row_words(requests)], logits.device)[0])
-    largest, tokens = _largest(logits)
-    if drawn:
-        tokens[drawn] = _draw_rows(logits, drawn, Draw.build(drawn, requests, logits.device))
-    return tokens, largest
+    @property
+    def tokens(self) -> Tensor:
+        """[R] int64, where they were chosen."""
+
+    def get(self) -> tuple[list[int], list[float]]:
+        """The tokens and the largest logit of each row, as soon as they are there.
+
+        A row whose largest logit is not finite has no meaningful token: its logits are no numbers, or nothing is
+        allowed.
+        """
 
 
-def fetch(tokens: Tensor, largest: Tensor) -> Callable[[], tuple[list[int], list[float]]]:
-    """Begins to bring what `sample` returns to the host, by one copy from a GPU. What it returns waits for that."""
-    if tokens.device.type == "cpu":
-        return lambda: (tokens.tolist(), largest.tolist())
-    both = ToHost(torch.stack((tokens.double(), largest.double())))
+class _OnHost(NamedTuple):
+    ids: NDArray[np.int64]
+    largest: NDArray[np.float32]
 
-    def get() -> tuple[list[int], list[float]]:
-        (pair,) = both.get()
+    @property
+    def tokens(self) -> Tensor:
+        return torch.from_numpy(self.ids)
+
+    def get(self) -> tuple[list[int], list[float]]:
+        return self.ids.tolist(), self.largest.tolist()
+
+
+class _OnDevice:
+    """Brings both to the host by one copy."""
+
+    def __init__(self, tokens: Tensor, largest: Tensor) -> None:
+        self.tokens = tokens
+        self._both = ToHost(torch.stack((tokens.double(), largest.double())))
+
+    def get(self) -> tuple[list[int], list[float]]:
+        (pair,) = self._both.get()
         return pair[0].long().tolist(), pair[1].tolist()
 
-    return get
+
+def sample(logits: Tensor, requests: list[Request], likeliest: Likeliest | None = None) -> Chosen:
+    """Chooses a token for each row of logits [R, V]. On a GPU nobody waits for that.
+
+    likeliest: of these logits, where they are known
+    """
+    drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
+    if likeliest is not None or (logits.dtype == torch.float32 and logits.device.type == "cpu"):
+        tokens, largest = likeliest or _likeliest(logits)
+        if drawn:
+            tokens = tokens.copy()
+            tokens[drawn] = _draw_on_host(logits, drawn, Draw.build(drawn, requests, logits.device))
+        return _OnHost(tokens, largest)
+    if drawn and logits.device.type == "cuda" and (sample_rows := _gpu_kernel()):
+        return _OnDevice(*sample_rows(logits, to_device([row_words(requests)], logits.device)[0]))
+    most, best = logits.max(dim=-1)
+    if drawn:
+        best[drawn] = _draw(logits[drawn].float(), Draw.build(drawn, requests, logits.device))
+    return _OnDevice(best, most)
+
+
+def _likeliest(logits: Tensor) -> Likeliest:
+    rows = logits.numpy()
+    tokens = rows.argmax(axis=-1)  # many times faster than torch's
+    return Likeliest(tokens, rows[np.arange(len(rows)), tokens])
 
 
 @cache
@@ -111,23 +150,12 @@ def _gpu_kernel() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
     return sample_rows
 
 
-def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest logit of each row, and its token."""
-    if logits.device.type != "cpu" or logits.dtype != torch.float32:
-        return logits.max(dim=-1)
-    rows = logits.numpy()
-    tokens = rows.argmax(axis=-1)  # many times faster than torch's
-    return torch.from_numpy(rows[np.arange(len(rows)), tokens]), torch.from_numpy(tokens)
-
-
-def _draw_rows(logits: Tensor, rows: list[int], draw: Draw) -> Tensor:
-    if logits.device.type != "cpu" or logits.dtype != torch.float32:
-        return _draw(logits[rows].float(), draw)
+def _draw_on_host(logits: Tensor, rows: list[int], draw: Draw) -> NDArray[np.int64]:
     try:
         from cbatch.engine.cpu.sampling import Rules, draw_tokens
         from cbatch.engine.cpu.team import shared_team
     except ImportError:  # numba is not made for every Python
-        return _draw(logits[rows], draw)
+        return _draw(logits[rows], draw).numpy()
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     stride, vocabulary = logits.stride(0), logits.shape[1]
@@ -140,7 +168,7 @@ def _draw_rows(logits: Tensor, rows: list[int], draw: Draw) -> Tensor:
         draw.min_p.numpy(),
         draw.keys.numpy().astype(np.uint32),
     )
-    return torch.from_numpy(draw_tokens(shared_team(num_threads()), flat, vocabulary, rules))
+    return draw_tokens(shared_team(num_threads()), flat, vocabulary, rules)
 
 
 def _draw(logits: Tensor, draw: Draw) -> Tensor:

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from cbatch.engine.attention.interface import AttentionBackend
-from cbatch.engine.batch import RaggedBatch
+from cbatch.engine.batch import Logits, RaggedBatch
 from cbatch.engine.config import EngineConfig
 from cbatch.engine.errors import ConfigError
 from cbatch.engine.memory import DeviceMemory, device_memory, is_shortage
@@ -231,7 +230,7 @@ class Trial:
             slices.append(Slice(request, start, stop, True, request.blocks))
         return StepPlan(slices)
 
-    def _forward(self, plan: StepPlan) -> tuple[RaggedBatch, Tensor]:
+    def _forward(self, plan: StepPlan) -> tuple[RaggedBatch, Logits]:
         batch = RaggedBatch.build(plan, self._runner.pool.block_size, self._model.device)
         return batch, self._runner.forward(batch)
 

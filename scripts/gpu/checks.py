@@ -97,7 +97,7 @@ def check_model(name: str, config: Config, device: torch.device) -> Check:
     shapes = [attention.block_shapes(layer, BLOCK_SIZE, dtype) for layer in decoder.layers]
     pool = KVPool(shapes, 32, BLOCK_SIZE, dtype, device)
     with torch.inference_mode():
-        ours = decoder.forward(batch, pool, attention).log_softmax(-1)
+        ours = decoder.forward(batch, pool, attention).values.log_softmax(-1)
         exact, theirs = (
             torch.cat([network(part[None]).logits[0, -1:] for part in torch.split(batch.input_ids, prompts)])
             for network in (make_network(config, tensors, kind, device) for kind in (torch.float32, dtype))

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from cbatch.engine.batch import RaggedBatch
-from cbatch.engine.transfer import to_device
 
 
 def seconds(work: Callable[[], Any], device: torch.device, repeats: int = 10, rounds: int = 3) -> float:
@@ -48,8 +47,4 @@ def make_batch(
     sequence = np.repeat(np.arange(len(stops)), counts)
     slots = tables[sequence, positions // block_size] * np.int64(block_size) + positions % block_size
     ids = np.array([chance.randrange(vocabulary) for _ in positions])
-    arrays = [ids, positions, slots, counts.cumsum() - 1, tables]
-    input_ids, position_ids, slot_mapping, logit_rows, block_tables = to_device(arrays, device)
-    return RaggedBatch(
-        input_ids, position_ids, slot_mapping, logit_rows, block_tables, tables, list(starts), list(stops)
-    )
+    return RaggedBatch(ids, positions, slots, counts.cumsum() - 1, tables, list(starts), list(stops), device)

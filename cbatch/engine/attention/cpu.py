@@ -53,7 +53,7 @@ class CpuAttention:
         return block_shapes(layer, block_size, dtype)
 
     def prepare(self, batch: RaggedBatch, block_size: int) -> Metadata:
-        return Metadata(batch.tables, batch.starts, batch.stops, batch.slot_mapping.numpy())
+        return Metadata(batch.tables, batch.starts, batch.stops, batch.slots)
 
     def write(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: Metadata) -> None:
         pages = pages_of(keys[None], values[None])

@@ -13,6 +13,7 @@ from cbatch.engine.cpu.jit import entry, kernel
 from cbatch.engine.cpu.linear import Tiles, multiply, multiply_gated
 from cbatch.engine.cpu.numbers import narrow, widen
 from cbatch.engine.cpu.pages import Pages, Rule, Slices, Workspace
+from cbatch.engine.cpu.sampling import find_largest
 from cbatch.engine.cpu.tile import COLUMNS
 
 _ROWS = 8
@@ -89,6 +90,20 @@ class Buffers(NamedTuple):
     query: NDArray[Any]
     attended: NDArray[Any]
     inner: NDArray[Any]
+
+
+class Outputs(NamedTuple):
+    """What a step gives for R rows.
+
+    logits:  [R, columns] float32, of which the first `vocabulary` mean something
+    tokens:  [R] int64, the likeliest of each row, the first of equal ones
+    largest: [R] float32, its logit; NaN where any of the row is no number
+    """
+
+    logits: NDArray[np.float32]
+    vocabulary: int
+    tokens: NDArray[np.int64]
+    largest: NDArray[np.float32]
 
 
 @kernel
@@ -197,12 +212,22 @@ def _factors(weights: Any, layer: int) -> Any:
     return scales[columns[0] :], scales[columns[1] :], scales[columns[2] :], scales[columns[3] :]
 
 
+@kernel
+def _find_likeliest(board: Any, phase: int, outputs: Any) -> None:
+    pieces = len(outputs.tokens)
+    piece = take(board, phase, pieces)
+    while piece >= 0:
+        outputs.tokens[piece], outputs.largest[piece] = find_largest(outputs.logits[piece, : outputs.vocabulary])
+        finish(board, phase, pieces)
+        piece = take(board, phase, pieces)
+
+
 @entry
 def step(
     board: Any, thread: int, weights: Weights, sizes: Sizes, pages: Pages, slices: Slices, inputs: Inputs,
-    buffers: Buffers, tiles: Tiles, work: Workspace, logits: Any,
+    buffers: Buffers, tiles: Tiles, work: Workspace, outputs: Outputs,
 ) -> None:  # fmt: skip
-    """Computes logits [R, columns] float32 of the wanted rows; the step's keys and values are in the cache then.
+    """Computes what is wanted of a step; its keys and values are in the cache then.
 
     Called in every thread of a team: each phase returns when all of its pieces are done.
     """
@@ -229,4 +254,5 @@ def step(
     chosen = buffers.input[: len(inputs.rows)]
     phase = _norm(board, phase, x, inputs.rows, weights.last_norm, sizes.eps, chosen)
     factors = weights.scales[weights.columns[-1, 0] :] if len(weights.scales) else nothing
-    multiply(board, phase, thread, chosen, weights.matrices, weights.head, factors, logits, 0, tiles)
+    phase = multiply(board, phase, thread, chosen, weights.matrices, weights.head, factors, outputs.logits, 0, tiles)
+    _find_likeliest(board, phase, outputs)

@@ -157,15 +157,39 @@ def _most_noise(token: int, key: Any) -> Any:
 
 
 @kernel
+def _largest_of(part: Any) -> Any:
+    """The largest of some numbers, all of which are numbers."""
+    most = _order_of(-_INFINITY)
+    for i in range(len(part)):
+        order = _order_of(part[i])
+        most = order if order > most else most
+    return _of_order(most)
+
+
+@kernel
+def find_largest(row: Any) -> Any:
+    """The place of a row's largest number, the first of equal ones, and that number; NaN where any of them is none."""
+    place, most, wrong = 0, -_INFINITY, np.int32(0)
+    for start in range(0, len(row), BLOCK):
+        part = row[start : start + BLOCK]
+        for i in range(len(part)):
+            wrong = np.int32(wrong + (part[i] != part[i]))
+        top = _largest_of(part)
+        if top > most:
+            place, most = start, top
+    if wrong > 0:
+        return 0, np.float32(np.nan)
+    while row[place] != most:
+        place += 1
+    return place, most
+
+
+@kernel
 def find_tops(row: Any, temperature: Any, tops: Any) -> Any:
     """Fills in the largest logit, divided by the temperature, of each block; returns where the largest of all is."""
     place = 0
     for block in range(len(tops)):
-        most, part = _order_of(-_INFINITY), row[block * BLOCK : (block + 1) * BLOCK]
-        for i in range(len(part)):
-            order = _order_of(part[i])
-            most = order if order > most else most
-        tops[block] = divide(_of_order(most), temperature)
+        tops[block] = divide(_largest_of(row[block * BLOCK : (block + 1) * BLOCK]), temperature)
         if not tops[block] <= tops[place]:
             place = block
     part = row[place * BLOCK : (place + 1) * BLOCK]

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.engine.attention.interface import AttentionBackend
-from cbatch.engine.batch import RaggedBatch
-from cbatch.engine.cpu.decoder import Buffers, Inputs, Sizes, step
+from cbatch.engine.batch import Likeliest, Logits, RaggedBatch
+from cbatch.engine.cpu.decoder import Buffers, Inputs, Outputs, Sizes, step
 from cbatch.engine.cpu.linear import new_tiles
 from cbatch.engine.cpu.memory import empty
 from cbatch.engine.cpu.pages import cut, new_workspace
@@ -31,6 +31,9 @@ from cbatch.engine.threads import num_threads
 
 _KEPT_ROWS = 256
 """Rows of logits for which room is kept from step to step."""
+
+_Room = tuple[NDArray[np.float32], Tensor]
+"""Memory for logits [R, columns of a packed matrix], and what of it are logits [R, vocabulary]."""
 
 
 class Decoder:
@@ -75,6 +78,7 @@ class Decoder:
         )
         self._buffers = self._make_buffers(16)
         self._logits = np.empty((0, 0), np.float32)
+        self._rooms: dict[int, _Room] = {}
         self._cosines, self._sines = self._rotations(16)
         self._warm_up()
 
@@ -89,61 +93,68 @@ class Decoder:
         bytes_ = weights.matrices.nbytes
         return Linears(bytes_, self.num_parameters - head * (1 if family.is_tied else 2), head)
 
-    def forward(self, batch: RaggedBatch, pool: KVPool, attention: AttentionBackend) -> Tensor:
+    def forward(self, batch: RaggedBatch, pool: KVPool, attention: AttentionBackend) -> Logits:
         """Logits [R, vocabulary] float32 of the rows that are wanted, which hold until the next step."""
-        logits = self._room_for_logits(len(batch.logit_rows))
-        self._team.run(step, *self._arguments(batch, pool, logits))
-        return torch.from_numpy(logits)[:, : self.family.vocabulary]
+        rows = len(batch.rows)
+        room, logits = self._room_for_logits(rows)
+        outputs = Outputs(room, self.vocab_size, np.empty(rows, np.int64), np.empty(rows, np.float32))
+        self._team.run(step, *self._arguments(batch, pool, outputs))
+        return Logits(logits, Likeliest(outputs.tokens, outputs.largest))
 
     def _warm_up(self) -> None:
         """Compiles the kernels, or finds them in their cache."""
-        one = torch.zeros(1, dtype=torch.int64)
-        table = one[None].int()
-        batch = RaggedBatch(one, one, one, one, table, table.numpy(), [0], [1])
+        one = np.zeros(1, np.int64)
+        batch = RaggedBatch(one, one, one, one, np.zeros((1, 1), np.int32), [0], [1], self.device)
         pool = KVPool([block_shapes(self.layers[0], LANES, self.dtype)] * 2, 1, LANES, self.dtype, self.device)
-        self._team.prepare(step, *self._arguments(batch, pool, self._room_for_logits(1)))
+        outputs = Outputs(self._room_for_logits(1)[0], self.vocab_size, np.empty(1, np.int64), np.empty(1, np.float32))
+        self._team.prepare(step, *self._arguments(batch, pool, outputs))
 
-    def _arguments(self, batch: RaggedBatch, pool: KVPool, logits: NDArray[np.float32]) -> tuple[Any, ...]:
+    def _arguments(self, batch: RaggedBatch, pool: KVPool, outputs: Outputs) -> tuple[Any, ...]:
         """What the kernel of a step takes behind the board and the thread."""
-        family, length, furthest = self.family, len(batch.input_ids), max(batch.stops)
+        family, length, furthest = self.family, len(batch.ids), max(batch.stops)
         if length > len(self._buffers.stream):
             self._buffers = self._make_buffers(length)
         if furthest > len(self._cosines):
             self._cosines, self._sines = self._rotations(2 * furthest)
         inputs = Inputs(
-            batch.input_ids.numpy(),
-            batch.position_ids.numpy(),
+            batch.ids,
+            batch.positions,
             self._cosines,
             self._sines,
             np.arange(length),
-            batch.logit_rows.numpy(),
+            batch.rows,
         )
-        tables, slots = batch.tables, batch.slot_mapping.numpy()
         shape = family.heads, family.heads // family.kv_heads, family.head_dim
-        slices = cut(tables, batch.starts, batch.stops, slots, *shape)
+        slices = cut(batch.tables, batch.starts, batch.stops, batch.slots, *shape)
         buffers = Buffers(*(array[:length] for array in self._buffers))
         if pool.kept is None:
             if pool.stacks is None:
                 raise ValueError("The layers' caches have to lie in one tensor.")
             pool.kept = pages_of(*pool.stacks)
-        return self._weights, self._sizes, pool.kept, slices, inputs, buffers, self._tiles, self._work, logits
+        return self._weights, self._sizes, pool.kept, slices, inputs, buffers, self._tiles, self._work, outputs
 
     def _rotations(self, places: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Cosines and sines of the angles of so many places, by which queries and keys are turned."""
         angles = torch.arange(places)[:, None].float() * self.family.frequencies
         return angles.cos().numpy(), angles.sin().numpy()
 
-    def _room_for_logits(self, rows: int) -> NDArray[np.float32]:
-        """Fresh memory would have to be cleared by the system in every step, which takes as long as the product.
+    def _room_for_logits(self, rows: int) -> _Room:
+        """Room for so many rows of logits, which is kept.
 
-        Only a prompt that is scored has more rows than are kept.
+        Fresh memory would have to be cleared by the system in every step, which takes as long as the product, and even
+        a view of torch's takes a while where the weights have just gone through the processor's caches. Only a prompt
+        that is scored has more rows than are kept.
         """
-        width = filled_up(self.family.vocabulary)
+        width, vocabulary = filled_up(self.family.vocabulary), self.family.vocabulary
         if rows > _KEPT_ROWS:
-            return empty((rows, width), np.float32)
+            room = empty((rows, width), np.float32)
+            return room, torch.from_numpy(room)[:, :vocabulary]
         if rows > len(self._logits):
-            self._logits = empty((rows, width), np.float32)
-        return self._logits[:rows]
+            self._logits, self._rooms = empty((rows, width), np.float32), {}
+        if rows not in self._rooms:
+            room = self._logits[:rows]
+            self._rooms[rows] = room, torch.from_numpy(room)[:, :vocabulary]
+        return self._rooms[rows]
 
     def _make_buffers(self, length: int) -> Buffers:
         family = self.family

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from cbatch.engine.attention.interface import AttentionBackend
 from cbatch.engine.attention.triton import fits
-from cbatch.engine.batch import RaggedBatch
+from cbatch.engine.batch import Logits, RaggedBatch
 from cbatch.engine.gpu.layer import add_norm, begin, end, gate, place
 from cbatch.engine.kv_pool import KVPool, LayerShape
 from cbatch.engine.models.family import Family, Unfit, check_tensors, read_family, shapes_of
@@ -117,12 +117,12 @@ class GpuDecoder:
         parameters = self.num_parameters - head * (1 if family.is_tied else 2)
         return Linears(sum(matrix.nbytes for matrix in matrices), parameters, head)
 
-    def forward(self, batch: RaggedBatch, pool: KVPool, attention: AttentionBackend) -> Tensor:
+    @torch.inference_mode()
+    def forward(self, batch: RaggedBatch, pool: KVPool, attention: AttentionBackend) -> Logits:
         """Logits [R, vocabulary] float32 of the rows that are wanted."""
         metadata = attention.prepare(batch, pool.block_size)
-        return self.compute(
-            batch.input_ids, batch.position_ids, batch.slot_mapping, batch.logit_rows, metadata, pool, attention
-        )
+        inputs = batch.input_ids, batch.position_ids, batch.slot_mapping, batch.logit_rows
+        return Logits(self.compute(*inputs, metadata, pool, attention))
 
     def compute(
         self,

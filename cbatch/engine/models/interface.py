@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from cbatch.engine.attention.interface import AttentionBackend
-from cbatch.engine.batch import RaggedBatch
+from cbatch.engine.batch import Logits, RaggedBatch
 from cbatch.engine.kv_pool import KVPool, LayerShape
 
 
@@ -60,5 +59,5 @@ class Model(Protocol):
     @property
     def linears(self) -> Linears: ...
 
-    def forward(self, batch: RaggedBatch, pool: KVPool, attention: AttentionBackend) -> Tensor:
+    def forward(self, batch: RaggedBatch, pool: KVPool, attention: AttentionBackend) -> Logits:
         """Logits [R, vocabulary] of the rows to sample."""

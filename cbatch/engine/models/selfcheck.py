@@ -88,7 +88,7 @@ def _paged_logits(
         batch = RaggedBatch.build(StepPlan(slices), _BLOCK_SIZE, model.device)
         if far:
             batch.position_ids[slices[0].num_tokens :] += max(model.max_model_len - _LENGTHS[1], 0)
-        logits = model.forward(batch, pool, attention)
+        logits = model.forward(batch, pool, attention).values
     return logits
 
 

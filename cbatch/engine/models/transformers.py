@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from cbatch.engine.attention.interface import AttentionBackend
-from cbatch.engine.batch import RaggedBatch
+from cbatch.engine.batch import Logits, RaggedBatch
 from cbatch.engine.errors import ModelError
 from cbatch.engine.kv_pool import KVPool, LayerShape
 from cbatch.engine.models.interface import Linears
@@ -170,7 +170,8 @@ class TransformersModel:
     def linears(self) -> Linears:
         return linears_of(self._network, self.config)
 
-    def forward(self, batch: RaggedBatch, pool: KVPool, attention: AttentionBackend) -> Tensor:
+    @torch.inference_mode()
+    def forward(self, batch: RaggedBatch, pool: KVPool, attention: AttentionBackend) -> Logits:
         """Logits [R, vocabulary] of the rows to sample, in the model's dtype."""
         context = PagedContext(pool, attention, attention.prepare(batch, pool.block_size))
         step = Step(context, self.windows)
@@ -179,7 +180,7 @@ class TransformersModel:
             raise ModelError(
                 f"it attended {step.calls} times in a step, and {len(self.layers)} times when it was loaded"
             )
-        return logits
+        return Logits(logits)
 
     def _call(self, batch: RaggedBatch, step: Step | Probe) -> Tensor:
         token = _current.set(step)
@@ -193,7 +194,7 @@ class TransformersModel:
         finally:
             _current.reset(token)
         logits: Tensor = output.logits[0]
-        if logits.shape[0] == len(batch.logit_rows):
+        if logits.shape[0] == len(batch.rows):
             return logits
         return logits[batch.logit_rows]  # some families know no logits_to_keep
 
@@ -210,9 +211,8 @@ class TransformersModel:
     def _probe(self) -> tuple[list[LayerShape], list[int | None]]:
         """The shape of what each attention call stores, and its window."""
         probe = Probe()
-        ids = torch.arange(4, device=self.device) % self.vocab_size
-        table = np.arange(4, dtype=np.int32)[None]
-        batch = RaggedBatch(ids, torch.arange(4, device=self.device), ids, ids[-1:], ids[None], table, [0], [4])
+        four, table = np.arange(4), np.arange(4, dtype=np.int32)[None]
+        batch = RaggedBatch(four % self.vocab_size, four, four, four[-1:], table, [0], [4], self.device)
         self._network.set_attn_implementation(PROBE_NAME)
         with torch.inference_mode():
             self._call(batch, probe)
