@@ -25,7 +25,9 @@ from peers.work import SHAPES as PEER_SHAPES  # noqa: E402
 from cbatch.engine import LoadedModel, SamplingParams  # noqa: E402
 from cbatch.engine.models.decoder import Decoder  # noqa: E402
 
-MODELS = SHAPES | {"135m": SHAPES["8B"] | PEER_SHAPES["135m"] | {"max_position_embeddings": 40960}}
+MODELS = SHAPES | {
+    name: SHAPES["8B"] | shape | {"max_position_embeddings": 40960} for name, shape in PEER_SHAPES.items()
+}
 
 
 def load(config: Config, device: torch.device) -> LoadedModel:
