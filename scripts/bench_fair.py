@@ -25,8 +25,18 @@ from peers.work import SHAPES as PEER_SHAPES  # noqa: E402
 from cbatch.engine import LoadedModel, SamplingParams  # noqa: E402
 from cbatch.engine.models.decoder import Decoder  # noqa: E402
 
+SMALL = {
+    "num_hidden_layers": 6,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+"""A model for which a prompt of 32,768 tokens takes a minute or two on two cores."""
+
 MODELS = SHAPES | {
-    name: SHAPES["8B"] | shape | {"max_position_embeddings": 40960} for name, shape in PEER_SHAPES.items()
+    name: SHAPES["8B"] | shape | {"max_position_embeddings": 40960}
+    for name, shape in {**PEER_SHAPES, "small": PEER_SHAPES["135m"] | SMALL}.items()
 }
 
 

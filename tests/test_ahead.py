@@ -239,3 +239,11 @@ def test_the_model_is_started_before_the_last_step_is_taken_in(monkeypatch: pyte
     engine.generate(make_prompts([5]), SamplingParams(max_tokens=4))
     assert done == ["forward", *["forward", "get"] * 3, "get"], "the end of the output is known when it is planned"
     assert engine.num_steps == 4
+
+
+def test_a_shortage_while_a_step_is_taken_in_is_that_of_the_step() -> None:
+    """Guards smaller steps after a call that only takes in and lacks memory: the last plan is of the step in flight."""
+    engine = make_engine(make_network("llama"), run_ahead=True)
+    engine.add(make_prompts([5])[0], SamplingParams(max_tokens=1))
+    assert engine.step() == [] and len(engine.step()) == 1
+    assert engine.last_plan.num_tokens == 5 and engine.shrink() and engine.scheduler.max_batch_tokens == 2

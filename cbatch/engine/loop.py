@@ -64,7 +64,9 @@ class Loop:
         Raises what the model or the device raises. What was planned is taken back then, and may be tried again.
         """
         with span("schedule"):
-            self.last_plan = plan = self.scheduler.schedule()
+            plan = self.scheduler.schedule()
+        if plan.slices:
+            self.last_plan = plan
         with self._on_device():
             try:
                 started = self._start(plan) if plan.slices else None
