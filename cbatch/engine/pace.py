@@ -63,7 +63,7 @@ class Pace:
         self._least = least
         self._limit = float(least)
         self._num_steps = 0
-        self._late = deque([1 / FIRST_AIM] * LATE, maxlen=WINDOW)
+        self._ratios = deque([1 / FIRST_AIM] * LATE, maxlen=WINDOW)
         """What steps took whose part was about the limit, in times of what was aimed at."""
         self._steady: deque[_Steady] = deque(maxlen=RECENT)
 
@@ -86,9 +86,9 @@ class Pace:
         if target is None:
             return 0
         least, most = AIMS
-        aim = target * min(max(1 / nlargest(LATE, self._late)[-1], least), most)
+        aim = target * min(max(1 / nlargest(LATE, self._ratios)[-1], least), most)
         if prompt_tokens > max(self._least, (1 - SIMILAR) * self._limit):
-            self._late.append(seconds / aim)
+            self._ratios.append(seconds / aim)
         self._adapt(prompt_tokens, aim / seconds)
         return self.limit
 

@@ -54,7 +54,7 @@ FULL = Sizes(
     probe_s=16.0,
     inputs=Lengths(128, 1024, "loguniform"),
     outputs=Lengths(64, 256, "uniform"),
-    fair=fairness.Sizes(64, 256, 32768, 64, 100, 2048),
+    fair=fairness.Sizes(64, 256, 32768, 64, 40, 2048),
 )
 TINY = Sizes(
     rows=4,
