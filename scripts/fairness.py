@@ -103,6 +103,8 @@ class Clients:
     def __init__(self, engine: Engine, seed: int = 0) -> None:
         self.engine = engine
         self.times: defaultdict[int, list[float]] = defaultdict(list)
+        asked = engine.config.run_ahead
+        self.is_ahead = engine.device.type == "cuda" if asked is None else asked
         self._chance = random.Random(seed)
 
     def ask(self, tokens: int, answer: int | None = None) -> int:
@@ -134,15 +136,23 @@ class Clients:
         return found
 
     def pause(self, rows: Sequence[int], steps: int) -> Pause:
-        """So many steps from now on, in which prompts are held."""
-        begin = since = time.perf_counter()
-        for number in range(steps + 2):
-            if number == 2:  # what was running ahead has come
-                since = time.perf_counter()
-            self.engine.scheduler.prompt_limit = 0
+        """So many steps from now on, in which prompts are held.
+
+        An engine that runs ahead has one more step in flight, at the beginning with a prompt, at the end without.
+        """
+        if self.is_ahead:
+            self._hold()
+        begin = time.perf_counter()
+        for _ in range(steps - self.is_ahead):
+            self._hold()
+        if self.is_ahead:
             self.step()
         end = time.perf_counter()
-        return Pause(begin, end, self.gaps(rows, since, end))
+        return Pause(begin, end, self.gaps(rows, begin, end))
+
+    def _hold(self) -> None:
+        self.engine.scheduler.prompt_limit = 0
+        self.step()
 
 
 def cpu_seconds_elsewhere() -> float:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+
+from cbatch.engine.config import EngineConfig
 
 SCRIPTS = str(Path(__file__).parent.parent / "scripts")
 sys.path.insert(0, SCRIPTS)
 try:
     import bench_fair
-    from fairness import Gap, Pause, Sizes, ratio_of
+    import fairness
+    from fairness import Clients, Gap, Pause, Sizes, ratio_of
 finally:
     sys.path.remove(SCRIPTS)
 
@@ -44,6 +50,37 @@ def test_gaps_are_compared_with_those_of_rows_as_long() -> None:
     """Guards the ratio: rows grow longer while a prompt comes in, so that a steady gap does too."""
     pauses = [Pause(0.0, 1.0, [Gap(9, 0.1), Gap(11, 0.1)]), Pause(5.0, 6.0, [Gap(29, 0.3), Gap(31, 0.3)])]
     assert ratio_of([Gap(10, 0.2), Gap(20, 0.4), Gap(30, 0.6)], pauses) == pytest.approx(2.0)
+
+
+class AsyncEngine:
+    """Two rows and a prompt; a step takes 1 s, and 9 s more with a part of the prompt. Tokens come one step late."""
+
+    def __init__(self, ahead: bool) -> None:
+        self.now = 0.0
+        self.config, self.device = EngineConfig(run_ahead=ahead), torch.device("cpu")
+        self.scheduler = SimpleNamespace(prompt_limit=None)
+        self._in_flight = [0.0] * ahead
+
+    def step(self) -> list[SimpleNamespace]:
+        self._in_flight.append(1.0 if self.scheduler.prompt_limit == 0 else 10.0)
+        self.scheduler.prompt_limit = None
+        self.now += self._in_flight.pop(0)
+        return [SimpleNamespace(error=None, request_id=row) for row in (1, 2)]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_pause_is_what_has_no_prompt(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards engines that run ahead: what was in flight with a prompt is not in the pause, nor is a pause outside."""
+    engine: Any = AsyncEngine(ahead)
+    monkeypatch.setattr(fairness.time, "perf_counter", lambda: engine.now)
+    clients = Clients(engine)
+    for _ in range(3):
+        clients.step()
+    begin, end, gaps = clients.pause([1, 2], 4)
+    clients.step()
+    assert [gap.seconds for gap in gaps] == [1.0] * 8 and end - begin == 4
+    assert {gap.seconds for gap in clients.gaps([1, 2], end, engine.now)} == {10.0}
+    assert {gap.seconds for gap in clients.gaps([1, 2], 0.0, begin)} <= {0.0, 10.0}
 
 
 def test_the_cache_suffices() -> None:

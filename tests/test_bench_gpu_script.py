@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
 import bench_gpu
+from gpu import checks
 
 
 def test_every_part_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,6 +27,12 @@ def test_every_part_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert len(results["attention"]) == 2 and len(results["model 8B"]) == 8
     assert all(line.get("figure", line.get("tokens_per_s")) > 0 for line in results["model 8B"])
     assert not any(line.get("trouble") for line in results["model 8B"])
+
+
+def test_sampling_is_checked() -> None:
+    """Guards the check of the sampler, whose requests are none that an engine has made."""
+    name, is_right, figure = checks.check_sampling(5, 300, torch.device("cpu"))
+    assert name == "sampling" and is_right and figure.startswith("5 of 5")
 
 
 def test_load_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from cbatch.engine import sampler
 from cbatch.engine.cpu.jit import entry
+from cbatch.engine.cpu.largest import BLOCK, find_largest
 from cbatch.engine.cpu.sampling import (
-    BLOCK,
     divide,
-    find_largest,
     find_tops,
     is_kept,
     kth_logit,

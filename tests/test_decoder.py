@@ -15,7 +15,16 @@ from cbatch.engine.engine import Engine
 from cbatch.engine.models.decoder import Decoder
 from cbatch.engine.models.family import Unfit
 from cbatch.engine.params import SamplingParams
-from tests.tiny import draw_weights, fast, generate_alone, loaded, make_fast_engine, make_network, make_prompts
+from tests.tiny import (
+    VOCABULARY,
+    draw_weights,
+    fast,
+    generate_alone,
+    loaded,
+    make_fast_engine,
+    make_network,
+    make_prompts,
+)
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "max_position_embeddings": 256}
 ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -140,7 +149,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.9},
     "presence": {"presence_penalty": 2.0},
     "frequency": {"frequency_penalty": -2.0},
-    "no end": {"min_tokens": 9, "stop_token_ids": list(range(0, 95, 2))},
+    "no end": {"min_tokens": 9, "stop_token_ids": list(range(0, VOCABULARY, 2))},
     "drawn": {"temperature": 1.2, "seed": 4},
     "scored": {"prompt_logprobs": 0},
 }
@@ -154,10 +163,19 @@ def test_requests_get_what_they_ask_for(name: str) -> None:
     ours, theirs = make_fast_engine(network), Engine(config, loaded(network))
     for mixed in ([ASKED[name]] * 3, [ASKED[name], {}, ASKED["drawn"]]):
         params = [SamplingParams(max_tokens=12, **asked) for asked in mixed]
-        expected = [output.token_ids for output in theirs.generate(prompts, params)]
+        outputs = theirs.generate(prompts, params)
+        expected = [output.token_ids for output in outputs]
         assert [output.token_ids for output in ours.generate(prompts, params)] == expected
+        assert not any(output.error for output in outputs)
     plain = theirs.generate(prompts[:1], SamplingParams(max_tokens=12))[0].token_ids
     assert (expected[0] == plain) == (name in ("nothing", "scored")), "the case shows nothing"
+    assert name != "no end" or all(token % 2 for token in expected[0][:8])
+
+
+def test_more_rows_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards steps whose logits find no room that is kept: prompts that are scored, and very many rows."""
+    monkeypatch.setattr("cbatch.engine.models.decoder._KEPT_ROWS", 2)
+    assert run(make_fast_engine(network_of("llama"))) == expected_of("llama")
 
 
 def test_the_likeliest_tokens_are_those_of_the_logits() -> None:

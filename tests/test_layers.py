@@ -30,7 +30,7 @@ LAYERS = [
     ["engine.batch", "engine.kv_pool"],
     ["engine.cpu.jit"],
     ["engine.cpu.numbers", "engine.cpu.board"],
-    ["engine.cpu.tile", "engine.cpu.team"],
+    ["engine.cpu.tile", "engine.cpu.team", "engine.cpu.largest"],
     ["engine.cpu.linear", "engine.cpu.softmax", "engine.cpu.sampling"],
     ["engine.gpu.numbers"],
     ["engine.gpu.rows"],

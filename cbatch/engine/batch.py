@@ -1,4 +1,4 @@
-"""A step's plan as tensors: all slices in one row, without padding."""
+"""A step's plan as arrays, on the host and on the device: all slices in one row, without padding."""
 
 from __future__ import annotations
 
@@ -119,8 +119,9 @@ class RaggedBatch:
     starts, stops  S ints: slice i computes tokens starts[i] .. stops[i]-1 of its sequence, and each of them attends to
                    the tokens of that sequence up to itself, nobody else's
     scored         [R] bool, which of the R rows score a prompt; None where none does
+    late           tokens that only the device knows, which is not the CPU then; None where there are none
 
-    On the device the arrays are tensors, brought there by one copy when the first of them is asked for: `input_ids`,
+    On the `device` the arrays are tensors, brought there by one copy when the first of them is asked for: `input_ids`,
     `position_ids`, `slot_mapping`, `logit_rows` and `block_tables`.
     """
 
@@ -175,7 +176,8 @@ class RaggedBatch:
     ) -> RaggedBatch:
         """
         tables: kept from step to step, so that not all of it is made anew
-        coming: tokens of the slices that the host does not know; they go into `input_ids` on the device
+        coming: tokens of the slices that the host does not know; they go into `input_ids` on the device, on a CPU
+                into `ids` at once
         """
         requests, starts, stops, are_last, blocks, _ = zip(*plan.slices, strict=True)
         # numpy, because torch takes longer, and each of its operations lets other threads take the interpreter.

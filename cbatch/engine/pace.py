@@ -25,12 +25,13 @@ STEADY_MULTIPLE = 1.75
 """What `auto` allows a step, in times of a steady one: below 2, since only a few tell what that is."""
 
 WINDOW, LATE = 200, 2
-"""Of so many steps so many may take longer than the target: p99 keeps to it, whatever their noise is like."""
+"""Of so many steps so many may take longer than the target: p99 keeps to it, as far as `AIMS` allows."""
 
 AIMS, FIRST_AIM = (0.75, 0.95), 0.85
 """The least and the most of the target that is aimed at, and what is until steps have shown how much they vary.
 
-Where they vary more than by the least, steps without prompts do so too.
+Where one of a hundred takes longer than 1 / 0.75 of its like, p99 is above the target: so are steps without prompts
+above theirs, and a prompt would hardly advance.
 """
 
 FASTEST = 2.0
@@ -88,7 +89,7 @@ class Pace:
         least, most = AIMS
         aim = target * min(max(1 / nlargest(LATE, self._ratios)[-1], least), most)
         if prompt_tokens > max(self._least, (1 - SIMILAR) * self._limit):
-            self._ratios.append(seconds / aim)
+            self._ratios.append(seconds / aim)  # smaller parts are below the aim whatever the noise
         self._adapt(prompt_tokens, aim / seconds)
         return self.limit
 

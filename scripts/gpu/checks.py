@@ -119,7 +119,7 @@ def check_sampling(rows: int, vocabulary: int, device: torch.device) -> Check:
                 params=SamplingParams(temperature=chance.choice([0.5, 1.0, 1.5]), **kinds[row % len(kinds)]),
                 seed=row,
                 sample_index=0,
-                num_tokens=chance.randint(1, 1000),
+                token_ids=[0] * chance.randint(1, 1000),
             )
             for row in range(rows)
         ],

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from cbatch.engine.cpu.attention import attend, store
 from cbatch.engine.cpu.board import finish, take
 from cbatch.engine.cpu.jit import entry, kernel
+from cbatch.engine.cpu.largest import find_largest
 from cbatch.engine.cpu.linear import Tiles, multiply, multiply_gated
 from cbatch.engine.cpu.numbers import narrow, widen
 from cbatch.engine.cpu.pages import Pages, Rule, Slices, Workspace
-from cbatch.engine.cpu.sampling import find_largest
 from cbatch.engine.cpu.tile import COLUMNS
 
 _ROWS = 8

@@ -24,11 +24,9 @@ from numpy.typing import NDArray
 
 from cbatch.engine.cpu.board import finish, take
 from cbatch.engine.cpu.jit import entry, kernel
+from cbatch.engine.cpu.largest import BLOCK, largest_of, of_order, order_of
 from cbatch.engine.cpu.numbers import bits_of, exp
 from cbatch.engine.cpu.team import Team
-
-BLOCK = 64
-"""Tokens of whose logits the largest is kept."""
 
 _INFINITY = np.float32(np.inf)
 _LN2 = math.log(2)
@@ -97,32 +95,6 @@ def divide(context: Any, x: Any, y: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _order_of(context: Any, x: Any) -> Any:
-    """An int32 for a float32: in the same order, and the compiler can find the largest of many."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _flip(builder, builder.bitcast(args[0], ir.IntType(32)))
-
-    return types.int32(types.float32), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _of_order(context: Any, order: Any) -> Any:
-    """The float32 of such an int32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(_flip(builder, args[0]), ir.FloatType())
-
-    return types.float32(types.int32), generate
-
-
-def _flip(builder: Any, bits: Any) -> Any:
-    """All bits but the sign, where that is set."""
-    sign = builder.ashr(bits, ir.Constant(bits.type, 31))
-    return builder.xor(bits, builder.and_(sign, ir.Constant(bits.type, 0x7FFFFFFF)))
-
-
-@intrinsic  # type: ignore[untyped-decorator]
 def _mix(context: Any, word: Any) -> Any:
     """See `sampler._mix`. In Python's integers the compiler would take 64 bits for it, and twice the time."""
 
@@ -157,39 +129,11 @@ def _most_noise(token: int, key: Any) -> Any:
 
 
 @kernel
-def _largest_of(part: Any) -> Any:
-    """The largest of some numbers, all of which are numbers."""
-    most = _order_of(-_INFINITY)
-    for i in range(len(part)):
-        order = _order_of(part[i])
-        most = order if order > most else most
-    return _of_order(most)
-
-
-@kernel
-def find_largest(row: Any) -> Any:
-    """The place of a row's largest number, the first of equal ones, and that number; NaN where any of them is none."""
-    place, most, wrong = 0, -_INFINITY, np.int32(0)
-    for start in range(0, len(row), BLOCK):
-        part = row[start : start + BLOCK]
-        for i in range(len(part)):
-            wrong = np.int32(wrong + (part[i] != part[i]))
-        top = _largest_of(part)
-        if top > most:
-            place, most = start, top
-    if wrong > 0:
-        return 0, np.float32(np.nan)
-    while row[place] != most:
-        place += 1
-    return place, most
-
-
-@kernel
 def find_tops(row: Any, temperature: Any, tops: Any) -> Any:
     """Fills in the largest logit, divided by the temperature, of each block; returns where the largest of all is."""
     place = 0
     for block in range(len(tops)):
-        tops[block] = divide(_largest_of(row[block * BLOCK : (block + 1) * BLOCK]), temperature)
+        tops[block] = divide(largest_of(row[block * BLOCK : (block + 1) * BLOCK]), temperature)
         if not tops[block] <= tops[place]:
             place = block
     part = row[place * BLOCK : (place + 1) * BLOCK]
@@ -202,10 +146,10 @@ def find_tops(row: Any, temperature: Any, tops: Any) -> Any:
 @kernel
 def _kth_largest(values: Any, k: int) -> Any:
     """Halves the range where it must be, 32 times, by how many are as large."""
-    low, high = np.int64(_order_of(-_INFINITY)), np.int64(_order_of(_INFINITY))
+    low, high = np.int64(order_of(-_INFINITY)), np.int64(order_of(_INFINITY))
     while low < high:
         middle = (low + high + 1) >> 1
-        value = _of_order(np.int32(middle))
+        value = of_order(np.int32(middle))
         count = np.int32(0)
         for i in range(len(values)):
             count = np.int32(count + (values[i] >= value))
@@ -213,7 +157,7 @@ def _kth_largest(values: Any, k: int) -> Any:
             low = middle
         else:
             high = middle - 1
-    return _of_order(np.int32(low))
+    return of_order(np.int32(low))
 
 
 @kernel

@@ -142,8 +142,8 @@ class Decoder:
         """Room for so many rows of logits, which is kept.
 
         Fresh memory would have to be cleared by the system in every step, which takes as long as the product, and even
-        a view of torch's takes a while where the weights have just gone through the processor's caches. Only a prompt
-        that is scored has more rows than are kept.
+        a view of torch's takes a while where the weights have just gone through the processor's caches. Steps of more
+        rows than are kept, for prompts that are scored or very many seats, pay that.
         """
         width, vocabulary = filled_up(self.family.vocabulary), self.family.vocabulary
         if rows > _KEPT_ROWS:

@@ -60,4 +60,4 @@ class Model(Protocol):
     def linears(self) -> Linears: ...
 
     def forward(self, batch: RaggedBatch, pool: KVPool, attention: AttentionBackend) -> Logits:
-        """Logits [R, vocabulary] of the rows to sample."""
+        """Logits [R, vocabulary] of the rows to sample; a model of torch's enters its inference mode by itself."""
