@@ -95,9 +95,7 @@ class Decoder:
 
     def forward(self, batch: RaggedBatch, pool: KVPool, attention: AttentionBackend) -> Logits:
         """Logits [R, vocabulary] float32 of the rows that are wanted, which hold until the next step."""
-        rows = len(batch.rows)
-        room, logits = self._room_for_logits(rows)
-        outputs = Outputs(room, self.vocab_size, np.empty(rows, np.int64), np.empty(rows, np.float32))
+        outputs, logits = self._room_for_outputs(len(batch.rows))
         self._team.run(step, *self._arguments(batch, pool, outputs))
         return Logits(logits, Likeliest(outputs.tokens, outputs.largest))
 
@@ -106,8 +104,7 @@ class Decoder:
         one = np.zeros(1, np.int64)
         batch = RaggedBatch(one, one, one, one, np.zeros((1, 1), np.int32), [0], [1], self.device)
         pool = KVPool([block_shapes(self.layers[0], LANES, self.dtype)] * 2, 1, LANES, self.dtype, self.device)
-        outputs = Outputs(self._room_for_logits(1)[0], self.vocab_size, np.empty(1, np.int64), np.empty(1, np.float32))
-        self._team.prepare(step, *self._arguments(batch, pool, outputs))
+        self._team.prepare(step, *self._arguments(batch, pool, self._room_for_outputs(1)[0]))
 
     def _arguments(self, batch: RaggedBatch, pool: KVPool, outputs: Outputs) -> tuple[Any, ...]:
         """What the kernel of a step takes behind the board and the thread."""
@@ -138,6 +135,11 @@ class Decoder:
         angles = torch.arange(places)[:, None].float() * self.family.frequencies
         return angles.cos().numpy(), angles.sin().numpy()
 
+    def _room_for_outputs(self, rows: int) -> tuple[Outputs, Tensor]:
+        """What so many rows give, and its logits [R, vocabulary] as a tensor."""
+        room, logits = self._room_for_logits(rows)
+        return Outputs(room, self.vocab_size, np.empty(rows, np.int64), np.empty(rows, np.float32)), logits
+
     def _room_for_logits(self, rows: int) -> _Room:
         """Room for so many rows of logits, which is kept.
 
@@ -145,16 +147,16 @@ class Decoder:
         a view of torch's takes a while where the weights have just gone through the processor's caches. Steps of more
         rows than are kept, for prompts that are scored or very many seats, pay that.
         """
-        width, vocabulary = filled_up(self.family.vocabulary), self.family.vocabulary
         if rows > _KEPT_ROWS:
-            room = empty((rows, width), np.float32)
-            return room, torch.from_numpy(room)[:, :vocabulary]
+            return self._as_room(empty((rows, filled_up(self.vocab_size)), np.float32))
         if rows > len(self._logits):
-            self._logits, self._rooms = empty((rows, width), np.float32), {}
+            self._logits, self._rooms = empty((rows, filled_up(self.vocab_size)), np.float32), {}
         if rows not in self._rooms:
-            room = self._logits[:rows]
-            self._rooms[rows] = room, torch.from_numpy(room)[:, :vocabulary]
+            self._rooms[rows] = self._as_room(self._logits[:rows])
         return self._rooms[rows]
+
+    def _as_room(self, memory: NDArray[np.float32]) -> _Room:
+        return memory, torch.from_numpy(memory)[:, : self.vocab_size]
 
     def _make_buffers(self, length: int) -> Buffers:
         family = self.family
