@@ -22,8 +22,8 @@ import pexpect
 import pyte
 
 from cbatch import Engine, EngineConfig, SamplingParams
-from cbatch.cli.chat.client import PRIORITY
-from cbatch.cli.loading import tune_process
+from cbatch.cli.chat.engine_client import PRIORITY
+from cbatch.cli.common.loading import tune_process
 from cbatch.engine import Driver, TokenEvent
 
 ROUNDS, ASKS, ROWS = 3, 12, 64

@@ -139,7 +139,7 @@ def model_lines(name: str, config: Any, rates: Any, device: Any, options: argpar
     import torch
     from gpu import runs, shapes, speed
 
-    from cbatch.engine.models.gpu_decoder import GpuDecoder
+    from cbatch.engine.models.cuda import GpuDecoder
 
     loaded = shapes.load(name, config, device)
     decoder = loaded.decoder

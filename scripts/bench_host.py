@@ -31,10 +31,10 @@ from peers.work import SHAPES as PEER_SHAPES
 from peers.work import make_work
 
 from cbatch import Engine, EngineConfig, SamplingParams
-from cbatch.engine import spans
-from cbatch.engine.batch import Logits
-from cbatch.engine.cpu.team import shared_team
-from cbatch.engine.loader import LoadedModel
+from cbatch.engine.kernels.cpu.team import shared_team
+from cbatch.engine.models.loader import LoadedModel
+from cbatch.engine.runtime.batch import Logits
+from cbatch.engine.tracing import spans
 
 VOCABULARY = 128
 WARMUP = 10

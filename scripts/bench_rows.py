@@ -22,16 +22,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cbatch import Engine, EngineConfig, SamplingParams
-from cbatch.cli.batch import Batch
-from cbatch.cli.job import Preparer, RowOptions
-from cbatch.cli.journal import Journal
-from cbatch.cli.lines import read_lines
-from cbatch.cli.loading import tune_process
-from cbatch.cli.output import FileOutput
-from cbatch.cli.tally import Tally
+from cbatch.cli.common.loading import tune_process
+from cbatch.cli.run.input.lines import read_lines
+from cbatch.cli.run.output.journal import Journal
+from cbatch.cli.run.output.writer import FileOutput
+from cbatch.cli.run.pipeline import Batch
+from cbatch.cli.run.requests import Preparer, RowOptions
+from cbatch.cli.run.stats import Tally
 from cbatch.engine import Driver
-from cbatch.engine.batch import Logits
-from cbatch.engine.loader import LoadedModel
+from cbatch.engine.models.loader import LoadedModel
+from cbatch.engine.runtime.batch import Logits
 
 VOCABULARY, END = 64, 1
 

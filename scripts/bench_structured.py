@@ -17,8 +17,8 @@ from typing import Any
 import click
 import numpy as np
 
-from cbatch.engine.structured_source import Constraint, to_lark
-from cbatch.engine.structured_trial import LIMITS, Vocabulary
+from cbatch.engine.base.constraint import Constraint, to_lark
+from cbatch.engine.structured.sandbox import LIMITS, Vocabulary
 
 STEPS = 200
 SMALL = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["age"]}

@@ -20,7 +20,7 @@ import psutil
 import torch
 
 from cbatch.engine import Engine, EngineConfig, LoadedModel, SamplingParams
-from cbatch.engine.pace import LEAST
+from cbatch.engine.scheduler.step_time import LEAST
 
 Target = float | Literal["auto"] | None
 

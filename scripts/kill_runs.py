@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.faults import Killer, zygote
-from tests.folder import save_model
+from tests.support.kill_runs import Killer, zygote
+from tests.support.model_folder import save_model
 
 
 def main() -> None:

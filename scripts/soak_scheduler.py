@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.wander import Wanderer
+from tests.support.random_walk import Wanderer
 
 ACTIONS = 200
 """Random actions in each world, before it runs until all is done."""

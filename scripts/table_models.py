@@ -14,8 +14,8 @@ import torch
 import transformers
 
 from cbatch.engine.engine import Engine
-from tests.architectures import CLASSES, NOT_BUILT_HERE
-from tests.verdicts import EQUAL, NOT_BUILT, REFUSED, Verdict, judge, scenarios, table_row, unseen_faults
+from tests.support.architectures import CLASSES, NOT_BUILT_HERE
+from tests.support.model_verdicts import EQUAL, NOT_BUILT, REFUSED, Verdict, judge, scenarios, table_row, unseen_faults
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
 INTRODUCTION = """# Models

@@ -16,6 +16,6 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.folder import save_model
+    from tests.support.model_folder import save_model
 
     return save_model(tmp_path_factory.mktemp("model"))

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import click
 
 from cbatch import __version__
-from cbatch.cli.loading import describe, open_engine
-from cbatch.cli.options import engine_options, model_options
-from cbatch.cli.screen import emit, safe
+from cbatch.cli.common.console import emit, safe
+from cbatch.cli.common.loading import describe, open_engine
+from cbatch.cli.common.options import engine_options, model_options
 
 
 @click.command("info")

@@ -12,13 +12,13 @@ from typing import Any
 import click
 
 from cbatch import __version__
-from cbatch.cli.exits import EXIT_FATAL, EXIT_PIPE, EXIT_USAGE, Interrupted, ReaderGone, RunFailed
-from cbatch.cli.screen import notice
-from cbatch.cli.signals import SIGNALS, raise_interrupted
+from cbatch.cli.common.console import notice
+from cbatch.cli.common.exits import EXIT_FATAL, EXIT_PIPE, EXIT_USAGE, Interrupted, ReaderGone, RunFailed
+from cbatch.cli.common.signals import SIGNALS, raise_interrupted
 from cbatch.engine import CbatchError, EngineError
 
 COMMANDS = {
-    "run": "cbatch.cli.run",
+    "run": "cbatch.cli.run.command",
     "chat": "cbatch.cli.chat.command",
     "bench": "cbatch.cli.bench.command",
     "info": "cbatch.cli.info",

@@ -6,45 +6,44 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cbatch.engine.answer import AnswerFormat, check_tools
-    from cbatch.engine.completion import Completion
-    from cbatch.engine.config import EngineConfig
-    from cbatch.engine.driver import Driver, Ticket
+    from cbatch.engine.base.config import EngineConfig
+    from cbatch.engine.base.errors import CbatchError, ConfigError, EngineError, ModelError, RequestError
+    from cbatch.engine.base.outputs import Completion, TokenEvent, TokenLogprobs
+    from cbatch.engine.base.params import PARAM_NAMES, SamplingParams, derive_seed, with_overrides
+    from cbatch.engine.base.units import format_bytes
     from cbatch.engine.engine import Engine
-    from cbatch.engine.errors import CbatchError, ConfigError, EngineError, ModelError, RequestError
-    from cbatch.engine.loader import LoadedModel
-    from cbatch.engine.params import PARAM_NAMES, SamplingParams, derive_seed, with_overrides
-    from cbatch.engine.request import TokenEvent, TokenLogprobs
-    from cbatch.engine.tokenizer import FIXED_DATE, Prompt
-    from cbatch.engine.tool_calls import ToolCall
-    from cbatch.engine.tracing import Trace
-    from cbatch.engine.units import format_bytes
+    from cbatch.engine.engine_thread import Driver, Ticket
+    from cbatch.engine.models.loader import LoadedModel
+    from cbatch.engine.text.reasoning import AnswerFormat, check_tools
+    from cbatch.engine.text.tokenizer import FIXED_DATE, Prompt
+    from cbatch.engine.text.tool_calls import ToolCall
+    from cbatch.engine.tracing.trace import Trace
 
 _HOME = {
-    "AnswerFormat": "answer",
-    "CbatchError": "errors",
-    "Completion": "completion",
-    "ConfigError": "errors",
-    "Driver": "driver",
+    "AnswerFormat": "text.reasoning",
+    "CbatchError": "base.errors",
+    "Completion": "base.outputs",
+    "ConfigError": "base.errors",
+    "Driver": "engine_thread",
     "Engine": "engine",
-    "EngineConfig": "config",
-    "EngineError": "errors",
-    "FIXED_DATE": "tokenizer",
-    "LoadedModel": "loader",
-    "ModelError": "errors",
-    "PARAM_NAMES": "params",
-    "Prompt": "tokenizer",
-    "RequestError": "errors",
-    "SamplingParams": "params",
-    "Ticket": "driver",
-    "TokenEvent": "request",
-    "TokenLogprobs": "request",
-    "ToolCall": "tool_calls",
-    "Trace": "tracing",
-    "check_tools": "answer",
-    "derive_seed": "params",
-    "format_bytes": "units",
-    "with_overrides": "params",
+    "EngineConfig": "base.config",
+    "EngineError": "base.errors",
+    "FIXED_DATE": "text.tokenizer",
+    "LoadedModel": "models.loader",
+    "ModelError": "base.errors",
+    "PARAM_NAMES": "base.params",
+    "Prompt": "text.tokenizer",
+    "RequestError": "base.errors",
+    "SamplingParams": "base.params",
+    "Ticket": "engine_thread",
+    "TokenEvent": "base.outputs",
+    "TokenLogprobs": "base.outputs",
+    "ToolCall": "text.tool_calls",
+    "Trace": "tracing.trace",
+    "check_tools": "text.reasoning",
+    "derive_seed": "base.params",
+    "format_bytes": "base.units",
+    "with_overrides": "base.params",
 }
 
 __all__ = [

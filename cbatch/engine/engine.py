@@ -10,26 +10,26 @@ from datetime import date
 
 import torch
 
-from cbatch.engine.attention.select import check_attention, check_quantize, has_fast_path, select_attention
-from cbatch.engine.blocks import BlockPool
-from cbatch.engine.completion import Completion
-from cbatch.engine.config import EngineConfig
-from cbatch.engine.errors import RequestError
-from cbatch.engine.loader import LoadedModel, choose_device, load_model
-from cbatch.engine.loop import Loop
-from cbatch.engine.memory import give_back
-from cbatch.engine.models.interface import Model
-from cbatch.engine.models.selfcheck import checked_model
-from cbatch.engine.pace import LEAST, Pacer
-from cbatch.engine.params import SamplingParams
-from cbatch.engine.plan import StepPlan
-from cbatch.engine.processors import counts_for
-from cbatch.engine.request import Request, TokenEvent
-from cbatch.engine.scheduler import Scheduler
-from cbatch.engine.sizing import Limits, check_memory, make_runner
-from cbatch.engine.structured import Constraints, Grammar, Guide
-from cbatch.engine.together import stream
-from cbatch.engine.tokenizer import FIXED_DATE, Prompt, encode_prompt
+from cbatch.engine.attention.registry import check_attention, check_quantize, has_fast_path, select_attention
+from cbatch.engine.base.config import EngineConfig
+from cbatch.engine.base.errors import RequestError
+from cbatch.engine.base.outputs import Completion, TokenEvent
+from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.execution.kv_cache_sizing import Limits, check_memory, make_runner
+from cbatch.engine.execution.loop import Loop
+from cbatch.engine.generation import stream
+from cbatch.engine.models.base import Model
+from cbatch.engine.models.loader import LoadedModel, choose_device, load_model
+from cbatch.engine.models.self_check import checked_model
+from cbatch.engine.runtime.memory import give_back
+from cbatch.engine.sampling.processors import counts_for
+from cbatch.engine.scheduler.block_pool import BlockPool
+from cbatch.engine.scheduler.output import StepPlan
+from cbatch.engine.scheduler.request import Request
+from cbatch.engine.scheduler.scheduler import Scheduler
+from cbatch.engine.scheduler.step_time import LEAST, Pacer
+from cbatch.engine.structured.compiler import Constraints, Grammar, Guide
+from cbatch.engine.text.tokenizer import FIXED_DATE, Prompt, encode_prompt
 
 
 class Engine(AbstractContextManager["Engine"]):

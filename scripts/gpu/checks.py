@@ -13,12 +13,12 @@ from torch import Tensor
 from cbatch.engine import SamplingParams
 from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.attention.triton import TritonAttention
-from cbatch.engine.gpu.sampling import sample_rows
-from cbatch.engine.kv_pool import KVPool
-from cbatch.engine.models.gpu_decoder import GpuDecoder
-from cbatch.engine.request import Request
-from cbatch.engine.sampler import Draw, _draw, row_words
-from cbatch.engine.transfer import to_device
+from cbatch.engine.kernels.triton.sampling import sample_rows
+from cbatch.engine.models.cuda import GpuDecoder
+from cbatch.engine.runtime.kv_cache import KVPool
+from cbatch.engine.runtime.transfer import to_device
+from cbatch.engine.sampling.sampler import Draw, _draw, row_words
+from cbatch.engine.scheduler.request import Request
 from gpu.clock import make_batch
 from gpu.shapes import Config, RandomTensors, make_network
 

@@ -15,9 +15,9 @@ import torch
 
 from cbatch.cli.bench.load import Capacity, LoadResult, find_capacity, run_load
 from cbatch.cli.bench.users import Level, Scenario
-from cbatch.cli.bench.work import Lengths
+from cbatch.cli.bench.workload import Lengths
 from cbatch.engine import Driver, Engine, EngineConfig, SamplingParams, TokenEvent, Trace
-from cbatch.engine.loader import LoadedModel
+from cbatch.engine.models.loader import LoadedModel
 
 LEVEL = Level(ttft_s=0.5, tps=50.0)
 """What each user is to get: the first token within half a second, and fifty tokens a second from then on."""

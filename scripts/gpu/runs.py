@@ -13,9 +13,9 @@ import torch
 
 from cbatch.cli.bench.peers import PEERS, generate_continuous, run_peer
 from cbatch.cli.bench.roofline import ModelCost, Rates, floor_of
-from cbatch.cli.bench.work import Lengths, Work, make_work
+from cbatch.cli.bench.workload import Lengths, Work, make_work
 from cbatch.engine import Engine, EngineConfig, SamplingParams
-from cbatch.engine.loader import LoadedModel
+from cbatch.engine.models.loader import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from cbatch.engine import SamplingParams
-from cbatch.engine.loader import LoadedModel
 from cbatch.engine.models.family import read_family, shapes_of
+from cbatch.engine.models.loader import LoadedModel
 
 Config = dict[str, Any]
 
@@ -113,7 +113,7 @@ def load(name: str, config: Config, device: torch.device) -> LoadedModel:
     tensors = RandomTensors(config, device, torch.bfloat16)
     decoder = None
     if device.type == "cuda":
-        from cbatch.engine.models.gpu_decoder import GpuDecoder
+        from cbatch.engine.models.cuda import GpuDecoder
 
         decoder = GpuDecoder(config, tensors, torch.bfloat16, device)
     return LoadedModel(

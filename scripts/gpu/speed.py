@@ -14,11 +14,11 @@ import torch
 
 from cbatch.cli.bench.roofline import Rates
 from cbatch.engine.attention.triton import TritonAttention
-from cbatch.engine.gpu.attention_decode import DecodeTuning
-from cbatch.engine.gpu.attention_prefill import PrefillTuning
-from cbatch.engine.graphs import DecodeGraphs
-from cbatch.engine.kv_pool import KVPool, LayerShape
-from cbatch.engine.models.gpu_decoder import GpuDecoder
+from cbatch.engine.execution.cuda_graphs import DecodeGraphs
+from cbatch.engine.kernels.triton.attention_decode import DecodeTuning
+from cbatch.engine.kernels.triton.attention_prefill import PrefillTuning
+from cbatch.engine.models.cuda import GpuDecoder
+from cbatch.engine.runtime.kv_cache import KVPool, LayerShape
 from gpu.clock import make_batch, seconds
 from gpu.shapes import Config
 

@@ -53,7 +53,7 @@ def session(job: Job) -> Iterator[Callable[[Work], Done]]:
 def measure_floor(job: Job) -> dict[str, Any]:
     """Rates of the machine as a run has it, and the least seconds of the work by them, with their parts."""
     from cbatch.cli.bench.roofline import ROWS_PER_STEP, ModelCost, floor_of, measure_rates
-    from cbatch.cli.bench.work import Work as BenchWork
+    from cbatch.cli.bench.workload import Work as BenchWork
 
     work = BenchWork(job.work.prompts, job.work.lengths, "")
     with make_engine(job) as engine:

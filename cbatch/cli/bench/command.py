@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 from click.core import ParameterSource
 
-from cbatch.cli.loading import open_engine
-from cbatch.cli.options import engine_options, model_options
-from cbatch.cli.screen import emit, notice
+from cbatch.cli.common.console import emit, notice
+from cbatch.cli.common.loading import open_engine
+from cbatch.cli.common.options import engine_options, model_options
 from cbatch.engine import ConfigError
 
 if TYPE_CHECKING:
     from cbatch.cli.bench.compare import Tell
+    from cbatch.cli.bench.recorder import Trace
     from cbatch.cli.bench.strategies import Strategy
-    from cbatch.cli.bench.trace import Trace
-    from cbatch.cli.bench.work import Lengths, Work
+    from cbatch.cli.bench.workload import Lengths, Work
     from cbatch.engine import Engine
 
 ARTICLE = {"requests": 8, "input_len": "8:128", "output_len": "32", "batch_size": 4}
@@ -105,7 +105,7 @@ def _check_targets(options: dict[str, Any]) -> None:
     """Raises ConfigError before all the work where what it is for could not be written after it."""
     if not options["plot"] and not options["report"]:
         return
-    from cbatch.cli.bench.style import need_matplotlib
+    from cbatch.cli.bench.render.style import need_matplotlib
 
     need_matplotlib()
     try:
@@ -140,14 +140,14 @@ def _chosen(options: dict[str, Any]) -> dict[str, Strategy]:
 
 def _lengths(options: dict[str, Any]) -> tuple[Lengths, Lengths]:
     """Of prompts and of outputs."""
-    from cbatch.cli.bench.work import Lengths, parse_range
+    from cbatch.cli.bench.workload import Lengths, parse_range
 
     inputs, outputs = (parse_range(options[name]) for name in ("input_len", "output_len"))
     return Lengths(*inputs, options["distribution"]), Lengths(*outputs, options["distribution"])
 
 
 def _work(options: dict[str, Any], engine: Engine) -> Work:
-    from cbatch.cli.bench.work import make_work, read_work
+    from cbatch.cli.bench.workload import make_work, read_work
 
     if options["prompts"] is not None:
         return read_work(options["prompts"], engine)

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cbatch.cli.bench.costs import prompt_memory, token_costs
-from cbatch.cli.bench.figures import difference, figures
+from cbatch.cli.bench.metrics import difference, figures
 from cbatch.cli.bench.peers import run_peer
 from cbatch.cli.bench.roofline import ModelCost, Rates, floor_of, measure_rates
 from cbatch.cli.bench.strategies import Ground, Strategy, measure_in_turn, median_run
 
 if TYPE_CHECKING:
-    from cbatch.cli.bench.trace import Trace
+    from cbatch.cli.bench.recorder import Trace
     from cbatch.engine import Engine
 
 Tell = Callable[[str], None]

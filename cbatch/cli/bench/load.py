@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from cbatch.cli.bench.users import Answer, Level, Scenario, User
-from cbatch.cli.tally import percentiles
+from cbatch.cli.run.stats import percentiles
 from cbatch.engine import ConfigError, SamplingParams
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cbatch.cli.bench.trace import RowTrace, Trace
-from cbatch.cli.bench.work import Work
+from cbatch.cli.bench.recorder import RowTrace, Trace
+from cbatch.cli.bench.workload import Work
 
 if TYPE_CHECKING:
     from cbatch.engine import LoadedModel

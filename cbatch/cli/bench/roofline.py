@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cbatch.cli.bench.work import Work
+from cbatch.cli.bench.workload import Work
 
 if TYPE_CHECKING:
     from cbatch.engine import Engine

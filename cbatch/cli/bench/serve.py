@@ -8,8 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from cbatch.cli.bench.load import Capacity, LoadResult, find_capacity, run_load
-from cbatch.cli.bench.plots import LoadPoint
-from cbatch.cli.bench.users import Level, Scenario
+from cbatch.cli.bench.users import Level, LoadPoint, Scenario
 from cbatch.engine import Driver
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch import __version__
-from cbatch.cli.bench.tables import (
+from cbatch.cli.bench.render.tables import (
     Rows,
     as_text,
     cost_table,
@@ -20,12 +20,12 @@ from cbatch.cli.bench.tables import (
     strategy_table,
     waste_table,
 )
-from cbatch.cli.bench.timeline import timeline
-from cbatch.cli.loading import describe
-from cbatch.cli.screen import emit, notice, safe
+from cbatch.cli.bench.render.timeline import timeline
+from cbatch.cli.common.console import emit, notice, safe
+from cbatch.cli.common.loading import describe
 
 if TYPE_CHECKING:
-    from cbatch.cli.bench.trace import Trace
+    from cbatch.cli.bench.recorder import Trace
     from cbatch.engine import Engine
 
 SIDE_BY_SIDE = ("static batches", "continuous")
@@ -114,7 +114,7 @@ def show_load(data: dict[str, Any]) -> None:
 
 def keep_pictures(data: dict[str, Any], traces: dict[str, Trace], folder: Path | None) -> list[tuple[str, str]]:
     """Writes pictures into the folder, if there is one, and returns title and SVG of each."""
-    from cbatch.cli.bench.plots import write_all
+    from cbatch.cli.bench.render.plots import write_all
     from cbatch.cli.bench.serve import load_points
 
     figures = {one["title"]: one for one in data.get("strategies", []) if "steps" in one}
@@ -128,7 +128,7 @@ def keep_pictures(data: dict[str, Any], traces: dict[str, Trace], folder: Path |
 
 
 def keep_report(path: Path, data: dict[str, Any], pictures: list[tuple[str, str]]) -> None:
-    from cbatch.cli.bench.report import html_report
+    from cbatch.cli.bench.render.report import html_report
 
     parts: dict[str, Any] = {"title": "cbatch bench", "model": data["model"], "machine": data["machine"]}
     parts["work"] = data["work"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from cbatch.cli.bench.memory import PeakMemory
-from cbatch.cli.bench.trace import Recorder, Trace
-from cbatch.cli.bench.work import Work
+from cbatch.cli.bench.recorder import Recorder, Trace
+from cbatch.cli.bench.workload import Work
 from cbatch.engine import ConfigError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from cbatch.cli.bench.work import Lengths
+from cbatch.cli.bench.workload import Lengths
 from cbatch.engine import ConfigError
 
 if TYPE_CHECKING:
@@ -156,3 +156,19 @@ class User:
         """Whether all of his answers did; None where none can be judged."""
         found = {answer.keeps(level, end) for answer in self.answers if answer.asked >= settled}
         return False if False in found else (True if True in found else None)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPoint:
+    """How a server does with so many users at once. Times in seconds, speeds in output tokens per second and user.
+
+    tps_p10: nine in ten users have at least this speed
+    within:  share of users all of whose answers met the objective
+    """
+
+    users: int
+    ttft_p50: float
+    ttft_p99: float
+    tps_p50: float
+    tps_p10: float
+    within: float

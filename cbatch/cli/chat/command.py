@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from cbatch.cli.loading import open_engine
-from cbatch.cli.options import (
+from cbatch.cli.common.console import notice
+from cbatch.cli.common.loading import open_engine
+from cbatch.cli.common.options import (
     check_sampling,
     check_turns,
     engine_options,
@@ -21,13 +22,12 @@ from cbatch.cli.options import (
     sampling_overrides,
     trace_option,
 )
-from cbatch.cli.screen import notice
-from cbatch.cli.tracing import tracing
+from cbatch.cli.common.tracing import tracing
 from cbatch.engine import ConfigError, with_overrides
 
 if TYPE_CHECKING:
-    from cbatch.cli.chat.room import Room
-    from cbatch.cli.chat.store import Store
+    from cbatch.cli.chat.controller import Room
+    from cbatch.cli.chat.session.store import Store
     from cbatch.engine import Trace
 
 
@@ -65,7 +65,7 @@ def chat(**options: Any) -> Literal[0, 1]:
 def _on_terminal(options: dict[str, Any], trace: Trace | None) -> Literal[0]:
     from prompt_toolkit.history import InMemoryHistory
 
-    from cbatch.cli.chat.store import PrivateHistory, Store, default_folder
+    from cbatch.cli.chat.session.store import PrivateHistory, Store, default_folder
     from cbatch.cli.chat.terminal import WELCOME, Terminal
 
     store, keeps = Store(default_folder()), not options["no_history"]
@@ -85,7 +85,7 @@ def _on_terminal(options: dict[str, Any], trace: Trace | None) -> Literal[0]:
 
 def _through_pipe(options: dict[str, Any], trace: Trace | None) -> Literal[0, 1]:
     from cbatch.cli.chat.pipe import Pipe
-    from cbatch.cli.lines import read_lines
+    from cbatch.cli.run.input.lines import read_lines
 
     room = _make_room(options, None, trace)
     if sys.stdin.isatty() and not options["quiet"]:
@@ -97,9 +97,9 @@ def _through_pipe(options: dict[str, Any], trace: Trace | None) -> Literal[0, 1]
 
 
 def _make_room(options: dict[str, Any], store: Store | None, trace: Trace | None) -> Room:
-    from cbatch.cli.chat.client import EngineClient
-    from cbatch.cli.chat.export import from_result
-    from cbatch.cli.chat.room import Room
+    from cbatch.cli.chat.controller import Room
+    from cbatch.cli.chat.engine_client import EngineClient
+    from cbatch.cli.chat.session.export import from_result
 
     begun = None
     if options["source"] is not None:

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
-from cbatch.cli.chat.room import Room
-from cbatch.cli.chat.session import Answer, Session
-from cbatch.cli.exits import ReaderGone, RunFailed
-from cbatch.cli.lines import MAX_LINE_BYTES, Line
-from cbatch.cli.screen import notice, safe
+from cbatch.cli.chat.controller import Room
+from cbatch.cli.chat.session.session import Answer, Session
+from cbatch.cli.common.console import notice, safe
+from cbatch.cli.common.exits import ReaderGone, RunFailed
+from cbatch.cli.run.input.lines import MAX_LINE_BYTES, Line
 from cbatch.engine import EngineError
 
 

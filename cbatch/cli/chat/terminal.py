@@ -25,23 +25,21 @@ from prompt_toolkit.output import create_output
 from prompt_toolkit.styles import Style
 from prompt_toolkit.widgets import SearchToolbar, TextArea
 
-import cbatch.cli.chat.commands
-import cbatch.cli.chat.file_commands  # noqa: F401  # the two put themselves into the table
-from cbatch.cli.chat.background import Background
-from cbatch.cli.chat.capture import captured_output
-from cbatch.cli.chat.complete import CommandCompleter
-from cbatch.cli.chat.desk import Desk, carry_out
-from cbatch.cli.chat.editor import Editor
-from cbatch.cli.chat.keys import make_keys
+from cbatch.cli.chat.background_run import Background
+from cbatch.cli.chat.commands.completion import CommandCompleter
+from cbatch.cli.chat.commands.registry import Desk, carry_out
+from cbatch.cli.chat.controller import Room
 from cbatch.cli.chat.mailbox import Mailbox
-from cbatch.cli.chat.pane import Pane
-from cbatch.cli.chat.room import Room
-from cbatch.cli.chat.session import Answer, Note, Session
-from cbatch.cli.chat.status import Status
-from cbatch.cli.chat.store import Store
-from cbatch.cli.exits import Interrupted
-from cbatch.cli.screen import safe, without_bidi
-from cbatch.cli.signals import SIGNALS, raise_interrupted
+from cbatch.cli.chat.session.session import Answer, Note, Session
+from cbatch.cli.chat.session.store import Store
+from cbatch.cli.chat.tui.editor import Editor
+from cbatch.cli.chat.tui.key_bindings import make_keys
+from cbatch.cli.chat.tui.output_capture import captured_output
+from cbatch.cli.chat.tui.pane import Pane
+from cbatch.cli.chat.tui.status import Status
+from cbatch.cli.common.console import safe, without_bidi
+from cbatch.cli.common.exits import Interrupted
+from cbatch.cli.common.signals import SIGNALS, raise_interrupted
 from cbatch.engine import ConfigError
 
 REDRAW_SECONDS = 1 / 40

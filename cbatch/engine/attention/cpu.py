@@ -13,13 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.engine.batch import RaggedBatch
-from cbatch.engine.cpu.attention import attend_layer, store_layer
-from cbatch.engine.cpu.pages import Rule, Slices, Workspace, cut, new_workspace
-from cbatch.engine.cpu.team import shared_team
-from cbatch.engine.cpu.tensors import as_array, block_shapes, pages_of
-from cbatch.engine.kv_pool import LayerShape, Shape
-from cbatch.engine.threads import num_threads
+from cbatch.engine.kernels.cpu.attention import attend_layer, store_layer
+from cbatch.engine.kernels.cpu.pages import Rule, Slices, Workspace, cut, new_workspace
+from cbatch.engine.kernels.cpu.team import shared_team
+from cbatch.engine.kernels.cpu.tensors import as_array, block_shapes, pages_of
+from cbatch.engine.runtime.batch import RaggedBatch
+from cbatch.engine.runtime.kv_cache import LayerShape, Shape
+from cbatch.engine.runtime.threads import num_threads
 
 
 @dataclass(slots=True)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from cbatch.engine.batch import RaggedBatch
-from cbatch.engine.kv_pool import LayerShape, Shape
+from cbatch.engine.runtime.batch import RaggedBatch
+from cbatch.engine.runtime.kv_cache import LayerShape, Shape
 
 
 @dataclass(frozen=True, slots=True)

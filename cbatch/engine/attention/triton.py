@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cbatch.engine.batch import RaggedBatch
-from cbatch.engine.gpu.attention_decode import DecodeTuning, attend_decode
-from cbatch.engine.gpu.attention_prefill import PrefillTuning, attend_prefill
-from cbatch.engine.gpu.cache import write_cache
-from cbatch.engine.gpu.metadata import DecodeBuffers, Metadata, prepare
-from cbatch.engine.gpu.tile import Rule
-from cbatch.engine.kv_pool import LayerShape, Shape
+from cbatch.engine.kernels.triton.attention_decode import DecodeTuning, attend_decode
+from cbatch.engine.kernels.triton.attention_prefill import PrefillTuning, attend_prefill
+from cbatch.engine.kernels.triton.cache import write_cache
+from cbatch.engine.kernels.triton.metadata import DecodeBuffers, Metadata, prepare
+from cbatch.engine.kernels.triton.tile import Rule
+from cbatch.engine.runtime.batch import RaggedBatch
+from cbatch.engine.runtime.kv_cache import LayerShape, Shape
 
 LARGEST_HEAD = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from cbatch.engine.models.interface import Linears
+from cbatch.engine.models.base import Linears
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """What configs call the number of experts of a layer."""

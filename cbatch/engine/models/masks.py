@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cbatch.engine.errors import ModelError
+from cbatch.engine.base.errors import ModelError
 
 MaskFunction = Callable[..., Tensor]
 """Of transformers: from the index of a batch, a head, a query and a key, broadcast, to whether that key is seen."""

@@ -9,12 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.engine.cpu.decoder import Weights
-from cbatch.engine.cpu.linear import pack
-from cbatch.engine.cpu.memory import empty
-from cbatch.engine.cpu.tensors import as_array
-from cbatch.engine.cpu.tile import LANES, filled_up
+from cbatch.engine.kernels.cpu.decoder import Weights
+from cbatch.engine.kernels.cpu.linear import pack
+from cbatch.engine.kernels.cpu.tensors import as_array
+from cbatch.engine.kernels.cpu.tile import LANES, filled_up
 from cbatch.engine.models.family import Family
+from cbatch.engine.runtime.aligned import empty
 
 
 class _Packer:

@@ -1,0 +1,146 @@
+"""How all pictures look: size, type, colours, and SVG that is the same for the same data."""
+
+from __future__ import annotations
+
+import functools
+import io
+import re
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from cbatch.cli.bench.recorder import Kind
+from cbatch.cli.bench.render.timeline import KINDS, WORDS
+from cbatch.engine import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH = 9.2
+"""Inches: 883 pixels of a browser, the width of a README."""
+
+INK, SOFT, FAINT, PAPER = "#1f2328", "#59636e", "#e7eaee", "#ffffff"
+NO_WORK = "#f3f4f6"
+
+KIND_COLOURS: dict[Kind, str] = {
+    "prefill": "#0b4f8a",
+    "decode": "#6fb1e0",
+    "padding": "#f0b429",
+    "idle": "#d1581b",
+}
+"""Blue is work that was wanted, yellow and red are not; all four differ in lightness too."""
+
+ROW_COLOURS = ("#332288", "#ddaa33", "#117733", "#cc6677", "#88ccee", "#882255", "#999933", "#44aa99")
+"""Tells sequences apart, also for the colour-blind. Paul Tol's muted scheme, https://personal.sron.nl/~pault/."""
+
+SETTINGS: dict[str, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": SOFT,
+    "axes.labelcolor": SOFT,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.7,
+    "axes.axisbelow": True,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.8,
+    "xtick.color": SOFT,
+    "ytick.color": SOFT,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "cbatch",
+    "path.simplify": False,
+}
+"""Text is drawn as paths, since a viewer's own fonts are wider or narrower than the room there is."""
+
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def need_matplotlib() -> None:
+    """Raises ConfigError where it is missing."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("Pictures need the extra: pip install 'cbatch[plot]'.") from error
+
+
+def styled(draw: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Makes a function draw with SETTINGS. It raises ConfigError where matplotlib is missing."""
+
+    @functools.wraps(draw)
+    def draw_styled(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        need_matplotlib()
+        import matplotlib
+
+        with matplotlib.rc_context():
+            matplotlib.rcdefaults()
+            matplotlib.rcParams.update(SETTINGS)
+            return draw(*args, **kwargs)
+
+    return draw_styled
+
+
+def new_figure(height: float, title: str, subtitle: str = "") -> Figure:
+    """An empty figure, `height` inches high, with a title that says what one should see."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, height), facecolor=PAPER)
+    figure.text(0.12 / WIDTH, 1 - 0.12 / height, title, size=12, weight="bold", va="top", color=INK)
+    figure.text(0.12 / WIDTH, 1 - 0.38 / height, subtitle, size=9, va="top", color=SOFT)
+    return figure
+
+
+def axes_grid(figure: Figure, heights: Iterable[float], columns: int = 1, **margins: float) -> list[Axes]:
+    """Axes below each other, row by row, on the same scale of x where there is one column.
+
+    heights: of the rows, in proportion
+    margins: left, right, top and bottom in inches, and the gaps wspace and hspace as shares of the axes
+    """
+    rows = list(heights)
+    height = figure.get_figheight()
+    inches = {"left": 0.6, "right": 0.2, "top": 0.75, "bottom": 0.5} | margins
+    gridspec = {
+        "height_ratios": rows,
+        "left": inches["left"] / WIDTH,
+        "right": 1 - inches["right"] / WIDTH,
+        "top": 1 - inches["top"] / height,
+        "bottom": inches["bottom"] / height,
+        "hspace": inches.get("hspace", 0.2),
+        "wspace": inches.get("wspace", 0.2),
+    }
+    grid = figure.subplots(len(rows), columns, squeeze=False, sharex=columns == 1, gridspec_kw=gridspec)
+    return [axes for row in grid for axes in row]
+
+
+def kind_key(figure: Figure, kinds: Iterable[Kind] = KINDS, *, above: float = 0.72) -> None:
+    """A line of coloured squares with what they stand for, `above` inches below the top edge."""
+    from matplotlib.patches import Rectangle
+
+    y, x = 1 - above / figure.get_figheight(), 0.12
+    for kind in kinds:
+        side = 0.12
+        size: dict[str, Any] = {"width": side / WIDTH, "height": side / figure.get_figheight()}
+        figure.add_artist(Rectangle((x / WIDTH, y), **size, color=KIND_COLOURS[kind], linewidth=0))
+        figure.text((x + 0.18) / WIDTH, y, WORDS[kind], size=9, va="bottom", color=INK)
+        x += 0.45 + 0.075 * len(WORDS[kind])
+
+
+@styled
+def svg_text(figure: Figure, title: str) -> str:
+    """A figure as SVG, the same for the same data."""
+    file = io.StringIO()
+    metadata = {"Date": None, "Creator": None, "Format": None, "Type": None, "Title": title}
+    figure.savefig(file, format="svg", metadata=metadata)
+    return re.sub(r' d="[^"]*"', _rounded, file.getvalue())
+
+
+def _rounded(path: re.Match[str]) -> str:
+    """The outline of a shape in hundredths of a point: what is finer cannot be seen, but makes the file large."""
+    return re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.2f}", path[0])

@@ -1,0 +1,129 @@
+"""What is to be generated: prompts as token ids, and how many tokens each of them gets."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from cbatch.engine import ConfigError, SamplingParams
+
+if TYPE_CHECKING:
+    from cbatch.engine import Engine
+
+Distribution = Literal["fixed", "uniform", "lognormal", "loguniform"]
+
+TYPICAL = 0.35
+"""Where between its ends, on a logarithmic scale, a lognormal distribution has its middle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A range of lengths in tokens, both ends included, and how lengths are spread over it."""
+
+    low: int
+    high: int
+    distribution: Distribution = "loguniform"
+
+    def drawer(self, chance: random.Random) -> Callable[[], int]:
+        """Draws lengths, one at a call. fixed: always the high end."""
+        low, high = math.log(self.low), math.log(self.high)
+        draws: dict[Distribution, Callable[[], float]] = {
+            "fixed": lambda: self.high,
+            "uniform": lambda: chance.randint(self.low, self.high),
+            "loguniform": lambda: math.exp(chance.uniform(low, high)),
+            "lognormal": lambda: chance.lognormvariate(low + TYPICAL * (high - low), (high - low) / 4),
+        }
+        draw = draws[self.distribution]
+        return lambda: min(max(round(draw()), self.low), self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Rows of work: prompts, and the number of output tokens of each. `source` says where they come from."""
+
+    prompts: list[list[int]]
+    lengths: list[int]
+    source: str
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def longest_prompt(self) -> int:
+        return max(map(len, self.prompts))
+
+    def batches(self, size: int) -> list[range]:
+        """The rows in groups of `size`, in order."""
+        return [range(first, min(first + size, len(self.prompts))) for first in range(0, len(self.prompts), size)]
+
+
+def parse_range(text: str) -> tuple[int, int]:
+    """`16:256`, or one number for both ends. Raises ConfigError."""
+    low, _, high = text.partition(":")
+    try:
+        ends = int(low), int(high or low)
+    except ValueError:
+        ends = 0, 0
+    if not 1 <= ends[0] <= ends[1]:
+        raise ConfigError(f"{text!r} is no range of lengths; write it as 16:256, or as one number.")
+    return ends
+
+
+def make_work(count: int, inputs: Lengths, outputs: Lengths, vocabulary: int, context: int, seed: int) -> Work:
+    """Random prompts. Raises ConfigError where a row would not fit the context."""
+    longest = inputs.high + outputs.high
+    if longest > context:
+        raise ConfigError(
+            f"Prompts of {inputs.high} and outputs of {outputs.high} tokens are {longest} together; "
+            f"the model's context holds {context} (--input-len, --output-len)."
+        )
+    chance = random.Random(seed)
+    input_length, output_length = inputs.drawer(chance), outputs.drawer(chance)
+    first = min(10, vocabulary // 2)  # the first ids are special tokens in most vocabularies
+    prompts = [[chance.randrange(first, vocabulary) for _ in range(input_length())] for _ in range(count)]
+    spread = f"prompts {inputs.low}:{inputs.high}, outputs {outputs.low}:{outputs.high}, {outputs.distribution}"
+    return Work(prompts, [output_length() for _ in range(count)], f"synthetic, {spread}, seed {seed}")
+
+
+def read_work(path: str, engine: Engine) -> Work:
+    """The rows of a file of prompts, each with as many tokens as it gets when it runs greedily and ends by itself.
+
+    Raises ConfigError for a file that cannot be read, or that holds a row which is wrong.
+    """
+    from cbatch.cli.run.input.lines import read_lines
+    from cbatch.cli.run.requests import Preparer, RowOptions
+
+    preparer = Preparer(engine, RowOptions(params=replace(engine.loaded.defaults, temperature=0.0)))
+    prompts: list[list[int]] = []
+    asked: list[SamplingParams] = []
+    try:
+        with Path(path).open("rb") as file:
+            for line in read_lines(file):
+                job = preparer.job(line)
+                prompt = preparer.encode(job)
+                if prompt is None or job.error is not None:
+                    raise ConfigError(f"{path}: {job.error}")
+                prompts.append(prompt)
+                if job.params.n != 1 or job.params.max_tokens == 0:
+                    raise ConfigError(
+                        f"{path}, line {line.index + 1}: a bench has one output of each row, of a token at least."
+                    )
+                asked.append(replace(job.params, temperature=0.0))
+    except OSError as error:
+        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
+    if not prompts:
+        raise ConfigError(f"{path} holds no rows.")
+    done = engine.generate(prompts, asked)
+    for number, completion in enumerate(done):
+        if completion.error is not None:
+            raise ConfigError(f"{path}: row {number + 1}: {completion.error}")
+    return Work(prompts, [len(completion.token_ids) for completion in done], f"{path}, greedy")

@@ -1,0 +1,163 @@
+"""`/run`: a batch on the chat's own engine, behind every answer in its order."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import click
+from click.core import ParameterSource
+
+from cbatch.cli.chat.session.paths import as_path
+from cbatch.cli.common.console import notice
+from cbatch.cli.common.exits import Interrupted, ReaderGone
+from cbatch.cli.common.options import ENGINE_FIELDS
+from cbatch.cli.run.command import check_usage, run
+from cbatch.cli.run.files import open_input, open_output, stats_written
+from cbatch.engine import CbatchError, ConfigError
+
+if TYPE_CHECKING:
+    from cbatch.cli.run.pipeline import Batch
+    from cbatch.cli.run.session import GetState
+    from cbatch.engine import Driver
+
+LEAVE_SECONDS = 10.0
+"""Longest time that leaving waits for a batch to write down what is finished."""
+
+
+class Background:
+    """One batch at a time, on a thread of its own. It tells what comes of it by notices on stderr."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._batch: Batch | None = None
+        self._is_stopping = False
+        self.progress = ""
+        """How far it is, for a status line; empty while there is none."""
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, driver: Driver, command_line: str) -> str:
+        """Begins with what the options of `cbatch run` say, and returns the name of the output.
+
+        Raises ConfigError where they are wrong, or where a batch is running.
+        """
+        if self.is_running:
+            raise ConfigError("A batch is running; /run stop ends it.")
+        options = parse(command_line)
+        check_usage(options)
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, args=(driver, options), name="cbatch-run", daemon=True)
+        self._thread.start()
+        return str(options["output"])
+
+    def stop(self) -> None:
+        """Ends the batch after what is finished; it may be gone on with by --resume."""
+        self._is_stopping = True
+        if (batch := self._batch) is not None:
+            batch.interrupt(signal.SIGINT)
+
+    def close(self) -> None:
+        """Stops, and waits for it a while."""
+        if self._thread is not None and self.is_running:
+            notice("waiting for the batch to write what is finished; Ctrl-C leaves at once")
+            self.stop()
+            self._thread.join(LEAVE_SECONDS)
+
+    def _run(self, driver: Driver, options: dict[str, Any]) -> None:
+        name = f"/run {options['input']}"
+        try:
+            self._run_rows(driver, options)
+        except ReaderGone:
+            notice(f"{name}: nobody reads {options['output']} any more.")
+        except (Interrupted, CbatchError) as error:
+            notice(f"{name}: {error}")
+        except OSError as error:
+            notice(f"{name}: {error.strerror or error!r}; what was finished is written.")
+        except Exception as error:  # a mistake of ours ends the batch with a sentence, and not the chat
+            notice(f"{name}: {error!r}; what was finished is written.")
+        finally:
+            self.progress = ""
+
+    def _run_rows(self, driver: Driver, options: dict[str, Any]) -> None:
+        from cbatch.cli.run.session import run_batch
+        from cbatch.cli.run.stats import Tally
+
+        tally = Tally()
+        with stats_written(options, tally):
+            source = open_input(options)
+            with source, open_output(options, source) as output:
+                run_batch(
+                    driver,
+                    options,
+                    source,
+                    output,
+                    tally,
+                    progress=self._display,
+                    while_running=self._running,
+                )
+        notice(f"/run {options['input']} is done; its rows are in {options['output']}")
+
+    @contextmanager
+    def _running(self, batch: Batch) -> Iterator[None]:
+        self._batch = batch
+        if self._is_stopping:
+            batch.interrupt(signal.SIGINT)
+        try:
+            yield
+        finally:
+            self._batch = None
+
+    def _display(self, total: int | None, *, quiet: bool, state: GetState) -> BarDisplay:
+        return BarDisplay(self, total, state)
+
+
+class BarDisplay:
+    """Keeps the progress of a batch up to date."""
+
+    def __init__(self, background: Background, total: int | None, state: GetState) -> None:
+        self._background, self._state = background, state
+        self._of_total = f"/{total:,}" if total else ""
+
+    def tick(self) -> None:
+        done, text = self._state()
+        self._background.progress = f"run {done:,}{self._of_total}, {text}"
+
+    def __enter__(self) -> Self:
+        self.tick()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def parse(command_line: str) -> dict[str, Any]:
+    """The options of `cbatch run` from what was typed. Raises ConfigError where they cannot serve here."""
+    try:
+        words = [str(as_path(word)) if word.startswith("~") else word for word in shlex.split(command_line)]
+        context = run.make_context("run", words, auto_envvar_prefix="CBATCH_RUN")
+    except ValueError as error:
+        raise ConfigError(f"/run: {error}.") from error
+    except click.exceptions.Exit as error:  # of --help, which has no screen to print on here
+        raise ConfigError("/run FILE -o OUT takes the options of `cbatch run`; its --help shows them.") from error
+    except click.ClickException as error:
+        raise ConfigError(f"/run: {error.format_message()}") from error
+    options = context.params
+    if "-" in (options["input"], options["output"]):
+        raise ConfigError("/run needs a file of rows and a file for the output: /run FILE -o OUT.")
+    for name in (options["input"], options["output"]):
+        if Path(name).exists() and not Path(name).is_file():  # a pipe could not be stopped
+            raise ConfigError(f"/run reads and writes files, and {name} is none.")
+    if options["check"]:
+        raise ConfigError("--check is for the shell: cbatch run FILE --check.")
+    for name in (*ENGINE_FIELDS, "trace"):
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise ConfigError(f"--{name.replace('_', '-')} cannot be changed here: the engine is there already.")
+    return options

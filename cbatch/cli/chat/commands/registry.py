@@ -1,0 +1,114 @@
+"""Where commands are carried out: what they act upon, and the table they stand in."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cbatch.cli.chat.background_run import Background
+from cbatch.cli.chat.controller import Room
+from cbatch.cli.chat.session.session import Session
+from cbatch.cli.chat.session.store import Saved, Store
+from cbatch.cli.chat.tui.status import Status
+from cbatch.engine import ConfigError
+
+
+class Face(Protocol):
+    """What commands need of the screen they were typed on."""
+
+    def leave(self) -> None:
+        """Ends the chat."""
+
+    def put(self, text: str) -> None:
+        """Puts a text into the input line."""
+
+    def edit(self, text: str, then: Callable[[str], None]) -> None:
+        """Opens a text in the user's editor, and hands on what becomes of it, if that is not nothing."""
+
+
+@dataclass(slots=True)
+class Desk:
+    """What commands act upon.
+
+    store:  where `/save` and `/load` look, also where nothing is kept by itself
+    listed: what `/load` has shown last, whose numbers it takes
+    """
+
+    room: Room
+    face: Face
+    background: Background
+    status: Status
+    store: Store
+    listed: list[Saved] = field(default_factory=list)
+
+    @property
+    def session(self) -> Session:
+        return self.room.current
+
+    def say(self, *lines: str) -> None:
+        """Answers with a note in the current session."""
+        self.session.note("\n".join(lines))
+
+
+Action = Callable[[Desk, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What can be typed after a slash.
+
+    usage:    its arguments, as help shows them
+    argument: what Tab completes there: `session`, `file`, `saved`, `parameter`, `command`, or nothing
+    """
+
+    name: str
+    usage: str
+    about: str
+    action: Action
+    argument: str = ""
+
+
+COMMANDS: dict[str, Command] = {}
+ALIASES = {"quit": "exit", "?": "help"}
+
+
+def command(name: str, usage: str = "", argument: str = "") -> Callable[[Action], Action]:
+    """Puts a function into the table; its docstring is its help."""
+
+    def register(action: Action) -> Action:
+        COMMANDS[name] = Command(name, usage, (action.__doc__ or "").strip(), action, argument)
+        return action
+
+    return register
+
+
+def carry_out(desk: Desk, line: str) -> None:
+    """Does what a line says that begins with a slash. Raises ConfigError, a sentence for whoever typed it."""
+    name, argument = [*line[1:].split(maxsplit=1), "", ""][:2]
+    found = COMMANDS.get(ALIASES.get(name, name))
+    if found is None:
+        close = difflib.get_close_matches(name, COMMANDS, 1)
+        desk.face.put(line)
+        meant = f"did you mean /{close[0]}?" if close else "/help shows them."
+        raise ConfigError(f"There is no command /{name[:40]}; {meant} (// at the beginning says it to the model.)")
+    found.action(desk, argument.strip())
+
+
+def need(argument: str, usage: str) -> None:
+    """Raises ConfigError where nothing was given."""
+    if not argument:
+        raise ConfigError(f"Something is missing: {usage}")
+
+
+def number_in(text: str, low: int, high: int) -> int:
+    """A number that was typed. Raises ConfigError where it is none, or out of range."""
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and low <= int(text) <= high):
+        raise ConfigError(f"A number from {low} to {high} is needed, not {text or 'nothing'}.")
+    return int(text)
+
+
+def counted(turns: int) -> str:
+    """How many turns, for a column."""
+    return f"{turns:>3} turn{' ' if turns == 1 else 's'}"

@@ -1,0 +1,184 @@
+"""Loads the engine beside a front end that is there already, and asks it for answers.
+
+Three threads meet here: the front end's, which alone changes sessions; the client's, which loads, turns
+conversations into token ids and submits them; and the driver's, on which events arise. What the others have to say
+to the front end they put into its mailbox.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from cbatch.cli.chat.session.prompt import encode
+from cbatch.cli.chat.session.session import Message
+from cbatch.engine import RequestError, SamplingParams, TokenEvent
+
+if TYPE_CHECKING:
+    from cbatch.engine import AnswerFormat, Driver, Engine, Ticket, Trace
+
+PRIORITY = -(2**64)
+"""Of answers: before every row of a batch that runs beside them."""
+
+Post = Callable[[Callable[[], None]], None]
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One answer asked for: the conversation, how to sample, and where to report to.
+
+    head, past, last: messages that stay, turns of which the oldest may go, and the question
+    so_far:   the beginning of the answer, where it goes on from that
+    may_drop: whether the oldest turns may go where the context does not suffice
+    on_start: told on the front end's thread how many tokens the prompt has, how many turns were dropped, and whether
+              it leaves the model thinking
+    on_event: told there of every token, and when it came (`monotonic`)
+    grammar:  the form of the answer, compiled, where one is given
+    """
+
+    head: list[Message]
+    past: list[list[Message]]
+    last: Message
+    overrides: dict[str, Any]
+    seed: int
+    so_far: str
+    may_drop: bool
+    on_start: Callable[[int, int, bool], None]
+    on_event: Callable[[TokenEvent, float], None]
+    is_cancelled: bool = False
+    grammar: object = None
+    ticket: Ticket | None = None
+
+    def messages(self, dropped: int) -> list[Message]:
+        return [*self.head, *(message for group in self.past[dropped:] for message in group), self.last]
+
+
+class EngineClient:
+    """Submits calls to an engine that it opens itself. `driver` is None until that is done."""
+
+    def __init__(self, open_engine: Callable[[], Engine], trace: Trace | None = None) -> None:
+        """`trace`: records some of the engine's steps; it is whole after `close`."""
+        self.driver: Driver | None = None
+        self._open_engine, self._trace = open_engine, trace
+        self._orders: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._post: Post = lambda call: None
+
+    def start(self, post: Post, on_open: Callable[[BaseException | None], None]) -> None:
+        """Begins to load.
+
+        post:    hands a function to the front end's thread
+        on_open: told there that the engine is there, or why it is not
+        """
+        self._post = post
+        threading.Thread(target=self._run, args=(on_open,), name="cbatch-client", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the driver where its trace has to be written down; else nobody need wait for the step in flight."""
+        if self.driver is not None and self._trace is not None:
+            self.driver.close()
+
+    def ask(self, call: Call) -> None:
+        self._orders.put(call)
+
+    def cancel(self, call: Call) -> None:
+        """No event of this call comes any more."""
+        call.is_cancelled = True
+        if call.ticket is not None and self.driver is not None:
+            self.driver.cancel(call.ticket)
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the engine has failed for good, if it has."""
+        return self.driver.failure if self.driver is not None else None
+
+    @property
+    def form(self) -> AnswerFormat | None:
+        """How answers are to be read; None while that is not known, or where the model takes no messages."""
+        if self.driver is None or self.driver.engine.tokenizer is None:
+            return None
+        return self.driver.engine.tokenizer.answer_format
+
+    def params(self, overrides: dict[str, Any]) -> SamplingParams:
+        """The effective sampling parameters of a session; the model's own stand only once it is loaded."""
+        if self.driver is None:
+            return SamplingParams(max_tokens=None).merged(overrides)
+        loaded = self.driver.engine.loaded
+        return replace(loaded.defaults, max_tokens=loaded.max_tokens).merged(overrides)
+
+    def _run(self, on_open: Callable[[BaseException | None], None]) -> None:
+        try:
+            engine = self._open_engine()
+            from cbatch.engine import Driver
+
+            self.driver = Driver(engine, self._trace)
+        except BaseException as error:  # a sentence for the user, and the end of the chat; never a thread's traceback
+            self._post(partial(on_open, error))
+            return
+        self._post(partial(on_open, None))
+        while True:
+            call = self._orders.get()
+            if call.is_cancelled:
+                continue
+            try:
+                self._submit(call, self.driver)
+            except RequestError as error:
+                self._refuse(call, error)
+            except Exception as unforeseen:  # one answer that breaks something harms no other
+                self._refuse(call, RequestError("internal_error", f"The message cannot be encoded: {unforeseen!r}"))
+
+    def _submit(self, call: Call, driver: Driver) -> None:
+        params = self.params(call.overrides)
+        if call.so_far and params.constraint is not None:
+            raise RequestError("invalid_row", "An answer of a given form cannot be continued; /retry begins it anew.")
+        call.grammar = driver.engine.compile(params)
+        prompt_ids, dropped = self._encode(call, driver.engine, params)
+        tokenizer = driver.engine.tokenizer
+        thinks = tokenizer is not None and not call.so_far and tokenizer.opens_thinking(prompt_ids)
+        self._post(partial(_unless_cancelled, call, partial(call.on_start, len(prompt_ids), dropped, thinks)))
+
+        def take(event: TokenEvent) -> None:
+            self._post(partial(_unless_cancelled, call, partial(call.on_event, event, time.monotonic())))
+
+        tags = self.form.think or () if self.form is not None else ()
+        call.ticket = driver.submit(prompt_ids, params, take, seed=call.seed, priority=PRIORITY, tags=tags)
+        if call.is_cancelled:  # in the meantime; whoever cancelled it saw no ticket
+            driver.cancel(call.ticket)
+
+    def _encode(self, call: Call, engine: Engine, params: SamplingParams) -> tuple[list[int], int]:
+        """Token ids of the conversation, and how many of its oldest turns had to go for them to fit."""
+
+        def encoded(dropped: int) -> list[int]:
+            return encode(engine, call.messages(dropped), call.so_far)
+
+        dropped = 0
+        prompt_ids = encoded(0)
+        if call.may_drop and call.past and not _has_room(engine, prompt_ids, params):
+            choices = range(1, len(call.past))
+            dropped = 1 + bisect_left(choices, True, key=lambda count: _has_room(engine, encoded(count), params))
+            prompt_ids = encoded(dropped)
+        engine.max_new_tokens(prompt_ids, params)
+        return prompt_ids, dropped
+
+    def _refuse(self, call: Call, error: RequestError) -> None:
+        event = TokenEvent(None, None, finish_reason="error", error=error)
+        self._post(partial(_unless_cancelled, call, partial(call.on_event, event, time.monotonic())))
+
+
+def _has_room(engine: Engine, prompt_ids: Sequence[int], params: SamplingParams) -> bool:
+    """Whether a prompt leaves room for the answer that is asked for, or for one of a quarter of the context."""
+    quarter = engine.model.max_model_len // 4
+    try:
+        return engine.scheduler.room.after(len(prompt_ids)) >= min(params.max_tokens or quarter, quarter)
+    except RequestError:
+        return False
+
+
+def _unless_cancelled(call: Call, report: Callable[[], None]) -> None:
+    if not call.is_cancelled:
+        report()

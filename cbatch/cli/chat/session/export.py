@@ -1,0 +1,152 @@
+"""Sessions as files for others, and the other way round: Markdown, rows of a batch, results of one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cbatch.cli.chat.session.prompt import as_plain_text
+from cbatch.cli.chat.session.session import Answer, Session, State
+from cbatch.cli.run.input.jsonl import format_row, parse_line, parse_object
+from cbatch.cli.run.input.lines import Line, read_lines
+from cbatch.cli.run.input.row import Row
+from cbatch.engine import ConfigError, RequestError, SamplingParams, derive_seed
+
+
+def to_markdown(session: Session, model: str) -> str:
+    """The conversation for people to read."""
+    parts = [f"# {session.name}", f"Model: {model}"]
+    if session.system:
+        parts.append(f"**system**\n\n{session.system}")
+    parts += [f"**{message['role']}**\n\n{message['content']}" for message in session.prelude]
+    for turn in session.turns:
+        parts.append(f"**user**\n\n{turn.text}")
+        if turn.answer is not None and turn.answer.text:
+            parts.append(f"**assistant**\n\n{turn.answer.text}")
+    return "\n\n".join(parts) + "\n"
+
+
+def to_row(session: Session, params: SamplingParams, context: int, *, as_messages: bool) -> dict[str, Any]:
+    """A row for `cbatch run` that asks the last question of a session with the sampling of its answer.
+
+    params:       the effective sampling parameters of that answer
+    context:      the model's, which is the limit of an answer that has no other
+    as_messages: whether the model takes messages; else the row is plain text to continue
+    """
+    turn = session.last
+    assert turn is not None
+    answer, messages = turn.answer or Answer(), session.messages(turn)
+    asked = {"messages": messages} if as_messages else {"prompt": as_plain_text(messages), "raw": True}
+    limit = {"max_tokens": params.max_tokens or context}
+    return {"id": session.name, **asked, **answer.params, **limit, "seed": answer.seed}
+
+
+def write_markdown(path: Path, text: str) -> None:
+    """Raises ConfigError where a file is there already, or cannot be written."""
+    try:
+        with path.open("x", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"Cannot write {path}: {error.strerror}.") from error
+
+
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    """Adds a row to a JSONL file, which may be new. Raises ConfigError where that cannot be done."""
+    try:
+        with path.open("ab+") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - 1, 0))
+            starts_line = file.read(1) in (b"", b"\n")
+            file.write((b"" if starts_line else b"\n") + format_row(row))
+    except OSError as error:
+        raise ConfigError(f"Cannot write {path}: {error.strerror}.") from error
+
+
+def from_result(path: Path, index: int, prompts: Path | None, run_seed: int = 0) -> Session:
+    """A session from a row of a batch's output, and the row of its input where that file is given.
+
+    run_seed: that of the batch, from which the row's seed comes where it has none
+
+    Raises ConfigError where there is no such row, or it is an error.
+    """
+    result = _find_result(path, index)
+    answer = Answer(_text_of(result, f"row {index} of {path}"), state=_state_of(result))
+    session = Session(f"row-{index}")
+    if prompts is not None:
+        row = _find_row(prompts, index)
+        session.take_messages(row.messages or [{"role": "user", "content": row.prompt or ""}])
+        kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
+        answer.params = {name: value for name, value in row.params.items() if name != "seed"}
+        answer.seed = row.params.get("seed", derive_seed(run_seed, kind, name))
+        # The limit of one answer is none of the conversation that goes on from it.
+        session.params = {name: value for name, value in answer.params.items() if name != "max_tokens"}
+    last = session.last
+    if last is not None and not last.answers:
+        last.answers.append(answer)
+    else:
+        session.prelude.append({"role": "assistant", "content": answer.text})
+    return session
+
+
+def _find_result(path: Path, index: int) -> dict[str, Any]:
+    found: dict[str, Any] | None = None
+    for line in _lines(path):
+        try:
+            fields = parse_object((line.data or b"").decode(), f"{path}, line {line.index + 1}", "a row")
+        except (RequestError, UnicodeDecodeError):
+            continue  # of a journal the last line may be torn
+        if type(fields.get("index")) is int and fields["index"] == index:
+            found = fields  # in a journal the last row of an index counts
+    if found is None:
+        raise ConfigError(f"There is no row with index {index} in {path}.")
+    return found
+
+
+def _find_row(path: Path, index: int) -> Row:
+    for line in _lines(path):
+        if line.index == index:
+            row = parse_line(line, allow_unknown=True)
+            try:
+                SamplingParams().merged(row.params)
+            except RequestError as error:
+                row.error = row.wrong(str(error))
+            if row.error is not None:
+                raise ConfigError(f"{path}: {row.error}.")
+            if row.messages is None and row.prompt is None:
+                raise ConfigError(f"{path}: line {index + 1} asks with token ids, which are no conversation.")
+            return row
+    raise ConfigError(f"{path} has no line {index + 1}, which index {index} means.")
+
+
+def _lines(path: Path) -> Iterator[Line]:
+    try:
+        with path.open("rb") as file:
+            yield from read_lines(file)
+    except OSError as error:
+        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
+
+
+def _text_of(result: dict[str, Any], where: str) -> str:
+    """The answer in a row of output, of either form."""
+    error = result.get("error")
+    text = result.get("text")
+    if isinstance(response := result.get("response"), dict):
+        try:
+            choice = response["body"]["choices"][0]
+            text = choice["message"]["content"] if "message" in choice else choice["text"]
+        except (KeyError, IndexError, TypeError):
+            text = None
+    if isinstance(error, dict):
+        raise ConfigError(f"{where} is an error: {error.get('message')}")
+    if not isinstance(text, str):
+        raise ConfigError(f"{where} holds no text.")
+    return text
+
+
+def _state_of(result: dict[str, Any]) -> State:
+    reason = result.get("finish_reason")
+    if isinstance(response := result.get("response"), dict):
+        reason = response["body"]["choices"][0].get("finish_reason")
+    return "length" if reason == "length" else "stop"

@@ -1,0 +1,68 @@
+"""The sessions that are open, their names, and which of them is in front."""
+
+from __future__ import annotations
+
+from cbatch.cli.chat.session.session import Session
+from cbatch.cli.common.console import safe
+from cbatch.engine import ConfigError
+
+
+def is_name(text: str) -> bool:
+    """Whether a session can be called that: one word, which is no number and has nothing that steers a terminal."""
+    return len(text.split()) == 1 and not text.isdecimal() and len(text) <= 60 and safe(text) == text
+
+
+class SessionList:
+    """Open sessions in order. `current` is the one in front, once there is any.
+
+    Methods raise ConfigError with a sentence for the user.
+    """
+
+    def __init__(self) -> None:
+        self.sessions: list[Session] = []
+        self.current: Session
+        self._num_opened = 0
+
+    def enter(self, session: Session) -> Session:
+        """Takes in a session, which becomes the current one."""
+        self._num_opened += 1
+        session.number = self._num_opened
+        self.sessions.append(session)
+        self.switch(session)
+        return session
+
+    def add(self, session: Session) -> Session:
+        """Takes in a session that was made elsewhere, under its name or one like it."""
+        taken = {other.name for other in self.sessions}
+        if not is_name(session.name):
+            session.name = "loaded"
+        names = (session.name if n == 1 else f"{session.name}-{n}" for n in range(1, len(taken) + 2))
+        session.name = next(name for name in names if name not in taken)
+        return self.enter(session)
+
+    def switch(self, session: Session) -> None:
+        self.current = session
+        session.is_unread = False
+
+    def find(self, which: str) -> Session:
+        """The session of this name, or at this place in the list, counted from 1."""
+        for session in self.sessions:
+            if session.name == which:
+                return session
+        if which in map(str, range(1, len(self.sessions) + 1)):
+            return self.sessions[int(which) - 1]
+        raise ConfigError(f"There is no session {which}; /list shows them.")
+
+    def new_name(self, name: str | None) -> str:
+        """A name that is free: this one, or without one the next number."""
+        taken = {session.name for session in self.sessions}
+        if name is None:
+            number = self._num_opened + 1
+            while f"s{number}" in taken:
+                number += 1
+            return f"s{number}"
+        if name in taken:
+            raise ConfigError(f"There is a session {name} already.")
+        if not is_name(name):
+            raise ConfigError("A name is one word of at most 60 characters, and not a number.")
+        return name

@@ -1,0 +1,143 @@
+"""Text of a model as lines of a terminal: wrapped at words, with a little of Markdown made visible.
+
+Widths are in terminal cells, of which East Asian characters and emoji take two.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from prompt_toolkit.utils import get_cwidth
+
+from cbatch.cli.common.console import safe
+
+Fragment = tuple[str, str]
+"""A style and text in it."""
+
+Line = list[Fragment]
+
+LONG = 2000
+"""Characters of a line without end after which its beginning is laid out for good."""
+
+_INLINE = re.compile(r"`([^`]+)`|(?<![\w*])\*\*(?=\S)([^*]+?)(?<=\S)\*\*(?![\w*])")
+_LIST = re.compile(r"(\s*)((?:[-*+]|\d{1,3}[.)]) +)")
+_HEADING = re.compile(r"#{1,6} +")
+_RULE = re.compile(r" {0,3}(?:-{3,}|\*{3,}|_{3,})\s*")
+_FENCE = re.compile(r"\s*(?:```|~~~)")
+_PIECE = re.compile(r"\s+|\S+")
+
+
+class Layout:
+    """Lines of a text that only ever grows; what is complete is laid out once."""
+
+    def __init__(self, width: int, style: str = "") -> None:
+        """`style`: of all of it, in which Markdown then means nothing."""
+        self._width = max(width, 1)
+        self._style = style
+        self._done: list[Line] = []
+        self._num_done = 0
+        self._in_code = False
+
+    def lines(self, text: str) -> list[Line]:
+        """All lines of the text so far."""
+        end = text.rfind("\n") + 1
+        if end > self._num_done:
+            for line in text[self._num_done : end - 1].split("\n"):
+                self._done += self._wrap(line)
+                self._in_code ^= _FENCE.match(line) is not None
+            self._num_done = end
+        while len(text) - self._num_done > LONG:
+            cut = text.rfind(" ", self._num_done + 1, self._num_done + LONG) + 1 or self._num_done + LONG
+            self._done += self._wrap(text[self._num_done : cut])
+            self._num_done = cut
+        rest = text[self._num_done :]
+        return self._done + self._wrap(rest) if rest else self._done
+
+    def _wrap(self, line: str) -> list[Line]:
+        line = safe(line).expandtabs(4)
+        if self._style:
+            return wrap([(self._style, line)], self._width)
+        if _FENCE.match(line):
+            return wrap([("class:fence", line)], self._width)
+        if self._in_code:
+            return wrap([("class:code", line)], self._width, by_word=False)
+        if match := _HEADING.match(line):
+            return wrap([("class:heading", line[match.end() :])], self._width)
+        if _RULE.fullmatch(line):
+            return [[("class:fence", "─" * min(self._width, 40))]]
+        if line.startswith(">"):
+            return wrap([("class:quote", line)], self._width, hang=2)
+        match = _LIST.match(line)
+        return wrap(list(_inline(line)), self._width, hang=len(match[0]) if match else 0)
+
+
+def plain(text: str, width: int, style: str = "", *, first: str = "", rest: str = "") -> list[Line]:
+    """Lines of a text as it is, with something before the first line and the others."""
+    inner = max(width - get_cwidth(first), 1)
+    lines = [line for part in safe(text).expandtabs(4).split("\n") for line in wrap([(style, part)], inner)]
+    return [[(style, first if number == 0 else rest), *line] for number, line in enumerate(lines)]
+
+
+def beside(columns: list[list[Line]], width: int, gap: str = " │ ") -> list[Line]:
+    """Columns of lines next to each other, each `width` wide."""
+    rows = []
+    for row in range(max(map(len, columns))):
+        line: Line = []
+        for number, column in enumerate(columns):
+            cell = column[row] if row < len(column) else []
+            used = sum(get_cwidth(text) for _, text in cell)
+            line += [*([("class:fence", gap)] if number else []), *cell, ("", " " * max(width - used, 0))]
+        rows.append(line)
+    return rows
+
+
+def wrap(fragments: Iterable[Fragment], width: int, *, hang: int = 0, by_word: bool = True) -> list[Line]:
+    """Breaks one line into those that fit; all but the first are indented by `hang`."""
+    hang = hang if hang <= width // 2 else 0
+    lines: list[Line] = [[]]
+    used = 0
+    for style, piece in _pieces(fragments, by_word):
+        size = get_cwidth(piece)
+        if used + size > width and (used > hang or len(lines) == 1) and size <= width - hang:
+            if piece.isspace() and by_word:
+                continue  # at the end of a line nobody sees it
+            lines.append([("", " " * hang)] if hang else [])
+            used = hang
+        if used + size <= width:
+            _append(lines[-1], style, piece)
+            used += size
+            continue
+        for character in piece:  # longer than a line
+            size = get_cwidth(character)
+            if used + size > width and used > 0:
+                lines.append([("", " " * hang)] if hang else [])
+                used = hang
+            _append(lines[-1], style, character)
+            used += size
+    return lines
+
+
+def _append(line: Line, style: str, text: str) -> None:
+    """Adds to a line, of which a screen is drawn the faster the fewer fragments it has."""
+    if line and line[-1][0] == style:
+        line[-1] = style, line[-1][1] + text
+    else:
+        line.append((style, text))
+
+
+def _pieces(fragments: Iterable[Fragment], by_word: bool) -> Iterator[Fragment]:
+    for style, text in fragments:
+        if by_word:
+            yield from ((style, piece) for piece in _PIECE.findall(text))
+        elif text:
+            yield style, text
+
+
+def _inline(line: str) -> Iterator[Fragment]:
+    start = 0
+    for match in _INLINE.finditer(line):
+        yield "", line[start : match.start()]
+        yield ("class:code", match[1]) if match[1] is not None else ("class:strong", match[2])
+        start = match.end()
+    yield "", line[start:]

@@ -1,0 +1,48 @@
+"""The part of the screen in which the current session is read."""
+
+from __future__ import annotations
+
+from prompt_toolkit.formatted_text import StyleAndTextTuples
+from prompt_toolkit.layout.controls import UIContent, UIControl
+
+from cbatch.cli.chat.session.session import Session
+from cbatch.cli.chat.session.session_list import SessionList
+from cbatch.cli.chat.tui.transcript import Transcript, visible
+
+
+class Pane(UIControl):
+    """Shows the end of the current session, or where its reader has scrolled to."""
+
+    def __init__(self, sessions: SessionList) -> None:
+        self._list = sessions
+        self._transcript = Transcript()
+        self._session: Session | None = None
+        self._top: int | None = None
+        self._height = self._start = 0
+
+    def is_focusable(self) -> bool:
+        return False
+
+    def create_content(self, width: int, height: int) -> UIContent:
+        session = self._list.current
+        if session is not self._session:
+            self._session, self._top = session, None
+        lines, start, below = visible(self._transcript.chunks(session, width), height, self._top)
+        self._height, self._start = height, start
+        if not below:
+            self._top = None
+        elif lines:
+            lines[-1] = [("class:bar", f" {below + 1:,} more lines below: PageDown "[:width])]
+
+        def get_line(number: int) -> StyleAndTextTuples:
+            return [*lines[number]]
+
+        return UIContent(get_line, line_count=len(lines), show_cursor=False)
+
+    def follow(self) -> None:
+        """Shows the end again."""
+        self._top = None
+
+    def scroll(self, pages: int) -> None:
+        """By pages; up is negative."""
+        self._top = max(0, self._start + pages * max(self._height - 2, 1))

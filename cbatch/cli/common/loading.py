@@ -1,0 +1,80 @@
+"""Opening an engine for a command, with what a person should know about it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from typing import TYPE_CHECKING, Any
+
+from cbatch.cli.common.console import notice
+from cbatch.cli.common.options import ENGINE_FIELDS
+from cbatch.engine import format_bytes
+
+if TYPE_CHECKING:
+    from cbatch.engine import Engine
+
+SWITCH_SECONDS = 5e-4
+
+DEMO_NOTICE = (
+    "this is the bundled demo model, a toy of a few million parameters; "
+    "name a real one with --model, for example --model Qwen/Qwen3-0.6B"
+)
+
+
+def open_engine(options: dict[str, Any], *, quiet: bool, verbose: bool = False) -> Engine:
+    """Loads the engine that the options describe, and says on stderr what it is and what it took."""
+    from cbatch.engine import Engine, EngineConfig
+
+    log = logging.getLogger("cbatch")
+    log.handlers = [logging.NullHandler() if quiet else _Notices()]
+    gc.freeze()  # what is imported stays
+    gc.enable()
+    engine = Engine(EngineConfig(**{name: options[name] for name in ENGINE_FIELDS}))
+    tune_process()
+    if not quiet:
+        if options["model"] is None:
+            notice(DEMO_NOTICE)
+        shown = describe(engine)
+        if engine.loaded.not_applied:
+            keys = ", ".join(engine.loaded.not_applied)
+            notice(f"the model's generation_config.json asks for {keys}, which this version does not apply")
+        notice(f"parameters: {shown['parameters']} in {shown['dtype']} on {shown['device']}")
+        notice(f"KV cache: {shown['KV cache']}")
+        for name in ("model", "attention", "context", "batch") if verbose else ():
+            notice(f"{name}: {shown[name]}")
+    return engine
+
+
+class _Notices(logging.Handler):
+    """What the engine has to tell while it works, in the form of all that is told on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        notice(record.getMessage())
+
+
+def tune_process() -> None:
+    """Settings of Python for a process that has loaded a model and now works on several threads.
+
+    Without the first, full garbage collections walk over all of torch again and again: half of the time of short
+    rows. The second is how long a thread may keep the interpreter while another waits for it, the engine say.
+    """
+    gc.freeze()
+    sys.setswitchinterval(SWITCH_SECONDS)
+
+
+def describe(engine: Engine) -> dict[str, str]:
+    """What was loaded and what it took, as lines for people."""
+    model, blocks, scheduler = engine.model, engine.blocks, engine.scheduler
+    per_token = engine.kv_bytes_per_token
+    return {
+        "model": f"{engine.loaded.name} ({model.kind})",
+        "parameters": f"{model.num_parameters / 1e6:,.1f} million, {format_bytes(model.weight_bytes)}",
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(engine.device),
+        "attention": engine.runner.attention.name,
+        "context": f"{model.max_model_len:,} tokens",
+        "KV cache": f"{blocks.capacity:,} tokens in {blocks.num_blocks:,} blocks of {blocks.block_size}: "
+        f"{format_bytes(blocks.capacity * per_token)}, {format_bytes(per_token)} a token",
+        "batch": f"up to {scheduler.max_seqs} sequences and {scheduler.max_batch_tokens} tokens a step",
+    }

@@ -1,0 +1,42 @@
+"""`--trace FILE`: what records the steps of an engine, and the line about it at the end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from cbatch.cli.common.console import notice
+from cbatch.cli.common.exits import ReaderGone
+from cbatch.cli.common.files import check_is_another
+from cbatch.engine import Trace
+
+
+@contextmanager
+def tracing(options: dict[str, Any], others: Sequence[str]) -> Iterator[Trace | None]:
+    """What a driver is to record its steps with, where a trace is asked for; the driver must be closed in this context.
+
+    others: names of the options whose files a trace may not replace
+    Raises ConfigError where no trace can be written.
+    """
+    if options["trace"] is None:
+        yield None
+        return
+    check_is_another("trace", options, others)
+    trace = Trace(options["trace"])
+    try:
+        yield trace
+    finally:
+        error = sys.exception()
+        if trace.trouble:
+            notice(trace.trouble)
+        elif not options["quiet"] and not isinstance(error, ReaderGone) and (trace.summary or error is None):
+            notice(_told(trace))
+
+
+def _told(trace: Trace) -> str:
+    if trace.summary is None:
+        steps = "1 step" if trace.num_steps == 1 else f"{trace.num_steps} steps"
+        return f"no trace is written: it begins after {trace.warmup} steps, and there were {steps}"
+    return f"trace of {trace.summary.num_steps} steps in {trace.path}: {trace.summary}"

@@ -1,0 +1,99 @@
+"""`cbatch run --check`: what a file of prompts holds and needs, without running it."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from cbatch.cli.run.input.lines import Line
+from cbatch.cli.run.requests import Preparer
+from cbatch.engine import Engine, RequestError
+
+MAX_SHOWN = 20
+MAX_BLOCKS = 1_000_000
+"""Beginnings of prompts that are remembered at most: some 100 MiB."""
+
+
+class Check:
+    """Reads and tokenizes rows, and counts what there is to know before a night is spent on them."""
+
+    def __init__(self, engine: Engine, preparer: Preparer) -> None:
+        self._engine = engine
+        self._preparer = preparer
+        self.rows = 0
+        self.errors: Counter[str] = Counter()
+        self._shown: list[dict[str, Any]] = []
+        self._prompts = array("q")
+        self._outputs = array("q")
+        self._seen: set[int] = set()
+        self._shared_tokens = 0
+
+    def run(self, lines: Iterator[Line], on_progress: Callable[[], None]) -> dict[str, Any]:
+        """The report, for all lines."""
+        for line in lines:
+            self.rows += 1
+            self._take(line)
+            on_progress()
+        return self._report()
+
+    def _take(self, line: Line) -> None:
+        job = self._preparer.job(line)
+        prompt_ids = self._preparer.encode(job)
+        if prompt_ids is not None:
+            try:
+                self._outputs.append(job.params.n * self._engine.max_new_tokens(prompt_ids, job.params))
+                self._prompts.append(len(prompt_ids))
+                self._shared_tokens += self._count_shared(prompt_ids)
+            except RequestError as error:
+                self._preparer.fail(job, error)
+        if job.error is not None:
+            self.errors[job.error.code] += 1
+            shown = {"index": job.row.index, "id": job.row.id, "code": job.error.code, "message": str(job.error)}
+            self._shown += [shown] if len(self._shown) < MAX_SHOWN else []
+
+    def _count_shared(self, prompt_ids: list[int]) -> int:
+        """Tokens at the beginning of a prompt, in whole blocks, with which an earlier prompt began as well."""
+        size = self._engine.blocks.block_size
+        shared, before = 0, 0
+        for start in range(0, len(prompt_ids) - size + 1, size):
+            before = hash((before, *prompt_ids[start : start + size]))
+            if before in self._seen:
+                shared += size
+            elif len(self._seen) < MAX_BLOCKS:
+                self._seen.add(before)
+        return shared
+
+    def _report(self) -> dict[str, Any]:
+        blocks, per_token = self._engine.blocks, self._engine.kv_bytes_per_token
+        longest = max((p + o for p, o in zip(self._prompts, self._outputs, strict=True)), default=0)
+        every = sum(self._prompts) + sum(self._outputs)
+        return {
+            "rows": self.rows,
+            "bad_rows": self.errors.total(),
+            "errors": dict(self.errors),
+            "first_errors": self._shown,
+            "prompt_tokens": _spread(self._prompts),
+            "max_new_tokens": _spread(self._outputs),
+            "shared_prefix_tokens": self._shared_tokens,
+            "shared_prefix_share": self._shared_tokens / max(sum(self._prompts), 1),
+            "kv_cache": {
+                "bytes_per_token": per_token,
+                "capacity_tokens": blocks.capacity,
+                "longest_row_tokens": longest,
+                "longest_row_bytes": longest * per_token,
+                "mean_rows_that_fit": blocks.capacity * len(self._prompts) / every if every else None,
+                "max_seqs": self._engine.scheduler.max_seqs,
+            },
+        }
+
+
+def _spread(values: array[int]) -> dict[str, float | None]:
+    """Total, least, most and percentiles of whole numbers."""
+    import numpy as np
+
+    ranks = (0, 50, 90, 99, 100)
+    found = np.percentile(values, ranks, method="nearest").tolist() if values else [None] * len(ranks)
+    names = ("min", "p50", "p90", "p99", "max")
+    return {"total": sum(values), **dict(zip(names, found, strict=True))}

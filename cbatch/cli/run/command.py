@@ -1,0 +1,117 @@
+"""`cbatch run`: JSONL rows in, JSONL rows out."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import closing
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+import click
+
+from cbatch.cli.common.console import Progress, emit
+from cbatch.cli.common.loading import open_engine
+from cbatch.cli.common.options import check_sampling, engine_options, model_options, sampling_options, trace_option
+from cbatch.cli.common.signals import stopping
+from cbatch.cli.common.tracing import tracing
+from cbatch.cli.run.files import count_lines, open_input, open_output, stats_written
+from cbatch.engine import ConfigError
+
+if TYPE_CHECKING:
+    from cbatch.cli.run.output.writer import Output
+    from cbatch.cli.run.stats import Tally
+    from cbatch.engine import Engine, Trace
+
+
+@click.command("run")
+@click.argument("input", default="-", metavar="[INPUT]")
+@click.option("-o", "--output", default="-", metavar="OUT", help="Output file; - is stdout.")
+@click.option("--resume", is_flag=True, help="Go on where an earlier run on this output file ended.")
+@click.option("--retry-errors", is_flag=True, help="With --resume: run rows again that were errors.")
+@click.option("--recompute-changed", is_flag=True, help="With --resume: run rows again that no longer fit.")
+@click.option("--overwrite", is_flag=True, help="Replace an output file that has content.")
+@click.option("--format", type=click.Choice(["jsonl", "text"]), default="jsonl", help="text: one prompt a line.")
+@click.option("--order", type=click.Choice(["input", "completion"]), default="input", show_default=True)
+@click.option("--window", type=click.IntRange(1), help="Most rows in flight or held back [4 x --max-seqs].")
+@click.option("--max-errors", type=click.IntRange(1), metavar="N", help="Stop at the Nth error row.")
+@click.option("--check", is_flag=True, help="Run nothing; report bad rows, lengths and KV need as JSON.")
+@click.option("--date", type=click.DateTime(["%Y-%m-%d"]), help="Of today, for templates that tell the model.")
+@click.option("--raw", is_flag=True, help="Prompts are plain text to continue; no chat template.")
+@click.option("--token-ids", is_flag=True, help="Add the output's token ids to each row.")
+@click.option("--timings", is_flag=True, help="Add seconds and cached tokens to each row.")
+@click.option("--allow-unknown", is_flag=True, help="Carry misspelt parameters along instead of refusing the row.")
+@click.option("--stats", metavar="FILE", help="Write this run's figures as JSON, however it ends.")
+@model_options
+@sampling_options
+@engine_options()
+@trace_option
+@click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but errors.")
+@click.option("-v", "--verbose", is_flag=True, help="Tell more about the engine, and each error row.")
+def run(**options: Any) -> Literal[0, 1]:
+    """Generate an answer for every row of INPUT (JSON Lines; - is stdin).
+
+    A row is {"prompt": ...}, {"messages": [...]}, {"prompt_token_ids": [...]} or an OpenAI Batch request, and may
+    carry sampling parameters of its own. Each gives one row of output; a bad row gives an error row and stops
+    nothing. Interrupt it when you like: with -o, --resume goes on from there.
+    """
+    from cbatch.cli.run.stats import Tally
+
+    tally = Tally()
+    with stats_written(options, tally):
+        check_usage(options)
+        source = open_input(options)
+        if options["check"]:
+            return _check(options, source, tally)
+        with tracing(options, ("input", "output", "stats")) as trace, open_output(options, source) as output:
+            _run(options, source, output, tally, trace)
+    return 1 if tally.has_errors else 0
+
+
+def check_usage(options: dict[str, Any]) -> None:
+    """Refuses what is wrong for every row: a usage error, not a million error rows."""
+    check_sampling(options)
+    for name in ("retry_errors", "recompute_changed"):
+        if options[name] and not options["resume"]:
+            raise ConfigError(f"--{name.replace('_', '-')} goes with --resume.")
+    if options["resume"] and options["overwrite"]:
+        raise ConfigError("--resume keeps what is in the output file, --overwrite does not; give one of them.")
+
+
+def _run(options: dict[str, Any], source: IO[bytes], output: Output, tally: Tally, trace: Trace | None) -> None:
+    engine = _load(options, tally)
+
+    from cbatch.cli.run.session import run_batch
+    from cbatch.engine import Driver
+
+    with engine, closing(Driver(engine, trace)) as driver:
+        run_batch(
+            driver,
+            options,
+            source,
+            output,
+            tally,
+            progress=Progress,
+            while_running=lambda batch: stopping(batch.interrupt, output.patience),
+        )
+
+
+def _check(options: dict[str, Any], source: IO[bytes], tally: Tally) -> Literal[0, 1]:
+    engine = _load(options, tally)
+
+    from cbatch.cli.run.check import Check
+    from cbatch.cli.run.input.lines import read_lines
+    from cbatch.cli.run.session import make_preparer
+
+    check = Check(engine, make_preparer(engine, options))
+    total = count_lines(options)
+    with engine, Progress(total, quiet=options["quiet"], state=lambda: (check.rows, "read")) as progress:
+        report = check.run(read_lines(source), progress.tick)
+    emit(json.dumps(report, indent=2))
+    return 1 if report["bad_rows"] else 0
+
+
+def _load(options: dict[str, Any], tally: Tally) -> Engine:
+    started = time.monotonic()
+    engine = open_engine(options, quiet=options["quiet"], verbose=options["verbose"])
+    tally.load_s = time.monotonic() - started
+    return engine

@@ -1,0 +1,105 @@
+"""The two ends of a batch, opened and checked before a model is loaded for it: what is read, what is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from cbatch.cli.common.console import notice
+from cbatch.cli.common.files import check_is_another
+from cbatch.engine import ConfigError
+
+if TYPE_CHECKING:
+    from cbatch.cli.run.output.writer import Output
+    from cbatch.cli.run.stats import Tally
+
+
+def open_input(options: dict[str, Any]) -> IO[bytes]:
+    name = options["input"]
+    if name == "-":
+        if sys.stdin is None:
+            raise ConfigError("There is no input: stdin is closed.")
+        if sys.stdin.isatty() and not options["quiet"]:
+            notice("reading rows from the terminal; Ctrl-D ends them.")
+        return sys.stdin.buffer
+    try:
+        return Path(name).open("rb")
+    except OSError as error:
+        raise ConfigError(f"Cannot read {name}: {error.strerror}.") from error
+
+
+def count_lines(options: dict[str, Any]) -> int | None:
+    """Lines of the input, for the progress display, where there is one and they can be known beforehand."""
+    path = Path(options["input"])
+    if options["quiet"] or options["input"] == "-" or not path.is_file():
+        return None
+    with path.open("rb") as stream:
+        return sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(2**20), b""))
+
+
+@contextmanager
+def open_output(options: dict[str, Any], source: IO[bytes]) -> Iterator[Output]:
+    """The output, for as long as rows are written; one with rows in it only where the options say what becomes of them.
+
+    What is no regular file (a pipe, a device) is treated as stdout is.
+    """
+    try:
+        opened = _opened(options, source)
+    except (OSError, RuntimeError) as error:  # RuntimeError: links that lead in a circle
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"Cannot write {options['output']}: {reason}.") from error
+    with opened as output:
+        if not (options["resume"] or options["overwrite"]):
+            output.check_is_empty()
+        yield output
+
+
+def _opened(options: dict[str, Any], source: IO[bytes]) -> Output:
+    from cbatch.cli.run.output.writer import FileOutput, StreamOutput
+
+    name, path = options["output"], Path(options["output"])
+    input_order = options["order"] == "input"
+    if not name or path.is_dir():
+        raise ConfigError(f"Cannot write {name!r}: a file is needed.")
+    if name == "-" or (path.exists() and not path.is_file()):
+        if options["resume"]:
+            raise ConfigError("--resume needs an output file (-o FILE): what went down a pipe cannot be read again.")
+        if name == "-" and sys.stdout is None:
+            raise ConfigError("There is no output: stdout is closed.")
+        stream = os.fdopen(sys.stdout.fileno(), "wb", 0, closefd=False) if name == "-" else path.open("wb", 0)
+        _check_not_input(source, os.fstat(stream.fileno()), "stdout" if name == "-" else name)
+        return StreamOutput(stream, input_order=input_order)
+    if path.exists():
+        _check_not_input(source, path.stat(), name)
+    return FileOutput(path, input_order=input_order)
+
+
+def _check_not_input(source: IO[bytes], target: os.stat_result, name: str) -> None:
+    if stat.S_ISREG(target.st_mode) and os.path.samestat(os.fstat(source.fileno()), target):
+        raise ConfigError(f"{name} is the input; choose another file for the output.")
+
+
+@contextmanager
+def stats_written(options: dict[str, Any], tally: Tally) -> Iterator[None]:
+    """Writes the figures to a file at the end, whatever that is. That it can be written is tried at the start."""
+    name = options["stats"]
+    try:
+        if name is not None:
+            check_is_another("stats", options, ("input", "output"))
+            Path(name).open("a").close()
+    except OSError as error:
+        raise ConfigError(f"Cannot write {name}: {error.strerror}.") from error
+    try:
+        yield
+    finally:
+        if name is not None:
+            try:
+                Path(name).write_text(json.dumps(tally.figures(), indent=2) + "\n")
+            except OSError as error:
+                notice(f"Cannot write {name}: {error.strerror}.")

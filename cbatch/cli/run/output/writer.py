@@ -1,0 +1,291 @@
+"""Where finished rows go: to a file that is a valid journal at every moment, or to a stream, in either order."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import select
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol, Self
+
+from cbatch.cli.common.console import safe_json
+from cbatch.cli.common.exits import ReaderGone, RunFailed
+from cbatch.cli.run.output.journal import Journal
+from cbatch.engine import ConfigError
+
+SYNC_SECONDS = 0.5
+"""Rows that the disk does not have yet are no older than this when the next thing happens."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRow:
+    """A finished row: the `place`-th of this run in input order, and the index of the line that it answers."""
+
+    place: int
+    index: int
+    data: bytes
+
+
+class Output(Protocol):
+    """Takes finished rows. Used as a context; leaving it early leaves what was finished, and nothing half done."""
+
+    @property
+    def advice(self) -> str:
+        """What to do after a run that ended early, as the end of a message; may be empty."""
+
+    patience: float | None
+    """Seconds that an interrupted run gives finished rows to get out; None where nobody can hold them up."""
+
+    def check_is_empty(self) -> None:
+        """Raises ConfigError where there are rows of an earlier run."""
+
+    def write(self, rows: Sequence[OutputRow]) -> Iterable[int]:
+        """Takes finished rows, and returns the places of those that have left memory with that."""
+
+    def tick(self) -> None:
+        """To be called several times a second."""
+
+    def release(self) -> None:
+        """Lets out what is held back: no row that it waits for will come."""
+
+    def finish(self, check_stop: Callable[[], None]) -> None:
+        """Puts the rows in their final order, if that is still to do. Only after all rows are written.
+
+        check_stop: called now and then; what it raises leaves the rows as they are.
+        """
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class StreamOutput:
+    """Rows to an unbuffered stream, each as soon as its turn has come. Raises ReaderGone when nobody reads it."""
+
+    advice = ""
+    patience: float | None = 2.0
+
+    def __init__(self, stream: IO[bytes], *, input_order: bool) -> None:
+        self._stream = stream
+        self._input_order = input_order
+        self._is_terminal = stream.isatty()
+        self._held: dict[int, bytes] = {}
+        self._next = 0
+
+    def check_is_empty(self) -> None:
+        pass
+
+    def write(self, rows: Sequence[OutputRow]) -> Iterable[int]:
+        if not self._input_order:
+            self._write([row.data for row in rows])
+            return [row.place for row in rows]
+        self._held |= {row.place: row.data for row in rows}
+        first = self._next
+        while self._next in self._held:
+            self._next += 1
+        self._write([self._held.pop(place) for place in range(first, self._next)])
+        return range(first, self._next)
+
+    def tick(self) -> None:
+        pass
+
+    def release(self) -> None:
+        self._write([self._held.pop(place) for place in sorted(self._held)])
+
+    def finish(self, check_stop: Callable[[], None]) -> None:
+        self._stream.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def _write(self, rows: list[bytes]) -> None:
+        data = b"".join(rows)
+        view = memoryview(safe_json(data) if self._is_terminal else data)
+        try:
+            while view:
+                written = self._stream.write(view)
+                if written is None:  # a pipe that somebody made non-blocking, and that is full
+                    select.select([], [self._stream], [])
+                view = view[written or 0 :]
+        except BrokenPipeError as error:
+            raise ReaderGone from error
+        except OSError as error:
+            raise RunFailed(f"Cannot write the output: {error.strerror}.") from error
+
+
+class FileOutput:
+    """Rows appended to a file as they finish, each in one write; at the end put in order in one atomic replace.
+
+    The file is locked from the beginning on. Nothing in it changes before `start`.
+    """
+
+    patience: float | None = None
+    resume_with = "--resume"
+    """The options that go on with what this run leaves."""
+
+    def __init__(self, path: Path, *, input_order: bool) -> None:
+        """Raises ConfigError where the file cannot be written or put in order, or another run is writing it."""
+        self._name = str(path)
+        self._path = path.resolve()
+        self._sorted = self._path.with_name(f".{_short(self._path.name)}.cbatch-sorting")
+        self._input_order = input_order
+        self._journal = Journal()
+        self._unsynced_since: float | None = None
+        self._is_new = not self._path.exists()
+        try:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._lock()
+            with self._open_sorted():
+                self._sorted.unlink()
+        except OSError as error:
+            raise ConfigError(f"Cannot write {path}: {error.strerror}.") from error
+
+    def _open_sorted(self) -> IO[bytes]:
+        """A new file for the ordered rows, in place of one that a killed run left; never one behind a link."""
+        self._sorted.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return os.fdopen(os.open(self._sorted, flags, 0o600), "wb", 2**20)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_current = os.path.samestat(os.fstat(self._fd), self._path.stat())
+        except (BlockingIOError, FileNotFoundError):
+            is_current = False
+        if not is_current:  # also where the other run has put a new file in its place just now
+            os.close(self._fd)
+            raise ConfigError(f"Another run is writing {self._name}.")
+
+    @property
+    def advice(self) -> str:
+        if not self.has_content:
+            return f" No row was finished; {self.resume_with} begins anew."
+        return f" What was finished is in the file; {self.resume_with} goes on from there."
+
+    @property
+    def has_content(self) -> bool:
+        return os.fstat(self._fd).st_size > 0
+
+    def check_is_empty(self) -> None:
+        if self.has_content:
+            raise ConfigError(
+                f"{self._name} exists and is not empty; --resume goes on with it, --overwrite replaces it."
+            )
+
+    def journal(self) -> Journal:
+        """What an earlier run left in the file. Raises ConfigError where it is damaged."""
+        with open(self._fd, "rb", closefd=False) as file:
+            file.seek(0)
+            return Journal.read(file, self._name)
+
+    def start(self, journal: Journal) -> None:
+        """Cuts the file off behind the journal's last whole row, and takes its rows as written."""
+        self._journal = journal
+        os.ftruncate(self._fd, journal.end)
+        os.fsync(self._fd)
+        _sync_folder(self._path.parent)
+
+    def write(self, rows: Sequence[OutputRow]) -> Iterable[int]:
+        if not rows:
+            return ()
+        view = memoryview(b"".join(row.data for row in rows))
+        try:
+            while view:
+                view = view[os.write(self._fd, view) :]
+        except OSError as error:
+            raise self._failed("write", error) from error
+        for row in rows:
+            self._journal.append(row.index, len(row.data))
+        self._unsynced_since = self._unsynced_since or time.monotonic()
+        return [row.place for row in rows]
+
+    def tick(self) -> None:
+        if self._unsynced_since is not None and time.monotonic() - self._unsynced_since >= SYNC_SECONDS:
+            self._sync()
+
+    def release(self) -> None:
+        pass
+
+    def finish(self, check_stop: Callable[[], None]) -> None:
+        self._sync()
+        self._is_new = False
+        self._check_unchanged()
+        if self._journal.is_in_order(input_order=self._input_order):
+            return
+        try:
+            self._rewrite(check_stop)
+        except OSError as error:
+            raise self._failed("order", error) from error
+        finally:
+            self._sorted.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            if self._is_new and not self.has_content:
+                self._path.unlink(missing_ok=True)
+            else:
+                self._sync()
+        finally:
+            os.close(self._fd)
+
+    def _check_unchanged(self) -> None:
+        """Raises RunFailed where somebody else has written to the file, or taken it away."""
+        status = os.fstat(self._fd)
+        if status.st_size != self._journal.end:
+            raise RunFailed(f"Something else wrote to {self._name} during the run; it is left as it is.")
+        try:
+            is_there = os.path.samestat(status, self._path.stat())
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            raise RunFailed(f"{self._name} was taken away or replaced during the run; its rows are lost.")
+
+    def _sync(self) -> None:
+        if self._unsynced_since is None:
+            return
+        self._unsynced_since = None
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise self._failed("write", error) from error
+
+    def _rewrite(self, check_stop: Callable[[], None]) -> None:
+        """Writes the rows that count to a second file, which takes the place of the first once it is on disk."""
+        with self._open_sorted() as target:
+            for number in self._journal.rows(input_order=self._input_order):
+                check_stop()
+                start, stop = self._journal.place(number)
+                target.write(os.pread(self._fd, stop - start, start))
+            target.flush()
+            os.fchmod(target.fileno(), os.fstat(self._fd).st_mode & 0o777)
+            os.fsync(target.fileno())
+        self._sorted.replace(self._path)
+        _sync_folder(self._path.parent)
+
+    def _failed(self, verb: str, error: OSError) -> RunFailed:
+        return RunFailed(f"Cannot {verb} {self._name}: {error.strerror}.{self.advice}")
+
+
+def _short(name: str) -> str:
+    """A file's name, or a hash of one that leaves no room for more."""
+    encoded = os.fsencode(name)
+    return name if len(encoded) < 200 else hashlib.blake2b(encoded, digest_size=16).hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes a file's name as durable as its content."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,148 @@
+"""A batch from its options: what `cbatch run` does once an engine is there, and `/run` under a chat."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Container
+from contextlib import AbstractContextManager
+from typing import IO, Any, Protocol, Self
+
+from tqdm import tqdm
+
+from cbatch.cli.common.console import notice
+from cbatch.cli.common.exits import ReaderGone
+from cbatch.cli.common.options import sampling_overrides
+from cbatch.cli.run.files import count_lines
+from cbatch.cli.run.input.lines import Line, Source, Spool, read_lines
+from cbatch.cli.run.output.journal import Comparison, Journal, compare
+from cbatch.cli.run.output.writer import FileOutput, Output
+from cbatch.cli.run.pipeline import Batch
+from cbatch.cli.run.requests import Preparer, RowOptions
+from cbatch.cli.run.stats import Tally
+from cbatch.engine import FIXED_DATE, ConfigError, Driver, Engine
+
+GetState = Callable[[], tuple[int, str]]
+"""How many rows are done, and what is to stand behind that in a display."""
+
+
+class Display(Protocol):
+    """Shows how far a run is; used as a context while it goes on."""
+
+    def tick(self) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class ShowProgress(Protocol):
+    """Makes a display; see `screen.Progress`."""
+
+    def __call__(self, total: int | None, *, quiet: bool, state: GetState) -> Display: ...
+
+
+def run_batch(
+    driver: Driver,
+    options: dict[str, Any],
+    source: IO[bytes],
+    output: Output,
+    tally: Tally,
+    *,
+    progress: ShowProgress,
+    while_running: Callable[[Batch], AbstractContextManager[object]],
+) -> None:
+    """Runs every row of `source`, and tells on stderr what came of them. Raises as `Batch.run` does.
+
+    while_running: a context for the time in which the batch may be interrupted
+    """
+    engine, quiet = driver.engine, options["quiet"]
+    total = count_lines(options)
+    tally.attach(driver)
+    preparer = make_preparer(engine, options)
+    lines: Source = source
+    kept: Container[int] = ()
+    if isinstance(output, FileOutput):
+        lines, done = _start_file(output, options, source, preparer, progress)
+        tally.rows_kept, tally.errors_kept, kept = done.rows, done.errors, done
+    batch = Batch(
+        driver,
+        output,
+        preparer,
+        tally,
+        window=options["window"] or 4 * engine.scheduler.max_seqs,
+        on_error=notice if options["verbose"] else None,
+    )
+    display = progress(total, quiet=quiet, state=lambda: _state(tally, driver, total))
+    try:
+        with while_running(batch), display:
+            batch.run(read_lines(lines), display.tick, kept=kept, max_errors=options["max_errors"])
+    finally:
+        if not quiet and not isinstance(sys.exception(), ReaderGone):
+            for line in tally.summary(driver, batch.waited_for_output_s):
+                notice(line)
+
+
+def make_preparer(engine: Engine, options: dict[str, Any]) -> Preparer:
+    """What makes jobs of lines, as the options say."""
+    given = sampling_overrides(options)
+    row_options = RowOptions(
+        params=engine.loaded.defaults.merged(given),
+        has_max_tokens=given.get("max_tokens") is not None,
+        seed=options["seed"],
+        system=options["system"],
+        today=options["date"].date() if options["date"] else FIXED_DATE,
+        raw=options["raw"],
+        as_text=options["format"] == "text",
+        allow_unknown=options["allow_unknown"],
+        token_ids=options["token_ids"],
+        timings=options["timings"],
+    )
+    return Preparer(engine, row_options)
+
+
+def _start_file(
+    output: FileOutput, options: dict[str, Any], source: IO[bytes], preparer: Preparer, progress: ShowProgress
+) -> tuple[Source, Comparison]:
+    """Makes the file ready for this run's rows. Returns the input from its beginning, and what is done of it."""
+    if not (options["resume"] and output.has_content):
+        output.start(Journal())
+        return source, Comparison()
+    journal = output.journal()
+    spool, compared = Spool(source), 0
+
+    def key_of(line: Line) -> str:
+        nonlocal compared
+        compared += 1
+        display.tick()
+        return preparer.job(line).key
+
+    rows = len(journal.indices)
+    with progress(rows, quiet=options["quiet"], state=lambda: (compared, "compared with the input")) as display:
+        done = compare(journal, read_lines(spool), key_of, retry_errors=options["retry_errors"])
+    if not done.fits and not options["recompute_changed"]:
+        raise ConfigError(
+            f"{options['output']} holds rows that do not fit this run: {done}. The file is left as it is. "
+            "--recompute-changed runs changed rows again and drops those without a line; --overwrite starts anew."
+        )
+    output.start(journal)
+    if not done.fits:
+        output.resume_with = "--resume --recompute-changed"
+    if not options["quiet"]:
+        notice(f"resuming: {done.rows:,} rows are kept" + ("" if done.fits else f"; not kept: {done}"))
+    spool.rewind()
+    return spool, done
+
+
+def _state(tally: Tally, driver: Driver, total: int | None) -> tuple[int, str]:
+    """How many rows are done, and what stands behind that in a progress display."""
+    done, load = tally.rows + tally.rows_kept, driver.load
+    left = tally.seconds_left(total - done) if total else None
+    parts = [  # what matters most comes first: a narrow terminal shows no more
+        f"{tally.output_tokens / max(tally.running_s, 1e-9):,.0f} tok/s",
+        f"{tqdm.format_interval(left)} left" if left is not None else "",
+        f"{tally.errors.total():,} errors" if tally.errors else "",
+        f"{load.running} run, {load.waiting} wait",
+        f"KV {load.cache_used:.0%}",
+        f"{tally.output_tokens:,} tokens",
+    ]
+    return done, ", ".join(part for part in parts if part)

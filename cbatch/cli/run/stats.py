@@ -1,0 +1,204 @@
+"""What a run has done: counted while it goes on, told to people at its end, written down for programs."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cbatch.cli.run.requests import Job
+from cbatch.engine import Driver, Engine
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What an engine has done up to a moment; the difference of two is what it did between them."""
+
+    steps: int = 0
+    preemptions: int = 0
+    retries: int = 0
+    shrinks: int = 0
+    idle_s: float = 0.0
+    held_back: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, driver: Driver) -> Totals:
+        engine, scheduler = driver.engine, driver.engine.scheduler
+        return cls(
+            engine.num_steps,
+            scheduler.num_preemptions,
+            driver.num_retries,
+            driver.num_shrinks,
+            driver.idle_s,
+            Counter(scheduler.held_back),
+        )
+
+    def __sub__(self, before: Totals) -> Totals:
+        return Totals(
+            self.steps - before.steps,
+            self.preemptions - before.preemptions,
+            self.retries - before.retries,
+            self.shrinks - before.shrinks,
+            self.idle_s - before.idle_s,
+            self.held_back - before.held_back,
+        )
+
+
+class Tally:
+    """Counts rows and tokens of one run; eight bytes a row for the percentiles."""
+
+    def __init__(self) -> None:
+        self._driver: Driver | None = None
+        self._before = Totals()
+        self.rows = 0
+        self.errors: Counter[str] = Counter()
+        self.rows_kept = 0
+        self.errors_kept = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.output_tokens = 0
+        self.finished_tokens = 0
+        self.load_s = 0.0
+        self._started: float | None = None
+        self._ended: float | None = None
+        self._ttft = array("f")
+        self._tpot = array("f")
+
+    def attach(self, driver: Driver) -> None:
+        """The engine that runs the rows; what it has done before is not counted."""
+        self._driver = driver
+        self._before = Totals.of(driver)
+
+    @property
+    def totals(self) -> Totals:
+        """What the engine has done since the run began."""
+        return Totals.of(self._driver) - self._before if self._driver else Totals()
+
+    def start(self, now: float) -> None:
+        """The moment in which the first row is taken; later ones do not count."""
+        if self._started is None:
+            self._started = now
+
+    def count(self, job: Job) -> None:
+        """Takes in a job that is finished and written."""
+        self.rows += 1
+        self._ended = max(self._ended or job.last, job.last)
+        if job.error is not None:
+            self.errors[job.error.code] += 1
+            return
+        lengths = [len(choice.token_ids) for choice in job.completion.choices]
+        self.prompt_tokens += job.prompt_tokens
+        self.cached_tokens += job.completion.cached_tokens
+        self.finished_tokens += sum(lengths)
+        if job.first is not None:
+            self._ttft.append(job.first - job.taken)
+            if max(lengths) > 1:
+                self._tpot.append((job.last - job.first) / (max(lengths) - 1))
+
+    @property
+    def running_s(self) -> float:
+        """Seconds since the first row was taken."""
+        return time.monotonic() - self._started if self._started is not None else 0.0
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds from the first row taken to the last one finished so far."""
+        if self._started is None or self._ended is None:
+            return self.running_s
+        return self._ended - self._started
+
+    @property
+    def speed(self) -> float:
+        """Output tokens per second of those."""
+        return self.output_tokens / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether any row of the output is an error."""
+        return bool(self.errors or self.errors_kept)
+
+    def seconds_left(self, rows_left: int) -> float | None:
+        """Estimated from tokens: what rows have taken so far is what the others will, at the speed so far.
+
+        None while nothing is finished. Tokens of unfinished rows count as done.
+        """
+        good = self.rows - self.errors.total()
+        if not good or not self.output_tokens:
+            return None
+        per_row = self.finished_tokens / good
+        ahead = per_row * rows_left - (self.output_tokens - self.finished_tokens)
+        return max(ahead, 0.0) * self.running_s / self.output_tokens
+
+    def figures(self) -> dict[str, Any]:
+        """What `--stats` writes; times in seconds."""
+        totals = self.totals
+        return {
+            "rows": self.rows,
+            "rows_kept": self.rows_kept,
+            "errors": self.errors.total(),
+            "errors_kept": self.errors_kept,
+            "error_codes": dict(self.errors),
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "output_tokens": self.output_tokens,
+            "load_s": self.load_s,
+            "elapsed_s": self.elapsed_s,
+            "output_tokens_per_s": self.speed,
+            "steps": totals.steps,
+            "retried_steps": totals.retries,
+            "preemptions": totals.preemptions,
+            "ttft_s": percentiles(self._ttft),
+            "tpot_s": percentiles(self._tpot),
+        }
+
+    def summary(self, driver: Driver, waited_for_output_s: float) -> list[str]:
+        """Four lines for people; one where there was nothing left to do."""
+        if not self.rows and self.rows_kept:
+            return [f"nothing left to do: {self.rows_kept:,} rows are there, {self.errors_kept:,} of them errors"]
+        failed = self.errors.total()
+        kinds = ", ".join(f"{code} {count:,}" for code, count in sorted(self.errors.items()))
+        kept = f", {self.rows_kept:,} kept" if self.rows_kept else ""
+        cached = f" ({self.cached_tokens:,} cached)" if self.cached_tokens else ""
+        totals = self.totals
+        retried = f", {totals.retries:,} tried again ({driver.last_trouble})" if totals.retries else ""
+        return [
+            f"{self.rows - failed:,} rows ok, {failed:,} failed{f' ({kinds})' if kinds else ''}{kept}",
+            f"{self.prompt_tokens:,} prompt tokens{cached}, {self.output_tokens:,} output tokens",
+            f"{self.elapsed_s:,.1f} s, {self.speed:,.0f} output tokens/s, {totals.steps:,} steps{retried}",
+            f"limited by {what_limited(driver.engine, totals, self.elapsed_s, waited_for_output_s)}",
+        ]
+
+
+def what_limited(engine: Engine, totals: Totals, elapsed_s: float, waited_for_output_s: float) -> str:
+    """What a person would change first to make such a run faster."""
+    scheduler = engine.scheduler
+    steps = max(totals.steps, 1)
+    idle = min(totals.idle_s / elapsed_s, 1.0) if elapsed_s else 0.0
+    if idle >= 0.3:
+        what = "the output, which took rows slowly" if waited_for_output_s > elapsed_s * 0.3 else "the input"
+        return f"{what}: the engine had nothing to do for {idle:.0%} of the time"
+    if totals.shrinks:
+        return f"the device's memory, which made the batch smaller {totals.shrinks} times (--kv-cache-memory)"
+    reason, count = max(totals.held_back.items(), key=lambda item: item[1], default=("", 0))
+    if count < 0.3 * steps:
+        return "the model: there were seldom more rows than could run at once"
+    words = {
+        "seats": f"the model: all {scheduler.max_seqs} seats (--max-seqs) were taken",
+        "cache": f"the KV cache, which was full ({totals.preemptions:,} preemptions, --kv-cache-memory)",
+        "budget": f"the model: steps were full (--max-batch-tokens {scheduler.max_batch_tokens}) while prompts waited",
+        "target": "the time of a step (--target-step-ms), which made prompts wait",
+    }
+    return f"{words[reason]} in {count / steps:.0%} of the steps"
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float | None]:
+    """The 50th, 90th and 99th; None where there are no values."""
+    import numpy as np
+
+    found = np.percentile(values, PERCENTILES) if len(values) else [None] * len(PERCENTILES)
+    return {f"p{rank}": None if value is None else float(value) for rank, value in zip(PERCENTILES, found, strict=True)}

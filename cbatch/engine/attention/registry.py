@@ -1,0 +1,75 @@
+"""Which attention backend serves a model on a device."""
+
+from __future__ import annotations
+
+import torch
+
+from cbatch.engine.attention.base import AttentionBackend
+from cbatch.engine.attention.reference import ReferenceAttention
+from cbatch.engine.base.errors import ConfigError
+from cbatch.engine.runtime.kv_cache import LayerShape
+
+NAMES = ("cpu", "triton", "reference")
+
+
+def check_attention(name: str, device: torch.device, block_size: int) -> None:
+    """Raises ConfigError for a backend that is not there, or cannot serve, whatever the model is."""
+    if name not in ("auto", *NAMES):
+        raise ConfigError(f"There is no attention backend {name!r}; choose auto or one of: {', '.join(NAMES)}.")
+    if name == "cpu" and device.type != "cpu":
+        raise ConfigError(f"The attention backend cpu does not run on {device}; choose auto.")
+    if name == "triton" and device.type != "cuda":
+        raise ConfigError(f"The attention backend triton does not run on {device}; choose auto.")
+    if name == "cpu" and block_size % 16:
+        raise ConfigError(f"The attention backend cpu needs blocks of a multiple of 16 tokens, not {block_size}.")
+
+
+def has_fast_path(name: str, device: torch.device, block_size: int) -> bool:
+    """Whether a model of the Llama family may take its fast path, as far as can be known before it is loaded."""
+    return name != "reference" and (device.type == "cuda" or block_size % 16 == 0)
+
+
+def check_quantize(name: str | None, device: torch.device, *, fast: bool) -> bool:
+    """Whether weights are to be quantized. Raises ConfigError for what there is not, or where it is of no use."""
+    if name is None:
+        return False
+    if name != "int8":
+        raise ConfigError(f"Weights cannot be quantized to {name!r}; the only choice is int8.")
+    if not fast or device.type != "cpu":
+        raise ConfigError(
+            "Only the CPU's fast path has int8 weights: use --device cpu, --attention auto or cpu, and blocks of "
+            "a multiple of 16 tokens."
+        )
+    return True
+
+
+def select_attention(
+    name: str, device: torch.device, layers: list[LayerShape], block_size: int, dtype: torch.dtype
+) -> AttentionBackend:
+    """The backend of that name; `auto` takes the best there is. Raises ConfigError where it cannot serve the model."""
+    check_attention(name, device, block_size)
+    if name == "reference" or device.type not in ("cpu", "cuda"):
+        return ReferenceAttention()
+    named = "cpu" if device.type == "cpu" else "triton"
+    try:
+        backend = _cpu(layers, block_size, dtype) if named == "cpu" else _triton(device, layers, dtype)
+    except ImportError as error:  # neither numba nor Triton is made for everything that torch is made for
+        if name == named:
+            raise ConfigError(f"The attention backend {name} is not available: {error}.") from error
+        return ReferenceAttention()
+    if backend is None and name == named:
+        raise ConfigError(f"The attention backend {name} does not serve this model in {dtype}; choose auto.")
+    return backend or ReferenceAttention()
+
+
+def _cpu(layers: list[LayerShape], block_size: int, dtype: torch.dtype) -> AttentionBackend | None:
+    from cbatch.engine.attention.cpu import CpuAttention
+    from cbatch.engine.kernels.cpu.tensors import fits
+
+    return CpuAttention() if fits(layers, block_size, dtype) else None
+
+
+def _triton(device: torch.device, layers: list[LayerShape], dtype: torch.dtype) -> AttentionBackend | None:
+    from cbatch.engine.attention.triton import TritonAttention, fits
+
+    return TritonAttention(device) if fits(layers, dtype) else None

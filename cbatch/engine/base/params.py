@@ -1,0 +1,293 @@
+"""What one request asks of the sampler, and how its randomness is seeded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+from cbatch.engine.base.constraint import Constraint
+from cbatch.engine.base.errors import RequestError
+
+GREEDY_BELOW = 1e-5
+"""Temperatures under this are greedy: dividing logits by them would overflow."""
+
+
+MAX_TEMPERATURE = 1000.0
+"""Beyond this every token is as likely as any other, and float32 soon ends."""
+
+MAX_SAMPLES = 128
+MAX_LOGPROBS = 20
+MAX_BIAS = 100.0
+MAX_BIASED = MAX_BAD_WORDS = 1024
+"""Tokens and words that every step looks at again."""
+
+MAX_TOKEN_ID = 2**31
+
+CONSTRAINTS = ("response_format", "regex", "choice", "grammar")
+"""Parameters that say what form the output has; at most one of them stands in a request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen, and when it ends.
+
+    Names and meanings follow the OpenAI API and vLLM. Raises `RequestError` (`invalid_row`) for a wrong
+    type or a value out of range.
+
+    max_tokens:     most tokens to generate; None is the rest of the context; 0 scores the prompt or echoes it.
+    min_tokens:     end tokens and stop strings do not end the output before this many tokens.
+    n:              how many outputs, each with randomness of its own.
+    temperature:    0 is greedy, 1 samples from the model's own distribution.
+    top_k:          sample among the k likeliest tokens; 0 (or -1) is all.
+    top_p:          sample among the likeliest tokens that together reach this probability.
+    min_p:          drop tokens less likely than this share of the likeliest one.
+    seed:           None lets the caller derive one; see `derive_seed`.
+    stop:           strings that end the output; they are not part of the text.
+    stop_token_ids: further end tokens.
+    ignore_eos:     go on to max_tokens, past the model's end tokens.
+
+    presence_penalty:    taken once from the logit of every token that was generated.
+    frequency_penalty:   taken as often as the token was generated.
+    repetition_penalty:  divides positive logits, multiplies negative ones, of tokens in prompt or output (CTRL,
+                         https://arxiv.org/abs/1909.05858).
+    logit_bias:          added to the logits of token ids, from -100 to 100; pairs, or a mapping.
+    bad_words:           strings whose tokens may not be generated one after the other.
+
+    logprobs:        report each token's log-probability, and the so many likeliest; from the raw logits.
+    prompt_logprobs: the same for the tokens of the prompt.
+    echo:            the text begins with the prompt's.
+    skip_special_tokens: the text is without special tokens.
+
+    response_format: `{"type": "json_object"}`, or `json_schema` with a schema, as OpenAI has it; kept as JSON text.
+    regex, choice, grammar: the output matches a pattern, is one of these strings, or fits a grammar.
+
+    A form says itself when an output is whole: beside one, min_tokens and ignore_eos do not keep it going.
+    """
+
+    max_tokens: int | None = 512
+    min_tokens: int = 0
+    n: int = 1
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[str, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    skip_special_tokens: bool = True
+    response_format: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        self._check_counts()
+        self._check_weights()
+        for name in ("ignore_eos", "echo", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise _invalid(name, "true or false", getattr(self, name))
+        if self.choice is not None and (not isinstance(self.choice, list | tuple) or not self.choice):
+            raise _invalid("choice", "a list of at least one string", self.choice)
+        lists = {"stop": str, "stop_token_ids": int, "bad_words": str} | ({"choice": str} if self.choice else {})
+        for name, kind in lists.items():
+            object.__setattr__(self, name, _tuple_of(name, getattr(self, name), kind))
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise RequestError(
+                "invalid_row", f"bad_words has {len(self.bad_words):,} words; at most {MAX_BAD_WORDS:,} are taken."
+            )
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+        self._check_constraint()
+
+    def _check_counts(self) -> None:
+        if self.max_tokens is not None:
+            scores = self.prompt_logprobs is not None or self.echo is True
+            _check_int("max_tokens", self.max_tokens, low=0 if scores else 1)
+            if self.max_tokens == 0 and self.n != 1:
+                raise RequestError("invalid_row", "n must be 1 where max_tokens is 0: nothing is generated.")
+        if self.seed is not None:
+            _check_int("seed", self.seed, low=-(2**63), high=2**64 - 1)
+        _check_int("min_tokens", self.min_tokens, low=0)
+        _check_int("n", self.n, low=1, high=MAX_SAMPLES)
+        _check_int("top_k", self.top_k, low=-1, high=2**31 - 1)
+        object.__setattr__(self, "top_k", max(self.top_k, 0))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is False:  # OpenAI's way to ask for none
+                object.__setattr__(self, name, None)
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
+
+    def _check_weights(self) -> None:
+        _check_number("temperature", self.temperature, low=0.0, high=MAX_TEMPERATURE)
+        _check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
+        _check_number("min_p", self.min_p, low=0.0, high=1.0)
+        _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        _check_number("repetition_penalty", self.repetition_penalty, low=0.01, high=100.0)
+        penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+        for name in ("temperature", "top_p", "min_p", *penalties):
+            object.__setattr__(self, name, float(getattr(self, name)))
+
+    def _check_constraint(self) -> None:
+        if self.response_format is not None:
+            text = _text_of_format(self.response_format)
+            object.__setattr__(self, "response_format", text if _constraint_of_format(text) else None)
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise RequestError("invalid_row", f"{' and '.join(given)} cannot both say what form the output has.")
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise _invalid(name, "a text that is not empty", value)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits are changed before a token is chosen; bad words and a form of the output not counted."""
+        penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return penalties or bool(self.logit_bias) or self.min_tokens > 0
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the output must be as a whole, where that is given."""
+        if self.response_format is not None:
+            return _constraint_of_format(_text_of_format(self.response_format))
+        if self.choice is not None:
+            return Constraint("choice", json.dumps(self.choice))
+        if self.regex is not None:
+            return Constraint("regex", self.regex)
+        return Constraint("grammar", self.grammar) if self.grammar is not None else None
+
+    def for_sample(self, number: int) -> SamplingParams:
+        """The parameters of one of `n` outputs; the prompt is scored once, with the first."""
+        return replace(self, prompt_logprobs=None) if number and self.prompt_logprobs is not None else self
+
+    def merged(self, overrides: Mapping[str, Any]) -> SamplingParams:
+        """These parameters with some replaced; a None in `overrides` keeps what stands here."""
+        given = {name: value for name, value in overrides.items() if value is not None}
+        if not given:
+            return self
+        return SamplingParams(**with_overrides({name: getattr(self, name) for name in PARAM_NAMES}, given))
+
+
+PARAM_NAMES: tuple[str, ...] = tuple(field.name for field in fields(SamplingParams))
+
+
+def with_overrides(params: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters by name with some replaced; one form of the output takes the place of another."""
+    other_form = not overrides.keys().isdisjoint(CONSTRAINTS)
+    kept = {name: value for name, value in params.items() if not (other_form and name in CONSTRAINTS)}
+    return kept | dict(overrides)
+
+
+def derive_seed(run_seed: int, kind: str, name: str | float) -> int:
+    """The seed of a row that gives none, 64 bits: a hash of the run's seed and what names the row.
+
+    kind: `id` or `index`, so that the row with id 3 and the row at index 3 do not share their randomness.
+    """
+    text = f"{run_seed}/{kind}/{type(name).__name__}/{name}"
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little")
+
+
+def _invalid(name: str, wanted: str, value: object) -> RequestError:
+    too_large = isinstance(value, int) and value.bit_length() > 100  # Python refuses to print really long ones
+    return RequestError("invalid_row", f"{name} must be {wanted}, not {'this' if too_large else repr(value)[:60]}.")
+
+
+def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    wanted = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        raise _invalid(name, wanted, value)
+
+
+def _check_number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
+    wanted = f"a number {'above' if open_low else 'of at least'} {low:g} and at most {high:g}"
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise _invalid(name, wanted, value)
+    if not low <= value <= high or (open_low and value == low):
+        raise _invalid(name, wanted, value)
+
+
+def _bias(value: object) -> tuple[tuple[int, float], ...]:
+    """Pairs of token id and bias, by token id; JSON's keys are strings."""
+    pairs = list(value.items() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [None])
+    try:
+        found = {int(token): float(bias) for token, bias in pairs if _is_bias(token, bias)}
+        is_right = len(found) == len(pairs) <= MAX_BIASED and all(0 <= token < MAX_TOKEN_ID for token in found)
+    except (TypeError, ValueError, OverflowError):
+        found, is_right = {}, False
+    if not is_right or any(not abs(bias) <= MAX_BIAS for bias in found.values()):
+        raise _invalid(
+            "logit_bias",
+            f"an object of up to {MAX_BIASED:,} token ids with numbers from -{MAX_BIAS:g} to {MAX_BIAS:g}",
+            value,
+        )
+    return tuple(sorted(found.items()))
+
+
+def _is_bias(token: object, bias: object) -> bool:
+    is_id = (isinstance(token, int) and not isinstance(token, bool)) or (
+        isinstance(token, str) and token.isascii() and token.isdigit()
+    )
+    return is_id and isinstance(bias, int | float) and not isinstance(bias, bool)
+
+
+def _text_of_format(value: object) -> str:
+    """A response_format as JSON text, which has a hash, and keeps the order of properties."""
+    if isinstance(value, Mapping):
+        return json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(None)
+
+
+@lru_cache(maxsize=256)
+def _constraint_of_format(text: str) -> Constraint | None:
+    """What OpenAI's response_format asks for; None for plain text."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = text
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Constraint("json_object")
+    if kind == "json_schema":
+        schema = value.get("json_schema")
+        schema = schema.get("schema") if isinstance(schema, dict) else None
+        if isinstance(schema, dict | bool):
+            return Constraint("json_schema", json.dumps(schema))
+        wanted = '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
+    else:
+        wanted = "an object whose type is text, json_object or json_schema"
+    raise _invalid("response_format", wanted, value)
+
+
+def _tuple_of(name: str, value: object, kind: type) -> tuple[Any, ...]:
+    """Accepts one value or a list of them, so that `stop="x"` is not read as a list of characters."""
+    values = (value,) if isinstance(value, kind) else value
+    if not isinstance(values, list | tuple):
+        raise _invalid(name, f"one {kind.__name__} or a list of them", value)
+    for item in values:
+        if (
+            not isinstance(item, kind)
+            or isinstance(item, bool)
+            or item == ""
+            or (isinstance(item, int) and not 0 <= item < MAX_TOKEN_ID)
+        ):
+            raise _invalid(name, "a list of non-empty strings" if kind is str else "a list of token ids", value)
+    return tuple(values)

@@ -1,0 +1,69 @@
+"""Runs a model on a ragged batch over the paged cache."""
+
+from __future__ import annotations
+
+from typing import TypeGuard, TypeVar
+
+from cbatch.engine.attention.base import AttentionBackend
+from cbatch.engine.base.errors import EngineError
+from cbatch.engine.execution.cuda_graphs import DecodeGraphs, Recordable, is_recordable
+from cbatch.engine.models.base import Model
+from cbatch.engine.runtime.batch import Logits, RaggedBatch
+from cbatch.engine.runtime.kv_cache import KVPool
+
+Part = TypeVar("Part")
+
+
+def takes_graphs(model: Model, attention: AttentionBackend, wanted: bool) -> TypeGuard[Recordable]:
+    """Whether decode steps become CUDA graphs: where that is wanted, and device, model and attention allow it."""
+    return wanted and model.device.type == "cuda" and is_recordable(model, attention)
+
+
+class Runner:
+    """Owns the model and the cache's tensors, until it is closed; knows nothing of requests."""
+
+    def __init__(
+        self, model: Model, attention: AttentionBackend, num_blocks: int, block_size: int, graph_rows: int = 0
+    ) -> None:
+        """graph_rows: decode steps of up to so many rows become CUDA graphs, where model and attention allow it"""
+        self.attention = attention
+        self.num_blocks = num_blocks
+        shapes = [attention.block_shapes(layer, block_size, model.dtype) for layer in model.layers]
+        pool = KVPool(shapes, num_blocks, block_size, model.dtype, model.device)
+        self._model: Model | None = model
+        self._pool: KVPool | None = pool
+        self._graphs: DecodeGraphs | None = None
+        if takes_graphs(model, attention, graph_rows > 0):
+            self._graphs = DecodeGraphs(model, attention, pool, graph_rows)
+
+    @property
+    def model(self) -> Model:
+        return _open(self._model)
+
+    @property
+    def pool(self) -> KVPool:
+        return _open(self._pool)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._model is None
+
+    def check_open(self) -> None:
+        """Raises EngineError after `close`."""
+        _open(self._model)
+
+    def forward(self, batch: RaggedBatch) -> Logits:
+        """Logits [R, vocabulary] of the rows that get a token; the batch's keys and values are in the cache then."""
+        if self._graphs is not None and (logits := self._graphs.forward(batch)) is not None:
+            return Logits(logits)
+        return self.model.forward(batch, self.pool, self.attention)
+
+    def close(self) -> None:
+        """Lets go of the model, the cache and the graphs. Whoever asks for one of them then gets an EngineError."""
+        self._graphs = self._pool = self._model = None
+
+
+def _open(part: Part | None) -> Part:
+    if part is None:
+        raise EngineError("The engine is closed.")
+    return part

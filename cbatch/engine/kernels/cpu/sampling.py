@@ -1,0 +1,258 @@
+"""Draws tokens from rows of logits, by the definition in `sampler.py`, without sorting a row.
+
+What the filters keep is always the beginning of the tokens in order: by logit, equal ones by id. So a row's token is
+drawn among all of them (or among the top k), and then asked for: how many come before it, and how likely are those
+together? If it is not kept, then only tokens before it are, and it is drawn again among these. The noise of a token is
+always the same, so the last token is the one that a draw among those that are kept had given. It takes few rounds: the
+first token is kept as often as the filters keep what is likely.
+
+No pass looks closer at a block of tokens than it has to: its largest logit says whether any of them can matter.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from cbatch.engine.kernels.cpu.board import finish, take
+from cbatch.engine.kernels.cpu.jit import entry, kernel
+from cbatch.engine.kernels.cpu.largest import BLOCK, largest_of, of_order, order_of
+from cbatch.engine.kernels.cpu.numbers import bits_of, exp
+from cbatch.engine.kernels.cpu.team import Team
+
+_INFINITY = np.float32(np.inf)
+_LN2 = math.log(2)
+_SLACK = 1e-3
+"""Above what rounding can do to a bound of the noise."""
+
+_MOST_NOISE = np.float32(33 * _LN2 + _SLACK)
+_STEEPNESS = np.float32(-_LN2 * 2.0**-23)
+_OFFSET = np.float32(127 * _LN2 + _SLACK)
+_NEGLIGIBLE = np.float32(32)
+"""So far below the largest, all tokens of a vocabulary together are less than what rounding does to the sum."""
+
+
+class Rules(NamedTuple):
+    """How the D rows are drawn.
+
+    starts:      [D] where the logits of a row begin
+    temperature: [D] float32
+    top_k:       [D] int64, 0 for all
+    top_p, min_p: [D] float32
+    keys:        [D, 2] uint32, of the noise
+    """
+
+    starts: NDArray[np.int64]
+    temperature: NDArray[np.float32]
+    top_k: NDArray[np.int64]
+    top_p: NDArray[np.float32]
+    min_p: NDArray[np.float32]
+    keys: NDArray[np.uint32]
+
+
+class Room(NamedTuple):
+    """Room for one row in each thread: [threads, blocks] the largest of each block, [threads, V] what top-k looks at.
+
+    Both float32.
+    """
+
+    tops: NDArray[np.float32]
+    candidates: NDArray[np.float32]
+
+
+@lru_cache(maxsize=2)
+def room_for(threads: int, vocabulary: int) -> Room:
+    """The same room again where there is one: it is not given back to the system after every step."""
+    blocks = -(-vocabulary // BLOCK)
+    return Room(np.empty((threads, blocks), np.float32), np.empty((threads, vocabulary), np.float32))
+
+
+_is_in_use = Lock()
+"""The room; two engines may work in two threads."""
+
+
+def draw_tokens(team: Team, logits: NDArray[np.float32], vocabulary: int, rules: Rules) -> NDArray[np.int64]:
+    """Draws a token for each row of the rules; returns tokens [D]. See `draw_rows`."""
+    tokens = np.zeros(len(rules.starts), np.int64)
+    with _is_in_use:
+        team.run(draw_rows, logits, vocabulary, rules, room_for(team.size, vocabulary), tokens)
+    return tokens
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def divide(context: Any, x: Any, y: Any) -> Any:
+    """Rounded as torch does it: flags of its own keep the compiler from multiplying by 1 / y."""
+    signature = types.float32(types.float32, types.float32)
+    return signature, lambda _, builder, signature, args: builder.fdiv(args[0], args[1], flags=("contract",))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _mix(context: Any, word: Any) -> Any:
+    """See `sampler._mix`. In Python's integers the compiler would take 64 bits for it, and twice the time."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        (word,) = args
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+            word = builder.xor(word, builder.lshr(word, ir.Constant(word.type, shift)))
+            word = builder.mul(word, ir.Constant(word.type, factor))
+        return builder.xor(word, builder.lshr(word, ir.Constant(word.type, 16)))
+
+    return types.uint32(types.uint32), generate
+
+
+@kernel
+def _uniform(token: int, key: Any) -> Any:
+    word = _mix(np.uint32(_mix(np.uint32(token) ^ key[0]) ^ key[1]))
+    return (np.float32(word) + np.float32(0.5)) * np.float32(2.0**-32)
+
+
+@kernel
+def noise(token: int, key: Any) -> Any:
+    """Standard Gumbel noise as float32 (see `sampler.gumbel_noise`)."""
+    uniform = min(_uniform(token, key), np.float32(1 - 2.0**-24))
+    return -np.float32(math.log(-np.float32(math.log1p(-uniform))))
+
+
+@kernel
+def _most_noise(token: int, key: Any) -> Any:
+    """A number that the token's noise does not reach: -log(u) is never less, and u's bits, read as an integer, nearly
+    are its logarithm, and never more."""
+    return np.float32(np.int32(bits_of(_uniform(token, key)))) * _STEEPNESS + _OFFSET
+
+
+@kernel
+def find_tops(row: Any, temperature: Any, tops: Any) -> Any:
+    """Fills in the largest logit, divided by the temperature, of each block; returns where the largest of all is."""
+    place = 0
+    for block in range(len(tops)):
+        tops[block] = divide(largest_of(row[block * BLOCK : (block + 1) * BLOCK]), temperature)
+        if not tops[block] <= tops[place]:
+            place = block
+    part = row[place * BLOCK : (place + 1) * BLOCK]
+    for i in range(len(part)):
+        if divide(part[i], temperature) == tops[place]:
+            return place * BLOCK + i
+    return 0  # it is no number
+
+
+@kernel
+def _kth_largest(values: Any, k: int) -> Any:
+    """Halves the range where it must be, 32 times, by how many are as large."""
+    low, high = np.int64(order_of(-_INFINITY)), np.int64(order_of(_INFINITY))
+    while low < high:
+        middle = (low + high + 1) >> 1
+        value = of_order(np.int32(middle))
+        count = np.int32(0)
+        for i in range(len(values)):
+            count = np.int32(count + (values[i] >= value))
+        if count >= k:
+            low = middle
+        else:
+            high = middle - 1
+    return of_order(np.int32(low))
+
+
+@kernel
+def kth_logit(row: Any, temperature: Any, k: int, tops: Any, candidates: Any) -> Any:
+    """The k-th largest logit, divided by the temperature.
+
+    The k-th largest of the blocks' largest is not larger than it, so it is among those that are not less than that.
+    """
+    least = _kth_largest(tops, k) if k <= len(tops) else -_INFINITY
+    count = 0
+    for block in range(len(tops)):
+        if tops[block] >= least:
+            part = row[block * BLOCK : (block + 1) * BLOCK]
+            for i in range(len(part)):
+                x = divide(part[i], temperature)
+                candidates[count] = x
+                count += x >= least
+    return _kth_largest(candidates[:count], k)
+
+
+@kernel
+def mass_before(row: Any, temperature: Any, tops: Any, most: Any, limit: Any, end: int) -> float:
+    """The sum of e^(x - most) of the tokens before the token `end`, whose x, logit over temperature, is `limit`."""
+    total = 0.0
+    for block in range(len(tops)):
+        if tops[block] >= limit and tops[block] >= most - _NEGLIGIBLE:
+            part, stop, mass = row[block * BLOCK : (block + 1) * BLOCK], np.int32(end - block * BLOCK), np.float32(0)
+            for i in range(len(part)):
+                x = divide(part[i], temperature)
+                mass += exp(x - most) if (x > limit) | ((x == limit) & (np.int32(i) < stop)) else np.float32(0)
+            total += float(mass)
+    return total
+
+
+@kernel
+def _best(row: Any, temperature: Any, key: Any, tops: Any, first: int, limit: Any, end: int) -> int:
+    """The token with the largest logit plus noise of those before the token `end` (see `mass_before`), or the first.
+
+    Logarithms are taken only of those that a bound does not rule out, which are few.
+    """
+    token = first
+    best = divide(row[first], temperature) + noise(first, key)
+    for block in range(len(tops)):
+        if tops[block] < limit or tops[block] + _MOST_NOISE < best:
+            continue
+        part, start, hits = row[block * BLOCK : (block + 1) * BLOCK], block * BLOCK, np.int32(0)
+        for i in range(len(part)):
+            x = divide(part[i], temperature)
+            hits = np.int32(hits + ((x + _most_noise(start + i, key) >= best) & (x >= limit)))
+        if hits == 0:
+            continue
+        for i in range(len(part)):
+            x = divide(part[i], temperature)
+            if x + _most_noise(start + i, key) >= best and (x > limit or (x == limit and start + i < end)):
+                score = x + noise(start + i, key)
+                if score > best:
+                    token, best = start + i, score
+    return token
+
+
+@kernel
+def is_kept(
+    row: Any, temperature: Any, top_p: Any, min_p: Any, tops: Any, first: int, total: float, token: int
+) -> bool:  # fmt: skip
+    """Whether top-p and min-p keep a token that top-k keeps; total: of what top-k keeps, as `mass_before`."""
+    if token == first:
+        return True
+    most, x = divide(row[first], temperature), divide(row[token], temperature)
+    if exp(x - most) < min_p:
+        return False
+    return bool(top_p >= 1 or mass_before(row, temperature, tops, most, x, token) < top_p * total)
+
+
+@entry
+def draw_rows(board: Any, thread: int, logits: Any, vocabulary: int, rules: Rules, room: Room, tokens: Any) -> None:
+    """Draws tokens [D] int64 from the rows that lie in logits, flat float32; called in every thread of a team.
+
+    A row whose largest logit is not finite gets a token that means nothing.
+    """
+    tops, candidates, pieces = room.tops[thread], room.candidates[thread], len(tokens)
+    piece = take(board, 0, pieces)
+    while piece >= 0:
+        row = logits[rules.starts[piece] : rules.starts[piece] + vocabulary]
+        temperature, top_k, top_p = rules.temperature[piece], rules.top_k[piece], rules.top_p[piece]
+        first = find_tops(row, temperature, tops)
+        limit, end, total = -_INFINITY, vocabulary, 1.0
+        if 0 < top_k < vocabulary:
+            limit = kth_logit(row, temperature, top_k, tops, candidates)
+        if top_p < 1:
+            total = mass_before(row, temperature, tops, divide(row[first], temperature), limit, end)
+        while True:
+            token = _best(row, temperature, rules.keys[piece], tops, first, limit, end)
+            if is_kept(row, temperature, top_p, rules.min_p[piece], tops, first, total, token):
+                break
+            limit, end = divide(row[token], temperature), token
+        tokens[piece] = token
+        finish(board, 0, pieces)
+        piece = take(board, 0, pieces)

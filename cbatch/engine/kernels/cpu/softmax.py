@@ -1,0 +1,138 @@
+"""The exponentials of a chunk of scores, in vector registers from beginning to end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from cbatch.engine.kernels.cpu.jit import HAS_BFLOAT16
+from cbatch.engine.kernels.cpu.tile import LANES, BFloat16
+
+CHUNK = 64
+"""Scores that go through the softmax at once."""
+
+_SLACK = 8.0
+"""How far a score may exceed the one that weights are taken against, before all sums are brought to a new one."""
+
+_FLOAT, _INT16, _INT32, _INT64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_FLOATS, _WORDS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT32, LANES)
+_TERMS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+"""Of the polynomial of Cephes' expf."""
+
+
+def _floats(value: float) -> Any:
+    return ir.Constant(_FLOATS, [float(np.float32(value))] * LANES)
+
+
+def _words(value: int) -> Any:
+    return ir.Constant(_WORDS, [value] * LANES)
+
+
+class _Vectors:
+    """Writes code for vectors of 16 float32."""
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+
+    def spread(self, value: Any) -> Any:
+        kind = ir.VectorType(value.type, LANES)
+        first = self.builder.insert_element(ir.Constant(kind, ir.Undefined), value, _INT32(0))
+        return self.builder.shuffle_vector(first, first, _words(0))
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        kind = ir.FunctionType(_FLOATS, [_FLOATS] * len(arguments))
+        function = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.{name}.v{LANES}f32")
+        return self.builder.call(function, arguments)
+
+    def larger(self, one: Any, other: Any) -> Any:
+        """Of two, of which the second is taken where the first is no number."""
+        return self.builder.select(self.builder.fcmp_ordered(">", one, other), one, other)
+
+    def folded(self, vector: Any, combine: Any) -> Any:
+        """All lanes combined, always in the same order."""
+        width = LANES // 2
+        while width:
+            places = [(lane + width) % LANES for lane in range(LANES)]
+            moved = self.builder.shuffle_vector(vector, vector, ir.Constant(_WORDS, places))
+            vector = combine(vector, moved)
+            width //= 2
+        return self.builder.extract_element(vector, _INT32(0))
+
+    def exp(self, x: Any) -> Any:
+        """As `numbers.exp`."""
+        builder = self.builder
+        is_tiny = builder.fcmp_ordered("<", x, _floats(-87.0))
+        x = builder.select(is_tiny, _floats(-87.0), x)
+        n = self.call("floor", self.call("fma", x, _floats(1.4426950408889634), _floats(0.5)))
+        r = self.call("fma", n, _floats(-0.693359375), x)
+        r = self.call("fma", n, _floats(2.12194440e-4), r)
+        p = _floats(_TERMS[0])
+        for term in _TERMS[1:]:
+            p = self.call("fma", p, r, _floats(term))
+        p = builder.fadd(self.call("fma", builder.fmul(p, r), r, r), _floats(1.0))
+        power = builder.shl(builder.add(builder.fptosi(n, _WORDS), _words(127)), _words(23))
+        return builder.select(is_tiny, _floats(0.0), builder.fmul(p, builder.bitcast(power, _FLOATS)))
+
+    def store(self, vector: Any, address: Any, index: int, element: Any) -> None:
+        """Stores as float32, or rounded to the nearest bfloat16."""
+        builder = self.builder
+        if element == types.uint16 and HAS_BFLOAT16:
+            vector = builder.bitcast(
+                builder.fptrunc(vector, ir.VectorType(BFloat16(), LANES)), ir.VectorType(_INT16, LANES)
+            )
+        elif element == types.uint16:
+            bits = builder.bitcast(vector, _WORDS)
+            odd = builder.and_(builder.lshr(bits, _words(16)), _words(1))
+            rounded = builder.lshr(builder.add(builder.add(bits, _words(0x7FFF)), odd), _words(16))
+            rounded = builder.select(builder.fcmp_unordered("uno", vector, vector), _words(0x7FC0), rounded)
+            vector = builder.trunc(rounded, ir.VectorType(_INT16, LANES))
+        offset = _INT64(index * vector.type.count * (2 if element == types.uint16 else 4))
+        pointer = builder.inttoptr(builder.add(address, offset), vector.type.as_pointer())
+        builder.store(vector, pointer, align=2)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def weigh(context: Any, like: Any, scores: Any, weights: Any, scale: Any, first: Any, stop: Any, before: Any) -> Any:
+    """Of 64 scores times `scale`, of which those from `first` up to `stop` count: e^(score - another).
+
+    like:    an element of the weights: float32, or uint16 for bfloat16
+    scores, weights: addresses, of the weights to be written too
+    before:  the score that the weights of earlier chunks were taken against
+
+    Returns (the score that these were taken against, minus infinity where none has counted yet; the sum of the
+    weights). It is `before` as long as that is not far below the largest. The sum is no number if one of the scores is
+    none.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, scores, weights, scale, first, stop, before = args
+        vectors = _Vectors(builder)
+        low, high = (vectors.spread(builder.trunc(bound, _INT32)) for bound in (first, stop))
+        lowest = _floats(float("-inf"))
+        rows, most = [], lowest
+        for part in range(CHUNK // LANES):
+            pointer = builder.inttoptr(builder.add(scores, _INT64(part * LANES * 4)), _FLOATS.as_pointer())
+            row = builder.fmul(builder.load(pointer, align=4), vectors.spread(scale))
+            places = ir.Constant(_WORDS, [part * LANES + lane for lane in range(LANES)])
+            counts = builder.and_(builder.icmp_signed(">=", places, low), builder.icmp_signed("<", places, high))
+            rows.append(builder.select(counts, row, lowest))
+            most = vectors.larger(rows[-1], most)
+        largest = vectors.folded(most, vectors.larger)
+        far = builder.fcmp_ordered(">", largest, builder.fadd(before, _FLOAT(_SLACK)))
+        largest = builder.select(far, largest, before)
+        is_lowest = builder.fcmp_ordered("==", largest, _FLOAT(float("-inf")))
+        base = builder.select(is_lowest, _FLOAT(0.0), largest)  # nothing counts, or nothing that is a number
+        total = _floats(0.0)
+        for part, row in enumerate(rows):
+            weight = vectors.exp(builder.fsub(row, vectors.spread(base)))
+            total = builder.fadd(total, weight)
+            vectors.store(weight, weights, part, like)
+        return context.make_tuple(builder, signature.return_type, [largest, vectors.folded(total, builder.fadd)])
+
+    arguments = (like, types.int64, types.int64, types.float32, types.int64, types.int64, types.float32)
+    return types.UniTuple(types.float32, 2)(*arguments), generate

@@ -1,0 +1,195 @@
+"""Attention of decode rows: one query token each, over a long past that lies in pages.
+
+Its time is that of reading the cache. A fixed number of programs walk over a list of items, each a split of one
+sequence for one KV head; all query heads that share the KV head are one tile. What the next step changes is read from
+the device, so that a captured launch is right for it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cbatch.engine.kernels.triton.metadata import Decode
+from cbatch.engine.kernels.triton.tile import Rule, absorb, cache_rows, load_rows, score, sizes
+
+
+class DecodeTuning(NamedTuple):
+    """What may be tried on a device. Only `split` and `tile_bytes` can change the bits of a result.
+
+    split            tokens of a split: long enough that starting one is cheap, short enough that few rows fill a GPU
+    tile_bytes       keys that a program reads at once: large enough for full lines, small enough for several in flight
+    warps            warps of a program: they share the columns of a tile, whose rows are the heads of one group
+    stages           depth of the pipeline. To find a block, to read it and to use it are stages of their own, so that
+                     5 have two tiles in flight, and 3 have one
+    programs_per_sm  programs that walk over the list on each multiprocessor: as many as fit at once
+    chunk            partial results that are read at once when they are put together
+    """
+
+    split: int = 512
+    tile_bytes: int = 16384
+    warps: int = 4
+    stages: int = 5
+    programs_per_sm: int = 3
+    chunk: int = 16
+
+    def tile_tokens(self, key_tile: int, dtype: torch.dtype) -> int:
+        """Tokens of a tile, for heads of a padded size; a power of 2."""
+        return min(max(16, self.tile_bytes // (key_tile * dtype.itemsize)), 128)
+
+    def programs(self, multiprocessors: int, head_tile: int) -> int:
+        """Programs of a launch; the registers that a large head takes leave room for one less."""
+        return multiprocessors * max(1, self.programs_per_sm - (head_tile > 128))
+
+
+def attend_decode(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    decode: Decode,
+    rule: Rule,
+    multiprocessors: int,
+    tuning: DecodeTuning,
+) -> None:
+    """Writes the decode rows of out [T, query heads, value_dim]; its other rows are not touched.
+
+    query            [T, query heads, key_dim], any strides between rows and heads
+    keys, values     [num_blocks, kv_heads, block_size, dim]
+    multiprocessors  how many the device has; how many programs are launched does not depend on the rows, unless they
+                     could never occupy so many
+    """
+    layer, options = sizes(query, keys, values), rule.arguments(query)
+    levels = len(decode.totals)
+    if rule.window is not None:
+        levels = min(levels, -(-(rule.window - 1) // decode.split) + 1)
+    heads, value_dim = out.shape[1:]
+    num_parts = decode.parts if levels > 1 else 0
+    parts = query.new_empty(num_parts, heads, value_dim, dtype=torch.float32)
+    sums = query.new_empty(num_parts, heads, dtype=torch.float32)
+    programs = tuning.programs(multiprocessors, max(layer["KEY_TILE"], layer["VALUE_TILE"]))
+    _decode_kernel[(min(programs, decode.capacity * layer["KV_HEADS"]),)](
+        query, keys, values, out, parts, sums, decode.sequences, decode.items, decode.totals, decode.pages,
+        levels, query.stride(0), query.stride(1), **options, **layer, SPLIT=decode.split,
+        ROWS=max(16, triton.next_power_of_2(layer["GROUP"])),
+        TOKENS=tuning.tile_tokens(layer["KEY_TILE"], keys.dtype), num_warps=tuning.warps, num_stages=tuning.stages,
+    )  # fmt: skip
+    if num_parts:
+        _combine_kernel[(len(decode.sequences), heads)](
+            out, parts, sums, decode.sequences, options["window"], HAS_WINDOW=options["HAS_WINDOW"], HEADS=heads,
+            VALUE_DIM=value_dim, VALUE_TILE=layer["VALUE_TILE"], SPLIT=decode.split, CHUNK=tuning.chunk,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["levels", "window"])
+def _decode_kernel(
+    query: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, parts: tl.tensor, sums: tl.tensor,
+    sequences: tl.tensor, items: tl.tensor, totals: tl.tensor, pages: tl.tensor, levels: tl.tensor,
+    query_row: tl.tensor, query_head: tl.tensor, scale: tl.tensor, window: tl.tensor, softcap: tl.tensor,
+    sinks: tl.tensor, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Each program takes every `programs`-th pair of an item and a KV head. The heads of an item are neighbours."""
+    work = tl.load(totals + levels - 1) * KV_HEADS
+    for turn in range(tl.program_id(0), work, tl.num_programs(0)):
+        item = items + turn // KV_HEADS * 2
+        head = turn % KV_HEADS
+        sequence = sequences + tl.load(item) * 4
+        split = tl.load(item + 1)
+        length = tl.load(sequence + 1)
+        last = tl.maximum(length - 1, 0) // SPLIT
+        seen = tl.maximum(length - window, 0) if HAS_WINDOW else 0
+        first = seen // SPLIT
+        begin, end = tl.maximum(split * SPLIT, seen), tl.minimum(split * SPLIT + SPLIT, length)
+        result, log_sum = _attend_split(
+            query + tl.load(sequence).to(tl.int64) * query_row, keys, values, pages + tl.load(sequence + 2), head,
+            begin, end, split == first, query_head, scale, softcap, sinks, HAS_SOFTCAP, HAS_SINKS, KV_HEADS, GROUP,
+            BLOCK_SIZE, KEY_DIM, VALUE_DIM, KEY_TILE, VALUE_TILE, ROWS, TOKENS,
+        )  # fmt: skip
+        member, column = tl.arange(0, ROWS), tl.arange(0, VALUE_TILE)
+        row = head * GROUP + member
+        # A list that serves windows has splits before the window, of which nothing is kept.
+        members = tl.where((begin < end) | (length == 0), GROUP, 0)
+        kept = (member < members)[:, None] & (column < VALUE_DIM)[None, :]
+        place = row[:, None] * VALUE_DIM + column[None, :]
+        if first == last:
+            there = out + tl.load(sequence).to(tl.int64) * (KV_HEADS * GROUP * VALUE_DIM)
+            tl.store(there + place, result.to(out.dtype.element_ty), mask=kept)
+        else:
+            part = (tl.load(sequence + 3) + split).to(tl.int64) * (KV_HEADS * GROUP)
+            tl.store(parts + part * VALUE_DIM + place, result, mask=kept)
+            tl.store(sums + part + row, log_sum, mask=member < members)
+
+
+@triton.jit
+def _attend_split(
+    query: tl.tensor, keys: tl.tensor, values: tl.tensor, pages: tl.tensor, head: tl.tensor, begin: tl.tensor,
+    end: tl.tensor, is_first: tl.tensor, query_head: tl.tensor, scale: tl.tensor, softcap: tl.tensor, sinks: tl.tensor,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr,
+    VALUE_TILE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """What the query heads of one row find in tokens begin .. end-1, and the logarithm of the sum of their weights.
+
+    The sinks take part in the first split.
+    """
+    member, column = tl.arange(0, ROWS), tl.arange(0, KEY_TILE)
+    row = head * GROUP + member
+    present = (member < GROUP)[:, None] & (column < KEY_DIM)[None, :]
+    q = tl.load(query + row[:, None] * query_head + column[None, :], mask=present, other=0.0)
+    acc = tl.zeros([ROWS, VALUE_TILE], tl.float32)
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if HAS_SINKS:
+        sink = tl.load(sinks + row, mask=member < tl.where(is_first, GROUP, 0), other=float("-inf")).to(tl.float32)
+        largest = sink * 1.4426950408889634
+        total = tl.where(largest == float("-inf"), 0.0, 1.0)
+    for place in range(begin, end, TOKENS):
+        tokens = place + tl.arange(0, TOKENS)
+        there = tokens < end
+        rows = cache_rows(pages, tokens, there, head, KV_HEADS, BLOCK_SIZE)
+        k = load_rows(keys, rows, there, KEY_DIM, KEY_TILE, True)
+        scores = score(q, k, scale, softcap, HAS_SOFTCAP)
+        scores = tl.where(there[None, :], scores, float("-inf"))
+        v = load_rows(values, rows, there, VALUE_DIM, VALUE_TILE, True)
+        acc, largest, total = absorb(scores, v, acc, largest, total)
+    total = tl.where(total == 0, 1.0, total)  # a row of padding
+    return acc / total[:, None], largest + tl.log2(total)
+
+
+@triton.jit(do_not_specialize=["window"])
+def _combine_kernel(
+    out: tl.tensor, parts: tl.tensor, sums: tl.tensor, sequences: tl.tensor, window: tl.tensor,
+    HAS_WINDOW: tl.constexpr, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_TILE: tl.constexpr,
+    SPLIT: tl.constexpr, CHUNK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Puts the splits of one row and head together, in their order; a row of one split has its result already."""
+    sequence, head = sequences + tl.program_id(0) * 4, tl.program_id(1)
+    length = tl.load(sequence + 1)
+    last = tl.maximum(length - 1, 0) // SPLIT
+    first = tl.maximum(length - window, 0) // SPLIT if HAS_WINDOW else 0
+    if first < last:
+        column = tl.arange(0, VALUE_TILE)
+        acc = tl.zeros([VALUE_TILE], tl.float32)
+        largest, total = float("-inf"), 0.0
+        base = tl.load(sequence + 3).to(tl.int64)
+        for place in range(first, last + 1, CHUNK):
+            split = place + tl.arange(0, CHUNK)
+            row = (base + split) * HEADS + head
+            weight = tl.load(sums + row, mask=split <= last, other=float("-inf"))
+            kept = (split <= last)[:, None] & (column < VALUE_DIM)[None, :]
+            part = tl.load(parts + row[:, None] * VALUE_DIM + column[None, :], mask=kept, other=0.0)
+            peak = tl.maximum(largest, tl.max(weight, 0))
+            weight = tl.exp2(weight - peak)
+            fade = tl.exp2(largest - peak)
+            acc = acc * fade + tl.sum(part * weight[:, None], 0)
+            total = total * fade + tl.sum(weight, 0)
+            largest = peak
+        there = out + (tl.load(sequence).to(tl.int64) * HEADS + head) * VALUE_DIM + column
+        tl.store(there, (acc / total).to(out.dtype.element_ty), mask=column < VALUE_DIM)

@@ -1,0 +1,125 @@
+"""Attention of slices of several tokens: chunks of prompts, over themselves and what of the prompt is cached already.
+
+A program takes a tile of query tokens with all query heads that share a KV head, and walks over the tokens before them
+with the online softmax. Tiles of keys that all its queries see in full are not masked.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cbatch.engine.kernels.triton.metadata import Prefill
+from cbatch.engine.kernels.triton.tile import Rule, absorb, cache_rows, load_rows, score, sizes
+
+
+class PrefillTuning(NamedTuple):
+    """What may be tried on a device.
+
+    rows           rows of the query's tile, tokens times heads: each key is read once for all of them
+    tokens         keys that are visited at once, for heads of up to 128; half as many for larger ones
+    warps, stages  warps of a program, and how many tiles of keys and values it has in flight
+    """
+
+    rows: int = 128
+    tokens: int = 64
+    warps: int = 8
+    stages: int = 3
+
+    def fitted(self, head_tile: int, dtype: torch.dtype, group: int) -> PrefillTuning:
+        """The same for heads of a padded size and numbers of a type, so that tiles fit into a multiprocessor.
+
+        float32 has no matrix units: its tiles are small so that they stay in registers.
+        """
+        exact = dtype == torch.float32
+        rows = max(min(self.rows, 32) if exact else self.rows, triton.next_power_of_2(group))
+        tokens = max(16, self.tokens // (4 if exact else 1) // max(1, head_tile // 128))
+        return self._replace(rows=rows, tokens=tokens, stages=min(self.stages, 2) if exact else self.stages)
+
+
+def attend_prefill(
+    query: Tensor, keys: Tensor, values: Tensor, out: Tensor, prefill: Prefill, rule: Rule, tuning: PrefillTuning
+) -> None:
+    """Writes the rows of out [T, query heads, value_dim] that belong to prefill slices; others are not touched.
+
+    query         [T, query heads, key_dim], any strides between rows and heads
+    keys, values  [num_blocks, kv_heads, block_size, dim]
+    """
+    layer = sizes(query, keys, values)
+    tuning = tuning.fitted(max(layer["KEY_TILE"], layer["VALUE_TILE"]), keys.dtype, layer["GROUP"])
+    tiles = prefill.tiles(tuning.rows // layer["GROUP"])
+    _prefill_kernel[(len(tiles) * layer["KV_HEADS"],)](
+        query, keys, values, out, tiles, prefill.sequences, prefill.pages, query.stride(0), query.stride(1),
+        **rule.arguments(query), **layer, ROWS=tuning.rows, TOKENS=tuning.tokens, num_warps=tuning.warps,
+        num_stages=tuning.stages,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["window"])
+def _prefill_kernel(
+    query: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, tiles: tl.tensor, sequences: tl.tensor,
+    pages: tl.tensor, query_row: tl.tensor, query_head: tl.tensor, scale: tl.tensor, window: tl.tensor,
+    softcap: tl.tensor, sinks: tl.tensor, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+) -> None:  # fmt: skip
+    """One tile of queries of one KV head: row r holds query head r % GROUP of token r // GROUP."""
+    tile, head = tiles + tl.program_id(0) // KV_HEADS * 2, tl.program_id(0) % KV_HEADS
+    sequence, begin = sequences + tl.load(tile) * 4, tl.load(tile + 1)
+    start = tl.load(sequence + 1)
+    end = tl.minimum(begin + ROWS // GROUP, tl.load(sequence + 2) - start)
+    r, column = tl.arange(0, ROWS), tl.arange(0, KEY_TILE)
+    token, q_head = begin + r // GROUP, head * GROUP + r % GROUP
+    row, real = (tl.load(sequence) + token).to(tl.int64), token < end
+    place = query + row[:, None] * query_row + q_head[:, None] * query_head + column[None, :]
+    q = tl.load(place, mask=real[:, None] & (column < KEY_DIM)[None, :], other=0.0)
+    acc, total = tl.zeros([ROWS, VALUE_TILE], tl.float32), tl.zeros([ROWS], tl.float32)
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    if HAS_SINKS:
+        largest = tl.load(sinks + q_head).to(tl.float32) * 1.4426950408889634
+        total = tl.full([ROWS], 1.0, tl.float32)
+    position = start + tl.minimum(token, end - 1)
+    stop, whole = start + end, (start + begin + 1) // TOKENS * TOKENS
+    visited = tl.maximum(start + begin + 1 - window, 0) // TOKENS * TOKENS if HAS_WINDOW else 0
+    shared = tl.minimum(tl.cdiv(tl.maximum(stop - window, 0), TOKENS) * TOKENS, whole) if HAS_WINDOW else 0
+    # Tiles at the window's beginning, tiles that all queries see in full, and tiles at the end.
+    edges = (visited, shared, whole, stop)
+    for phase in tl.static_range(0 if HAS_WINDOW else 1, 3):
+        acc, largest, total = _visit(
+            acc, largest, total, q, keys, values, pages + tl.load(sequence + 3), head, position, edges[phase],
+            edges[phase + 1], stop, scale, window, softcap, phase != 1, HAS_WINDOW, HAS_SOFTCAP, KV_HEADS, BLOCK_SIZE,
+            KEY_DIM, VALUE_DIM, KEY_TILE, VALUE_TILE, TOKENS,
+        )  # fmt: skip
+    column = tl.arange(0, VALUE_TILE)
+    place = out + (row[:, None] * (KV_HEADS * GROUP) + q_head[:, None]) * VALUE_DIM + column[None, :]
+    kept = real[:, None] & (column < VALUE_DIM)[None, :]
+    tl.store(place, (acc / total[:, None]).to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def _visit(
+    acc: tl.tensor, largest: tl.tensor, total: tl.tensor, q: tl.tensor, keys: tl.tensor, values: tl.tensor,
+    pages: tl.tensor, head: tl.tensor, position: tl.tensor, begin: tl.tensor, end: tl.tensor, stop: tl.tensor,
+    scale: tl.tensor, window: tl.tensor, softcap: tl.tensor, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr, TOKENS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Takes the tokens of tiles begin .. end-1 into the softmax; `stop` is where the tokens in the cache end."""
+    for place in range(begin, end, TOKENS):
+        tokens = place + tl.arange(0, TOKENS)
+        there = tokens < stop
+        rows = cache_rows(pages, tokens, there, head, KV_HEADS, BLOCK_SIZE)
+        k = load_rows(keys, rows, there, KEY_DIM, KEY_TILE, MASKED)
+        scores = score(q, k, scale, softcap, HAS_SOFTCAP)
+        if MASKED:
+            seen = tokens[None, :] <= position[:, None]
+            if HAS_WINDOW:
+                seen = seen & (tokens[None, :] > position[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+        v = load_rows(values, rows, there, VALUE_DIM, VALUE_TILE, MASKED)
+        acc, largest, total = absorb(scores, v, acc, largest, total)
+    return acc, largest, total

@@ -1,0 +1,206 @@
+"""What the attention kernels read about a step: small int32 arrays, made in numpy and brought over in one copy.
+
+A decode row is cut into splits of a fixed number of tokens at fixed places of its sequence, so that its result has the
+same bits in any company. An item is one split of one sequence. Items are listed by their distance from the end of the
+sequence: first the last split of every row, then the last but one, and so on. A layer that sees only a window of its
+past needs no list of its own therefore: its items are the beginning of the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.engine.runtime.transfer import packed, size_of, to_device, views
+
+Ints = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Slices of one token, on the device.
+
+    sequences  [S, 4] int32: row in the ragged batch, length with the row's own token (0 is padding), place of its
+               first block in `pages`, and of its first part among the partial results
+    items      [capacity, 2] int32: sequence and split; what is behind the last item is never read
+    totals     [levels] int32: totals[k] items are at most k splits away from the end of their sequence
+    pages      [P] int32: block ids
+    parts      how many partial results there may be; 0 where no sequence has more than one split
+    split      tokens of a split
+    """
+
+    sequences: Tensor
+    items: Tensor
+    totals: Tensor
+    pages: Tensor
+    parts: int
+    split: int
+
+    @property
+    def capacity(self) -> int:
+        return self.items.shape[0]
+
+
+@dataclass(slots=True)
+class Prefill:
+    """Slices of several tokens.
+
+    sequences  [S, 4] int32 on the device: first row in the ragged batch, first token, end of the slice's tokens, and
+               place of its first block in `pages`
+    pages      [P] int32: block ids
+    ranges     [S, 2] int32 on the host: first token and end of each slice
+    """
+
+    sequences: Tensor
+    pages: Tensor
+    ranges: Ints
+    _tiles: dict[int, Tensor] = field(default_factory=dict)
+
+    def tiles(self, tokens: int) -> Tensor:
+        """Tiles of that many tokens, [N, 2] int32 on the device: sequence, and first token within its slice."""
+        if tokens not in self._tiles:
+            self._tiles[tokens] = to_device([list_tiles(self.ranges, tokens)], self.pages.device)[0]
+        return self._tiles[tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """What the layers of a step share. slots [T]: place of each token in the cache, negative for none."""
+
+    slots: Tensor
+    decode: Decode | None
+    prefill: Prefill | None
+
+
+class Work(NamedTuple):
+    """Decode rows on the host, as `Decode` has them on the device."""
+
+    sequences: Ints
+    items: Ints
+    totals: Ints
+
+    @property
+    def parts(self) -> int:
+        """Partial results in all: one for each split of a sequence that has several."""
+        return len(self.items) - int(2 * self.totals[0] - self.totals[1]) if len(self.totals) > 1 else 0
+
+
+def list_work(rows: Ints, lengths: Ints, first_pages: Ints, split: int) -> Work:
+    """The splits of decode rows [S]; a row of length 0 has one too, which writes zeros."""
+    splits = np.maximum(-(-lengths // split), 1)
+    parts = np.where(splits > 1, splits, 0)
+    sequences = np.stack([rows, lengths, first_pages, parts.cumsum() - parts], 1)
+    counts = len(splits) - np.searchsorted(np.sort(splits), np.arange(splits.max()), side="right")
+    totals = counts.cumsum()
+    back = np.repeat(np.arange(len(counts)), counts)
+    place = np.arange(totals[-1]) - np.repeat(totals - counts, counts)
+    sequence = np.argsort(-splits, kind="stable")[place]
+    # The last splits are of all sizes. Programs take items in turns, so neighbours in the list should be alike.
+    sequence[: counts[0]] = np.argsort((splits - 1) * split - lengths, kind="stable")
+    items = np.stack([sequence, splits[sequence] - 1 - back], 1)
+    return Work(sequences.astype(np.int32), items.astype(np.int32), totals.astype(np.int32))
+
+
+def list_tiles(ranges: Ints, tokens: int) -> Ints:
+    """Tiles of query tokens [N, 2]: sequence and first token; those that look at the longest past begin first."""
+    counts = -(-(ranges[:, 1] - ranges[:, 0]) // tokens)
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    first = (np.arange(len(sequence)) - np.repeat(counts.cumsum() - counts, counts)) * tokens
+    order = np.argsort(-(ranges[sequence, 0] + first), kind="stable")
+    return np.stack([sequence, first], 1)[order].astype(np.int32)
+
+
+class DecodeBuffers:
+    """Metadata of decode rows at fixed addresses, for a captured graph: `fill` gives it the rows of the next step.
+
+    rows        how many rows the graph has
+    max_blocks  most blocks of one row
+    max_tokens  most tokens of all rows together; None: every row may have all its blocks
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        max_blocks: int,
+        block_size: int,
+        split: int,
+        device: torch.device,
+        max_tokens: int | None = None,
+    ) -> None:
+        most = rows * max_blocks * block_size
+        self.max_tokens = most if max_tokens is None else min(max_tokens, most)
+        self.rows, self.max_blocks, self.block_size, self.split = rows, max_blocks, block_size, split
+        self._levels = -(-max_blocks * block_size // split)
+        items, pages = self.max_tokens // split + rows, self.max_tokens // block_size + rows
+        # The pages come last, so that a copy ends with those that are used.
+        shapes: list[tuple[int, ...]] = [(rows, 4), (items, 2), (self._levels,), (rows,), (pages,)]
+        self._room = [np.empty(shape, np.int32) for shape in shapes]
+        self._packed = torch.zeros(size_of(self._room), dtype=torch.uint8, device=device)
+        sequences, listed, totals, slots, ids = views(self._packed, self._room)
+        decode = Decode(sequences, listed, totals, ids, 0 if self._levels == 1 else items, split)
+        self.metadata = Metadata(slots, decode, None)
+        self.fill(np.zeros((0, 1), np.int32), [])
+
+    def holds(self, stops: Sequence[int]) -> bool:
+        """Whether rows of these lengths find room."""
+        longest = max(stops, default=0)
+        fits = len(stops) <= self.rows and longest <= self.max_blocks * self.block_size
+        return fits and sum(stops) <= self.max_tokens
+
+    def fill(self, tables: Ints, stops: Sequence[int]) -> None:
+        """Overwrites the metadata by one copy, on the current stream. The rows behind the last are padding.
+
+        tables [S, B] int32 on the host: block ids of each row; stops [S]: lengths with the row's own token.
+
+        Raises ValueError where the rows find no room.
+        """
+        if not self.holds(stops):
+            raise ValueError(f"{len(stops)} rows of {sum(stops)} tokens do not fit into the buffers of a graph.")
+        lengths = np.zeros(self.rows, np.int32)
+        lengths[: len(stops)] = stops
+        blocks = -(-lengths // self.block_size)
+        work = list_work(np.arange(self.rows), lengths, blocks.cumsum() - blocks, self.split)
+        totals = np.pad(work.totals, (0, self._levels - len(work.totals)), mode="edge")
+        pages = tables[np.arange(tables.shape[1]) < blocks[: len(stops), None]]
+        arrays = [work.sequences, work.items, totals, self._slots(tables, lengths), pages]
+        arrays = [array.astype(np.int32, copy=False) for array in arrays]
+        filled = packed(arrays, self._room, pin=self._packed.device.type == "cuda")
+        self._packed[: len(filled)].copy_(filled, non_blocking=True)
+
+    def _slots(self, tables: Ints, lengths: Ints) -> Ints:
+        """Where each row's own token goes; negative for padding."""
+        slots = np.full(self.rows, -1, np.int32)
+        (real,) = np.nonzero(lengths)
+        last = lengths[real] - 1
+        slots[real] = tables[real, last // self.block_size] * self.block_size + last % self.block_size
+        return slots
+
+
+def prepare(slots: Tensor, tables: Tensor, starts: Sequence[int], stops: Sequence[int], split: int) -> Metadata:
+    """Metadata of one step: slices of one token are decode rows, longer ones prefill, and those that end at 0 padding.
+
+    slots [T] and tables [S, B] int32 are on the device already.
+    """
+    ends = np.array(stops, np.int32)
+    counts = np.where(ends == 0, 1, ends - np.array(starts, np.int32))
+    rows = counts.cumsum() - counts
+    first_pages = np.arange(len(ends)) * tables.shape[1]
+    pages = tables.contiguous().view(-1)
+    one = counts == 1
+    arrays: list[Ints] = []
+    if one.any():
+        work = list_work(rows[one], ends[one], first_pages[one], split)
+        arrays += work
+    if not one.all():
+        ranges = np.stack([ends - counts, ends], 1)[~one]
+        arrays.append(np.stack([rows[~one], ranges[:, 0], ranges[:, 1], first_pages[~one]], 1).astype(np.int32))
+    there = to_device(arrays, tables.device)
+    decode = Decode(there[0], there[1], there[2], pages, work.parts, split) if one.any() else None
+    prefill = None if one.all() else Prefill(there[-1], pages, ranges.astype(np.int32))
+    return Metadata(slots, decode, prefill)

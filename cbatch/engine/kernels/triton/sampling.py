@@ -1,0 +1,277 @@
+"""Chooses a token for each row of logits on a GPU, by the definition in `sampler.py`, without sorting a row.
+
+Two kernels. The first reads all logits once, each program a chunk of one row: greedy rows and rows without filters are
+done then but for the best of their chunks. Of rows with filters it keeps the largest logit of each block of tokens and
+the sum of the probabilities. The second has one program per row, and goes on as `cpu/sampling.py` does:
+
+- What the filters keep is always the beginning of the tokens in order: by logit, equal ones by id. A bound from below
+  on the last logit that can be kept is known from the blocks' largest. Only blocks that reach it are looked at again.
+- A token is drawn among what reaches the bound, then asked for: how likely are those before it, all together? If it is
+  not kept, then only tokens before it are, and it is drawn again among these, which takes few rounds. A token's noise
+  is always the same, so the last token is the one that a draw among those that are kept had given.
+
+Chunks depend on the vocabulary only, and every sum is taken in one order: a row's token is the same in any company.
+"""
+
+# mypy: allow-untyped-decorators
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cbatch.engine.kernels.triton.rows import best_of, least_of, mass_before, most_of, reached_by, sum_of
+
+_INFINITY = tl.constexpr(math.inf)
+_NAN = tl.constexpr(math.nan)
+_SLACK = tl.constexpr(1e-3)
+"""Above what rounding can do to a bound."""
+
+
+class Tiling(NamedTuple):
+    """How the work is cut, each a power of two.
+
+    block:  tokens whose largest logit is kept
+    chunk:  blocks that a program of the first kernel looks at
+    part:   blocks whose noise it makes at a time; it divides `chunk`
+    group:  blocks that the second kernel looks at at a time
+    warps:  of a program of the first and of the second kernel
+    """
+
+    block: int = 64
+    chunk: int = 128
+    part: int = 32
+    group: int = 64
+    warps: tuple[int, int] = (8, 8)
+
+
+TILING = Tiling()
+
+
+def sample_rows(logits: Tensor, words: Tensor, tiling: Tiling = TILING) -> tuple[Tensor, Tensor]:
+    """Tokens [R] int64 and the largest logit of each row [R] float32, without waiting for the device.
+
+    logits: [R, V] float32, float16 or bfloat16
+    words:  [6, R] int32 on the same device, see `sampler.row_words`
+
+    A row whose largest logit is not finite gets a token that means nothing.
+    """
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    rows, length = logits.shape
+    blocks = triton.cdiv(length, tiling.block)
+    chunks = triton.cdiv(blocks, tiling.chunk)
+    found = torch.empty((rows, 3, chunks), dtype=torch.float32, device=logits.device)
+    places = torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)
+    tops = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
+    lists = torch.empty((rows, blocks), dtype=torch.int32, device=logits.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    largest = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    stride, (first_warps, second_warps) = logits.stride(0), tiling.warps
+    _survey[(chunks, rows)](
+        logits, stride, length, words, rows, blocks, tops, found, places,
+        CHUNK=tiling.chunk, PART=tiling.part, BLOCK=tiling.block, num_warps=first_warps,
+    )  # fmt: skip
+    _choose[(rows,)](
+        logits, stride, length, words, rows, blocks, tops, found, places, chunks, lists, tokens, largest,
+        CHUNKS=triton.next_power_of_2(chunks), BLOCKS=triton.next_power_of_2(blocks),
+        GROUP=tiling.group, BLOCK=tiling.block, num_warps=second_warps,
+    )  # fmt: skip
+    return tokens, largest
+
+
+@triton.jit
+def _rules(words: tl.tensor, row: tl.tensor, rows: tl.tensor, length: tl.tensor) -> tl.tensor:
+    """A row's temperature (0: greedy), k (0: no top-k), top-p and min-p, and whether any of them filters."""
+    temperature = tl.load(words + row).to(tl.float32, bitcast=True)
+    top_p = tl.load(words + rows + row).to(tl.float32, bitcast=True)
+    min_p = tl.load(words + 2 * rows + row).to(tl.float32, bitcast=True)
+    k = tl.load(words + 3 * rows + row)
+    k = tl.where(k < length, k, 0)
+    filters = (temperature > 0) & ((k > 0) | (top_p < 1) | (min_p > 0))
+    return temperature, k, top_p, min_p, filters
+
+
+@triton.jit
+def _key(words: tl.tensor, row: tl.tensor, rows: tl.tensor) -> tl.tensor:
+    """The two words of a row's noise."""
+    high = tl.load(words + 4 * rows + row).to(tl.uint32, bitcast=True)
+    low = tl.load(words + 5 * rows + row).to(tl.uint32, bitcast=True)
+    return high, low
+
+
+@triton.jit
+def _list_blocks(
+    tops: tl.tensor, lists: tl.tensor, blocks: tl.tensor, least: tl.tensor, BLOCKS: tl.constexpr
+) -> tl.tensor:
+    """Lists the blocks whose largest x reaches `least` and is possible, in their order; returns how many there are."""
+    block = tl.arange(0, BLOCKS)
+    top = tl.load(tops + block, mask=block < blocks, other=-_INFINITY)
+    is_there = (top >= least) & (top > -_INFINITY)
+    tl.store(lists + tl.cumsum(is_there.to(tl.int32), 0) - 1, block, mask=is_there)
+    tl.debug_barrier()  # other threads of the program read the list
+    return tl.sum(is_there.to(tl.int32), 0)
+
+
+@triton.jit
+def _floor(length: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, most: tl.tensor) -> tl.tensor:
+    """What x of tokens that top-p and min-p keep is not below."""
+    floor = tl.full((), -_INFINITY, tl.float32)
+    if top_p < 1:  # all tokens below it together are less likely than 1 - top-p: the likeliest alone has e^0
+        floor = most + tl.log((1 - top_p) / length) - _SLACK
+    if min_p > 0:
+        floor = tl.maximum(floor, most + tl.log(min_p) - _SLACK)
+    return floor
+
+
+@triton.jit
+def _draw_kept(
+    row: tl.tensor,
+    key: tl.tensor,
+    top_p: tl.tensor,
+    min_p: tl.tensor,
+    first: tl.tensor,
+    most: tl.tensor,
+    floor: tl.tensor,
+    total: tl.tensor,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """Draws among the tokens that reach the floor, and again among those before the token, until the filters
+    keep it.
+
+    first, most: the likeliest token and its x; total: the sum of e^(x - most) of what top-k keeps
+    """
+    values, length, temperature = row[0], row[1], row[2]
+    limit, end, token, is_kept = tl.full((), -_INFINITY, tl.float32), length, first, False
+    while not is_kept:
+        _score, token = best_of(row, 0, key, first, (floor, limit, end), True, GROUP, BLOCK)
+        limit, end = tl.div_rn(tl.load(values + token).to(tl.float32), temperature), token
+        is_kept = (token == first) | (tl.exp(limit - most) >= min_p)
+        if is_kept & (token != first) & (top_p < 1):
+            is_kept = mass_before(row, most, limit, end, GROUP, BLOCK) < top_p * total
+    return token
+
+
+@triton.jit
+def _filtered(
+    values: tl.tensor,
+    length: tl.tensor,
+    tops: tl.tensor,
+    blocks: tl.tensor,
+    lists: tl.tensor,
+    rules: tl.tensor,
+    key: tl.tensor,
+    first: tl.tensor,
+    most: tl.tensor,
+    total: tl.tensor,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> tl.tensor:
+    """A row's token. first, most: the likeliest token and its x; total: the sum of e^(x - most) of all tokens."""
+    temperature, k, top_p, min_p = rules[0], rules[1], rules[2], rules[3]
+    floor = _floor(length, top_p, min_p, most)
+    least = floor
+    if k > 0:
+        least = tl.full((), -_INFINITY, tl.float32)
+        if k <= blocks:  # k blocks have a token as large as the k-th largest of the blocks' largest
+            summary = (tops, blocks, 1.0, lists, tl.cdiv(blocks, BLOCK))
+            least = reached_by(summary, k, least, most, False, GROUP, BLOCK)
+    row = (values, length, temperature, lists, _list_blocks(tops, lists, blocks, least, BLOCKS))
+    if k > 0:
+        least = reached_by(row, k, least, most, True, GROUP, BLOCK)
+        floor = tl.maximum(floor, least)
+        if top_p < 1:
+            total = mass_before(row, most, least, length, GROUP, BLOCK)
+    return _draw_kept(row, key, top_p, min_p, first, most, floor, total, GROUP, BLOCK)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _survey(
+    logits: tl.tensor,
+    stride: tl.tensor,
+    length: tl.tensor,
+    words: tl.tensor,
+    rows: tl.tensor,
+    blocks: tl.tensor,
+    tops: tl.tensor,
+    found: tl.tensor,
+    places: tl.tensor,
+    CHUNK: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One chunk of one row: its best token [R, C], and in `found` [R, 3, C] its score, sum and largest raw logit.
+
+    The score of a token is its x = logit / temperature, and its noise too where the row is drawn without filters.
+    """
+    chunk, row, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    rules = _rules(words, row, rows, length)
+    temperature, filters = rules[0], rules[4]
+    values, place = logits + row.to(tl.int64) * stride, found + row * 3 * chunks + chunk
+    block = chunk * CHUNK + tl.arange(0, CHUNK)
+    ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    raw = tl.load(values + ids, mask=ids < length, other=-_INFINITY).to(tl.float32)
+    is_nan = raw != raw
+    raw = tl.where(is_nan, -_INFINITY, raw)
+    tl.store(place + 2 * chunks, tl.where(most_of(is_nan.to(tl.int32)) > 0, _NAN, most_of(raw)))
+    divisor = tl.where(temperature > 0, temperature, 1.0)
+    x = tl.div_rn(raw, divisor)
+    score = most_of(x)
+    token = least_of(tl.where(x == score, ids, length))
+    if filters:
+        tl.store(tops + row * blocks + block, tl.max(x, 1), mask=block < blocks)
+        base = tl.where((score > -_INFINITY) & (score < _INFINITY), score, 0.0)
+        tl.store(place + chunks, sum_of(tl.exp(x - base)))
+    elif temperature > 0:
+        whole = (values, length, divisor, places, tl.minimum(chunk * CHUNK + CHUNK, blocks))
+        bounds = (-_INFINITY, -_INFINITY, length)
+        score, token = best_of(whole, chunk * CHUNK, _key(words, row, rows), token, bounds, False, PART, BLOCK)
+    tl.store(place, score)
+    tl.store(places + row * chunks + chunk, token)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _choose(
+    logits: tl.tensor,
+    stride: tl.tensor,
+    length: tl.tensor,
+    words: tl.tensor,
+    rows: tl.tensor,
+    blocks: tl.tensor,
+    tops: tl.tensor,
+    found: tl.tensor,
+    places: tl.tensor,
+    chunks: tl.tensor,
+    lists: tl.tensor,
+    tokens: tl.tensor,
+    largest: tl.tensor,
+    CHUNKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One row, by what `_survey` found in its chunks: its token [R] and its largest logit [R]."""
+    row, chunk = tl.program_id(0), tl.arange(0, CHUNKS)
+    place, is_there = found + row * 3 * chunks + chunk, chunk < chunks
+    peaks = tl.load(place + 2 * chunks, mask=is_there, other=-_INFINITY)
+    is_nan = peaks != peaks
+    peak = tl.max(tl.where(is_nan, -_INFINITY, peaks), 0)
+    tl.store(largest + row, tl.where(tl.max(is_nan.to(tl.int32), 0) > 0, _NAN, peak))
+    scores = tl.load(place, mask=is_there, other=-_INFINITY)
+    ids = tl.load(places + row * chunks + chunk, mask=is_there, other=0)
+    most = tl.max(scores, 0)
+    token = tl.min(tl.where(is_there & (scores == most), ids, length), 0)
+    rules = _rules(words, row, rows, length)
+    if rules[4] & (most > -_INFINITY) & (most < _INFINITY):
+        total = tl.sum(tl.load(place + chunks, mask=is_there, other=0.0) * tl.exp(scores - most), 0)
+        values, tops, lists = logits + row.to(tl.int64) * stride, tops + row * blocks, lists + row * blocks
+        key = _key(words, row, rows)
+        token = _filtered(values, length, tops, blocks, lists, rules, key, token, most, total, GROUP, BLOCK, BLOCKS)
+    tl.store(tokens + row, token)

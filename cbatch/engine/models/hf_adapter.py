@@ -1,0 +1,290 @@
+"""Any causal language model of transformers that goes through its AttentionInterface, on ragged batches.
+
+One attention function is registered under the name `cbatch`. A mask name that is not registered makes transformers
+build no mask, and the engine builds its own; which tokens a layer may see is learned once, in a probe, from the mask
+functions that the model itself asks for (see `masks`).
+
+A model that keeps state anywhere else than in the keys and values seen here (recurrent layers, convolutions
+over tokens, sparse attention with an index of its own, position encodings that depend on the length of the whole text)
+would run on a ragged row and be silently wrong. `TransformersModel` refuses it: a probe looks at every call of
+the interface, and `selfcheck` compares small ragged steps with the model's own forward.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cbatch.engine.attention.base import AttentionBackend
+from cbatch.engine.base.errors import ModelError
+from cbatch.engine.models.base import Linears
+from cbatch.engine.models.linears import linears_of
+from cbatch.engine.models.masks import Reach, reach_of, stand_in_mask
+from cbatch.engine.runtime.batch import Logits, RaggedBatch
+from cbatch.engine.runtime.kv_cache import KVPool, LayerShape
+
+ATTENTION_NAME = "cbatch"
+PROBE_NAME = "cbatch_probe"
+
+IGNORED_KEYWORDS = frozenset({"dropout", "is_causal", "logits_to_keep", "position_ids", "sliding_window", "use_cache"})
+"""Keywords of an attention call that say nothing new about a causal, paged, inference-only call.
+
+A window is in the mask already. Nor do `output_...` switches, which ask for what else a model may return.
+"""
+
+SERVED_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+"""Kinds of layers whose past is keys and values alone, whatever the length of the text."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedContext:
+    """What the layers of one step share: the cache, and how to attend over it."""
+
+    pool: KVPool
+    backend: AttentionBackend
+    metadata: Any
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Writes the step's keys and values [T, heads, dim] of a layer, then attends with query [T, heads, dim]."""
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        self.backend.write(keys, values, key, value, self.metadata)
+        return self.backend.attend(query, keys, values, self.metadata, **options)
+
+
+@dataclass(slots=True)
+class Step:
+    """The attention calls of one forward pass. Their order tells them apart, and each has a cache of its own.
+
+    A layer may attend twice, or be run again and again: what matters is that every step makes the same calls.
+    """
+
+    context: PagedContext
+    windows: list[int | None]
+    calls: int = 0
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+        if mask is not None:
+            raise ModelError("its attention layers use a mask of their own")
+        call, self.calls = self.calls, self.calls + 1
+        if call == len(self.windows):
+            raise ModelError(f"it attends more than {call} times in a step, unlike when it was loaded")
+        return self.context.attend(call, query, key, value, window=self.windows[call], **options)
+
+
+@dataclass(slots=True)
+class Probe:
+    """Stands in for a Step in the first pass of a model and writes down what each call stores and may see."""
+
+    shapes: list[LayerShape] = field(default_factory=list)
+    reaches: list[Reach] = field(default_factory=list)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+        self.shapes.append(LayerShape(key.shape[1], key.shape[2], value.shape[2]))
+        self.reaches.append(reach_of(mask))
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
+_current: ContextVar[Step | Probe] = ContextVar("cbatch_step")
+"""The pass that is being made. Not a keyword through the model's forward, for not every family hands those on."""
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """The function that transformers calls for each attention layer: query, key, value [1, heads, T, dim]."""
+    unknown = sorted(
+        name
+        for name, value in keywords.items()
+        if value is not None and name not in IGNORED_KEYWORDS and not name.startswith("output_")
+    )
+    if unknown:
+        raise ModelError(f"its attention layers use {', '.join(unknown)}, which this engine does not know")
+    out = _current.get().attend(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        attention_mask,
+        scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out[None], None
+
+
+class TransformersModel:
+    """A network of transformers, ready to run ragged batches over a paged cache.
+
+    layers:         shape of what each attention call of a step stores, in the order of the calls
+    windows:        how many tokens back each of them sees, itself included; None for all
+    max_model_len:  longest sequence, prompt and output, in tokens
+    Raises ModelError where the network would be wrong here, with the reason.
+    """
+
+    has_own_threads = False
+
+    def __init__(self, network: Any) -> None:
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        AttentionInterface.register(ATTENTION_NAME, paged_attention)
+        AttentionInterface.register(PROBE_NAME, paged_attention)
+        AttentionMaskInterface.register(PROBE_NAME, stand_in_mask)
+        self._network = network
+        self.name = type(network).__name__
+        self.config = network.config.get_text_config()
+        self.kind: str = self.config.model_type
+        self.dtype: torch.dtype = network.dtype
+        self.device: torch.device = network.device
+        self.vocab_size: int = self.config.vocab_size
+        self.max_model_len = _max_model_len(self.config)
+        try:
+            _check_config(network.config, self.config)
+            self.layers, self.windows = self._probe()
+        except ModelError as error:
+            raise ModelError(f"{self.name} is not supported: {error}.") from error
+        except Exception as error:  # whatever a model's own code raises when it is called in a new way
+            raise ModelError(f"{self.name} is not supported: it fails on a ragged batch ({error}).") from error
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self._network.parameters())
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self._network.parameters())
+
+    @property
+    def linears(self) -> Linears:
+        return linears_of(self._network, self.config)
+
+    @torch.inference_mode()
+    def forward(self, batch: RaggedBatch, pool: KVPool, attention: AttentionBackend) -> Logits:
+        """Logits [R, vocabulary] of the rows to sample, in the model's dtype."""
+        context = PagedContext(pool, attention, attention.prepare(batch, pool.block_size))
+        step = Step(context, self.windows)
+        logits = self._call(batch, step)
+        if step.calls != len(self.layers):
+            raise ModelError(
+                f"it attended {step.calls} times in a step, and {len(self.layers)} times when it was loaded"
+            )
+        return Logits(logits)
+
+    def _call(self, batch: RaggedBatch, step: Step | Probe) -> Tensor:
+        token = _current.set(step)
+        try:
+            output = self._network(
+                input_ids=batch.input_ids[None],
+                position_ids=batch.position_ids[None],
+                use_cache=False,
+                logits_to_keep=batch.logit_rows,
+            )
+        finally:
+            _current.reset(token)
+        logits: Tensor = output.logits[0]
+        if logits.shape[0] == len(batch.rows):
+            return logits
+        return logits[batch.logit_rows]  # some families know no logits_to_keep
+
+    def plain_logits(self, token_ids: list[int]) -> Tensor:
+        """Logits [T, vocabulary] of one sequence by the model's own forward, without our attention."""
+        self._network.set_attn_implementation("eager")
+        try:
+            ids = torch.tensor([token_ids], device=self.device)
+            logits: Tensor = self._network(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            self._network.set_attn_implementation(ATTENTION_NAME)
+        return logits
+
+    def _probe(self) -> tuple[list[LayerShape], list[int | None]]:
+        """The shape of what each attention call stores, and its window."""
+        probe = Probe()
+        four, table = np.arange(4), np.arange(4, dtype=np.int32)[None]
+        batch = RaggedBatch(four % self.vocab_size, four, four, four[-1:], table, [0], [4], self.device)
+        self._network.set_attn_implementation(PROBE_NAME)
+        with torch.inference_mode():
+            self._call(batch, probe)
+        self._network.set_attn_implementation(ATTENTION_NAME)
+        layers = self.config.num_hidden_layers
+        if len(probe.shapes) < layers:
+            raise ModelError(
+                f"{len(probe.shapes)} of its {layers} layers keep their past in attention that can be paged; "
+                "the others (recurrent, convolutional or built in) would be silently wrong"
+            )
+        _check_reaches(self.config, probe.reaches)
+        chunks = [reach.chunk for reach in probe.reaches if reach.chunk]
+        self.max_model_len = min([self.max_model_len, *chunks])  # within its first chunk a layer sees all
+        return probe.shapes, [reach.window for reach in probe.reaches]
+
+
+def _max_model_len(config: Any) -> int:
+    names = (
+        "max_position_embeddings",
+        "n_positions",
+        "max_target_positions",
+        "max_sequence_length",
+        "max_seq_len",
+        "seq_length",
+    )
+    lengths = (getattr(config, name, None) for name in names)
+    longest = next((length for length in lengths if isinstance(length, int) and length > 0), 2048)
+    for parameters in _rope_parameters(config):
+        # Past this length of the longest text in a row, this encoding changes for every token of it.
+        switch = parameters.get("original_max_position_embeddings")
+        if parameters.get("rope_type") == "longrope" and isinstance(switch, int):
+            longest = min(longest, switch)
+    return longest
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """The rotary settings of a config, one for all layers or one for each kind of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return list(rope.values()) if rope and all(isinstance(value, dict) for value in rope.values()) else [rope]
+
+
+def _check_config(config: Any, text_config: Any) -> None:
+    """Refuses what a probe of a few tokens cannot see."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError("it is an encoder-decoder")
+    if getattr(text_config, "is_decoder", None) is False and hasattr(text_config, "add_cross_attention"):
+        architectures = getattr(config, "architectures", None) or [""]
+        if not any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
+            raise ModelError("it is an encoder")
+    if getattr(text_config, "attn_temperature_tuning", None):
+        raise ModelError("it scales attention by the place of a token in the whole row")
+    kinds = set(getattr(text_config, "layer_types", None) or ()) - SERVED_KINDS
+    if kinds:
+        raise ModelError(f"it has layers of kind {', '.join(sorted(kinds))}, which this engine does not know")
+
+
+def _check_reaches(config: Any, reaches: list[Reach]) -> None:
+    """What the masks show must be what the config says: `generate` sizes its cache by the config."""
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        in_use = bool(getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True))
+        kinds = ["sliding_attention" if in_use and _knows_windows(config) else "full_attention"] * len(reaches)
+    if len(kinds) != len(reaches):
+        raise ModelError(f"it attends {len(reaches)} times in {len(kinds)} layers of several kinds")
+    wrong = [layer for layer, reach in enumerate(reaches) if reach.kind != kinds[layer]]
+    if wrong:
+        raise ModelError(f"the sliding window of its layers {wrong} is not what its config says")
+
+
+def _knows_windows(config: Any) -> bool:
+    """Whether a window is a setting of this family, and not a stray key in one config file."""
+    try:
+        return "sliding_window" in type(config)().to_dict()
+    except Exception:  # a config class that has no defaults
+        return True

@@ -1,0 +1,287 @@
+"""Finds a model, loads its weights and tokenizer, and says in one sentence what is wrong when it cannot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cbatch.engine.base.errors import ConfigError, EngineError, ModelError, RequestError
+from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.models.base import Model
+from cbatch.engine.models.checkpoint import load_decoder
+from cbatch.engine.models.fingerprint import fingerprint
+from cbatch.engine.runtime.dtypes import choose_dtype
+from cbatch.engine.text.fast_loader import from_folder, from_transformers
+from cbatch.engine.text.template_sandbox import TemplateTrial
+from cbatch.engine.text.tokenizer import ChatTokenizer
+
+NOT_APPLIED = {
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+    "bad_words_ids": [],
+    "sequence_bias": {},
+    "min_length": 0,
+    "forced_bos_token_id": None,
+    "no_repeat_ngram_size": 0,
+    "typical_p": 1.0,
+    "num_beams": 1,
+}
+"""Keys of generation_config.json that would change the output, and the values with which they do not."""
+
+DEMO_MODEL = Path(__file__).parents[2] / "demo"
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A causal language model, and what its folder says about using it.
+
+    make_network: makes the module of transformers, on its device and in its dtype, in evaluation mode
+    tokenizer:  None for a folder without one; such a model takes and gives token ids only
+    defaults:   sampling parameters of the model's generation_config.json, greedy where it says nothing
+    eos_ids:    tokens that end an output
+    max_tokens: the limit of an output that generation_config.json sets, where it sets one
+    not_applied: keys of generation_config.json that ask for what this version does not do
+    fingerprint: hash of the files that make it up (see `fingerprint`); empty for one made in memory
+    decoder:    the model on the fast path, where it has one; then the network is made only for who asks for it
+    """
+
+    name: str
+    make_network: Callable[[], Any]
+    tokenizer: ChatTokenizer | None
+    defaults: SamplingParams
+    eos_ids: frozenset[int]
+    max_tokens: int | None = None
+    not_applied: tuple[str, ...] = ()
+    fingerprint: str = ""
+    decoder: Model | None = None
+
+    @cached_property
+    def network(self) -> Any:
+        return self.make_network()
+
+    def without_weights(self) -> LoadedModel:
+        """What is left of it for an engine that is closed: all but the network and the decoder."""
+
+        def make_network() -> Any:
+            raise EngineError("The engine is closed, and its model is no longer in memory.")
+
+        return replace(self, make_network=make_network, decoder=None)
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is the first CUDA device, or the CPU. Raises ConfigError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"There is no device {name!r}; use auto, cpu, cuda or cuda:N.") from None
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        if not torch.cuda.is_available() or device.index >= torch.cuda.device_count():
+            raise ConfigError(f"Device {name!r} is not available on this machine; use --device cpu or auto.")
+    elif device.type != "cpu":
+        raise ConfigError(f"Device {name!r} is not supported; use auto, cpu, cuda or cuda:N.")
+    return device
+
+
+def load_model(
+    name: str | None,
+    revision: str | None,
+    device: torch.device,
+    dtype: str,
+    *,
+    fast: bool = False,
+    quantize: bool = False,
+) -> LoadedModel:
+    """Loads a Hugging Face causal language model from a folder or from the hub; None is the bundled demo model.
+
+    fast: take the fast path where the model has one
+    quantize: keep the matrices of the fast path as int8
+
+    Only safetensors weights are read, and no code that comes with a model is run.
+    Raises ModelError, with one sentence, where that fails.
+    """
+    source = str(DEMO_MODEL) if name is None else name
+    _check_folder(source)
+    tokenizer = _load_tokenizer(source, revision)
+    template = tokenizer.chat_template if tokenizer else None
+    make_network: Callable[[], Any] = partial(_load_network, source, revision, device, dtype)
+    with TemplateTrial(template) if template else nullcontext():
+        decoder = load_decoder(source, revision, device, dtype, quantize=quantize) if fast else None
+        if decoder is not None:
+            config = decoder.config
+        else:
+            network = make_network()
+            make_network, config = lambda: network, network.config.get_text_config().to_dict()
+    settings = _read_json(source, revision, "generation_config.json")
+    try:
+        defaults = _sampling_defaults(settings)
+        eos_ids = _eos_ids(settings, config)
+    except (RequestError, TypeError) as error:
+        raise ModelError(f"The generation_config.json of {source} is wrong: {error}") from error
+    return LoadedModel(
+        name="the bundled demo model" if name is None else name,
+        make_network=make_network,
+        tokenizer=tokenizer,
+        defaults=defaults,
+        eos_ids=eos_ids,
+        max_tokens=settings.get("max_new_tokens"),
+        not_applied=tuple(key for key in NOT_APPLIED if settings.get(key) not in (None, NOT_APPLIED[key])),
+        fingerprint=fingerprint(_folder(source, revision)),
+        decoder=decoder,
+    )
+
+
+def _load_network(source: str, revision: str | None, device: torch.device, dtype: str) -> Any:
+    _silence_libraries()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+        network, report = AutoModelForCausalLM.from_pretrained(
+            source,
+            revision=revision,
+            config=config,
+            dtype=choose_dtype(dtype, _checkpoint_dtype(config), device),
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+        if not report["missing_keys"]:
+            return network.to(device).eval()
+    except ConfigError:
+        raise
+    except Exception as error:  # transformers, the hub, safetensors, json and the device each raise their own kinds
+        raise ModelError(f"Cannot load {source}: {_first_sentence(error)}") from error
+    missing = sorted(report["missing_keys"])
+    raise ModelError(f"Cannot load {source}: {len(missing)} of its weights are not in its files, such as {missing[0]}.")
+
+
+def _silence_libraries() -> None:
+    """Their warnings and bars are not for the people in front of this program; their errors still come.
+
+    Called where they are used, and not before: importing transformers takes long.
+    """
+    import logging
+
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+
+
+def _check_folder(source: str) -> None:
+    folder = Path(source)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{source} is not a model folder: it has no config.json.")
+        if not any(folder.glob("*.safetensors")):
+            raise ModelError(f"{source} holds no safetensors weights; other formats are not read.")
+    elif folder.exists():
+        raise ModelError(f"{source} is a file; a model is a folder or a hub id such as Qwen/Qwen3-0.6B.")
+    elif source.startswith((".", "/", "~")) or (source.count("/") != 1 and source.count("/") > 0):
+        raise ModelError(f"There is no model folder {source}.")
+
+
+def _checkpoint_dtype(config: Any) -> torch.dtype | None:
+    dtype = getattr(config.get_text_config(), "dtype", None)
+    return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+
+
+def _load_tokenizer(source: str, revision: str | None) -> ChatTokenizer | None:
+    folder = Path(source)
+    if folder.is_dir():
+        if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "merges.txt", "*.model")):
+            return None
+        if tokenizer := from_folder(folder):
+            return ChatTokenizer(tokenizer)
+    _silence_libraries()
+    from transformers import AutoTokenizer
+
+    try:
+        original = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except Exception as error:
+        raise ModelError(f"Cannot load the tokenizer of {source}: {_first_sentence(error)}") from error
+    if not getattr(original, "is_fast", False):
+        raise ModelError(f"The tokenizer of {source} has no tokenizer.json, which is needed for streaming text.")
+    return ChatTokenizer(from_transformers(original))
+
+
+def _folder(source: str, revision: str | None) -> Path:
+    """Where the files of a model lie that has been loaded: its folder, or its snapshot in the hub's cache."""
+    if Path(source).is_dir():
+        return Path(source)
+    from transformers.utils import cached_file
+
+    return Path(cached_file(source, "config.json", revision=revision)).parent
+
+
+def _read_json(source: str, revision: str | None, name: str) -> dict[str, Any]:
+    """A JSON file of the model's folder; empty where there is none."""
+    path = _find_file(source, revision, name)
+    if path is None:
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{name} of {source} is not valid JSON: {error}.") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _find_file(source: str, revision: str | None, name: str) -> Path | None:
+    """A file of a model, downloaded where it has to be; None where there is none of that name."""
+    if Path(source).is_dir():
+        path = Path(source) / name
+        return path if path.is_file() else None
+    from transformers.utils import cached_file
+
+    found = cached_file(
+        source,
+        name,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False,
+    )
+    return None if found is None else Path(found)
+
+
+def _sampling_defaults(settings: dict[str, Any]) -> SamplingParams:
+    """Only keys that stand in the file count; transformers' own defaults (top_k 50) do not."""
+    chosen = {
+        key: settings[key] for key in ("top_k", "top_p", "min_p", "repetition_penalty") if settings.get(key) is not None
+    }
+    if settings.get("do_sample"):
+        chosen["temperature"] = settings.get("temperature", 1.0)
+    for theirs, ours in (("min_new_tokens", "min_tokens"), ("stop_strings", "stop")):
+        if settings.get(theirs) is not None:
+            chosen[ours] = settings[theirs]
+    if settings.get("max_new_tokens") is not None:
+        chosen["max_tokens"] = settings["max_new_tokens"]
+    return SamplingParams().merged(chosen)
+
+
+def _eos_ids(settings: Mapping[str, Any], config: Mapping[str, Any]) -> frozenset[int]:
+    """End tokens of generation_config.json, else of the model's config; ids that cannot be tokens are left out."""
+    given = settings.get("eos_token_id")
+    if given is None:
+        given = config.get("eos_token_id")
+    ids = [given] if isinstance(given, int) else given or []
+    if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+        raise TypeError(f"eos_token_id must be a token id or a list of them, not {given!r}.")
+    return frozenset(token for token in ids if 0 <= token < config["vocab_size"])
+
+
+def _first_sentence(error: BaseException) -> str:
+    """The first line of an error that libraries spread over many, as the end of a sentence."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line if line.endswith(".") else line + "."

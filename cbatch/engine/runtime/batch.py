@@ -1,0 +1,225 @@
+"""A step's plan as arrays, on the host and on the device: all slices in one row, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.engine.runtime.transfer import to_device
+from cbatch.engine.scheduler.output import Slice, StepPlan
+from cbatch.engine.scheduler.request import Request
+
+
+class Coming(NamedTuple):
+    """Tokens that are on the device, and not yet known on the host.
+
+    tokens: [R] int64, what the step before has sampled
+    rows:   the row of each request's token
+    """
+
+    tokens: Tensor
+    rows: dict[Request, int]
+
+
+class BlockTables:
+    """Block ids of requests as rows of one array, which is kept from step to step: most steps add few of them."""
+
+    def __init__(self) -> None:
+        self._array = np.zeros((0, 0), np.int32)
+        self._places: dict[int, int] = {}
+        """Row of the array, by the id of the request."""
+        self._held: list[list[int]] = []
+        """For each row the list that it was written from."""
+        self._counts: list[int] = []
+
+    def rows(self, requests: Sequence[Request], blocks: Sequence[list[int]]) -> NDArray[np.int32]:
+        """[S, B] block ids of each request; what is behind its last one means nothing.
+
+        A list of blocks may only be added to; where it is another one than the last time, it is written anew.
+        """
+        if len(self._held) + len(requests) > len(self._array):
+            self._begin_anew(len(requests))
+        places, held, counts = self._places, self._held, self._counts
+        chosen = []
+        width = 0
+        for request, ids in zip(requests, blocks, strict=True):
+            place = places.get(request.id, -1)
+            if place < 0 or held[place] is not ids:
+                place = places[request.id] = len(held)
+                held.append(ids)
+                counts.append(0)
+            count = len(ids)
+            if counts[place] < count:
+                self._extend(place, ids)
+            if count > width:
+                width = count
+            chosen.append(place)
+        return self._array[chosen, :width]
+
+    def _extend(self, place: int, blocks: list[int]) -> None:
+        if len(blocks) > self._array.shape[1]:
+            wider = np.zeros((len(self._array), 2 * len(blocks)), np.int32)
+            wider[:, : self._array.shape[1]] = self._array
+            self._array = wider
+        count = self._counts[place]
+        self._array[place, count : len(blocks)] = blocks[count:]
+        self._counts[place] = len(blocks)
+
+    def _begin_anew(self, rows: int) -> None:
+        """Forgets all; with room for several steps' worth of rows that come and go, this is rare."""
+        self._places, self._held, self._counts = {}, [], []
+        if 4 * rows > len(self._array):
+            self._array = np.zeros((8 * rows, self._array.shape[1]), np.int32)
+
+
+class Likeliest(NamedTuple):
+    """The token with the largest logit of each of R rows, the first of equal ones, on the host.
+
+    tokens: [R] int64
+    logits: [R] float32, NaN where any of the row's is
+    """
+
+    tokens: NDArray[np.int64]
+    logits: NDArray[np.float32]
+
+
+class Logits(NamedTuple):
+    """What a model gives for R rows: logits [R, V], and the likeliest tokens where it found them on its way."""
+
+    values: Tensor
+    likeliest: Likeliest | None = None
+
+
+class Late(NamedTuple):
+    """Tokens that only the device knows: [N] places among the step's, and the rows of `tokens` [R] that go there."""
+
+    tokens: Tensor
+    places: NDArray[np.int64]
+    rows: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RaggedBatch:
+    """S slices of T tokens in all, concatenated; the logits of R of them are asked for.
+
+    On the host:
+    ids            [T] int64 tokens; those that only the device knows are 0
+    positions      [T] int64, place of each token in its own sequence
+    slots          [T] int64, place of each token in the KV cache: block * block_size + offset
+    rows           [R] int64, rows of the T whose logits are wanted, to get a next token or to score the prompt's
+    tables         [S, B] int32, block ids of each sequence; what is after its last means nothing
+    starts, stops  S ints: slice i computes tokens starts[i] .. stops[i]-1 of its sequence, and each of them attends to
+                   the tokens of that sequence up to itself, nobody else's
+    scored         [R] bool, which of the R rows score a prompt; None where none does
+    late           tokens that only the device knows, which is not the CPU then; None where there are none
+
+    On the `device` the arrays are tensors, brought there by one copy when the first of them is asked for: `input_ids`,
+    `position_ids`, `slot_mapping`, `logit_rows` and `block_tables`.
+    """
+
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    tables: NDArray[np.int32]
+    starts: Sequence[int]
+    stops: Sequence[int]
+    device: torch.device
+    scored: NDArray[np.bool_] | None = None
+    late: Late | None = None
+
+    @property
+    def input_ids(self) -> Tensor:
+        return self._there[0]
+
+    @property
+    def position_ids(self) -> Tensor:
+        return self._there[1]
+
+    @property
+    def slot_mapping(self) -> Tensor:
+        return self._there[2]
+
+    @property
+    def logit_rows(self) -> Tensor:
+        return self._there[3]
+
+    @property
+    def block_tables(self) -> Tensor:
+        return self._there[4]
+
+    @cached_property
+    def _there(self) -> list[Tensor]:
+        arrays: list[NDArray[Any]] = [self.ids, self.positions, self.slots, self.rows, self.tables]
+        if self.late is None:
+            return to_device(arrays, self.device)
+        *there, places, rows = to_device([*arrays, self.late.places, self.late.rows], self.device)
+        there[0].index_copy_(0, places, self.late.tokens.index_select(0, rows))
+        return there
+
+    @classmethod
+    def build(
+        cls,
+        plan: StepPlan,
+        block_size: int,
+        device: torch.device,
+        tables: BlockTables | None = None,
+        coming: Coming | None = None,
+    ) -> RaggedBatch:
+        """
+        tables: kept from step to step, so that not all of it is made anew
+        coming: tokens of the slices that the host does not know; they go into `input_ids` on the device, on a CPU
+                into `ids` at once
+        """
+        requests, starts, stops, are_last, blocks, _ = zip(*plan.slices, strict=True)
+        # numpy, because torch takes longer, and each of its operations lets other threads take the interpreter.
+        furthest = np.array(stops)
+        lengths = furthest - np.array(starts)
+        ends = lengths.cumsum()
+        table = (tables or BlockTables()).rows(requests, blocks)
+        sequence = np.repeat(np.arange(len(requests)), lengths)
+        positions = np.arange(ends[-1]) + (furthest - ends)[sequence]
+        slots = table[sequence, positions // block_size] * np.int64(block_size) + positions % block_size
+        rows = (ends - 1)[np.array(are_last)]
+        scored = _scored_rows(plan)
+        if len(scored):
+            rows = np.union1d(rows, scored)
+        ids, unknown = _token_ids(plan.slices)
+        late = None
+        if unknown:
+            assert coming is not None, "tokens that nobody knows"
+            late = Late(coming.tokens, ends[unknown] - 1, np.array([coming.rows[requests[one]] for one in unknown]))
+            if device.type == "cpu":
+                ids[late.places], late = coming.tokens.numpy()[late.rows], None
+        is_scored = np.isin(rows, scored) if len(scored) else None
+        return cls(ids, positions, slots, rows, table, starts, stops, device, is_scored, late)
+
+
+def _token_ids(slices: Sequence[Slice]) -> tuple[NDArray[np.int64], list[int]]:
+    """The tokens of all slices as far as the host knows them, and the slices whose last one it does not know."""
+    known = [slice_.request.token_ids[slice_.start : slice_.stop] for slice_ in slices]
+    unknown = []
+    for number, (slice_, tokens) in enumerate(zip(slices, known, strict=True)):
+        if len(tokens) < slice_.stop - slice_.start:
+            tokens.append(0)
+            unknown.append(number)
+    return np.fromiter(chain.from_iterable(known), np.int64), unknown
+
+
+def _scored_rows(plan: StepPlan) -> NDArray[np.int64]:
+    """Rows of the ragged batch whose logits score a prompt; most steps have none."""
+    rows: list[int] = []
+    if any(slice_.request.scores_prompt for slice_ in plan.slices):
+        first = 0
+        for slice_ in plan.slices:
+            rows += [first + place - slice_.start for place in slice_.to_score]
+            first += slice_.num_tokens
+    return np.array(rows, np.int64)

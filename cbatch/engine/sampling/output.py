@@ -1,0 +1,150 @@
+"""From a step's logits to what each of its requests gets: a token, its log-probabilities, scores of the prompt."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.engine.base.errors import RequestError
+from cbatch.engine.base.outputs import Sample, TokenLogprobs
+from cbatch.engine.runtime.batch import Coming, Logits
+from cbatch.engine.runtime.transfer import to_device
+from cbatch.engine.sampling.logprobs import Scores
+from cbatch.engine.sampling.processors import Processors
+from cbatch.engine.sampling.sampler import Chosen, sample
+from cbatch.engine.scheduler.output import StepPlan, StepResult
+from cbatch.engine.scheduler.request import Request
+from cbatch.engine.structured.compiler import Guide, Masks
+
+NAN = RequestError("nan_logits", "The model's output for this request is not a number.")
+NOTHING_LEFT = RequestError(
+    "invalid_row", "No token is left to choose from: bad_words, min_tokens or logit_bias forbid what the form needs."
+)
+
+
+class Evaluation:
+    """A step whose tokens are being chosen; what the host is to know of them is on its way."""
+
+    def __init__(
+        self, plan: StepPlan, logits: Logits, scored: NDArray[np.bool_] | None = None, masks: Masks | None = None
+    ) -> None:
+        """Begins to sample a token for each request of a step that gets one, and to score prompts.
+
+        Of each request, all tokens before that one have to be known.
+
+        logits:  of R rows in the order of the ragged batch
+        scored:  [R] bool, which of them score prompts; None where none does
+        masks:   what the forms of outputs leave to the plan's `guides`; None where there are none
+        """
+        self.plan = plan
+        self._scores: Scores | None = None
+        if scored is not None:
+            self._scores = _begin_scores(plan, _pick(logits.values, np.flatnonzero(scored)))
+            logits = Logits(_pick(logits.values, np.flatnonzero(~scored)))
+        self._requests = requests = [slice_.request for slice_ in plan.to_sample]
+        self._guided = _guided(requests)
+        self._masks = masks
+        allowed = masks.allowed if masks is not None else None
+        self._chosen: Chosen | None = None
+        self._logprobs: Scores | None = None
+        if requests:
+            processed = values = logits.values
+            likeliest = logits.likeliest
+            if allowed is not None or any(request.changes_logits for request in requests):
+                processed = Processors.build(requests, values.device).apply(values, allowed, self._guided)
+                likeliest = None
+            self._chosen = sample(processed, requests, likeliest)
+            self._logprobs = _begin_logprobs(requests, values, self._chosen)
+
+    @property
+    def coming(self) -> Coming:
+        """The tokens on the device, for the next step."""
+        tokens = self._chosen.tokens if self._chosen is not None else torch.empty(0, dtype=torch.int64)
+        return Coming(tokens, {request: row for row, request in enumerate(self._requests)})
+
+    def get(self) -> StepResult:
+        """What came of it, as soon as it is there."""
+        token_ids, largest = self._chosen.get() if self._chosen is not None else ([], [])
+        scores = self._get_scores()
+        found = iter(self._logprobs.get() if self._logprobs is not None else ())
+        logprobs = [next(found) if request.params.logprobs is not None else None for request in self._requests]
+        wrong = [
+            None if math.isfinite(value) else _what_is_wrong(value, request)
+            for value, request in zip(largest, self._requests, strict=True)
+        ]
+        errors = self._masks.errors if self._masks is not None else ()
+        for row, sentence in zip(self._guided, errors, strict=True):
+            guide = self._requests[row].guide
+            if sentence is not None:
+                wrong[row] = RequestError("invalid_row", sentence)
+            elif guide is not None and guide.is_finished:  # nothing is left because nothing more may come
+                wrong[row] = None
+        _mark_broken_scores(self.plan, scores, wrong)
+        return StepResult([Sample(*row) for row in zip(token_ids, logprobs, wrong, strict=True)], scores)
+
+    def _get_scores(self) -> list[list[TokenLogprobs]]:
+        """By slice."""
+        if self._scores is None:
+            return []
+        found = iter(self._scores.get())
+        return [[next(found) for _ in slice_.to_score] for slice_ in self.plan.to_score]
+
+
+def guides(plan: StepPlan) -> list[Guide]:
+    """Those of the requests that get a token from a plan, in their order."""
+    requests = [slice_.request for slice_ in plan.to_sample]
+    return [requests[row].guide for row in _guided(requests)]  # type: ignore[misc]
+
+
+def _guided(requests: list[Request]) -> list[int]:
+    """Rows whose outputs have a form, and go on."""
+    return [row for row, request in enumerate(requests) if request.guide is not None and not request.has_ended]
+
+
+def _pick(rows: Tensor, places: NDArray[np.int64]) -> Tensor:
+    return rows.index_select(0, to_device([places], rows.device)[0])
+
+
+def _what_is_wrong(largest: float, request: Request) -> RequestError:
+    """Why no token can be chosen, where the largest logit is not finite after all that was asked for."""
+    params = request.params
+    forbids = request.guide is not None or params.logit_bias or request.bad_words or request.min_tokens > 0
+    return NOTHING_LEFT if largest == -math.inf and forbids else NAN
+
+
+def _begin_scores(plan: StepPlan, logits: Tensor) -> Scores:
+    """Log-probabilities of the prompt tokens that follow the rows of logits [N, V]."""
+    token_ids, counts = [], []
+    for slice_ in plan.to_score:
+        places, request = slice_.to_score, slice_.request
+        token_ids += request.token_ids[places.start + 1 : places.stop + 1]
+        counts += [request.params.prompt_logprobs or 0] * len(places)
+    return Scores(logits, to_device([np.array(token_ids, np.int64)], logits.device)[0], counts)
+
+
+def _begin_logprobs(requests: list[Request], logits: Tensor, chosen: Chosen) -> Scores | None:
+    """Log-probabilities of the tokens that were chosen, for requests that ask for them; None where none does."""
+    rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
+    if not rows:
+        return None
+    places = np.array(rows)
+    return Scores(
+        _pick(logits, places), _pick(chosen.tokens, places), [requests[row].params.logprobs or 0 for row in rows]
+    )
+
+
+def _mark_broken_scores(plan: StepPlan, scores: list[list[TokenLogprobs]], wrong: list[RequestError | None]) -> None:
+    """A prompt with a score that is not a number, in this chunk or an earlier one, has none at all."""
+    now = {slice_.request: found for slice_, found in zip(plan.to_score, scores, strict=True)}
+    for row, slice_ in enumerate(plan.to_sample):
+        request = slice_.request
+        if (
+            request.scores_prompt
+            and request.num_generated == 0
+            and any(math.isnan(one.logprob) for one in (*request.scored, *now.get(request, ())))
+        ):
+            wrong[row] = NAN

@@ -1,0 +1,141 @@
+"""Logits processors: what requests ask to change in their logits before a token is chosen.
+
+All rows of a step at once, and only those that ask for something; the order is that of transformers: bias,
+repetition penalty, presence and frequency penalties, then what is forbidden: words, early ends, other forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.runtime.transfer import to_device
+from cbatch.engine.scheduler.request import Request, TokenCounts
+
+Places = tuple[Tensor, Tensor]
+"""Places in logits [R, V]: rows and token ids, each [N] int64."""
+
+
+def _places(rows: Sequence[int], tokens: Sequence[Sequence[int]], device: torch.device) -> Places:
+    """`tokens[i]` are those of row `rows[i]`."""
+    counts = [len(ids) for ids in tokens]
+    ids = np.fromiter(chain.from_iterable(tokens), np.int64, sum(counts))
+    there = to_device([np.repeat(np.array(rows, np.int64), counts), ids], device)
+    return there[0], there[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Penalties of some rows: the places of the tokens they touch, and for each place [N] how often that token was
+    generated, and the row's three factors.
+    """
+
+    places: Places
+    counts: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+
+    @classmethod
+    def build(cls, counts: dict[int, TokenCounts], requests: Sequence[Request], device: torch.device) -> Penalties:
+        """`counts`: tokens of the rows that have penalties."""
+        sizes = [len(one.tokens) for one in counts.values()]
+
+        def column(name: str) -> NDArray[np.float32]:
+            return np.repeat(np.array([getattr(requests[row].params, name) for row in counts], np.float32), sizes)
+
+        tokens = np.concatenate([np.frombuffer(one.tokens, np.int64) for one in counts.values()])
+        generated = np.concatenate([np.frombuffer(one.counts, np.int64) for one in counts.values()])
+        rows = np.repeat(np.array(list(counts), np.int64), sizes)
+        columns = [column(f"{name}_penalty") for name in ("repetition", "presence", "frequency")]
+        rows_there, tokens_there, *others = to_device([rows, tokens, generated, *columns], device)
+        return cls((rows_there, tokens_there), *others)
+
+    def apply(self, logits: Tensor) -> None:
+        """Changes logits [R, V] float32 in place.
+
+        Presence and frequency: https://platform.openai.com/docs/api-reference, "frequency and presence penalties".
+        """
+        touched = logits[self.places]
+        touched = torch.where(touched < 0, touched * self.repetition, touched / self.repetition)
+        logits[self.places] = touched - self.counts * self.frequency - (self.counts > 0) * self.presence
+
+
+def counts_for(params: SamplingParams, prompt: Sequence[int]) -> TokenCounts | None:
+    """What a request's penalties have to know; None where it has none."""
+    if params.repetition_penalty != 1:
+        return TokenCounts(prompt)
+    return TokenCounts() if params.presence_penalty != 0 or params.frequency_penalty != 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Processors:
+    """What the R rows of a step ask for; a part that no row asks for is None and costs nothing.
+
+    forbidden:  tokens that may not come now: the ends of bad words, and end tokens before min_tokens
+    """
+
+    bias: tuple[Places, Tensor] | None
+    penalties: Penalties | None
+    forbidden: Places | None
+
+    @classmethod
+    def build(cls, requests: Sequence[Request], device: torch.device) -> Processors:
+        biased = [row for row, request in enumerate(requests) if request.params.logit_bias]
+        counts = {row: r.counts for row, r in enumerate(requests) if r.counts is not None and r.counts.tokens}
+        forbidden = {row: tokens for row, request in enumerate(requests) if (tokens := _forbidden(request))}
+        return cls(
+            bias=_bias(biased, requests, device) if biased else None,
+            penalties=Penalties.build(counts, requests, device) if counts else None,
+            forbidden=_places(list(forbidden), list(forbidden.values()), device) if forbidden else None,
+        )
+
+    def apply(self, logits: Tensor, allowed: Tensor | None = None, guided: Sequence[int] = ()) -> Tensor:
+        """Logits [R, V] as the rows want them, in float32 where any of them wants something; the given ones stay.
+
+        allowed: [G, V] bool, tokens that the forms of rows `guided` leave
+        """
+        if all(part is None for part in (self.bias, self.penalties, self.forbidden, allowed)):
+            return logits
+        logits = logits.to(torch.float32, copy=True)
+        if self.bias is not None:
+            places, values = self.bias
+            logits.index_put_(places, values, accumulate=True)
+        if self.penalties is not None:
+            self.penalties.apply(logits)
+        if self.forbidden is not None:
+            logits[self.forbidden] = float("-inf")
+        if allowed is not None:
+            rows, left = to_device([np.array(guided, np.int64), allowed.numpy()], logits.device)
+            logits[rows] = logits[rows].masked_fill(~left, float("-inf"))
+        return logits
+
+
+def _bias(rows: list[int], requests: Sequence[Request], device: torch.device) -> tuple[Places, Tensor]:
+    pairs = [_as_arrays(requests[row].params.logit_bias) for row in rows]
+    repeated = np.repeat(np.array(rows, np.int64), [len(tokens) for tokens, _ in pairs])
+    tokens, values = (np.concatenate(arrays) for arrays in zip(*pairs, strict=True))
+    rows_there, tokens_there, values_there = to_device([repeated, tokens, values], device)
+    return (rows_there, tokens_there), values_there
+
+
+@lru_cache(maxsize=256)
+def _as_arrays(bias: tuple[tuple[int, float], ...]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Token ids and values of a bias, which is the same in every step."""
+    return np.array([token for token, _ in bias], np.int64), np.array([value for _, value in bias], np.float32)
+
+
+def _forbidden(request: Request) -> list[int]:
+    """Tokens that would complete a bad word or end the output too early."""
+    early = sorted(request.stop_ids) if request.num_generated < request.min_tokens else []
+    ids = request.token_ids
+    ends = [word[-1] for word in request.bad_words if len(word) == 1 or ids[1 - len(word) :] == word[:-1]]
+    return early + ends

@@ -1,0 +1,237 @@
+"""From logits to tokens, one row for each request that gets a token in this step.
+
+Randomness needs no generator: every (seed, sample, position, token id) has its own uniform number, made by
+hashing the four (counter-based noise, as in Salmon et al., SC '11). A row's draw is the token with the largest
+`logit / temperature + Gumbel noise` among those the filters keep, which is a draw from the softmax (the Gumbel
+trick). So neither the neighbours of a row nor the order, chunking or repetition of steps can change it.
+
+Here the definition stands in operations of torch. Float32 on the CPU goes through `cpu/sampling.py`, a GPU through
+`gpu/sampling.py`; they draw the same tokens many times faster, and may differ from it only where two tokens are as good
+to the last places of a float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.engine.runtime.batch import Likeliest
+from cbatch.engine.runtime.threads import num_threads
+from cbatch.engine.runtime.transfer import ToHost, to_device
+from cbatch.engine.scheduler.request import Request
+
+_MASK32 = 0xFFFFFFFF
+_MASK64 = 0xFFFFFFFFFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The D rows of a step that are drawn at random.
+
+    restricted  whether any of them filters its tokens
+    In their order: temperature, top_k (0: all), top_p, min_p [D] and noise keys [D, 2] int64.
+    """
+
+    restricted: bool
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    keys: Tensor
+
+    @classmethod
+    def build(cls, rows: list[int], requests: list[Request], device: torch.device) -> Draw:
+        params = [requests[row].params for row in rows]
+        (words,) = to_device([row_words([requests[row] for row in rows])], device)
+        return cls(
+            restricted=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
+            temperature=words[0].view(torch.float32),
+            top_k=words[3].long(),
+            top_p=words[1].view(torch.float32),
+            min_p=words[2].view(torch.float32),
+            keys=words[4:].T.contiguous().long() & _MASK32,
+        )
+
+
+def row_words(requests: list[Request]) -> NDArray[np.int32]:
+    """How each of R rows is drawn, as [6, R] int32, so that one copy brings it to a device.
+
+    temperature (0 for greedy rows), top_p and min_p, as the bits of a float32; top_k (0: all); the noise key
+    """
+    params = [request.params for request in requests]
+    temperatures = [0.0 if p.greedy else p.temperature for p in params]
+    shares = np.array([temperatures, [p.top_p for p in params], [p.min_p for p in params]], np.float32)
+    top_k = np.array([[p.top_k for p in params]], np.int32)
+    seeds = np.array([request.seed & _MASK64 for request in requests], np.uint64)
+    samples = np.array([request.sample_index for request in requests], np.uint64)
+    positions = np.array([len(request.token_ids) for request in requests], np.uint64)
+    return np.concatenate([shares.view(np.int32), top_k, noise_keys(seeds, samples, positions).view(np.int32)])
+
+
+class Chosen(Protocol):
+    """Tokens that were chosen, on their way to the host."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """[R] int64, where they were chosen."""
+
+    def get(self) -> tuple[list[int], list[float]]:
+        """The tokens and the largest logit of each row, as soon as they are there.
+
+        A row whose largest logit is not finite has no meaningful token: its logits are no numbers, or nothing is
+        allowed.
+        """
+
+
+class _OnHost(NamedTuple):
+    ids: NDArray[np.int64]
+    largest: NDArray[np.float32]
+
+    @property
+    def tokens(self) -> Tensor:
+        return torch.from_numpy(self.ids)
+
+    def get(self) -> tuple[list[int], list[float]]:
+        return self.ids.tolist(), self.largest.tolist()
+
+
+class _OnDevice:
+    """Brings both to the host by one copy."""
+
+    def __init__(self, tokens: Tensor, largest: Tensor) -> None:
+        self.tokens = tokens
+        self._both = ToHost(torch.stack((tokens.double(), largest.double())))
+
+    def get(self) -> tuple[list[int], list[float]]:
+        (pair,) = self._both.get()
+        return pair[0].long().tolist(), pair[1].tolist()
+
+
+def sample(logits: Tensor, requests: list[Request], likeliest: Likeliest | None = None) -> Chosen:
+    """Chooses a token for each row of logits [R, V]. On a GPU nobody waits for that.
+
+    likeliest: of these logits, where they are known
+    """
+    drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
+    if likeliest is not None or (logits.dtype == torch.float32 and logits.device.type == "cpu"):
+        tokens, largest = likeliest or _likeliest(logits)
+        if drawn:
+            tokens = tokens.copy()
+            tokens[drawn] = _draw_on_host(logits, drawn, Draw.build(drawn, requests, logits.device))
+        return _OnHost(tokens, largest)
+    if drawn and logits.device.type == "cuda" and (sample_rows := _gpu_kernel()):
+        return _OnDevice(*sample_rows(logits, to_device([row_words(requests)], logits.device)[0]))
+    most, best = logits.max(dim=-1)
+    if drawn:
+        best[drawn] = _draw(logits[drawn].float(), Draw.build(drawn, requests, logits.device))
+    return _OnDevice(best, most)
+
+
+def _likeliest(logits: Tensor) -> Likeliest:
+    rows = logits.numpy()
+    tokens = rows.argmax(axis=-1)  # many times faster than torch's
+    return Likeliest(tokens, rows[np.arange(len(rows)), tokens])
+
+
+@cache
+def _gpu_kernel() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """None where Triton is not installed."""
+    try:
+        from cbatch.engine.kernels.triton.sampling import sample_rows
+    except ImportError:
+        return None
+    return sample_rows
+
+
+def _draw_on_host(logits: Tensor, rows: list[int], draw: Draw) -> NDArray[np.int64]:
+    try:
+        from cbatch.engine.kernels.cpu.sampling import Rules, draw_tokens
+        from cbatch.engine.kernels.cpu.team import shared_team
+    except ImportError:  # numba is not made for every Python
+        return _draw(logits[rows], draw).numpy()
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    stride, vocabulary = logits.stride(0), logits.shape[1]
+    flat = logits.detach().as_strided(((len(logits) - 1) * stride + vocabulary,), (1,)).numpy()
+    rules = Rules(
+        np.array(rows, np.int64) * stride,
+        draw.temperature.numpy(),
+        draw.top_k.numpy(),
+        draw.top_p.numpy(),
+        draw.min_p.numpy(),
+        draw.keys.numpy().astype(np.uint32),
+    )
+    return draw_tokens(shared_team(num_threads()), flat, vocabulary, rules)
+
+
+def _draw(logits: Tensor, draw: Draw) -> Tensor:
+    logits = logits / draw.temperature[:, None]
+    if not draw.restricted:
+        noise = gumbel_noise(draw.keys, torch.arange(logits.shape[-1], device=logits.device)[None])
+        return (logits + noise).argmax(dim=-1)
+    logits, ids = logits.sort(dim=-1, descending=True, stable=True)
+    kept = _kept(logits, draw)
+    width = int(kept.sum(dim=-1).max())
+    logits, ids, kept = logits[:, :width], ids[:, :width], kept[:, :width]
+    noisy = (logits + gumbel_noise(draw.keys, ids)).masked_fill(~kept, float("-inf"))
+    return ids.gather(1, noisy.argmax(dim=-1, keepdim=True)).squeeze(1)
+
+
+def _kept(logits: Tensor, draw: Draw) -> Tensor:
+    """Which of the sorted tokens [D, V] pass top-k, then top-p, then min-p, each on what the one before left."""
+    vocabulary = logits.shape[-1]
+    top_k = torch.where(draw.top_k > 0, draw.top_k, vocabulary)
+    kept = torch.arange(vocabulary, device=logits.device)[None] < top_k[:, None]
+    # Tokens as likely as the k-th stay too, as in transformers' TopKLogitsWarper.
+    kth = logits.gather(1, (top_k.clamp(max=vocabulary) - 1)[:, None])
+    kept |= logits >= kth
+    probabilities = torch.softmax(logits.masked_fill(~kept, float("-inf")), dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    kept &= (before < draw.top_p[:, None]) | (draw.top_p[:, None] >= 1)
+    kept &= probabilities >= draw.min_p[:, None] * probabilities[:, :1]
+    kept[:, 0] = True  # the likeliest always stays, also in a row that is NaN and marked as such
+    return kept
+
+
+def noise_key(seed: int, sample_index: int, position: int) -> tuple[int, int]:
+    """Two 32-bit words that stand for one draw: see `noise_keys`."""
+    words = np.array([[seed & _MASK64], [sample_index], [position]], np.uint64)
+    high, low = noise_keys(*words)[:, 0].tolist()
+    return high, low
+
+
+def noise_keys(
+    seeds: NDArray[np.uint64], samples: NDArray[np.uint64], positions: NDArray[np.uint64]
+) -> NDArray[np.uint32]:
+    """Two 32-bit words [2, N] for each of N draws: splitmix64 over the row's seed, sample number and position."""
+    state = seeds
+    for words in (samples, positions):
+        state = state + np.uint64(0x9E3779B97F4A7C15) * (words + np.uint64(1))  # all of it modulo 2^64
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state = state ^ (state >> np.uint64(31))
+    return np.stack([state >> np.uint64(32), state]).astype(np.uint32)
+
+
+def gumbel_noise(keys: Tensor, ids: Tensor) -> Tensor:
+    """Standard Gumbel noise for keys [D, 2] and token ids [D or 1, N]: float32 [D, N]."""
+    words = _mix(_mix(ids ^ keys[:, :1]) ^ keys[:, 1:])
+    # The exponential's small values decide who wins, so it is built from the end where float32 is fine.
+    uniform = ((words.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)  # rounding must not make it 1
+    return -torch.log(-torch.log1p(-uniform))
+
+
+def _mix(words: Tensor) -> Tensor:
+    """A 32-bit integer hash on int64 tensors (the finalizer of MurmurHash3, public domain)."""
+    words = words ^ (words >> 16)
+    words = (words * 0x85EBCA6B) & _MASK32
+    words = words ^ (words >> 13)
+    words = (words * 0xC2B2AE35) & _MASK32
+    return words ^ (words >> 16)

@@ -1,0 +1,75 @@
+"""What one step computes, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from cbatch.engine.base.outputs import Sample, TokenLogprobs
+from cbatch.engine.scheduler.request import Request
+
+
+class Slice(NamedTuple):
+    """Tokens `start .. stop-1` of one request, computed in one step.
+
+    is_last:  whether the request's last token is among them, so that its next one can be sampled
+    blocks:   those of the request; the very list, by which one can tell whether it still holds them
+    to_score: places whose logits tell how likely the prompt's next token was, where that is asked for and not known
+    """
+
+    request: Request
+    start: int
+    stop: int
+    is_last: bool
+    blocks: list[int]
+    to_score: range = range(0)
+
+    @classmethod
+    def of(cls, request: Request, most: int) -> Slice:
+        """The next tokens of a request, `most` at most."""
+        start, wanted = request.num_computed, request.num_tokens
+        stop = min(wanted, start + most)
+        to_score = range(0)
+        if request.scores_prompt:
+            to_score = range(max(start, len(request.scored)), min(stop, request.num_prompt - 1))
+        return cls(request, start, stop, stop == wanted, request.blocks, to_score)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """The slices of one step, at most one for a request, and the requests that entered with it."""
+
+    slices: list[Slice] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(slice_.num_tokens for slice_ in self.slices)
+
+    @property
+    def num_decoding(self) -> int:
+        """Rows that decode: a slice of one token that is not a prompt's first."""
+        return sum(slice_.is_last and slice_.num_tokens == 1 and slice_.start > 0 for slice_ in self.slices)
+
+    @property
+    def to_sample(self) -> list[Slice]:
+        """Slices whose requests get a token from this step, in slice order."""
+        return [slice_ for slice_ in self.slices if slice_.is_last]
+
+    @property
+    def to_score(self) -> list[Slice]:
+        """Slices that hold tokens of a prompt to be scored, in slice order."""
+        return [slice_ for slice_ in self.slices if slice_.to_score]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step has computed: a sample for each of the plan's `to_sample`, scores for each of its `to_score`."""
+
+    samples: Sequence[Sample]
+    scores: Sequence[Sequence[TokenLogprobs]] = ()

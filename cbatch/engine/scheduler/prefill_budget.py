@@ -1,0 +1,64 @@
+"""Which prompts get the tokens of a step that rows that decode leave to prompts, or that a limit leaves.
+
+Whoever enters goes first, then the prompts that run, shortest remaining first: a short prompt does not wait for a long
+one that came before it. But half of the tokens are the oldest prompt's, so that none waits for ever, and all that it
+wants where the step can finish it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cbatch.engine.scheduler.request import Request
+
+Rank = tuple[int, int, int]
+
+
+def rank(request: Request) -> Rank:
+    """The order of a step: priority, then decoding (0), entering (1) and prefill, the shortest first, then age."""
+    if request.is_decoding:
+        return request.priority, 0, request.id
+    return request.priority, request.num_pending if request.is_running else 1, request.id
+
+
+class PromptShares:
+    """Says how many tokens of a step each prompt may have; asked in the order of `rank`.
+
+    limit: most tokens of all prompts; None for no limit. It holds for those that come behind a row that decodes,
+           which are no more urgent than that.
+    is_limited: whether such a row has been planned
+    """
+
+    def __init__(self, limit: int | None, running: Iterable[tuple[Rank, Request]]) -> None:
+        self.is_limited = False
+        self._left = limit
+        self._kept: dict[int, int] = {}
+        self._oldest: dict[int, Request] = {}
+        for (priority, pending, _), request in running:
+            if pending and request.id <= self._oldest.get(priority, request).id:
+                self._oldest[priority] = request
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the limit leaves no more to prompts."""
+        return self.is_limited and self._left == 0
+
+    def allow(self, request: Request, budget: int) -> int:
+        """Most tokens that a prompt may have of the `budget` that is left in the step."""
+        if self.is_limited and self._left is not None:
+            budget = min(budget, self._left)
+        oldest = self._oldest.get(request.priority)
+        if oldest is None or request.id <= oldest.id:  # it was preempted meanwhile only if all younger ones were
+            return budget
+        kept = self._kept.get(request.priority)
+        if kept is None:
+            wanted = oldest.num_pending
+            kept = self._kept[request.priority] = wanted if wanted <= budget else -(-budget // 2)
+        return budget - kept
+
+    def take(self, request: Request, count: int) -> None:
+        """A prompt gets so many tokens."""
+        if self._left is not None:
+            self._left = max(self._left - count, 0)
+        if request is self._oldest.get(request.priority):
+            self._kept[request.priority] = 0

@@ -1,0 +1,205 @@
+"""One generation in flight, and the event it emits for each token."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cbatch.engine.base.errors import RequestError
+from cbatch.engine.base.outputs import FinishReason, Sample, Text, TokenEvent, TokenLogprobs
+from cbatch.engine.base.params import SamplingParams
+
+
+class TextSink(Protocol):
+    """Turns a request's tokens into text as they come (see `detokenizer.TextStream` and `detokenizer.LateText`)."""
+
+    @property
+    def stop_reason(self) -> str | None:
+        """The stop string that was found, if one was."""
+
+    def push(self, token_id: int, *, may_stop: bool) -> Text:
+        """Text that is safe to show now that this token is known."""
+
+    def flush(self) -> Text:
+        """What was still held back, at the end of the output."""
+
+
+class TokenGuide(Protocol):
+    """Follows an output whose form is given (see `structured.Guide`)."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the output is whole and nothing can follow it."""
+
+    def accept(self, token_id: int) -> None:
+        """Goes on by one token of the output."""
+
+
+class TokenCounts:
+    """The different tokens of a text, and how often each of them was generated.
+
+    tokens, counts: arrays of 64-bit integers of one length
+    """
+
+    def __init__(self, prompt: Iterable[int] = ()) -> None:
+        """`prompt`: tokens that count as known, and as generated zero times."""
+        self._places = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
+        self.tokens = array("q", self._places)
+        self.counts = array("q", bytes(8 * len(self._places)))
+
+    def add(self, token_id: int) -> None:
+        """One more that was generated."""
+        place = self._places.setdefault(token_id, len(self.tokens))
+        if place == len(self.tokens):
+            self.tokens.append(token_id)
+            self.counts.append(0)
+        self.counts[place] += 1
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """Prompt and generated tokens in one list; how many of them are in the KV cache; which blocks hold them.
+
+    Invariant: the keys and values of `token_ids[:num_computed]` are in the cache, in the slots of `blocks`;
+    of `token_ids[:num_cached]` they were there already when it first entered.
+    There is no prefill or decode state: a request wants `num_tokens - num_computed` more tokens computed,
+    and when the last one has been, it gets a new token. Ids grow with arrival, so a smaller id is older.
+    A step that is planned counts as computed, and the token that it will give is coming: it has its place among the
+    `num_tokens` before anybody on the host knows which one it is.
+
+    bad_words: sequences of tokens that may not be generated
+    guide:     follows the output where its form is given
+    counts:    tokens that penalties look at
+    changes_logits: whether its parameters ask for that, before a token is chosen; most do not
+    num_coming: tokens that steps in flight will give it; `token_ids` holds those that are known
+    num_setbacks: how often requests of the same priority preempted it
+    has_ended: whether its last event was made, or it was cancelled; what steps in flight still give it is dropped
+    scored:    log-probabilities of the prompt's tokens from the second on, as far as they are known
+    """
+
+    id: int
+    token_ids: list[int]
+    params: SamplingParams
+    max_new_tokens: int
+    seed: int = 0
+    sample_index: int = 0
+    priority: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    text: TextSink | None = None
+    bad_words: Sequence[Sequence[int]] = ()
+    guide: TokenGuide | None = None
+    counts: TokenCounts | None = None
+    changes_logits: bool = field(init=False)
+    num_prompt: int = field(init=False)
+    num_computed: int = 0
+    num_coming: int = 0
+    num_cached: int = 0
+    num_preemptions: int = 0
+    num_setbacks: int = 0
+    has_ended: bool = False
+    scored: list[TokenLogprobs] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.token_ids)
+        self.changes_logits = bool(self.bad_words) or self.params.changes_logits
+
+    @property
+    def num_tokens(self) -> int:
+        """Known and coming."""
+        return len(self.token_ids) + self.num_coming
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that no step has been planned for, at least 1 between steps."""
+        return len(self.token_ids) + self.num_coming - self.num_computed
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether one token of work gives the next token; true for the last token of a prefill too."""
+        return self.num_computed > 0 and self.num_computed + 1 == len(self.token_ids) + self.num_coming
+
+    @property
+    def needs_no_step(self) -> bool:
+        """Whether the last token that it may have is coming."""
+        return self.num_coming > 0 and self.num_generated + self.num_coming >= self.max_new_tokens
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it holds a seat: running requests own blocks, waiting ones own none."""
+        return bool(self.blocks)
+
+    @property
+    def min_tokens(self) -> int:
+        """Tokens before which nothing ends the output; a form that is given says itself when it is whole."""
+        return 0 if self.guide is not None else self.params.min_tokens
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.params.prompt_logprobs is not None
+
+    @property
+    def is_to_score(self) -> bool:
+        """Whether tokens of its prompt have no score yet that are to have one."""
+        return self.scores_prompt and len(self.scored) < self.num_prompt - 1
+
+    def accept(self, sample: Sample) -> TokenEvent:
+        """Appends a sampled token and says what came of it. A request that breaks, in its text say, harms no other."""
+        try:
+            return self._accept(sample)
+        except RequestError as error:
+            return self.fail(error)
+        except Exception as error:
+            return self.fail(RequestError("internal_error", f"The request failed: {error!r}"))
+
+    def _accept(self, sample: Sample) -> TokenEvent:
+        if sample.error is not None:
+            return self.fail(sample.error)
+        if self.max_new_tokens == 0 or (self.guide is not None and self.guide.is_finished):
+            reason: FinishReason = "length" if self.max_new_tokens == 0 else "stop"
+            return self._last(None, "", reason)
+        token_id = sample.token_id
+        self.token_ids.append(token_id)
+        if self.counts is not None:
+            self.counts.add(token_id)
+        may_stop = self.num_generated >= self.min_tokens
+        if may_stop and token_id in self.stop_ids:
+            return self._last(sample, "", "stop")
+        text = self.text.push(token_id, may_stop=may_stop) if self.text is not None else ""
+        if self.text is not None and self.text.stop_reason is not None:
+            return self._event(sample, text, "stop", self.text.stop_reason)
+        if self.guide is not None:
+            self.guide.accept(token_id)
+            if self.guide.is_finished:
+                return self._last(sample, text, "stop")
+        if self.num_generated >= self.max_new_tokens:
+            return self._last(sample, text, "length")
+        return self._event(sample, text)
+
+    def fail(self, error: RequestError) -> TokenEvent:
+        """The event of a request that ends without a further token."""
+        return TokenEvent(self.id, None, finish_reason="error", error=error, sample_index=self.sample_index)
+
+    def _last(self, sample: Sample | None, text: Text, reason: FinishReason) -> TokenEvent:
+        return self._event(sample, text + self.text.flush() if self.text is not None else text, reason)
+
+    def _event(
+        self, sample: Sample | None, text: Text, reason: FinishReason | None = None, stop_reason: str | None = None
+    ) -> TokenEvent:
+        return TokenEvent(
+            self.id,
+            sample.token_id if sample is not None else None,
+            text,
+            reason,
+            stop_reason,
+            cached_tokens=self.num_cached,
+            sample_index=self.sample_index,
+            logprobs=sample.logprobs if sample is not None else None,
+            prompt_logprobs=self.scored if self.scores_prompt and self.num_generated == bool(sample) else None,
+        )

@@ -1,0 +1,100 @@
+"""Where one output stands in its grammar, and which tokens may come next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+
+from cbatch.engine.base.errors import RequestError
+from cbatch.engine.structured.sandbox import is_dead_end
+
+FAILED = "The output's constraint could not be kept: "
+TOO_COMPLEX = "it is too complex at this place."
+
+
+class Grammar:
+    """A compiled constraint; made by `Constraints.compile`, and any number of requests share it."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._matcher = matcher
+
+    def new_matcher(self) -> Any:
+        """A matcher at the beginning, which shares nothing that changes: others do not decide what its limits allow."""
+        return self._matcher.deep_copy()
+
+
+class Guide:
+    """Where one request's output stands in its grammar. One thread uses it at a time.
+
+    `error` is a sentence once something has failed; nothing more comes of it then.
+    """
+
+    def __init__(
+        self, grammar: Grammar, stop_ids: Collection[int], begins_after: Callable[[list[int]], bool] | None = None
+    ) -> None:
+        """
+        stop_ids:     allowed where the output may end
+        begins_after: whether the form begins behind the tokens so far, of an output that begins with something else
+        """
+        self.vocab_size = grammar.vocab_size
+        self.error: str | None = None
+        self._stop_ids = frozenset(stop_ids)
+        self._stops = np.array(sorted(self._stop_ids), dtype=np.int64)
+        self._matcher = grammar.new_matcher()
+        self._begins_after = begins_after
+        self._before: list[int] = []
+        self._is_ended = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text so far is a whole match, so that an end token may come."""
+        return self.error is None and self._begins_after is None and bool(self._matcher.is_accepting())
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing can follow: the text is a whole match and no other begins with it, or an end token came."""
+        return self._is_ended or (self.is_complete and bool(self._matcher.is_stopped()))
+
+    def accept(self, token_id: int) -> None:
+        """Takes in a token of the output, also one of an output that is begun anew.
+
+        Raises RequestError (`invalid_row`) for a token that the grammar does not allow here.
+        """
+        if self._begins_after is not None:
+            self._before.append(token_id)
+            if self._begins_after(self._before):
+                self._begins_after = None
+            return
+        if self.error is None and token_id in self._stop_ids and self.is_complete:
+            self._is_ended = True
+            return
+        if self.error is None and (self._is_ended or not self._matcher.consume_token(token_id)):
+            is_limit = str(self._matcher.stop_reason()).endswith("TooComplex")
+            self.error = FAILED + (TOO_COMPLEX if is_limit else f"token {token_id} is not allowed where it came.")
+        if self.error is not None:
+            raise RequestError("invalid_row", self.error)
+
+    def fill(self, allowed: np.ndarray) -> str | None:
+        """Writes which tokens may come into a row [V] bool; returns a sentence where that fails.
+
+        Stop ids may come exactly where the text is complete, other special tokens never. Where the output is finished
+        and there are no stop ids, nothing may come.
+        """
+        if self._begins_after is not None:
+            allowed[:] = True
+            allowed[self._stops] = False
+            return None
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():
+            return FAILED + ("no text can follow here." if is_dead_end(self._matcher) else TOO_COMPLEX)
+        allowed[:] = np.unpackbits(bits, bitorder="little", count=self.vocab_size)
+        allowed[self._stops] = False
+        is_complete = self.is_complete
+        self._is_ended |= is_complete and not allowed.any()
+        if self._is_ended:
+            allowed[:] = False
+        allowed[self._stops] = is_complete
+        return None if is_complete or allowed.any() else f"{FAILED}no token of the model can come next."

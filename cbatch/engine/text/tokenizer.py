@@ -1,0 +1,227 @@
+"""From what people write to token ids: plain text, or messages through the model's chat template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date
+from functools import cached_property, lru_cache, partial
+from typing import Any
+
+from cbatch.engine.base.errors import RequestError
+from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.scheduler.request import TextSink
+from cbatch.engine.text.chat_template import render_chat
+from cbatch.engine.text.detokenizer import PROMPT_TAIL, LateText, TextStream, TokenBytes
+from cbatch.engine.text.fast_loader import TextTokenizer
+from cbatch.engine.text.reasoning import AnswerFormat, template_messages
+
+FIXED_DATE = date(2024, 7, 26)
+"""What templates are told is today where nobody says: the date that Llama's own falls back on without a clock."""
+
+Message = Mapping[str, Any]
+"""`{"role": ..., "content": ...}` with text content; beside tool calls there may be none."""
+
+Prompt = str | Sequence[int] | Mapping[str, Sequence[Message]]
+"""Text, token ids, or a conversation: `{"messages": [{"role": "user", "content": "Hi"}]}`, perhaps with `tools`."""
+
+_Objects = list[dict[str, Any]]
+
+
+class ChatTokenizer:
+    """A model's tokenizer and chat template.
+
+    Special tokens that a person writes in a message stay text; only the template's own are special.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.backend = tokenizer.backend
+        self._pieces = TokenBytes(self.backend)
+        self._spellings = lru_cache(maxsize=256)(self._spell_out)
+        added = self.backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(number for number, token in added.items() if token.special)
+        special = sorted((added[number].content for number in self.special_ids), key=len, reverse=True)
+        self._special_pattern = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+
+    @property
+    def templates(self) -> str | dict[str, str] | None:
+        """The chat template, or several by name."""
+        return self._tokenizer.chat_template
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source; of several, the one that serves when nothing else is asked for."""
+        template = self.templates
+        return template.get("default") if isinstance(template, dict) else template
+
+    @cached_property
+    def answer_format(self) -> AnswerFormat:
+        """The form of the model's output; a template of its own for tools counts too."""
+        template = self.templates
+        return AnswerFormat.of_template("\n".join(template.values()) if isinstance(template, dict) else template)
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether any of the model's templates tells it of tools."""
+        template = self.templates
+        return any(
+            "tools" in source for source in (template.values() if isinstance(template, dict) else [template or ""])
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text as the tokenizer makes them, BOS included where it adds one, never twice."""
+        ids, bos = self._tokenizer.encode(text).ids, self._tokenizer.bos_id
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+
+    @property
+    def template_has_clock(self) -> bool:
+        """Whether the template may write down the date."""
+        return "strftime_now" in (self.chat_template or "")
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        today: date = FIXED_DATE,
+        answer: str = "",
+    ) -> list[int]:
+        """Token ids of a conversation through the chat template, ready for the assistant's turn.
+
+        tools:  functions that the model may ask for (see `answer.check_tools`); a template may know nothing of them
+        today:  the date in templates that write one down; no clock runs, so that the same messages are the same ids.
+        answer: the beginning of the assistant's turn, where it is to go on from there
+
+        Raises RequestError (`template_error`) where the template refuses the messages.
+        """
+        if not self.chat_template:
+            raise RequestError("template_error", "The model has no chat template; give a prompt, not messages.")
+        if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):
+            raise RequestError("invalid_row", "Messages must be a list of objects, each with a role and content.")
+        plain = template_messages(messages)
+        if not plain or not all(isinstance(message.get("content"), str) for message in plain):
+            raise RequestError("invalid_row", "Messages must be a list of at least one, each with text content.")
+        functions = [dict(tool) for tool in tools or ()]
+        if not any(self._special_pattern.search(text) for text in _strings([plain, functions, answer])):
+            text = self._render(plain, functions, today) + answer
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._encode_with_text_specials(plain, functions, today, answer)
+
+    def stream(self, prompt: Sequence[int], params: SamplingParams, tags: Sequence[str] = ()) -> TextSink:
+        """Incremental text of an output that follows these prompt tokens; made late where no stop string is looked for.
+
+        tags: special tokens that are to be in it all the same
+        """
+        hidden = self.special_ids if params.skip_special_tokens else frozenset()
+        if tags:
+            hidden -= {self.backend.token_to_id(tag) for tag in tags}
+        make = partial(TextStream, self.backend, prompt[-PROMPT_TAIL:], params.stop, hidden)
+        return make() if params.stop else LateText(make)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of a whole sequence."""
+        text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def opens_thinking(self, prompt: Sequence[int]) -> bool:
+        """Whether these prompt tokens end with an opening think tag, so that the output begins within it."""
+        form = self.answer_format
+        if form.think is None:
+            return False
+        return form.opens_thinking(self.decode(prompt[-PROMPT_TAIL:], skip_special_tokens=False))
+
+    def ends_thinking(self, token_ids: Sequence[int]) -> bool:
+        """Whether the closing think tag stands at the end of an output so far, or just before that."""
+        think = self.answer_format.think
+        tail = self.decode(token_ids[-PROMPT_TAIL:], skip_special_tokens=False)
+        return think is not None and think[1] in tail
+
+    def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """Token sequences that spell these words, at the beginning of a text and behind a space."""
+        return self._spellings(tuple(words))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for in a text, also where that is a part of a character."""
+        return self._pieces.bytes_of(token_id)
+
+    def _spell_out(self, words: tuple[str, ...]) -> list[list[int]]:
+        texts = [text for word in words for text in (word, f" {word}")]
+        spelt = [tuple(self._tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
+        return [list(ids) for ids in dict.fromkeys(spelt) if ids]
+
+    def _render(self, messages: _Objects, tools: _Objects, today: date) -> str:
+        template = self.templates
+        if isinstance(template, dict):
+            template = template["tool_use" if tools and "tool_use" in template else "default"]
+        try:
+            return render_chat(template or "", messages, tools, self._tokenizer.special_tokens, today)
+        except Exception as error:  # a template is a program of the model's author and may raise anything
+            raise RequestError("template_error", f"The chat template refused the messages: {error}") from error
+
+    def _encode_with_text_specials(self, messages: _Objects, tools: _Objects, today: date, answer: str) -> list[int]:
+        """Encodes messages and tools, or the beginning of an answer, in which someone wrote special tokens.
+
+        A wedge, one private-use character that occurs nowhere in them, goes behind the first character of each,
+        so that the tokenizer does not see it; the tokens that stand for a wedge are then left out.
+        """
+        written = list(_strings([messages, tools, answer]))
+        characters = set().union(*written)
+        wedges = (chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in characters)
+        wedge = next((wedge for wedge in wedges if not any(_escape(wedge) in text for text in written)), None)
+        if wedge is None:
+            raise RequestError("invalid_row", "The messages hold every private-use character of Unicode.")
+        hide = partial(self._special_pattern.sub, partial(_drive_in, wedge))
+        rendered = self._render(_map_strings(messages, hide), _map_strings(tools, hide), today) + hide(answer)
+        # Templates that print an object as Python does, or as JSON in ASCII, print the wedge as an escape.
+        rendered = rendered.replace(_escape(wedge), wedge)
+        encoding = self._tokenizer.encode(rendered, add_special_tokens=False)
+        pairs = zip(encoding.ids, encoding.offsets, strict=True)
+        return [token for token, (start, stop) in pairs if rendered[start:stop] != wedge]
+
+
+def encode_prompt(tokenizer: ChatTokenizer | None, prompt: Prompt, *, raw: bool, today: date, answer: str) -> list[int]:
+    """Token ids of a prompt for a model with this tokenizer, or without one: see `Engine.encode`."""
+    if not isinstance(prompt, str | Mapping):
+        return list(prompt)
+    if tokenizer is None:
+        raise RequestError("invalid_row", "This model has no tokenizer; give prompt_token_ids.")
+    if isinstance(prompt, Mapping):
+        if "messages" not in prompt:
+            raise RequestError("invalid_row", "A prompt that is a mapping must have messages.")
+        return tokenizer.encode_chat(prompt["messages"], tools=prompt.get("tools"), today=today, answer=answer)
+    if raw or not tokenizer.chat_template:
+        return tokenizer.encode(prompt)
+    return tokenizer.encode_chat([{"role": "user", "content": prompt}], today=today)
+
+
+def _escape(wedge: str) -> str:
+    return f"\\u{ord(wedge):04x}"
+
+
+def _drive_in(wedge: str, match: re.Match[str]) -> str:
+    return match[0][0] + wedge + match[0][1:]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string of a JSON value, keys included: those of tools and arguments are written by people too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _strings(key)
+            yield from _strings(item)
+
+
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of a JSON value with every string changed, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_map_strings(item, change) for item in value]
+    if isinstance(value, dict):
+        return {_map_strings(key, change): _map_strings(item, change) for key, item in value.items()}
+    return value

@@ -1,0 +1,149 @@
+"""A trace of some of an engine's steps, by torch's profiler, to be looked at in Perfetto or chrome://tracing."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cbatch.engine.base.errors import ConfigError, EngineError
+from cbatch.engine.tracing.spans import record_spans, span
+from cbatch.engine.tracing.summary import STEP, TraceSummary, read_summary
+
+if TYPE_CHECKING:
+    import torch.profiler
+
+WARMUP_STEPS = 8
+"""Steps before the first one that is recorded: kernels are compiled in them, and CUDA graphs recorded."""
+
+MAX_STEPS = 64
+"""A step of a large model has thousands of events."""
+
+_profiler_is_taken = threading.Lock()
+"""torch has one profiler for a process, and may crash where two are nested."""
+
+
+class Trace:
+    """Records steps for the `Driver` that it is given to, and writes them down once there are enough, or at the end.
+
+    The profiler records the thread that starts it, and what the device does for anybody. Whatever goes wrong with it
+    ends the recording, and never a step.
+
+    path:      where the trace goes; a file that is there is replaced
+    num_steps: steps so far, recorded or not
+    summary:   what came out; None as long as no trace is written
+    trouble:   why there will be none; empty as long as nothing has gone wrong
+    """
+
+    def __init__(self, path: str | Path, *, warmup: int = WARMUP_STEPS, steps: int = MAX_STEPS) -> None:
+        """`steps` are recorded after `warmup` others. Raises ConfigError where no file can be written at that path."""
+        self.path = Path(path)
+        self.warmup = warmup
+        self.num_steps = 0
+        self.summary: TraceSummary | None = None
+        self.trouble = ""
+        self._last = warmup + steps
+        self._profiler: torch.profiler.profile | None = None
+        self._has_lock = self._is_recording = self._on_device = False
+        try:
+            self._target = Path(os.path.realpath(path))
+            self._temporary = self._target.with_name(f".cbatch-trace-{os.getpid()}-{id(self):x}")
+            if self._target.exists() and not self._target.is_file():
+                raise ConfigError(f"Cannot write the trace {path}: it must be a regular file.")
+            self._temporary.touch()
+            self._temporary.unlink()
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise ConfigError(f"Cannot write the trace {path}: {reason}.") from error
+
+    def prepare(self) -> None:
+        """Sets the profiler up; to be called on the thread that imported torch, or it complains on stderr."""
+        self._attempt(self._prepare)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A context for one step, always on the same thread."""
+        if self.num_steps == self.warmup:
+            self._attempt(self._start)
+        try:
+            with span(STEP):
+                yield
+        finally:
+            self.num_steps += 1
+            if self.num_steps == self._last:
+                self.finish()
+
+    def finish(self) -> None:
+        """Ends the recording and writes it down, where there is one that is not written yet; on the steps' thread."""
+        if self._profiler is not None:
+            self._attempt(self._finish)
+
+    def _prepare(self) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it tells on stderr of every start and stop
+        import torch
+        from torch.autograd import profiler
+        from torch.profiler import ProfilerActivity, profile
+
+        self._has_lock = _profiler_is_taken.acquire(blocking=False)
+        if not self._has_lock or getattr(profiler, "_is_profiler_enabled", False):
+            raise EngineError("torch's profiler is at work for somebody else")
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            activities.append(ProfilerActivity.CUDA)
+            self._on_device = True
+        self._profiler = profile(activities=activities)
+        self._profiler.prepare_trace()
+
+    def _start(self) -> None:
+        if self._profiler is not None:
+            from torch.profiler import record_function
+
+            self._profiler.start_trace()
+            self._is_recording = True
+            record_spans(record_function)
+
+    def _finish(self) -> None:
+        profiler, was_recording = self._profiler, self._is_recording
+        assert profiler is not None
+        if not was_recording:
+            profiler.start_trace()  # the way out of being prepared
+        profiler.stop_trace()
+        self._give_back()
+        if was_recording:
+            self._write(profiler)
+
+    def _write(self, profiler: torch.profiler.profile) -> None:
+        try:
+            profiler.export_chrome_trace(str(self._temporary))
+            self._check_written()
+            summary = read_summary(self._temporary, on_device=self._on_device)
+            self._temporary.replace(self._target)
+            self.summary = summary
+        finally:
+            self._temporary.unlink(missing_ok=True)
+            self._temporary.with_name(f"{self._temporary.name}.tmp").unlink(missing_ok=True)  # the profiler's own
+
+    def _give_back(self) -> None:
+        """Lets others have the profiler."""
+        self._profiler, self._is_recording = None, False
+        if self._has_lock:
+            record_spans(None)
+            _profiler_is_taken.release()
+            self._has_lock = False
+
+    def _check_written(self) -> None:
+        """The profiler is silent where it fails: what is missing then is the file."""
+        if not self._temporary.exists():
+            self._temporary.touch()  # says why, if that is still so
+            raise ValueError("it could not be written whole, for the disk may be full")
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # a trace is worth no step, whatever the profiler or the disk has
+            self._give_back()
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            self.trouble = f"Cannot write the trace {self.path}: {reason or repr(error)}."

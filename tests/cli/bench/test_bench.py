@@ -1,0 +1,236 @@
+"""The bench: what strategies compute, counted by hand; times on a clock of our own; the command as people use it."""
+
+from __future__ import annotations
+
+import json
+import random
+import weakref
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.cli.bench import command, compare
+from cbatch.cli.bench.metrics import Counts, difference, figures
+from cbatch.cli.bench.recorder import Recorder, Trace
+from cbatch.cli.bench.strategies import ABLATIONS, STRATEGIES, Ground, median_run
+from cbatch.cli.bench.workload import Lengths, Work, make_work, parse_range
+from cbatch.cli.main import run_command
+from cbatch.engine import ConfigError
+from cbatch.engine.base.config import EngineConfig
+from tests.support.tiny_models import generate_alone, loaded, make_engine, make_network, make_prompts
+
+ALL = STRATEGIES | ABLATIONS
+
+
+@cache
+def network() -> Any:
+    return make_network("llama")
+
+
+def measure(name: str, work: Work, slots: int, **config: Any) -> Trace:
+    settings: dict[str, Any] = {"block_size": 4, "device": "cpu", "max_batch_tokens": 16} | config
+    return Ground(loaded(network()), EngineConfig(**settings), work, slots).measure(ALL[name])
+
+
+@cache
+def mixed() -> Work:
+    return Work(make_prompts([5, 40, 3, 17, 2, 25, 9]), [9, 4, 18, 1, 25, 7, 12], "by hand")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_strategy_gives_what_generate_gives(name: str) -> None:
+    """Guards the comparison: the same tokens whatever is switched off, and all work is accounted for."""
+    work = mixed()
+    trace = measure(name, work, 3)
+    assert [row.tokens[: row.wanted] for row in trace.rows] == generate_alone(network(), work.prompts, work.lengths)
+    counts = Counts.of(trace)
+    assert counts.wanted == work.output_tokens and max(step.slots("prefill", "decode") for step in trace.steps) <= 3
+    assert all(row.first is not None and row.last is not None and row.first <= row.last for row in trace.rows)
+    if name not in ("static", "kv-cache", "ragged"):
+        # The first token of a row comes with its prompt, and the last one is computed no more.
+        assert counts.prefill == work.prompt_tokens and counts.decode == work.output_tokens - len(work.lengths)
+        assert counts.padding == counts.idle == 0
+
+
+def test_a_static_batch_waits_for_its_slowest() -> None:
+    """Guards the counts, worked out by hand: rows of 8, 50 and 18 tokens are 150 slot-steps, of which 74 are wasted."""
+    work = Work(make_prompts([6, 6, 6]), [8, 50, 18], "by hand")
+    trace = measure("static", work, 3)
+    counts = Counts.of(trace)
+    assert (counts.generated, counts.generated - counts.wanted) == (150, 74)
+    assert counts.wasted_output_share == 74 / 150 and counts.padding == 0
+    # Of the 147 tokens that were computed again, all but those of the rows that were done.
+    assert (counts.decode, counts.idle) == (7 + 49 + 17, 74)
+    assert figures(trace, work)["idle_slot_share"] == pytest.approx(
+        1 - counts.useful_slot_steps / (3 * len(trace.steps))
+    )
+
+
+def test_padding_fills_up_to_the_longest() -> None:
+    """Guards the other waste: 8 users, 1,000 padded tokens each, of which 6,000 are padding, are 25% effective."""
+    lengths = [1000] + [143] * 6 + [142]
+    work = Work(make_prompts(lengths), [1] * 8, "by hand")
+    network = make_network("llama", max_position_embeddings=1100)
+    config = EngineConfig(device="cpu", max_batch_tokens=512)
+    counts = Counts.of(Ground(loaded(network), config, work, 8).measure(STRATEGIES["static"]))
+    assert (counts.prefill, counts.padding) == (2000, 6000) and counts.padded_token_share == 0.75
+
+
+def test_what_each_technique_saves() -> None:
+    """Guards the ablations: each switches off what it says, and nothing else."""
+    work = mixed()
+    traces = {name: measure(name, work, 3) for name in ALL}
+    counts = {name: Counts.of(trace) for name, trace in traces.items()}
+    recomputed = sum(
+        sum(range(len(prompt), len(prompt) + length)) for prompt, length in zip(work.prompts, work.lengths, strict=True)
+    )
+    assert counts["kv-cache"].computed == recomputed > 5 * counts["continuous"].computed
+    assert max(step.tokens("prefill") for step in traces["chunked-prefill"].steps) >= 40
+    assert max(step.tokens("prefill") for step in traces["continuous"].steps) <= 16
+    assert counts["ragged"].padding > work.prompt_tokens and counts["dynamic"].padding == 0
+    assert len(traces["dynamic"].steps) > len(traces["continuous"].steps)
+    assert counts["none"].useful_slot_steps == len(traces["none"].steps)
+
+
+def test_times_are_those_of_the_clock() -> None:
+    """Guards every time on a clock that moves one second whenever it is looked at."""
+    ticks = count()
+    engine = make_engine(network(), max_batch_tokens=64)
+    recorder = Recorder(engine, [2, 1], 2, clock=lambda: float(next(ticks)))
+    for row, prompt in enumerate(make_prompts([5, 6])):
+        recorder.add(row, prompt, [2, 1][row])
+    recorder.run()
+    trace = recorder.finish()
+    # Began at 0; a step looks at the clock at its start, around the model, and at its end.
+    assert [(step.start, step.model_s, step.end) for step in trace.steps] == [(1, 1, 4), (5, 1, 8)]
+    assert [(row.first, row.last) for row in trace.rows] == [(4, 8), (4, 4)] and trace.elapsed_s == 9
+    work = Work(make_prompts([5, 6]), [2, 1], "by hand")
+    found = figures(trace, work)
+    assert found["tpot_s"] == {"p50": 4.0, "p90": 4.0, "p99": 4.0} and found["model_s"] == 2
+    assert found["output_tokens_per_s"] == 3 / 9 and found["outside_model_share"] == 1 - 2 / 6
+    assert "forward" not in vars(engine.runner)
+
+
+def test_differences_are_found() -> None:
+    """Guards the comparison of outputs against passing where a token differs."""
+    one, other = measure("continuous", mixed(), 3), measure("continuous", mixed(), 3)
+    assert difference(one, other) == {"equal_rows_share": 1.0, "first_difference": None}
+    other.rows[2].tokens[5] += 1
+    assert difference(one, other) == {"equal_rows_share": 1 - 1 / 7, "first_difference": {"row": 2, "token": 5}}
+    one.elapsed_s, other.elapsed_s = 1.0, 2.0
+    assert median_run([other, one, other]).elapsed_s == 2.0
+
+
+@pytest.mark.parametrize("distribution", ["fixed", "uniform", "lognormal", "loguniform"])
+def test_lengths_keep_to_their_ends(distribution: Any) -> None:
+    """Guards synthetic work: inside the range, spread over it, and the same for the same seed."""
+    draw = Lengths(8, 256, distribution).drawer(random.Random(1))
+    lengths = [draw() for _ in range(2000)]
+    assert min(lengths) >= 8 and max(lengths) <= 256
+    middle = {"fixed": 256, "uniform": 132, "lognormal": 27, "loguniform": 45}[distribution]
+    assert abs(sorted(lengths)[1000] - middle) < 0.15 * middle
+    make = lambda seed: make_work(5, Lengths(4, 9), Lengths(2, 6), 50, 100, seed)  # noqa: E731
+    assert make(1) == make(1) != make(2)
+
+
+@pytest.mark.parametrize("text", ["", "x", "9:3", "0:4", "1:2:3", "-1"])
+def test_wrong_ranges_are_refused(text: str) -> None:
+    """Guards a sentence instead of a traceback."""
+    with pytest.raises(ConfigError, match="no range of lengths"):
+        parse_range(text)
+
+
+def test_the_command_speaks_json(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the contract of --json, on prompts of a file that end where they end."""
+    rows = [{"prompt": "hello"}, {"messages": [{"role": "user", "content": "world"}], "max_tokens": 3}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 3))
+    options = ["--json", "--rounds", "1", "--batch-size", "2", "--ablate", "dynamic", "-m", str(model_folder)]
+    assert run_command(["bench", str(tmp_path / "in.jsonl"), *options]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["machine"]["device"] and data["work"]["requests"] == 6 and data["work"]["slots"] == 2
+    assert [one["strategy"] for one in data["strategies"]] == ["none", "static", "continuous", "no-dynamic"]
+    for one in data["strategies"]:
+        assert one["elapsed_s"] > 0 and one["steps"] > 0 and one["equal_rows_share"] == 1.0
+        assert one["ttft_s"].keys() == one["tpot_s"].keys() == {"p50", "p90", "p99"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--strategies", "none,quick"], "quick is not"),
+        (["--ablate", "all"], "all is not"),
+        (["--peer", "vllm"], "vllm is not"),
+        (["--strategies", ","], "it is empty"),
+        (["--users", "3", "--duration", "60"], "no length of time"),
+        (["missing.jsonl", "--users", "3"], "users ask synthetic questions"),
+        (["--users", "3", "--ablate", "ragged"], "go with strategies"),
+        (["--users", "3", "--slo-tps", "nan"], "must be numbers"),
+        (["--max-seqs", "3"], "--batch-size says"),
+        (["--report", "no/such.html"], "Cannot write no/such.html"),
+        (
+            ["--kv-blocks", "6", "--input-len", "8:40", "--output-len", "9", "--rounds", "1"],
+            "does not hold a static batch",
+        ),
+        (["--input-len", "9:1"], "no range"),
+        (["--output-len", "4000"], "context holds"),
+        (["missing.jsonl"], "No such file"),
+    ],
+)
+def test_what_is_wrong_is_said(
+    arguments: list[str], message: str, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards usage errors: a sentence and exit code 2."""
+    assert run_command(["bench", *arguments, "-m", str(model_folder)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_everything_at_once(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the command as people use it: tables, timeline, a peer, techniques, pictures and the page."""
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    options = ["--rounds", "1", "--requests", "4", "--batch-size", "2", "--input-len", "8:40", "--output-len", "2:9"]
+    options += ["--ablate", "kv-cache,chunked-prefill,ragged,dynamic", "--peer", "transformers-generate"]
+    options += ["--plot", str(tmp_path / "plots"), "--report", str(tmp_path / "r.html"), "--dtype", "float32"]
+    assert run_command(["bench", *options, "-m", str(model_folder)]) == 0
+    shown = capsys.readouterr().out
+    for words in ("static batches", "transformers-generate", "without KV cache", "The floor is", "a row enters"):
+        assert words in shown
+    assert shown.count("100%") >= 8 and "tokens a step" in shown
+    assert {path.name for path in (tmp_path / "plots").iterdir()} >= {"timeline.svg", "speed.svg", "step.svg"}
+    assert (tmp_path / "r.html").read_text().count("<img") == 4
+
+
+def test_the_first_cache_is_gone(monkeypatch: pytest.MonkeyPatch, model_folder: Path) -> None:
+    """Guards the memory that is measured, and that of a GPU: nothing is left of the engine that read the prompts."""
+    caches: list[Any] = []
+    opened, compared = command.open_engine, compare.compare
+
+    def watch(*arguments: Any, **options: Any) -> Any:
+        engine = opened(*arguments, **options)
+        caches.append(weakref.ref(engine.runner.pool))
+        return engine
+
+    def check(*arguments: Any) -> Any:
+        assert caches[0]() is None
+        return compared(*arguments)
+
+    monkeypatch.setattr(command, "open_engine", watch)
+    monkeypatch.setattr(compare, "compare", check)
+    lengths = ["--input-len", "4:9", "--output-len", "2:5", "--requests", "3", "--rounds", "1", "--json"]
+    assert run_command(["bench", *lengths, "-m", str(model_folder)]) == 0
+
+
+@pytest.mark.parametrize("search", [[], ["--find-capacity"]])
+def test_load_is_measured(search: list[str], model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the other half: users who come, ask and think, and the search for the most of them."""
+    options = ["--users", "2", "--rate", "50", "--duration", "800ms", "--think", "20ms", "--slo-tps", "1", "--json"]
+    lengths = ["--input-len", "4:9", "--output-len", "2:5", "--dtype", "float32"]
+    assert run_command(["bench", *options, *lengths, *search, "-m", str(model_folder)]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["work"]["slo_ttft_s"] == 0.5
+    if search:
+        assert data["capacity_users"] <= 2 and data["points"][0]["users"] == 1
+    else:
+        assert data["load"]["users"] == 2 and data["load"]["answers"] > 2 and data["load"]["errors"] == 0

@@ -1,0 +1,421 @@
+"""Many users at once: on a clock and a driver that are made up every figure is known; then on a real one."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import queue
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cbatch.cli.bench.load import LoadResult, find_capacity, run_load
+from cbatch.cli.bench.users import Answer, Level, Scenario, parse_duration
+from cbatch.cli.bench.workload import Lengths
+from cbatch.engine import ConfigError, Driver, Engine, RequestError, SamplingParams, TokenEvent
+from tests.support.tiny_models import VOCABULARY, make_engine, make_network
+
+Submission = SimpleNamespace
+KIND = Level(ttft_s=1.0, tps=4.0)
+
+
+class Even(random.Random):
+    """Chance without chance where time is concerned: every pause is as long as the mean."""
+
+    def expovariate(self, lambd: float = 1.0) -> float:
+        return 1 / lambd
+
+
+class World:
+    """A clock, and a driver with some seats whose answers come by it: the first token late, the others evenly."""
+
+    def __init__(self, ttft: float = 0.5, tpot: float = 0.25, seats: int = 1000) -> None:
+        self.time = 0.0
+        self.ttft: Callable[[int], float] = lambda number: ttft
+        self.tpot, self.seats, self.submit_takes = tpot, seats, 0.0
+        self.fails: Callable[[int], bool] = lambda number: False
+        self.asked: list[Submission] = []
+        self.cancelled: list[Submission] = []
+        self._order = itertools.count()
+        self._begun = self._serving = 0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+
+    def now(self) -> float:
+        return self.time
+
+    def wait(self, inbox: queue.SimpleQueue[Answer], timeout: float) -> Answer | None:
+        end = self.time + timeout
+        while inbox.empty() and self._events and self._events[0][0] <= end:
+            when, _, happen = heapq.heappop(self._events)
+            self.time = max(self.time, when)
+            happen()
+        if not inbox.empty():
+            return inbox.get()
+        self.time = end
+        return None
+
+    def submit(self, prompt: list[int], params: SamplingParams, sink: Callable[[TokenEvent], None]) -> Submission:
+        self.time += self.submit_takes
+        made = Submission(
+            number=len(self.asked), prompt=list(prompt), length=params.max_tokens, sink=sink, at=self.time
+        )
+        self.asked.append(made)
+        self._serve()
+        return made
+
+    def cancel(self, made: Submission) -> None:
+        self.cancelled.append(made)
+
+    def _serve(self) -> None:
+        """Gives free seats to those who wait."""
+        while self._begun < len(self.asked) and self._serving < self.seats:
+            made = self.asked[self._begun]
+            self._begun, self._serving = self._begun + 1, self._serving + 1
+            first = self.time + self.ttft(made.number)
+            for number in range(made.length):
+                self._at(first + number * self.tpot, lambda made=made, number=number: self._token(made, number))
+
+    def _at(self, when: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), happen))
+
+    def _token(self, made: Submission, number: int) -> None:
+        if self.fails(made.number):
+            if number == 0:
+                self._serving -= 1
+                error = RequestError("internal_error", "no such luck")
+                made.sink(TokenEvent(made.number, None, finish_reason="error", error=error))
+            return
+        is_last = number == made.length - 1
+        if is_last:
+            self._serving -= 1
+            self._serve()
+        made.sink(TokenEvent(made.number, 50 + number, finish_reason="length" if is_last else None))
+
+
+def scenario(**changes: Any) -> Scenario:
+    settings: dict[str, Any] = {
+        "users": 2,
+        "rate": 1.0,
+        "duration_s": 9.6,
+        "think_s": 1.0,
+        "inputs": Lengths(4, 4, "fixed"),
+        "outputs": Lengths(5, 5, "fixed"),
+        "vocabulary": 1000,
+        "context": 100,
+    }
+    return Scenario(**settings | changes)
+
+
+def load(world: World, level: Level = KIND, **changes: Any) -> LoadResult:
+    return run_load(world, scenario(**changes), level, world, Even)
+
+
+def test_every_figure() -> None:
+    """Guards arrival, thinking and all that is counted: users come at 1 and 2 s and ask again every 2.5 s."""
+    world = World()
+    result = load(world)
+    assert [made.at for made in world.asked] == [1, 2, 3.5, 4.5, 6, 7, 8.5, 9.5]
+    assert result == LoadResult(
+        users=2,
+        users_judged=2,
+        users_served=1.0,
+        answers=6,
+        answers_served=1.0,
+        cut_off=2,
+        errors=0,
+        first_error="",
+        ttft_s={"p50": 0.5, "p90": 0.5, "p99": 0.5},
+        tpot_s={"p50": 0.25, "p90": 0.25, "p99": 0.25},
+        prompt_tokens=8 * 4,
+        cached_tokens=0,
+        output_tokens=6 * 5 + 3,
+        elapsed_s=9.6,
+        worst_lag_s=0.0,
+    )
+    assert result.output_tokens_per_s == pytest.approx(33 / 9.6)
+
+
+@pytest.mark.parametrize("level", [Level(0.4, 4.0), Level(1.0, 5.0)])
+def test_both_parts_of_the_level(level: Level) -> None:
+    """Guards the two ways to be too slow: the first token, and those after it."""
+    result = load(World(), level)
+    assert result.users_served == 0.0 and result.answers_served == 0.0
+
+
+def test_one_late_answer_is_one_user_less() -> None:
+    """Guards the difference of users and answers: a user is served when all of his answers are."""
+    world = World()
+    world.ttft = lambda number: 2.0 if number == 3 else 0.5
+    result = load(world)
+    assert [made.at for made in world.asked] == [1, 2, 3.5, 4.5, 6, 8.5, 8.5]
+    assert (result.answers, result.answers_served) == (5, 0.8)
+    assert (result.users_judged, result.users_served) == (2, 0.5)
+    assert result.ttft_s["p99"] == pytest.approx(2.0, abs=0.1)
+
+
+def test_who_is_never_answered_is_not_forgotten() -> None:
+    """Guards against good figures of an engine that hangs: who has waited too long counts, who has just come not."""
+    world = World(ttft=1000.0)
+    result = load(world, users=9, duration_s=9.25)
+    assert result.users == 9 and result.cut_off == 9
+    assert (result.users_judged, result.users_served) == (8, 0.0)
+    assert result.ttft_s["p50"] == 4.75 and result.tpot_s["p50"] is None
+    assert result.output_tokens == 0
+
+
+def test_a_stream_that_stalls_counts() -> None:
+    """Guards against an answer that is cut off in a stall: it was behind by then already."""
+    stalled, lately = Answer(None, [], 0.0), Answer(None, [], 9.0)
+    for answer, first in ((stalled, 0.5), (lately, 9.5)):
+        answer.take(TokenEvent(1, 7), first)
+    assert stalled.keeps(KIND, 10.0) is False
+    assert lately.keeps(KIND, 9.7) is None and lately.keeps(KIND, 10.0) is False
+
+
+def test_one_token_has_no_pace() -> None:
+    """Guards answers of one token: nothing follows the first."""
+    result = load(World(), outputs=Lengths(1, 1, "fixed"), think_s=0.0)
+    assert result.users_served == 1.0 and result.tpot_s["p50"] is None
+
+
+def test_answers_before_all_is_settled_do_not_count() -> None:
+    """Guards probes: what the first users find in an empty engine says little."""
+    world = World()
+    world.ttft = lambda number: 0.5 if number >= 4 else 3.0
+    assert load(world, duration_s=20.0).users_served == 0.0
+    assert load(World(), duration_s=20.0, settle_s=8.0).users_served == 1.0
+    later = World()
+    later.ttft = world.ttft
+    result = load(later, duration_s=20.0, settle_s=8.0)
+    assert (result.users_served, result.answers_served, result.ttft_s["p99"]) == (1.0, 1.0, 0.5)
+    assert result.answers == sum(made.at >= 8 for made in later.asked) - result.cut_off
+
+
+def test_a_probe_has_all_its_users_in_its_first_quarter() -> None:
+    """Guards probes of many users at a slow rate, who would not all be there; a fast rate stays."""
+    probe = scenario(rate=1.0).probe(50, 20.0)
+    assert (probe.users, probe.duration_s, probe.rate, probe.settle_s) == (50, 20.0, 10.0, 5.0)
+    assert scenario(rate=100.0).probe(50, 20.0).rate == 100.0
+
+
+def test_a_conversation_keeps_what_was_said() -> None:
+    """Guards turns: each prompt is all that was said and a question, and after the last turn it begins anew."""
+    world = World()
+    load(world, users=1, duration_s=14.0, turns=3)
+    first, second, third, fourth = (made.prompt for made in world.asked[:4])
+    answer = [50, 51, 52, 53, 54]
+    assert [len(first), len(second), len(third), len(fourth)] == [4, 13, 22, 4]
+    assert second[:9] == first + answer and third[:18] == second + answer
+    assert len({tuple(first), tuple(fourth), tuple(third[18:])}) == 3
+
+
+def test_a_full_conversation_begins_anew() -> None:
+    """Guards the context: a turn that would not fit is the first of a new conversation."""
+    world = World()
+    load(world, users=1, duration_s=14.0, turns=100, context=18)
+    assert [len(made.prompt) for made in world.asked[:4]] == [4, 13, 4, 13]
+
+
+def test_lengths_that_do_not_fit() -> None:
+    """Guards a run against a driver that refuses every question."""
+    with pytest.raises(ConfigError, match=r"Questions of 4 and answers of 5 tokens are 9 together.* hold 8\."):
+        load(World(), context=8)
+
+
+def test_users_do_not_depend_on_each_other() -> None:
+    """Guards repetition: what somebody asks is drawn from the seed and his number, whoever else is there."""
+    inputs = Lengths(3, 60)
+    few, many = scenario(users=2, inputs=inputs), scenario(users=50, inputs=inputs)
+    worlds = World(), World()
+    for world, asked in zip(worlds, (few, many), strict=True):
+        run_load(world, asked, KIND, world)
+    prompts = [{tuple(made.prompt) for made in world.asked} for world in worlds]
+    assert len(prompts[0]) > 1 and prompts[0] & prompts[1]
+    assert many.probe(50, 9.6).seed != few.probe(2, 9.6).seed, "the prefix cache would know the prompts"
+
+
+def test_arrivals_and_thinking_are_random() -> None:
+    """Guards the load's shape: pauses are exponential, with the means that were asked for."""
+    world = World(ttft=0.0, tpot=0.0)
+    run_load(world, scenario(users=400, rate=50.0, duration_s=40.0, think_s=2.0), KIND, world)
+    assert len(world.asked) == pytest.approx(400 * (40 - 4) / 2, rel=0.08)
+    arrivals = sorted(made.at for made in world.asked)[:50]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(arrivals)]
+    assert max(gaps) > 3 * sum(gaps) / len(gaps) and len(set(gaps)) == 49
+
+
+def test_a_load_that_comes_late_is_seen() -> None:
+    """Guards against a load that was less than was asked for, unseen."""
+    world = World()
+    world.submit_takes = 0.5
+    assert load(world, users=3, rate=100.0, duration_s=1.2).worst_lag_s == pytest.approx(1.01 - 0.03)
+
+
+def test_an_error_ends_its_user() -> None:
+    """Guards against a storm of questions to a driver that has failed; the run ends when nobody is left."""
+    world = World()
+    world.fails = lambda number: True
+    result = load(world, duration_s=1000.0)
+    assert len(world.asked) == 2 and result.elapsed_s == 2.5
+    assert (result.errors, result.users_served) == (2, 0.0) and "no such luck" in result.first_error
+    assert world.cancelled == []
+
+
+def test_what_is_unfinished_is_cancelled() -> None:
+    """Guards the run after this one, and the figures of this one against the step that was in flight."""
+
+    class Late(World):
+        def cancel(self, made: Submission) -> None:
+            super().cancel(made)
+            made.sink(TokenEvent(made.number, 1, finish_reason="length"))
+
+    world = Late()
+    result = load(world)
+    assert sorted(made.number for made in world.cancelled) == [6, 7]
+    assert (result.output_tokens, result.cut_off, result.answers) == (33, 2, 6)
+
+
+def test_an_interrupted_run_cancels_too() -> None:
+    """Guards Ctrl-C: nothing goes on on the engine."""
+
+    class Interrupted(World):
+        def wait(self, inbox: queue.SimpleQueue[Answer], timeout: float) -> Answer | None:
+            if len(self.asked) == 2:
+                raise KeyboardInterrupt
+            return super().wait(inbox, timeout)
+
+    world = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        load(world)
+    assert len(world.cancelled) == 2
+
+
+def measured(capacity: int) -> Callable[[int], LoadResult]:
+    empty = load(World(ttft=1000.0), users=1, duration_s=0.5)
+
+    def measure(users: int) -> LoadResult:
+        served = 1.0 if users <= capacity else 0.9899
+        return LoadResult(**{**as_dict(empty), "users_judged": users, "users_served": served})
+
+    return measure
+
+
+def as_dict(result: LoadResult) -> dict[str, Any]:
+    return {name: getattr(result, name) for name in LoadResult.__dataclass_fields__}
+
+
+@pytest.mark.parametrize(
+    ("capacity", "tried"),
+    [(37, [1, 2, 4, 8, 16, 32, 36, 37, 38, 40, 48, 64]), (1, [1, 2]), (0, [1]), (5, [1, 2, 4, 5, 6, 8])],
+)
+def test_the_search_finds_the_most(capacity: int, tried: list[int]) -> None:
+    """Guards doubling and bisection, and that every probe can be drawn."""
+    found = find_capacity(measured(capacity), precision=0.0)
+    assert (found.users, list(found.points), found.is_limit) == (capacity, tried, False)
+
+
+def test_the_search_has_a_limit() -> None:
+    """Guards a fast engine against a search without end, and says that it was the limit."""
+    found = find_capacity(measured(10**9), most=50)
+    assert (found.users, list(found.points), found.is_limit) == (50, [1, 2, 4, 8, 16, 32, 50], True)
+    assert find_capacity(measured(49), most=50, precision=0.0).users == 49
+
+
+def test_the_search_is_as_close_as_asked() -> None:
+    """Guards the time that it takes: within a tenth is near enough here."""
+    found = find_capacity(measured(1000), precision=0.1)
+    assert 900 <= found.users <= 1000 and len(found.points) == 11 + 3
+
+
+def test_the_share_is_a_parameter() -> None:
+    """Guards the 99 in a hundred: with fewer asked for, 98.99 suffice."""
+    assert find_capacity(measured(3), share=0.95, most=64).users == 64
+
+
+def test_probes_that_are_too_short() -> None:
+    """Guards against a capacity of nobody where only nothing could be seen."""
+    with pytest.raises(ConfigError, match="more time"):
+        find_capacity(lambda users: load(World(), users=users, duration_s=1.2))
+
+
+def test_capacity_of_four_seats() -> None:
+    """Guards the whole: with four seats and answers of 1.5 s, a sixth user makes some wait too long for a seat."""
+
+    def measure(users: int) -> LoadResult:
+        world = World(seats=4)
+        return run_load(world, scenario(think_s=0.0).probe(users, 60.0), Level(1.1, 3.9), world, Even)
+
+    found = find_capacity(measure)
+    assert found.users == 5
+    assert found.points[4].ttft_s["p99"] == 0.5
+    # Each of six waits for two others in a round of 1.5 s and four seats.
+    assert found.points[6].output_tokens_per_s == pytest.approx(4 * 5 / 1.5, rel=0.1)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("500ms", 0.5), ("2s", 2), (" 1.5m ", 90), ("1h", 3600), ("0 s", 0)])
+def test_durations(text: str, seconds: float) -> None:
+    """Guards times as people write them."""
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "2", "s", "-1s", "2 days", "1e3s", "1m30s"])
+def test_what_is_no_duration(text: str) -> None:
+    """Guards against a time that is read as another; without a unit, nobody knows which."""
+    with pytest.raises(ConfigError, match="is no length of time; write it as 500ms, 2s or 1m"):
+        parse_duration(text)
+
+
+class Watched(Driver):
+    """A real driver; and a clock that goes on by a millisecond at each look, and stands while answers are due."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.time, self.due = 0.0, 0
+        self.seen: list[tuple[list[int], list[int]]] = []
+
+    def now(self) -> float:
+        self.time += 0.001
+        return self.time
+
+    def wait(self, inbox: queue.SimpleQueue[Answer], timeout: float) -> Answer | None:
+        if self.due and self.time < 0.5:
+            self.due -= 1
+            return inbox.get(timeout=30)
+        self.time += timeout
+        return None
+
+    def submit(self, prompt: Any, params: SamplingParams, sink: Any, **others: Any) -> Any:
+        self.due += 1
+        tokens: list[int] = []
+        self.seen.append((list(prompt), tokens))
+
+        def watch(event: TokenEvent) -> None:
+            tokens.append(event.token_id)
+            sink(event)
+
+        return super().submit(prompt, params, watch, **others)
+
+
+def test_a_real_driver() -> None:
+    """Guards the sink and its thread: tokens are the engine's, turns are found in its cache, and all is freed."""
+    driver = Watched(make_engine(make_network("llama"), prefix_cache=True))
+    asked = scenario(users=3, rate=1e6, duration_s=1.0, think_s=0.001, turns=3, vocabulary=VOCABULARY)
+    try:
+        result = run_load(driver, asked, Level(100.0, 1e-6), driver)
+        events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        driver.submit([1, 2, 3], SamplingParams(max_tokens=2), events.put)
+        while events.get(timeout=30).finish_reason is None:
+            pass
+        assert driver.engine.blocks.num_used == 0 and driver.load.running == driver.load.waiting == 0
+    finally:
+        driver.close()
+    assert (result.users, result.users_served, result.errors) == (3, 1.0, 0)
+    assert result.answers > 6 and result.output_tokens >= 5 * result.answers
+    assert result.cached_tokens > 0
+    alone = make_engine(make_network("llama"))
+    for prompt, tokens in driver.seen[:6]:
+        assert alone.generate([prompt], SamplingParams(max_tokens=5, ignore_eos=True))[0].token_ids == tokens
+    assert max(len(prompt) for prompt, _ in driver.seen) == 4 + 9 + 9

@@ -1,0 +1,114 @@
+"""The floor of a run: what is read and multiplied, counted by hand, and rates measured on a clock that is made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from cbatch.cli.bench import roofline
+from cbatch.cli.bench.roofline import Floor, ModelCost, Rates, floor_of, measure_rates, tokens_read
+from cbatch.cli.bench.workload import Work
+from tests.support.tiny_models import COMMON, make_engine, make_network
+
+HIDDEN, INNER, LAYERS, VOCABULARY = 48, 64, 2, COMMON["vocab_size"]
+ATTENTION = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 2  # two heads of keys and values for four of queries
+MLP = 3 * HIDDEN * INNER
+HEAD = VOCABULARY * HIDDEN
+CPU = torch.device("cpu")
+
+
+def clock_of(durations: list[float]) -> Callable[[], float]:
+    """A clock that is read in pairs, at the start and the end of durations; they end at whole thousands."""
+    times = [time for number, seconds in enumerate(durations) for time in (1000.0 * number - seconds, 1000.0 * number)]
+    return iter(times).__next__
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 7, 30])
+@pytest.mark.parametrize(("prompt", "output"), [(1, 1), (3, 5), (7, 2), (12, 9), (4, 0)])
+def test_context_that_is_read(prompt: int, output: int, window: int | None) -> None:
+    """Guards the closed form of the sum against the sum itself, with windows too."""
+    lengths = [prompt + number for number in range(output)]
+    assert tokens_read(prompt, output, window) == sum(min(length, window or length) for length in lengths)
+
+
+def test_a_floor_by_hand() -> None:
+    """Guards the formula: the slower of reading and multiplying, plus the context, whatever steps a run took."""
+    work = Work([[1] * 10, [1] * 30], [256, 256], "")
+    cost = ModelCost(weight_bytes=1000, parameters=100, head_parameters=20, layers=((4, None), (2, 16)))
+    floor = floor_of(work, cost, Rates(bytes_per_s=500.0, flops_per_s=2000.0))
+    context = 256 * 10 + 256 * 30 + 2 * (255 * 256 // 2)
+    windowed = sum(range(10, 16)) + 250 * 16 + 256 * 16
+    assert floor == Floor(
+        weights_s=2 * 1000 / 500,
+        compute_s=2 * (100 * (10 + 30 + 255 + 255) + 20 * 512) / 2000,
+        cache_s=(4 * context + 2 * windowed) / 500,
+    )
+    assert floor.seconds == max(floor.weights_s, floor.compute_s) + floor.cache_s
+    assert floor.reached(2 * floor.seconds) == 0.5 and floor.reached(0.0) == 0.0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_matrices_of_a_model(tied: bool) -> None:
+    """Guards what counts as read: all matrices, the head once, tied or not, and no embedding beside it."""
+    engine = make_engine(make_network("llama", tie_word_embeddings=tied))
+    cost = ModelCost.of(engine)
+    assert cost.parameters == LAYERS * (ATTENTION + MLP) and cost.head_parameters == HEAD
+    assert cost.weight_bytes == 4 * (LAYERS * (ATTENTION + MLP) + HEAD)
+    assert sum(layer_bytes for layer_bytes, _ in cost.layers) == engine.kv_bytes_per_token
+    assert cost.assumed == ()
+
+
+def test_positions_are_looked_up() -> None:
+    """Guards against position embeddings that count as read whole."""
+    attention_and_mlp = 4 * HIDDEN * HIDDEN + 2 * HIDDEN * INNER
+    assert ModelCost.of(make_engine(make_network("gpt2"))).parameters == LAYERS * attention_and_mlp
+
+
+def test_experts() -> None:
+    """Guards mixtures of experts: all are read, those chosen are multiplied with, and it is said."""
+    cost = ModelCost.of(make_engine(make_network("mixtral")))
+    router = 4 * HIDDEN
+    assert cost.weight_bytes == 4 * (LAYERS * (ATTENTION + router + 4 * MLP) + HEAD)
+    assert cost.parameters == LAYERS * (ATTENTION + router + 2 * MLP)
+    assert [note for note in cost.assumed if "experts" in note] == list(cost.assumed) != []
+
+
+def test_windows_of_a_model() -> None:
+    """Guards models of two kinds of layers: each has its own context."""
+    assert [window for _, window in ModelCost.of(make_engine(make_network("gemma2"))).layers] == [12, None]
+
+
+def test_what_is_not_known_is_said() -> None:
+    """Guards the honest line: a head that cannot be found counts for every token, and a sentence says so."""
+    engine = make_engine(make_network("llama"))
+    engine.loaded.network.get_output_embeddings = lambda: None
+    cost = ModelCost.of(engine)
+    assert cost.head_parameters == 0 and cost.parameters == LAYERS * (ATTENTION + MLP) + HEAD
+    assert len(cost.assumed) == 1 and "output head" in cost.assumed[0]
+
+
+def test_the_best_round_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the rates: of the best round, not of the first, which warms up; bytes count read and written."""
+    monkeypatch.setattr(roofline, "COPY_BYTES", 1000)
+    copies, products = [0.001, 0.04, 0.02, 0.08, 0.05, 0.03], [0.001, 0.02, 0.01, 0.03, 0.02, 0.02]
+    rates = measure_rates(CPU, torch.float32, clock_of(copies + products))
+    assert rates.bytes_per_s == pytest.approx(2 * 1000 / 0.02)
+    assert rates.flops_per_s == pytest.approx(2 * 1024**3 / 0.01)
+
+
+def test_slow_devices_get_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the time that measuring takes: the clock here has no further round, and one more would raise."""
+    monkeypatch.setattr(roofline, "COPY_BYTES", 1000)
+    rates = measure_rates(CPU, torch.float32, clock_of([0.5, 0.25, 0.1, 0.2, 0.3]))
+    assert rates.bytes_per_s == pytest.approx(2 * 1000 / 0.25)
+    assert rates.flops_per_s == pytest.approx(2 * 1024**3 / 0.2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_this_machine_has_rates(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Guards the measurement as it is used, in types that models have."""
+    monkeypatch.setattr(roofline, "COPY_BYTES", 2**20)
+    rates = measure_rates(CPU, dtype)
+    assert 0 < rates.bytes_per_s < float("inf") and 0 < rates.flops_per_s < float("inf")

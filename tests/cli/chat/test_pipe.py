@@ -1,0 +1,131 @@
+"""`cbatch chat` without a terminal: lines in, answers out, exit codes."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.kill_runs import Zygote, zygote
+
+Talk = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Zygote]:
+    with zygote() as made:
+        yield made
+
+
+@pytest.fixture
+def talk(runs: Zygote, tmp_path: Path) -> Talk:
+    """Pipes text into a chat; gives its exit code, stdout and stderr."""
+
+    def call(text: str | bytes, *arguments: object) -> tuple[int, str, str]:
+        streams = [tmp_path / name for name in ("stdin", "stdout", "stderr")]
+        streams[0].write_bytes(text.encode() if isinstance(text, str) else text)
+        for path in streams[1:]:
+            path.write_bytes(b"")
+        run = runs.start("chat", *arguments, stdin=str(streams[0]), stdout=str(streams[1]), stderr=str(streams[2]))
+        code = run.code()
+        return code, streams[1].read_text(), streams[2].read_text()
+
+    return call
+
+
+def test_each_line_is_a_turn_of_one_conversation(talk: Talk) -> None:
+    """Guards `echo hi | cbatch chat`: answers alone on stdout, the rest on stderr, what was said remembered."""
+    code, out, err = talk("My name is Ada.\n\nWhat is my name?")
+    assert (code, out) == (0, "Nice to meet you, Ada!\nYour name is Ada.\n")
+    assert "demo model" in err
+    assert talk("My name is Ada.\r\n", "-q")[1:] == ("Nice to meet you, Ada!\n", "")
+
+
+def test_lines_that_cannot_be_answered(talk: Talk) -> None:
+    """Guards the other lines, and the exit code: a bad line is a sentence that says which."""
+    code, out, err = talk(b"My name is Ada.\n\xff\n" + b"word " * 1500 + b"\nWhat is my name?\n", "-q")
+    assert (code, out) == (1, "Nice to meet you, Ada!\nYour name is Ada.\n")
+    second, third = err.splitlines()
+    assert "line 2: not valid UTF-8 (byte 1)" in second
+    assert "line 3" in third and "context of 1024" in third and "--auto-trim" in third
+
+
+def test_auto_trim(talk: Talk) -> None:
+    """Guards a long conversation through a pipe, which nobody can type /trim into."""
+    text = ("word " * 150 + "\n") * 9
+    assert talk(text, "-q", "--max-tokens", 20)[0] == 1
+    assert talk(text, "-q", "--max-tokens", 20, "--auto-trim")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["-m", "/no/such/model"], 2, "no model folder"),
+        (["--temperature", "-1"], 2, "--temperature"),
+        (["--from", "x.jsonl"], 2, "go together"),
+        (["--prompts", "x.jsonl"], 2, "--prompts goes with"),
+        (["--from", "/no/such.jsonl", "--index", 0], 2, "Cannot read /no/such.jsonl"),
+        (["--no-such-option"], 2, "No such option"),
+    ],
+)
+def test_what_is_refused(talk: Talk, arguments: list[str], code: int, message: str) -> None:
+    """Guards usage errors: a sentence and exit code 2, also where there is nothing to answer."""
+    found, out, err = talk("", *arguments)
+    assert (found, out) == (code, "") and message in err and "Traceback" not in err
+
+
+def test_from_a_batch(talk: Talk, runs: Zygote, tmp_path: Path) -> None:
+    """Guards going on from a row of a batch, with its question and without."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "Hello."}\n{"prompt": "My name is Ada."}\n{"prompt": 5}\n')
+    assert runs.start("run", source, "-o", out).code() == 1
+    talked = talk("What is my name?", "-q", "--from", out, "--index", 1, "--prompts", source)
+    assert talked == (0, "Your name is Ada.\n", "")
+    assert talk("What is my name?", "-q", "--from", out, "--index", 1)[0] == 0
+    code, _, err = talk("", "-q", "--from", out, "--index", 2)
+    assert code == 2 and "row 2" in err and "prompt must be a string" in err
+
+
+def test_a_reader_that_goes_away_and_a_full_disk(runs: Zygote, tmp_path: Path) -> None:
+    """Guards `cbatch chat | head -1`: it ends silently; and an output that cannot be written."""
+    text, err = tmp_path / "in", tmp_path / "err"
+    text.write_text("Count from 3 to 9.\n" * 50)
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    run = runs.start("chat", "-q", stdin=str(text), stdout=str(fifo), stderr=str(err))
+    assert select.select([reader], [], [], 60)[0] and os.read(reader, 1)
+    os.close(reader)
+    assert run.code() == 141 and err.read_text() == ""
+    run = runs.start("chat", "-q", stdin=str(text), stdout="/dev/full", stderr=str(err))
+    assert run.code() == 3 and "No space left" in err.read_text()
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals(runs: Zygote, tmp_path: Path, signum: int, code: int) -> None:
+    """Guards the exit codes of a chat in a pipeline that is interrupted in the middle of an answer."""
+    text, out, err = (tmp_path / name for name in ("in", "out", "err"))
+    text.write_text("Tell me a story.\n")
+    run = runs.start(
+        "chat", "-q", "--ignore-eos", "--max-tokens", 1000, stdin=str(text), stdout=str(out), stderr=str(err)
+    )
+    end = time.monotonic() + 60
+    while not (out.exists() and out.read_bytes()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    run.send(signum)
+    assert run.code() == code and "Interrupted" in err.read_text()
+
+
+def test_the_installed_command() -> None:
+    """Guards the whole way, with nothing imported before: one line in, one answer out."""
+    command = [sys.executable, "-m", "cbatch", "chat", "-q"]
+    done = subprocess.run(command, input="Spell the word lamp.", capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "l-a-m-p\n", "")

@@ -1,0 +1,147 @@
+"""What a session looks like: wrapping, a little Markdown, the bar; all of it fits, and nothing steers the terminal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import unicodedata
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prompt_toolkit.utils import get_cwidth
+
+from cbatch.cli.chat.background_run import Background
+from cbatch.cli.chat.controller import Room
+from cbatch.cli.chat.session.session import Answer, Note, Session, Turn
+from cbatch.cli.chat.tui.markup import Layout, Line, plain
+from cbatch.cli.chat.tui.status import Status
+from cbatch.cli.chat.tui.transcript import Transcript, visible
+
+TEXT = st.text(st.one_of(st.characters(), st.sampled_from("  \n\n`*-#> \x1b\r\t日本👍\u200d\u0301")), max_size=200)
+
+
+def texts(lines: list[Line]) -> list[str]:
+    return ["".join(text for _, text in line) for line in lines]
+
+
+def styles(lines: list[Line], word: str) -> set[str]:
+    return {style for line in lines for style, text in line if word in text}
+
+
+@given(TEXT, st.integers(2, 90), st.data())
+def test_text_that_grows_is_laid_out_as_the_whole(text: str, width: int, data: st.DataObject) -> None:
+    """Guards streaming: whatever pieces a text comes in, the screen ends the same, and no line is too wide."""
+    layout = Layout(width)
+    for end in sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6))):
+        layout.lines(text[:end])
+    lines = texts(layout.lines(text))
+    assert lines == texts(Layout(width).lines(text))
+    assert all(get_cwidth(line) <= width for line in lines)
+    assert not any(unicodedata.category(character) == "Cc" for line in lines for character in line)
+
+
+@given(TEXT, st.integers(1, 60))
+def test_plain_text_loses_nothing_but_blanks(text: str, width: int) -> None:
+    """Guards what the user typed against a wrap that swallows it."""
+    shown = "".join("".join(texts(plain(text, width))).split())
+    kept = (c for c in text if unicodedata.category(c) != "Cc" and c not in "\u061c\u200e\u200f\u2028\u2029")
+    bidi = {chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+    assert shown == "".join("".join(c for c in kept if c not in bidi).split())
+
+
+def test_markdown_is_readable() -> None:
+    """Guards code blocks, which keep their form, lists, which hang, and emphasis, which is seen; sums are none."""
+    source = (
+        "# Title\n- a **bold** item that is long\n"
+        "```python\nx  =  1  # long enough to be cut\n```\n2**3 and 4**5 `code`"
+    )
+    lines = Layout(20).lines(source)
+    assert texts(lines) == [
+        "Title", "- a bold item that ", "  is long", "```python", "x  =  1  # long enou", "gh to be cut", "```",
+        "2**3 and 4**5 code",
+    ]  # fmt: skip
+    assert styles(lines, "Title") == {"class:heading"} and styles(lines, "bold") == {"class:strong"}
+    assert styles(lines, "code") == {"class:code"} and styles(lines, "enou") == {"class:code"}
+
+
+def test_a_long_line_is_laid_out_once() -> None:
+    """Guards the screen against an answer without a line end, which would be wrapped anew for each token."""
+    layout, text = Layout(80), "word " * 20_000
+    lines = layout.lines(text)
+    assert len(layout._done) > 0.9 * len(lines)
+    assert "".join(texts(lines)).split() == text.split()
+
+
+def test_alternatives_stand_side_by_side_where_they_fit() -> None:
+    """Guards `/retry N`: columns on a wide screen, one below the other on a narrow one."""
+    session = Session("s")
+    answers = [Answer(text, state="stop") for text in ("old", "one two", "three", "four")]
+    session.items.append(Turn("q", answers, 1, compares=1))
+    wide = texts([line for chunk in Transcript().chunks(session, 80) for line in chunk])
+    assert [line.split("│") for line in wide[2:4]] == [
+        ["[1]".ljust(25), " [2]".ljust(26), " [3]".ljust(25)],
+        ["one two".ljust(25), " three".ljust(26), " four".ljust(25)],
+    ]
+    narrow = texts([line for chunk in Transcript().chunks(session, 40) for line in chunk])
+    assert narrow[2:4] == ["[1]", "one two"] and "old" not in "".join(narrow)
+
+
+@pytest.mark.parametrize(
+    ("height", "top", "expected"), [(4, None, (6, 0)), (4, 2, (2, 4)), (40, 3, (0, 0)), (1, 99, (9, 0))]
+)
+def test_the_visible_part(height: int, top: int | None, expected: tuple[int, int]) -> None:
+    """Guards scrolling: the end is followed unless somebody looks further up, and no one gets lost."""
+    chunks = [[[("", str(n))] for n in range(start, start + 2)] for start in range(0, 10, 2)]
+    lines, start, below = visible(chunks, height, top)
+    assert (start, below) == expected and len(lines) == min(height, 10)
+    assert texts(lines)[0] == str(start)
+
+
+@pytest.mark.parametrize("width", [1, 5, 20, 80, 200])
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_the_bar_fits_and_shows_the_current_session(width: int, count: int) -> None:
+    """Guards the bar on any window, with any number of sessions, and with names of wide characters."""
+    client: Any = SimpleNamespace(driver=None)
+    room = Room(client)
+    for number in range(count - 1):
+        room.open(f"日本{number}" if number % 2 else None)
+    room.switch(room.sessions[count // 2])
+    background = Background()
+    line = texts([status_bar(room, background, width)])[0]
+    assert get_cwidth(line) <= width
+    if width >= 20:
+        assert f"[{count // 2 + 1} " in line
+
+
+def status_bar(room: Room, background: Background, width: int) -> Line:
+    return Status(room, background).bar(width)
+
+
+def test_notes_stand_together_and_turns_apart() -> None:
+    """Guards the blank lines of a transcript."""
+    session = Session("s", items=[Note("a"), Note("b"), Turn("q", [Answer("x", state="stop")]), Note("c")])
+    lines = [line for chunk in Transcript().chunks(session, 30) for line in chunk]
+    assert texts(lines) == ["· a", "· b", "", "> q", "", "x", "", "· c"]
+
+
+def test_what_libraries_print_does_not_reach_the_screen() -> None:
+    """Guards the screen against lines of Python, C libraries, child processes and progress bars in between."""
+    code = """
+import os, subprocess, sys
+from cbatch.cli.chat.tui.output_capture import captured_output
+lines = []
+with captured_output(lines.append) as terminal:
+    os.write(2, b"from C\\n")
+    print("from Python", file=sys.stderr)
+    print("on stdout", flush=True)
+    subprocess.run(["echo", "from a child"])
+    os.write(2, b" 10%\\r 20%\\r\\n")
+    terminal.write("the screen")
+print(sorted(lines))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    shown = sorted(["from C", "from Python", "on stdout", "from a child", " 10%", " 20%"])
+    assert (done.stdout, done.stderr) == (f"the screen{shown}\n", "")

@@ -1,0 +1,358 @@
+"""`cbatch chat` as its users see it: keys into a pseudo-terminal, and a screen that is looked at."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from tests.support.chat_terminal import Chat
+from tests.support.kill_runs import Zygote, zygote
+from tests.support.tiny_models import make_network
+
+LONG = ("--ignore-eos", "--max-tokens", 900, "--attention", "reference")
+"""Answers that go on for as long as a test needs them to, on the slow path."""
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Zygote]:
+    with zygote() as made:
+        yield made
+
+
+def test_sessions_stream_side_by_side_and_remember_their_own(runs: Zygote, tmp_path: Path) -> None:
+    """Guards what the chat is for: two conversations at once, neither of which hears the other."""
+    with Chat(runs, tmp_path) as chat:
+        chat.say("My name is Ada.")
+        chat.wait("Ada!")
+        chat.say("/new bob")
+        chat.say("My name is Bob.")
+        chat.wait("Bob!")
+        chat.say("/set ignore_eos true")
+        chat.say("/set max_tokens 600")
+        chat.say("/switch main")
+        chat.say("/set ignore_eos true")
+        chat.say("/set max_tokens 600")
+        chat.say("/all What is my name?")
+        chat.wait("[1 main…] 2 bob…")
+        chat.wait("Your name is Ada.")
+        chat.send("\x1b2")
+        chat.wait("1 main… [2 bob…]", "Your name is Bob.")
+        assert "Ada" not in chat.text
+
+
+def test_typing_while_an_answer_streams(runs: Zygote, tmp_path: Path) -> None:
+    """Guards the input line against output that tears it, and what is shown against a screen drawn anew."""
+    sentence = "what I type meanwhile: äöü 日本語 stays whole"
+    with Chat(runs, tmp_path, *LONG) as chat:
+        chat.say("Tell me a story.")
+        chat.wait("1 running")
+        for end in range(1, len(sentence) + 1):
+            chat.send(sentence[end - 1])
+            chat.pump(0.01)
+            assert sentence.startswith(chat.input), chat.lines
+        chat.wait(sentence)
+        assert "[1 main…]" in chat.bar, "the answer ended before the typing did"
+        chat.send("\x03")
+        chat.wait("stopped; /continue goes on")
+        chat.settle()
+        before = chat.lines
+        chat.send("\x0c")
+        chat.settle()
+        assert chat.lines == before and chat.input == sentence
+
+
+def test_what_is_said_meanwhile_waits_for_its_turn(runs: Zygote, tmp_path: Path) -> None:
+    """Guards a message that is sent while an answer is coming: it is shown, and asked after that."""
+    with Chat(runs, tmp_path, *LONG) as chat:
+        chat.say("Tell me a story.")
+        chat.wait("1 running")
+        chat.say("Spell the word lamp.")
+        chat.wait("(next) > Spell the word lamp.")
+        chat.send("\x03")
+        chat.wait("> Spell the word lamp.", "l-a-m-p", gone="(next)")
+
+
+def test_ctrl_c_and_ctrl_d(runs: Zygote, tmp_path: Path) -> None:
+    """Guards each meaning of Ctrl-C: it stops an answer, clears what is typed, says how to leave, and never ends."""
+    with Chat(runs, tmp_path, *LONG) as chat:
+        chat.send("\x03")
+        chat.wait("Ctrl-D or /exit leaves.")
+        chat.send("\x03\x03")
+        chat.settle()
+        assert chat.text.count("Ctrl-D or /exit leaves.") == 1
+        chat.send("half a line")
+        chat.wait("main> half a line")
+        chat.send("\x04")
+        chat.send("\x03")
+        chat.wait("main>", gone="half a line")
+        chat.ask_for_long()
+        chat.send("a few words")
+        chat.send("\x03")
+        chat.wait("stopped; /continue goes on", "main> a few words", gone="running")
+        chat.send("\x03")
+        chat.wait("main>", gone="a few words")
+        assert chat.leave() == 0
+
+
+def test_fork_retry_pick_and_undo(runs: Zygote, tmp_path: Path) -> None:
+    """Guards going back and aside in a conversation."""
+    with Chat(runs, tmp_path) as chat:
+        chat.say("My name is Ada.")
+        chat.wait("Ada!")
+        chat.say("/fork twin")
+        chat.wait("[2 twin]", "from here on apart from main")
+        chat.say("What is my name?")
+        chat.wait("Your name is Ada.")
+        chat.say("/retry 3")
+        chat.wait("[1] │ [2] │ [3]", "/pick K", "temperature 0.7")
+        chat.wait("[2 twin]")
+        chat.say("/pick 0")
+        chat.wait("Your name is Ada.", gone="[1] │")
+        chat.say("/undo")
+        chat.wait("twin> What is my name?", gone="Your name is")
+        chat.send("\x03")
+        chat.say("/switch main")
+        chat.wait("[1 main]", gone="apart from")
+
+
+def test_a_batch_runs_under_a_live_chat(runs: Zygote, tmp_path: Path) -> None:
+    """Guards `/run`: the same rows as `cbatch run` writes, a chat that goes on, and a summary at the end."""
+    rows = [{"prompt": f"Count from {n} to {n + 6}.", "ignore_eos": True, "max_tokens": 150} for n in range(24)]
+    source, out, alone = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "alone.jsonl"))
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert runs.start("run", source, "-o", alone, "--dtype", "float32").code() == 0
+    with Chat(runs, tmp_path, "--dtype", "float32") as chat:
+        chat.wait("KV cache:")
+        chat.say(f"/run {source} -o {out}")
+        chat.wait("run 0/24")
+        chat.say("Spell the word lamp.")
+        chat.wait("l-a-m-p")
+        assert re.search(r"run \d+/24", chat.bar), "the answer came after the batch"
+        chat.wait("24 rows ok, 0 failed")
+        chat.say(f"/run {source} -o {out}")
+        chat.wait("exists and is not empty; --resume goes on with it")
+        assert chat.leave() == 0
+    assert out.read_bytes() == alone.read_bytes()
+
+
+def test_a_batch_is_stopped_and_resumed(runs: Zygote, tmp_path: Path) -> None:
+    """Guards leaving while a batch runs underneath: what is finished is on disk, and the run can be gone on with."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [{"prompt": "Tell me a story.", "ignore_eos": True, "max_tokens": 30 + n} for n in range(400)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with Chat(runs, tmp_path) as chat:
+        chat.wait("KV cache:")
+        chat.say(f"/run {source} -o {out}")
+        chat.wait("/400,")
+        while not out.read_bytes():
+            chat.pump()
+        assert chat.leave() == 0
+    kept = len(out.read_bytes().splitlines())
+    assert 0 < kept < 400
+    assert runs.start("run", source, "-o", out, "--resume").code() == 0
+    assert [json.loads(line)["index"] for line in out.read_bytes().splitlines()] == list(range(400))
+
+
+def test_sessions_survive_a_kill(runs: Zygote, tmp_path: Path) -> None:
+    """Guards a conversation against the end of its process, in the middle of an answer."""
+    with Chat(runs, tmp_path) as chat:
+        chat.say("My name is Ada.")
+        chat.wait("Ada!")
+        chat.say("/set ignore_eos true")
+        chat.say("Tell me a story.")
+        chat.wait("1 running")
+        while "Tell me a story." not in "".join(path.read_text() for path in tmp_path.glob("cbatch/sessions/*.json")):
+            chat.pump()
+        chat.run.send(signal.SIGKILL)
+    with Chat(runs, tmp_path) as chat:
+        chat.say("/load")
+        chat.wait("2 turns My name is Ada.")
+        chat.say("/load 1")
+        chat.wait("> My name is Ada. Nice to meet you, Ada!", "> Tell me a story.")
+        chat.say("/undo")
+        chat.wait("> Tell me a story.")
+        chat.send("\x03")
+        chat.say("/set ignore_eos false")
+        chat.say("What is my name?")
+        chat.wait("Your name is Ada.")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in [tmp_path / "cbatch", *tmp_path.glob("cbatch/**/*")]}
+    assert modes.pop("cbatch") == modes.pop("sessions") == 0o700
+    assert modes.pop("history.jsonl") == 0o600 and set(modes.values()) == {0o600}
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_a_signal_ends_it_in_good_order(runs: Zygote, tmp_path: Path, signum: int, code: int) -> None:
+    """Guards what was said and what has come so far against every way of being ended, and the screen after it."""
+    with Chat(runs, tmp_path, *LONG) as chat:
+        chat.say("Tell me a story about a cat named Tom.")
+        chat.wait("a cat named Tom. ", "running")
+        chat.say("Hello.")
+        chat.wait("(next) > Hello.")
+        chat.pump(0.3)
+        chat.run.send(signum)
+        chat.run.send(signal.SIGHUP)
+        assert chat.ended() == code
+        assert b"\x1b[?1049l" in chat.raw, "the screen of before is not back"
+    (kept,) = (tmp_path / "cbatch" / "sessions").glob("*.json")
+    turns = json.loads(kept.read_text())["turns"]
+    assert [turn["user"] for turn in turns] == ["Tell me a story about a cat named Tom.", "Hello."]
+    assert turns[0]["answers"][0]["text"]
+
+
+def test_a_model_that_cannot_be_loaded(runs: Zygote, tmp_path: Path) -> None:
+    """Guards the end of a chat whose prompt was there before its model: a sentence on the screen of before, exit 2."""
+    with Chat(runs, tmp_path, "-m", "/no/such/model") as chat:
+        assert chat.ended() == 2
+        chat.pump(0.2)
+        assert "There is no model folder /no/such/model." in chat.text and "Traceback" not in chat.text
+
+
+def test_no_history_writes_nothing(runs: Zygote, tmp_path: Path) -> None:
+    """Guards a chat that is to leave no trace."""
+    with Chat(runs, tmp_path, "--no-history") as chat:
+        chat.say("My name is Ada.")
+        chat.wait("Ada!")
+        assert chat.leave() == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resized_window_is_drawn_anew(runs: Zygote, tmp_path: Path) -> None:
+    """Guards the screen against what a window of another size had on it, down to one in which nothing fits."""
+    with Chat(runs, tmp_path, *LONG) as chat:
+        chat.ask_for_long()
+        for columns, rows in ((40, 12), (120, 40), (5, 2), (1, 1), (61, 24)):
+            chat.resize(columns, rows)
+            chat.pump(0.3)
+        chat.send("\x03")
+        chat.wait("stopped; /continue")
+        chat.settle()
+        before = chat.lines
+        assert max(map(len, before)) <= 61 and before[-1].startswith("main>")
+        chat.send("\x0c")
+        chat.settle()
+        assert chat.lines == before
+
+
+def test_pasted_text_stays_whole(runs: Zygote, tmp_path: Path) -> None:
+    """Guards a paste of several lines against being sent line by line, and Alt-Enter against sending at all."""
+    with Chat(runs, tmp_path, "--max-tokens", 5) as chat:
+        chat.send("\x1b[200~first line\nsecond line\n/third line\x1b[201~")
+        chat.wait("main> first line", "second line")
+        chat.send("\x1b\rfourth line")
+        chat.wait("fourth line")
+        chat.send("\r")
+        chat.wait("> first line second line /third line fourth line")
+        chat.wait("1 main]")
+        assert chat.text.count("first line") == 1
+        chat.send("\x1b[A")
+        chat.wait("main> first line")
+
+
+def test_completion_and_history(runs: Zygote, tmp_path: Path) -> None:
+    """Guards Tab on commands, sessions and files, and history that lasts from one chat to the next."""
+    (tmp_path / "some-notes.txt").write_text("My name is Ada.\n")
+    with Chat(runs, tmp_path) as chat:
+        chat.send("/ren\t")
+        chat.wait("main> /rename")
+        chat.say(" first")
+        chat.wait("[1 first]")
+        chat.send(f"/read {tmp_path}/some-n\t")
+        chat.wait("some-notes.txt")
+        chat.send("\r")
+        chat.wait("goes before your next message")
+        chat.say("What is my name?")
+        chat.wait("> My name is Ada. What is my name?")
+        assert chat.leave() == 0
+    with Chat(runs, tmp_path) as chat:
+        chat.send("\x1b[A")
+        chat.wait("main> What is my name?")
+        chat.send("\x03")
+        chat.send("What i")
+        chat.wait("main> What is my name?")
+        chat.send("\x12some-n")
+        chat.wait("some-notes.txt")
+
+
+def test_the_editor_changes_the_last_message(runs: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `/edit`: the screen comes back, and the new text is asked in place of the old one."""
+    editor = tmp_path / "editor"
+    editor.write_text('#!/bin/sh\nsed -i s/lamp/tree/ "$1"\n')
+    editor.chmod(0o700)
+    with Chat(runs, tmp_path / "state", env={"EDITOR": str(editor)}) as chat:
+        chat.say("Spell the word lamp.")
+        chat.wait("l-a-m-p")
+        chat.say("/edit")
+        chat.wait("> Spell the word tree.", "t-r-e-e", gone="lamp")
+        chat.say("/set temperature 9999")
+        chat.wait("temperature must be a number")
+
+
+def test_no_color(runs: Zygote, tmp_path: Path) -> None:
+    """Guards people and programs that asked for no colours; without that wish there are some."""
+    colours = re.compile(rb"\x1b\[(?:\d+;)*(?:3[0-9]|4[0-9]|9[0-7]|10[0-7])[;m]")
+    for color in (True, False):
+        with Chat(runs, tmp_path, color=color) as chat:
+            chat.say("My name is Ada.")
+            chat.wait("Ada!")
+            assert bool(colours.search(chat.raw)) == color
+
+
+PIECES = [
+    "\x1b",
+    "]52;c;aGk=",
+    "\x07",
+    "]8;;http://x",
+    "[6n",
+    "\x9b",
+    "31m",
+    "\r",
+    "\x08",
+    "‮",
+    "⁦",
+    "\x1b[",
+    "2J",
+    "a",
+    "\n",
+]
+
+
+def hostile_model(folder: Path) -> Path:
+    """A random model each of whose tokens is a piece of a control sequence."""
+    vocabulary = {piece: number for number, piece in enumerate(PIECES)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="a")
+    tokenizer.save_pretrained(folder)
+    make_network("llama", vocab_size=len(PIECES), max_position_embeddings=2048).save_pretrained(folder)
+    return folder
+
+
+def test_control_sequences_never_reach_the_terminal(runs: Zygote, tmp_path: Path) -> None:
+    """Guards the terminal against the model, split over tokens, and against saved sessions, names and errors."""
+    evil = "\x1b]52;c;aGk=\x07\x1b[6n\x9b31m\rx‮"
+    session = {
+        "cbatch_session": 1, "name": f"n{evil}", "system": None, "params": {}, "prelude": [], "dropped": 0,
+        "attempts": 0, "turns": [{"user": evil, "chosen": 0, "answers": [
+            {"text": evil, "seed": 0, "params": {}, "error": evil, "code": "", "remark": evil, "state": "error"}]}],
+    }  # fmt: skip
+    (tmp_path / "evil.json").write_text(json.dumps(session))
+    model = hostile_model(tmp_path / "model")
+    with Chat(runs, tmp_path, "-m", model, "--temperature", 5, "--max-tokens", 1500) as chat:
+        chat.say("a")
+        chat.wait("cut off")
+        chat.say(f"/load {tmp_path}/evil.json")
+        chat.wait("[2 loaded]", "> ]52;c;aGk=[6n31mx")
+        chat.say("\x1b[200~/read /tmp/no-\x1b]52;c;x\x1b[201~")
+        chat.wait("Cannot read")
+        chat.say("/list")
+        chat.settle()
+        for piece in (b"\x1b]52", b"\x1b]8", b"\x1b[6n", "\x9b".encode(), b"\x9b31", b"\x07", "‮".encode(), "⁦".encode()):
+            assert piece not in chat.raw, piece
+        assert chat.leave() == 0

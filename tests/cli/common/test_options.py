@@ -1,0 +1,48 @@
+"""Options that several commands share: what they become, and what a wrong one is told."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import click
+import pytest
+
+from cbatch.cli.bench.command import bench
+from cbatch.cli.chat.command import chat
+from cbatch.cli.common.options import ENGINE_FIELDS
+from cbatch.cli.run.command import run
+from cbatch.engine import EngineConfig
+
+
+def options_of(command: click.Command, *arguments: str) -> dict[str, Any]:
+    return command.make_context(command.name, list(arguments), auto_envvar_prefix=f"CBATCH_{command.name}").params
+
+
+def test_every_engine_option_reaches_the_engine() -> None:
+    """Guards an option that is declared and changes nothing: each is a field of the configuration, by that name."""
+    assert set(ENGINE_FIELDS) <= {field.name for field in fields(EngineConfig)}
+    for command in (run, chat, bench):
+        assert set(ENGINE_FIELDS) <= options_of(command).keys()
+
+
+def test_the_target_of_a_step() -> None:
+    """Guards --target-step-ms: milliseconds, auto or none; a chat takes auto where nothing is said."""
+    assert [options_of(command)["target_step_ms"] for command in (run, chat, bench)] == [None, "auto", None]
+    for text, target in (("20", 20.0), ("0.5", 0.5), ("auto", "auto"), ("none", None)):
+        assert options_of(chat, "--target-step-ms", text)["target_step_ms"] == target
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "fast", "", "1e999"])
+def test_a_wrong_target_is_named(text: str) -> None:
+    """Guards the sentence for a value that is no time."""
+    with pytest.raises(click.BadParameter, match="is no number of milliseconds above 0, nor auto or none") as error:
+        options_of(run, "--target-step-ms", text)
+    assert "--target-step-ms" in error.value.format_message()
+
+
+def test_the_environment_sets_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards CBATCH_RUN_TARGET_STEP_MS, which says the same as the option."""
+    monkeypatch.setenv("CBATCH_RUN_TARGET_STEP_MS", "35")
+    assert options_of(run)["target_step_ms"] == 35.0
+    assert options_of(run, "--target-step-ms", "none")["target_step_ms"] is None

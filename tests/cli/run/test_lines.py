@@ -1,0 +1,70 @@
+"""The input as lines: physical, bounded, and readable a second time."""
+
+from __future__ import annotations
+
+import io
+import os
+
+import pytest
+
+from cbatch.cli.run.input import lines
+from cbatch.cli.run.input.jsonl import parse_line
+from cbatch.cli.run.input.lines import Spool, read_lines
+
+
+def test_lines_are_physical_and_blank_ones_skipped() -> None:
+    """Guards the index: BOM, CRLF, blank lines and a missing last newline change no number."""
+    data = b'\xef\xbb\xbf{"a":1}\r\n\n  \r\n{"b":"\xe2\x80\xa8"}\n\nlast'
+    assert [(line.index, line.data) for line in read_lines(io.BytesIO(data))] == [
+        (0, b'{"a":1}'),
+        (3, b'{"b":"\xe2\x80\xa8"}'),
+        (5, b"last"),
+    ]
+
+
+def test_a_line_that_is_too_long_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards memory against one endless line, and the lines after it."""
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 10)
+    found = list(read_lines(io.BytesIO(b"x" * 57 + b'\n{"a": 1}\n' + b"y" * 30)))
+    assert [line.data for line in found] == [None, b'{"a": 1}', None]
+    assert found[0].digest != found[2].digest
+    error = parse_line(found[0]).error
+    assert error is not None and error.code == "line_too_long"
+    assert [line.data for line in read_lines(io.BytesIO(b"0123456789\r\nabc\n"))] == [b"0123456789", b"abc"]
+
+
+def test_the_hash_of_a_long_line_is_of_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the key of a line that is too long, which may be the last one of a file that grows."""
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 10)
+    for text in (b"x" * 29, b"y" * 30, b"z" * 31, b"w" * 32):
+        digests = {next(read_lines(io.BytesIO(text + end))).digest for end in (b"", b"\n", b"\r\n")}
+        assert len(digests) == 1
+    assert len({next(read_lines(io.BytesIO(b"x" * n))).digest for n in range(13, 50)}) == 37
+
+
+def test_a_pipe_can_be_read_twice() -> None:
+    """Guards --resume on stdin: what was read to compare it comes again, then what was not read yet."""
+    reader, writer = os.pipe()
+    os.write(writer, b"one\ntwo\nthree\nfour")
+    os.close(writer)
+    with os.fdopen(reader, "rb") as stream:
+        spool = Spool(stream)
+        first = read_lines(spool)
+        assert [next(first).data, next(first).data] == [b"one", b"two"]
+        spool.rewind()
+        assert [(line.index, line.data) for line in read_lines(spool)] == [
+            (0, b"one"),
+            (1, b"two"),
+            (2, b"three"),
+            (3, b"four"),
+        ]
+
+
+def test_a_file_is_read_twice_from_where_it_stood() -> None:
+    """Guards --resume on a redirected file of which a shell has taken the first line."""
+    stream = io.BytesIO(b"header\none\ntwo\n")
+    stream.readline()
+    spool = Spool(stream)
+    assert next(read_lines(spool)).data == b"one"
+    spool.rewind()
+    assert [line.data for line in read_lines(spool)] == [b"one", b"two"]

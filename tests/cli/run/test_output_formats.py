@@ -1,0 +1,192 @@
+"""Rows that ask for forms, tools and reasoning, through the whole command, on a model forced to say what is tested."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletion
+
+from cbatch.cli.main import run_command
+from tests.support.model_folder import TEMPLATE, save_model
+
+THINKS = "{# <think> </think> #}" + TEMPLATE
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALLS = (
+    "{% if tools %}<|im_start|>system\nYou may write <tool_call>{{ tools | tojson }}</tool_call><|im_end|>\n{% endif %}"
+    + THINKS
+)
+OPENED = CALLS.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+
+
+def run(folder: Path, rows: list[dict[str, Any]], template: str = THINKS, *options: str) -> list[dict[str, Any]]:
+    model = save_model(folder / "model")
+    (model / "chat_template.jinja").write_text(template)
+    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_command(["run", str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl"), "-m", str(model), *options])
+    return [json.loads(line) for line in (folder / "out.jsonl").read_bytes().splitlines()]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def test_rows_keep_to_their_form(tmp_path: Path) -> None:
+    """Guards each form beside rows without, sampled and greedy, and bad ones as errors of their own."""
+    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a", "response_format": schema, "temperature": 1.0, "n": 3, "max_tokens": 80},
+        {"prompt": "b", "regex": "[0-9]{3}-[a-f]{2}"},
+        {"prompt": "c", "choice": ["yes", "no"], "temperature": 1.0, "ignore_eos": True},
+        {"prompt": "d", "grammar": 'start: "x" ("," "x"){3}'},
+        {"prompt": "e", "max_tokens": 5, "regex": "(a{1,500}){1,500}"},
+        {"prompt": "f", "regex": "(|x{0})", "echo": True, "ignore_eos": True, "raw": True, "max_tokens": 3},
+        {"prompt": "f", "regex": "("},
+        {"prompt": "g", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}},
+        {"prompt": "h", "regex": "(a|b)*c", "choice": ["d"]},
+        {"prompt": "i", "choice": "yes"},
+        {"prompt": "j", "choice": ["yes"], "logit_bias": {"91": -100}, "bad_words": ["y"]},
+    ]
+    done = run(tmp_path, rows)
+    for choice in done[0]["choices"]:
+        person = json.loads(choice["text"])
+        assert choice["finish_reason"] == "stop" and person.keys() == {"name", "age"} and 0 <= person["age"] <= 99
+    assert len({choice["text"] for choice in done[0]["choices"]}) == 3
+    assert re.fullmatch("[0-9]{3}-[a-f]{2}", done[1]["text"]) and done[1]["finish_reason"] == "stop"
+    assert done[2]["text"] in ("yes", "no") and done[2]["finish_reason"] == "stop"
+    assert done[3]["text"] == "x,x,x,x" and set(done[4]["text"]) == {"a"}
+    assert done[5]["text"] == "f" and done[5]["finish_reason"] == "stop" and not done[5]["usage"]["completion_tokens"]
+    errors = [row["error"] for row in done[6:]]
+    assert {error["code"] for error in errors} == {"invalid_row"}
+    assert all(error["message"].startswith(f"line {number}: ") for number, error in enumerate(errors, start=7))
+
+
+def test_a_form_given_for_all_rows_gives_way_to_a_row_s_own(tmp_path: Path) -> None:
+    """Guards --param with a form, and a row that asks for another one."""
+    form = json.dumps({"type": "json_object"})
+    rows = [{"prompt": "a", "max_tokens": 9}, {"prompt": "b", "choice": ["red"]}]
+    done = run(tmp_path, rows, THINKS, "--param", f"response_format={form}")
+    assert done[0]["text"].startswith("{") and done[1]["text"] == "red"
+
+
+def test_reasoning_has_a_field_of_its_own(tmp_path: Path) -> None:
+    """Guards thoughts before an answer, thoughts without end, none at all, and plain text, which has no parts."""
+    thought = {"regex": r"<think>\nhm\n</think>\n\n[0-9]"}
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a", **thought},
+        {"prompt": "b", **thought, "max_tokens": 10},
+        {"prompt": "c", "choice": ["4"]},
+        {"prompt": "d", "raw": True, **thought},
+        {
+            "custom_id": "e",
+            "url": "/v1/chat/completions",
+            "body": {"messages": [{"role": "user", "content": "a"}]} | thought,
+        },
+    ]
+    done = run(tmp_path, rows)
+    assert done[0]["reasoning"] == "hm" and done[0]["text"].isdigit()
+    assert done[1]["finish_reason"] == "length" and done[1]["text"] == "" and "hm".startswith(done[1]["reasoning"])
+    assert "reasoning" not in done[2] and done[2]["text"] == "4"
+    assert done[3]["text"].startswith("<think>") and "reasoning" not in done[3]
+    body = done[4]["response"]["body"]
+    ChatCompletion.model_validate(body)
+    assert body["choices"][0]["message"]["reasoning"] == "hm" and body["choices"][0]["message"]["content"].isdigit()
+
+
+def test_a_form_begins_behind_the_reasoning_that_the_prompt_opens(tmp_path: Path) -> None:
+    """Guards thinking models: they think freely, then the answer keeps to its form."""
+    rows = [
+        {"prompt": "a", "choice": ["yes"], "max_tokens": 200, "temperature": 1.0, "id": number} for number in range(3)
+    ]
+    done = run(tmp_path, rows, OPENED)
+    assert all(row["finish_reason"] == "length" and row["text"] == "" for row in done)
+    assert all(row["reasoning"] for row in done), "a random model does not close its tag"
+
+
+def test_tool_calls_come_back(tmp_path: Path) -> None:
+    """Guards tools on their way into the prompt, and calls on their way out in both forms."""
+    call = r"<tool_call>\n\{\"name\": \"add\", \"arguments\": \{\"a\": [0-9]\}\}\n</tool_call>"
+    asked = {"tools": [TOOL], "regex": call}
+    body = {"messages": [{"role": "user", "content": "a"}], **asked}
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a", **asked},
+        {"custom_id": "b", "url": "/v1/chat/completions", "body": body},
+        {"prompt": "a", **asked, "tool_choice": "none"},
+        {"prompt": "a", "regex": "fine", "tools": [TOOL]},
+    ]
+    done = run(tmp_path, rows, CALLS)
+    assert done[0]["finish_reason"] == "tool_calls" and done[0]["text"] == ""
+    (found,) = done[0]["tool_calls"]
+    assert found["type"] == "function" and found["function"]["name"] == "add" and len(found["id"]) == 9
+    assert json.loads(found["function"]["arguments"]).keys() == {"a"}
+    message = ChatCompletion.model_validate(done[1]["response"]["body"]).choices[0].message
+    assert message.content is None and message.tool_calls is not None and message.tool_calls[0].type == "function"
+    assert done[2]["text"].startswith("<tool_call>") and done[2]["finish_reason"] == "stop"
+    assert done[3]["text"] == "fine" and done[3]["finish_reason"] == "stop"
+    assert done[0]["usage"]["prompt_tokens"] > done[2]["usage"]["prompt_tokens"]
+
+
+def test_echo_is_no_part_of_the_answer(tmp_path: Path) -> None:
+    """Guards an echoed conversation against being read as thoughts and calls of the answer."""
+    messages = [{"role": "user", "content": "<tool_call>"}, {"role": "assistant", "content": "<think>x</think>"}]
+    rows: list[dict[str, Any]] = [
+        {"messages": messages, "tools": [TOOL], "echo": True, "regex": "fine"},
+        {"prompt": "a", "echo": True, "regex": "<think>b</think>c", "n": 2},
+        {"prompt": "a <think>", "raw": True, "regex": "[0-9]{3}"},
+        {"prompt": "a", "max_tokens": 0, "prompt_logprobs": 1, "n": 2},
+    ]
+    done = run(tmp_path, rows, CALLS)
+    assert done[0]["finish_reason"] == "stop" and "reasoning" not in done[0]
+    assert done[0]["text"].endswith("assistant\nfine") and "<tool_call>" in done[0]["text"]
+    assert done[1]["reasoning"] == "b" and done[1]["text"].endswith("assistant\nc")
+    assert done[2]["text"].isdigit(), "plain text opens no thoughts"
+    assert "n must be 1" in done[3]["error"]["message"]
+
+
+def test_keys_know_the_order_that_decides(tmp_path: Path) -> None:
+    """Guards resuming after a schema's properties, or a tool's, were put in another order."""
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": {"type": "null"}, "b": {"type": "null"}},
+        "required": ["a", "b"],
+    }
+    schema["additionalProperties"] = False
+    turned = schema | {"properties": {"b": {"type": "null"}, "a": {"type": "null"}}}
+    tool = {"type": "function", "function": {"name": "f", "description": "g"}}
+    other = {"function": {"description": "g", "name": "f"}, "type": "function"}
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": one}}, "temperature": 1.0}
+        for one in (schema, turned)
+    ]
+    rows += [{"prompt": "a", "max_tokens": 1, "tools": [one]} for one in (tool, other)]
+    done = run(tmp_path, rows, CALLS)
+    assert list(json.loads(done[0]["text"])) == ["a", "b"] and list(json.loads(done[1]["text"])) == ["b", "a"]
+    assert len({row["key"] for row in done}) == 4
+
+
+def test_tools_that_nobody_would_see_are_refused(tmp_path: Path) -> None:
+    """Guards against an answer that was given without the tools."""
+    (row,) = run(tmp_path, [{"prompt": "a", "tools": [TOOL]}], THINKS)
+    assert "takes no tools" in row["error"]["message"]
+
+
+@pytest.mark.parametrize("options", [["--max-batch-tokens", "3"], ["--max-seqs", "1"]])
+def test_results_do_not_depend_on_company(tmp_path: Path, options: list[str]) -> None:
+    """Guards rows with choices and log-probabilities: the same whatever the steps, but for the last places."""
+    asked = {"logprobs": 1, "prompt_logprobs": 0, "temperature": 1.0, "max_tokens": 4}
+    rows: list[dict[str, Any]] = [{"prompt": "row " * (n + 1), "n": 2, **asked} for n in range(3)]
+    (tmp_path / "1").mkdir()
+    (tmp_path / "2").mkdir()
+    for one, other in zip(run(tmp_path / "1", rows), run(tmp_path / "2", rows, THINKS, *options), strict=True):
+        assert one["prompt_logprobs"]["sum"] == pytest.approx(other["prompt_logprobs"]["sum"], abs=1e-4)
+        for a, b in zip(one["choices"], other["choices"], strict=True):
+            assert a["text"] == b["text"]
+            for x, y in zip(a["logprobs"]["content"], b["logprobs"]["content"], strict=True):
+                assert x["logprob"] == pytest.approx(y["logprob"], abs=3e-5) and x["token"] == y["token"]

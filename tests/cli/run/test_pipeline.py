@@ -1,0 +1,235 @@
+"""The threads between reading and writing: one row out for each row in, in bounded memory, whatever the rows are."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import sys
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cbatch.cli.common.exits import Interrupted
+from cbatch.cli.main import run_command
+from cbatch.cli.run import pipeline as batch_module
+from cbatch.cli.run.input import lines as lines_module
+from cbatch.cli.run.input.lines import read_lines
+from cbatch.cli.run.output.writer import StreamOutput
+from cbatch.cli.run.pipeline import Batch, Window
+from cbatch.cli.run.requests import Preparer, RowOptions
+from cbatch.cli.run.stats import Tally
+from cbatch.engine import Driver, Engine, EngineConfig, SamplingParams
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def engine(model_folder: Path) -> Iterator[Engine]:
+    with Engine(EngineConfig(model=str(model_folder), device="cpu", max_seqs=4)) as made:
+        yield made
+
+
+def run(engine: Engine, data: bytes, window: int = 16) -> list[dict[str, Any]]:
+    """What a run makes of an input, through the real reader, driver and output."""
+    stream = io.BytesIO()
+    driver = Driver(engine)
+    preparer = Preparer(engine, RowOptions(params=SamplingParams(max_tokens=2)))
+    try:
+        batch = Batch(driver, StreamOutput(stream, input_order=True), preparer, Tally(), window=window)
+        batch.run(read_lines(io.BytesIO(data)), lambda: None)
+    finally:
+        driver.close()
+    assert driver.failure is None and engine.blocks.num_used == 0
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+names = ["prompt", "messages", "prompt_token_ids", "id", "raw", "priority", "seed", "stop", "max_tokens", "temperature"]
+names += ["top_k", "top_p", "body", "url", "custom_id", "method", "note", "max_token", "stop_token_ids"]
+good = st.sampled_from(
+    [
+        b'{"prompt": "fine", "max_tokens": 1}',
+        b'{"prompt_token_ids": [5, 6], "temperature": 1, "id": "same"}',
+        b'{"messages": [{"role": "user", "content": "hi"}], "id": "same"}',
+        b'{"custom_id": "x", "url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "a"}], '
+        b'"max_tokens": 2}}',
+    ]
+)
+odd = st.sampled_from(
+    [
+        b'{"prompt": NaN}',
+        b'{"prompt": "a", "x": 1e999}',
+        b'{"prompt": "a", "x": ' + b"7" * 5000 + b"}",
+        b'{"prompt": "\\ud800 lone"}',
+        b'{"prompt": "a", "prompt": "b", "max_tokens": 1}',
+        b"[" * 5000,
+        b'{"prompt": ' + b"[" * 300 + b"]" * 300 + b"}",
+        b"\xef\xbb\xbf{}",
+        b"\x00\x00",
+        b"\xff\xfe",
+        b"x" * 3000,
+    ]
+)
+
+
+def mutated(row: bytes, place: int, byte: int) -> bytes:
+    """A good row with one byte changed."""
+    place %= len(row)
+    return row[:place] + bytes([byte]) + row[place + 1 :]
+
+
+line = (
+    good
+    | odd
+    | st.binary(max_size=40)
+    | st.builds(mutated, good, st.integers(0, 200), st.integers(0, 255))
+    | st.dictionaries(st.sampled_from(names), values, max_size=4).map(lambda fields: json.dumps(fields).encode())
+)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(line, max_size=8), st.sampled_from([b"\n", b"\r\n"]), st.booleans())
+def test_every_line_has_exactly_one_outcome(engine: Engine, many: list[bytes], end: bytes, closed: bool) -> None:
+    """Guards against lost, doubled and broken rows, whatever bytes come in, and against one row that ends the run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lines_module, "MAX_LINE_BYTES", 2000)
+        data = b"".join(line + end for line in many)
+        data = data if closed else data.removesuffix(end)
+        rows = run(engine, data)
+        wanted = [number for number, line in enumerate(data.split(b"\n")) if line.strip(b"\r\n") and line.strip()]
+        if data.startswith(b"\xef\xbb\xbf") and not data.split(b"\n")[0][3:].strip():
+            wanted.remove(0)
+    assert [row["index"] for row in rows] == wanted
+    for row in rows:
+        good = row["response"] if "custom_id" in row else row.get("finish_reason")
+        assert len(row["key"]) == 32 and bool(good) != bool(row.get("error"))
+        code = (row.get("error") or {}).get("code")
+        assert code != "internal_error", row
+
+
+def test_a_line_of_64_mib_is_an_error_row_in_bounded_memory(engine: Engine) -> None:
+    """Guards memory against one endless line, and the rows around it."""
+    stream = io.BytesIO(b'{"prompt": "a"}\n' + b"x" * 64 * 2**20 + b'\n{"prompt": "b"}\n')
+    tracemalloc.start()
+    found = list(read_lines(stream))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [line.data for line in found] == [b'{"prompt": "a"}', None, b'{"prompt": "b"}']
+    assert peak < 3.5 * lines_module.MAX_LINE_BYTES
+    stream.seek(0)
+    rows = run(engine, stream.read())
+    assert [(row.get("error") or {}).get("code") for row in rows] == [None, "line_too_long", None]
+
+
+def test_the_window_bounds_bytes_as_well_as_rows() -> None:
+    """Guards memory against a window full of large rows; one that is larger than the window goes alone."""
+    window = Window(3, size=100)
+    window.enter(0, 500)
+    window.leave([0])
+    window.enter(1, 60)
+    window.leave([1])
+    window.enter(2, 60)
+    window.enter(3, 40)
+    assert window.waited_s < 1 and window._bytes_left == 0 and window._rows_left == 1
+
+
+def test_what_was_finished_before_a_signal_is_written(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards rows that are finished and still in the queue, more than one write takes, when the signal comes."""
+    monkeypatch.setattr(batch_module, "MAX_AT_ONCE", 4)
+    stream, driver = io.BytesIO(), Driver(engine)
+    batch: Batch
+
+    class Slow(StreamOutput):
+        """Its first write takes until all rows are finished, and then comes the signal."""
+
+        def write(self, rows: Any) -> Any:
+            if not stream.tell() and rows:
+                while any(thread.name == "cbatch-reader" for thread in threading.enumerate()):
+                    time.sleep(0.001)
+                batch.interrupt(2)
+            return super().write(rows)
+
+    preparer = Preparer(engine, RowOptions(params=SamplingParams()))
+    batch = Batch(driver, Slow(stream, input_order=True), preparer, Tally(), window=100)
+    with pytest.raises(Interrupted):
+        batch.run(read_lines(io.BytesIO(b"{bad\n" * 40)), lambda: None)
+    driver.close()
+    assert len(stream.getvalue().splitlines()) == 40
+
+
+ASKED: list[dict[str, Any]] = [
+    {},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+    {"repetition_penalty": 1.3, "top_p": 0.9},
+    {"logit_bias": {"70": 5}, "bad_words": ["e"], "min_tokens": 5},
+    {"regex": "[a-z]{3,20} [0-9]+"},
+]
+SAMPLED: list[dict[str, Any]] = [
+    {"id": f"r{n}", "prompt": "all begin alike: " + f"row {n} " * (1 + n % 7), "temperature": 1.0, "max_tokens": 9 + n}
+    | ASKED[n % 5]
+    for n in range(24)
+]
+SETTINGS: dict[str, list[str]] = {
+    "shuffled": [],
+    "few seats": ["--max-seqs", "2"],
+    "many seats": ["--max-seqs", "24"],
+    "small steps": ["--max-batch-tokens", "7"],
+    "preempted": ["--block-size", "2", "--kv-blocks", "70", "--max-seqs", "24"],
+    "resumed": ["--max-seqs", "5"],
+    "no prefix cache": ["--no-prefix-cache", "--block-size", "2"],
+}
+
+
+@pytest.fixture(scope="module")
+def texts(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return run_rows(SAMPLED, model_folder, tmp_path_factory.mktemp("texts"))
+
+
+def run_rows(rows: list[dict[str, Any]], model: Path, folder: Path, *arguments: str) -> dict[str, str]:
+    """The text of each row by its id, by the command."""
+    source, out = folder / "in.jsonl", folder / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = [str(source), "-o", str(out), "--stats", str(folder / "stats.json"), "--resume"]
+    assert run_command(["run", *files, "-m", str(model), "--dtype", "float32", *arguments]) == 0
+    return {row["id"]: row["text"] for row in map(json.loads, out.read_bytes().splitlines())}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_company_changes_no_text(texts: dict[str, str], model_folder: Path, tmp_path: Path, name: str) -> None:
+    """Guards the contract's promise at temperature 1 for rows with an id, through the whole command."""
+    rows = list(SAMPLED)
+    if name == "shuffled":
+        random.Random(0).shuffle(rows)
+    if name == "resumed":
+        run_rows(rows, model_folder, tmp_path)
+        left = (tmp_path / "out.jsonl").read_bytes().splitlines(keepends=True)
+        (tmp_path / "out.jsonl").write_bytes(b"".join(left[1::3]) + left[0][:9])
+    assert run_rows(rows, model_folder, tmp_path, *SETTINGS[name]) == texts
+    stats = json.loads((tmp_path / "stats.json").read_text())
+    assert (stats["preemptions"] > 0) == (name == "preempted")
+    assert (stats["cached_tokens"] == 0) == (name == "no prefix cache")
+    assert (stats["rows_kept"] == 8) == (name == "resumed")
+    assert len(set(texts.values())) > 20
+
+
+def test_memory_does_not_grow_with_the_input() -> None:
+    """Guards flat memory: 60,000 rows more cost no more than a million may, which is 200 MiB, in proportion."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        from bench_rows import run_apart
+    finally:
+        sys.path.pop(0)
+    few, many = (run_apart(rows, 64) for rows in (1_000, 61_000))
+    assert many["peak_mib"] - few["peak_mib"] < 200 * 60_000 / 1_000_000

@@ -1,0 +1,505 @@
+"""`cbatch run --resume`: what is kept, what is run again, and what is refused with the file untouched."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cbatch.cli.main import run_command
+from cbatch.cli.run.output import writer as output_module
+from cbatch.cli.run.output.journal import Journal
+from cbatch.cli.run.output.writer import FileOutput
+from tests.support.model_folder import save_model
+
+ROWS: list[Any] = [
+    {"id": "a", "prompt": "hello", "max_tokens": 12},
+    {"prompt": "sampled", "temperature": 1.0, "max_tokens": 9},
+    {"prompt": "x " * 400},
+    "{bad",
+    {"id": 7, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "note": "kept"},
+    {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "two", "max_tokens": 5}},
+]
+
+
+class Case:
+    """A folder with an input, an output and the command between them."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.source, self.out, self.stats = folder / "in.jsonl", folder / "out.jsonl", folder / "stats.json"
+        self.model = model
+        self.rows(ROWS)
+
+    def rows(self, rows: list[Any]) -> None:
+        self.source.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+
+    def run(self, *arguments: str, model: Path | None = None) -> int:
+        files = [str(self.source), "-o", str(self.out), "--stats", str(self.stats)]
+        return run_command(["run", *files, "-m", str(model or self.model), "--dtype", "float32", *arguments])
+
+    def kept(self) -> int:
+        return int(json.loads(self.stats.read_text())["rows_kept"])
+
+    def ran(self) -> int:
+        return int(json.loads(self.stats.read_text())["rows"])
+
+
+@pytest.fixture
+def case(tmp_path: Path, model_folder: Path) -> Case:
+    return Case(tmp_path, model_folder)
+
+
+@pytest.fixture
+def done(case: Case) -> Case:
+    """A case that has been run to its end."""
+    assert case.run() == 1
+    return case
+
+
+def test_a_finished_file_is_left_alone(done: Case, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards the second call of a script: all rows kept, nothing computed, the same bytes, the same exit code."""
+    before, inode = done.out.read_bytes(), done.out.stat().st_ino
+    assert done.run("--resume") == 1
+    assert (done.kept(), done.ran()) == (6, 0)
+    assert "nothing left to do: 6 rows are there, 2 of them errors" in capfd.readouterr().err
+    assert done.out.read_bytes() == before and done.out.stat().st_ino == inode
+
+
+@pytest.mark.parametrize("order", ["input", "completion"])
+@pytest.mark.parametrize("keep", [0, 1, 3, 5])
+def test_what_is_missing_is_run(done: Case, keep: int, order: str) -> None:
+    """Guards a run that was cut off: torn row and missing rows come again, and the bytes are those of one run."""
+    whole = done.out.read_bytes().splitlines(keepends=True)
+    done.out.write_bytes(b"".join(reversed(whole[-keep:] if keep else [])) + whole[0][:20])
+    assert done.run("--resume", "--order", order, "--max-seqs", "2", "--max-batch-tokens", "5") == 1
+    assert (done.kept(), done.ran()) == (keep, 6 - keep)
+    found = done.out.read_bytes().splitlines(keepends=True)
+    assert found == whole if order == "input" else sorted(found) == sorted(whole)
+
+
+def test_resume_starts_a_file_that_is_not_there(case: Case) -> None:
+    """Guards scripts that always say --resume."""
+    assert case.run("--resume") == 1
+    assert (case.kept(), case.ran()) == (0, 6) and len(case.out.read_bytes().splitlines()) == 6
+
+
+def test_content_is_refused_without_resume(done: Case, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards last night's results."""
+    before = done.out.read_bytes()
+    assert done.run() == 2 and "--resume goes on with it" in capfd.readouterr().err
+    assert done.out.read_bytes() == before
+    assert done.run("--overwrite") == 1 and done.kept() == 0 and done.out.read_bytes() == before
+
+
+def changed_input(case: Case, model: Path) -> list[str]:
+    case.rows([{**ROWS[0], "prompt": "goodbye"}, *ROWS[1:]])
+    return []
+
+
+def changed_column(case: Case, model: Path) -> list[str]:
+    case.rows([*ROWS[:4], {**ROWS[4], "note": "other"}, ROWS[5]])
+    return []
+
+
+def changed_bad_line(case: Case, model: Path) -> list[str]:
+    case.rows([*ROWS[:3], "{worse", *ROWS[4:]])
+    return []
+
+
+def mended_line(case: Case, model: Path) -> list[str]:
+    case.rows([*ROWS[:3], {"prompt": "mended"}, *ROWS[4:]])
+    return []
+
+
+def changed_sampling(case: Case, model: Path) -> list[str]:
+    case.rows([{**ROWS[0], "max_tokens": 4}, *ROWS[1:]])
+    return []
+
+
+def shorter(case: Case, model: Path) -> list[str]:
+    case.rows(ROWS[:4])
+    return []
+
+
+def shifted(case: Case, model: Path) -> list[str]:
+    case.source.write_text("\n" + case.source.read_text())
+    return []
+
+
+def other_option(case: Case, model: Path) -> list[str]:
+    return ["--top-k", "5"]
+
+
+def other_seed(case: Case, model: Path) -> list[str]:
+    return ["--seed", "1"]
+
+
+def other_system(case: Case, model: Path) -> list[str]:
+    return ["--system", "be brief"]
+
+
+def other_columns(case: Case, model: Path) -> list[str]:
+    return ["--token-ids"]
+
+
+def other_dtype(case: Case, model: Path) -> list[str]:
+    return ["--dtype", "bfloat16"]
+
+
+def other_model(case: Case, model: Path) -> list[str]:
+    return ["-m", str(model)]
+
+
+CHANGES: dict[Callable[[Case, Path], list[str]], str] = {
+    changed_input: "1 made with another input, or another --system, --raw or --format (first: line 1)",
+    changed_column: "1 made with another input, or another --system, --raw or --format (first: line 5)",
+    changed_bad_line: "1 made with another input, or another --system, --raw or --format (first: line 4)",
+    mended_line: "1 made with a line that was refused and no longer is, or the other way round",
+    changed_sampling: "1 made with other sampling parameters",
+    shorter: "2 for lines that the input does not have (first: line 5)",
+    shifted: "1 for lines that the input does not have (first: line 1)",
+    other_option: "5 made with other sampling parameters, another seed",
+    other_seed: "5 made with other sampling parameters, another seed",
+    other_system: "4 made with another input, or another --system, --raw or --format (first: line 1)",
+    other_columns: "5 made with other sampling parameters, another seed, --token-ids",
+    other_dtype: "6 made with another model, dtype, chat template or --date (first: line 1)",
+    other_model: "6 made with another model, dtype, chat template or --date (first: line 1)",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_no_longer_fits_is_named_and_left(
+    done: Case, change: Callable[[Case, Path], list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against a file of two minds: exit code 2, what differs, no byte changed; --recompute-changed goes on."""
+    before = done.out.read_bytes()
+    arguments = change(done, save_model(tmp_path / "other", generation={"eos_token_id": 3}))
+    assert done.run("--resume", *arguments) == 2
+    assert CHANGES[change] in capfd.readouterr().err and done.out.read_bytes() == before
+    assert done.run("--resume", "--recompute-changed", *arguments) == 1
+    resumed = done.out.read_bytes()
+    assert done.run("--overwrite", *arguments) == 1
+    assert resumed == done.out.read_bytes() != before
+
+
+def test_what_decides_nothing_changes_no_key(done: Case) -> None:
+    """Guards against running a night's work again for the spelling of its JSON, or on another machine's settings."""
+    respelt = [
+        '{"max_tokens": 12, "prompt": "hel\\u006co", "id": "a", "priority": 3}',
+        '{ "prompt": "sampled", "temperature": 1, "max_new_tokens": 9 }',
+        *ROWS[2:4],
+        {**ROWS[4], "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "temperature": None},
+        {**ROWS[5], "method": "POST", "body": {**ROWS[5]["body"], "user": "me", "max_completion_tokens": 5}},
+    ]
+    done.rows(respelt)
+    assert done.run("--resume", "--max-seqs", "3", "--kv-blocks", "40", "--block-size", "8", "--window", "2") == 1
+    assert (done.kept(), done.ran()) == (6, 0)
+
+
+def test_options_that_do_not_concern_a_row_change_no_key(case: Case) -> None:
+    """Guards rows with a system message of their own, token ids, plain text and bad lines against such options."""
+    own = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    case.rows([{"messages": own}, {"prompt_token_ids": [5, 6]}, {"prompt": "a", "raw": True}, "{bad"])
+    assert case.run("--max-tokens", "3", "--param", "top_k=-1") == 1
+    assert case.run("--max-tokens", "3", "--resume", "--system", "be long", "--raw", "--date", "2031-01-01") == 1
+    assert (case.kept(), case.ran()) == (4, 0)
+
+
+def test_rows_that_a_small_cache_cut_off_are_known(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards against keeping what a cache smaller than the context cut short; rows that had room are kept."""
+    case.rows([{"prompt": "hello", "max_tokens": 60, "ignore_eos": True}, {"prompt": "hello", "max_tokens": 5}])
+    assert case.run("--kv-blocks", "3") == 0
+    assert case.run("--resume") == 2 and "1 made with other sampling parameters" in capfd.readouterr().err
+    assert case.run("--resume", "--kv-blocks", "3") == 0 and case.kept() == 2
+    assert case.run("--resume", "--recompute-changed") == 0 and (case.kept(), case.ran()) == (1, 1)
+    assert json.loads(case.out.read_bytes().splitlines()[0])["usage"]["completion_tokens"] == 60
+
+
+CLOCK = "{{ strftime_now('%d %b %Y') }}"
+
+
+def test_a_prompt_too_long_for_the_context_is_so_in_any_cache(case: Case) -> None:
+    """Guards error rows of a small cache that are the same in a large one."""
+    case.rows([{"prompt": "x " * 400}])
+    assert case.run("--kv-blocks", "3") == 1 and case.run("--resume") == 1 and case.kept() == 1
+
+
+def test_a_signal_during_the_final_ordering(
+    done: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Guards Ctrl-C while a large file is put in order: 130, the journal as it was, and --resume orders it."""
+    whole = done.out.read_bytes()
+    mixed = b"".join(reversed(whole.splitlines(keepends=True)))
+    done.out.write_bytes(mixed)
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "place", lambda self, number: signal.raise_signal(signal.SIGINT) or (0, 1))
+        assert done.run("--resume") == 130
+    assert done.out.read_bytes() == mixed and len(list(done.out.parent.iterdir())) == 3
+    assert done.run("--resume") == 1 and done.out.read_bytes() == whole
+
+
+def test_templates_with_a_clock_are_told_a_date(
+    case: Case, model_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Guards a run that goes on after midnight: the date is an option, with a fixed default, and part of the key."""
+    case.model = shutil.copytree(model_folder, tmp_path / "clock")
+    template = case.model / "chat_template.jinja"
+    template.write_text(CLOCK + template.read_text())
+    assert case.run("--check", "-q") == 1
+    assert case.run() == 1 and case.run("--resume", "--date", "2024-07-26") == 1 and case.kept() == 6
+    first = case.out.read_bytes()
+    assert case.run("--resume", "--date", "2024-07-27") == 2 and "--date" in capfd.readouterr().err
+    assert case.run("--overwrite", "--date", "2024-07-27") == 1 and case.out.read_bytes() != first
+
+
+def test_what_somebody_else_writes_to_the_file_is_noticed(
+    case: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Guards an intact journal against being put in order by places that are no longer right."""
+    finish = FileOutput.finish
+
+    def meddled(self: FileOutput, check_stop: Any) -> None:
+        with case.out.open("ab") as file:
+            file.write(b"note\n")
+        finish(self, check_stop)
+
+    def taken_away(self: FileOutput, check_stop: Any) -> None:
+        case.out.unlink()
+        finish(self, check_stop)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileOutput, "finish", meddled)
+        assert case.run() == 3 and "Something else wrote to" in capfd.readouterr().err
+        assert len(case.out.read_bytes().splitlines()) == 7
+        patch.setattr(FileOutput, "finish", taken_away)
+        assert case.run("--overwrite") == 3 and "was taken away" in capfd.readouterr().err
+
+
+def test_the_file_for_ordering_touches_nothing_of_others(case: Case, tmp_path: Path) -> None:
+    """Guards files behind a link or a pipe that somebody put where the ordered rows are written."""
+    precious, place = tmp_path / "precious", tmp_path / ".out.jsonl.cbatch-sorting"
+    precious.write_text("precious")
+    place.symlink_to(precious)
+    assert case.run() == 1 and precious.read_text() == "precious" and not place.exists()
+    os.mkfifo(place)
+    assert case.run("--overwrite") == 1 and not place.exists()
+
+
+def test_outputs_that_cannot_be_opened_are_refused(case: Case, tmp_path: Path) -> None:
+    """Guards exit code 2 for odd paths, and that nothing is left behind."""
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for name in (loop, tmp_path / ("n" * 300)):
+        case.out = name
+        assert case.run() == 2
+    case.out = tmp_path / ("n" * 250)
+    assert case.run() == 1 and len(list(tmp_path.iterdir())) == 4
+
+
+def test_errors_are_tried_again_when_asked(done: Case) -> None:
+    """Guards --retry-errors: rows that failed for want of memory, say; the file keeps one row an index."""
+    done.rows([*ROWS[:2], ROWS[2], '{"prompt": "mended", "max_tokens": 2}', *ROWS[4:]])
+    assert done.run("--resume", "--retry-errors", "--order", "completion") == 1
+    assert (done.kept(), done.ran()) == (4, 2)
+    rows = [json.loads(line) for line in done.out.read_bytes().splitlines()]
+    assert sorted(row["index"] for row in rows) == list(range(6))
+    assert [row["index"] for row in rows if row.get("error")] == [2]
+
+
+def test_an_interrupted_retry_keeps_the_last_row_of_an_index(done: Case) -> None:
+    """Guards the journal's rule: of two rows with an index the later one counts, the file has one in the end."""
+    whole = done.out.read_bytes()
+    first = json.loads(whole.splitlines()[0])
+    failed = json.dumps({"index": 0, "id": "a", "error": {"code": "nan_logits", "message": "m"}, "key": first["key"]})
+    done.out.write_bytes(failed.encode() + b"\n" + whole)
+    assert done.run("--resume") == 1
+    assert (done.kept(), done.ran()) == (6, 0) and done.out.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (b'{"index": 0, "id"\n', "line 1: not valid JSON"),
+        (b"some notes of mine\n", "line 1: not valid JSON"),
+        (b'{"index": 0, "text": "from another tool"}\n', "line 1: not a row of output, which has a key"),
+        (b'{"index": -1, "key": "0123456789abcdef0123456789abcdef"}\n', "line 1: not a row of output"),
+        (b'{"index": 0, "key": "../etc"}\n', "line 1: not a row of output"),
+        (b"[[[[\n", "line 1: not valid JSON"),
+        (b"\n", "line 1: not valid JSON"),
+    ],
+)
+def test_damage_in_the_middle_is_refused(
+    done: Case, damage: bytes, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Guards files that are damaged, or are no journal of ours: exit code 2, where it is, and no byte changed."""
+    content = damage + done.out.read_bytes()
+    done.out.write_bytes(content)
+    assert done.run("--resume") == 2
+    assert message in capfd.readouterr().err and done.out.read_bytes() == content
+    assert done.run("--resume", "--recompute-changed") == 2 and done.out.read_bytes() == content
+
+
+@pytest.mark.parametrize("text", ["my novel", '{"index": 5, "precious": "data"}', '{"a": 1}', "[" * 100_000])
+def test_a_tail_that_is_not_ours_is_not_cut_off(case: Case, text: str) -> None:
+    """Guards a text file without a last newline, given as output by mistake."""
+    case.out.write_text(text)
+    assert case.run("--resume") == 2 and case.out.read_text() == text
+
+
+def test_resume_from_a_pipe(done: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `generate | cbatch run -o out --resume`: what was read to compare is there for the run as well."""
+    whole = done.out.read_bytes()
+    done.out.write_bytes(b"".join(whole.splitlines(keepends=True)[:4]))
+    reader, writer = os.pipe()
+    os.write(writer, done.source.read_bytes())
+    os.close(writer)
+    with os.fdopen(reader, "rb") as stream:
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=stream, isatty=lambda: False))
+        done.source = Path("-")
+        assert done.run("--resume") == 1
+    assert (done.kept(), done.ran()) == (4, 2) and done.out.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resume", "-o", "-"], "--resume needs an output file"),
+        (["--resume", "-o", "/dev/null"], "--resume needs an output file"),
+        (["--resume", "--overwrite"], "give one of them"),
+        (["--retry-errors"], "--retry-errors goes with --resume"),
+        (["--recompute-changed"], "--recompute-changed goes with --resume"),
+    ],
+)
+def test_options_that_make_no_sense_together(
+    case: Case, arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against guessing what was meant: a sentence and exit code 2."""
+    assert case.run(*arguments) == 2 and message in capfd.readouterr().err
+
+
+def test_two_runs_on_one_file(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards a journal against two writers: the second run is refused, with --resume and --overwrite too."""
+    with FileOutput(case.out, input_order=True):
+        for option in ("--resume", "--overwrite"):
+            assert case.run(option) == 2 and "Another run is writing" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("link", ["symlink", "hard link", "itself"])
+def test_the_output_is_not_the_input(case: Case, link: str) -> None:
+    """Guards the prompts themselves, under whatever name."""
+    before = case.source.read_bytes()
+    case.out = case.source if link == "itself" else case.out
+    if link == "symlink":
+        case.out.symlink_to(case.source)
+    elif link == "hard link":
+        os.link(case.source, case.out)
+    for option in ("--resume", "--overwrite"):
+        assert case.run(option) == 2 and case.source.read_bytes() == before
+
+
+class BadDisk:
+    """Stands in for `os` in the output module: a disk that takes `room` bytes, or does not sync."""
+
+    def __init__(self, *, room: int | None = None, sync_error: int | None = None, chunk: int = 2**30) -> None:
+        self._room, self._sync_error, self._chunk = room, sync_error, chunk
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def write(self, fd: int, data: memoryview) -> int:
+        size = min(len(data), self._chunk)
+        if self._room is not None:
+            if self._room == 0:
+                raise OSError(28, os.strerror(28))
+            size = min(size, self._room)
+            self._room -= size
+        return os.write(fd, data[:size])
+
+    def fsync(self, fd: int) -> None:
+        is_file = not Path(f"/proc/self/fd/{fd}").readlink().is_dir()
+        if self._sync_error is not None and is_file and os.fstat(fd).st_size:
+            raise OSError(self._sync_error, os.strerror(self._sync_error))
+        os.fsync(fd)
+
+
+@pytest.mark.parametrize("room", [0, 1, 150, 400, 700])
+def test_a_full_disk_is_exit_3_and_resumable(
+    case: Case, room: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Guards rows that fitted on a disk before it was full, with a row torn at any place."""
+    assert case.run() == 1
+    whole = case.out.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(output_module, "os", BadDisk(room=room))
+        assert case.run("--overwrite") == 3
+    error = capfd.readouterr().err
+    assert "No space left on device" in error and "--resume" in error and "Traceback" not in error
+    assert len(case.out.read_bytes()) == room
+    assert case.run("--resume") == 1 and case.out.read_bytes() == whole
+
+
+def test_a_disk_that_does_not_sync_is_exit_3(
+    case: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against calling rows safe that the disk refused to keep."""
+    with monkeypatch.context() as patch:
+        patch.setattr(output_module, "os", BadDisk(sync_error=5))
+        assert case.run() == 3
+    assert "Input/output error" in capfd.readouterr().err
+    assert case.run("--resume") == 1
+
+
+def test_short_writes_are_finished(done: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards rows against a file system that takes a few bytes at a time."""
+    whole = done.out.read_bytes()
+    monkeypatch.setattr(output_module, "os", BadDisk(chunk=3))
+    assert done.run("--overwrite") == 1 and done.out.read_bytes() == whole
+
+
+def test_no_room_for_the_ordered_file(
+    done: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Guards a disk that holds the rows, but not twice: exit 3, all rows there, --resume puts them in order later."""
+    whole = done.out.read_bytes()
+    done.out.write_bytes(b"".join(reversed(whole.splitlines(keepends=True))))
+    rewrite = FileOutput._rewrite
+
+    def full(self: FileOutput, check_stop: Any) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(FileOutput, "_rewrite", full)
+    assert done.run("--resume") == 3 and "Cannot order" in capfd.readouterr().err
+    monkeypatch.setattr(FileOutput, "_rewrite", rewrite)
+    assert done.run("--resume") == 1 and done.out.read_bytes() == whole and done.ran() == 0
+
+
+def test_max_errors_stops_at_that_error(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards a night against a broken input: exit 3 with exactly N error rows, and --resume can go on."""
+    case.rows(["{bad"] * 9 + ROWS)
+    for number in (1, 4):
+        assert case.run("--overwrite", "--max-errors", str(number)) == 3
+        rows = [json.loads(line) for line in case.out.read_bytes().splitlines()]
+        assert len([row for row in rows if row.get("error")]) == number
+        assert f"Stopped at error {number}" in capfd.readouterr().err
+    assert case.run("--resume") == 1 and len(case.out.read_bytes().splitlines()) == 15
+
+
+def test_the_fingerprint_is_of_the_content(case: Case, tmp_path: Path, model_folder: Path) -> None:
+    """Guards resuming with a model that was moved, and against one that was trained on under the same name."""
+    assert case.run() == 1
+    moved = shutil.copytree(model_folder, tmp_path / "moved")
+    config = json.loads((moved / "config.json").read_text())
+    (moved / "config.json").write_text(json.dumps(config | {"_name_or_path": "elsewhere", "transformers_version": "9"}))
+    assert case.run("--resume", model=moved) == 1 and case.kept() == 6
+    weights = moved / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-4:] = b"\x00\x00\x80\x3f"
+    weights.write_bytes(content)
+    assert case.run("--resume", model=moved) == 2

@@ -1,0 +1,460 @@
+"""`cbatch run` from the outside: rows in, rows out, exit codes, and sentences instead of tracebacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from cbatch.cli.main import run_command
+from cbatch.cli.run.output.writer import FileOutput
+from cbatch.engine import engine_thread as driver
+from cbatch.engine.text.detokenizer import TextStream
+from tests.support.model_folder import save_model
+
+ROWS = [
+    {"id": "a", "prompt": "hello", "max_tokens": 6},
+    {"prompt": "hello", "temperatur": 1},
+    {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "label": "kept"},
+    {"prompt_token_ids": [5, 6, 7], "max_tokens": 9},
+    {"prompt": "x " * 400},
+    {"prompt": "sampled", "temperature": 1.0, "seed": 5, "max_tokens": 40},
+]
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+@pytest.fixture
+def run(model_folder: Path, tmp_path: Path) -> Any:
+    """Runs `cbatch run` on rows in this process; gives the exit code and the output rows."""
+
+    def call(rows: list[Any], *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+        source = write_rows(tmp_path / "in.jsonl", rows)
+        target = tmp_path / "out.jsonl"
+        code = run_command(["run", str(source), "-m", str(model_folder), "-o", str(target), "--overwrite", *arguments])
+        return code, read_rows(target) if target.exists() else []
+
+    return call
+
+
+def test_one_row_out_for_each_row_in(run: Any) -> None:
+    """Guards the shape of output rows, error rows beside good ones, extra columns, order, and exit code 1."""
+    code, rows = run(["\n", *ROWS, "{bad\n"])
+    assert code == 1
+    assert [row["index"] for row in rows] == [1, 2, 3, 4, 5, 6, 7]
+    codes = [row.get("error", {}).get("code") for row in rows]
+    assert codes == [None, "unknown_parameter", None, None, "prompt_too_long", None, "invalid_json"]
+    assert all(row["error"]["message"].startswith(f"line {row['index'] + 1}") for row in rows if "error" in row)
+    assert rows[0]["id"] == "a" and rows[1]["id"] is None and rows[2]["extra"] == {"label": "kept"}
+    assert rows[0]["finish_reason"] == "length" and rows[0]["usage"]["completion_tokens"] == 6
+    assert isinstance(rows[0]["text"], str) and rows[3]["usage"] == {"prompt_tokens": 3, "completion_tokens": 9}
+
+
+def test_all_good_rows_exit_0_and_defaults_come_from_options(run: Any) -> None:
+    """Guards the order of precedence: row over option over default."""
+    code, rows = run([{"prompt": "a"}, {"prompt": "a", "max_tokens": 2}], "--max-tokens", "4", "--token-ids")
+    assert code == 0 and [len(row["token_ids"]) for row in rows] == [4, 2]
+    assert rows[1]["token_ids"] == rows[0]["token_ids"][:2]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["--max-seqs", "1"],
+        ["--max-batch-tokens", "5", "--window", "2"],
+        ["--kv-blocks", "17"],
+        ["--order", "completion"],
+    ],
+    ids=" ".join,
+)
+def test_batch_settings_change_no_byte(run: Any, tmp_path: Path, settings: list[str]) -> None:
+    """Guards the promise that a row's bytes are a function of its input and the sampling options alone."""
+    rows = [{**row, "id": number, "temperature": 1.0} for number, row in enumerate(ROWS * 3)]
+    run(rows, "--dtype", "float32")
+    expected = (tmp_path / "out.jsonl").read_bytes().splitlines()
+    run(rows, "--dtype", "float32", *settings)
+    got = (tmp_path / "out.jsonl").read_bytes().splitlines()
+    assert (sorted(got) == sorted(expected)) if "completion" in settings else got == expected
+
+
+def test_sampling_depends_on_the_id_not_the_place(run: Any) -> None:
+    """Guards shuffled input: a row with an id is answered the same wherever it stands."""
+    rows = [{"id": f"r{n}", "prompt": "tell", "temperature": 1.0, "max_tokens": 12} for n in range(5)]
+    texts = [{row["id"]: row["text"] for row in run(order)[1]} for order in (rows, rows[::-1])]
+    assert texts[0] == texts[1] and len(set(texts[0].values())) > 1
+    assert {row["id"]: row["text"] for row in run(rows, "--seed", "1")[1]} != texts[0]
+
+
+BREAKERS = [
+    '{"prompt": "a", "temperature": 1%s}\n' % ("0" * 400),
+    '{"prompt": "a", "top_p": 1%s}\n' % ("0" * 400),
+    '{"prompt": "a", "temperature": 1, "top_k": 100000000000000000000}\n',
+    '{"prompt": "a", "stop_token_ids": [999999], "min_tokens": 1}\n',
+    '{"prompt": "\\ue0f0999\\ue0f1 <|im_end|>", "max_tokens": 2}\n',
+    '{"prompt": "a", "column": %s}\n' % ("[" * 985 + "]" * 985),
+    '{"prompt": "\\ud800", "column": %s}\n' % ("[" * 700 + "]" * 700),
+    '{"prompt": "\\ufffd", "raw": true, "max_tokens": 3}\n',
+    '{"prompt_token_ids": [99999999999999999999]}\n',
+    '{"prompt": "a", "seed": -9223372036854775808, "temperature": 1, "max_tokens": 2}\n',
+]
+
+
+def test_no_row_can_end_the_run(run: Any) -> None:
+    """Guards the good rows: each of these once broke the reader, the engine or the writer."""
+    good = {"prompt": "fine", "max_tokens": 2}
+    code, rows = run([row for breaker in BREAKERS for row in (breaker, good)])
+    assert code == 1 and len(rows) == 2 * len(BREAKERS)
+    assert all("text" in row for row in rows[1::2])
+    assert not any(row.get("error", {}).get("code") == "internal_error" for row in rows)
+
+
+def test_stop_strings_and_plain_text_input(run: Any, tmp_path: Path) -> None:
+    """Guards --format text, --raw and --stop together."""
+    _, (full,) = run(["hello {x\n"], "--format", "text", "--raw", "--max-tokens", "30")
+    stop = full["text"][3:5]
+    _, (cut,) = run(["hello {x\n"], "--format", "text", "--raw", "--max-tokens", "30", "--stop", stop)
+    assert cut["text"] == full["text"][: full["text"].index(stop)]
+    assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", stop)
+
+
+def test_options_come_from_the_environment(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards CBATCH_RUN_*; a repeatable option is a JSON list, so that stop strings may hold spaces."""
+    monkeypatch.setenv("CBATCH_RUN_MAX_TOKENS", "3")
+    assert run([{"prompt": "a"}])[1][0]["usage"]["completion_tokens"] == 3
+    monkeypatch.setenv("CBATCH_RUN_STOP", "not json")
+    assert run([{"prompt": "a"}])[0] == 2
+    monkeypatch.setenv("CBATCH_RUN_STOP", '["no such text"]')
+    assert run([{"prompt": "a"}])[0] == 0
+
+
+def test_rarer_parameters_come_as_json(run: Any) -> None:
+    """Guards --param, the way to what has no option of its own."""
+    _, (row,) = run([{"prompt": "a"}], "--token-ids", "--max-tokens", "6")
+    stop = row["token_ids"][2]
+    _, (cut,) = run([{"prompt": "a"}], "--token-ids", "--max-tokens", "6", "--param", f"stop_token_ids=[{stop}]")
+    assert cut["token_ids"] == row["token_ids"][: row["token_ids"].index(stop) + 1]
+    assert cut["finish_reason"] == "stop"
+
+
+def test_a_system_message_does_not_need_a_template(run: Any, model_folder: Path, tmp_path: Path) -> None:
+    """Guards prompts for models without a chat template, which are continued whatever --system says."""
+    folder = shutil.copytree(model_folder, tmp_path / "plain")
+    (folder / "chat_template.jinja").unlink()
+    _, plain = run(ROWS[:1], "-m", str(folder))
+    assert run(ROWS[:1], "-m", str(folder), "--system", "be brief") == (0, plain)
+
+
+def test_stop_strings_need_a_tokenizer(tmp_path: Path) -> None:
+    """Guards against a stop string that is silently without effect."""
+    folder = save_model(tmp_path / "bare", tokenizer=False)
+    source = write_rows(tmp_path / "in.jsonl", [{"prompt_token_ids": [5], "stop": "x"}])
+    assert run_command(["run", str(source), "-m", str(folder), "-o", str(tmp_path / "out.jsonl")]) == 1
+    assert "stop needs a tokenizer" in read_rows(tmp_path / "out.jsonl")[0]["error"]["message"]
+
+
+def test_an_interruption_lets_out_what_is_held_back(model_folder: Path) -> None:
+    """Guards finished rows on stdout, behind one that is not finished, against Ctrl-C."""
+    command = [sys.executable, "-m", "cbatch", "run", "-v", "-m", str(model_folder), "--max-seqs", "1"]
+    rows = [{"prompt": "long", "max_tokens": 230}] * 30 + [{"prompt": ""}]
+    running = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert running.stdin is not None and running.stderr is not None and running.stdout is not None
+    running.stdin.write("{bad\n" + "".join(json.dumps(row) + "\n" for row in rows))
+    running.stdin.flush()
+    while "prompt is empty" not in running.stderr.readline():
+        pass
+    running.send_signal(signal.SIGINT)
+    indices = [json.loads(line)["index"] for line in running.stdout]
+    assert running.wait(60) == 130 and indices[0] == 0 and indices[-1] == 31 and len(indices) < 32
+
+
+def test_max_errors_lets_out_what_is_held_back(model_folder: Path) -> None:
+    """Guards finished rows on stdout that wait for one which will not come."""
+    rows = [{"prompt": "long", "max_tokens": 200}, {"prompt": ""}, {"prompt": "a", "max_tokens": 1}, {"prompt": ""}]
+    done = pipe(model_folder, "".join(json.dumps(row) + "\n" for row in rows), "--max-errors", "2")
+    assert done.returncode == 3
+    assert [json.loads(line)["index"] for line in done.stdout.splitlines()][-1] == 3
+
+
+def test_closed_streams(model_folder: Path, tmp_path: Path) -> None:
+    """Guards programs that start it without stdin, stdout or stderr: no traceback, no message among the data."""
+    source, out = write_rows(tmp_path / "in.jsonl", ROWS[:1]), tmp_path / "out.jsonl"
+    command = f"{sys.executable} -m cbatch run -m {model_folder} --max-tokens 2"
+    for tail, code in ((f"{source} -o {out} >&- 2>&-", 0), (f"{source} >&-", 2), ("<&-", 2), (f"{source} 2>&-", 0)):
+        done = subprocess.run(f"{command} {tail}", shell=True, capture_output=True, text=True)
+        assert done.returncode == code and "Traceback" not in done.stderr
+        assert all(line.startswith('{"index": 0') for line in done.stdout.splitlines())
+    assert len(read_rows(out)) == 1
+
+
+def test_check_runs_nothing_and_reports(run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards --check: bad rows are named, prompts counted in tokens, shared beginnings found, no output written."""
+    same = {"prompt_token_ids": list(range(10, 50)), "max_tokens": 5}
+    assert run([*ROWS, same, same], "--check", "--block-size", "16", "-q") == (1, [])
+    report = json.loads(capfd.readouterr().out)
+    assert (report["rows"], report["bad_rows"]) == (8, 2)
+    assert report["errors"] == {"unknown_parameter": 1, "prompt_too_long": 1}
+    assert [error["index"] for error in report["first_errors"]] == [1, 4]
+    assert report["prompt_tokens"]["max"] == 40 and report["max_new_tokens"]["total"] == 6 + 3 + 9 + 40 + 5 + 5
+    assert report["shared_prefix_tokens"] == 32 and report["kv_cache"]["longest_row_tokens"] >= 45
+    assert run(ROWS[:1], "--check", "-q") == (0, []) and not (tmp_path / "out.jsonl").exists()
+    assert json.loads(capfd.readouterr().out)["bad_rows"] == 0
+
+
+def test_check_counts_what_a_run_then_does(run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards --check against being a second opinion: same rows, same errors, same prompt tokens as the run itself."""
+    run(ROWS, "--check", "-q")
+    report = json.loads(capfd.readouterr().out)
+    code, _ = run(ROWS, "--stats", str(tmp_path / "stats.json"), "-q")
+    stats = json.loads((tmp_path / "stats.json").read_text())
+    assert code == 1 and report["bad_rows"] == stats["errors"] and report["errors"] == stats["error_codes"]
+    assert report["prompt_tokens"]["total"] == stats["prompt_tokens"]
+
+
+def test_timings_and_verbose(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards what depends on the moment: in rows only with --timings; -v tells each error as it comes."""
+    _, (row,) = run(ROWS[:1], "--timings")
+    assert 0 < row["ttft_s"] <= row["elapsed_s"] and row["cached_tokens"] == 0
+    code, (row,) = run(ROWS[1:2], "-v")
+    assert code == 1 and not {"ttft_s", "elapsed_s", "cached_tokens"} & row.keys()
+    error = capfd.readouterr().err
+    assert "cbatch: line 1: unknown parameter 'temperatur'" in error and "cbatch: attention: reference" in error
+
+
+def test_the_summary_has_four_lines(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards the end of a run: rows, tokens, speed, and what limited it."""
+    run(ROWS)
+    rows, tokens, speed, limit = capfd.readouterr().err.splitlines()[-4:]
+    assert rows == "cbatch: 4 rows ok, 2 failed (prompt_too_long 1, unknown_parameter 1)"
+    assert tokens.endswith("output tokens") and "tokens/s" in speed and limit.startswith("cbatch: limited by ")
+
+
+@pytest.mark.parametrize("arguments", [[], ["-o", "missing/out.jsonl"], ["-m", "./nowhere"], ["none"]])
+def test_stats_are_written_however_it_ends(
+    arguments: list[str], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards programs that read --stats after a run that was refused."""
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "in.jsonl", ROWS[:1])
+    source = [] if arguments == ["none"] else ["in.jsonl"]
+    options = ["-o", "out.jsonl", "-m", str(model_folder), "--stats", "s.json"]
+    code = run_command(["run", *source, *options, *arguments])
+    stats = json.loads((tmp_path / "s.json").read_text())
+    assert (code, stats["rows"]) == ((2, 0) if arguments else (0, 1))
+    assert stats.keys() >= {"rows_kept", "errors", "cached_tokens", "load_s", "elapsed_s", "steps", "tpot_s"}
+
+
+def test_system_option_reaches_rows_without_a_system_message(run: Any) -> None:
+    """Guards --system for prompts and messages, and that a row's own system message wins."""
+    own = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    rows = [{"prompt": "hi"}, {"messages": own[1:]}, {"messages": own}, {"prompt": "hi", "raw": True}]
+    _, plain = run(rows, "--max-tokens", "1")
+    _, given = run(rows, "--max-tokens", "1", "--system", "be brief")
+    lengths = [row["usage"]["prompt_tokens"] for row in given]
+    assert lengths[0] == lengths[1] == lengths[2] == plain[2]["usage"]["prompt_tokens"]
+    assert lengths[3] == plain[3]["usage"]["prompt_tokens"] < plain[0]["usage"]["prompt_tokens"]
+
+
+def test_a_model_without_tokenizer_takes_token_ids(tmp_path: Path) -> None:
+    """Guards form 3 on a folder that has only weights: text is null, other forms are error rows."""
+    folder = save_model(tmp_path / "bare", tokenizer=False)
+    source = write_rows(tmp_path / "in.jsonl", [{"prompt_token_ids": [5, 6], "max_tokens": 2}, {"prompt": "a"}])
+    target = tmp_path / "out.jsonl"
+    assert run_command(["run", str(source), "-m", str(folder), "-o", str(target), "--token-ids"]) == 1
+    first, second = read_rows(target)
+    assert first["text"] is None and len(first["token_ids"]) == 2 and "no tokenizer" in second["error"]["message"]
+
+
+def test_generation_config_gives_the_defaults(tmp_path: Path) -> None:
+    """Guards that only keys that stand in the file count: do_sample decides, and top_k 50 is not invented."""
+    rows = [{"prompt": "a", "id": n, "max_tokens": 8} for n in range(4)]
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    texts = []
+    for name, settings in {"greedy": {"temperature": 0.9}, "sampled": {"do_sample": True}}.items():
+        folder = save_model(tmp_path / name, generation=settings)
+        target = tmp_path / f"{name}.jsonl"
+        assert run_command(["run", str(source), "-m", str(folder), "-o", str(target)]) == 0
+        texts.append({row["text"] for row in read_rows(target)})
+    assert len(texts[0]) == 1 and len(texts[1]) > 1
+
+
+def test_refusals_are_sentences(
+    run: Any, model_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Guards exit code 2 with one sentence, and that nothing is overwritten or loaded before it."""
+    source = write_rows(tmp_path / "in.jsonl", ROWS[:1])
+    full = tmp_path / "full.jsonl"
+    full.write_text("precious\n")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{nonsense")
+    (broken / "model.safetensors").write_bytes(b"garbage")
+    (tmp_path / "empty").mkdir()
+    cases = {
+        "No such file": ["nowhere.jsonl"],
+        "not empty": [str(source), "-o", str(full)],
+        "is the input": [str(source), "-o", str(source)],
+        "Cannot write": [str(source), "-o", str(tmp_path / "no" / "such" / "folder.jsonl")],
+        "no config.json": [str(source), "-m", str(tmp_path / "empty")],
+        "Cannot load": [str(source), "-m", str(broken)],
+        "no model folder": [str(source), "-m", "./nowhere"],
+        "no-such/model": [str(source), "-m", "no-such/model"],
+        "--top-p must be": [str(source), "--top-p", "7"],
+        "no attention backend": [str(source), "-m", str(model_folder), "--attention", "magic"],
+        "no amount of memory": [str(source), "-m", str(model_folder), "--kv-cache-memory", "lots"],
+        "are free": [str(source), "-m", str(model_folder), "--kv-cache-memory", "99999GiB"],
+        "not available": [str(source), "-m", str(model_folder), "--device", "cuda:99"],
+        "a file is needed": [str(source), "-m", str(model_folder), "-o", str(tmp_path)],
+        "not valid UTF-8": [str(source), "-m", str(model_folder), "--system", "\udcff"],
+        "No such option": ["--frobnicate"],
+        "no sampling parameter 'topp'": [str(source), "--param", "topp=1"],
+        "not valid JSON": [str(source), "--param", "top_p=x"],
+        f"--stats {source} is the input;": [str(source), "--stats", str(source)],
+        "nor auto or none": [str(source), "--target-step-ms", "0"],
+        "Cannot write no/such": [str(source), "--stats", "no/such/file"],
+    }
+    for message, arguments in cases.items():
+        assert run_command(["run", *arguments]) == 2, arguments
+        error = capfd.readouterr().err
+        assert message in error and "Traceback" not in error, error
+    assert full.read_text() == "precious\n" and source.read_text().startswith('{"id"')
+
+
+def test_a_failing_engine_is_exit_3_and_keeps_what_is_done(
+    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards finished rows, the slowly written ones too, against a crash in a later step; and against hanging."""
+    step, write = driver.Engine.step, FileOutput.write
+
+    def failing(self: driver.Engine) -> Any:
+        if self.num_steps == 5:
+            raise RuntimeError("the device is on fire")
+        return step(self)
+
+    def slow(self: FileOutput, rows: Any) -> Any:
+        time.sleep(0.05)
+        return write(self, rows)
+
+    monkeypatch.setattr(driver.Engine, "step", failing)
+    monkeypatch.setattr(FileOutput, "write", slow)
+    code, rows = run([{"prompt": "a", "max_tokens": 2}] * 6 + [{"prompt": "b", "max_tokens": 90}])
+    assert code == 3 and sorted(row["index"] for row in rows) == [0, 1, 2, 3, 4, 5]
+    assert "on fire" in capsys.readouterr().err
+
+
+def test_a_hiccup_is_told_of_and_costs_no_row(
+    run: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Guards a run against one step that fails: the same rows, exit code 0, and a word about it at the end."""
+    rows = [{"id": n, "prompt": f"row {n}", "temperature": 1.0, "max_tokens": 9} for n in range(5)]
+    expected = run(rows)
+    step, failures = driver.Engine.step, [RuntimeError("a hiccup")]
+
+    def failing(self: driver.Engine) -> Any:
+        if self.num_steps == 4 and failures:
+            raise failures.pop()
+        return step(self)
+
+    monkeypatch.setattr(driver.Engine, "step", failing)
+    assert run(rows) == expected and not failures
+    assert "1 tried again (RuntimeError: a hiccup)" in capfd.readouterr().err
+
+
+def test_a_text_that_cannot_be_made_is_its_row_s_error(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the other rows, whose texts are made on the thread that writes."""
+    rows = [{"prompt": "a", "max_tokens": 6, "temperature": 1.0, "seed": n} for n in range(8)]
+    _, expected = run(rows, "--token-ids")
+    push, victim = TextStream.push, expected[0]["token_ids"][2]
+
+    def failing(self: TextStream, token_id: int, *, may_stop: bool = True) -> str:
+        if token_id == victim:
+            raise RuntimeError("no such byte")
+        return push(self, token_id, may_stop=may_stop)
+
+    monkeypatch.setattr(TextStream, "push", failing)
+    code, found = run(rows, "--token-ids")
+    assert code == 1 and {"error" in row for row in found} == {True, False}
+    for row, wanted in zip(found, expected, strict=True):
+        if victim in wanted["token_ids"]:
+            assert row["error"]["code"] == "internal_error" and "no such byte" in row["error"]["message"]
+        else:
+            assert row == wanted
+
+
+def test_code_of_a_model_is_never_run(run: Any, model_folder: Path, tmp_path: Path) -> None:
+    """Guards against remote code: not run, not asked about, and no line of the input eaten by a question."""
+    folder = shutil.copytree(model_folder, tmp_path / "remote")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "unheard-of", "auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    marker = tmp_path / "marker"
+    (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass C: pass\nclass M: pass\n")
+    done = pipe(folder, "y\n" * 5, "--format", "text")
+    assert done.returncode == 2 and done.stdout == "" and not marker.exists()
+    assert done.stderr.startswith("cbatch: Cannot load") and "Traceback" not in done.stderr
+
+
+def test_missing_weights_are_not_invented(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against a truncated download that answers with random text."""
+    folder = shutil.copytree(model_folder, tmp_path / "torn")
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert run_command(["info", "-m", str(folder)]) == 2
+    assert "1 of its weights are not in its files, such as lm_head.weight" in capsys.readouterr().err
+
+
+def pipe(model: Path, data: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cbatch", "run", "-m", str(model), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, input=data, capture_output=True, text=True, env=environment, timeout=120)
+
+
+def test_the_command_in_a_pipeline(model_folder: Path) -> None:
+    """Guards stdin to stdout: data only on stdout, no bars or codes on a stderr that is no terminal."""
+    data = "".join(json.dumps(row) + "\n" for row in ROWS)
+    done = pipe(model_folder, data)
+    assert done.returncode == 1 and len(done.stdout.splitlines()) == len(ROWS)
+    assert [json.loads(line)["index"] for line in done.stdout.splitlines()] == list(range(len(ROWS)))
+    assert "4 rows ok, 2 failed" in done.stderr and "\x1b" not in done.stderr and "\r" not in done.stderr
+    assert pipe(model_folder, "", "-q").stdout == ""
+
+
+def test_a_reader_that_goes_away_is_exit_141(model_folder: Path, tmp_path: Path) -> None:
+    """Guards `cbatch run | head -1`: silent, and the exit code a shell expects."""
+    source = write_rows(tmp_path / "in.jsonl", [{"prompt": "a", "max_tokens": 2}] * 500)
+    command = [sys.executable, "-m", "cbatch", "run", str(source), "-q", "-m", str(model_folder)]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert running.stdout is not None and running.stderr is not None
+    running.stdout.readline()
+    running.stdout.close()
+    assert (running.wait(60), running.stderr.read()) == (141, b"")
+
+
+def test_stdin_may_not_be_the_output(model_folder: Path, tmp_path: Path) -> None:
+    """Guards the input of `cbatch run -o f --overwrite < f`."""
+    source = write_rows(tmp_path / "in.jsonl", ROWS[:1])
+    before = source.read_bytes()
+    command = [sys.executable, "-m", "cbatch", "run", "-o", str(source), "--overwrite", "-m", str(model_folder)]
+    with source.open("rb") as stdin:
+        assert subprocess.run(command, stdin=stdin, capture_output=True).returncode == 2
+    assert source.read_bytes() == before

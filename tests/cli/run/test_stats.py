@@ -1,0 +1,84 @@
+"""What a run tells about itself: figures, an honest estimate, and what held it up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cbatch.cli.run import stats as tally_module
+from cbatch.cli.run.input.row import Row
+from cbatch.cli.run.requests import Job
+from cbatch.cli.run.stats import Tally, Totals, what_limited
+from cbatch.engine import RequestError, SamplingParams
+
+
+def job(tokens: int, first: float = 1.0, last: float = 2.0, error: RequestError | None = None) -> Job:
+    made = Job(Row(0), SamplingParams(), error=error, prompt_tokens=7, first=first, last=last)
+    made.completion.token_ids = list(range(tokens))
+    return made
+
+
+def test_figures_of_a_run() -> None:
+    """Guards --stats: first-token time from the row's being taken, time per token between first and last."""
+    tally = Tally()
+    tally.start(0.0)
+    tally.start(5.0)
+    for tokens, last in ((11, 3.0), (21, 4.0), (1, 1.0)):
+        tally.count(job(tokens, last=last))
+        tally.output_tokens += tokens
+    tally.count(job(0, error=RequestError("nan_logits", "m"), last=4.5))
+    figures = tally.figures()
+    assert (figures["rows"], figures["errors"], figures["error_codes"]) == (4, 1, {"nan_logits": 1})
+    assert (figures["prompt_tokens"], figures["output_tokens"]) == (21, 33)
+    assert figures["elapsed_s"] == 4.5 and figures["output_tokens_per_s"] == pytest.approx(33 / 4.5)
+    assert figures["ttft_s"] == {"p50": 1.0, "p90": 1.0, "p99": 1.0}
+    assert figures["tpot_s"]["p50"] == pytest.approx((0.2 + 0.15) / 2)
+
+
+def test_nothing_was_run() -> None:
+    """Guards the figures of a run that was refused before its first row."""
+    figures = Tally().figures()
+    assert figures["rows"] == 0 and figures["elapsed_s"] == 0 and figures["ttft_s"]["p50"] is None
+
+
+def test_time_left_is_estimated_from_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the estimate: rows that are left times tokens a row, less what unfinished rows have already."""
+    monkeypatch.setattr(tally_module.time, "monotonic", lambda: 10.0)
+    tally = Tally()
+    tally.start(0.0)
+    assert tally.seconds_left(5) is None
+    tally.count(job(40))
+    tally.output_tokens = 100
+    assert tally.seconds_left(4) == pytest.approx((4 * 40 - 60) * 10 / 100)
+    tally.output_tokens = 1000
+    assert tally.seconds_left(4) == 0
+
+
+@pytest.mark.parametrize(
+    ("state", "waited", "expected"),
+    [
+        ({"idle_s": 6.0}, 0.0, "the input: the engine had nothing to do for 60% of the time"),
+        ({"idle_s": 6.0}, 5.0, "the output, which took rows slowly"),
+        ({"num_shrinks": 2}, 0.0, "the device's memory, which made the batch smaller 2 times"),
+        ({}, 0.0, "the model: there were seldom more rows than could run at once"),
+        ({"held_back": {"seats": 90, "cache": 1}}, 0.0, "all 8 seats (--max-seqs) were taken in 90% of the steps"),
+        ({"held_back": {"cache": 50}}, 0.0, "the KV cache, which was full (3 preemptions"),
+        ({"held_back": {"budget": 50}}, 0.0, "(--max-batch-tokens 64) while prompts waited in 50%"),
+        ({"held_back": {"target": 40}}, 0.0, "(--target-step-ms), which made prompts wait in 40% of the steps"),
+    ],
+)
+def test_what_limited_a_run(state: dict[str, Any], waited: float, expected: str) -> None:
+    """Guards the last line of the summary: it names the option that a person would change first."""
+    held = Counter(state.get("held_back", {}))
+    engine: Any = SimpleNamespace(scheduler=SimpleNamespace(max_seqs=8, max_batch_tokens=64))
+    totals = Totals(100, 3, 0, state.get("num_shrinks", 0), state.get("idle_s", 0.0), held)
+    assert expected in what_limited(engine, totals, 10.0, waited)
+
+
+def test_a_second_run_on_an_engine_counts_its_own() -> None:
+    """Guards the figures of a batch under a chat, whose engine has worked, and waited, before."""
+    before = Totals(100, 3, 1, 0, 60.0, Counter(seats=5))
+    assert Totals(110, 3, 2, 0, 61.0, Counter(seats=7)) - before == Totals(10, 0, 1, 0, 1.0, Counter(seats=2))

@@ -1,0 +1,188 @@
+"""Guards recorded decode steps. Without a GPU what is recorded is called again, on the same tensors."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from queue import SimpleQueue
+
+import pytest
+import torch
+from torch import Tensor
+
+from cbatch.engine.base.outputs import TokenEvent
+from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.engine_thread import Driver
+from cbatch.engine.execution.cuda_graphs import DecodeGraphs, Recorder, Run, size_for
+from tests.support.cuda_model import (
+    DEVICE,
+    LENGTHS,
+    OUTPUTS,
+    batch_of,
+    decoder_of,
+    engine_around,
+    expected_of,
+    logits_of,
+    network_of,
+    pool_of,
+    run,
+)
+from tests.support.tiny_models import make_prompts, no_collector
+
+pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
+
+from cbatch.engine.attention.triton import TritonAttention
+
+
+class Repeater:
+    """Does what a graph does: runs the same again, and gives the same tensor."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+        self.error: Exception | None = None
+
+    def __call__(self, run: Run) -> Run:
+        if self.error is not None:
+            raise self.error
+        self.recorded += 1
+        out = run()
+
+        def replay() -> Tensor:
+            self.replayed += 1
+            return out.copy_(run())
+
+        return replay
+
+
+def recorder() -> Recorder | Repeater:
+    return Recorder(DEVICE) if DEVICE.type == "cuda" else Repeater()
+
+
+def test_sizes() -> None:
+    """Guards the sizes of graphs: none too small, few of them, and little computed for nothing."""
+    sizes = {rows: size_for(rows) for rows in range(1, 513)}
+    assert all(rows <= size <= max(rows + 31, 4) for rows, size in sizes.items())
+    assert len(set(sizes.values())) < 40 and sizes[1] == 1 and sizes[256] == 256
+
+
+@pytest.mark.parametrize("name", ["qwen3, norms", "mistral, window"])
+def test_equals_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the engine with graphs, ahead of its host: rows that leave and come, filled-up sizes, the same tokens."""
+    decoder = decoder_of(network_of(name))
+    engine = engine_around(monkeypatch, decoder, max_batch_tokens=8, run_ahead=True)
+    record = recorder()
+    engine.runner._graphs = DecodeGraphs(decoder, engine.runner.attention, engine.runner.pool, 4, record)
+    assert run(engine) == expected_of(name)
+    assert run(engine) == expected_of(name)
+    if isinstance(record, Repeater):
+        assert record.recorded >= 2 and record.replayed > record.recorded
+
+
+def test_other_steps_are_left_alone() -> None:
+    """Guards the choice: prompts, more rows than there are graphs for, and rows that find no room go the usual way."""
+    decoder, prompts = decoder_of(network_of("llama")), make_prompts([9, 9])
+    pool = pool_of(decoder)
+    graphs = DecodeGraphs(decoder, TritonAttention(DEVICE), pool, 2, recorder())
+    with torch.inference_mode():
+        assert graphs.forward(batch_of(prompts)) is None
+        assert graphs.forward(batch_of(make_prompts([1, 1, 1]))) is None
+        step = batch_of(prompts, start=8)
+        assert graphs.forward(replace(step, rows=step.rows[:1])) is None
+        assert graphs.forward(replace(step, stops=[9, 100_000])) is None
+        for _ in range(3):  # run, recorded, replayed
+            logits_of(decoder, batch_of([prompt[:8] for prompt in prompts]), pool)
+            found = graphs.forward(step)
+            assert found is not None
+            torch.testing.assert_close(found, logits_of(decoder, step, pool))
+
+
+def test_a_step_that_cannot_be_recorded_is_computed(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against devices and libraries that do not let themselves be recorded: all steps go the usual way."""
+    decoder, prompts = decoder_of(network_of("llama")), make_prompts([9, 9])
+    pool, record = pool_of(decoder), Repeater()
+    graphs = DecodeGraphs(decoder, TritonAttention(DEVICE), pool, 2, record)
+    alone, both = batch_of(prompts[:1], start=8), batch_of(prompts, start=8)
+    with torch.inference_mode():
+        logits_of(decoder, batch_of([prompt[:8] for prompt in prompts]), pool)
+        assert all(graphs.forward(step) is not None for step in (alone, alone, both))
+        record.error = RuntimeError("not while recording")
+        assert graphs.forward(both) is None and "not while recording" in caplog.text
+        assert graphs.forward(alone) is None and len(caplog.records) == 1
+
+
+def test_a_step_is_computed_where_memory_does_not_suffice_to_record_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards a full device: the step is not made smaller for it, recordings that are there stay, as do smaller ones.
+
+    A recording that fails is not tried again: each attempt would cost memory for good.
+    """
+    decoder, prompts = decoder_of(network_of("llama")), make_prompts([9, 9, 9, 9])
+    pool, record, held = pool_of(decoder), Repeater(), weakref.WeakSet[Tensor]()
+    graphs = DecodeGraphs(decoder, TritonAttention(DEVICE), pool, 4, record)
+    steps = {rows: batch_of(prompts[:rows], start=8) for rows in (1, 2, 4)}
+
+    def full(run: Run) -> Run:
+        activations = torch.zeros(3)
+        held.add(activations)
+        try:
+            raise torch.OutOfMemoryError("full")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    with torch.inference_mode():
+        logits_of(decoder, batch_of([prompt[:8] for prompt in prompts]), pool)
+        expected = {rows: graphs.forward(steps[rows]).clone() for rows in (1, 2, 4)}  # type: ignore[union-attr]
+        graphs.forward(steps[4])
+        graphs._record = full
+        with no_collector():
+            assert graphs.forward(steps[2]) is None and not held, "what failed still holds memory"
+        graphs._record = record
+        assert graphs.forward(steps[2]) is None and "memory does not suffice" in caplog.text
+        for rows in (4, 1, 1):
+            found = graphs.forward(steps[rows])
+            assert found is not None
+            torch.testing.assert_close(found, expected[rows])
+    assert record.recorded == 2 and sorted(graphs._recordings) == [1, 4] and len(caplog.records) == 1
+
+
+def test_a_driver_does_without_graphs_where_memory_does_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the size of steps: that a graph finds no memory does not mean that the step does not."""
+    decoder, record = decoder_of(network_of("qwen3, norms")), Repeater()
+    record.error = torch.OutOfMemoryError("CUDA out of memory")
+    with engine_around(monkeypatch, decoder) as engine:
+        engine.runner._graphs = DecodeGraphs(decoder, engine.runner.attention, engine.runner.pool, 4, record)
+        driver, events = Driver(engine), [SimpleQueue[TokenEvent]() for _ in LENGTHS]
+        for prompt, length, sink in zip(make_prompts(LENGTHS), OUTPUTS, events, strict=True):
+            driver.submit(prompt, SamplingParams(max_tokens=length), sink.put)
+        found = [[sink.get(timeout=60).token_id for _ in range(n)] for n, sink in zip(OUTPUTS, events, strict=True)]
+        driver.close()
+    assert found == expected_of("qwen3, norms") and driver.num_retries == driver.num_shrinks == 0
+
+
+def test_the_first_run_has_to_come_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards recordings from kernels that are not compiled yet, where memory was full the first time."""
+    decoder, record = decoder_of(network_of("llama")), Repeater()
+    graphs = DecodeGraphs(decoder, TritonAttention(DEVICE), pool_of(decoder), 2, record)
+    step = batch_of(make_prompts([1]))
+    compute = decoder.compute
+    with torch.inference_mode():
+        monkeypatch.setattr(decoder, "compute", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+        with pytest.raises(torch.OutOfMemoryError):
+            graphs.forward(step)
+        monkeypatch.setattr(decoder, "compute", compute)
+        graphs.forward(step)
+        assert record.recorded == 0
+        graphs.forward(step)
+        assert record.recorded == 1
+
+
+def test_the_cache_goes_with_its_graphs() -> None:
+    """Guards a device's memory, which the cache takes most of: nothing waits for the collector of cycles."""
+    decoder = decoder_of(network_of("llama"))
+    pool = pool_of(decoder)
+    graphs, alive = DecodeGraphs(decoder, TritonAttention(DEVICE), pool, 2, Repeater()), weakref.ref(pool)
+    with torch.inference_mode():
+        for _ in range(2):
+            graphs.forward(batch_of(make_prompts([1])))
+    with no_collector():
+        del graphs, pool
+        assert alive() is None

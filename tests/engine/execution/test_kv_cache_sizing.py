@@ -1,0 +1,371 @@
+"""The size of the KV cache beside the largest step. A device of the tests stands in for a GPU; the steps are real."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from cbatch.engine.attention.reference import ReferenceAttention
+from cbatch.engine.base.config import EngineConfig
+from cbatch.engine.base.errors import ConfigError
+from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.engine import Engine
+from cbatch.engine.execution import kv_cache_sizing as sizing
+from cbatch.engine.execution.kv_cache_sizing import RESERVE, Limits, Trial, Wish, choose_num_blocks
+from cbatch.engine.models.hf_adapter import TransformersModel
+from cbatch.engine.models.self_check import checked_model
+from cbatch.engine.runtime.batch import RaggedBatch
+from cbatch.engine.runtime.kv_cache import KVPool
+from cbatch.engine.runtime.memory import DeviceMemory
+from tests.support.tiny_models import VOCABULARY, loaded, make_engine, make_network, make_prompts, no_collector
+
+MIB, GIB = 2**20, 2**30
+A_TOKEN = MIB // 8
+"""Bytes that the device of these tests counts for each token of a step."""
+
+
+@dataclass
+class Gpu:
+    """A device of 10 GiB, on which a step takes so much a token, and leaves some of it taken, as libraries do."""
+
+    total: int = 10 * GIB
+    left_behind: int = 0
+    for_activations: int = 10 * GIB
+    taken: int = 0
+    steps: list[RaggedBatch] = field(default_factory=list)
+
+    @property
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory("gpu:7", "90%", lambda: self.total - self.taken, self._peak_of)
+
+    def _peak_of(self, step: Callable[[], object]) -> int:
+        before = len(self.steps)
+        step()
+        assert len(self.steps) == before + 1, "nothing was computed"
+        self.taken = self.left_behind
+        peak = len(self.steps[-1].input_ids) * A_TOKEN
+        if peak > self.for_activations:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return peak
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """Every engine of the test believes to be on it."""
+    made = Gpu()
+    forward = TransformersModel.forward
+
+    def seen(model: TransformersModel, batch: RaggedBatch, *others: Any) -> Any:
+        made.steps.append(batch)
+        return forward(model, batch, *others)
+
+    monkeypatch.setattr(TransformersModel, "forward", seen)
+    monkeypatch.setattr(sizing, "device_memory", lambda device: made.memory)
+    return made
+
+
+def make(**config: Any) -> Engine:
+    """An engine whose cache is as large as the device allows: blocks of 4 tokens of 384 bytes."""
+    settings: dict[str, Any] = {"block_size": 4, "max_seqs": 6, "max_batch_tokens": 64, "device": "cpu"} | config
+    return Engine(EngineConfig(**settings), loaded(make_network("llama")))
+
+
+def choose(memory: str | None = None, num_blocks: int | None = None, limits: Limits | None = None, **gpu: int) -> int:
+    """Blocks of 1 MiB, of which 100,000 would be of use, on such a device."""
+    device = Gpu(**gpu)
+    model = checked_model(make_network("llama"))
+    forward = model.forward
+
+    def seen(batch: RaggedBatch, *others: Any) -> Any:
+        device.steps.append(batch)
+        return forward(batch, *others)
+
+    model.forward = seen  # type: ignore[method-assign]
+    wish = Wish(memory, num_blocks, MIB, 100_000)
+    return choose_num_blocks(wish, model, ReferenceAttention(), 4, limits or Limits(2, 64), device.memory)
+
+
+STEP = 64 * A_TOKEN + RESERVE
+
+
+def test_the_cache_gets_what_is_asked_for_where_there_is_room() -> None:
+    """Guards the contract: 90% of what is free after the weights, or an amount, or a number of blocks."""
+    assert choose() == 9 * GIB // MIB and choose("50%") == 5 * GIB // MIB
+    assert choose("4GiB") == 4096 and choose(num_blocks=7) == 7
+
+
+def test_a_step_keeps_its_room() -> None:
+    """Guards steps on full devices: of a share that is too large the cache gets what a step and the reserve leave."""
+    assert choose("100%") == (10 * GIB - STEP) // MIB
+    assert choose("100%", left_behind=100 * MIB) == (10 * GIB - STEP) // MIB - 100
+    assert choose(total=2 * STEP) == STEP // MIB, "less than the 90% of the default"
+
+
+@pytest.mark.parametrize("asked", [{"memory": "9.99GiB"}, {"num_blocks": 10_230}])
+def test_an_amount_that_leaves_no_room_for_a_step_is_refused(asked: dict[str, Any]) -> None:
+    """Guards against a run that starts, and ends with its first full step; the message has the figures."""
+    takes = r"A step of 64 tokens in up to 2 sequences takes 264.0 MiB of the 10.0 GiB that are free on gpu:7"
+    with pytest.raises(ConfigError, match=rf"10.0 GiB was asked for. {takes}, so 9.7 GiB are left.*--max-batch-tokens"):
+        choose(**asked)
+
+
+def test_more_than_is_free_is_refused_before_any_step() -> None:
+    """Guards the time until the message where nothing has to be measured for it."""
+    with pytest.raises(ConfigError, match=r"20.0 GiB was asked for, and 10.0 GiB are free on gpu:7"):
+        choose("20GiB")
+
+
+def test_a_step_that_leaves_nothing_is_refused() -> None:
+    """Guards the sentence: how much a step of so many tokens takes, and what makes it smaller."""
+    with pytest.raises(ConfigError, match=r"A step of 64 tokens.* takes 264.0 MiB of the 264.0 MiB.*leaves no room.*"):
+        choose(total=STEP)
+
+
+def test_memory_that_ends_in_the_trial_is_a_sentence() -> None:
+    """Guards the pass itself: a step that does not fit even without a cache."""
+    with pytest.raises(ConfigError, match=r"takes more than the 10.0 GiB that are free.*--max-batch-tokens") as caught:
+        choose(for_activations=4 * MIB)
+    assert caught.value.__context__ is None, "what was raised before holds the tensors of the step"
+
+
+def test_other_errors_of_the_trial_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the reason of a failure that has nothing to do with memory."""
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(sizing, "Evaluation", broken)
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        choose()
+
+
+def test_the_largest_steps_are_tried(gpu: Gpu) -> None:
+    """Guards the measure: all tokens in few rows and in all seats, and a token in every seat behind long texts."""
+    engine = make(kv_cache_memory="20%")
+    gpu.steps, seen = [], gpu.steps[-3:]
+    few, many, decode = ([stop - start for start, stop in zip(one.starts, one.stops, strict=True)] for one in seen)
+    assert few == [64] and many == [11, 11, 11, 11, 10, 10] and decode == [1] * 6
+    assert seen[0].stops == (160,), "attention that copies the past is tried at the end of the context"
+    assert seen[2].stops == (160,) * 6 and [len(one.logit_rows) for one in seen] == [1, 6, 6]
+    assert engine.blocks.num_blocks == 6 * 40, "no more than every seat can use"
+
+
+def test_long_budgets_are_tried_in_several_rows() -> None:
+    """Guards budgets beyond the context, caches that hold less than the context, and those of a single seat."""
+    model = checked_model(make_network("llama"))
+
+    def bounds(limits: Limits, cache_tokens: int) -> list[list[tuple[int, int]]]:
+        trial = Trial(model, ReferenceAttention(), 4, limits, cache_tokens)
+        plans = [*trial.prompt_steps(), trial.decode_step()]
+        return [[(one.start, one.stop) for one in plan.slices] for plan in plans]
+
+    few, many, decode = bounds(Limits(3, 400), 300)
+    assert few == [(0, 160), (0, 160), (0, 80)] and many == [(0, 134), (0, 133), (0, 133)]
+    assert decode == [(159, 160), (139, 140), (0, 1)]
+    assert bounds(Limits(1, 7), 50) == [[(43, 50)], [(0, 7)], [(49, 50)]]
+    assert bounds(Limits(1, 500), 50) == [[(0, 50)], [(0, 50)], [(49, 50)]]
+    assert bounds(Limits(4, 2), 0) == [[(0, 1), (0, 1)], [(0, 1), (0, 1)], [(0, 1), (0, 1)]]
+
+
+def test_every_row_of_the_trial_asks_for_everything(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the memory of sampling: logits of all seats through forms, penalties, filters and log-probabilities."""
+    evaluation, seen = sizing.Evaluation, []
+
+    def watch(*arguments: Any) -> Any:
+        seen.append((arguments, evaluation(*arguments)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(sizing, "Evaluation", watch)
+    make()
+    (plan, logits, _, masks), done = seen[1]
+    assert logits.values.shape == masks.allowed.shape == (6, VOCABULARY)
+    params = plan.to_sample[0].request.params
+    assert not params.greedy and params.top_k and params.top_p < 1 and params.min_p and params.presence_penalty
+    assert all(sample.error is None and len(sample.logprobs.top) == 20 for sample in done.get().samples)
+
+
+def test_what_lay_in_memory_before_is_not_computed_with(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the trial against rows that are no numbers, whose sampling goes another way."""
+
+    class Dirty(KVPool):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            for layer in (*self.keys, *self.values):
+                layer.fill_(torch.nan)
+
+    evaluation, errors = sizing.Evaluation, []
+
+    def watch(*arguments: Any) -> Any:
+        done = evaluation(*arguments)
+        errors.extend(sample.error for sample in done.get().samples)
+        return done
+
+    monkeypatch.setattr("cbatch.engine.execution.model_runner.KVPool", Dirty)
+    monkeypatch.setattr(sizing, "Evaluation", watch)
+    make(max_batch_tokens=2)
+    assert len(errors) == 5 and not any(errors)
+
+
+def test_graphs_are_reckoned_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the memory that recorded decode steps keep for themselves: once more what such a step takes."""
+    monkeypatch.setattr(sizing, "takes_graphs", lambda model, attention, wanted: wanted)
+    expected = (10 * GIB - STEP - 2 * A_TOKEN) // MIB
+    assert choose("100%", limits=Limits(2, 64, graphs=True)) == expected
+    assert choose("100%", limits=Limits(2, 64, graphs=False)) > expected
+
+
+def test_the_trial_leaves_nothing_behind(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the memory of the small cache, the real one's blocks, and outputs: all as without a trial."""
+    pools: list[weakref.ref[KVPool]] = []
+
+    class Watched(KVPool):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            pools.append(weakref.ref(self))
+
+    monkeypatch.setattr("cbatch.engine.execution.model_runner.KVPool", Watched)
+    with no_collector():
+        engine = make(kv_cache_memory="20%")
+        assert [pool() is None for pool in pools] == [True, False]
+    assert len(engine.runner.pool.keys[0]) == engine.blocks.num_blocks
+    assert engine.blocks.num_used == 0 and engine.blocks.match([0] * 40) == []
+    assert engine.scheduler.num_prompt_tokens == 0 and not engine.has_work
+    prompts, params = make_prompts([30, 5, 17]), SamplingParams(max_tokens=12, temperature=1.0, logprobs=2)
+    expected = make_engine(make_network("llama")).generate(prompts, params)
+    assert [one.token_ids for one in engine.generate(prompts, params)] == [one.token_ids for one in expected]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_a_cache_that_cannot_be_made_is_a_sentence(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Guards the moment between measuring and taking: figures, and nothing held of the half that was made."""
+    halves: list[weakref.ref[torch.Tensor]] = []
+
+    class Full(KVPool):
+        def __init__(self, shapes: Any, num_blocks: int, *others: Any) -> None:
+            super().__init__(shapes, num_blocks, *others)
+            if num_blocks > 1:
+                halves.append(weakref.ref(self.keys[0]))
+                raise error
+
+    monkeypatch.setattr("cbatch.engine.execution.model_runner.KVPool", Full)
+    with pytest.raises(
+        ConfigError, match=r"A KV cache of 360.0 KiB could not be made on gpu:7, where 10.0 GiB are"
+    ) as e:
+        make()
+    error.__traceback__ = None  # this test's own name for it
+    assert e.value.__context__ is None and halves[0]() is None
+
+
+def test_an_engine_that_was_refused_holds_no_memory(gpu: Gpu) -> None:
+    """Guards a second try with other options in the same process: the weights of the first are gone."""
+    gpu.total = STEP
+    with no_collector():
+        network = make_network("llama")
+        held = weakref.ref(network)
+        with suppress(ConfigError):
+            Engine(EngineConfig(device="cpu", max_seqs=6, max_batch_tokens=64), loaded(network))
+            raise AssertionError("it was not refused")
+        del network
+        assert held() is None
+
+
+def host(memory: str | None = None, num_blocks: int | None = None, per_block: int = 2**20) -> int:
+    model = checked_model(make_network("llama"))
+    wish = Wish(memory, num_blocks, per_block, 50)
+    return choose_num_blocks(
+        wish, model, ReferenceAttention(), 4, Limits(2, 64), DeviceMemory("cpu", "25%", lambda: 10 * GIB)
+    )
+
+
+def test_the_cache_takes_no_more_than_it_can_use() -> None:
+    """Guards a laptop's memory: never more than every seat's full context needs."""
+    assert host("10MiB") == 10 and host("1GiB") == 50 and host() == 50 and host(num_blocks=7) == 7
+
+
+@pytest.mark.parametrize("memory", ["1KiB", "100000GiB"])
+def test_too_little_and_too_much_are_refused(memory: str) -> None:
+    """Guards against a cache that holds nothing, and one that the machine does not have."""
+    with pytest.raises(ConfigError, match=r"does not hold one block|are free"):
+        host(memory)
+
+
+def test_an_exact_number_of_blocks_must_fit_too() -> None:
+    """Guards the machine against --kv-blocks beyond its memory."""
+    with pytest.raises(ConfigError, match="are free"):
+        host(num_blocks=10**12)
+
+
+@pytest.mark.parametrize("settings", [{"max_seqs": -1}, {"max_batch_tokens": -1}, {"kv_blocks": 0}])
+def test_numbers_below_one_are_refused(settings: dict[str, int]) -> None:
+    """Guards callers from Python, whose numbers no option has checked, against errors of torch's."""
+    with pytest.raises(ConfigError, match=r"must be at least 1"):
+        make_engine(make_network("llama"), **settings)
+
+
+def test_no_step_is_tried_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the time to the first token there."""
+    monkeypatch.setattr(sizing, "Trial", None)
+    assert make_engine(make_network("llama"), kv_blocks=None).blocks.num_blocks == 8 * 40
+
+
+class Tracked(TorchDispatchMode):
+    """Counts the bytes of tensors that torch's operations make on this thread, as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tree_map_only(torch.Tensor, lambda tensor: self._count(tensor, is_new=False), (args, kwargs))
+        out = func(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, lambda tensor: self._count(tensor, is_new=True), out)
+        return out
+
+    def _count(self, tensor: torch.Tensor, *, is_new: bool) -> None:
+        storage = tensor.untyped_storage()
+        place, size = storage.data_ptr(), storage.nbytes() if is_new else 0
+        if place not in self._known:
+            self._known.add(place)
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._forget, place, size)
+
+    def _forget(self, place: int, size: int) -> None:
+        self._known.discard(place)
+        self.now -= size
+
+    def peak_of(self, step: Callable[[], object]) -> int:
+        with self:
+            self.most = before = self.now
+            step()
+        return self.most - before
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_batch_tokens": 160}, {"max_seqs": 12, "max_batch_tokens": 24}])
+def test_no_step_takes_more_than_those_of_the_trial(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards what the whole sizing stands on, by real steps of random work whose memory is measured in the same way."""
+    peaks: list[int] = []
+
+    def peak_of(step: Callable[[], object]) -> int:
+        peaks.append(Tracked().peak_of(step))
+        return peaks[-1]
+
+    monkeypatch.setattr(sizing, "device_memory", lambda device: DeviceMemory("tracked", "90%", lambda: GIB, peak_of))
+    engine = make(**settings)
+    trial, chance, seen = max(peaks), random.Random(0), 0
+    for prompt in make_prompts([chance.choice([3, 20, 60, 140]) for _ in range(40)]):
+        asked = {"top_k": 50, "top_p": 0.9, "min_p": 0.01, "presence_penalty": 1.0, "logprobs": 20}
+        engine.add(prompt, SamplingParams(max_tokens=chance.randint(1, 18), temperature=1.0, **asked))
+    while engine.has_work:
+        seen = max(seen, Tracked().peak_of(engine.step))
+    assert 0.6 * trial < seen <= trial, "the trial is to be honest, and no larger than need be"

@@ -1,0 +1,249 @@
+"""Running ahead against the plain loop: the same outputs in every company, and nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+
+from cbatch.engine.base.config import EngineConfig
+from cbatch.engine.base.outputs import TokenEvent
+from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.engine import Engine
+from cbatch.engine.models.loader import LoadedModel
+from cbatch.engine.sampling.output import Evaluation
+from tests.support.tiny_models import make_engine, make_network, make_prompts
+
+QUESTION = "Tell me a story about a dog and a cat in a garden."
+
+ASKED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "drawn": {"temperature": 1.0, "top_p": 0.9, "seed": 3},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    "drawn with penalties": {"temperature": 1.2, "frequency_penalty": 1.0, "seed": 4},
+    "form": {"regex": "[a-f]{3,9}!", "temperature": 1.0, "seed": 5},
+    "form that ends by itself": {"choice": ["yes", "no", "perhaps"]},
+    "stop string": {"stop": ["a"]},
+    "stop tokens": {"stop_token_ids": tuple(range(40, 60)), "ignore_eos": True},
+    "late stop": {"stop_token_ids": tuple(range(300)), "min_tokens": 5},
+    "bad words": {"bad_words": ["the", "dog"]},
+    "log-probabilities": {"logprobs": 3, "temperature": 0.7, "seed": 6},
+    "scored prompt": {"prompt_logprobs": 2, "max_tokens": 3},
+    "scored prompt alone": {"prompt_logprobs": 0, "max_tokens": 0},
+    "one token": {"max_tokens": 1},
+}
+
+
+@cache
+def demo() -> LoadedModel:
+    return Engine(EngineConfig(dtype="float32", device="cpu")).loaded
+
+
+def make(*, ahead: bool, **config: Any) -> Engine:
+    return Engine(EngineConfig(device="cpu", run_ahead=ahead, **config), demo())
+
+
+def add_all(engine: Engine) -> dict[int, str]:
+    """The names of all kinds of requests, by their ids."""
+    found = {}
+    for number, (name, asked) in enumerate(ASKED.items()):
+        params = SamplingParams(max_tokens=22, ignore_eos=True).merged(asked)
+        prompt = QUESTION if number % 2 else f"{QUESTION} Call them number {number} and number {number + 1}."
+        found[engine.add(engine.encode(prompt), params)] = name
+    return found
+
+
+def outcome(event: TokenEvent) -> tuple[Any, ...]:
+    """All of an event but how much of its prompt was cached."""
+    return (
+        event.token_id, event.text, event.finish_reason, event.stop_reason, event.error and event.error.code,
+        event.logprobs, event.prompt_logprobs and list(event.prompt_logprobs),
+    )  # fmt: skip
+
+
+def steps(engine: Engine, *, shaken: bool = False) -> Iterator[list[TokenEvent]]:
+    """Events of each step until nothing is left to do. shaken: most of those who run are preempted again and again"""
+    while engine.has_work:
+        if shaken and engine.num_steps % 4 == 3:
+            while engine.shrink():
+                pass
+            while not engine.grow():
+                pass
+        events = engine.step()
+        engine.scheduler.check_integrity()
+        yield events
+
+
+def run(engine: Engine, *, shaken: bool = False) -> dict[str, list[tuple[Any, ...]]]:
+    """What every request of `ASKED` gets, and that nothing is left when all are done."""
+    names = add_all(engine)
+    found: dict[str, list[tuple[Any, ...]]] = {name: [] for name in names.values()}
+    for events in steps(engine, shaken=shaken):
+        for event in events:
+            assert event.request_id is not None
+            found[names[event.request_id]].append(outcome(event))
+    assert engine.blocks.num_used == 0 and not engine._requests
+    return found
+
+
+@cache
+def expected() -> dict[str, list[tuple[Any, ...]]]:
+    """One after the other, in the plain loop."""
+    return run(make(ahead=False, max_seqs=1, prefix_cache=False))
+
+
+def test_the_kinds_of_requests_differ() -> None:
+    """Guards the tests here: outputs that end in every way, and several tokens in most of them."""
+    ends = {name: (len(events), events[-1][2], events[-1][3]) for name, events in expected().items()}
+    assert ends["greedy"][1] in ("length", "stop") and ends["stop string"][2] == "a"
+    assert ends["stop tokens"][1] == ends["form that ends by itself"][1] == "stop" and 5 <= ends["late stop"][0] < 22
+    assert ends["scored prompt alone"] == (1, "length", None) and ends["one token"][0] == 1
+    assert sum(length > 5 for length, _, _ in ends.values()) >= 7
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"prefix_cache": False},
+    {"max_batch_tokens": 7},
+    {"max_seqs": 3},
+    {"kv_blocks": 9},
+    {"kv_blocks": 11, "prefix_cache": False, "max_batch_tokens": 20},
+]
+
+
+@pytest.mark.parametrize(("settings", "ahead"), product(SETTINGS, (False, True)), ids=str)
+def test_output_is_the_same(settings: dict[str, Any], ahead: bool) -> None:
+    """Guards every feature, running ahead or not, with and without prefix cache, in small steps, with few seats."""
+    engine = make(ahead=ahead, **settings)
+    assert run(engine) == expected()
+    assert run(engine) == expected()
+
+
+@pytest.mark.parametrize(("prefix_cache", "ahead"), product((True, False), (False, True)))
+def test_output_is_the_same_after_preemption(prefix_cache: bool, ahead: bool) -> None:
+    """Guards requests that lose their blocks while tokens are coming to them, and are computed again."""
+    engine = make(ahead=ahead, prefix_cache=prefix_cache, max_batch_tokens=100)
+    assert run(engine, shaken=True) == expected()
+    assert engine.scheduler.num_preemptions > 30
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_blocks": 9, "max_batch_tokens": 20}], ids=str)
+def test_cancelling_at_any_step_changes_nobody_else(settings: dict[str, Any]) -> None:
+    """Guards tokens in flight of requests that are gone: dropped, and no block leaks, wherever a request is."""
+    engine = make(ahead=True, **settings)
+    for cancel_at in range(0, 24, 2):
+        names = add_all(engine)
+        found: dict[int, list[tuple[Any, ...]]] = {number: [] for number in names}
+        gone = list(names)[cancel_at % 7 :: 7]
+        for number, events in enumerate(steps(engine)):
+            for event in events:
+                assert event.request_id is not None
+                found[event.request_id].append(outcome(event))
+            if number == cancel_at:
+                for request_id in gone:
+                    engine.cancel(request_id)
+        for request_id, name in names.items():
+            wanted = expected()[name]
+            assert found[request_id] == (wanted[: len(found[request_id])] if request_id in gone else wanted)
+        assert engine.blocks.num_used == 0 and not engine._requests
+
+
+class Hiccup(RuntimeError):
+    """A planted fault."""
+
+
+def every(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Raises instead of each so-many-th call, and the one after that."""
+    calls = 0
+
+    def sometimes(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % count in (0, 1) and calls > 1:
+            raise Hiccup
+        return function(*args, **kwargs)
+
+    return sometimes
+
+
+@pytest.mark.parametrize("where", ["forward", "sample", "get"])
+@pytest.mark.parametrize("settings", [{}, {"kv_blocks": 9, "max_batch_tokens": 20}], ids=str)
+def test_steps_that_fail_lose_nothing(where: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards retries, wherever a step fails: each event comes once, also of the step that was taken in before."""
+    engine = make(ahead=True, **settings)
+    if where == "forward":
+        monkeypatch.setattr(engine.runner, "forward", every(5, engine.runner.forward))
+    else:
+        name = "__init__" if where == "sample" else "get"
+        monkeypatch.setattr(Evaluation, name, every(5, getattr(Evaluation, name)))
+    names = add_all(engine)
+    found: dict[str, list[tuple[Any, ...]]] = {name: [] for name in names.values()}
+    failures = 0
+    while engine.has_work:
+        try:
+            events = engine.step()
+        except Hiccup:
+            failures += 1
+        else:
+            for event in events:
+                assert event.request_id is not None
+                found[names[event.request_id]].append(outcome(event))
+        engine.scheduler.check_integrity()
+    assert found == expected() and failures > 5 and engine.blocks.num_used == 0
+
+
+def keep_events(monkeypatch: pytest.MonkeyPatch, *lengths: int) -> tuple[Engine, list[int]]:
+    """An engine with a request of each length, which keeps the events of the first step, for the next one failed."""
+    engine = make_engine(make_network("llama"), run_ahead=True)
+    asked = zip(make_prompts([5, 6]), lengths, strict=True)
+    ids = [engine.add(prompt, SamplingParams(max_tokens=length)) for prompt, length in asked]
+    assert engine.step() == []
+    with monkeypatch.context() as patched:
+        patched.setattr(Evaluation, "__init__", every(2, lambda *_: None))
+        Evaluation.__init__(None)  # type: ignore[arg-type,misc]
+        with pytest.raises(Hiccup):
+            engine.step()
+    return engine, ids
+
+
+@pytest.mark.parametrize("length", [4, 1])
+def test_a_cancelled_request_gets_no_event_that_was_kept(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards callers from events of what they have dropped, also where the last one is kept of a request that ended."""
+    engine, (first, second) = keep_events(monkeypatch, length, 4)
+    engine.cancel(first)
+    events = [event for events in steps(engine) for event in events]
+    assert {event.request_id for event in events} == {second} and len(events) == 4
+
+
+def test_kept_events_are_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the last event of a request that has ended, when nobody else is left who wants a step."""
+    engine, (first, second) = keep_events(monkeypatch, 1, 4)
+    engine.cancel(second)
+    assert [event.request_id for events in steps(engine) for event in events] == [first]
+
+
+def test_the_model_is_started_before_the_last_step_is_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the overlap: while a step's tokens are waited for, the device has the next; none is for nothing."""
+    engine = make_engine(make_network("llama"), run_ahead=True)
+    done: list[str] = []
+    forward, get = engine.runner.forward, Evaluation.get
+
+    def note(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (done.append(name), function(*args))[1]
+
+    monkeypatch.setattr(engine.runner, "forward", note("forward", forward))
+    monkeypatch.setattr(Evaluation, "get", note("get", get))
+    engine.generate(make_prompts([5]), SamplingParams(max_tokens=4))
+    assert done == ["forward", *["forward", "get"] * 3, "get"], "the end of the output is known when it is planned"
+    assert engine.num_steps == 4
+
+
+def test_a_shortage_while_a_step_is_taken_in_is_that_of_the_step() -> None:
+    """Guards smaller steps after a call that only takes in and lacks memory: the last plan is of the step in flight."""
+    engine = make_engine(make_network("llama"), run_ahead=True)
+    engine.add(make_prompts([5])[0], SamplingParams(max_tokens=1))
+    assert engine.step() == [] and len(engine.step()) == 1
+    assert engine.last_plan.num_tokens == 5 and engine.shrink() and engine.scheduler.max_batch_tokens == 2

@@ -1,0 +1,208 @@
+"""Guards attention over pages against the reference, on random ragged batches with poison in all unused places."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cbatch.engine.attention.base import AttentionBackend
+from cbatch.engine.attention.cpu import CpuAttention
+from cbatch.engine.attention.reference import ReferenceAttention
+from cbatch.engine.kernels.cpu.pages import SEGMENT, cut
+from cbatch.engine.kernels.cpu.tensors import fits
+from cbatch.engine.runtime.batch import RaggedBatch
+from cbatch.engine.runtime.kv_cache import KVPool, LayerShape
+from tests.support.attention_cases import Case
+
+CPU = torch.device("cpu")
+NUM_BLOCKS = 64
+
+
+CASES = {
+    "plain": Case(LayerShape(2, 64, 64)),
+    "grouped heads": Case(LayerShape(3, 64, 64), group=3),
+    "one head for many": Case(LayerShape(1, 32, 32), group=16),
+    "odd sizes": Case(LayerShape(2, 80, 48), group=2),
+    "large blocks": Case(LayerShape(2, 32, 32), group=2, block_size=128),
+    "blocks of 48": Case(LayerShape(2, 32, 32), group=2, block_size=48),
+    "window": Case(LayerShape(2, 32, 32), group=2, window=21),
+    "softcap": Case(LayerShape(2, 32, 32), group=2, softcap=3.0),
+    "sinks": Case(LayerShape(2, 32, 32), group=4, sinks=True),
+    "all at once": Case(LayerShape(1, 256, 256), group=2, block_size=32, window=70, softcap=20.0, sinks=True),
+}
+
+
+def make_batches(case: Case, seed: int) -> list[RaggedBatch]:
+    """Sequences in two steps: first chunks of all, then decoding, further chunks, and new ones beside them."""
+    chooser = random.Random(seed)
+    blocks = list(range(NUM_BLOCKS))
+    chooser.shuffle(blocks)
+    tables, steps = [], []
+    lengths = [chooser.choice((1, 2, 15, 16, 17, 40, 63, 64, 65, 120, 190)) for _ in range(5)]
+    for length in lengths:
+        tables.append([blocks.pop() for _ in range(-(-(length + 40) // case.block_size)) if blocks] or [0])
+    room = [len(table) * case.block_size for table in tables]
+    first = [(row, 0, min(length, room[row])) for row, length in enumerate(lengths)]
+    second = [(row, stop, min(stop + chooser.choice((1, 1, 1, 7, 30)), room[row])) for row, _, stop in first]
+    for slices in (first, [one for one in second if one[2] > one[1]]):
+        steps.append(make_batch(slices, tables, case.block_size))
+    return steps
+
+
+def make_batch(slices: list[tuple[int, int, int]], tables: list[list[int]], block_size: int) -> RaggedBatch:
+    places = [(row, place) for row, start, stop in slices for place in range(start, stop)]
+    width = max(len(tables[row]) for row, _, _ in slices)
+    slots = [tables[row][place // block_size] * block_size + place % block_size for row, place in places]
+    ids = np.zeros(len(places), np.int64)
+    padded = np.array([tables[row] + [0] * (width - len(tables[row])) for row, _, _ in slices], np.int32)
+    return RaggedBatch(
+        ids=ids,
+        positions=np.array([place for _, place in places]),
+        slots=np.array(slots),
+        rows=ids[:1],
+        tables=padded,
+        starts=[start for _, start, _ in slices],
+        stops=[stop for _, _, stop in slices],
+        device=CPU,
+    )
+
+
+def run(
+    backend: AttentionBackend, case: Case, batches: list[RaggedBatch], dtype: torch.dtype, of: torch.dtype
+) -> list[Tensor]:
+    """Outputs [T, heads, value_dim] of each step, computed in a type from the same random numbers of another."""
+    pool = KVPool([backend.block_shapes(case.layer, case.block_size, dtype)], NUM_BLOCKS, case.block_size, dtype, CPU)
+    for tensor in (*pool.keys, *pool.values):
+        tensor.fill_(float("nan"))
+    generator = torch.Generator().manual_seed(0)
+    heads = case.layer.heads * case.group
+    sinks = torch.randn(heads, generator=generator) if case.sinks else None
+    outputs = []
+    for batch in batches:
+        tokens = len(batch.ids)
+        query = torch.randn(tokens, heads, case.layer.key_dim, generator=generator).to(of).to(dtype)
+        key = torch.randn(tokens, case.layer.heads, case.layer.key_dim, generator=generator).to(of).to(dtype)
+        value = torch.randn(tokens, case.layer.heads, case.layer.value_dim, generator=generator).to(of).to(dtype)
+        metadata = backend.prepare(batch, case.block_size)
+        backend.write(pool.keys[0], pool.values[0], key, value, metadata)
+        options = case.options | {"sinks": sinks}
+        outputs.append(backend.attend(query, pool.keys[0], pool.values[0], metadata, **options).float())  # type: ignore[arg-type]
+    return outputs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_reference(name: str, dtype: torch.dtype) -> None:
+    """Guards kernels in every form of attention, in chunks that end anywhere; poison in unused places must not show."""
+    case = CASES[name]
+    assert fits([case.layer], case.block_size, dtype)
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    for seed in range(3):
+        batches = make_batches(case, seed)
+        found = run(CpuAttention(), case, batches, dtype, dtype)
+        expected = run(ReferenceAttention(), case, batches, torch.float32, dtype)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_cover_every_token_once(seed: int) -> None:
+    """Guards the cut: each token sees all before it, one long row in parts that lie side by side, dear pieces first."""
+    chance, group = random.Random(seed), random.Random(seed).choice([1, 3, 8, 100])
+    starts = [chance.choice([0, 3, SEGMENT - 1, SEGMENT, 2 * SEGMENT, 1300]) for _ in range(chance.randint(1, 30))]
+    stops = [start + chance.choice([1, 1, 1, 2, chance.randint(3, 200)]) for start in starts]
+    total = sum(stops) - sum(starts)
+    slices = cut(np.zeros((len(starts), 1), np.int32), starts, stops, np.arange(total), group, group, 4)
+    seen: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for sequence, first, tokens, begin, end, part in slices.pieces.tolist():
+        for token in range(first, first + tokens):
+            seen.setdefault((sequence, token), []).append((begin, end - (first + tokens - 1 - token), part))
+    wanted = {(number, token) for number in range(len(starts)) for token in range(stops[number] - starts[number])}
+    ends = np.cumsum(np.subtract(stops, starts))
+    assert seen.keys() == wanted and np.flatnonzero(slices.lasts).tolist() == (ends - 1).tolist()
+    parts = {int(row): list(range(first, first + count)) for row, first, count in slices.merges.tolist()}
+    for (sequence, token), found in seen.items():
+        found.sort()
+        assert found[0][0] == 0 and found[-1][1] == starts[sequence] + token + 1
+        assert all(before[1] == after[0] for before, after in pairwise(found))
+        numbers = [part for _, _, part in found]
+        assert numbers == parts.pop(int(slices.firsts[sequence]) + token, [-1])
+    costs = (slices.pieces[:, 4] - slices.pieces[:, 3]) * slices.pieces[:, 2]
+    assert not parts and (np.diff(costs) <= 0).all()
+
+
+@pytest.mark.parametrize("window, shift", [(None, 0.0), (16, 0.0), (16, -4.0), (16, -300.0)])
+def test_a_token_has_the_same_bits_however_its_sequence_was_cut(window: int | None, shift: float) -> None:
+    """Guards the promise that neither chunks nor neighbours change a result; nor do chunks outside of the window, which
+    counted as a score of 0 once, whatever the others were."""
+    case, length = CASES["grouped heads"], 150
+    backend, heads = CpuAttention(), 9
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(length, n, 64, generator=generator).bfloat16() for n in (heads, 3, 3))
+    query[..., 0], key[..., 0] = 8, shift  # shifts all scores
+    results = []
+    for cuts in ([0, 150], [0, 1, 64, 65, 149, 150], [0, 100, 150], list(range(151))):
+        shapes = backend.block_shapes(case.layer, 16, torch.bfloat16)
+        pool = KVPool([shapes], NUM_BLOCKS, 16, torch.bfloat16, CPU)
+        parts = []
+        for start, stop in pairwise(cuts):
+            metadata = backend.prepare(make_batch([(0, start, stop)], [list(range(10))], 16), 16)
+            backend.write(pool.keys[0], pool.values[0], key[start:stop], value[start:stop], metadata)
+            options = {"scale": 0.125, "window": window}
+            parts.append(backend.attend(query[start:stop], pool.keys[0], pool.values[0], metadata, **options))  # type: ignore[arg-type]
+        results.append(torch.cat(parts))
+    assert results[0].isfinite().all()
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("window", [None, 700, 90])
+def test_long_rows_are_seen_in_parts(window: int | None) -> None:
+    """Guards rows whose segments are computed apart and added up: right, and the same bits as in a chunk of many.
+
+    Segments before a window once gave what another row had left behind.
+    """
+    layer, length, options = LayerShape(2, 32, 32), 1700, {"scale": 0.2, "window": window, "sinks": torch.ones(4)}
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(length, n, 32, generator=generator) for n in (4, 2, 2))
+    table = [list(range(54))]
+    results = []
+    for backend, cuts in (
+        (ReferenceAttention(), [0, length]),
+        (CpuAttention(), [0, length]),
+        (CpuAttention(), [0, 512, 513, 1023, 1024, 1025, 1698, 1699, 1700]),
+    ):
+        pool = KVPool([backend.block_shapes(layer, 32, torch.float32)], NUM_BLOCKS, 32, torch.float32, CPU)
+        parts = []
+        for start, stop in pairwise(cuts):
+            metadata = backend.prepare(make_batch([(0, start, stop)], table, 32), 32)
+            backend.write(pool.keys[0], pool.values[0], key[start:stop], value[start:stop], metadata)
+            parts.append(backend.attend(query[start:stop], pool.keys[0], pool.values[0], metadata, **options))  # type: ignore[arg-type]
+        results.append(torch.cat(parts))
+    torch.testing.assert_close(results[1], results[0], atol=2e-5, rtol=2e-5)
+    assert torch.equal(results[1], results[2])
+
+
+def test_a_part_that_is_no_number_shows() -> None:
+    """Guards NaN in an early segment of a long row, which must come out as NaN."""
+    layer, backend = LayerShape(1, 16, 16), CpuAttention()
+    pool = KVPool([backend.block_shapes(layer, 16, torch.float32)], NUM_BLOCKS, 16, torch.float32, CPU)
+    key = torch.ones(601, 1, 16)
+    key[3] = float("nan")
+    for start, stop in ((0, 600), (600, 601)):
+        metadata = backend.prepare(make_batch([(0, start, stop)], [list(range(38))], 16), 16)
+        backend.write(pool.keys[0], pool.values[0], key[start:stop], torch.ones(stop - start, 1, 16), metadata)
+    out = backend.attend(torch.ones(1, 1, 16), pool.keys[0], pool.values[0], metadata, scale=1.0)
+    assert out.isnan().all()
+
+
+def test_what_does_not_fit_goes_another_way() -> None:
+    """Guards the choice: sizes, blocks and types that the panels cannot hold are not tried."""
+    layer = LayerShape(2, 64, 64)
+    assert not fits([layer], 8, torch.float32) and not fits([layer], 16, torch.float16)
+    assert not fits([layer, LayerShape(2, 64, 12)], 16, torch.float32)
+    assert not fits([LayerShape(2, 63, 64)], 16, torch.float32)

@@ -1,0 +1,160 @@
+"""Guards the inner loop of all matrix products, and what is computed beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from cbatch.engine.kernels.cpu.board import finish, new_board, take
+from cbatch.engine.kernels.cpu.jit import entry
+from cbatch.engine.kernels.cpu.linear import multiply, multiply_gated, new_tiles, pack
+from cbatch.engine.kernels.cpu.numbers import exp, round_to_bfloat16, silu, tanh
+from cbatch.engine.kernels.cpu.team import Team
+from cbatch.engine.kernels.cpu.tile import MAX_ROWS
+from cbatch.engine.models.packing import interleave, quantized
+
+NOTHING = np.empty(0, np.float32)
+DTYPES = [np.dtype(np.float32), np.dtype(np.uint16)]
+
+
+def as_float(array: NDArray[Any]) -> NDArray[np.float32]:
+    return (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array
+
+
+def draw(shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 0) -> NDArray[Any]:
+    numbers = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+    return (numbers.view(np.uint32) >> 16).astype(np.uint16) if dtype == np.uint16 else numbers
+
+
+def product(a: NDArray[Any], weight: NDArray[Any]) -> NDArray[np.float32]:
+    columns = -(-len(weight) // 32) * 32
+    out = np.full((len(a), columns), np.nan, np.float32)
+    multiply(new_board(), 0, 0, a, pack(weight), 0, NOTHING, out, 0, new_tiles(1, weight.dtype, weight.shape[1]))
+    return out[:, : len(weight)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("columns", [96, 70])
+def test_products_of_every_number_of_rows(dtype: np.dtype[Any], columns: int) -> None:
+    """Guards the tile for every number of rows, whole and broken groups of columns, and both kinds of numbers."""
+    weight = draw((columns, 64), dtype, 1)
+    for rows in [*range(1, MAX_ROWS + 2), 3 * MAX_ROWS - 1]:
+        a = draw((rows, 64), dtype, rows)
+        np.testing.assert_allclose(product(a, weight), as_float(a) @ as_float(weight).T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+def test_a_row_has_the_same_bits_in_any_company(dtype: np.dtype[Any]) -> None:
+    """Guards the promise that a result does not depend on what else is in the step, to the last bit."""
+    weight, a = draw((64, 128), dtype, 1), draw((200, 128), dtype, 2)
+    together = product(a, weight)
+    for first, stop in [(0, 1), (1, 3), (5, 11), (7, 19), (100, 141)]:
+        assert np.array_equal(product(a[first:stop].copy(), weight), together[first:stop])
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_products_that_are_added(scaled: bool) -> None:
+    """Guards sums with what was there before, and factors for columns."""
+    dtype = DTYPES[0]
+    weight, a, before = draw((32, 16), dtype, 1), draw((5, 16), dtype, 2), draw((5, 32), dtype, 3)
+    scale = draw((32,), dtype, 4) if scaled else NOTHING
+    out = before.copy()
+    multiply(new_board(), 0, 0, a, pack(weight), 0, scale, out, 1, new_tiles(1, dtype, 32))
+    expected = before + (a @ weight.T) * (scale if scaled else 1)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("depth", [64, 600])
+def test_products_with_quantized_weights(depth: int) -> None:
+    """Guards int8 weights, and rows as int16 in blocks with units of their own: near the product, alone or not."""
+    weight, a = torch.randn(70, depth, generator=torch.Generator().manual_seed(0)), draw((40, depth), DTYPES[1], 2)
+    a[3, :256] = 0
+    a[4, 7] = torch.tensor([3e4]).bfloat16().view(torch.uint16).item()
+    steps, scale = quantized(weight)
+    assert (steps.float() * scale[:, None] - weight).abs().amax() <= scale.max() / 2 + 1e-7
+    factors = np.pad(scale.numpy(), (0, 26))
+    results = []
+    for rows in (40, 5):
+        out = np.full((rows, 96), np.nan, np.float32)
+        packed, tiles = pack(steps.numpy()), new_tiles(1, np.dtype(np.int8), depth)
+        multiply(new_board(), 0, 0, a[:rows].copy(), packed, 0, factors, out, 0, tiles)
+        results.append(out[:, :70])
+    expected = as_float(a) @ (steps.float() * scale[:, None]).numpy().T
+    errors = np.abs(results[0] - expected).max(axis=1)
+    errors[4] /= 3e4  # its unit is that of a large number
+    assert errors.max() < 5e-3
+    assert np.array_equal(results[0][:5], results[1])
+
+
+def test_quantized_products_of_what_is_no_number() -> None:
+    """Guards rows with NaN or infinity, which must not come out as numbers, and tiny ones, which may be nothing."""
+    a = np.zeros((4, 64), np.uint16)
+    for row, value in enumerate([float("nan"), float("inf"), 1e-38, 1.0]):
+        a[row, 5] = torch.tensor([value]).bfloat16().view(torch.uint16).item()
+    out = np.empty((4, 32), np.float32)
+    packed, tiles = pack(np.ones((32, 64), np.int8)), new_tiles(1, np.dtype(np.int8), 64)
+    multiply(new_board(), 0, 0, a, packed, 0, np.ones(32, np.float32), out, 0, tiles)
+    assert np.isnan(out[:2]).all() and (out[2] == 0).all() and np.allclose(out[3], 1)
+
+
+def test_gated_products() -> None:
+    """Guards the feed-forward part: both products of a tile belong to the same columns."""
+    dtype = DTYPES[0]
+    gate, up, a = draw((48, 32), dtype, 1), draw((48, 32), dtype, 2), draw((30, 32), dtype, 3)
+    out = np.full((30, 48), np.nan, np.float32)
+    packed = pack(interleave(torch.from_numpy(gate), torch.from_numpy(up)).numpy())
+    multiply_gated(new_board(), 0, 0, a, packed, 0, NOTHING, out, new_tiles(1, dtype, 32))
+    left = a @ gate.T
+    np.testing.assert_allclose(out, left / (1 + np.exp(-left)) * (a @ up.T), rtol=1e-4, atol=1e-5)
+
+
+def test_functions_of_numbers() -> None:
+    """Guards exponentials to the last places, their far ends, and numbers that are none."""
+    for x in np.linspace(-86, 88, 4001, dtype=np.float32):
+        assert exp(x) == pytest.approx(np.exp(np.float64(x)), rel=3e-7)
+    assert exp(np.float32(-np.inf)) == 0 and exp(np.float32(-88)) == 0 and np.isnan(exp(np.float32(np.nan)))
+    for x in np.linspace(-20, 20, 501, dtype=np.float32):
+        assert tanh(x) == pytest.approx(np.tanh(np.float64(x)), abs=3e-7)
+
+
+def test_gates_of_any_size() -> None:
+    """Guards the far ends: an exponential that runs over turned a gate of -90 into -90, and it belongs at 0."""
+    for x in np.float32([-1e30, -1e5, -318, -90, -88.5, -87.5, 87.5, 90, 318, 1e5, 1e30]):
+        expected = float(x) if x > 0 else 0.0
+        assert silu(x) == pytest.approx(expected, rel=1e-6, abs=1e-7)
+        assert tanh(x) == np.sign(x)
+    assert tanh(np.float32(np.inf)) == 1 and tanh(np.float32(-np.inf)) == -1 and np.isnan(silu(np.float32(np.nan)))
+
+
+def test_rounding_to_bfloat16() -> None:
+    """Guards rounding to the nearest, ties to even, as torch does it; no number stays no number."""
+    numbers = np.random.default_rng(0).integers(0, 2**32, 3000, dtype=np.uint32).view(np.float32)
+    numbers = np.concatenate([numbers, np.float32([0, -0.0, np.inf, -np.inf, 1 + 2**-8, 1 + 3 * 2**-8])])
+    expected = torch.from_numpy(numbers).bfloat16().float().numpy()
+    with np.errstate(invalid="ignore"):
+        found = as_float(np.array([round_to_bfloat16(x) for x in numbers], np.uint16))
+    np.testing.assert_array_equal(found, expected)
+    assert np.isnan(as_float(np.array([round_to_bfloat16(np.float32(np.nan))], np.uint16)))[0]
+
+
+@entry
+def count_pieces(board: Any, thread: int, done: Any) -> None:
+    for phase in range(len(done)):
+        piece = take(board, phase, done.shape[1])
+        while piece >= 0:
+            done[phase, piece] += 1
+            finish(board, phase, done.shape[1])
+            piece = take(board, phase, done.shape[1])
+
+
+def test_every_piece_is_done_once() -> None:
+    """Guards the board against pieces that are lost or done twice, with more threads than processors."""
+    team = Team(4)
+    for _ in range(20):
+        done = np.zeros((50, 7), np.int64)
+        team.run(count_pieces, done)
+        assert (done == 1).all()

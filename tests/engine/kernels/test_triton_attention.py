@@ -1,0 +1,323 @@
+"""Guards the GPU's attention against the reference, on ragged batches with poison in all unused places.
+
+Without a GPU the kernels run in Triton's interpreter, which multiplies bfloat16 wrongly: it is tested on a GPU only.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from cbatch.engine.attention.base import AttentionBackend
+from cbatch.engine.attention.reference import ReferenceAttention
+from cbatch.engine.attention.triton import TritonAttention, fits
+from cbatch.engine.kernels.triton.attention_decode import DecodeTuning
+from cbatch.engine.kernels.triton.attention_prefill import PrefillTuning
+from cbatch.engine.kernels.triton.metadata import list_tiles, list_work
+from cbatch.engine.runtime.batch import RaggedBatch
+from cbatch.engine.runtime.kv_cache import LayerShape
+from tests.support import triton_interpreter as interpreter
+from tests.support.attention_cases import Case
+
+interpreter.mend()
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CPU = torch.device("cpu")
+NUM_BLOCKS = 64
+SPLIT = 32
+HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
+
+
+CASES = {
+    "plain": Case(LayerShape(2, 64, 64)),
+    "grouped heads": Case(LayerShape(2, 32, 32), group=3, block_size=5),
+    "one head for many": Case(LayerShape(1, 16, 16), group=17),
+    "odd sizes": Case(LayerShape(2, 80, 48), group=2, block_size=7),
+    "blocks of one": Case(LayerShape(1, 128, 128), group=4, block_size=1),
+    "window": Case(LayerShape(1, 32, 32), group=2, window=21),
+    "window of one": Case(LayerShape(1, 16, 32), window=1),
+    "wide window": Case(LayerShape(1, 32, 32), group=2, window=64),
+    "softcap": Case(LayerShape(1, 32, 32), group=2, softcap=3.0),
+    "sinks": Case(LayerShape(1, 32, 32), group=4, sinks=True),
+    "all at once": Case(LayerShape(1, 256, 192), group=2, block_size=32, window=70, softcap=20.0, sinks=True),
+}
+
+Slice = tuple[int, int, int]  # sequence, first token, end
+
+
+def backend() -> TritonAttention:
+    """Small splits and tiles, so that short sequences have several of them."""
+    return TritonAttention(
+        DEVICE, DecodeTuning(split=SPLIT, tile_bytes=1024, chunk=2), PrefillTuning(rows=32, tokens=16, warps=4)
+    )
+
+
+@dataclass
+class World:
+    """Keys, values and queries of some sequences, and the blocks in which their tokens lie."""
+
+    case: Case
+    lengths: list[int]
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+        layer, size = self.case.layer, self.case.block_size
+        heads = layer.heads * self.case.group
+        counts = [-(-length // size) for length in self.lengths]
+        order = torch.randperm(sum(counts) + 3, generator=generator).tolist()
+        self.num_blocks = len(order)
+        self.tables = [[order.pop() for _ in range(count)] for count in counts]
+
+        def numbers(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(self.dtype)
+
+        self.query = [numbers(length, heads, layer.key_dim) for length in self.lengths]
+        self.keys = [numbers(length, layer.heads, layer.key_dim) for length in self.lengths]
+        self.values = [numbers(length, layer.heads, layer.value_dim) for length in self.lengths]
+        self.sinks = numbers(heads) if self.case.sinks else None
+
+    def rows(self, of: list[Tensor], slices: list[Slice], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.cat([of[one][start:stop] for one, start, stop in slices]).to(device, dtype)
+
+    def batch(self, slices: list[Slice], device: torch.device) -> RaggedBatch:
+        places = [(one, place) for one, start, stop in slices for place in range(start, stop)]
+        size, width = self.case.block_size, max(len(self.tables[one]) for one, _, _ in slices)
+        slots = [self.tables[one][place // size] * size + place % size for one, place in places]
+        tables = [self.tables[one] + [0] * (width - len(self.tables[one])) for one, _, _ in slices]
+        nothing = np.zeros(len(places), np.int64)
+        return RaggedBatch(
+            ids=nothing,
+            positions=nothing,
+            slots=np.array(slots),
+            rows=nothing[:1],
+            tables=np.array(tables, np.int32),
+            starts=[start for _, start, _ in slices],
+            stops=[stop for _, _, stop in slices],
+            device=device,
+        )
+
+    def cache(self, attention: AttentionBackend, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        shapes = attention.block_shapes(self.case.layer, self.case.block_size, dtype)
+        keys, values = (
+            torch.full((self.num_blocks, *shape), torch.nan, dtype=dtype, device=device) for shape in shapes
+        )
+        return keys, values
+
+    def write(
+        self, attention: AttentionBackend, cache: tuple[Tensor, Tensor], slices: list[Slice]
+    ) -> tuple[RaggedBatch, object]:
+        """Stores the tokens of the slices; returns their batch and metadata."""
+        dtype, device = cache[0].dtype, cache[0].device
+        batch = self.batch(slices, device)
+        metadata = attention.prepare(batch, self.case.block_size)
+        new = (self.rows(of, slices, dtype, device) for of in (self.keys, self.values))
+        attention.write(*cache, *new, metadata)
+        return batch, metadata
+
+    def run(
+        self, attention: AttentionBackend, steps: list[list[Slice]], dtype: torch.dtype, only_written: int = 0
+    ) -> list[Tensor]:
+        """What each step's slices attend to, [T, heads, value_dim], computed in a type; the first may be left out."""
+        device = DEVICE if attention.name == "triton" else CPU
+        cache = self.cache(attention, dtype, device)
+        found = []
+        for slices in steps[:only_written]:
+            self.write(attention, cache, slices)
+        for slices in steps[only_written:]:
+            _, metadata = self.write(attention, cache, slices)
+            query = self.rows(self.query, slices, dtype, device)
+            sinks = None if self.sinks is None else self.sinks.to(device, torch.float32)
+            found.append(attention.attend(query, *cache, metadata, sinks=sinks, **self.case.options).cpu())  # type: ignore[arg-type]
+        return found
+
+
+def chunks_and_decodes(lengths: list[int], seed: int) -> list[list[Slice]]:
+    """Prompts alone, then decode rows among chunks, then decode rows alone; each sequence ends with its length."""
+    chooser = random.Random(seed)
+    steps: list[list[Slice]] = [[], [], []]
+    for one, length in enumerate(lengths):
+        first = max(length - chooser.choice((2, 2, 9, 18)), 0)
+        if first:
+            steps[0].append((one, 0, first))
+        if length - 1 > first:
+            steps[1].append((one, first, length - 1))
+        steps[2].append((one, length - 1, length))
+    return steps
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_reference(name: str) -> None:
+    """Guards every form of attention: prefill, decode and both in a step; poison in unused places must not show."""
+    world = World(CASES[name], [1, 2, 34, 75] if CASES[name].group < 16 else [1, 34])
+    steps = chunks_and_decodes(world.lengths, seed=1)
+    found = world.run(backend(), steps, torch.float32)
+    expected = world.run(ReferenceAttention(), steps, torch.float64)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5, check_dtype=False)
+
+
+@pytest.mark.parametrize("name", ["grouped heads", "all at once"])
+def test_half_precision_is_near_the_reference(name: str) -> None:
+    """Guards kernels in the types that models have: sums are float32, only what is stored is rounded."""
+    world = World(CASES[name], [1, 33, 50], HALF)
+    steps = chunks_and_decodes(world.lengths, seed=2)
+    found = world.run(backend(), steps, HALF)
+    expected = world.run(ReferenceAttention(), steps, torch.float64)
+    tolerance = 2e-2 if DEVICE.type == "cuda" else 3e-3
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == HALF
+        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance, check_dtype=False)
+
+
+def test_usual_tiles_equal_the_reference() -> None:
+    """Guards the sizes that are used by default: splits, tiles and programs as on a GPU."""
+    world = World(CASES["grouped heads"], [530, 70])
+    steps = [[(0, 0, 512), (1, 0, 60)], [(0, 512, 529), (1, 60, 69)], [(0, 529, 530), (1, 69, 70)]]
+    found = world.run(TritonAttention(DEVICE), steps, torch.float32, only_written=1)
+    expected = world.run(ReferenceAttention(), steps, torch.float64, only_written=1)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5, check_dtype=False)
+
+
+def test_a_decode_row_has_the_same_bits_in_any_company() -> None:
+    """Guards the promise that who decodes or prefills beside a row does not change its result."""
+    world = World(replace(CASES["grouped heads"], window=50, sinks=True), [90, 5, 64, 33, 100], HALF)
+    attention = backend()
+    cache = world.cache(attention, HALF, DEVICE)
+    world.write(attention, cache, [(one, 0, length) for one, length in enumerate(world.lengths)])
+    assert world.sinks is not None
+    sinks, results = world.sinks.to(DEVICE), []
+    for chunks, others in ([], []), ([], [4, 2, 1, 3]), ([(2, 10, 20)], [3, 1]):
+        company = [*chunks, *((one, world.lengths[one] - 1, world.lengths[one]) for one in others), (0, 89, 90)]
+        metadata = attention.prepare(world.batch(company, DEVICE), world.case.block_size)
+        query = world.rows(world.query, company, HALF, DEVICE)
+        for window in (None, 50):
+            out = attention.attend(query, *cache, metadata, scale=0.3, window=window, sinks=sinks)
+            results.append((window, out[-1]))
+    for window in (None, 50):
+        same = [out for of, out in results if of == window]
+        assert same[0].isfinite().all() and all(torch.equal(one, same[0]) for one in same)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_buffers_serve_one_step_after_another(window: int | None) -> None:
+    """Guards captured graphs: the same tensors, filled anew with fewer, longer or no rows, give each step's results."""
+    world = World(replace(CASES["grouped heads"], window=window), [90, 5, 64, 33])
+    attention, size = backend(), world.case.block_size
+    cache = world.cache(attention, torch.float32, DEVICE)
+    everything = [(one, 0, length) for one, length in enumerate(world.lengths)]
+    world.write(attention, cache, everything)
+    buffers = attention.buffers(rows=4, max_blocks=20, block_size=size)
+    addresses = [buffers.metadata.decode.items.data_ptr(), buffers.metadata.slots.data_ptr()]  # type: ignore[union-attr]
+    for rows in ([0, 1, 2, 3], [3], [], [1, 0]):
+        slices = [(one, world.lengths[one] - 1, world.lengths[one]) for one in rows]
+        width = max((len(world.tables[one]) for one in rows), default=1)
+        tables = np.zeros((len(rows), width), np.int32)
+        for row, one in enumerate(rows):
+            tables[row, : len(world.tables[one])] = world.tables[one]
+        buffers.fill(tables, [stop for _, _, stop in slices])
+        query = torch.randn(4, 6, 32).to(DEVICE)
+        if rows:
+            query[: len(rows)] = world.rows(world.query, slices, torch.float32, DEVICE)
+            batch = world.batch(slices, DEVICE)
+            assert buffers.metadata.slots[: len(rows)].tolist() == batch.slot_mapping.tolist()
+            expected = attention.attend(
+                query[: len(rows)], *cache, attention.prepare(batch, size), scale=0.3, window=window
+            )
+        out = attention.attend(query, *cache, buffers.metadata, scale=0.3, window=window)
+        assert not rows or torch.equal(out[: len(rows)], expected)
+        assert (out[len(rows) :] == 0).all() and (buffers.metadata.slots[len(rows) :] == -1).all()
+    assert addresses == [buffers.metadata.decode.items.data_ptr(), buffers.metadata.slots.data_ptr()]  # type: ignore[union-attr]
+
+
+def test_buffers_refuse_what_they_cannot_hold() -> None:
+    """Guards memory behind the buffers: too many rows, too long ones, or too many tokens in all are told."""
+    buffers = backend().buffers(rows=2, max_blocks=10, block_size=5, max_tokens=70)
+    assert buffers.holds([50, 20])
+    buffers.fill(np.arange(20, dtype=np.int32).reshape(2, 10), [50, 20])
+    for stops in ([1, 1, 1], [51], [50, 21]):
+        assert not buffers.holds(stops)
+        with pytest.raises(ValueError, match="do not fit"):
+            buffers.fill(np.zeros((len(stops), 11), np.int32), stops)
+
+
+def test_padding_rows_write_nothing_and_get_zeros() -> None:
+    """Guards rows that only fill a batch up: no slot, no past, no poison, and their neighbours do not see them."""
+    world = World(CASES["plain"], [40, 20])
+    attention = backend()
+    cache = world.cache(attention, torch.float32, DEVICE)
+    world.write(attention, cache, [(0, 0, 40), (1, 0, 20)])
+    before = [tensor.clone() for tensor in cache]
+    batch = world.batch([(0, 39, 40), (1, 19, 20)], DEVICE)
+    padded = replace(batch, slots=np.array([-1, -1]), starts=[39, -1], stops=[40, 0])
+    metadata = attention.prepare(padded, 16)
+    attention.write(*cache, torch.ones(2, 2, 64, device=DEVICE), torch.ones(2, 2, 64, device=DEVICE), metadata)
+    assert all(
+        torch.equal(one.nan_to_num(9e9), other.nan_to_num(9e9)) for one, other in zip(cache, before, strict=True)
+    )
+    query = torch.randn(2, 2, 64).to(DEVICE)
+    out = attention.attend(query, *cache, metadata, scale=0.3)
+    assert torch.equal(out[:1], attention.attend(query, *cache, attention.prepare(batch, 16), scale=0.3)[:1])
+    assert (out[1] == 0).all()
+
+
+def test_rows_may_be_parts_of_wider_ones() -> None:
+    """Guards strides: queries, keys and values are often columns of one matrix."""
+    world = World(CASES["odd sizes"], [40])
+    attention, slices = backend(), [(0, 0, 40)]
+    cache = world.cache(attention, torch.float32, DEVICE)
+    _, metadata = world.write(attention, cache, slices)
+    wide = torch.cat([world.query[0], world.keys[0]], 1).to(DEVICE)
+    other = world.cache(attention, torch.float32, DEVICE)
+    attention.write(
+        *other, wide[:, 4:], world.values[0].transpose(0, 1).contiguous().transpose(0, 1).to(DEVICE), metadata
+    )
+    assert all(torch.equal(a.nan_to_num(9e9), b.nan_to_num(9e9)) for a, b in zip(cache, other, strict=True))
+    straight = attention.attend(world.query[0].to(DEVICE), *cache, metadata, scale=0.3)
+    assert torch.equal(attention.attend(wide[:, :4], *cache, metadata, scale=0.3), straight)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_work_is_listed_once_and_windows_are_a_beginning(seed: int) -> None:
+    """Guards the list of items: each split once, those near the end first, parts that nobody shares."""
+    chooser = np.random.default_rng(seed)
+    lengths = chooser.choice([0, 1, 31, 32, 33, 64, 65, 300, 1000], int(chooser.integers(1, 9)))
+    rows = np.arange(len(lengths))
+    work = list_work(rows, lengths, rows * 7, SPLIT)
+    items = [tuple(item) for item in work.items.tolist()]
+    splits = [max(-(-length // SPLIT), 1) for length in lengths.tolist()]
+    assert sorted(items) == [(row, split) for row in rows.tolist() for split in range(splits[row])]
+    assert work.totals[-1] == len(items)
+    for back, total in enumerate(work.totals.tolist()):
+        assert {splits[row] - 1 - split <= back for row, split in items[:total]} == {True}
+        assert all(splits[row] - 1 - split > back for row, split in items[total:])
+    parts = [work.sequences[row, 3] + split for row, split in items if splits[row] > 1]
+    assert sorted(parts) == list(range(work.parts))
+
+
+def test_tiles_cover_each_token_once() -> None:
+    """Guards the list of query tiles: no token is left out or computed twice."""
+    ranges = np.array([[0, 50], [7, 9], [100, 116]], np.int32)
+    tiles = list_tiles(ranges, 8)
+    found = [
+        (one, place) for one, first in tiles.tolist() for place in range(first, min(first + 8, np.diff(ranges)[one, 0]))
+    ]
+    assert sorted(found) == [(one, place) for one, (start, stop) in enumerate(ranges) for place in range(stop - start)]
+    assert tiles[0, 0] == 2
+
+
+def test_what_does_not_fit_goes_another_way() -> None:
+    """Guards the choice: larger heads and other types are not tried."""
+    layer = LayerShape(2, 64, 256)
+    assert fits([layer], torch.bfloat16) and fits([layer], torch.float32)
+    assert not fits([layer], torch.float64)
+    assert not fits([layer, LayerShape(1, 576, 512)], torch.bfloat16)

@@ -1,0 +1,187 @@
+"""Guards the kernels that draw tokens on a GPU: what they draw is what the definition in torch says.
+
+Without a GPU, Triton's interpreter runs them on the CPU, slowly: few rows, small vocabularies, small tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.sampling.sampler import gumbel_noise, noise_key, row_words, sample
+from cbatch.engine.scheduler.request import Request
+from tests.engine.kernels.test_cpu_sampling import SHAPES, in_torch, is_on_edge, make_logits, make_requests, score
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+tl = pytest.importorskip("triton.language")
+
+from cbatch.engine.kernels.triton.numbers import most_noise, noise, uniform_of  # noqa: E402
+from cbatch.engine.kernels.triton.sampling import Tiling, sample_rows  # noqa: E402
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ROWS = 400 if DEVICE.type == "cuda" else 8
+SMALL = Tiling(block=16, chunk=16, part=16, group=16, warps=(4, 4))
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # infinities are meant
+
+
+def draw(logits: Tensor, requests: list[Request], tiling: Tiling = SMALL) -> tuple[list[int], Tensor]:
+    tokens, largest = sample_rows(logits.to(DEVICE), torch.from_numpy(row_words(requests)).to(DEVICE), tiling)
+    return tokens.tolist(), largest.cpu()
+
+
+def check(logits: Tensor, requests: list[Request], tokens: list[int]) -> None:
+    """At most one token is not the definition's, and only where rounding decides."""
+    expected = in_torch(logits.float(), requests)
+    different = [row for row in range(len(requests)) if tokens[row] != expected[row]]
+    assert len(different) <= 1
+    for row in different:
+        values, request, pair = logits[row].float(), requests[row], (tokens[row], expected[row])
+        gap = score(values, request, pair[0]) - score(values, request, pair[1])
+        assert abs(gap) < 1e-4 or any(is_on_edge(values, request.params, token) for token in pair)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("vocabulary", [7, 701])
+def test_tokens_are_those_of_the_definition(shape: str, vocabulary: int) -> None:
+    """Guards temperature and all filters, on rows of one tile and of many, of which the last is not full."""
+    logits, requests = make_logits(shape, ROWS, vocabulary, vocabulary), make_requests(ROWS, vocabulary)
+    tokens, largest = draw(logits, requests)
+    check(logits, requests, tokens)
+    assert torch.equal(largest, logits.max(dim=-1).values)
+
+
+FILTERS: list[dict[str, Any]] = [
+    {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.0},
+    {"temperature": 1.0, "top_k": 60, "top_p": 1.0, "min_p": 0.0},
+    {"temperature": 1.0, "top_k": 0, "top_p": 0.3, "min_p": 0.0},
+    {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.02},
+]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_each_filter_by_itself(filters: dict[str, float]) -> None:
+    """Guards each way through the kernels; k = 60 is more than there are blocks."""
+    logits = make_logits("normal", ROWS // 2, 450)
+    requests = make_requests(ROWS // 2, **filters)
+    check(logits, requests, draw(logits, requests)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_and_its_ties(dtype: torch.dtype) -> None:
+    """Guards equal logits at the edge of top-k and top-p: the definition keeps the lower token id."""
+    logits = make_logits("normal", ROWS, 500).to(dtype)
+    requests = make_requests(ROWS, top_k=9)
+    tokens, largest = draw(logits, requests)
+    check(logits, requests, tokens)
+    assert torch.equal(largest, logits.max(dim=-1).values.float())
+
+
+def test_the_first_of_equal_tokens_counts() -> None:
+    """Guards the order among equal logits, across blocks and tiles: top-p keeps exactly the first 150 of 300."""
+    logits = torch.zeros(ROWS, 300)
+    requests = make_requests(ROWS, temperature=1.0, top_k=0, top_p=0.5 - 1e-4, min_p=0.0)
+    tokens, _ = draw(logits, requests)
+    check(logits, requests, tokens)
+    assert max(tokens) in range(100, 150)
+
+
+def test_greedy_rows_beside_drawn_ones() -> None:
+    """Guards the argmax, the first of equal ones, and that a greedy row's temperature is no divisor."""
+    logits = make_logits("equal", 8, 333)
+    requests = make_requests(8)
+    for row in range(0, 8, 2):
+        requests[row].params = SamplingParams(temperature=1e-7 * row, top_k=5, top_p=0.5)
+    tokens, largest = draw(logits, requests)
+    assert tokens[::2] == np.argmax(logits.numpy(), axis=-1)[::2].tolist()
+    assert torch.equal(largest, logits.max(dim=-1).values)
+    check(logits[1::2], requests[1::2], tokens[1::2])
+
+
+def test_tokens_are_the_same_in_any_company_and_layout() -> None:
+    """Guards the promise that neighbours never change a token; rows of a wider buffer, and columns, likewise."""
+    wide = make_logits("normal", 6, 420)
+    logits, requests = wide[:, 7:307], make_requests(6)
+    together, _ = draw(logits, requests)
+    assert together == draw(logits.contiguous(), requests)[0]
+    assert together == draw(logits.T.contiguous().T, requests)[0]
+    assert together[::-1] == draw(logits.flip(0), requests[::-1])[0]
+    assert together == [draw(logits[row : row + 1], requests[row : row + 1])[0][0] for row in range(6)]
+
+
+def test_tiles_do_not_change_the_tokens() -> None:
+    """Guards the tiles of real use, larger than these rows, and a part of noise that is smaller than its chunk."""
+    logits, requests = make_logits("masked", 4, 300), make_requests(4)
+    expected, _ = draw(logits, requests)
+    assert draw(logits, requests, Tiling())[0] == expected
+    assert draw(logits, requests, Tiling(block=32, chunk=4, part=2, group=4))[0] == expected
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
+def test_rows_without_meaning_harm_nobody(bad: float) -> None:
+    """Guards against a crash, a wait without end or a token that is none; their largest logit is not finite."""
+    logits, requests = make_logits("normal", 6, 290), make_requests(6)
+    whole, _ = draw(logits, requests)
+    logits[0:2], logits[2:4, 70:200:2], logits[4, 0] = bad, bad, bad
+    tokens, largest = draw(logits, requests)
+    assert all(0 <= token < 290 for token in tokens) and tokens[5] == whole[5]
+    assert torch.equal(largest, logits.max(dim=-1).values) or math.isnan(bad)
+    assert torch.equal(largest.isfinite(), logits.max(dim=-1).values.isfinite())
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _noise_kernel(ids: tl.tensor, keys: tl.tensor, drawn: tl.tensor, bounds: tl.tensor) -> None:
+    i = tl.arange(0, 64)
+    uniform = uniform_of(tl.load(ids + i), (tl.load(keys).to(tl.uint32), tl.load(keys + 1).to(tl.uint32)))
+    tl.store(drawn + i, noise(uniform))
+    tl.store(bounds + i, most_noise(uniform))
+
+
+def test_noise_is_that_of_torch() -> None:
+    """Guards the hash to the bit, its logarithms where they are near 0, and the bound that saves them."""
+    ids = torch.cat([torch.arange(59), torch.tensor([65_535, 65_536, 88_373, 151_935, 2**31 - 1])]).to(DEVICE)
+    for key in [(0, 0), (1, 2), (0xFFFFFFFF, 0x80000000), noise_key(452, 0, 10)]:
+        keys, (drawn, bounds) = torch.tensor([key], device=DEVICE), torch.empty(2, 64, device=DEVICE)
+        _noise_kernel[(1,)](ids, keys, drawn, bounds)
+        torch.testing.assert_close(drawn, gumbel_noise(keys, ids[None])[0], rtol=1e-6, atol=1e-6)
+        assert bool((bounds > drawn).all())
+
+
+def test_noise_keys_are_those_of_whole_numbers() -> None:
+    """Guards outputs of a seed for all time: splitmix64 as one writes it with Python's integers."""
+
+    def by_hand(seed: int, sample_index: int, position: int) -> tuple[int, int]:
+        state = seed % 2**64
+        for word in (sample_index, position):
+            state = (state + 0x9E3779B97F4A7C15 * (word + 1)) % 2**64
+            state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+            state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+            state ^= state >> 31
+        return divmod(state, 2**32)
+
+    for seed in (0, 1, -1, 2**63, 2**64 - 1, -(2**63)):
+        for sample_index, position in [(0, 0), (3, 1), (127, 10**6)]:
+            assert noise_key(seed, sample_index, position) == by_hand(seed, sample_index, position)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+def test_nobody_waits_for_the_device() -> None:
+    """Guards the queue of the GPU: no copy or result is waited for while a step's tokens are chosen."""
+    logits, requests = make_logits("normal", 40, 5000), make_requests(40)
+    on_device = logits.to(DEVICE)
+    tokens, largest = sample(on_device, requests).get()
+    check(logits, requests, tokens)
+    assert largest == logits.max(dim=-1).values.tolist()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = sample(on_device, requests)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert again.get() == (tokens, largest)

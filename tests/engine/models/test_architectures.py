@@ -1,0 +1,79 @@
+"""Every causal architecture of the installed transformers gives its own greedy output, or is refused with a reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from cbatch.engine.models.hf_adapter import Step
+from tests.engine.test_parity import leak_neighbour, shift_positions, widen_window
+from tests.support.architectures import CLASSES, NOT_BUILT_HERE
+from tests.support.model_verdicts import (
+    EQUAL,
+    INSENSITIVE,
+    NOT_BUILT,
+    REFUSED,
+    Fault,
+    Verdict,
+    combined,
+    judge,
+    table_row,
+    with_fault,
+)
+
+TABLE = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+IS_DOCUMENTED = f"transformers {transformers.__version__}," in TABLE
+
+
+@pytest.mark.parametrize("model_type", CLASSES)
+def test_equal_or_refused(model_type: str) -> None:
+    """Guards against a family that is silently wrong, and against a table in the docs that says something else."""
+    verdict = judge(model_type, combined)
+    is_new = verdict.word == INSENSITIVE or (verdict.word == NOT_BUILT and model_type not in NOT_BUILT_HERE)
+    if is_new and not IS_DOCUMENTED:
+        pytest.skip(f"no test of {model_type} in transformers {transformers.__version__}: {verdict.reason}")
+    assert verdict.word in (EQUAL, REFUSED, NOT_BUILT), verdict
+    assert verdict.word != REFUSED or verdict.reason
+    if IS_DOCUMENTED:
+        assert table_row(model_type, verdict) in TABLE.splitlines()
+
+
+@pytest.mark.skipif(not IS_DOCUMENTED, reason="docs/models.md is of another version of transformers")
+def test_the_table_names_every_architecture_once() -> None:
+    """Guards the counts in the docs, and against rows of what is no longer there."""
+    rows = [line for line in TABLE.splitlines() if line.startswith("| `")]
+    assert [row.split("`")[1] for row in rows] == sorted(CLASSES)
+    for word in (EQUAL, REFUSED, NOT_BUILT):
+        count = sum(row.split(" | ")[2] == word for row in rows)
+        assert f"{count} {word}" in TABLE, word
+
+
+def share_caches(patch: pytest.MonkeyPatch) -> None:
+    """Calls that follow each other keep their keys and values in one place."""
+
+    def attend(self: Step, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> torch.Tensor:
+        call, self.calls = self.calls, self.calls + 1
+        return self.context.attend(call // 2, query, key, value, window=self.windows[call], **options)
+
+    patch.setattr(Step, "attend", attend)
+
+
+# Learned positions, rotary ones on all or half of a head, latent attention, sinks, shared keys, loops over layers.
+FAULTS: dict[Fault, list[str]] = {
+    shift_positions: ["gpt2", "opt", "gpt_neox", "deepseek_v3", "gpt_oss", "hrm_text"],
+    leak_neighbour: ["gpt2", "llama", "deepseek_v3", "gemma4_text", "diffllama", "phimoe"],
+    widen_window: ["mistral", "gemma3_text", "gpt_oss", "modernbert-decoder", "gemma4_text", "mimo_v2_flash"],
+    share_caches: ["llama", "diffllama", "hrm_text", "longcat_flash"],
+}
+
+
+@pytest.mark.parametrize(
+    ("plant", "model_type"), [(plant, model_type) for plant, types in FAULTS.items() for model_type in types]
+)
+def test_planted_faults_are_seen(plant: Fault, model_type: str) -> None:
+    """Guards the comparison itself: with a fault planted in a running engine it must fail, in families of all kinds."""
+    assert judge(model_type, with_fault(plant)) == Verdict("wrong", "combined")

@@ -1,0 +1,199 @@
+"""Guards the fast path of the Llama family on a GPU; without one, Triton's interpreter runs its kernels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cbatch.engine.attention.reference import ReferenceAttention
+from cbatch.engine.models.family import Unfit
+from cbatch.engine.runtime.kv_cache import KVPool
+from tests.support.cuda_model import (
+    DEVICE,
+    MODELS,
+    batch_of,
+    decoder_of,
+    engine_around,
+    expected_of,
+    logits_of,
+    network_of,
+    pool_of,
+    run,
+)
+from tests.support.tiny_models import draw_weights, make_network, make_prompts
+
+pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
+
+from cbatch.engine.attention.triton import TritonAttention
+from cbatch.engine.models import cuda as gpu_decoder
+from cbatch.engine.models.cuda import GpuDecoder
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards every kind of model, token for token in float32, in steps that mix decoding with chunks of prompts."""
+    engine = engine_around(monkeypatch, decoder_of(network_of(name)), max_batch_tokens=8)
+    assert run(engine) == expected_of(name)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float16,
+        pytest.param(
+            torch.bfloat16,
+            marks=pytest.mark.skipif(DEVICE.type == "cpu", reason="Triton's interpreter cuts off what a GPU rounds"),
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen2, biases", "qwen3, norms"])
+def test_half_precision_is_near_float32(name: str, dtype: torch.dtype) -> None:
+    """Guards the other kinds of numbers: as near to float32 as transformers' own are, or nearer."""
+    network, prompts = network_of(name), make_prompts([26, 9], seed=2)
+    halves = make_network(MODELS[name][0], **MODELS[name][1])
+    draw_weights(halves)
+    halves = halves.to(dtype)
+    decoder, batch = decoder_of(network, dtype), batch_of(prompts)
+    batch = replace(batch, rows=np.arange(len(batch.ids)))
+    ours = logits_of(decoder, batch, pool_of(decoder)).cpu()
+    with torch.inference_mode():
+        exact, theirs = (
+            torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in prompts]).float().log_softmax(-1)
+            for model in (network, halves)
+        )
+    assert (ours.log_softmax(-1) - exact).square().mean() <= 1.2**2 * (theirs - exact).square().mean()
+
+
+def test_padded_rows_change_nothing() -> None:
+    """Guards a step that is filled up for a graph: rows without a slot write nothing, and the others are the same."""
+    decoder, prompts = decoder_of(network_of("qwen3, norms")), make_prompts([9, 9])
+    attention, pool, other = TritonAttention(DEVICE), pool_of(decoder), pool_of(decoder)
+    for each in (pool, other):
+        logits_of(decoder, batch_of([prompt[:8] for prompt in prompts]), each)
+    step = batch_of(prompts, start=8)
+    expected = logits_of(decoder, step, other)
+    buffers = attention.buffers(4, 2, 16)
+    buffers.fill(step.tables, step.stops)
+    inputs = [torch.cat([part, torch.zeros_like(part)]) for part in (step.input_ids, step.position_ids)]
+    rows = torch.arange(4, device=DEVICE)
+    with torch.inference_mode():
+        found = decoder.compute(*inputs, buffers.metadata.slots, rows, buffers.metadata, pool, attention)
+    torch.testing.assert_close(found[:2], expected)
+    for mine, theirs in zip(pool.keys + pool.values, other.keys + other.values, strict=True):
+        torch.testing.assert_close(mine, theirs, equal_nan=True)
+
+
+def test_chunk_without_logits() -> None:
+    """Guards a step that only computes parts of prompts: no rows of logits, and the cache is written."""
+    decoder = decoder_of(network_of("llama"))
+    pool, prompts = pool_of(decoder), make_prompts([12])
+    batch = batch_of([prompts[0][:7]])
+    nothing = replace(batch, rows=batch.rows[:0])
+    assert logits_of(decoder, nothing, pool).shape == (0, decoder.vocab_size)
+    found = logits_of(decoder, batch_of(prompts, start=7), pool)
+    torch.testing.assert_close(found, logits_of(decoder, batch_of(prompts), pool_of(decoder)))
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **kwargs or {})
+
+
+class NoAttention(TritonAttention):
+    def attend(self, query: Tensor, *rest: Any, **settings: Any) -> Tensor:
+        return query
+
+
+def operations_of(layers: int) -> list[str]:
+    """Names of torch's operations in a decode step, attention left out."""
+    decoder = decoder_of(make_network("qwen2", num_hidden_layers=layers), torch.float16)
+    batch, pool = batch_of(make_prompts([1, 1])), pool_of(decoder)
+    inputs = batch.input_ids, batch.position_ids, batch.slot_mapping, batch.logit_rows
+    with torch.inference_mode(), Operations() as noted:
+        decoder.compute(*inputs, None, pool, NoAttention(DEVICE))
+    return noted.names
+
+
+def test_launches_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the time of a decode step: four products and four kernels for a layer, and no waiting for the device."""
+    launches: list[str] = []
+    for name in ("begin", "add_norm", "place", "gate", "end"):
+        monkeypatch.setattr(gpu_decoder, name, lambda *_, name=name: launches.append(name))
+    of_two = operations_of(2)
+    assert Counter(launches) == {"begin": 1, "add_norm": 3, "place": 2, "gate": 2, "end": 1}
+    assert not {"item", "_local_scalar_dense", "is_nonzero", "nonzero"} & set(of_two)
+    assert Counter(operations_of(3)) - Counter(of_two) == {"linear": 4, "flatten": 1}  # the latter only a view
+
+
+class Files(Mapping[str, Tensor]):
+    """Tensors that are read when they are asked for; `held` are those that somebody still holds."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+        self.held: WeakSet[Tensor] = WeakSet()
+        self.most = 0
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self.tensors[name].clone()
+        self.held.add(tensor)
+        self.most = max(self.most, len(self.held))
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_weights_are_held_once(is_tied: bool) -> None:
+    """Guards memory: weights are brought to the device one by one, and an embedding that is the head too once."""
+    network = make_network("qwen2", tie_word_embeddings=is_tied)
+    tensors = {name: tensor for name, tensor in network.state_dict().items() if not is_tied or name != "lm_head.weight"}
+    files = Files(tensors)
+    decoder = GpuDecoder(network.config.to_dict(), files, torch.float16, DEVICE)
+    assert files.most <= 2
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    assert decoder.num_parameters == parameters and decoder.weight_bytes == 2 * parameters
+    head = network.lm_head.weight.numel()
+    matrices = sum(tensor.numel() for name, tensor in tensors.items() if tensor.dim() == 2 and "embed" not in name)
+    assert decoder.linears.weight_bytes == 2 * (matrices + (head if is_tied else 0))
+    assert decoder.linears.head_parameters == head
+    assert decoder.linears.parameters == parameters - head * (1 if is_tied else 2)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """Guards against models, numbers and caches that would be computed wrongly."""
+    network = network_of("llama")
+    config, tensors = network.config.to_dict(), network.state_dict()
+    for other, dtype in (
+        (config | {"hidden_act": "gelu"}, torch.float16),
+        (config | {"head_dim": 512}, torch.float16),
+        (config, torch.float64),
+    ):
+        with pytest.raises(Unfit):
+            GpuDecoder(other, tensors, dtype, DEVICE)
+    with pytest.raises(Unfit):
+        GpuDecoder(config, tensors | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}, torch.float16, DEVICE)
+    decoder, reference = decoder_of(network), ReferenceAttention()
+    shapes = [reference.block_shapes(layer, 16, decoder.dtype) for layer in decoder.layers]
+    pool = KVPool(shapes, 8, 16, decoder.dtype, DEVICE)
+    with pytest.raises(ValueError, match="laid out"):
+        decoder.forward(batch_of(make_prompts([3])), pool, reference)

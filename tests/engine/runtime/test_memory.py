@@ -1,0 +1,228 @@
+"""Memory of a device: what is free, what a step took, and that a closed engine gives everything back."""
+
+from __future__ import annotations
+
+import queue
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from cbatch.engine.base.config import EngineConfig
+from cbatch.engine.base.errors import EngineError, ModelError
+from cbatch.engine.base.outputs import TokenEvent
+from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.engine import Engine
+from cbatch.engine.engine_thread import Driver
+from cbatch.engine.models.cpu import Decoder
+from cbatch.engine.runtime.memory import device_memory, is_shortage, let_go
+from tests.support.tiny_models import fast, loaded, make_engine, make_network, make_prompts, no_collector
+
+MIB = 2**20
+FEW = SamplingParams(max_tokens=4, ignore_eos=True)
+FAST = {"hidden_size": 64, "head_dim": 16}
+
+
+@pytest.mark.parametrize("path", ["transformers", "fast"])
+def test_a_closed_engine_holds_neither_weights_nor_cache(path: str, model_folder: Path) -> None:
+    """Guards a device that is needed for something else while somebody still holds the engine."""
+    model = str(model_folder) if path == "transformers" else None  # the demo model
+    with no_collector():
+        engine = Engine(EngineConfig(model=model, device="cpu", kv_blocks=40))
+        assert isinstance(engine.model, Decoder) == (path == "fast")
+        engine.generate([[1, 2, 3]], FEW)
+        held = [weakref.ref(one) for one in (*engine.runner.pool.keys, engine.runner.pool, engine.model)]
+        engine.close()
+        assert [one() for one in held] == [None] * len(held)
+    assert engine.num_steps > 0 and engine.blocks.num_blocks == 40 and engine.loaded.eos_ids is not None
+
+
+@pytest.mark.parametrize("path", ["transformers", "fast"])
+def test_a_model_that_was_handed_in_stays_its_givers(path: str) -> None:
+    """Guards several engines on one model: each gives back its cache when it is closed, and the model goes on."""
+    network = make_network("llama", **FAST)
+    given = fast(network) if path == "fast" else loaded(network)
+    config = EngineConfig(device="cpu", kv_blocks=40)
+    with no_collector():
+        with Engine(config, given) as first:
+            expected = first.generate([[1, 2, 3]], FEW)[0].token_ids
+            cache = weakref.ref(first.runner.pool.keys[0])
+        assert cache() is None
+    with Engine(config, given) as second:
+        assert second.generate([[1, 2, 3]], FEW)[0].token_ids == expected
+        assert isinstance(second.model, Decoder) == (path == "fast")
+
+
+def test_whoever_took_the_model_keeps_it(model_folder: Path) -> None:
+    """Guards benches, which open an engine, take its model for others, and close it."""
+    with Engine(EngineConfig(model=str(model_folder), device="cpu", kv_blocks=40)) as engine:
+        taken, expected = engine.loaded, engine.generate([[1, 2, 3]], FEW)[0].token_ids
+    assert engine.loaded.decoder is None and engine.loaded.name == taken.name
+    with Engine(engine.config, taken) as other:
+        assert other.generate([[1, 2, 3]], FEW)[0].token_ids == expected
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda engine: engine.add([1, 2], FEW),
+        lambda engine: engine.add([], FEW),
+        lambda engine: engine.step(),
+        lambda engine: engine.generate([[1, 2]], FEW),
+        lambda engine: engine.model,
+        lambda engine: engine.runner.pool,
+        lambda engine: engine.loaded.network,
+    ],
+    ids=["add", "add nothing", "step", "generate", "model", "pool", "network"],
+)
+def test_a_closed_engine_says_so(use: Callable[[Engine], Any]) -> None:
+    """Guards against errors of Python's where an engine is used too late, and against steps that do nothing."""
+    engine = make_engine(make_network("llama"))
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineError, match=r"The engine is closed"):
+        use(engine)
+
+
+def test_an_engine_serves_several_drivers() -> None:
+    """Guards the rule that a driver leaves the engine open, and behind it no request whose events nobody takes."""
+    prompt = make_prompts([9])[0]
+    expected = make_engine(make_network("llama")).generate([prompt], FEW)[0].token_ids
+    with make_engine(make_network("llama")) as engine:
+        for _ in range(2):
+            driver, events = Driver(engine), queue.SimpleQueue[TokenEvent]()
+            driver.submit(prompt, SamplingParams(max_tokens=100), events.put)
+            assert [events.get(timeout=30).token_id for _ in range(4)] == expected
+            driver.close()
+            assert not engine.has_work and engine.blocks.num_used == 0 and driver.failure is None
+
+
+def test_requests_of_an_engine_that_was_closed_under_a_driver_end() -> None:
+    """Guards front ends against waiting for ever where an engine is closed too early."""
+    engine = make_engine(make_network("llama"))
+    driver, events = Driver(engine), queue.SimpleQueue[TokenEvent]()
+    driver._inbox.put(engine.close)
+    driver.submit([1, 2], FEW, events.put)
+    event = events.get(timeout=30)
+    assert event.error is not None and "The engine is closed" in str(event.error)
+    driver.close()
+
+
+def test_the_memory_of_a_cache_falls_back_to_the_system() -> None:
+    """Guards a process that goes on: a cache of 200 MiB that was written is no longer resident after `close`."""
+    per_block = 4 * 384
+    engine = make_engine(make_network("llama"), kv_blocks=200 * MIB // per_block)
+    resident = psutil.Process().memory_info
+    for layer in (*engine.runner.pool.keys, *engine.runner.pool.values):
+        layer.zero_()
+    del layer
+    before = resident().rss
+    engine.close()
+    assert before - resident().rss > 190 * MIB
+    assert engine.blocks.num_blocks == 200 * MIB // per_block
+
+
+def test_a_gpu_is_asked_in_the_right_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the figures of a GPU: what is kept for later counts as free, and a peak is counted beyond what stays."""
+    state = {"kept": 300, "allocated": 100, "peak": 900}
+
+    def reset(device: torch.device) -> None:
+        state["peak"] = state["allocated"]
+
+    def step() -> None:
+        state.update(allocated=150, peak=650)
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: state.update(kept=0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000 - state["kept"], 2000))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: state["peak"])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: state["allocated"])
+    memory = device_memory(torch.device("cuda:1"))
+    assert (memory.name, memory.share, memory.free()) == ("cuda:1", "90%", 1000)
+    assert memory.peak_of is not None and memory.peak_of(step) == 500
+    assert device_memory(torch.device("cpu")).peak_of is None
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("the list of excuses is out of memory"), False),
+    ],
+)
+def test_what_is_a_shortage(error: Exception, expected: bool) -> None:
+    """Guards steps against being made smaller for what has nothing to do with memory, and the other way round."""
+    assert is_shortage(error) == expected
+
+
+def test_an_error_that_follows_a_shortage_is_one() -> None:
+    """Guards recordings, whose end raises an error of its own where memory did not suffice in the middle."""
+    with pytest.raises(RuntimeError, match="capture") as caught:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+    assert is_shortage(caught.value)
+
+
+def test_an_error_that_is_kept_keeps_no_tensors() -> None:
+    """Guards the device's memory where a driver keeps why it failed: frames of the error and of what was before it."""
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def forward() -> None:
+        activations = torch.zeros(3)
+        held.append(weakref.ref(activations))
+        raise RuntimeError("device lost")
+
+    def step() -> None:
+        activations = torch.zeros(3)
+        held.append(weakref.ref(activations))
+        try:
+            forward()
+        finally:
+            raise RuntimeError("cannot clean up")
+
+    kept: Exception | None = None
+    try:
+        step()
+    except RuntimeError as error:
+        kept = error
+    assert [one() is None for one in held] == [False, False] and kept is not None
+    let_go(kept)
+    assert [one() is None for one in held] == [True, True] and str(kept) == "cannot clean up"
+
+
+def test_weights_that_do_not_fit_are_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the first thing that fails on a small device; the other path, which takes no less, is not tried."""
+
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB. GPU 0 has none.")
+
+    monkeypatch.setattr("cbatch.engine.models.cpu.pack_weights", full)
+    with pytest.raises(ModelError, match=r"its weights do not fit into the memory of cpu \(CUDA out of memory\)\."):
+        Engine(EngineConfig(device="cpu"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_gets_its_memory_back() -> None:
+    """Guards the real thing: a cache up to what a step leaves, steps and graphs beside it, and all of it given back."""
+    memory, free = device_memory(torch.device("cuda:0")), []
+    for _ in range(3):
+        engine = Engine(EngineConfig(device="cuda", kv_cache_memory="100%"))
+        for _ in range(3):
+            engine.generate([[1, 2, 3]] * 40, FEW)
+        engine.close()
+        free.append(memory.free())
+    assert free[0] - free[2] < 64 * MIB, (
+        "what the first engine left are libraries and kernels; the others leave nothing"
+    )

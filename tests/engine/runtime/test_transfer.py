@@ -1,0 +1,33 @@
+"""Guards the way of small arrays to a device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from cbatch.engine.runtime.transfer import packed, to_device, views
+
+
+def test_what_is_packed_comes_out_again() -> None:
+    """Guards one buffer for arrays of all types and shapes, also empty ones and those that are not contiguous."""
+    table = np.arange(12, dtype=np.int32).reshape(3, 4)
+    arrays = [
+        np.arange(5),
+        table,
+        table.T[1:3],
+        np.array([True, False, True]),
+        np.empty(0, np.int64),
+        np.float32([1.5]),
+    ]
+    buffer = packed(arrays, arrays, pin=False)
+    for array, tensor in zip(arrays, views(buffer, arrays), strict=True):
+        assert tensor.shape == array.shape and tensor.data_ptr() % 16 == buffer.data_ptr() % 16
+        assert np.array_equal(tensor.numpy(), array) and tensor.numpy().dtype == array.dtype
+
+
+def test_the_cpu_keeps_its_memory() -> None:
+    """Guards the CPU from copies."""
+    array = np.arange(3)
+    (tensor,) = to_device([array], torch.device("cpu"))
+    array[0] = 7
+    assert tensor.tolist() == [7, 1, 2]

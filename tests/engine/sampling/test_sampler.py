@@ -1,0 +1,140 @@
+"""Filters against transformers' own, draws against probabilities, noise against its promise."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation import logits_process
+
+from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.sampling.processors import Processors
+from cbatch.engine.sampling.sampler import gumbel_noise, noise_key, sample
+from cbatch.engine.scheduler.request import Request
+
+CPU = torch.device("cpu")
+
+
+def make_request(seed: int = 0, position: int = 5, sample_number: int = 0, **params: Any) -> Request:
+    return Request(
+        id=0,
+        token_ids=[1] * position,
+        params=SamplingParams(**params),
+        max_new_tokens=9,
+        seed=seed,
+        sample_index=sample_number,
+    )
+
+
+def draw(logits: torch.Tensor, requests: list[Request]) -> list[int]:
+    return sample(Processors.build(requests, CPU).apply(logits), requests).get()[0]
+
+
+def random_logits(rows: int, vocabulary: int = 50) -> torch.Tensor:
+    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(3)) * 3
+
+
+def test_greedy_is_argmax_beside_rows_that_are_drawn() -> None:
+    """Guards against temperature of one row touching another."""
+    logits = random_logits(4)
+    requests = [make_request(), make_request(temperature=2.0), make_request(), make_request(temperature=1e-7)]
+    drawn = draw(logits, requests)
+    assert [drawn[row] for row in (0, 2, 3)] == [int(logits[row].argmax()) for row in (0, 2, 3)]
+
+
+FILTERS = [
+    {"top_k": 7},
+    {"top_p": 0.6},
+    {"min_p": 0.1},
+    {"top_k": 10, "top_p": 0.7, "min_p": 0.05},
+    {"top_k": 500, "top_p": 0.999},
+    {"top_k": 1},
+    {"top_p": 1e-6},
+]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_filters_keep_what_transformers_keeps(filters: dict[str, Any]) -> None:
+    """Guards the order and the edges of top-k, top-p and min-p: 400 draws stay inside, and reach, the kept set."""
+    logits = random_logits(1)
+    kept = logits / 0.8
+    if "top_k" in filters:
+        kept = logits_process.TopKLogitsWarper(filters["top_k"])(None, kept)
+    if "top_p" in filters:
+        kept = logits_process.TopPLogitsWarper(filters["top_p"])(None, kept)
+    if "min_p" in filters:
+        kept = logits_process.MinPLogitsWarper(filters["min_p"])(None, kept)
+    probabilities = kept.softmax(-1)[0]
+    requests = [make_request(seed=seed, temperature=0.8, **filters) for seed in range(400)]
+    tokens = Counter(draw(logits.expand(400, -1), requests))
+    assert all(probabilities[token] > 0 for token in tokens)
+    assert all(token in tokens for token in range(50) if probabilities[token] > 0.02)
+
+
+def test_draws_follow_the_softmax() -> None:
+    """Guards the Gumbel trick and the hash behind it: chi-square of 20,000 draws over 12 tokens."""
+    logits = random_logits(1, 12) / 2
+    count = 20_000
+    requests = [make_request(seed=seed, temperature=1.0) for seed in range(count)]
+    tokens = Counter(draw(logits.expand(count, -1), requests))
+    expected = logits.softmax(-1)[0] * count
+    chi_square = sum((tokens[token] - float(expected[token])) ** 2 / float(expected[token]) for token in range(12))
+    assert chi_square < 31.3, "less likely than 1 in 1000 for 11 degrees of freedom"
+
+
+def test_a_draw_depends_on_its_own_row_only() -> None:
+    """Guards the promise that company never changes a result: alone, permuted, beside filtered rows."""
+    logits = random_logits(6)
+    requests = [
+        make_request(seed=row, position=row + 3, temperature=1.0, **({"top_p": 0.9} if row % 2 else {}))
+        for row in range(6)
+    ]
+    together = draw(logits, requests)
+    alone = [draw(logits[row : row + 1], [requests[row]])[0] for row in range(6)]
+    order = [3, 1, 5, 0, 4, 2]
+    permuted = draw(logits[order], [requests[row] for row in order])
+    assert together == alone and permuted == [together[row] for row in order]
+
+
+def test_noise_differs_in_every_coordinate() -> None:
+    """Guards against seeds, samples or positions that share their randomness."""
+    keys = {noise_key(s, n, p) for s in (0, 1, -1, 2**63) for n in range(4) for p in range(50)}
+    assert len(keys) == 800
+    noise = gumbel_noise(torch.tensor(sorted(keys)), torch.arange(1000)[None])
+    assert bool(noise.isfinite().all())
+    assert abs(float(noise.mean()) - 0.5772) < 0.01 and abs(float(noise.var()) - math.pi**2 / 6) < 0.02
+    assert len(set(noise.flatten().tolist())) > 0.95 * noise.numel()
+
+
+def test_the_only_token_left_is_drawn() -> None:
+    """Guards against noise of minus infinity, which one draw in 30 million had: it lost where nothing else is left."""
+    logits = torch.full((1, 90_000), -math.inf)
+    logits[0, 88373] = 0.0
+    assert draw(logits, [make_request(seed=452, position=10, temperature=1.0)]) == [88373]
+    assert bool(gumbel_noise(torch.tensor([noise_key(452, 0, 10)]), torch.tensor([[88373]])).isfinite())
+
+
+def test_min_tokens_forbids_end_tokens() -> None:
+    """Guards min_tokens: the end token may not come while too little is generated, then it may."""
+    logits = random_logits(2)
+    logits[:, 4] = 100.0
+    early, late = make_request(min_tokens=2), make_request(min_tokens=0)
+    early.stop_ids = late.stop_ids = frozenset({4})
+    first, second = draw(logits, [early, late])
+    assert first != 4 and second == 4 and logits[0, 4] == 100.0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 1.0}, {"temperature": 1.0, "min_p": 0.1, "top_p": 0.5}], ids=str
+)
+def test_rows_that_are_not_finite_are_marked(bad: float, params: dict[str, float]) -> None:
+    """Guards against a broken row passing as text, and against it harming its neighbour or the step."""
+    logits = random_logits(3)
+    logits[1, 2] = bad
+    requests = [make_request(), make_request(**params), make_request()]
+    tokens, largest = sample(logits, requests).get()
+    assert list(map(math.isfinite, largest)) == [True, False, True] and tokens[0] == logits[0].argmax()

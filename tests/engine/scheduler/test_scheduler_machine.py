@@ -1,0 +1,273 @@
+"""Block pool, prefix cache and scheduler under whatever hypothesis can think of, against a plain model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from cbatch.engine.scheduler.block_pool import BlockPool
+from cbatch.engine.scheduler.output import StepPlan
+from cbatch.engine.scheduler.prefill_budget import PromptShares
+from cbatch.engine.scheduler.request import Request
+from cbatch.engine.scheduler.scheduler import Scheduler
+from tests.support.random_walk import Wanderer
+from tests.support.scheduler_invariants import Violation
+from tests.support.scheduler_simulation import Shape, World
+
+MOST_LIVE = 12
+
+shapes = st.builds(
+    Shape,
+    block_size=st.integers(1, 8),
+    num_blocks=st.sampled_from([9, 5, 12, 16, 24, 14, 7, 2]),
+    max_seqs=st.sampled_from([3, 5, 8, 2, 6, 4, 8, 1]),
+    max_batch_tokens=st.sampled_from([9, 16, 32, 24, 6, 12, 4, 1]),
+    max_model_len=st.sampled_from([1000, 1000, 20]),
+    prefix_cache=st.sampled_from([True, True, True, False]),
+    vocabulary=st.sampled_from([2, 50]),
+    colliding=st.booleans(),
+    runs_ahead=st.sampled_from([True, True, False]),
+)
+which = st.integers(0, 2 * MOST_LIVE)
+tails = st.lists(st.integers(0, 1), max_size=9)
+lengths = st.integers(1, 12)
+priorities = st.integers(1, 3)
+stops = st.none() | lengths
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Everything that can happen to a scheduler; the world checks what must be true after each of it."""
+
+    world: World
+
+    @initialize(shape=shapes)
+    def begin(self, shape: Shape) -> None:
+        self.world = World(shape)
+
+    @rule(several=st.lists(tails, min_size=1, max_size=5), tokens=lengths, priority=priorities, stop=stops)
+    def add(self, several: list[list[int]], tokens: int, priority: int, stop: int | None) -> None:
+        for tail in several:
+            self._add(self.world.prompt(0, 0, tail), tokens, priority, stop)
+
+    @rule(row=which, cut=st.integers(1, 16), tail=tails, tokens=lengths, priority=priorities, stop=stops)
+    def share(self, row: int, cut: int, tail: list[int], tokens: int, priority: int, stop: int | None) -> None:
+        self._add(self.world.prompt(row, cut, tail), tokens, priority, stop)
+
+    @rule(row=which, tail=st.just([]) | tails, tokens=lengths, priority=priorities)
+    def fork(self, row: int, tail: list[int], tokens: int, priority: int) -> None:
+        self._add(self.world.prompt(row, 0, tail, generated=True), tokens, priority)
+
+    @rule(row=which, cut=st.integers(0, 16), tail=tails, tokens=lengths)
+    def add_urgent(self, row: int, cut: int, tail: list[int], tokens: int) -> None:
+        self._add(self.world.prompt(row, cut, tail), tokens, 0)
+
+    @rule(first=st.integers(0, 9), parts=st.integers(1, 5), priority=priorities)
+    def fill_the_cache(self, first: int, parts: int, priority: int) -> None:
+        length = self.world.scheduler.pool.capacity // parts
+        for start in range(first, first + parts):
+            self._add(self.world.prompt(0, 0, [start + place % 10 for place in range(length)]), 1, priority)
+
+    @rule()
+    def step_once(self) -> None:
+        self.world.step()
+
+    @rule(count=st.integers(2, 9))
+    def step_on(self, count: int) -> None:
+        for _ in range(count):
+            self.world.step()
+
+    @rule(broken=st.sets(st.integers(0, 7), min_size=1, max_size=2))
+    def step_with_nan(self, broken: set[int]) -> None:
+        self.world.step(broken=broken)
+
+    @rule(garbage=st.booleans(), late=st.booleans(), shrink=st.sampled_from([False] * 7 + [True]))
+    def fail_step(self, garbage: bool, late: bool, shrink: bool) -> None:
+        self.world.fail_step(garbage=garbage, late=late, shrink=shrink)
+
+    @rule(row=which)
+    def cancel(self, row: int) -> None:
+        self.world.cancel(row)
+
+    @rule(part=st.sampled_from([1.0, 0.7, 0.3]), grow=st.booleans())
+    def shrink(self, part: float, grow: bool) -> None:
+        self.world.shrink(max(1, int(part * self.world.scheduler.max_batch_tokens)))
+        if grow:
+            self.grow()
+
+    @rule(limit=st.sampled_from([None, 1, 2, 5]))
+    def limit_prompts(self, limit: int | None) -> None:
+        self.world.limit_prompts(limit)
+
+    @rule()
+    def grow(self) -> None:
+        while not self.world.grow():
+            self.world.step()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.grow()
+            self.world.drain()
+
+    def _add(self, prompt: list[int], tokens: int, priority: int, stop: int | None = None) -> None:
+        if len(self.world.rows) < MOST_LIVE:
+            self.world.add(prompt, tokens, priority, stop)
+
+
+def test_whatever_happens() -> None:
+    """Guards every output against its company, every block against two owners, and every request against starving."""
+    quick = settings(
+        max_examples=100,
+        stateful_step_count=60,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(SchedulerMachine, settings=quick)
+
+
+def test_the_smallest_step_does_not_shrink() -> None:
+    """Guards against a step of no tokens, in which nothing could ever advance."""
+    scheduler = Scheduler(BlockPool(4, 1), max_seqs=1, max_batch_tokens=1, max_model_len=8)
+    assert not scheduler.shrink(2) and scheduler.max_batch_tokens == scheduler.max_seqs == 1
+
+
+def wander(worlds: int) -> Counter[str]:
+    """What happened in so many worlds of the random walk."""
+    counts: Counter[str] = Counter()
+    for number in range(worlds):
+        world = Wanderer(0, number).live(150)
+        counts += world.counts + Counter(preemptions=world.scheduler.num_preemptions)
+    return counts
+
+
+def test_random_walk_meets_everything() -> None:
+    """Guards the soak: in its worlds all happens that is to be survived, and is survived."""
+    counts = wander(25)
+    names = "failed steps,shrinks,limits,NaN rows,cancelled running,cancelled waiting,shared blocks,preemptions"
+    assert all(counts[name] >= 10 for name in [*names.split(","), "finished by stop", "finished by length"]), counts
+
+
+def free_too_early(self: BlockPool, blocks: Sequence[int]) -> None:
+    """Frees a block although one more request holds it: then it is handed out anew, and written to."""
+    for block in reversed(blocks):
+        self._references[block] -= 1
+        if self._references[block] <= 1:
+            self._free[block] = None
+
+
+def publish_too_early(self: BlockPool, blocks: Sequence[int], token_ids: Sequence[int], start: int, stop: int) -> None:
+    """Publishes what later steps will compute."""
+    publish(self, blocks, token_ids, start, min(len(token_ids), len(blocks) * self.block_size))
+
+
+def match_hashes(self: BlockPool, token_ids: Sequence[int]) -> list[int]:
+    """Takes a hash for the tokens."""
+    blocks = []
+    content, size = 0, self.block_size
+    known = {hash(key): block for key, block in self._known.items()}
+    for start in range(0, len(token_ids) - size, size):
+        block = known.get(hash((content, tuple(token_ids[start : start + size]))))
+        if block is None:
+            break
+        blocks.append(block)
+        content = self._contents[block]
+    return blocks
+
+
+def abandon_and_leave_published(self: Scheduler, plan: StepPlan) -> None:
+    """Leaves known what an abandoned step was to compute."""
+    forget = self.pool.forget
+    self.pool.forget = lambda blocks: None  # type: ignore[method-assign]
+    abandon(self, plan)
+    self.pool.forget = forget  # type: ignore[method-assign]
+
+
+def commit_and_stay(self: Scheduler, plan: StepPlan, results: Iterable[Any]) -> Any:
+    """Forgets that a decoding request's last token is in the cache now."""
+    events = commit(self, plan, results)
+    for slice_ in plan.slices:
+        if slice_.request.blocks is slice_.blocks:
+            slice_.request.num_computed = max(slice_.start, 1)
+    return events
+
+
+def commit_what_ended(self: Scheduler, plan: StepPlan, results: Iterable[Any]) -> Any:
+    """Gives requests that have ended what a step in flight has computed for them all the same."""
+    for slice_ in plan.slices:
+        slice_.request.has_ended = False
+    return commit(self, plan, results)
+
+
+def commit_and_overlook_what_it_lost(self: Scheduler, plan: StepPlan, results: Iterable[Any]) -> Any:
+    """Looks for what a request with a NaN has left behind only where that request is now."""
+    slices = [slice_._replace(blocks=slice_.request.blocks) for slice_ in plan.slices]
+    return commit(self, StepPlan(slices, plan.admitted), results)
+
+
+def abandon_and_count_on_it(self: Scheduler, plan: StepPlan) -> None:
+    """Goes on counting on the tokens of a step that was given up."""
+    abandon(self, plan)
+    for slice_ in plan.slices:
+        slice_.request.num_coming += slice_.is_last
+
+
+def plan_a_token_too_many(request: Request) -> bool:
+    """Plans steps for requests whose last token is coming."""
+    return False
+
+
+def commit_and_offer_nan(self: Scheduler, plan: StepPlan, results: Iterable[Any]) -> Any:
+    """Leaves known what a request has computed that came out as NaN."""
+    forget = self.pool.forget
+    self.pool.forget = lambda blocks: None  # type: ignore[method-assign]
+    events = commit(self, plan, results)
+    self.pool.forget = forget  # type: ignore[method-assign]
+    return events
+
+
+def take_and_forget(self: PromptShares, request: Request, count: int) -> None:
+    """Takes nothing off the limit."""
+
+
+def allow_everything(self: PromptShares, request: Request, budget: int) -> int:
+    """Leaves nothing to the oldest prompt."""
+    return budget if self._left is None or not self.is_limited else min(self._left, budget)
+
+
+publish, abandon, commit = BlockPool.publish, Scheduler.abandon, Scheduler.commit
+FAULTS: list[tuple[type, str, Any, str]] = [
+    (BlockPool, "free", free_too_early, "free and held blocks"),
+    (BlockPool, "publish", publish_too_early, "hold something else|not its own"),
+    (BlockPool, "match", match_hashes, "hold something else|not its own"),
+    (Scheduler, "abandon", abandon_and_leave_published, "hold something else|not its own"),
+    (Scheduler, "commit", commit_and_stay, "two owners|bound of steps|does not fit"),
+    (Scheduler, "commit", commit_what_ended, "not an event a token|two places|not in list"),
+    (Scheduler, "commit", commit_and_overlook_what_it_lost, "NaN"),
+    (Scheduler, "abandon", abandon_and_count_on_it, "count on other tokens"),
+    (Request, "needs_no_step", property(plan_a_token_too_many), "too many is coming"),
+    (Scheduler, "commit", commit_and_offer_nan, "NaN"),
+    (PromptShares, "take", take_and_forget, "tokens of prompts"),
+    (PromptShares, "allow", allow_everything, "does not advance|younger ones"),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "fault", "message"),
+    FAULTS,
+    ids=[getattr(fault, "fget", fault).__name__ for _, _, fault, _ in FAULTS],
+)
+def test_planted_faults_are_seen(
+    owner: type, method: str, fault: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the machine itself: it sees these faults, and without the scheduler's own check of its books."""
+    monkeypatch.setattr(owner, method, fault)
+    monkeypatch.setattr(Scheduler, "check_integrity", lambda self: None)
+    with pytest.raises((Violation, ValueError), match=message):
+        wander(100)

@@ -1,0 +1,324 @@
+"""The pace of prompts beside rows that decode, by simulated steps: targets are kept, and prompts always advance."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cbatch.engine.base.errors import ConfigError
+from cbatch.engine.scheduler import step_time as pace
+from cbatch.engine.scheduler.step_time import RECENT, STEADY_MULTIPLE, WINDOW, Pace, Pacer, Target
+
+Model = Callable[[int, int, int], float]
+"""Seconds of a step by its rows that decode, its tokens of a prompt, and how deep in the prompt those are."""
+
+SETTLED = 30
+"""Steps after which the target has to be kept."""
+
+
+def affine(rows: int, tokens: int, depth: int) -> float:
+    return 0.010 + 0.0001 * rows + 0.0002 * tokens
+
+
+def deep(rows: int, tokens: int, depth: int) -> float:
+    """Attention makes a token dearer the deeper it lies."""
+    return 0.010 + 0.0001 * rows + tokens * (0.0001 + 1e-8 * depth)
+
+
+def free_at_first(rows: int, tokens: int, depth: int) -> float:
+    """Reading the weights takes longer than what the first 150 tokens compute."""
+    return 0.010 + 0.0001 * rows + 0.0002 * max(0, tokens - 150)
+
+
+def dear_at_first(rows: int, tokens: int, depth: int) -> float:
+    """Any prompt takes a step off its fastest path."""
+    return 0.010 + 0.0001 * rows + (0.003 + 0.0002 * tokens if tokens else 0)
+
+
+MODELS = [affine, deep, free_at_first, dear_at_first]
+
+
+@dataclass
+class Device:
+    """Steps that take what a model says, with noise, and whose lengths are known some steps late."""
+
+    model: Model
+    target: Target
+    least: int = 4
+    rows: int = 8
+    noise: float = 0.0
+    delay: int = 0
+    seed: int = 0
+    steps: list[tuple[int, float]] = field(default_factory=list)
+    """Tokens of the prompt, and seconds, of each step since rows decode."""
+
+    def __post_init__(self) -> None:
+        self.pace = Pace(self.target, self.least)
+        self.limit: int | None = self.pace.limit
+        self._chance = random.Random(self.seed)
+        self._in_flight: deque[tuple[int, int, float]] = deque()
+
+    def step(self, tokens: int = 0, depth: int = 0, times: float = 1.0) -> None:
+        seconds = self.model(self.rows, tokens, depth) * math.exp(self._chance.gauss(0, self.noise)) * times
+        self.steps.append((tokens, seconds))
+        self._in_flight.append((self.rows, tokens, seconds))
+        if len(self._in_flight) > self.delay:
+            self.limit = self.pace.observe(*self._in_flight.popleft())
+
+    def decode(self, steps: int = 20) -> None:
+        for _ in range(steps):
+            self.step()
+
+    def prefill(self, prompt: int, start: int = 0) -> list[tuple[int, float]]:
+        """Brings a prompt in from `start` on, and returns its steps."""
+        before = len(self.steps)
+        while start < prompt:
+            assert self.limit is not None
+            tokens = min(self.limit, prompt - start)
+            self.step(tokens, start)
+            start += tokens
+        return self.steps[before:]
+
+
+def p99(seconds: list[float]) -> float:
+    return sorted(seconds)[math.ceil(0.99 * len(seconds)) - 1]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("target", ["auto", 0.018, 0.1])
+def test_the_target_is_kept(model: Model, target: Target, delay: int) -> None:
+    """Guards the gap between tokens: p99 keeps to the target under noise of 3%, and steps are not far below it."""
+    allowed = STEADY_MULTIPLE * model(8, 0, 0) if target == "auto" else target
+    assert isinstance(allowed, float)
+    seconds = []
+    for seed in range(8):
+        device = Device(model, target, noise=0.03, delay=delay, seed=seed)
+        device.decode()
+        seconds += [took for _, took in device.prefill(30_000)[SETTLED:]]
+    # What a steady step takes is known by a median of five.
+    assert p99(seconds) <= allowed * (1.03 if target == "auto" else 1)
+    assert sum(seconds) / len(seconds) > 0.8 * allowed, "a prompt could have had more"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_rare_long_steps_count(model: Model) -> None:
+    """Guards p99 where noise is not normal: two steps of a hundred take 1.25 times as long."""
+    seconds = []
+    for seed in range(4):
+        chance = random.Random(seed)
+        device = Device(model, 0.018, noise=0.02, seed=seed)
+        device.decode()
+        depth = 0
+        while depth < 100_000:
+            tokens = device.limit or 0
+            device.step(tokens, depth, times=1.25 if chance.random() < 0.02 else 1.0)
+            depth += tokens
+        seconds += [took for _, took in device.steps[WINDOW:]]
+    assert p99(seconds) <= 1.02 * 0.018
+
+
+def test_noise_beyond_all_bounds_leaves_prompts_their_part() -> None:
+    """Guards prompts on a machine that is busy elsewhere: where p99 cannot be kept to, they go on all the same."""
+    chance = random.Random(0)
+    device = Device(affine, 0.018, noise=0.02)
+    device.decode()
+    for _ in range(1000):
+        device.step(device.limit or 0, times=2.0 if chance.random() < 0.05 else 1.0)
+    usual = sorted(seconds for _, seconds in device.steps[WINDOW:])[400]
+    assert 0.68 * 0.018 < usual < 0.78 * 0.018
+
+
+def test_short_parts_hide_no_noise() -> None:
+    """Guards p99 of full steps among many small ones, which are far below the target whatever the noise is."""
+    device, full = Device(affine, 0.018, noise=0.08), []
+    device.decode()
+    device.prefill(5000)
+    for number in range(4000):
+        is_full = number % 10 == 0
+        device.step((device.limit or 0) if is_full else 2)
+        full += [device.steps[-1][1]] * is_full
+    assert sum(seconds > 0.018 for seconds in full[20:]) <= 0.03 * len(full)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_much_noise_keeps_below_twice_the_steady_time(model: Model) -> None:
+    """Guards what is left between `auto` and 2: p99 of steps with noise of 8% stays below twice a steady step."""
+    for seed in range(5):
+        device = Device(model, "auto", noise=0.08, seed=seed)
+        device.decode()
+        seconds = [took for _, took in device.prefill(60_000)][SETTLED:]
+        assert p99(seconds) < 2 * model(8, 0, 0)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_without_noise_the_limit_settles(model: Model) -> None:
+    """Guards against a limit that swings: in the end it stays within a tenth of itself, or one token."""
+    device = Device(model, 0.02)
+    device.decode()
+    counts = [tokens for tokens, _ in device.prefill(100_000)[SETTLED:-1]]
+    late = counts[-20:]
+    assert max(late) - min(late) <= max(1, max(late) / 10), late
+
+
+def test_steps_with_and_without_prompts_are_no_noise() -> None:
+    """Guards the part of prompts that come one by one: that steps differ in what they hold says nothing of noise."""
+    device = Device(affine, 0.02)
+    for _ in range(200):
+        device.step(device.limit or 0)
+        device.step()
+    assert device.steps[-2][1] > 0.8 * 0.02
+
+
+def test_no_target_is_no_limit() -> None:
+    """Guards runs that want throughput only, whatever their steps take."""
+    device = Device(affine, None)
+    device.step(500)
+    assert device.limit is None
+
+
+@pytest.mark.parametrize("target", ["auto", 1e-6])
+def test_prompts_always_advance(target: Target) -> None:
+    """Guards prompts where the target cannot be met: the least is left, in all steps but one of many that measures."""
+    device = Device(lambda rows, tokens, depth: 0.01 + 0.1 * tokens, target)
+    device.decode()
+    steps = device.prefill(2000)
+    pauses = sum(tokens == 0 for tokens, _ in steps)
+    assert {tokens for tokens, _ in steps if tokens} == {4}
+    assert pauses == (0 if target != "auto" else len(steps) // (RECENT + 1))
+
+
+def test_an_outlier_changes_little() -> None:
+    """Guards against a step that compiled something, or was was swapped out: the limit halves, and comes back."""
+    device = Device(affine, 0.018)
+    device.prefill(20_000)
+    before = device.limit
+    assert before is not None and before > 16
+    device.step(before, times=50)
+    assert device.limit is not None and device.limit >= before // 2
+    for _ in range(30):
+        device.step(device.limit)
+    assert device.limit is not None and device.limit > 0.9 * before
+
+
+@pytest.mark.parametrize("factor", [0.25, 4.0])
+def test_a_jump_of_the_cost_is_followed(factor: float) -> None:
+    """Guards a prompt that suddenly costs more, or less: soon no step is too long, and later none too short."""
+    cost = [1.0]
+    device = Device(lambda rows, tokens, depth: 0.01 + 0.0002 * tokens * cost[0], 0.018, least=1)
+    device.decode()
+    device.prefill(5000)
+    cost[0] = factor
+    seconds = [took for _, took in device.prefill(60_000)[SETTLED:-1]]
+    assert max(seconds) <= 0.018 and min(seconds[WINDOW:]) > 0.015
+
+
+def test_the_end_of_a_prompt_says_nothing() -> None:
+    """Guards the limit against short prompts and last pieces, whose steps are short because they hold little."""
+    device = Device(affine, 0.018)
+    device.prefill(5000)
+    before = device.limit
+    for _ in range(50):
+        device.step(2)
+    assert device.limit == before
+    device.step(2, times=10)
+    assert device.limit is not None and before is not None and device.limit < before
+
+
+def test_without_rows_that_decode_nothing_is_learnt() -> None:
+    """Guards against whole prompts, in steps that nobody waits for, being taken for what is to be shortened."""
+    device = Device(affine, 0.018)
+    device.prefill(5000)
+    before = device.limit
+    device.rows = 0
+    device.step(512)
+    device.step(4, times=9)
+    assert device.limit == before
+
+
+def test_an_unknown_steady_time_is_measured() -> None:
+    """Guards `auto` where prompts never cease: one step without them, whenever nothing tells what such a step takes."""
+    device = Device(affine, "auto")
+    device.step(4)
+    assert device.limit == 0
+    device.step()
+    assert device.limit == 4
+    device.prefill(2000)
+    device.rows = 100
+    device.step(device.limit)
+    assert device.limit == 0, "what 8 rows took says nothing about 100"
+
+
+def test_the_steady_time_drifts() -> None:
+    """Guards `auto` while rows grow longer: the target follows what steps take, also in the middle of a prompt."""
+    slow = [1.0]
+    device = Device(lambda rows, tokens, depth: (0.01 + 0.0002 * tokens) * slow[0], "auto")
+    device.decode()
+    device.prefill(5000)
+    slow[0] = 3.0
+    steps = device.prefill(20_000)
+    late = [seconds for tokens, seconds in steps[5 * RECENT + WINDOW : -1] if tokens]
+    assert len(late) > 300 and 0.9 * 0.03 * STEADY_MULTIPLE < min(late) < max(late) <= 0.03 * STEADY_MULTIPLE
+
+
+def test_a_steady_time_that_was_too_long_is_corrected() -> None:
+    """Guards against first steps that compiled something: a step with a prompt that took less shows that."""
+    device = Device(affine, "auto")
+    for _ in range(5):
+        device.step(times=500)
+    steps = device.prefill(4000)
+    assert p99([seconds for _, seconds in steps[SETTLED:]]) <= STEADY_MULTIPLE * affine(8, 0, 0)
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(pace.time, "perf_counter", lambda: self.now)
+
+    def land(self, pacer: Pacer, seconds: float, *, decoding: int, tokens: int = 0, entered: int = 0) -> int | None:
+        self.now += seconds
+        plan: Any = SimpleNamespace(
+            admitted=[None] * entered,
+            slices=[None] * (decoding + entered + (tokens > 0)),
+            num_decoding=decoding,
+            num_tokens=decoding + tokens,
+        )
+        return pacer.land(plan)
+
+
+def test_pauses_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the seconds of a step: from one landing to the next, and none where there was nothing to do before."""
+    seen: list[tuple[int, int, float]] = []
+    monkeypatch.setattr(Pace, "observe", lambda self, *step: seen.append(step))
+    clock, pacer = Clock(monkeypatch), Pacer("auto", 4)
+    clock.land(pacer, 500.0, decoding=0, entered=2)
+    clock.land(pacer, 2.0, decoding=2)
+    clock.land(pacer, 3.0, decoding=2, tokens=7)
+    clock.land(pacer, 900.0, decoding=0, entered=1)
+    clock.land(pacer, 4.0, decoding=1)
+    assert seen == [(2, 0, 2.0), (2, 7, 3.0), (1, 0, 4.0)]
+
+
+def test_milliseconds_become_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the unit of the option, and that without a target nothing is measured."""
+    clock, pacer = Clock(monkeypatch), Pacer(50.0, 4)
+    assert clock.land(pacer, 0.040, decoding=1, tokens=4) == 4
+    assert clock.land(pacer, 0.005, decoding=1, tokens=4) == 8
+    assert clock.land(pacer, 0.060, decoding=1, tokens=8) == 6
+    assert clock.land(Pacer(None, 4), 9.0, decoding=1, tokens=900) is None
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, math.nan, math.inf, "fast", "20"])
+def test_a_target_that_is_no_time_is_refused(wrong: Any) -> None:
+    """Guards the sentence for a wrong target from Python."""
+    with pytest.raises(ConfigError, match="target_step_ms must be milliseconds, 'auto' or None"):
+        Pacer(wrong, 4)

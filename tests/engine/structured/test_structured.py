@@ -1,0 +1,608 @@
+"""Whatever tokens are drawn under the masks, the text keeps to its form, and no pattern can hang or end the process."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import re
+import resource
+import signal
+import string
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from cbatch.engine.base.constraint import to_lark
+from cbatch.engine.base.errors import RequestError
+from cbatch.engine.models.loader import DEMO_MODEL
+from cbatch.engine.structured import compiler as structured
+from cbatch.engine.structured.compiler import Constraint, Constraints, Guide, Kind, MaskFiller, fill
+from cbatch.engine.structured.sandbox import TOO_COMPLEX, GrammarTrial
+from cbatch.engine.text.fast_loader import from_transformers
+from cbatch.engine.text.tokenizer import ChatTokenizer
+
+WIDTH = 1030  # of the demo model's logits, were they wider than its tokenizer's vocabulary of 1,024
+STOP = 2
+CLOSERS = [b"}", b"]", b'"']
+
+
+def library() -> Any:
+    return pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
+
+
+def token_bytes() -> list[bytes]:
+    """The demo's tokens as bytes, from its tokenizer.json alone: the printable characters stand for the bytes."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    meaning = {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    vocabulary = json.loads((DEMO_MODEL / "tokenizer.json").read_text())["model"]["vocab"]
+    tokens = [b""] * 1024
+    for text, token in vocabulary.items():
+        tokens[token] = b"" if token < 3 else bytes(meaning[character] for character in text)
+    return tokens
+
+
+TOKENS = token_bytes()
+
+
+@pytest.fixture(scope="module")
+def demo() -> ChatTokenizer:
+    return ChatTokenizer(from_transformers(AutoTokenizer.from_pretrained(DEMO_MODEL)))
+
+
+@pytest.fixture(scope="module")
+def constraints(demo: ChatTokenizer) -> Iterator[Constraints]:
+    library()
+    made = Constraints(demo, WIDTH)
+    yield made
+    made.close()
+
+
+def start(constraints: Constraints, kind: Kind, source: Any = "") -> Guide:
+    text = source if isinstance(source, str) else json.dumps(source)
+    return Guide(constraints.compile(Constraint(kind, text)), [STOP])
+
+
+def allowed_tokens(guide: Guide) -> list[int]:
+    masks = fill([guide])
+    assert masks.errors == [None]
+    assert masks.allowed.shape == (1, guide.vocab_size)
+    return masks.allowed[0].nonzero()[:, 0].tolist()
+
+
+def closing(allowed: list[int], rng: random.Random) -> int:
+    """The token that leads to an end soonest: of JSON, where braces inside of strings do not close anything."""
+    places = {TOKENS[token]: token for token in allowed if token < 1024}
+    order = [b'"'] if b"z" in places else CLOSERS
+    return STOP if STOP in allowed else next((places[text] for text in order if text in places), rng.choice(allowed))
+
+
+def draw(guide: Guide, rng: random.Random, soft_limit: int = 40) -> bytes:
+    """A random output under the masks; past `soft_limit` tokens, the ones that lead to an end are preferred."""
+    output = b""
+    for step in range(soft_limit + 400):
+        allowed = allowed_tokens(guide)
+        assert (STOP in allowed) == guide.is_complete
+        assert not {0, 1, *range(1024, WIDTH)} & set(allowed), "a special token, or one that is none, is allowed"
+        token = rng.choice(allowed)
+        if step > soft_limit:
+            token = closing(allowed, rng)
+        guide.accept(token)
+        if token == STOP or guide.is_finished:
+            return output if token == STOP else output + TOKENS[token]
+        output += TOKENS[token]
+    raise AssertionError(f"no end: {output[:300]!r}")
+
+
+def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    """A schema of what the library knows; deeper ones are simpler."""
+
+    def inner() -> dict[str, Any]:
+        return random_schema(rng, depth + 1)
+
+    low = rng.randint(-300, 300)
+    size = rng.randint(0, 3)
+    simple: list[dict[str, Any]] = [
+        {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 500)},
+        {"type": "number", "minimum": low / 8, "maximum": low / 8 + 3},
+        {"type": "string", "minLength": size, "maxLength": size + rng.randint(0, 5)},
+        {"type": "string", "pattern": rng.choice(["^[A-Z]{2}[0-9]+$", "^(a|b)+$", "[aeiou]", r"^\w{1,4}-\d{2}$"])},
+        {"type": "string", "format": rng.choice(["date", "time", "ipv4", "uuid"])},
+        {"enum": [low, "two words", None, 'é\n"q"', {"a": [1, 2]}, 1.5][: size + 1]},
+        {"const": rng.choice(["x", 7, True, [1, {"b": None}]])},
+        {"type": ["boolean", "null"]},
+        {"type": "integer", "multipleOf": rng.randint(2, 12)},
+    ]
+    if depth > 2 or rng.random() < 0.3:
+        return rng.choice(simple)
+    names = rng.sample(["name", "an age", "é", "x.y", 'q"', "b"], rng.randint(1, 4))
+    return rng.choice(
+        [
+            {"type": "array", "items": inner(), "minItems": size, "maxItems": size + 2},
+            {"type": "array", "prefixItems": [inner(), inner()], "items": False, "minItems": 2},
+            {"anyOf": [inner(), inner()]},
+            {
+                "type": "object",
+                "properties": {name: inner() for name in names},
+                "required": rng.sample(names, rng.randint(0, len(names))),
+                "additionalProperties": rng.choice([False, {"type": "integer"}]),
+            },
+            {"allOf": [{"$ref": "#/$defs/t"}], "$defs": {"t": inner()}} if depth == 0 else inner(),
+        ]
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_outputs_are_valid_for_random_schemas(constraints: Constraints, seed: int) -> None:
+    """Guards every keyword we say is kept, in combination, against a second opinion on what is valid."""
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema, of the extra `dev`, is not installed")
+    rng = random.Random(seed)
+    schema = random_schema(rng)
+    for _ in range(3):
+        text = draw(start(constraints, "json_schema", schema), rng).decode()
+        jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+
+
+def test_random_json_objects_parse(constraints: Constraints) -> None:
+    """Guards json_object: any object, and nothing but one."""
+    for seed in range(20):
+        text = draw(start(constraints, "json_object"), random.Random(seed)).decode()
+        assert isinstance(json.loads(text), dict)
+
+
+def test_a_schema_that_refers_to_itself(constraints: Constraints) -> None:
+    """Guards recursion, which regexes cannot do."""
+    tree = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#"}}, "required": ["v"]}
+    tree["additionalProperties"] = False
+    value = json.loads(draw(start(constraints, "json_schema", tree), random.Random(3)))
+    while "next" in value:
+        assert value.keys() == {"v", "next"}
+        value = value["next"]
+    assert value.keys() == {"v"}
+
+
+def test_blanks_in_json_end(constraints: Constraints) -> None:
+    """Guards the token budget against a model that only writes blanks, wherever JSON has room for them."""
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}}
+    guide = start(constraints, "json_schema", schema | {"required": ["a"], "additionalProperties": False})
+    blanks = {token for token, text in enumerate(TOKENS) if text and not text.strip()}
+    run, output, rng = 0, b"", random.Random(0)
+    for _ in range(300):
+        allowed = allowed_tokens(guide)
+        choice = [token for token in allowed if token in blanks and len(TOKENS[token]) == 1]
+        run = run + 1 if choice else 0
+        assert run <= 43, output
+        token = choice[0] if choice else closing(allowed, rng)
+        output += TOKENS[token]
+        guide.accept(token)
+        if guide.is_finished:
+            return
+    raise AssertionError("the output did not end")
+
+
+PATTERNS = [
+    r"[0-9]{4}-[0-9]{2}-[0-9]{2}",
+    r"^\d{1,3}(\.\d{1,3}){3}$",
+    r"(yes|no|may be), (I|you) (can|will)(\n|!)?",
+    r"[^\x00-\x7f]{1,5}",
+    r"(?i)abc/def\/[a-z]{0,3}?\\",
+    r".{3,12}",
+    r"(?s:.{2,6})\r\n",
+    r"[äöü€😀]+x?",
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_random_outputs_match_their_regex(constraints: Constraints, pattern: str) -> None:
+    """Guards regexes, with slashes, line breaks and characters of many bytes: the whole text matches."""
+    for seed in range(6):
+        text = draw(start(constraints, "regex", pattern), random.Random(seed), soft_limit=12).decode()
+        assert re.fullmatch(pattern, text), text
+
+
+def test_random_outputs_are_one_of_the_choices(constraints: Constraints) -> None:
+    """Guards choices, with whatever characters patterns give a meaning to, and one that begins another."""
+    choices = ["yes", "yes, please", "a.b*c|d", "\\n\n\t", "(?i)[x]", "/", "é", "ê😀", '"', " ", "#-&~"]
+    seen = {draw(start(constraints, "choice", choices), random.Random(seed)).decode() for seed in range(80)}
+    assert seen <= set(choices) and len(seen) > 6
+
+
+def test_random_outputs_follow_a_grammar(constraints: Constraints) -> None:
+    """Guards context-free grammars: parentheses that close."""
+    grammar = 'start: sum\nsum: term ("+" term)*\nterm: NUMBER | "(" sum ")"\nNUMBER: /[1-9][0-9]{0,2}/\n'
+    for seed in range(10):
+        text = draw(start(constraints, "grammar", grammar), random.Random(seed), soft_limit=20).decode()
+        assert isinstance(eval(text), int)
+
+
+def strings(alphabet: str, longest: int) -> Iterator[str]:
+    for length in range(longest + 1):
+        yield from map("".join, itertools.product(alphabet, repeat=length))
+
+
+FINITE = [r"a{0,3}b?", r"(ab|é)(ab|é)?", r"(e|é|ê){2}", r"a(b(a(b)?)?)?", r"(a|ab)(b|ba)?", r"[beéê]b|a{2}b?|a{4}b?"]
+
+
+@pytest.mark.parametrize("pattern", FINITE)
+def test_masks_equal_brute_force(constraints: Constraints, pattern: str) -> None:
+    """Guards the masks against a token too many or too few, inside characters too: some completion must match."""
+    words = [text.encode() for text in strings("abeéê", 5) if re.fullmatch(pattern, text)]
+    rng = random.Random(0)
+    for _ in range(6):
+        guide, prefix = start(constraints, "regex", pattern), b""
+        while True:
+            expected = {t for t, b in enumerate(TOKENS) if b and any(word.startswith(prefix + b) for word in words)}
+            ends = {STOP} if prefix in words else set()
+            assert set(allowed_tokens(guide)) == expected | ends
+            assert guide.is_complete == bool(ends)
+            if not expected:
+                assert guide.is_finished
+                break
+            token = rng.choice(sorted(expected))
+            guide.accept(token)
+            prefix += TOKENS[token]
+
+
+def test_byte_fallback_tokens(tmp_path: Path) -> None:
+    """Guards tokenizers of the SentencePiece kind: bytes as tokens of their own, and spaces written as a letter."""
+    library()
+    names = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *string.ascii_lowercase]
+    backend = Tokenizer(models.BPE({name: n for n, name in enumerate(names)}, [], byte_fallback=True, unk_token="<s>"))
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens([AddedToken("<s>", special=True)])
+    made = Constraints(ChatTokenizer(from_transformers(PreTrainedTokenizerFast(tokenizer_object=backend))), len(names))
+    for seed in range(10):
+        guide, ids, rng = start_with(made, ["hi é\n", "日 x"]), [], random.Random(seed)
+        while not guide.is_finished:
+            ids.append(rng.choice(allowed_tokens(guide)))
+            guide.accept(ids[-1])
+        assert backend.decode(ids) in ("hi é\n", "日 x")
+    made.close()
+
+
+def start_with(constraints: Constraints, choices: list[str]) -> Guide:
+    return Guide(constraints.compile(Constraint("choice", json.dumps(choices))), [])
+
+
+def test_a_vocabulary_wider_than_the_model(demo: ChatTokenizer) -> None:
+    """Guards the other mismatch: a tokenizer with tokens that the model has no logits for."""
+    library()
+    made = Constraints(demo, 300)
+    assert fill([start(made, "regex", "[a-z]*")]).allowed.shape == (1, 300)
+    made.close()
+
+
+def test_an_output_that_is_begun_anew(constraints: Constraints) -> None:
+    """Guards preemption and several samples: a second guide takes the same tokens, and stands in the same place."""
+    first = start(constraints, "regex", ".{200}")
+    rng, tokens = random.Random(1), []
+    for _ in range(10):
+        tokens.append(rng.choice(allowed_tokens(first)))
+        first.accept(tokens[-1])
+    second = start(constraints, "regex", ".{200}")
+    for token in tokens:
+        second.accept(token)
+    assert allowed_tokens(second) == allowed_tokens(first)
+
+
+def test_a_token_that_is_not_allowed_fails_its_guide_only(constraints: Constraints) -> None:
+    """Guards the other outputs of a grammar, and says what happened."""
+    wrong, right = (start(constraints, "choice", ["yes", "no"]) for _ in range(2))
+    with pytest.raises(RequestError, match="token 67 is not allowed") as caught:
+        wrong.accept(67)
+    assert caught.value.code == "invalid_row"
+    masks = fill([wrong, right])
+    assert masks.errors[0] is not None and masks.errors[1] is None
+    assert masks.allowed[0].all() and masks.allowed[1].sum() == len(
+        [b for b in TOKENS if b in (b"y", b"ye", b"yes", b"n", b"no")]
+    )
+    assert not wrong.is_complete and not wrong.is_finished
+
+
+def test_the_text_of_a_special_token_is_text(constraints: Constraints) -> None:
+    """Guards control tokens: a pattern that spells one is matched by plain tokens only."""
+    guide = Guide(constraints.compile(Constraint("regex", r"(<\|im_end\|>)+")), [])
+    for byte in b"<|im_end|><":
+        assert not {0, 1, 2} & set(allowed_tokens(guide))
+        guide.accept(TOKENS.index(bytes([byte])))
+
+
+def test_a_stop_token_that_is_text(constraints: Constraints) -> None:
+    """Guards stop_token_ids of the row's own: they end the output, so they may come where it is complete only."""
+    a, y = TOKENS.index(b"a"), TOKENS.index(b"y")
+    guide = Guide(constraints.compile(Constraint("regex", "(a|y)a?")), [a])
+    assert allowed_tokens(guide) == [y]
+    guide.accept(y)
+    assert allowed_tokens(guide) == [a] and guide.is_finished
+    guide.accept(a)
+    assert guide.is_finished
+
+
+def test_an_empty_output(constraints: Constraints) -> None:
+    """Guards a pattern that only the empty text matches, where no end token may come to say so (ignore_eos)."""
+    guide = Guide(constraints.compile(Constraint("regex", "")), [])
+    assert guide.is_complete and allowed_tokens(guide) == [] and guide.is_finished
+
+
+def test_nothing_follows_an_end_token(constraints: Constraints) -> None:
+    """Guards the end: it finishes the output, and the mask says no more than that."""
+    guide = start(constraints, "regex", "a*")
+    guide.accept(STOP)
+    assert guide.is_finished and allowed_tokens(guide) == [STOP]
+    with pytest.raises(RequestError):
+        guide.accept(TOKENS.index(b"a"))
+
+
+WRONG: list[tuple[Kind, str, str]] = [
+    ("json_schema", "{", "JSON schema cannot be used: It is not valid JSON"),
+    ("json_schema", "[" * 5000, "nested too deeply"),
+    ("json_schema", "3", "must be a JSON object"),
+    ("json_schema", '{"type": "objekt"}', "Invalid type: objekt"),
+    ("json_schema", '{"$ref": "#/nowhere"}', "does not exist"),
+    ("json_schema", '{"$ref": "http://example.com/x"}', "does not fetch"),
+    ("json_schema", '{"x-guidance": {"lenient": true}, "not": {}}', "x-guidance"),
+    ("json_schema", '{"$ref": "#"}', "No text can match"),
+    ("json_schema", '{"type": "string", "minLength": 3, "maxLength": 2}', "Unsatisfiable"),
+    ("json_schema", '{"type": "string", "format": "made-up"}', "Unknown format: made-up"),
+    ("regex", "(a", "regex cannot be used: unclosed group"),
+    ("regex", "a(?=b)", "look-around"),
+    ("regex", r"(a)\1", "backreferences are not supported"),
+    ("regex", "a\ud800", "lone surrogate"),
+    ("regex", "a" * 2_000_000, "at most 1048576 are read"),
+    ("choice", '["a", ""]', "strings that are not empty"),
+    ("choice", "[]", "at least one"),
+    ("choice", '{"a": 1}', "list of strings"),
+    ("choice", r'["\ud800"]', "lone surrogate"),
+    ("grammar", "start: b\nb: c", 'grammar cannot be used: line 2: unknown name: "c"'),
+    ("grammar", "", "no start rule"),
+    ("grammar", "start: <|im_end|>", "special token"),
+]
+
+
+@pytest.mark.parametrize(("kind", "source", "sentence"), WRONG)
+def test_what_is_wrong_is_said(constraints: Constraints, kind: Kind, source: str, sentence: str) -> None:
+    """Guards rows with a mistake: an error of the row, in a sentence, the first time and from the cache."""
+    for _ in range(2):
+        with pytest.raises(RequestError, match=re.escape(sentence)) as caught:
+            constraints.compile(Constraint(kind, source))
+        assert caught.value.code == "invalid_row" and len(str(caught.value)) < 300 and str(caught.value)[-1] in ".…"
+
+
+KEYWORDS = (
+    "not if then else contains minContains maxContains uniqueItems propertyNames dependentRequired dependentSchemas "
+    "dependencies unevaluatedItems unevaluatedProperties $dynamicRef $recursiveRef"
+).split()
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_keywords_that_are_not_kept_are_refused(constraints: Constraints, keyword: str) -> None:
+    """Guards against output that looks valid for a schema of which a part was left out in silence."""
+    with pytest.raises(RequestError, match=re.escape(f'Unimplemented keys: ["{keyword}"]')):
+        constraints.compile(Constraint("json_schema", json.dumps({"properties": {"a": {keyword: {}}}})))
+
+
+def chain(count: int) -> dict[str, Any]:
+    links = {f"a{n}": {"$ref": f"#/$defs/a{n + 1}"} for n in range(count)}
+    return {"$defs": links | {f"a{count}": {"type": "integer"}}, "$ref": "#/$defs/a0"}
+
+
+TERRIBLE: dict[str, tuple[Kind, Any]] = {
+    "nested counts": ("regex", r"(a{1,500}){1,500}"),
+    "three nested counts": ("regex", r"((a{1,100}){1,100}){1,100}"),
+    "ambiguous": ("regex", r"(x+x+)+y"),
+    "alternatives": ("regex", "(" + "|".join("a" * n for n in range(1, 300)) + ")*b"),
+    "states": ("regex", r".*[ab].{14}[cd].{14}[ef]"),
+    "huge count": ("regex", r"(a{1,4294967295}b){1,4294967295}"),
+    "parentheses": ("regex", "(" * 5000 + "a" + ")" * 5000),
+    "a million alternatives": ("regex", "ab|" * 300_000 + "c"),
+    "deep schema": ("json_schema", '{"items":' * 900 + "{}" + "}" * 900),
+    "wide schema": ("json_schema", {"properties": {f"property {n}": {"type": "string"} for n in range(12_000)}}),
+    "options": ("json_schema", {"properties": {f"p{n}": {} for n in range(1500)}, "additionalProperties": False}),
+    "product": (
+        "json_schema",
+        {"allOf": [{"anyOf": [{"required": [f"a{n}"]}, {"required": [f"b{n}"]}]} for n in range(20)]},
+    ),
+    "references, which break the library": ("json_schema", chain(8000)),
+    "rules, which break the library": (
+        "grammar",
+        "start: r0\n" + "\n".join(f'r{n}: "a" r{n + 1}' for n in range(20_000)) + '\nr20000: "b"',
+    ),
+    "ambiguous grammar": ("grammar", 'start: e\ne: e e e | e e | "a"'),
+}
+
+
+@pytest.mark.parametrize("name", TERRIBLE)
+def test_nothing_hangs_or_ends_the_process(constraints: Constraints, name: str) -> None:
+    """Guards the engine against patterns made to break it: refused, or served at an ordinary pace."""
+    kind, source = TERRIBLE[name]
+    begun = time.thread_time()
+    try:
+        guide = start(constraints, kind, source)
+    except RequestError as error:
+        assert error.code == "invalid_row"
+    else:
+        rng = random.Random(0)
+        for _ in range(40):
+            masks = fill([guide])
+            if masks.errors[0] or guide.is_finished:
+                break
+            guide.accept(rng.choice(masks.allowed[0].nonzero()[:, 0].tolist()))
+    assert time.thread_time() - begun < 3
+    assert allowed_tokens(start(constraints, "choice", ["y"])) == [TOKENS.index(b"y")]
+
+
+def test_a_trial_that_takes_too_long_ends() -> None:
+    """Guards the limit of time on what the library's own limits do not reach; the next grammar is tried as ever."""
+    good = to_lark(Constraint("regex", "a"))
+    trial = GrammarTrial(str(Path(library().__file__).parent.parent), cpu_limit=0.2)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    assert trial.check(to_lark(Constraint("regex", ".?" * 8000))) == TOO_COMPLEX
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2
+    assert trial.check(good) is None
+    assert trial._child is not None
+    os.kill(trial._child.pid, signal.SIGKILL)
+    trial._child.wait()
+    assert trial.check(good) is None
+    trial.close()
+
+
+def test_constraints_are_compiled_once(demo: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a batch in which every row has the same schema, and the memory of one in which each has its own."""
+    library()
+    monkeypatch.setattr(structured, "CACHE_SIZE", 2)
+    made = Constraints(demo, WIDTH)
+    a, b, c = (Constraint("choice", f'["{text}"]') for text in "abc")
+    first, second = made.compile(a), made.compile(b)
+    assert made.compile(a) is first
+    made.compile(c)
+    assert made.compile(a) is first and made.compile(b) is second, "somebody holds it"
+    was = weakref.ref(second)
+    del second
+    made.compile(a)
+    made.compile(c)
+    assert was() is None, "nobody does"
+    made.close()
+
+
+def test_what_is_known_waits_for_nothing(demo: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the engine's thread, which asks for a grammar while another thread compiles something slow."""
+    library()
+    made = Constraints(demo, WIDTH)
+    known, slow = Constraint("choice", '["a"]'), Constraint("choice", '["b"]')
+    grammar, begun, go = made.compile(known), threading.Event(), threading.Event()
+    compile_ = made._compile
+
+    def wait(constraint: Constraint) -> Any:
+        begun.set()
+        go.wait()
+        return compile_(constraint)
+
+    monkeypatch.setattr(made, "_compile", wait)
+    thread = threading.Thread(target=made.compile, args=(slow,))
+    thread.start()
+    begun.wait()
+    assert made.compile(known) is grammar
+    go.set()
+    thread.join()
+    made.close()
+
+
+def test_the_missing_extra_is_said(demo: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards an installation without the library: rows that ask for it are told what to install."""
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(RequestError, match=re.escape("needs the extra: pip install 'cbatch[structured]'.")) as caught:
+        Constraints(demo, WIDTH).compile(Constraint("json_object"))
+    assert caught.value.code == "invalid_row"
+
+
+def test_many_threads_share_one_grammar(constraints: Constraints) -> None:
+    """Guards the locks: compiling and drawing in several threads at once gives what one thread gives."""
+    expected = [draw(start(constraints, "json_object"), random.Random(seed)) for seed in range(8)]
+    found: dict[int, bytes] = {}
+
+    def work(seed: int) -> None:
+        found[seed] = draw(start(constraints, "json_object"), random.Random(seed))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found.get(seed) for seed in range(8)] == expected
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_the_filler_gives_what_fill_gives(constraints: Constraints, num_threads: int) -> None:
+    """Guards the masks of a step that threads fill, row by row, over many steps and changing numbers of rows."""
+    filler, rng = MaskFiller(num_threads), random.Random(0)
+    filler.begin([])
+    assert filler.result() is None
+    pairs = [[start(constraints, "regex", pattern) for _ in range(2)] for pattern in [*PATTERNS, "[a-z]*"]]
+    for _ in range(8):
+        filler.begin([mine for mine, _ in pairs])
+        masks, expected = filler.result(), fill([theirs for _, theirs in pairs])
+        assert masks.allowed.equal(expected.allowed) and masks.errors == expected.errors
+        for row, pair in enumerate(pairs):
+            token = rng.choice(masks.allowed[row].nonzero()[:, 0].tolist())
+            for guide in pair:
+                guide.accept(token)
+        pairs = [pair for pair in pairs if not pair[0].is_finished]
+    filler.close()
+
+
+def test_nobody_waits_for_a_thread_that_cannot_be_started(
+    constraints: Constraints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a step against waiting for ever where the system has no thread left; it can be tried again."""
+    filler, guide = MaskFiller(1), start(constraints, "choice", '["y"]')
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, "Thread", lambda **_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            filler.begin([guide])
+    assert filler.result() is None
+    filler.begin([guide])
+    masks = filler.result()
+    assert masks is not None and masks.allowed.equal(fill([guide]).allowed)
+    filler.close()
+
+
+def test_a_form_may_begin_behind_something_else(constraints: Constraints) -> None:
+    """Guards reasoning before JSON: anything but an end until the tag is closed, then the form from its beginning."""
+    guide = Guide(constraints.compile(Constraint("choice", '["y"]')), [STOP], lambda ids: ids[-1:] == [7])
+    allowed = fill([guide]).allowed[0]
+    assert int(allowed.sum()) == WIDTH - 1 and not allowed[STOP] and not guide.is_complete
+    for token in (5, 9, 7):
+        guide.accept(token)
+    assert int(fill([guide]).allowed.sum()) == 1 and not guide.is_finished
+
+
+class Broken(Guide):
+    """A guide whose mask fails as told."""
+
+    wait: threading.Event | None = None
+
+    def fill(self, allowed: np.ndarray) -> str | None:
+        if self.wait is not None:
+            self.wait.wait()
+            return super().fill(allowed)
+        raise ValueError("it broke")
+
+
+def filling_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "cbatch-masks"}
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_guide_that_fails_or_stalls_harms_no_other(constraints: Constraints) -> None:
+    """Guards a step: an exception or a mask without end is an error of that request, and the thread is replaced."""
+    grammar = constraints.compile(Constraint("choice", '["y"]'))
+    stalled, broken = Broken(grammar, [STOP]), Broken(grammar, [STOP])
+    stalled.wait = threading.Event()
+    filler, before = MaskFiller(num_threads=1, limit=0.05), filling_threads()
+    for _ in range(3):
+        good = [start(constraints, "choice", ["y"]) for _ in range(3)]
+        filler.begin([good[0], stalled, good[1], broken, good[2]])
+        masks = filler.result()
+        assert [error is None for error in masks.errors] == [True, False, True, False, True]
+        assert "took longer than 0.05 s" in str(masks.errors[1]) and "it broke" in str(masks.errors[3])
+        assert masks.allowed.sum(dim=1).tolist() == [1, WIDTH, 1, WIDTH, 1]
+    assert len(filling_threads() - before) == 2, "a guide that stalled was filled again"
+    stalled.wait.set()
+    filler.begin([start(constraints, "choice", ["y"])])
+    assert filler.result().allowed.sum() == 1 and stalled.error is not None
+    filler.close()
+    deadline = time.monotonic() + 5
+    while filling_threads() - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not filling_threads() - before

@@ -1,0 +1,266 @@
+"""The engine's own promises: how outputs end, that company changes nothing, that nothing is left behind."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from cbatch.engine.base.config import EngineConfig
+from cbatch.engine.base.errors import RequestError
+from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.engine import Engine
+from cbatch.engine.runtime.batch import Logits
+from cbatch.engine.scheduler.step_time import LEAST, Pace
+from tests.support.tiny_models import VOCABULARY, loaded, make_engine, make_network, make_prompts
+
+
+@cache
+def network() -> Any:
+    return make_network("llama")
+
+
+def greedy(prompt: list[int], count: int) -> list[int]:
+    return make_engine(network()).generate([prompt], SamplingParams(max_tokens=count))[0].token_ids
+
+
+@pytest.fixture
+def prompt() -> list[int]:
+    return make_prompts([9])[0]
+
+
+def with_eos(*eos: int) -> Engine:
+    config = EngineConfig(block_size=4, kv_blocks=64, device="cpu")
+    return Engine(config, loaded(network(), eos_ids=frozenset(eos)))
+
+
+def test_an_end_token_ends_the_output_and_counts(prompt: list[int]) -> None:
+    """Guards the end of an output: `stop`, with the end token in token_ids."""
+    tokens = greedy(prompt, 12)
+    done = with_eos(tokens[5]).generate([prompt], SamplingParams(max_tokens=12))[0]
+    assert done.finish_reason == "stop" and done.token_ids == tokens[: tokens.index(tokens[5]) + 1]
+
+
+def test_ignore_eos_goes_on(prompt: list[int]) -> None:
+    """Guards ignore_eos."""
+    tokens = greedy(prompt, 12)
+    done = with_eos(tokens[5]).generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))[0]
+    assert done.finish_reason == "length" and done.token_ids == tokens
+
+
+def test_stop_token_ids_and_min_tokens(prompt: list[int]) -> None:
+    """Guards that a stop token ends the output, but not before min_tokens."""
+    tokens = greedy(prompt, 12)
+    engine = make_engine(network())
+    asked = SamplingParams(max_tokens=12, stop_token_ids=(tokens[0],))
+    assert engine.generate([prompt], asked)[0].token_ids == tokens[:1]
+    later = engine.generate([prompt], asked.merged({"min_tokens": 6}))[0]
+    assert len(later.token_ids) >= 6 and tokens[0] not in later.token_ids[:5]
+
+
+def test_max_tokens_is_clamped_to_the_room(prompt: list[int]) -> None:
+    """Guards against writing past the context or the cache: the output ends with `length`."""
+    long = make_engine(network(), kv_blocks=100).generate([prompt], SamplingParams(max_tokens=None))[0]
+    assert long.finish_reason == "length" and len(long.token_ids) == 160 - 9
+    small = make_engine(network(), kv_blocks=5).generate([prompt], SamplingParams(max_tokens=None))[0]
+    assert len(small.token_ids) == 5 * 4 + 1 - 9 and small.token_ids == long.token_ids[:12]
+
+
+def test_bad_prompts_fail_alone() -> None:
+    """Guards that one bad prompt costs nothing to its neighbours."""
+    good = make_prompts([5])[0]
+    outputs = make_engine(network()).generate(
+        [[], good, [VOCABULARY], [1] * 500, [-1], "text"], SamplingParams(max_tokens=4)
+    )
+    codes = [output.error.code if output.error else None for output in outputs]
+    assert codes == ["invalid_row", None, "invalid_row", "prompt_too_long", "invalid_row", "invalid_row"]
+    assert outputs[1].token_ids == greedy(good, 4)
+
+
+def test_stop_tokens_outside_the_vocabulary_are_refused() -> None:
+    """Guards the step against an index that no logit has."""
+    asked = SamplingParams(stop_token_ids=(VOCABULARY,), min_tokens=3)
+    (output,) = make_engine(network()).generate([[1, 2]], asked)
+    assert output.error is not None and "stop_token_ids: 89 is not in" in str(output.error)
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_batch_tokens": 5}, {"kv_blocks": 14}, {"max_seqs": 2}], ids=str)
+def test_sampled_rows_do_not_depend_on_company(settings: dict[str, int]) -> None:
+    """Guards the contract's promise at temperature 1: chunking, preemption, order and seats change no token."""
+    prompts = make_prompts([3, 14, 7, 20, 1])
+    asked = [SamplingParams(max_tokens=16, temperature=1.0, top_p=0.95, seed=seed) for seed in range(5)]
+    alone = [make_engine(network()).generate([p], [a])[0].token_ids for p, a in zip(prompts, asked, strict=True)]
+    assert len({tuple(tokens) for tokens in alone}) == 5
+    engine = make_engine(network(), **settings)
+    together = engine.generate(prompts[::-1], asked[::-1])
+    assert [output.token_ids for output in together][::-1] == alone
+    assert (engine.scheduler.num_preemptions > 0) == ("kv_blocks" in settings)
+
+
+def test_seeds_are_derived_from_the_place() -> None:
+    """Guards against equal prompts that all get the same answer when sampled without a seed."""
+    prompts = make_prompts([6]) * 4
+    params = SamplingParams(max_tokens=8, temperature=1.0)
+    first = [output.token_ids for output in make_engine(network()).generate(prompts, params)]
+    again = [output.token_ids for output in make_engine(network()).generate(prompts, params)]
+    assert first == again and len({tuple(tokens) for tokens in first}) > 1
+
+
+def test_streaming_yields_tokens_as_they_come_and_cleans_up(prompt: list[int]) -> None:
+    """Guards the streaming form: one event a token, and leaving early gives all memory back."""
+    engine = make_engine(network())
+    events = list(engine.stream([prompt], SamplingParams(max_tokens=5)))
+    assert [event.token_id for _, event in events] == greedy(prompt, 5)
+    assert [event.finish_reason for _, event in events] == [None] * 4 + ["length"]
+    for _ in engine.stream([prompt, prompt], SamplingParams(max_tokens=50)):
+        break
+    assert not engine.has_work and engine.blocks.num_used == 0
+
+
+def test_cancel_at_every_step_leaks_nothing() -> None:
+    """Guards cancellation while waiting, in the middle of a prefill, while decoding, and after the end."""
+    engine = make_engine(network(), max_batch_tokens=4, max_seqs=2)
+    for cancel_at in range(14):
+        requests = [engine.add(prompt, SamplingParams(max_tokens=3)) for prompt in make_prompts([10, 3, 6])]
+        for step in range(30):
+            if step == cancel_at:
+                engine.cancel(requests[cancel_at % 3])
+            engine.step()
+            engine.scheduler.check_integrity()
+        assert not engine.has_work and engine.blocks.num_used == 0
+    engine.cancel(12345)
+
+
+def test_a_row_that_is_not_finite_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the neighbours of a row whose logits turn NaN, and the memory it held."""
+    engine = make_engine(network())
+    forward = engine.runner.forward
+
+    def poisoned(batch: Any) -> Logits:
+        logits = forward(batch).values.clone()
+        logits[torch.from_numpy(batch.rows) == 2] = float("nan")
+        return Logits(logits)
+
+    monkeypatch.setattr(engine.runner, "forward", poisoned)
+    first, second = make_prompts([3, 5])
+    outputs = engine.generate([first, second], SamplingParams(max_tokens=4))
+    assert outputs[0].error is not None and outputs[0].error.code == "nan_logits"
+    assert outputs[1].token_ids == greedy(second, 4) and engine.blocks.num_used == 0
+
+
+def test_a_common_beginning_is_computed_once() -> None:
+    """Guards a system prompt that a thousand rows share: one request computes it, the others beside it do not."""
+    engine = make_engine(network(), max_batch_tokens=64)
+    trunk = make_prompts([41])[0]
+    sizes: list[int] = []
+    forward = engine.runner.forward
+    engine.runner.forward = lambda batch: (sizes.append(len(batch.ids)), forward(batch))[1]  # type: ignore[method-assign]
+    outputs = engine.generate([[*trunk, tail] for tail in range(1, 7)], SamplingParams(max_tokens=1))
+    assert sizes == [42 + 5 * 2], "each of the others computes what is behind the last full block"
+    assert [output.cached_tokens for output in outputs] == [0] + [40] * 5
+    again = engine.generate([[*trunk, 1]], SamplingParams(max_tokens=1))[0]
+    assert again.cached_tokens == 40 and again.token_ids == outputs[0].token_ids
+    uncached = make_engine(network(), prefix_cache=False)
+    outputs = uncached.generate([[*trunk, tail] for tail in range(1, 7)], SamplingParams(max_tokens=1))
+    assert {output.cached_tokens for output in outputs} == {0}
+
+
+def test_an_answer_is_cached_for_the_next_turn() -> None:
+    """Guards chat: what was generated is there for the prompt that goes on from it."""
+    engine = make_engine(network())
+    prompt = make_prompts([10])[0]
+    answer = engine.generate([prompt], SamplingParams(max_tokens=15))[0].token_ids
+    turn = engine.generate([[*prompt, *answer, 5, 6]], SamplingParams(max_tokens=2))[0]
+    assert turn.cached_tokens == 24
+    assert turn.token_ids == greedy([*prompt, *answer, 5, 6], 2)
+
+
+def test_a_step_that_fails_leaves_nothing_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards requests that entered relying on blocks that the failed step was to fill."""
+    engine = make_engine(network(), max_batch_tokens=64)
+    trunk = make_prompts([41])[0]
+    first, second = (engine.add([*trunk, tail], SamplingParams(max_tokens=3)) for tail in (1, 2))
+    forward = engine.runner.forward
+
+    def broken(batch: Any) -> torch.Tensor:
+        for layer in engine.runner.pool.values:
+            layer.fill_(float("nan"))
+        raise RuntimeError("hiccup")
+
+    monkeypatch.setattr(engine.runner, "forward", broken)
+    with pytest.raises(RuntimeError, match="hiccup"):
+        engine.step()
+    engine.scheduler.check_integrity()
+    monkeypatch.setattr(engine.runner, "forward", forward)
+    for layer in engine.runner.pool.values:
+        layer.zero_()
+    engine.cancel(first)
+    tokens = [event.token_id for _ in range(5) for event in engine.step() if event.request_id == second]
+    assert tokens == greedy([*trunk, 2], 3)
+
+
+def test_nothing_of_a_row_that_is_not_finite_stays_behind() -> None:
+    """Guards rows that come after one whose keys and values turned NaN in the cache: they get the same blocks."""
+    network, poison = make_network("llama"), 7
+    with torch.no_grad():
+        network.model.embed_tokens.weight[poison] = float("nan")
+    engine = make_engine(network, kv_blocks=8)
+    sick, healthy = [poison] * 30, [token for token in make_prompts([28])[0] if token != poison]
+    outputs = engine.generate([sick, healthy[:2]], SamplingParams(max_tokens=3))
+    assert outputs[0].error is not None and outputs[0].error.code == "nan_logits"
+    assert not engine.runner.pool.values[0].isfinite().all(), "the fault did not reach the cache"
+    expected = make_engine(network).generate([healthy], SamplingParams(max_tokens=4))[0]
+    after = engine.generate([healthy], SamplingParams(max_tokens=4))[0]
+    assert after.error is None and after.token_ids == expected.token_ids and engine.blocks.num_used == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", "1"),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("min_p", 2),
+        ("seed", 2**64),
+        ("stop", ""),
+        ("stop", [1]),
+        ("stop", [""]),
+        ("stop_token_ids", [-1]),
+        ("ignore_eos", 1),
+        ("min_tokens", -1),
+    ],
+)
+def test_parameters_out_of_range_are_named(name: str, value: Any) -> None:
+    """Guards against nonsense reaching the sampler; the message says which parameter and what it was."""
+    with pytest.raises(RequestError, match=f"^{name} must be") as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.code == "invalid_row"
+
+
+def test_a_target_for_steps_paces_prompts_and_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards --target-step-ms end to end: what steps held and took is learnt, limits are kept, outputs stay."""
+    seen: list[tuple[int, int, float]] = []
+    observe = Pace.observe
+
+    def watch(self: Pace, decode_rows: int, prompt_tokens: int, seconds: float) -> int | None:
+        seen.append((decode_rows, prompt_tokens, seconds))
+        return observe(self, decode_rows, prompt_tokens, seconds)
+
+    monkeypatch.setattr(Pace, "observe", watch)
+    prompts, lengths = make_prompts([5, 40, 23]), [30, 4, 4]
+    params = [SamplingParams(max_tokens=length) for length in lengths]
+    expected = make_engine(network(), max_batch_tokens=16).generate(prompts, params)
+    assert not seen, "without a target nothing is measured"
+    paced = make_engine(network(), max_batch_tokens=16, target_step_ms=1e-6)
+    done = paced.generate(prompts, params)
+    assert [one.token_ids for one in done] == [one.token_ids for one in expected]
+    mixed = [tokens for rows, tokens, _ in seen if rows and tokens]
+    assert len(mixed) > 10 and set(mixed[:-1]) == {LEAST["cpu"]} and all(seconds > 0 for _, _, seconds in seen)

@@ -1,0 +1,244 @@
+"""What requests can ask for beyond text, on a real engine: log-probabilities, scores, several outputs, echo."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cbatch.engine.base.config import EngineConfig
+from cbatch.engine.base.outputs import Completion
+from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.engine import Engine
+from cbatch.engine.runtime.batch import Logits
+from tests.support.model_folder import save_model
+from tests.support.tiny_models import make_engine, make_network, make_prompts
+
+LENGTHS = [3, 40, 17, 1, 25]
+
+
+@cache
+def network() -> Any:
+    return make_network("llama")
+
+
+@cache
+def demo() -> Engine:
+    return Engine(EngineConfig(dtype="float32", device="cpu"))
+
+
+def plain_logprobs(token_ids: list[int]) -> torch.Tensor:
+    """Log-probabilities [T, V] by the model's own forward: row t is of the token that follows t."""
+    model = network()
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0].float().log_softmax(-1)
+    finally:
+        model.set_attn_implementation(before)
+    return logits
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"max_batch_tokens": 256},
+    {"max_batch_tokens": 7},
+    {"kv_blocks": 14, "max_batch_tokens": 32},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_logprobs_are_those_of_a_plain_forward(settings: dict[str, Any]) -> None:
+    """Guards values and places, chunked and preempted, whatever changes the choice of tokens."""
+    engine = make_engine(network(), **settings)
+    asked = [
+        SamplingParams(max_tokens=12, logprobs=3, prompt_logprobs=2, temperature=heat, seed=1, repetition_penalty=1.2)
+        for heat in (0.0, 1.0, 0.7, 1.0, 0.0)
+    ]
+    prompts = make_prompts(LENGTHS)
+    outputs = engine.generate(prompts, asked)
+    assert (engine.scheduler.num_preemptions > 0) == ("kv_blocks" in settings)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = plain_logprobs(prompt + output.token_ids)
+        assert output.prompt_logprobs is not None and len(output.logprobs) == len(output.token_ids) == 12
+        for place, one in enumerate([*output.prompt_logprobs, *output.logprobs]):
+            assert one.token_id == (prompt + output.token_ids)[place + 1]
+            assert abs(one.logprob - float(expected[place, one.token_id])) < 1e-5
+            assert len(one.top) == (2 if place < len(prompt) - 1 else 3)
+            values = expected[place].topk(len(one.top)).values.tolist()
+            assert all(abs(a - b) < 1e-5 for (_, a), b in zip(one.top, values, strict=True))
+
+
+def test_scoring_generates_nothing() -> None:
+    """Guards perplexity runs: max_tokens 0, a prompt as long as the context, beside rows that generate."""
+    engine = make_engine(network(), max_batch_tokens=64)
+    prompts = make_prompts([160, 9, 1])
+    score = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    first, plain, single = engine.generate(prompts, [score, SamplingParams(max_tokens=5), score])
+    assert first.finish_reason == "length" and first.token_ids == [] and first.prompt_logprobs is not None
+    expected = plain_logprobs(prompts[0])
+    total = sum(float(expected[place, token]) for place, token in enumerate(prompts[0][1:]))
+    assert abs(math.fsum(one.logprob for one in first.prompt_logprobs) - total) < 1e-3
+    assert len(first.prompt_logprobs) == 159 and single.prompt_logprobs == [] and len(plain.token_ids) == 5
+    assert engine.blocks.num_used == 0
+
+
+def test_scores_do_not_come_from_the_prefix_cache() -> None:
+    """Guards a prompt whose blocks are there already: its logits are not, and must be computed."""
+    engine = make_engine(network())
+    prompt = make_prompts([40])[0]
+    engine.generate([prompt], SamplingParams(max_tokens=2))
+    (scored,) = engine.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=0))
+    assert scored.prompt_logprobs is not None and len(scored.prompt_logprobs) == 39 and scored.cached_tokens == 0
+
+
+def test_broken_logits_are_no_scores() -> None:
+    """Guards against NaN as a log-probability, where only an early part of the prompt is broken."""
+    model = make_network("llama")
+    engine = make_engine(model, max_batch_tokens=8)
+    forward = engine.runner.forward
+
+    def broken(batch: Any) -> Logits:
+        logits = forward(batch).values.clone()
+        if 0 in batch.starts:
+            logits[0] = math.nan
+        return Logits(logits)
+
+    engine.runner.forward = broken  # type: ignore[method-assign]
+    (scored,) = engine.generate(make_prompts([30]), SamplingParams(max_tokens=0, prompt_logprobs=0))
+    assert scored.error is not None and scored.error.code == "nan_logits"
+
+
+def test_several_outputs_share_their_prompt() -> None:
+    """Guards `n`: each output is what its own sample number gives alone, and the prompt is computed once."""
+    engine = make_engine(network(), max_batch_tokens=64)
+    prompt = make_prompts([33])[0]
+    asked = SamplingParams(max_tokens=8, temperature=1.0, seed=5, n=4)
+    (output,) = engine.generate([prompt], asked)
+    assert len({tuple(one.token_ids) for one in output.choices}) == 4
+    assert [one.cached_tokens for one in output.choices] == [0, 32, 32, 32]
+    fresh = make_engine(network(), prefix_cache=False)
+    for number, one in enumerate(output.choices):
+        request_id = fresh.add(prompt, asked, sample_index=number)
+        alone = Completion()
+        while fresh.has_work:
+            for event in fresh.step():
+                assert event.request_id == request_id and event.sample_index == number
+                alone.choices[0]._take(event)
+        assert alone.token_ids == one.token_ids and one.finish_reason == "length"
+
+
+def test_a_step_that_fails_is_tried_again_with_its_forms() -> None:
+    """Guards a retry: masks are being filled when the model fails, and nothing of that step has happened."""
+    engine, fresh = demo(), Engine(EngineConfig(dtype="float32", device="cpu"))
+    asked = [SamplingParams(max_tokens=20, regex="[a-f]{3,9}!", temperature=1.0, seed=seed) for seed in range(5)]
+    prompts = ["Say a letter."] * 5
+    expected = [one.token_ids for one in engine.generate(prompts, asked)]
+    forward, calls = fresh.runner.forward, 0
+
+    def failing(batch: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls % 2:
+            raise RuntimeError("no")
+        return forward(batch)
+
+    fresh.runner.forward = failing  # type: ignore[method-assign]
+    ids = [fresh.add(prompt, one) for prompt, one in zip(prompts, asked, strict=True)]
+    found: dict[int, list[int]] = {number: [] for number in ids}
+    while fresh.has_work:
+        with contextlib.suppress(RuntimeError):
+            for event in fresh.step():
+                assert event.request_id is not None and event.token_id is not None
+                found[event.request_id].append(event.token_id)
+    assert list(found.values()) == expected and calls > 5
+
+
+@pytest.mark.parametrize("heat", [0.0, 1.0])
+def test_penalties_see_what_was_generated(heat: float) -> None:
+    """Guards the wiring: a strong presence penalty forbids what was said before, on a model that repeats itself."""
+    engine = demo()
+    plain = SamplingParams(max_tokens=30, ignore_eos=True, temperature=heat, seed=3)
+    often, once = engine.generate(["Tell me a story."] * 2, [plain, plain.merged({"presence_penalty": 2.0})])
+    assert len(set(once.token_ids)) > len(set(often.token_ids))
+    (biased,) = engine.generate(["Tell me a story."], plain.merged({"logit_bias": {"40": 100}}))
+    assert set(biased.token_ids) == {40}
+
+
+def test_bad_words_do_not_come() -> None:
+    """Guards bad_words with and without a space before them."""
+    engine = demo()
+    (plain,) = engine.generate(["What is the capital of France?"], SamplingParams(max_tokens=20))
+    assert "Paris" in plain.text
+    (other,) = engine.generate(["What is the capital of France?"], SamplingParams(max_tokens=20, bad_words=["Paris"]))
+    assert "Paris" not in other.text and other.text
+
+
+def test_echo_stands_before_the_text_and_is_no_stop() -> None:
+    """Guards echo: at once with the first token, alone with max_tokens 0, and never taken for a stop string."""
+    engine = demo()
+    prompt = engine.tokenizer.encode("What is 2 plus 3?")  # type: ignore[union-attr]
+    params = SamplingParams(max_tokens=6, stop=["What"])
+    (plain,) = engine.generate([prompt], params)
+    (echoed,) = engine.generate([prompt], params.merged({"echo": True}))
+    assert echoed.text == "What is 2 plus 3?" + plain.text and echoed.token_ids == plain.token_ids
+    (alone,) = engine.generate([prompt], params.merged({"echo": True, "max_tokens": 0}))
+    assert alone.text == "What is 2 plus 3?" and alone.finish_reason == "length"
+
+
+def test_special_tokens_are_shown_where_asked() -> None:
+    """Guards skip_special_tokens: the tokens are the same, the text has their names."""
+    engine = demo()
+    special = next(iter(engine.loaded.eos_ids))
+    params = SamplingParams(max_tokens=3, logit_bias={special: 100}, ignore_eos=True)
+    hidden, shown = engine.generate(["Hi"] * 2, [params, params.merged({"skip_special_tokens": False})])
+    name = engine.tokenizer.backend.id_to_token(special)  # type: ignore[union-attr]
+    assert hidden.text == "" and shown.text == 3 * name and hidden.token_ids == shown.token_ids
+
+
+def test_settings_of_the_model_s_folder_hold(tmp_path: Path) -> None:
+    """Guards generation_config.json: penalty and limits as `generate` applies them."""
+    settings = {"repetition_penalty": 1.3, "max_new_tokens": 9, "min_new_tokens": 4, "num_beams": 3, "min_length": 2}
+    engine = Engine(EngineConfig(model=str(save_model(tmp_path / "m", generation=settings)), device="cpu"))
+    assert set(engine.loaded.not_applied) == {"num_beams", "min_length"} and engine.loaded.defaults.min_tokens == 4
+    prompts = [[5, 9, 5, 9, 30], [7] * 12]
+    outputs = engine.generate(prompts, engine.loaded.defaults.merged({"ignore_eos": True}))
+    network_ = engine.loaded.network
+    network_.set_attn_implementation("eager")
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = torch.tensor([prompt])
+        options = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "pad_token_id": 0, "num_beams": 1}
+        expected = network_.generate(ids, attention_mask=torch.ones_like(ids), repetition_penalty=1.3, **options)
+        assert output.token_ids == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "asked, message",
+    [
+        ({"logit_bias": {"89": 1}}, "logit_bias: 89 is not in the model's vocabulary"),
+        ({"bad_words": ["x"]}, "bad_words needs a tokenizer"),
+        ({"echo": True}, "echo needs a tokenizer"),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused(asked: dict[str, Any], message: str) -> None:
+    """Guards the step against entries that no logit has, and against features that would do nothing."""
+    (output,) = make_engine(network()).generate([[1, 2]], SamplingParams(max_tokens=2).merged(asked))
+    assert output.error is not None and message in str(output.error)
+
+
+def test_a_row_that_may_say_nothing_fails_alone() -> None:
+    """Guards against a token that was forbidden, where every token is."""
+    engine = make_engine(network())
+    everything = [[token] for token in range(network().config.vocab_size)]
+    engine.add([1, 2], SamplingParams(max_tokens=3))
+    doomed = engine.add([1, 2], SamplingParams(max_tokens=3))
+    request = engine._requests[doomed]
+    request.bad_words, request.changes_logits = everything, True
+    events = engine.step()
+    assert [event.finish_reason for event in events] == [None, "error"]
+    assert events[1].error is not None and "No token is left" in str(events[1].error)

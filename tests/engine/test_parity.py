@@ -1,0 +1,182 @@
+"""Greedy float32 output equals transformers' `generate`, whatever the batch; and planted faults are seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from cbatch.engine.attention import reference
+from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.engine import Engine
+from cbatch.engine.runtime.batch import RaggedBatch
+from tests.support.tiny_models import FAMILIES, generate_alone, make_engine, make_network, make_prompts
+
+# Longer and shorter than the windows (12) and budgets, with outputs that end at very different times.
+PROMPT_LENGTHS = [1, 40, 3, 90, 17, 2, 25, 60, 5, 12, 13]
+OUTPUT_LENGTHS = [30, 4, 18, 9, 25, 1, 12, 20, 40, 7, 3]
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "skewed lengths at once": {"max_batch_tokens": 256},
+    "budget of 7 tokens": {"max_batch_tokens": 7},
+    "cache so small that rows are preempted": {"kv_blocks": 27, "max_batch_tokens": 64},
+}
+
+
+@cache
+def network_of(family: str) -> Any:
+    return make_network(family)
+
+
+@cache
+def expected_of(family: str) -> list[list[int]]:
+    return generate_alone(network_of(family), make_prompts(PROMPT_LENGTHS), OUTPUT_LENGTHS)
+
+
+def params() -> list[SamplingParams]:
+    return [SamplingParams(max_tokens=length) for length in OUTPUT_LENGTHS]
+
+
+def run_all(engine: Engine) -> list[list[int]]:
+    """Generates everything at once, with the scheduler's invariants checked after every step."""
+    step = engine.step
+
+    def checked_step() -> Any:
+        events = step()
+        engine.scheduler.check_integrity()
+        return events
+
+    engine.step = checked_step  # type: ignore[method-assign]
+    outputs = engine.generate(make_prompts(PROMPT_LENGTHS), params())
+    assert engine.blocks.num_used == 0, "blocks leaked"
+    return [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_generate(family: str, scenario: str) -> None:
+    """Guards all of the engine at once: scheduling, chunking, preemption, positions, paging, masks."""
+    engine = make_engine(network_of(family), **SCENARIOS[scenario])
+    assert run_all(engine) == expected_of(family)
+    if "preempted" in scenario:
+        assert engine.scheduler.num_preemptions > 0, "the scenario preempts nothing"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_generate_while_rows_come_and_go(family: str) -> None:
+    """Guards admission and removal in every step: a row enters each second step, and some are cancelled."""
+    engine = make_engine(network_of(family), max_batch_tokens=16, max_seqs=4)
+    outputs: dict[int, list[int]] = {}
+    rows: dict[int, int] = {}
+    waiting = list(enumerate(zip(make_prompts(PROMPT_LENGTHS), params(), strict=True)))
+    steps = 0
+    while waiting or engine.has_work:
+        if waiting and steps % 2 == 0:
+            row, (prompt, asked) = waiting.pop(0)
+            rows[engine.add(prompt, asked)] = row
+            outputs[row] = []
+            doomed = engine.add(prompt[::-1], SamplingParams(max_tokens=50))
+        for event in engine.step():
+            if event.request_id in rows and event.token_id is not None:
+                outputs[rows[event.request_id]].append(event.token_id)
+        if steps % 2 == 1:
+            engine.cancel(doomed)
+        engine.scheduler.check_integrity()
+        steps += 1
+    assert [outputs[row] for row in range(len(outputs))] == expected_of(family)
+
+
+TRUNKS = make_prompts([50, 37], seed=3)
+TAILS = make_prompts([9, 1, 4, 14, 2, 5], seed=4)
+
+
+@cache
+def expected_with_trunks(family: str) -> list[list[int]]:
+    return generate_alone(network_of(family), with_trunks(), [12] * len(with_trunks()))
+
+
+def with_trunks() -> list[list[int]]:
+    """Prompts that begin alike, in the middle of a block and at its end, one being the beginning of others."""
+    prompts = [TRUNKS[number % 2] + tail for number, tail in enumerate(TAILS)]
+    return [*prompts, prompts[0][:48], prompts[0], prompts[0] + prompts[1]]
+
+
+def run_with_trunks(engine: Engine) -> list[list[int]]:
+    outputs = engine.generate(with_trunks(), SamplingParams(max_tokens=12))
+    engine.scheduler.check_integrity()
+    return [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("budget", [256, 16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_generate_with_shared_prefixes(family: str, budget: int) -> None:
+    """Guards blocks that several requests read: beside the one that computes them, later, and again from the cache."""
+    engine = make_engine(network_of(family), max_batch_tokens=budget, kv_blocks=80)
+    for _ in range(2):
+        assert run_with_trunks(engine) == expected_with_trunks(family)
+        assert engine.blocks.num_used == 0
+    scheduler = engine.scheduler
+    assert scheduler.num_cached_tokens > 0.6 * scheduler.num_prompt_tokens
+
+
+def test_a_wrong_shared_block_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the test above: a cache that takes any block for the wanted one must fail it."""
+    engine = make_engine(network_of("llama"), max_batch_tokens=256, kv_blocks=80)
+    match = engine.blocks.match
+    monkeypatch.setattr(engine.blocks, "match", lambda tokens: match(TRUNKS[0][: len(tokens)]))
+    assert run_with_trunks(engine) != expected_with_trunks("llama")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_depend_on_their_context(family: str) -> None:
+    """Guards this file's worth: the first prompt token decides the output, and outputs are varied."""
+    network = network_of(family)
+    reach = 12 * 2 if family in ("mistral", "phi3") else 60
+    prompts = make_prompts([reach - 10] * 4)
+    changed = [[prompt[0] % 80 + 1, *prompt[1:]] for prompt in prompts]
+    lengths = [20] * 4
+    before, after = generate_alone(network, prompts, lengths), generate_alone(network, changed, lengths)
+    assert all(a != b for a, b in zip(before, after, strict=True))
+    assert all(len(set(output)) > 5 for output in before)
+
+
+def shift_positions(patch: pytest.MonkeyPatch) -> None:
+    build = RaggedBatch.build
+
+    def shifted(*args: Any) -> RaggedBatch:
+        batch = build(*args)
+        batch.position_ids.add_((batch.position_ids > 8).long())
+        return batch
+
+    patch.setattr(RaggedBatch, "build", shifted)
+
+
+def leak_neighbour(patch: pytest.MonkeyPatch) -> None:
+    prepare = reference.ReferenceAttention.prepare
+
+    def leaking(self: Any, *args: Any) -> reference.Metadata:
+        metadata = prepare(self, *args)
+        if len(metadata.sequences) > 1:
+            metadata.sequences[0].blocks[0] = metadata.sequences[1].blocks[0]
+        return metadata
+
+    patch.setattr(reference.ReferenceAttention, "prepare", leaking)
+
+
+def widen_window(patch: pytest.MonkeyPatch) -> None:
+    attend = reference.ReferenceAttention.attend
+
+    def wide(self: Any, *args: Any, window: int | None, **options: Any) -> torch.Tensor:
+        return attend(self, *args, window=window + 1 if window else None, **options)
+
+    patch.setattr(reference.ReferenceAttention, "attend", wide)
+
+
+@pytest.mark.parametrize("plant", [shift_positions, leak_neighbour, widen_window])
+def test_planted_faults_are_seen(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the oracle itself: with a fault planted in a running engine, the comparison must fail."""
+    engine = make_engine(network_of("mistral"), max_batch_tokens=256)
+    plant(monkeypatch)
+    assert run_all(engine) != expected_of("mistral")

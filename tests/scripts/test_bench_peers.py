@@ -1,0 +1,226 @@
+"""The comparison with other engines: the same work for all, honest lines in the table, and cbatch through all of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+SCRIPTS = str(Path(__file__).parents[2] / "scripts")
+sys.path.insert(0, SCRIPTS)
+try:
+    import bench_peers
+    from peers import llama_cpp_peer, worker
+    from peers.table import System, disturbance, in_columns, ratio, table
+    from peers.work import OUTPUT_LENGTHS, PROMPT_LENGTHS, SHAPES, Job, Work, make_model, make_once, make_work
+    from peers.worker import PEERS
+finally:
+    sys.path.remove(SCRIPTS)
+
+SMALL = Work([[5, 6, 7], [8] * 20, [9, 10]], [4, 9, 1])
+
+
+def made_up(name: str, seconds: list[float], outputs: list[list[int]] | None = None) -> System:
+    """A system that gave its replies: 4 tokens for one request and 6 for another, unless said otherwise."""
+    system = System(name, name.upper())
+    for one in seconds:
+        reply = {"seconds": one, "outputs": outputs or [[1] * 4, [2] * 6], "steps": 6}
+        system.take(reply, "pip install it", [4, 6])
+    return system
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    folder = tmp_path_factory.mktemp("peers")
+    make_model(folder / "model", SHAPES["tiny"])
+    return Job(str(folder), "float32", threads=1, seats=2, budget=16, work=SMALL)
+
+
+def test_the_work_is_the_same_everywhere() -> None:
+    """Guards figures that are compared over time: the default work has the same requests on every machine."""
+    work = make_work(32, 7, SHAPES["135m"]["vocab_size"])
+    assert work == make_work(32, 7, SHAPES["135m"]["vocab_size"])
+    assert work != make_work(32, 8, SHAPES["135m"]["vocab_size"])
+    assert (work.prompt_tokens, work.output_tokens) == (3708, 2049)
+
+
+def test_lengths_are_log_uniform() -> None:
+    """Guards the skew of lengths: within their ends, and each quarter of the logarithmic scale as often."""
+    work = make_work(4000, 1, 512)
+    sizes = [len(prompt) for prompt in work.prompts]
+    for lengths, (low, high) in ((sizes, PROMPT_LENGTHS), (work.lengths, OUTPUT_LENGTHS)):
+        assert low <= min(lengths) and max(lengths) < high
+        places = [math.log(length + 0.5, high / low) - math.log(low, high / low) for length in lengths]
+        shares = np.histogram(places, bins=4, range=(0, 1))[0] / len(places)
+        assert shares == pytest.approx([0.25] * 4, abs=0.04)
+    tokens = {token for prompt in work.prompts for token in prompt}
+    assert min(tokens) >= 10 and max(tokens) == 511
+
+
+def test_a_job_goes_through_a_file(tmp_path: Path) -> None:
+    """Guards what the processes of systems are told."""
+    job = Job("somewhere", "float32", 1, 2, 16, SMALL)
+    job.write(tmp_path / "job.json")
+    assert Job.read(tmp_path / "job.json") == job
+    assert job.most_tokens == 29 + 7
+
+
+def test_what_was_cut_off_is_made_anew(tmp_path: Path) -> None:
+    """Guards against models that are there by half, and against making them twice."""
+    target, made = tmp_path / "model", []
+
+    def make(part: Path, fails: bool = False) -> None:
+        made.append(part)
+        part.mkdir()
+        if fails:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_once(target, lambda part: make(part, fails=True))
+    assert not target.exists()
+    make_once(target, make)
+    make_once(target, make)
+    assert target.is_dir() and len(made) == 2
+
+
+def test_speeds_and_ratios() -> None:
+    """Guards the arithmetic of the table: medians of rounds, shares of the floor, and cbatch's speed by others'."""
+    ours, other = made_up("cbatch", [1.0, 0.5, 2.0]), made_up("other", [4.0, 5.0, 2.5], [[1, 3, 3, 3], [9] * 6])
+    assert ours.speed == 10 and other.speed == 2.5 and ratio(other, ours) == 4.0
+    lines = table([other, ours], floor=20.0)
+    assert [line[0] for line in lines[1:]] == ["floor of this machine", "CBATCH", "OTHER"]
+    assert lines[2][1:] == ["10.0", "5.0 – 20.0", "50.0%", "6", "", ""]
+    assert lines[3][1:] == ["2.5", "2.0 – 4.0", "12.5%", "6", "1 of 2", "4.00 x as fast"]
+
+
+def test_less_work_has_no_ratio() -> None:
+    """Guards against a speed that stands for less work than was asked for, in any round, and tokens that move."""
+    lazy = made_up("lazy", [0.1], [[1] * 5, [2] * 5])
+    lines = table([made_up("cbatch", [1.0]), lazy], floor=None)
+    assert lines[2][1:] == ["–", "", "", "", "", "not comparable: request 1 got 5 of 4 tokens"]
+    assert lazy.speed is None and ratio(lazy, made_up("cbatch", [1.0])) is None
+
+
+def test_without_cbatch_there_are_no_ratios() -> None:
+    """Guards runs of other systems alone."""
+    assert table([made_up("other", [1.0])], floor=None)[1][-1] == ""
+    broken = made_up("cbatch", [1.0], [[], [2] * 6])
+    assert [line[-1] for line in table([made_up("other", [1.0]), broken], floor=None)[1:]] == [
+        "",
+        "not comparable: request 1 got 0 of 4 tokens",
+    ]
+
+
+def test_runs_that_were_not_alone() -> None:
+    """Guards against figures of a busy machine that look like others: it is said, and how busy it was."""
+    system = made_up("cbatch", [1.0, 1.0, 1.0])
+    assert disturbance([system]) == []
+    for run, cores in zip(system.runs, [0.05, 0.3, 1.26], strict=True):
+        run["cores_elsewhere"] = cores
+    assert disturbance([system]) == [
+        "Disturbed: during 2 of 3 runs something else took more than 0.1 cores, up to 1.3."
+    ]
+
+
+def test_columns() -> None:
+    """Guards both forms of the table: same cells, figures under one another."""
+    lines = [["system", "speed", "note"], ["a", "1,000.0", "x"], ["long name", "7.5", ""]]
+    assert in_columns(lines, markdown=True) == [
+        "| system    |   speed | note |",
+        "|-----------|--------:|----|",
+        "| a         | 1,000.0 | x |",
+        "| long name |     7.5 |  |",
+    ]
+    assert in_columns(lines, markdown=False) == [
+        "system       speed  note",
+        "------------------------",
+        "a          1,000.0  x",
+        "long name      7.5",
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in PEERS if name.startswith(("cbatch", "transformers"))])
+def test_a_system_does_the_work(job: Job, name: str) -> None:
+    """Guards the systems that are here in any case: all give what cbatch gives, to the wanted length."""
+    reply = worker.run(PEERS[name], job)
+    assert reply["outputs"] == worker.run(PEERS["cbatch"], job)["outputs"]
+    assert list(map(len, reply["outputs"])) == SMALL.lengths and reply["seconds"] > 0
+    assert reply["steps"] == {"cbatch": 10, "transformers-one": 14, "transformers-static": 9}.get(name)
+
+
+def test_a_package_that_is_missing(job: Job) -> None:
+    """Guards the line on what is not installed: it says what is missing, and how to get it."""
+    peer = replace(PEERS["cbatch"], packages=("no_such_package",))
+    system = System("other", "Other")
+    system.take(worker.prepare(peer, job), "pip install it", SMALL.lengths)
+    assert system.trouble == "not installed (No module named 'no_such_package'): pip install it"
+    assert table([system], floor=None)[1] == ["Other", "–", "", "", "", "", system.trouble]
+
+
+def test_weights_for_llama_cpp(tmp_path: Path) -> None:
+    """Guards its model being ours: bits are read as they are, and heads turn in its order as they do in ours."""
+    weight = torch.randn(2 * 8, 6).to(torch.bfloat16)
+    save_file({"layer.q_proj.weight": weight, "norm": weight[0].clone()}, tmp_path / "model.safetensors")
+    bits = dict(llama_cpp_peer.read_bfloat16(tmp_path / "model.safetensors"))
+    assert (bits["norm"] == weight[0].view(torch.uint16).numpy()).all()
+    config = {"head_dim": 8, "hidden_size": 6}
+    ordered = llama_cpp_peer.reorder("layer.q_proj.weight", bits["layer.q_proj.weight"], config)
+    for head in range(2):
+        for pair in range(4):
+            for half in range(2):
+                expected = weight[8 * head + 4 * half + pair].view(torch.uint16).numpy()
+                assert (ordered[8 * head + 2 * pair + half] == expected).all()
+    assert llama_cpp_peer.reorder("layer.o_proj.weight", bits["norm"], config) is bits["norm"]
+
+
+def test_names_of_systems(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the command line: one word for all of transformers, and sentences for what is wrong."""
+    options = bench_peers.parse(["--peers", "openvino,transformers,openvino", "--python", "openvino=~/bin/python"])
+    assert options.peers == ["openvino", "transformers-one", "transformers-static", "transformers-cb"]
+    assert options.python == [("openvino", str(Path.home() / "bin/python"))]
+    for wrong, sentence in {
+        "--peers=vllm": "there is no system 'vllm'",
+        "--python=openvino": "'openvino' is not NAME=PATH",
+        "--rounds=0": "'0' is not a number from 1 on",
+    }.items():
+        with pytest.raises(SystemExit):
+            bench_peers.parse([wrong])
+        assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--work-dir", "--json"])
+def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str) -> None:
+    """Guards hours of rounds against a path that is wrong: it is seen before the first of them."""
+    (tmp_path / "file").touch()
+    options = ["--work-dir", str(tmp_path / "work"), option, str(tmp_path / "file" / "inside")]
+    assert bench_peers.main([*options, "--shape", "tiny"]) == 2
+    assert "Not a directory." in capsys.readouterr().err and not (tmp_path / "work" / "tiny" / "model").exists()
+
+
+def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the command as people run it: cbatch in a process of its own, beside systems that are not there."""
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')  # finds nothing that is installed
+    bare.chmod(0o755)
+    options = ["--shape", "tiny", "--requests", "3", "--rounds", "1", "--threads", "1", "--dtype", "float32"]
+    options += ["--work-dir", str(tmp_path / "work"), "--peers", "cbatch,openvino,llama.cpp", "--markdown"]
+    options += ["--python", f"llama.cpp={bare}", "--python", f"openvino={tmp_path / 'nowhere'}"]
+    assert bench_peers.main([*options, "--json", str(tmp_path / "figures.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "not installed (No module named 'llama_cpp'): pip install llama-cpp-python gguf |" in shown
+    assert f"failed: {tmp_path / 'nowhere'} cannot be run: No such file or directory |" in shown
+    figures: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())
+    ours = figures["systems"][0]
+    assert ours["runs"][0]["output_tokens"] == figures["work"]["output_tokens"] and not ours["trouble"]
+    floor = figures["floor"]
+    assert floor["seconds"] == max(floor["weights_s"], floor["compute_s"]) + floor["cache_s"] > 0
+    speed = ours["runs"][0]["output_tokens"] / ours["runs"][0]["seconds"]
+    assert f"| cbatch                | {speed:>15,.1f} |" in shown

@@ -1,0 +1,54 @@
+"""The bundled model answers, through the installed command, what it was trained to answer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import cbatch
+from cbatch import Engine, EngineConfig, SamplingParams
+
+DEMO = Path(cbatch.__file__).parent / "demo"
+PROMPTS = Path(__file__).parents[2] / "scripts" / "prompts.jsonl"
+
+
+def test_the_main_job_of_the_readme(tmp_path: Path) -> None:
+    """Guards the first thing anyone runs: the exact answers, ends by themselves, lengths that vary, one notice."""
+    command = Path(sys.executable).with_name("cbatch")
+    out = tmp_path / "out.jsonl"
+    done = subprocess.run([command, "run", PROMPTS, "-o", out], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == len(PROMPTS.read_text().splitlines())
+    exact = [row for row in rows if "expected" in row.get("extra", {})]
+    assert len(exact) >= 20
+    assert [(row["id"], row["text"]) for row in exact] == [(row["id"], row["extra"]["expected"]) for row in exact]
+    assert {row["finish_reason"] for row in rows} == {"stop"}
+    lengths = [row["usage"]["completion_tokens"] for row in rows]
+    assert min(lengths) < 8 and max(lengths) > 60
+    assert sum("demo model" in line for line in done.stderr.splitlines()) == 1
+
+
+def test_the_demo_model_is_small() -> None:
+    """Guards the size of the package."""
+    assert sum(path.stat().st_size for path in DEMO.iterdir()) < 15e6
+
+
+@pytest.mark.parametrize("budget", [512, 16])
+def test_demo_answers_equal_generate(budget: int) -> None:
+    """Guards real weights and a real tokenizer: greedy float32 text is what `generate` gives."""
+    engine = Engine(EngineConfig(dtype="float32", device="cpu", max_batch_tokens=budget, max_seqs=8))
+    rows = [json.loads(line) for line in PROMPTS.read_text().splitlines()][:8]
+    prompts = [engine.encode(row["prompt"] if "prompt" in row else {"messages": row["messages"]}) for row in rows]
+    outputs = engine.generate(prompts, SamplingParams(max_tokens=60))
+    network = engine.loaded.network
+    network.set_attn_implementation("sdpa")
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = torch.tensor([prompt])
+        full = network.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=False)
+        assert output.token_ids == full[0, len(prompt) :].tolist()

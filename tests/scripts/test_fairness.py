@@ -1,0 +1,98 @@
+"""The script that measures fairness under load: it runs from end to end, and its figures have their form."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cbatch.engine.base.config import EngineConfig
+
+SCRIPTS = str(Path(__file__).parents[2] / "scripts")
+sys.path.insert(0, SCRIPTS)
+try:
+    import bench_fair
+    import fairness
+    from fairness import Clients, Gap, Pause, Sizes, ratio_of
+finally:
+    sys.path.remove(SCRIPTS)
+
+
+def test_all_targets_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the whole run with tiny sizes: rows, long and short prompts under each target, as JSON."""
+    assert bench_fair.main(["--tiny", "--json", "--fixed-ms", "7.5"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["sizes"]["rows"] == 2 and data["device"] == "cpu"
+    assert [one["target"] for one in data["found"]] == ["none", "auto", "7.5 ms"]
+    for one in data["found"]:
+        before, after = one["steady"]
+        assert 0 < before[0] <= before[1] and 0 < after[0] <= after[1]
+        assert 0 < one["gaps"][0] <= one["gaps"][1] <= one["gaps"][2] <= one["prompt_s"]
+        assert one["ratio"] > 0 and one["steady_ratio"] >= 1 and one["times_alone"] > 0
+        assert len(one["short_s"]) == 3 and min(one["short_s"]) > 0
+
+
+def test_the_text_names_every_target(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the lines that people read."""
+    assert bench_fair.main(["--tiny", "--rounds", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("135m on cpu, torch ") and "prompt_tokens 200" in lines[0]
+    assert [line.split(":")[0].strip() for line in lines[1:]] == ["none", "auto", "100 ms"] * 2
+    assert all("x steady (steady " in line and "x alone; short prompts" in line for line in lines[1:])
+
+
+def test_gaps_are_compared_with_those_of_rows_as_long() -> None:
+    """Guards the ratio: rows grow longer while a prompt comes in, so that a steady gap does too."""
+    pauses = [Pause(0.0, 1.0, [Gap(9, 0.1), Gap(11, 0.1)]), Pause(5.0, 6.0, [Gap(29, 0.3), Gap(31, 0.3)])]
+    assert ratio_of([Gap(10, 0.2), Gap(20, 0.4), Gap(30, 0.6)], pauses) == pytest.approx(2.0)
+
+
+class AsyncEngine:
+    """Two rows and a prompt; a step takes 1 s, and 9 s more with a part of the prompt. Tokens come one step late."""
+
+    def __init__(self, ahead: bool) -> None:
+        self.now = 0.0
+        self.config, self.device = EngineConfig(run_ahead=ahead), torch.device("cpu")
+        self.scheduler = SimpleNamespace(prompt_limit=None)
+        self._in_flight = [0.0] * ahead
+
+    def step(self) -> list[SimpleNamespace]:
+        self._in_flight.append(1.0 if self.scheduler.prompt_limit == 0 else 10.0)
+        self.scheduler.prompt_limit = None
+        self.now += self._in_flight.pop(0)
+        return [SimpleNamespace(error=None, request_id=row) for row in (1, 2)]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_pause_is_what_has_no_prompt(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards engines that run ahead: what was in flight with a prompt is not in the pause, nor is a pause outside."""
+    engine: Any = AsyncEngine(ahead)
+    monkeypatch.setattr(fairness.time, "perf_counter", lambda: engine.now)
+    clients = Clients(engine)
+    for _ in range(3):
+        clients.step()
+    begin, end, gaps = clients.pause([1, 2], 4)
+    clients.step()
+    assert [gap.seconds for gap in gaps] == [1.0] * 8 and end - begin == 4
+    assert {gap.seconds for gap in clients.gaps([1, 2], end, engine.now)} == {10.0}
+    assert {gap.seconds for gap in clients.gaps([1, 2], 0.0, begin)} <= {0.0, 10.0}
+
+
+def test_the_cache_suffices() -> None:
+    """Guards against preemption in the middle of what is measured: there is room for the most steps it can take."""
+    sizes = Sizes(rows=2, row_tokens=8, prompt_tokens=100, short_tokens=4, steady_steps=5, budget=32)
+    steps = 9 * 5 + 2 * (116 // 4)
+    assert sizes.blocks(16, 4) * 16 >= 2 * (8 + steps) + 116 + 7 * 16
+
+
+def test_a_machine_without_a_gpu_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards the sentence for a missing device."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert bench_fair.main(["--device", "cuda"]) == 2 and "no CUDA device" in capsys.readouterr().err

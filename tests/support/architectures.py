@@ -1,0 +1,181 @@
+"""A tiny random model of every causal architecture that the installed transformers has.
+
+`tiny_config` takes the defaults of a configuration class and makes every size in it small, below every name that
+the libraries use for it. Windows, chunks and thresholds are set so low that a prompt of 60 tokens passes them all.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.pytorch_utils import Conv1D
+
+from tests.support.tiny_models import VOCABULARY
+
+CLASSES: dict[str, str] = {name: str(cls) for name, cls in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())}
+"""Every model type of which AutoModelForCausalLM makes a model, and the class that it makes."""
+LAYERS = 2
+WINDOW = 12
+CHUNK = 16
+CONTEXT = 160
+SPECIAL = VOCABULARY - 1
+"""The id of every special token, which no prompt contains."""
+
+# Whole names, as regular expressions; the first that fits decides. None means: leave it out, or set nothing.
+SIZES: list[tuple[str, Any]] = [
+    (r".*vocab_size(_per_layer_input)?", VOCABULARY),
+    (r".*codebook_size", 64),
+    (r"hidden_size_per_layer_input", 16),
+    (r"tie_word_embeddings|tie_encoder_decoder", False),
+    (r"(n|max)_positions?(_embeddings)?|max_(seq_len|target_positions|source_positions)|n_ctx", CONTEXT),
+    (r"original_max_position_embeddings", 32),
+    (r"sliding_window(_size)?|.*attention_window(_size|_len)?|window_size|local_attention", WINDOW),
+    (r"use_sliding_window", True),
+    (r"max_window_layers", 1),
+    (r"attention_chunk_size|floor_scale|log_scaling_n_floor|keep_window_size", CHUNK),
+    (r"hidden_size|d_model|n_embd|emb_dim|embedding_dim|word_embed_proj_dim|embedding_size|.*d_inner|lru_width", 64),
+    (r".*hidden_size|adapter_(in|out)_dim|adapter_input_size", 64),
+    (r".*(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|dff|dim_ff|n_inner)(_mlp)?", 64),
+    (r"(num_)?(hidden_|decoder_|encoder_)?layers|n_layers?|num_blocks|num_layers_per_stack", LAYERS),
+    (r"num_(encoder|decoder)_layers", LAYERS),
+    (r"(num_|swa_num_)?((de|en)coder_)?attention_heads|n_heads?|num_heads", 4),
+    (r"num_(de|en)coder_attention_heads", 4),
+    (r".*(key_value_heads|kv_heads|kv_n_heads)", 2),
+    (r"qk_head_dim", 24),
+    (r"qk_rope_head_dim", 8),
+    (r"rotary_dim", 8),
+    (r".*head_dim|d_head|dim_head|d_kv|kv_channels|attention_head_size|mamba_d_head|mamba_headdim", 16),
+    (r"q_lora_rank|kv_lora_rank|o_lora_rank|.*lora_rank", 16),
+    (r"(num_local|moe_num|num|n_routed)_experts", 4),
+    (r".*(num_experts_per_tok|num_experts_per_token|moe_k|moe_topk|moe_top_k|top_k_experts)", 2),
+    (r"(n|num_expert)_groups?|topk_group", 1),
+    (r"(n|num|moe_num)_shared_experts", 1),
+    (r"first_k_dense_replace|num_dense_layers", 1),
+    (r"depth|moe_latent_size", 1),
+    (r"mamba_(n|num)_heads", 8),
+    (r"mamba_d_ssm", 128),
+    (r"zero_expert_num", 2),
+    (r"(shape|pronunciation)_embed_dim|encoder_hash_byte_group_vocab", 32),
+    (r"is_decoder", True),
+    (r"index_topk", 8),
+    (r"num_kv_shared_layers", 2),
+    (r"index_block_size", 4),
+    (r"index_topk_blocks", 2),
+    (r".*_pdrop|.*dropout.*|.*layerdrop", 0.0),
+]
+# What one family needs beyond that: fields that the table above cannot know.
+EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("sliding_attention", "full_attention")
+        },
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "dots3_note_text": {
+        "layer_types": ["indexed_attention", "sliding_attention"],
+        "per_layer_config": {1: {"head_dim": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}},
+    },
+    "dots3_note_vision_encoder": {"mlp_layer_types": ["dense"] * 2, "per_layer_config": {}},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.5] * 4,
+        "intermediate_size": 64,
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "per_layer_config": {1: {"head_dim": 32}, 3: {"head_dim": 32}},
+    },
+    "gemma4_unified_text": {"per_layer_config": {1: {"head_dim": 32}}},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "hrm_text": {"num_hidden_layers": 16},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8},
+    "mllama_text_model": {"cross_attention_layers": [1]},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+        "indexer_head_dim": 16,
+        "indexer_kv_heads": 1,
+    },
+    "reformer": {"axial_pos_embds": False},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+}
+NOT_BUILT_HERE: dict[str, str] = {
+    "gemma3n": "its vision tower needs the package timm",
+    "gemma4_assistant": "a draft model, which reads the keys and values of the model it drafts for",
+    "gemma4_unified_assistant": "a draft model, which reads the keys and values of the model it drafts for",
+    "musicgen": "a decoder of audio codes, which AutoModelForCausalLM does not build from this configuration",
+    "musicgen_melody": "a decoder of audio codes, which AutoModelForCausalLM does not build from this configuration",
+}
+"""Types for which building fails here, and why."""
+
+
+def tiny_config(model_type: str) -> Any:
+    """A small configuration of a model type, with its windows and thresholds in use."""
+    kind = CONFIG_MAPPING[model_type]
+    return kind(**_shrunk(kind().to_dict()))
+
+
+def make_architecture(model_type: str, gain: float = 1.5) -> Any:
+    """A float32 model of a type, built as `from_pretrained` builds it, with weights that make its context matter."""
+    torch.manual_seed(0)
+    network = AutoModelForCausalLM.from_config(tiny_config(model_type)).eval()
+    draw(network, gain)
+    return network
+
+
+def draw(network: nn.Module, gain: float) -> None:
+    """Weights of std gain / sqrt(fan_in), embeddings of 0.4, vectors near 1 and biases near 0."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for module in network.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.dim() < 2:
+                    noise = torch.randn(parameter.shape, generator=generator)
+                    parameter.copy_(0.1 * noise + ("bias" not in name))
+                elif isinstance(module, nn.Embedding):
+                    parameter.normal_(std=0.4, generator=generator)
+                else:
+                    fan_in = parameter.shape[0] if isinstance(module, Conv1D) else parameter.shape[-1]
+                    parameter.normal_(std=gain / fan_in**0.5, generator=generator)
+
+
+def _shrunk(fields: dict[str, Any]) -> dict[str, Any]:
+    layers = next((fields[name] for name in ("num_hidden_layers", "n_layer", "num_layers") if fields.get(name)), 0)
+    names = [name for name in fields if isinstance(name, str) and not name.startswith("_")]
+    small = {name: _small(name, fields[name], layers) for name in names if name not in ("id2label", "label2id")}
+    if "qk_rope_head_dim" in small and "head_dim" in small:
+        small["head_dim"] = small["qk_rope_head_dim"]
+    if "kv_lora_rank" in small and "num_key_value_heads" in small:
+        small["num_key_value_heads"] = small["num_attention_heads"]
+    if "sliding_window" in small and set(small.get("layer_types") or ()) == {"full_attention"}:
+        small["layer_types"] = ["sliding_attention", "full_attention"]
+    return small | EXCEPTIONS.get(fields.get("model_type", ""), {})
+
+
+def _small(name: str, value: Any, layers: int) -> Any:
+    if isinstance(value, dict):
+        return _shrunk(value)
+    if value == 0 and value is not False and "window" not in name:  # a part that this family does not have by default
+        return value
+    if isinstance(value, list) and layers and len(value) == layers:
+        kinds = list(dict.fromkeys(map(repr, value)))  # the first layers are of as many kinds as there are
+        return [next(v for v in value if repr(v) == kind) for kind in (kinds * LAYERS)[:LAYERS]]
+    if name.endswith(("_token_id", "_token_index", "_token_ids")):
+        return [SPECIAL] if isinstance(value, list) else SPECIAL if isinstance(value, int) else None
+    small = next((small for pattern, small in SIZES if re.fullmatch(pattern, name)), value)
+    return type(value)(small) if isinstance(value, int | float) and small is not None else small

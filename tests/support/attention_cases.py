@@ -1,0 +1,22 @@
+"""Forms of attention that every backend is tested with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cbatch.engine.runtime.kv_cache import LayerShape
+
+
+@dataclass(frozen=True)
+class Case:
+    layer: LayerShape
+    group: int = 1
+    block_size: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Arguments of `attend`, but for the sinks."""
+        return {"scale": 0.3, "window": self.window, "softcap": self.softcap}

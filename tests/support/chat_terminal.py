@@ -1,0 +1,147 @@
+"""The real `cbatch chat` in a pseudo-terminal: what is typed into it, and what its screen shows."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import signal
+import struct
+import termios
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pexpect
+import pyte
+from pexpect.fdpexpect import fdspawn
+
+from tests.support.kill_runs import Run, Zygote
+
+PATIENCE = 120
+
+
+class Chat:
+    """A chat of 80 × 24; used as a context, at whose end it is killed if it is still there."""
+
+    def __init__(
+        self, runs: Zygote, home: Path, *arguments: object, color: bool = True, env: dict[str, str] | None = None
+    ) -> None:
+        """`home`: where it keeps sessions and history."""
+        self._runs, self._arguments = runs, arguments
+        self._columns, self._rows = 80, 24
+        self._env = {"TERM": "xterm-256color", "XDG_STATE_HOME": str(home), "NO_COLOR": "" if color else "1"}
+        self._env |= env or {}
+        self.raw = b""
+
+    def __enter__(self) -> Self:
+        master, slave = pty.openpty()
+        self._master = master
+        self.screen = pyte.Screen(self._columns, self._rows)
+        self._stream = pyte.ByteStream(self.screen)
+        self._child = fdspawn(master, timeout=PATIENCE)
+        self._child.delaybeforesend = None
+        self._set_size()
+        name = os.ttyname(slave)
+        self.run: Run = self._runs.start("chat", *self._arguments, stdin=name, stdout=name, stderr=name, env=self._env)
+        os.close(slave)
+        end = time.monotonic() + PATIENCE
+        while b"main>" not in self.raw and time.monotonic() < end:
+            self.pump()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.run.is_over():
+            self.run.send(signal.SIGKILL)
+        self.run.code()
+        os.close(self._master)
+
+    @property
+    def lines(self) -> list[str]:
+        return [line.rstrip() for line in self.screen.display]
+
+    @property
+    def text(self) -> str:
+        """All that the screen shows, without the ends of lines, so that wrapped sentences are whole."""
+        return " ".join(" ".join(self.lines).split())
+
+    @property
+    def input(self) -> str:
+        """The line that is being typed, behind its prompt."""
+        line = next(line for line in reversed(self.lines) if "> " in f"{line} " and not line.startswith(">"))
+        return line.partition(">")[2].strip()
+
+    @property
+    def bar(self) -> str:
+        return next(line for line in reversed(self.lines) if "[" in line and "]" in line)
+
+    def send(self, keys: str) -> None:
+        self._child.send(keys)
+
+    def say(self, line: str) -> None:
+        """Types a line and Enter."""
+        self.send(line + "\r")
+
+    def pump(self, seconds: float = 0.05) -> None:
+        """Takes in what the program writes for a while."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            try:
+                data = self._child.read_nonblocking(65536, timeout=left)
+            except (pexpect.TIMEOUT, pexpect.EOF, OSError):
+                return
+            self.raw += data
+            self._stream.feed(data)
+
+    def wait(self, *texts: str, gone: str = "") -> None:
+        """Until the screen shows all these texts, and no longer the one that is to be gone."""
+        end = time.monotonic() + PATIENCE
+        while not all(text in self.text or text in "".join(self.lines) for text in texts) or (
+            gone and gone in self.text
+        ):
+            if time.monotonic() > end:
+                raise AssertionError(f"the screen does not show {texts} without {gone!r}:\n" + "\n".join(self.lines))
+            self.pump()
+
+    def ask_for_long(self, question: str = "Tell me a story.") -> None:
+        """Asks, and waits until the answer has begun."""
+        self.say(question)
+        self.wait("1 running")
+        end = time.monotonic() + PATIENCE
+        answer = slice(self.lines.index(f"> {question}") + 1, self.lines.index(self.bar))
+        while not any(" " in line.strip() for line in self.lines[answer]):
+            assert time.monotonic() < end, f"no answer begins:\n{self.lines}"
+            self.pump()
+
+    def settle(self) -> None:
+        """Until the screen has not changed for a while."""
+        before: list[str] = []
+        while before != self.lines:
+            before = self.lines
+            self.pump(0.7)
+
+    def resize(self, columns: int, rows: int) -> None:
+        self._columns, self._rows = columns, rows
+        self._set_size()
+        self.screen.resize(rows, columns)
+        self.run.send(signal.SIGWINCH)
+
+    def leave(self) -> int:
+        """Ctrl-D; returns the exit code."""
+        self.send("\x04")
+        return self.ended()
+
+    def ended(self) -> int:
+        """Waits for the end; returns the exit code, negative where a signal killed it."""
+        end = time.monotonic() + PATIENCE
+        while not self.run.is_over():
+            assert time.monotonic() < end, "it does not end"
+            self.pump()
+        self.pump(0.1)
+        return self.run.code()
+
+    def _set_size(self) -> None:
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", self._rows, self._columns, 0, 0))

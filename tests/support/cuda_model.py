@@ -1,0 +1,107 @@
+"""A GPU's decoder for tests, and steps for it; without a GPU, Triton's interpreter runs its kernels."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cbatch.engine.base.config import EngineConfig
+from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.engine import Engine
+from cbatch.engine.models.loader import LoadedModel
+from cbatch.engine.runtime.batch import RaggedBatch
+from cbatch.engine.runtime.kv_cache import KVPool
+from tests.support import triton_interpreter as interpreter
+from tests.support.tiny_models import draw_weights, generate_alone, make_network, make_prompts
+
+pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
+
+from cbatch.engine.attention.triton import TritonAttention
+from cbatch.engine.models.cuda import GpuDecoder
+
+interpreter.mend()
+
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama 3 places, tied": (
+        "llama",
+        {"rope_parameters": ROPE | {"original_max_position_embeddings": 32}, "tie_word_embeddings": True},
+    ),
+    "odd sizes": ("llama", {"num_attention_heads": 6, "head_dim": 10, "intermediate_size": 70}),
+    "mistral, window": ("mistral", {"sliding_window": 9}),
+    "qwen2, biases": ("qwen2", {}),
+    "qwen3, norms": ("qwen3", {"tie_word_embeddings": True}),
+}
+LENGTHS = [3, 14, 1]
+OUTPUTS = [6, 4, 7]
+
+
+@cache
+def network_of(name: str) -> Any:
+    family, overrides = MODELS[name]
+    network = make_network(family, **overrides)
+    draw_weights(network)
+    return network
+
+
+@cache
+def expected_of(name: str) -> list[list[int]]:
+    return generate_alone(network_of(name), make_prompts(LENGTHS), OUTPUTS)
+
+
+def decoder_of(network: Any, dtype: torch.dtype = torch.float32) -> GpuDecoder:
+    return GpuDecoder(network.config.to_dict(), network.state_dict(), dtype, DEVICE)
+
+
+def engine_around(monkeypatch: pytest.MonkeyPatch, decoder: GpuDecoder, **config: Any) -> Engine:
+    """Makes an engine around a decoder, also on a CPU, where it would choose another."""
+    monkeypatch.setattr("cbatch.engine.engine.has_fast_path", lambda *_: True)
+    monkeypatch.setattr("cbatch.engine.engine.select_attention", lambda *_: TritonAttention(DEVICE))
+    loaded = LoadedModel("tiny", lambda: None, None, SamplingParams(), frozenset(), decoder=decoder)
+    settings: dict[str, Any] = {"block_size": 5, "kv_blocks": 30, "max_seqs": 4, "device": str(DEVICE)} | config
+    return Engine(EngineConfig(**settings), loaded)
+
+
+def run(engine: Engine) -> list[list[int]]:
+    params = [SamplingParams(max_tokens=length) for length in OUTPUTS]
+    outputs = engine.generate(make_prompts(LENGTHS), params)
+    engine.scheduler.check_integrity()
+    return [output.token_ids for output in outputs]
+
+
+def batch_of(prompts: list[list[int]], start: int = 0) -> RaggedBatch:
+    """Prompts from a token on, each in the two blocks of 16 tokens that follow those of the one before."""
+    parts = [prompt[start:] for prompt in prompts]
+    positions = [np.arange(start, len(prompt)) for prompt in prompts]
+    ends = np.cumsum([len(part) for part in parts])
+    return RaggedBatch(
+        ids=np.array(list(chain.from_iterable(parts))),
+        positions=np.concatenate(positions),
+        slots=np.concatenate([32 * index + position for index, position in enumerate(positions)]),
+        rows=ends - 1,
+        tables=np.arange(2 * len(prompts), dtype=np.int32).reshape(-1, 2),
+        starts=[start] * len(prompts),
+        stops=[len(prompt) for prompt in prompts],
+        device=DEVICE,
+    )
+
+
+def pool_of(decoder: GpuDecoder) -> KVPool:
+    shapes = [TritonAttention(DEVICE).block_shapes(layer, 16, decoder.dtype) for layer in decoder.layers]
+    pool = KVPool(shapes, 8, 16, decoder.dtype, DEVICE)
+    for layer in (*pool.keys, *pool.values):
+        layer.fill_(torch.nan)
+    return pool
+
+
+def logits_of(decoder: GpuDecoder, batch: RaggedBatch, pool: KVPool) -> Tensor:
+    with torch.inference_mode():
+        return decoder.forward(batch, pool, TritonAttention(DEVICE)).values

@@ -1,0 +1,191 @@
+"""What becomes of an architecture in the engine: equal to the model's own greedy decoding, refused, or wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from cbatch.engine.base.errors import ModelError
+from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.engine import Engine
+from tests.engine.test_parity import leak_neighbour, shift_positions, widen_window
+from tests.support.architectures import CLASSES, NOT_BUILT_HERE, draw, make_architecture
+from tests.support.tiny_models import generate_alone, make_engine, make_prompts
+
+EQUAL, REFUSED, NOT_BUILT, INSENSITIVE = "equal", "refused", "not built", "insensitive"
+GAINS = (1.5, 2.5, 4.0, 1.0)
+
+# Longer than every window, chunk and threshold of the architectures; the first two begin alike, and come twice.
+TRUNK = make_prompts([37], seed=3)[0]
+PROMPTS = [TRUNK + tail for tail in make_prompts([9, 1], seed=4)] + make_prompts([60, 1, 7, 20], seed=6)
+PROMPTS += PROMPTS[:2]
+LENGTHS = [6, 12, 5, 20, 20, 10, 6, 12]
+PARAMS = [SamplingParams(max_tokens=length) for length in LENGTHS]
+Outputs = list[list[int]]
+Fault = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """word is one of EQUAL, REFUSED, NOT_BUILT; anything else is a fault of the engine, or of this check."""
+
+    word: str
+    reason: str = ""
+
+
+def judge(model_type: str, differences: Callable[[Any, Engine], list[str]]) -> Verdict:
+    """Builds a tiny model of a type, proves that its context matters, and compares.
+
+    differences: names what differs from the model's own output, given the network and an engine for `run_combined`
+    """
+    try:
+        network = make_architecture(model_type, GAINS[0])
+    except Exception as error:  # whatever a library raises for a model it cannot make
+        return Verdict(NOT_BUILT, plain_reason(str(error)))
+    try:
+        engine = small_engine(network)
+    except ModelError as error:
+        return Verdict(REFUSED, plain_reason(str(error)))
+    for gain in GAINS:
+        draw(network, gain)
+        if depends_on_context(network):
+            wrong = differences(network, engine)
+            return Verdict("wrong", ", ".join(wrong)) if wrong else Verdict(EQUAL)
+    return Verdict(INSENSITIVE, "no weights were found with which its output depends on its context")
+
+
+def plain_reason(message: str) -> str:
+    """An error without the name of the class and without figures that rounding decides."""
+    message = re.sub(r"^\w+ is not supported: |^Class validation error[^\n]*\n\s*|\w+Error: ", "", message.strip())
+    line = next((line.strip() for line in message.splitlines() if line.strip()), "no reason given")
+    return re.sub(r" by (\d[\d.e+-]*\d|nan)", "", line).rstrip(".")
+
+
+def small_engine(network: Any) -> Engine:
+    """An engine in which PROMPTS are chunked, share blocks, wait for each other and are preempted."""
+    return make_engine(network, max_batch_tokens=16, max_seqs=6, kv_blocks=28)
+
+
+def combined(network: Any, engine: Engine) -> list[str]:
+    """One run that is everything at once, compared with the model's own forward over each finished text."""
+    outputs = run_combined(engine)
+    pairs = zip(PROMPTS, outputs, strict=True)
+    return [] if all(follows(network, prompt, output) for prompt, output in pairs) else ["combined"]
+
+
+def with_fault(plant: Fault) -> Callable[[Any, Engine], list[str]]:
+    """`combined` with a fault in the engine, which it must name as a difference."""
+
+    def differences(network: Any, engine: Engine) -> list[str]:
+        with pytest.MonkeyPatch.context() as patch:
+            plant(patch)
+            return combined(network, engine)
+
+    return differences
+
+
+def unseen_faults(network: Any, engine: Engine) -> list[str]:
+    """Which faults planted in the engine do not change what comes out."""
+    faults: list[Fault] = [shift_positions, leak_neighbour]
+    if any(engine.model.windows):
+        faults.append(widen_window)
+    return [f"{plant.__name__} is not seen" for plant in faults if not with_fault(plant)(network, engine)]
+
+
+def run_combined(engine: Engine) -> Outputs:
+    outputs = [output.token_ids for output in engine.generate(PROMPTS, PARAMS)]
+    assert [len(output) for output in outputs] == LENGTHS
+    assert engine.scheduler.num_preemptions > 0, "nothing was preempted"
+    assert engine.scheduler.num_cached_tokens > len(TRUNK), "no blocks were shared"
+    return outputs
+
+
+def follows(network: Any, prompt: list[int], output: list[int]) -> bool:
+    """Whether each output token is the model's own choice after the tokens before it, which is greedy decoding."""
+    logits = own_logits(network, [prompt + output[:-1]])[0, len(prompt) - 1 :]
+    return bool(logits.argmax(-1).tolist() == output)
+
+
+def depends_on_context(network: Any) -> bool:
+    """Whether the first of 14 tokens, more than a window, decides what follows, and outputs are varied."""
+    prompts = make_prompts([14] * 3, seed=5)
+    ids = torch.tensor(prompts + [[prompt[0] % 80 + 1, *prompt[1:]] for prompt in prompts])
+    for _ in range(10):
+        ids = torch.cat([ids, own_logits(network, ids)[:, -1].argmax(-1, keepdim=True)], dim=1)
+    outputs: Outputs = ids[:, 14:].tolist()
+    changed = all(before != after for before, after in zip(outputs[:3], outputs[3:], strict=True))
+    return changed and sum(len(set(output)) > 4 for output in outputs) > 3
+
+
+def own_logits(network: Any, ids: Any) -> torch.Tensor:
+    """Logits [N, T, vocabulary] of the model's own forward, without our attention and without a cache."""
+    with own_attention(network), torch.inference_mode():
+        logits: torch.Tensor = network(input_ids=torch.as_tensor(ids), use_cache=False).logits
+    return logits
+
+
+@contextmanager
+def own_attention(network: Any) -> Iterator[None]:
+    before = network.config.get_text_config()._attn_implementation
+    network.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        network.set_attn_implementation(before)
+
+
+def scenarios(network: Any, engine: Engine) -> list[str]:
+    """All ways to run, one by one, each compared with `generate` of transformers."""
+    network.generation_config.eos_token_id = None
+    with own_attention(network):
+        expected = generate_alone(network, PROMPTS, LENGTHS)
+    runs: dict[str, Callable[[], Outputs]] = {
+        "whole prompts": lambda: run_plainly(network, max_batch_tokens=256, prefix_cache=False),
+        "chunks of 7 tokens": lambda: run_plainly(network, max_batch_tokens=7, prefix_cache=False),
+        "preempted": lambda: run_plainly(network, block_size=1, kv_blocks=96, prefix_cache=False, preempted=True),
+        "prefixes shared": lambda: run_plainly(network, max_batch_tokens=64, kv_blocks=100, times=2),
+        "rows come and go": lambda: run_coming_and_going(network),
+        "combined": lambda: run_combined(engine),
+    }
+    return [name for name, run in runs.items() if run() != expected]
+
+
+def run_plainly(network: Any, *, times: int = 1, preempted: bool = False, **config: Any) -> Outputs:
+    engine = make_engine(network, **config)
+    for _ in range(times):
+        outputs = [output.token_ids for output in engine.generate(PROMPTS, PARAMS)]
+    assert not preempted or engine.scheduler.num_preemptions > 0, "nothing was preempted"
+    assert times == 1 or engine.scheduler.num_cached_tokens > 200, "no blocks were shared"
+    return outputs
+
+
+def run_coming_and_going(network: Any) -> Outputs:
+    """A row enters every second step beside another that is cancelled soon."""
+    engine = make_engine(network, max_batch_tokens=16, max_seqs=4)
+    outputs: Outputs = [[] for _ in PROMPTS]
+    rows: dict[int, int] = {}
+    step = 0
+    while engine.has_work or len(rows) < len(PROMPTS):
+        if step % 2 == 0 and len(rows) < len(PROMPTS):
+            row = len(rows)
+            rows[engine.add(PROMPTS[row], PARAMS[row])] = row
+            doomed = engine.add(PROMPTS[row][::-1], SamplingParams(max_tokens=50))
+        for event in engine.step():
+            if event.request_id in rows and event.token_id is not None:
+                outputs[rows[event.request_id]].append(event.token_id)
+        if step % 2 == 1:
+            engine.cancel(doomed)
+        step += 1
+    return outputs
+
+
+def table_row(model_type: str, verdict: Verdict) -> str:
+    """The line of docs/models.md about a model type."""
+    reason = NOT_BUILT_HERE[model_type] if verdict.word == NOT_BUILT else verdict.reason
+    return f"| `{model_type}` | {CLASSES[model_type]} | {verdict.word} | {reason} |"

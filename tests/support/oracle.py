@@ -1,0 +1,74 @@
+"""A plain model: its next token is a pure function of all tokens before it, so an output is known before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cbatch.engine.base.outputs import FinishReason
+from cbatch.engine.scheduler.request import Request
+
+Stamps = NDArray[np.int64]
+
+
+class Colliding(int):
+    """A token with the same hash as any other, so that only its value tells it apart."""
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@dataclass(slots=True)
+class Row:
+    """A request, with what the oracle knows of it.
+
+    tokens:  prompt and whole output
+    stamps:  what each token's slot must hold
+    reason:  why the output ends there
+    entered: number of the step in which it last entered
+    cached:  tokens of it that were in the cache when it first entered, for a step that was not given up
+    """
+
+    request: Request
+    tokens: list[int]
+    stamps: Stamps
+    reason: FinishReason
+    entered: int = 0
+    cached: int = 0
+
+
+def stamps_of(tokens: Sequence[int], before: Sequence[int] = ()) -> list[int]:
+    """The stamps of tokens; `before` are those of the tokens in front of them.
+
+    A stamp stands for a token, its position and all tokens before it.
+    """
+    stamps = list(before)
+    for position, token in enumerate(tokens, len(stamps)):
+        last = stamps[-1] if stamps else 0
+        stamps.append(hash((last, position, int(token))) & (2**63 - 1))
+    return stamps
+
+
+def next_token(stamp: int, vocabulary: int) -> int:
+    """What the oracle says after the token with this stamp."""
+    return (stamp >> 7) % vocabulary
+
+
+def make_row(request: Request, stop_after: int | None, vocabulary: int, kind: type[int]) -> Row:
+    """A new request and its output; token number `stop_after` of that, if there is one, becomes a stop token.
+
+    kind: of its tokens, `int` or `Colliding`
+    """
+    prompt, limit = request.token_ids, request.max_new_tokens
+    tokens, stamps = list(prompt), stamps_of(prompt)
+    for _ in range(limit):
+        tokens.append(kind(next_token(stamps[-1], vocabulary)))
+        stamps = stamps_of(tokens[-1:], stamps)
+    output = tokens[len(prompt) :]
+    stop = {output[stop_after - 1]} if stop_after is not None and stop_after <= limit else set()
+    length = len(prompt) + next((place + 1 for place, token in enumerate(output) if token in stop), limit)
+    request.stop_ids = frozenset(stop)
+    return Row(request, tokens[:length], np.array(stamps[:length], np.int64), "stop" if stop else "length")

@@ -1,0 +1,71 @@
+"""Imports go downward, front ends use the public names only, and help opens without torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cbatch
+import cbatch.engine
+
+PACKAGE = Path(cbatch.__file__).parent
+ROOT = Path(__file__).parents[1]
+
+
+def imported_modules(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    return modules | {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+
+
+def test_imports_go_downward() -> None:
+    """Guards the architecture: the import contract in pyproject.toml holds, and every folder has its floor in it."""
+    code = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+    done = subprocess.run([sys.executable, "-c", code, "--no-cache"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
+
+
+def test_front_ends_use_public_names_only() -> None:
+    """Guards the seam: the command line sees what `cbatch.engine` exports, nothing inside it."""
+    for path in (PACKAGE / "cli").rglob("*.py"):
+        inside = [used for used in imported_modules(path) if used.startswith("cbatch.engine.")]
+        assert not inside, f"{path.relative_to(PACKAGE)} imports {inside}"
+
+
+@pytest.mark.parametrize("module", [cbatch, cbatch.engine])
+def test_public_names_exist(module: object) -> None:
+    """Guards the lazy export table against a name that leads nowhere."""
+    for name in module.__all__:  # type: ignore[attr-defined]
+        assert getattr(module, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        module.no_such_name  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "-h"], ["chat", "-h"], ["bench", "-h"], ["info", "--help"], ["--version"]]
+)
+def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
+    """Guards the time that help takes: no torch, transformers, numpy or tokenizers for it."""
+    code = (
+        "import sys; from cbatch.cli.main import run_command; code = run_command(sys.argv[1:]); "
+        "heavy = {'torch', 'transformers', 'numpy', 'tokenizers'} & set(sys.modules); "
+        "sys.exit(f'loads {heavy}' if heavy else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "cbatch" in done.stdout
+
+
+def test_imports_are_not_searched_for_garbage() -> None:
+    """Guards the time to the first token: full collections while torch is imported, and over it ever after."""
+    code = (
+        "import gc, sys; enable = gc.enable; "
+        "gc.enable = lambda: (print(gc.get_stats()[2]['collections'], gc.get_freeze_count() > 10**5), enable()); "
+        "from cbatch.cli.main import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "info", "-m", "./none"], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["0 True"], done.stderr
