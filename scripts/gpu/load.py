@@ -13,13 +13,13 @@ from queue import SimpleQueue
 import fairness
 import torch
 
-from cbatch.cli.bench.load import Capacity, LoadResult, find_capacity, run_load
-from cbatch.cli.bench.users import Level, Scenario
-from cbatch.cli.bench.workload import Lengths
+from cbatch.cli.bench.load.generator import Capacity, LoadResult, find_capacity, run_load
+from cbatch.cli.bench.load.users import SLO, Scenario
+from cbatch.cli.bench.workload import LengthDistribution
 from cbatch.engine import Driver, Engine, EngineConfig, SamplingParams, TokenEvent, Trace
 from cbatch.engine.models.loader import LoadedModel
 
-LEVEL = Level(ttft_s=0.5, tps=50.0)
+SLO_TARGET = SLO(ttft_s=0.5, tps=50.0)
 """What each user is to get: the first token within half a second, and fifty tokens a second from then on."""
 
 
@@ -40,8 +40,8 @@ class Sizes:
     most: int
     duration_s: float
     probe_s: float
-    inputs: Lengths
-    outputs: Lengths
+    inputs: LengthDistribution
+    outputs: LengthDistribution
     fair: fairness.Sizes
 
 
@@ -52,8 +52,8 @@ FULL = Sizes(
     most=1024,
     duration_s=45.0,
     probe_s=16.0,
-    inputs=Lengths(128, 1024, "loguniform"),
-    outputs=Lengths(64, 256, "uniform"),
+    inputs=LengthDistribution(128, 1024, "loguniform"),
+    outputs=LengthDistribution(64, 256, "uniform"),
     fair=fairness.Sizes(64, 256, 32768, 64, 40, 2048),
 )
 TINY = Sizes(
@@ -63,8 +63,8 @@ TINY = Sizes(
     most=2,
     duration_s=4.0,
     probe_s=4.0,
-    inputs=Lengths(4, 8, "uniform"),
-    outputs=Lengths(4, 8, "uniform"),
+    inputs=LengthDistribution(4, 8, "uniform"),
+    outputs=LengthDistribution(4, 8, "uniform"),
     fair=fairness.Sizes(2, 8, 200, 8, 8, 32),
 )
 
@@ -120,7 +120,7 @@ class Served:
         )
 
 
-TARGET_MS = 0.9e3 / LEVEL.tps
+TARGET_MS = 0.9e3 / SLO_TARGET.tps
 """What steps aim at while users are served: a little less than what they wait for a token."""
 
 
@@ -177,7 +177,7 @@ def scenario(engine: Engine, sizes: Sizes) -> Scenario:
         outputs=sizes.outputs,
         vocabulary=engine.model.vocab_size,
         context=engine.scheduler.room.longest,
-        settle_s=0.25 * sizes.duration_s,
+        warmup_s=0.25 * sizes.duration_s,
     )
 
 
@@ -194,10 +194,12 @@ def load_lines(
     seats = max(seats, sizes.most)
     with make_engine(loaded, device, seats, budget, target=TARGET_MS) as engine, closing(Driver(engine)) as driver:
         asked = scenario(engine, sizes)
-        run_load(driver, asked.probe(1, min(3.0, sizes.probe_s)), LEVEL)  # kernels are compiled
-        yield Served.of(name, sizes.users, run_load(driver, asked, LEVEL))
+        run_load(driver, asked.probe(1, min(3.0, sizes.probe_s)), SLO_TARGET)  # kernels are compiled
+        yield Served.of(name, sizes.users, run_load(driver, asked, SLO_TARGET))
         found = find_capacity(
-            lambda users: run_load(driver, asked.probe(users, sizes.probe_s), LEVEL), most=sizes.most, precision=0.1
+            lambda users: run_load(driver, asked.probe(users, sizes.probe_s), SLO_TARGET),
+            most=sizes.most,
+            precision=0.1,
         )
     yield from capacity_lines(name, found)
 

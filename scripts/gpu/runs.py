@@ -12,8 +12,8 @@ from importlib.util import find_spec
 import torch
 
 from cbatch.cli.bench.peers import PEERS, generate_continuous, run_peer
-from cbatch.cli.bench.roofline import ModelCost, Rates, floor_of
-from cbatch.cli.bench.workload import Lengths, Work, make_work
+from cbatch.cli.bench.roofline import DeviceRates, ModelCost, roofline_bound
+from cbatch.cli.bench.workload import LengthDistribution, Workload, synthetic_workload
 from cbatch.engine import Engine, EngineConfig, SamplingParams
 from cbatch.engine.models.loader import LoadedModel
 
@@ -34,12 +34,14 @@ class Run:
         return f"{self.what}: {self.tokens_per_s:,.0f} output tokens/s{share}"
 
 
-def work_of(requests: int, low: int, high: int, vocabulary: int, context: int) -> Work:
-    lengths = Lengths(low, high, "uniform")
-    return make_work(requests, lengths, lengths, vocabulary, context, seed=0)
+def work_of(requests: int, low: int, high: int, vocabulary: int, context: int) -> Workload:
+    lengths = LengthDistribution(low, high, "uniform")
+    return synthetic_workload(requests, lengths, lengths, vocabulary, context, seed=0)
 
 
-def run_engine(what: str, loaded: LoadedModel, work: Work, seats: int, budget: int, rates: Rates, graphs: bool) -> Run:
+def run_engine(
+    what: str, loaded: LoadedModel, work: Workload, seats: int, budget: int, rates: DeviceRates, graphs: bool
+) -> Run:
     config = EngineConfig(
         device=str(rates_device(loaded)),
         max_seqs=seats,
@@ -54,7 +56,7 @@ def run_engine(what: str, loaded: LoadedModel, work: Work, seats: int, budget: i
         start = time.perf_counter()
         outputs = engine.generate(work.prompts, params)
         elapsed = time.perf_counter() - start
-        share = floor_of(work, ModelCost.of(engine), rates).reached(elapsed)
+        share = roofline_bound(work, ModelCost.of(engine), rates).reached(elapsed)
     tokens = sum(len(output.token_ids) for output in outputs)
     if tokens != work.output_tokens:
         return Run(what, 0.0, trouble=f"{tokens} tokens came out, and {work.output_tokens} were asked for")
@@ -73,11 +75,11 @@ def free(device: torch.device) -> None:
 
 
 def runs(
-    name: str, loaded: LoadedModel, work: Work, peer_rows: int, seats: int, budget: int, rates: Rates
+    name: str, loaded: LoadedModel, work: Workload, peer_rows: int, seats: int, budget: int, rates: DeviceRates
 ) -> Iterator[Run]:
     """All of the work; then its first rows, and the same rows by transformers."""
     yield run_engine(f"{name}, {len(work.prompts)} requests", loaded, work, seats, budget, rates, True)
-    few = Work(work.prompts[:peer_rows], work.lengths[:peer_rows], work.source)
+    few = Workload(work.prompts[:peer_rows], work.lengths[:peer_rows], work.source)
     yield run_engine(f"{name}, {peer_rows} requests", loaded, few, seats, budget, rates, True)
     yield run_engine(f"{name}, {peer_rows} requests, no graphs", loaded, few, seats, budget, rates, False)
     ways = ["transformers-cb"]
@@ -88,4 +90,4 @@ def runs(
         peer = run_peer(way, loaded, few, min(seats, peer_rows), budget)
         what = f"{name}, {peer_rows} requests, transformers' continuous batching ({peer.attention or way})"
         rate = peer.output_tokens / peer.elapsed_s if peer.elapsed_s else 0.0
-        yield Run(what, rate, trouble=peer.trouble)
+        yield Run(what, rate, trouble=peer.error)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cbatch.cli.bench.roofline import Rates
+from cbatch.cli.bench.roofline import DeviceRates
 from cbatch.engine.attention.triton import TritonAttention
 from cbatch.engine.execution.cuda_graphs import DecodeGraphs
 from cbatch.engine.kernels.triton.attention_decode import DecodeTuning
@@ -67,7 +67,7 @@ def decode_cache(config: Config, sequences: int, device: torch.device) -> Cache:
     return Cache(config, [length - 1 for length in lengths], lengths, device)
 
 
-def decode_line(what: str, cache: Cache, attention: TritonAttention, rates: Rates) -> Line:
+def decode_line(what: str, cache: Cache, attention: TritonAttention, rates: DeviceRates) -> Line:
     """Bytes of keys and values that a layer reads in a second."""
     bytes_ = 2 * sum(cache.batch.stops) * cache.kv_heads * cache.dim * cache.dtype.itemsize
     rate = bytes_ / cache.seconds(attention)
@@ -75,7 +75,7 @@ def decode_line(what: str, cache: Cache, attention: TritonAttention, rates: Rate
 
 
 def prefill_line(
-    what: str, config: Config, chunks: int, past: int, tokens: int, rates: Rates, attention: TritonAttention
+    what: str, config: Config, chunks: int, past: int, tokens: int, rates: DeviceRates, attention: TritonAttention
 ) -> Line:
     """Operations of a layer in a second, of the pairs of tokens that causal attention needs."""
     cache = Cache(config, [past] * chunks, [past + tokens] * chunks, attention.device)
@@ -84,7 +84,7 @@ def prefill_line(
     return Line(what, rate / 1e12, "TFLOP/s", rate / rates.flops_per_s)
 
 
-def attention_lines(shapes: dict[str, Config], rates: Rates, device: torch.device) -> Iterator[Line]:
+def attention_lines(shapes: dict[str, Config], rates: DeviceRates, device: torch.device) -> Iterator[Line]:
     attention, on_gpu = TritonAttention(device), device.type == "cuda"
     for name, config in shapes.items():
         for sequences in (256, 32, 1) if on_gpu else (3,):
@@ -96,7 +96,7 @@ def attention_lines(shapes: dict[str, Config], rates: Rates, device: torch.devic
             yield prefill_line(what, config, chunks, past, tokens, rates, attention)
 
 
-def sweep_lines(config: Config, rates: Rates, device: torch.device) -> Iterator[Line]:
+def sweep_lines(config: Config, rates: DeviceRates, device: torch.device) -> Iterator[Line]:
     """Other settings of the kernels, for whoever wants to find better ones. Each is compiled first."""
     cache = decode_cache(config, 256, device)
     choices: dict[str, list[Any]] = {
@@ -120,7 +120,7 @@ def sweep_lines(config: Config, rates: Rates, device: torch.device) -> Iterator[
             print(f"prefill {tuning}: {type(error).__name__}")
 
 
-def step_lines(name: str, decoder: GpuDecoder, rates: Rates) -> Iterator[Line]:
+def step_lines(name: str, decoder: GpuDecoder, rates: DeviceRates) -> Iterator[Line]:
     """Decode steps by their number of rows, replayed and launched one by one; against reading weights and context."""
     device, attention = decoder.device, TritonAttention(decoder.device)
     on_gpu = device.type == "cuda"

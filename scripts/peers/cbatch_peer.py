@@ -52,13 +52,13 @@ def session(job: Job) -> Iterator[Callable[[Work], Done]]:
 
 def measure_floor(job: Job) -> dict[str, Any]:
     """Rates of the machine as a run has it, and the least seconds of the work by them, with their parts."""
-    from cbatch.cli.bench.roofline import ROWS_PER_STEP, ModelCost, floor_of, measure_rates
-    from cbatch.cli.bench.workload import Work as BenchWork
+    from cbatch.cli.bench.roofline import ROWS_PER_STEP, ModelCost, measure_rates, roofline_bound
+    from cbatch.cli.bench.workload import Workload
 
-    work = BenchWork(job.work.prompts, job.work.lengths, "")
+    work = Workload(job.work.prompts, job.work.lengths, "")
     with make_engine(job) as engine:
         rates = measure_rates(engine.device, engine.model.dtype)
-        parts = floor_of(work, ModelCost.of(engine), rates)
+        parts = roofline_bound(work, ModelCost.of(engine), rates)
     return asdict(rates) | asdict(parts) | {"seconds": parts.seconds, "rows_per_step": ROWS_PER_STEP}
 
 

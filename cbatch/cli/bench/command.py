@@ -17,10 +17,10 @@ from cbatch.cli.common.options import engine_options, model_options
 from cbatch.engine import ConfigError
 
 if TYPE_CHECKING:
-    from cbatch.cli.bench.compare import Tell
-    from cbatch.cli.bench.recorder import Trace
+    from cbatch.cli.bench.compare import OnProgress
+    from cbatch.cli.bench.recorder import RunRecord
     from cbatch.cli.bench.strategies import Strategy
-    from cbatch.cli.bench.workload import Lengths, Work
+    from cbatch.cli.bench.workload import LengthDistribution, Workload
     from cbatch.engine import Engine
 
 ARTICLE = {"requests": 8, "input_len": "8:128", "output_len": "32", "batch_size": 4}
@@ -93,11 +93,11 @@ def bench(**options: Any) -> Literal[0]:
     elif options["max_seqs"] is not None:
         raise ConfigError("--batch-size says how many slots there are; --max-seqs is for a load (--users).")
     _check_targets(options)
-    tell: Tell = (lambda text: None) if options["quiet"] or options["json"] else notice
+    on_progress: OnProgress = (lambda text: None) if options["quiet"] or options["json"] else notice
     if is_load:
-        _serve(options, tell)
+        _serve(options, on_progress)
     else:
-        _compare(strategies, options, tell)
+        _compare(strategies, options, on_progress)
     return 0
 
 
@@ -105,9 +105,9 @@ def _check_targets(options: dict[str, Any]) -> None:
     """Raises ConfigError before all the work where what it is for could not be written after it."""
     if not options["plot"] and not options["report"]:
         return
-    from cbatch.cli.bench.render.style import need_matplotlib
+    from cbatch.cli.bench.render.style import require_matplotlib
 
-    need_matplotlib()
+    require_matplotlib()
     try:
         if options["plot"]:
             Path(options["plot"]).mkdir(parents=True, exist_ok=True)
@@ -138,36 +138,38 @@ def _chosen(options: dict[str, Any]) -> dict[str, Strategy]:
     return found | {f"no-{name}": ABLATIONS[name] for name in options["ablate"]}
 
 
-def _lengths(options: dict[str, Any]) -> tuple[Lengths, Lengths]:
+def _lengths(options: dict[str, Any]) -> tuple[LengthDistribution, LengthDistribution]:
     """Of prompts and of outputs."""
-    from cbatch.cli.bench.workload import Lengths, parse_range
+    from cbatch.cli.bench.workload import LengthDistribution, parse_length_range
 
-    inputs, outputs = (parse_range(options[name]) for name in ("input_len", "output_len"))
-    return Lengths(*inputs, options["distribution"]), Lengths(*outputs, options["distribution"])
+    inputs, outputs = (parse_length_range(options[name]) for name in ("input_len", "output_len"))
+    return LengthDistribution(*inputs, options["distribution"]), LengthDistribution(*outputs, options["distribution"])
 
 
-def _work(options: dict[str, Any], engine: Engine) -> Work:
-    from cbatch.cli.bench.workload import make_work, read_work
+def _work(options: dict[str, Any], engine: Engine) -> Workload:
+    from cbatch.cli.bench.workload import read_workload, synthetic_workload
 
     if options["prompts"] is not None:
-        return read_work(options["prompts"], engine)
+        return read_workload(options["prompts"], engine)
     context = engine.scheduler.room.longest
-    return make_work(options["requests"], *_lengths(options), engine.model.vocab_size, context, options["seed"])
+    return synthetic_workload(
+        options["requests"], *_lengths(options), engine.model.vocab_size, context, options["seed"]
+    )
 
 
-def _compare(strategies: dict[str, Strategy], options: dict[str, Any], tell: Tell) -> None:
-    from cbatch.cli.bench.compare import Device, compare, techniques
-    from cbatch.cli.bench.show import about, show_comparison
-    from cbatch.cli.bench.strategies import Ground
+def _compare(strategies: dict[str, Strategy], options: dict[str, Any], on_progress: OnProgress) -> None:
+    from cbatch.cli.bench.compare import DeviceProfile, compare, techniques
+    from cbatch.cli.bench.output import machine_and_model, print_comparison
+    from cbatch.cli.bench.strategies import Experiment
 
     with _open(options) as engine:
-        data = about(engine)
+        data = machine_and_model(engine)
         work = _work(options, engine)
-        device = Device.of(engine)
+        device = DeviceProfile.of(engine)
         # The same cache for all, however many seats they have.
         config = replace(engine.config, kv_blocks=engine.blocks.num_blocks, kv_cache_memory=None)
-        ground = Ground(engine.loaded, config, work, options["batch_size"])
-    found = compare(ground, device, strategies, options["peer"], options["rounds"], tell)
+        experiment = Experiment(engine.loaded, config, work, options["batch_size"])
+    found = compare(experiment, device, strategies, options["peer"], options["rounds"], on_progress)
     data["work"] = {
         "source": work.source,
         "requests": len(work.prompts),
@@ -177,17 +179,17 @@ def _compare(strategies: dict[str, Strategy], options: dict[str, Any], tell: Tel
         "rounds": options["rounds"],
     }
     data |= {"strategies": found.strategies, "roofline": found.roofline}
-    if measured := techniques(ground, device, options["ablate"], tell):
+    if measured := techniques(experiment, device, options["ablate"], on_progress):
         data["techniques"] = measured
     if options["json"]:
         emit(json.dumps(data, indent=2))
     else:
-        show_comparison(data, found.traces)
-    _keep(data, found.traces, options)
+        print_comparison(data, found.records)
+    _keep(data, found.records, options)
 
 
 def _check_load(options: dict[str, Any]) -> None:
-    from cbatch.cli.bench.users import parse_duration
+    from cbatch.cli.bench.load.users import parse_duration
 
     if options["prompts"] is not None:
         raise ConfigError("Prompts of a file are for strategies; users ask synthetic questions (--input-len).")
@@ -199,14 +201,14 @@ def _check_load(options: dict[str, Any]) -> None:
         parse_duration(options[name])
 
 
-def _serve(options: dict[str, Any], tell: Tell) -> None:
-    from cbatch.cli.bench.serve import PROBE_S, serve
-    from cbatch.cli.bench.show import about, show_load
-    from cbatch.cli.bench.users import Level, Scenario, parse_duration
+def _serve(options: dict[str, Any], on_progress: OnProgress) -> None:
+    from cbatch.cli.bench.load.measure import PROBE_S, serve
+    from cbatch.cli.bench.load.users import SLO, Scenario, parse_duration
+    from cbatch.cli.bench.output import machine_and_model, print_load
 
     inputs, outputs = _lengths(options)
     duration_s = parse_duration(options["duration"])
-    level = Level(parse_duration(options["slo_ttft"]), options["slo_tps"])
+    slo = SLO(parse_duration(options["slo_ttft"]), options["slo_tps"])
     with _open(options) as engine:
         scenario = Scenario(
             users=options["users"] or 1024,
@@ -220,8 +222,8 @@ def _serve(options: dict[str, Any], tell: Tell) -> None:
             turns=options["turns"],
             seed=options["seed"],
         )
-        data = about(engine)
-        data |= serve(engine, scenario, level, search=options["find_capacity"], tell=tell)
+        data = machine_and_model(engine)
+        data |= serve(engine, scenario, slo, search=options["find_capacity"], on_progress=on_progress)
     data["work"] = {
         "rate": scenario.rate,
         "duration_s": scenario.duration_s,
@@ -229,25 +231,25 @@ def _serve(options: dict[str, Any], tell: Tell) -> None:
         "turns": scenario.turns,
         "input_len": options["input_len"],
         "output_len": options["output_len"],
-        "slo_ttft_s": level.ttft_s,
-        "slo_tps": level.tps,
+        "slo_ttft_s": slo.ttft_s,
+        "slo_tps": slo.tps,
     }
     if options["json"]:
         emit(json.dumps(data, indent=2))
     else:
-        show_load(data)
+        print_load(data)
     _keep(data, {}, options)
 
 
-def _keep(data: dict[str, Any], traces: dict[str, Trace], options: dict[str, Any]) -> None:
+def _keep(data: dict[str, Any], records: dict[str, RunRecord], options: dict[str, Any]) -> None:
     """Pictures and the page, where they are asked for."""
     if not options["plot"] and not options["report"]:
         return
-    from cbatch.cli.bench.show import keep_pictures, keep_report
+    from cbatch.cli.bench.output import write_pictures, write_report
 
     try:
-        pictures = keep_pictures(data, traces, Path(options["plot"]) if options["plot"] else None)
+        pictures = write_pictures(data, records, Path(options["plot"]) if options["plot"] else None)
         if options["report"]:
-            keep_report(Path(options["report"]), data, pictures)
+            write_report(Path(options["report"]), data, pictures)
     except OSError as error:
         raise ConfigError(f"Cannot write {error.filename}: {error.strerror}.") from error

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cbatch.cli.bench.recorder import Trace
-from cbatch.cli.bench.workload import Work
+from cbatch.cli.bench.recorder import RunRecord
+from cbatch.cli.bench.workload import Workload
 from cbatch.cli.run.stats import percentiles
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class TokenCounts:
     """Tokens that a run computed: of prompts, wanted output, dummies beside prompts, output past a row's end.
 
     generated: output tokens in all; slot_steps: slots times steps; useful_slot_steps: those that computed for a row
@@ -28,16 +28,16 @@ class Counts:
     useful_slot_steps: int
 
     @classmethod
-    def of(cls, trace: Trace) -> Counts:
+    def of(cls, record: RunRecord) -> TokenCounts:
         return cls(
-            prefill=sum(step.tokens("prefill") for step in trace.steps),
-            decode=sum(step.tokens("decode") for step in trace.steps),
-            padding=sum(step.tokens("padding") for step in trace.steps),
-            idle=sum(step.tokens("idle") for step in trace.steps),
-            generated=sum(len(row.tokens) for row in trace.rows),
-            wanted=sum(row.wanted for row in trace.rows),
-            slot_steps=trace.slots * len(trace.steps),
-            useful_slot_steps=sum(step.slots("prefill", "decode") for step in trace.steps),
+            prefill=sum(step.tokens("prefill") for step in record.steps),
+            decode=sum(step.tokens("decode") for step in record.steps),
+            padding=sum(step.tokens("padding") for step in record.steps),
+            idle=sum(step.tokens("idle") for step in record.steps),
+            generated=sum(len(row.tokens) for row in record.rows),
+            wanted=sum(row.wanted for row in record.rows),
+            slot_steps=record.slots * len(record.steps),
+            useful_slot_steps=sum(step.slots("prefill", "decode") for step in record.steps),
         )
 
     @property
@@ -60,21 +60,21 @@ class Counts:
         return 1 - self.useful_slot_steps / max(self.slot_steps, 1)
 
 
-def figures(trace: Trace, work: Work) -> dict[str, Any]:
+def run_metrics(record: RunRecord, work: Workload) -> dict[str, Any]:
     """Times in seconds, shares in 0..1, memory in bytes."""
-    counts = Counts.of(trace)
-    elapsed = max(trace.elapsed_s, 1e-9)
-    first = [row.first for row in trace.rows if row.first is not None]
+    counts = TokenCounts.of(record)
+    elapsed = max(record.elapsed_s, 1e-9)
+    first = [row.first for row in record.rows if row.first is not None]
     paces = [
         (row.last - row.first) / (row.wanted - 1)
-        for row in trace.rows
+        for row in record.rows
         if row.first is not None and row.last is not None and row.wanted > 1
     ]
-    model_s = sum(step.model_s for step in trace.steps)
-    step_s = sum(step.end - step.start for step in trace.steps)
-    num_steps = max(len(trace.steps), 1)
+    model_s = sum(step.model_s for step in record.steps)
+    step_s = sum(step.end - step.start for step in record.steps)
+    num_steps = max(len(record.steps), 1)
     return {
-        "elapsed_s": trace.elapsed_s,
+        "elapsed_s": record.elapsed_s,
         "output_tokens_per_s": work.output_tokens / elapsed,
         "total_tokens_per_s": (work.prompt_tokens + work.output_tokens) / elapsed,
         "ttft_s": percentiles(first),
@@ -82,24 +82,24 @@ def figures(trace: Trace, work: Work) -> dict[str, Any]:
         "padded_token_share": counts.padded_token_share,
         "wasted_output_share": counts.wasted_output_share,
         "idle_slot_share": counts.idle_slot_share,
-        "steps": len(trace.steps),
+        "steps": len(record.steps),
         "tokens_computed": counts.computed,
         "tokens_per_step": counts.computed / num_steps,
         "slots_in_use": counts.useful_slot_steps / num_steps,
-        "cache_use_mean": sum(step.blocks_used for step in trace.steps) / num_steps / trace.num_blocks,
-        "cache_use_peak": max((step.blocks_used for step in trace.steps), default=0) / trace.num_blocks,
-        "preemptions": trace.preemptions,
+        "cache_use_mean": sum(step.blocks_used for step in record.steps) / num_steps / record.num_blocks,
+        "cache_use_peak": max((step.blocks_used for step in record.steps), default=0) / record.num_blocks,
+        "preemptions": record.preemptions,
         "model_s": model_s,
         "outside_model_share": 1 - model_s / step_s if step_s else 0.0,
-        "peak_memory_bytes": trace.peak_bytes,
+        "peak_memory_bytes": record.peak_bytes,
     }
 
 
-def difference(trace: Trace, reference: Trace) -> dict[str, Any]:
+def compare_outputs(record: RunRecord, reference: RunRecord) -> dict[str, Any]:
     """How far the outputs of two runs are the same: share of equal rows, and where they first differ."""
     pairs = [
         (row.tokens[: row.wanted], other.tokens[: other.wanted])
-        for row, other in zip(trace.rows, reference.rows, strict=True)
+        for row, other in zip(record.rows, reference.rows, strict=True)
     ]
     unequal = [number for number, (here, there) in enumerate(pairs) if here != there]
     found: dict[str, Any] = {"equal_rows_share": 1 - len(unequal) / max(len(pairs), 1), "first_difference": None}

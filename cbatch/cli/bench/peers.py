@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cbatch.cli.bench.recorder import RowTrace, Trace
-from cbatch.cli.bench.workload import Work
+from cbatch.cli.bench.recorder import RecordedRequest, RunRecord
+from cbatch.cli.bench.workload import Workload
 
 if TYPE_CHECKING:
     from cbatch.engine import LoadedModel
@@ -37,20 +37,20 @@ class PeerResult:
     elapsed_s: float = 0.0
     outputs: tuple[tuple[int, ...], ...] = ()
     attention: str = ""
-    trouble: str = ""
+    error: str = ""
 
     @property
     def output_tokens(self) -> int:
         return sum(map(len, self.outputs))
 
-    def trace(self, slots: int) -> Trace:
+    def record(self, slots: int) -> RunRecord:
         """As far as it is known here, what our own runs leave behind: no steps, and no times of tokens."""
-        rows = [RowTrace(len(tokens), list(tokens)) for tokens in self.outputs]
-        return Trace(slots, rows, elapsed_s=self.elapsed_s)
+        rows = [RecordedRequest(len(tokens), list(tokens)) for tokens in self.outputs]
+        return RunRecord(slots, rows, elapsed_s=self.elapsed_s)
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class PeerSetup:
     """What peers get: a network of transformers in memory, the rows, and the sizes that ours had.
 
     slots:            most rows at once
@@ -59,7 +59,7 @@ class Setting:
     """
 
     network: Any
-    work: Work
+    work: Workload
     slots: int
     max_batch_tokens: int
     clock: Callable[[], float] = time.perf_counter
@@ -76,22 +76,22 @@ class Setting:
         return self.clock()
 
 
-def generate_static(setting: Setting) -> Timed:
+def generate_static(setup: PeerSetup) -> Timed:
     """`generate` on batches of `slots` rows in order, padded on the left; each goes on until its longest row has all.
 
     Rows are cut to their length afterwards.
     """
-    work, network = setting.work, setting.network
+    work, network = setup.work, setup.network
     _set_attention(network, "sdpa", "eager")
-    warm = setting.warm_lengths
+    warm = setup.warm_lengths
     _generate_batch(network, work.prompts[: len(warm)], min(warm))
     outputs: list[list[int]] = []
-    start = setting.now()
-    for batch in work.batches(setting.slots):
+    start = setup.now()
+    for batch in work.batches(setup.slots):
         longest = max(work.lengths[row] for row in batch)
         tokens = _generate_batch(network, [work.prompts[row] for row in batch], longest)
         outputs += [row_tokens[: work.lengths[row]] for row, row_tokens in zip(batch, tokens, strict=True)]
-    return outputs, setting.now() - start
+    return outputs, setup.now() - start
 
 
 def _generate_batch(network: Any, prompts: list[list[int]], length: int) -> list[list[int]]:
@@ -111,7 +111,7 @@ def _generate_batch(network: Any, prompts: list[list[int]], length: int) -> list
     return tokens
 
 
-def generate_continuous(setting: Setting, attention: str = "") -> Timed:
+def generate_continuous(setup: PeerSetup, attention: str = "") -> Timed:
     """transformers' own continuous batching, with at most as many rows and tokens in a step as ours.
 
     attention: by its name in transformers; its sdpa where none is named
@@ -120,15 +120,15 @@ def generate_continuous(setting: Setting, attention: str = "") -> Timed:
     """
     from transformers import ContinuousBatchingConfig
 
-    work, network = setting.work, setting.network
+    work, network = setup.work, setup.network
     _set_attention(network, attention or _paged_sdpa(), "paged|eager")
     longest = max(len(prompt) + length for prompt, length in zip(work.prompts, work.lengths, strict=True))
     known = {field.name for field in fields(ContinuousBatchingConfig)}
     sizes = {
         "page_size" if "page_size" in known else "block_size": PAGE_SIZE,
-        "num_blocks": setting.slots * (-(-longest // PAGE_SIZE) + 1),
-        "max_batch_tokens": setting.max_batch_tokens,
-        "max_requests_per_batch": setting.slots,
+        "num_blocks": setup.slots * (-(-longest // PAGE_SIZE) + 1),
+        "max_batch_tokens": setup.max_batch_tokens,
+        "max_requests_per_batch": setup.slots,
         "safety_margin": 0.0,
         "allow_block_sharing": False,
         "auto_switch_to_flash": False,
@@ -138,11 +138,11 @@ def generate_continuous(setting: Setting, attention: str = "") -> Timed:
         generation_config=_greedy(eos_token_id=-1), continuous_batching_config=config
     ) as manager:
         try:
-            warm = setting.warm_lengths
+            warm = setup.warm_lengths
             _drain(manager, work.prompts[: len(warm)], warm)
-            start = setting.now()
+            start = setup.now()
             outputs = _drain(manager, work.prompts, work.lengths)
-            return outputs, setting.now() - start
+            return outputs, setup.now() - start
         except BaseException:
             manager.stop(hard_stop=True)  # else the manager would generate what is left before it ends
             raise
@@ -188,7 +188,7 @@ def _greedy(**options: Any) -> Any:
     return GenerationConfig(do_sample=False, **options)
 
 
-PEERS: dict[str, Callable[[Setting], Timed]] = {
+PEERS: dict[str, Callable[[PeerSetup], Timed]] = {
     "transformers-generate": generate_static,
     "transformers-cb": generate_continuous,
 }
@@ -197,28 +197,28 @@ PEERS: dict[str, Callable[[Setting], Timed]] = {
 def run_peer(
     name: str,
     loaded: LoadedModel,
-    work: Work,
+    work: Workload,
     slots: int,
     max_batch_tokens: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> PeerResult:
     """Does the work with one of PEERS, after a short run that warms it up; the network is afterwards as it was.
 
-    Whatever goes wrong is in `trouble`, and raises nothing. No engine may run on the network meanwhile.
+    Whatever goes wrong is in `error`, and raises nothing. No engine may run on the network meanwhile.
     """
     network = loaded.network
     try:
         with _borrowed(network):
-            outputs, elapsed = PEERS[name](Setting(network, work, slots, max_batch_tokens, clock))
+            outputs, elapsed = PEERS[name](PeerSetup(network, work, slots, max_batch_tokens, clock))
             attention = network.config._attn_implementation
     except Exception as error:  # a peer that does not work here is a line of the table, not the end of it
-        return PeerResult(trouble=f"not available here: {_first_sentence(error)}")
+        return PeerResult(error=f"not available here: {_first_sentence(error)}")
     lengths = [len(tokens) for tokens in outputs]
     if lengths != work.lengths:
         row, got, wanted = next(
             (row, *pair) for row, pair in enumerate(zip(lengths, work.lengths, strict=True)) if pair[0] != pair[1]
         )
-        return PeerResult(trouble=f"not comparable: row {row} got {got} tokens and wanted {wanted}.")
+        return PeerResult(error=f"not comparable: row {row} got {got} tokens and wanted {wanted}.")
     return PeerResult(elapsed, tuple(map(tuple, outputs)), attention)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cbatch.cli.bench.workload import Work
+from cbatch.cli.bench.workload import Workload
 
 if TYPE_CHECKING:
     from cbatch.engine import Engine
@@ -35,17 +35,17 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class DeviceRates:
     """What a device can do: bytes read and written a second, and floating-point operations of a matrix product."""
 
     bytes_per_s: float
     flops_per_s: float
 
 
-def measure_rates(device: torch.device, dtype: torch.dtype, clock: Clock = time.perf_counter) -> Rates:
+def measure_rates(device: torch.device, dtype: torch.dtype, clock: Clock = time.perf_counter) -> DeviceRates:
     """The best of several rounds each, with as many threads as a run has. Takes some 768 MiB for a moment at most."""
     is_gpu = device.type == "cuda"
-    return Rates(_copy_rate(device, clock, 10 if is_gpu else 1), _matrix_rate(device, dtype, clock, is_gpu))
+    return DeviceRates(_copy_rate(device, clock, 10 if is_gpu else 1), _matrix_rate(device, dtype, clock, is_gpu))
 
 
 def _copy_rate(device: torch.device, clock: Clock, repeats: int) -> float:
@@ -111,7 +111,7 @@ class ModelCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
+class RooflineBound:
     """The least seconds of a run, and what they are made of.
 
     weights_s: reading the weights, once for ROWS_PER_STEP output tokens
@@ -132,7 +132,7 @@ class Floor:
         return self.seconds / elapsed_s if elapsed_s > 0 else 0.0
 
 
-def floor_of(work: Work, cost: ModelCost, rates: Rates) -> Floor:
+def roofline_bound(work: Workload, cost: ModelCost, rates: DeviceRates) -> RooflineBound:
     """The floor of a piece of work on a device; see the module on what it leaves out."""
     steps = work.output_tokens / ROWS_PER_STEP
     tokens = work.prompt_tokens + work.output_tokens - len(work.prompts)  # nothing follows a row's last token
@@ -142,7 +142,7 @@ def floor_of(work: Work, cost: ModelCost, rates: Rates) -> Floor:
         for layer_bytes, window in cost.layers
         for prompt, length in zip(work.prompts, work.lengths, strict=True)
     )
-    return Floor(
+    return RooflineBound(
         weights_s=steps * cost.weight_bytes / rates.bytes_per_s,
         compute_s=operations / rates.flops_per_s,
         cache_s=cache_bytes / rates.bytes_per_s,

@@ -7,26 +7,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from cbatch.cli.bench.memory import PeakMemory
-from cbatch.cli.bench.recorder import Recorder, Trace
-from cbatch.cli.bench.workload import Work
+from cbatch.cli.bench.peak_memory import PeakMemory
+from cbatch.cli.bench.recorder import RunRecord, RunRecorder
+from cbatch.cli.bench.workload import Workload
 from cbatch.engine import ConfigError
 
 if TYPE_CHECKING:
     from cbatch.engine import Engine, EngineConfig, LoadedModel
 
-Run = Callable[[Recorder, Work, int], None]
+Run = Callable[[RunRecorder, Workload, int], None]
 """Does the work on a recorder's engine, with so many slots."""
 
 
-def run_one_by_one(recorder: Recorder, work: Work, slots: int) -> None:
+def run_one_by_one(recorder: RunRecorder, work: Workload, slots: int) -> None:
     """No batching: each row waits until the one before it has ended."""
     for row, prompt in enumerate(work.prompts):
         recorder.add(row, prompt, work.lengths[row])
         recorder.run()
 
 
-def run_static(recorder: Recorder, work: Work, slots: int) -> None:
+def run_static(recorder: RunRecorder, work: Workload, slots: int) -> None:
     """Padded batches: prompts are filled up to the longest, and every row goes on until the slowest has ended.
 
     The dummies are tokens like others, computed in the same ragged steps; what they would add to attention they do not.
@@ -56,14 +56,14 @@ def _check_batch(engine: Engine, rows: int, width: int, longest: int) -> None:
         )
 
 
-def run_continuous(recorder: Recorder, work: Work, slots: int) -> None:
+def run_continuous(recorder: RunRecorder, work: Workload, slots: int) -> None:
     """All rows at once: the scheduler lets them in as others leave."""
     for row, prompt in enumerate(work.prompts):
         recorder.add(row, prompt, work.lengths[row])
     recorder.run()
 
 
-def run_without_cache(recorder: Recorder, work: Work, slots: int) -> None:
+def run_without_cache(recorder: RunRecorder, work: Workload, slots: int) -> None:
     """Continuous, but every token is computed from the whole text before it, as if nothing had been kept."""
     waiting = list(range(len(work.prompts)))
     running: dict[int, int] = {}
@@ -72,13 +72,13 @@ def run_without_cache(recorder: Recorder, work: Work, slots: int) -> None:
         while waiting and free:
             running[waiting.pop(0)] = free.pop(0)
         for row, slot in running.items():
-            recorder.add(row, work.prompts[row] + recorder.trace.rows[row].tokens, 1, slot)
+            recorder.add(row, work.prompts[row] + recorder.record.rows[row].tokens, 1, slot)
         recorder.run()
-        for row in [row for row in running if recorder.trace.rows[row].is_done]:
+        for row in [row for row in running if recorder.record.rows[row].is_done]:
             free.append(running.pop(row))
 
 
-def run_without_ragged(recorder: Recorder, work: Work, slots: int) -> None:
+def run_without_ragged(recorder: RunRecorder, work: Workload, slots: int) -> None:
     """Continuous in a rectangle: where prompts enter, all other slots are filled up with dummies to their length."""
     waiting = list(range(len(work.prompts)))
     running: dict[int, int] = {}
@@ -94,12 +94,12 @@ def run_without_ragged(recorder: Recorder, work: Work, slots: int) -> None:
             if row in entering:
                 recorder.add(row, work.prompts[row], work.lengths[row], slot)
             recorder.add_padding(row, slot, width - computes)
-        recorder.run(until=lambda: any(recorder.trace.rows[row].is_done for row in running))
-        for row in [row for row in running if recorder.trace.rows[row].is_done]:
+        recorder.run(until=lambda: any(recorder.record.rows[row].is_done for row in running))
+        for row in [row for row in running if recorder.record.rows[row].is_done]:
             free.append(running.pop(row))
 
 
-def run_without_dynamic(recorder: Recorder, work: Work, slots: int) -> None:
+def run_without_dynamic(recorder: RunRecorder, work: Workload, slots: int) -> None:
     """Ragged batches, nothing padded and nobody computed past his end, but who is next waits for all of them."""
     for batch in work.batches(slots):
         for slot, row in enumerate(batch):
@@ -136,15 +136,15 @@ ABLATIONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class Experiment:
     """What all strategies have in common: the model in memory, the engine's settings, the work, and the slots."""
 
     loaded: LoadedModel
     config: EngineConfig
-    work: Work
+    work: Workload
     slots: int
 
-    def measure(self, strategy: Strategy) -> Trace:
+    def measure(self, strategy: Strategy) -> RunRecord:
         """Does the work in one way on an engine of its own, which shares the model."""
         from cbatch.engine import Engine
 
@@ -156,29 +156,29 @@ class Ground:
         config = replace(self.config, max_seqs=seats, max_batch_tokens=budget, prefix_cache=False, run_ahead=False)
         with Engine(config, self.loaded) as engine:
             with PeakMemory(engine.device) as memory:
-                recorder = Recorder(engine, self.work.lengths, self.slots)
+                recorder = RunRecorder(engine, self.work.lengths, self.slots)
                 strategy.run(recorder, self.work, self.slots)
-                trace = recorder.finish()
-            trace.peak_bytes = memory.peak_bytes
-        return trace
+                record = recorder.finish()
+            record.peak_bytes = memory.peak_bytes
+        return record
 
 
-def measure_in_turn(
-    ground: Ground, strategies: dict[str, Strategy], rounds: int, on_progress: Callable[[str], None]
-) -> dict[str, list[Trace]]:
+def measure_interleaved(
+    experiment: Experiment, strategies: dict[str, Strategy], rounds: int, on_progress: Callable[[str], None]
+) -> dict[str, list[RunRecord]]:
     """Every strategy `rounds` times, alternating in an order that changes, after a short run that warms up."""
-    warm = Work(ground.work.prompts[:2], [min(length, 8) for length in ground.work.lengths[:2]], "")
+    warm = Workload(experiment.work.prompts[:2], [min(length, 8) for length in experiment.work.lengths[:2]], "")
     for strategy in strategies.values():
-        replace(ground, work=warm).measure(strategy)
-    traces: dict[str, list[Trace]] = {name: [] for name in strategies}
-    chance = random.Random(0)
+        replace(experiment, work=warm).measure(strategy)
+    records: dict[str, list[RunRecord]] = {name: [] for name in strategies}
+    rng = random.Random(0)
     for number in range(rounds):
         names = list(strategies)
-        chance.shuffle(names)
+        rng.shuffle(names)
         for name in names:
             on_progress(f"round {number + 1} of {rounds}: {strategies[name].title}")
-            traces[name].append(ground.measure(strategies[name]))
-    return traces
+            records[name].append(experiment.measure(strategies[name]))
+    return records
 
 
 class Timed(Protocol):

@@ -14,35 +14,35 @@ from cbatch.engine import ConfigError, SamplingParams
 if TYPE_CHECKING:
     from cbatch.engine import Engine
 
-Distribution = Literal["fixed", "uniform", "lognormal", "loguniform"]
+DistributionName = Literal["fixed", "uniform", "lognormal", "loguniform"]
 
-TYPICAL = 0.35
+LOGNORMAL_MEDIAN = 0.35
 """Where between its ends, on a logarithmic scale, a lognormal distribution has its middle."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class LengthDistribution:
     """A range of lengths in tokens, both ends included, and how lengths are spread over it."""
 
     low: int
     high: int
-    distribution: Distribution = "loguniform"
+    distribution: DistributionName = "loguniform"
 
-    def drawer(self, chance: random.Random) -> Callable[[], int]:
+    def sampler(self, rng: random.Random) -> Callable[[], int]:
         """Draws lengths, one at a call. fixed: always the high end."""
         low, high = math.log(self.low), math.log(self.high)
-        draws: dict[Distribution, Callable[[], float]] = {
+        draws: dict[DistributionName, Callable[[], float]] = {
             "fixed": lambda: self.high,
-            "uniform": lambda: chance.randint(self.low, self.high),
-            "loguniform": lambda: math.exp(chance.uniform(low, high)),
-            "lognormal": lambda: chance.lognormvariate(low + TYPICAL * (high - low), (high - low) / 4),
+            "uniform": lambda: rng.randint(self.low, self.high),
+            "loguniform": lambda: math.exp(rng.uniform(low, high)),
+            "lognormal": lambda: rng.lognormvariate(low + LOGNORMAL_MEDIAN * (high - low), (high - low) / 4),
         }
         draw = draws[self.distribution]
         return lambda: min(max(round(draw()), self.low), self.high)
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Workload:
     """Rows of work: prompts, and the number of output tokens of each. `source` says where they come from."""
 
     prompts: list[list[int]]
@@ -66,7 +66,7 @@ class Work:
         return [range(first, min(first + size, len(self.prompts))) for first in range(0, len(self.prompts), size)]
 
 
-def parse_range(text: str) -> tuple[int, int]:
+def parse_length_range(text: str) -> tuple[int, int]:
     """`16:256`, or one number for both ends. Raises ConfigError."""
     low, _, high = text.partition(":")
     try:
@@ -78,7 +78,9 @@ def parse_range(text: str) -> tuple[int, int]:
     return ends
 
 
-def make_work(count: int, inputs: Lengths, outputs: Lengths, vocabulary: int, context: int, seed: int) -> Work:
+def synthetic_workload(
+    count: int, inputs: LengthDistribution, outputs: LengthDistribution, vocabulary: int, context: int, seed: int
+) -> Workload:
     """Random prompts. Raises ConfigError where a row would not fit the context."""
     longest = inputs.high + outputs.high
     if longest > context:
@@ -86,15 +88,15 @@ def make_work(count: int, inputs: Lengths, outputs: Lengths, vocabulary: int, co
             f"Prompts of {inputs.high} and outputs of {outputs.high} tokens are {longest} together; "
             f"the model's context holds {context} (--input-len, --output-len)."
         )
-    chance = random.Random(seed)
-    input_length, output_length = inputs.drawer(chance), outputs.drawer(chance)
+    rng = random.Random(seed)
+    input_length, output_length = inputs.sampler(rng), outputs.sampler(rng)
     first = min(10, vocabulary // 2)  # the first ids are special tokens in most vocabularies
-    prompts = [[chance.randrange(first, vocabulary) for _ in range(input_length())] for _ in range(count)]
+    prompts = [[rng.randrange(first, vocabulary) for _ in range(input_length())] for _ in range(count)]
     spread = f"prompts {inputs.low}:{inputs.high}, outputs {outputs.low}:{outputs.high}, {outputs.distribution}"
-    return Work(prompts, [output_length() for _ in range(count)], f"synthetic, {spread}, seed {seed}")
+    return Workload(prompts, [output_length() for _ in range(count)], f"synthetic, {spread}, seed {seed}")
 
 
-def read_work(path: str, engine: Engine) -> Work:
+def read_workload(path: str, engine: Engine) -> Workload:
     """The rows of a file of prompts, each with as many tokens as it gets when it runs greedily and ends by itself.
 
     Raises ConfigError for a file that cannot be read, or that holds a row which is wrong.
@@ -126,4 +128,4 @@ def read_work(path: str, engine: Engine) -> Work:
     for number, completion in enumerate(done):
         if completion.error is not None:
             raise ConfigError(f"{path}: row {number + 1}: {completion.error}")
-    return Work(prompts, [len(completion.token_ids) for completion in done], f"{path}, greedy")
+    return Workload(prompts, [len(completion.token_ids) for completion in done], f"{path}, greedy")

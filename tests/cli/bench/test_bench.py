@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from cbatch.cli.bench import command, compare
-from cbatch.cli.bench.metrics import Counts, difference, figures
-from cbatch.cli.bench.recorder import Recorder, Trace
-from cbatch.cli.bench.strategies import ABLATIONS, STRATEGIES, Ground, median_run
-from cbatch.cli.bench.workload import Lengths, Work, make_work, parse_range
+from cbatch.cli.bench.metrics import TokenCounts, compare_outputs, run_metrics
+from cbatch.cli.bench.recorder import RunRecord, RunRecorder
+from cbatch.cli.bench.strategies import ABLATIONS, STRATEGIES, Experiment, median_run
+from cbatch.cli.bench.workload import LengthDistribution, Workload, parse_length_range, synthetic_workload
 from cbatch.cli.main import run_command
 from cbatch.engine import ConfigError
 from cbatch.engine.base.config import EngineConfig
@@ -30,25 +30,25 @@ def network() -> Any:
     return make_network("llama")
 
 
-def measure(name: str, work: Work, slots: int, **config: Any) -> Trace:
+def measure(name: str, work: Workload, slots: int, **config: Any) -> RunRecord:
     settings: dict[str, Any] = {"block_size": 4, "device": "cpu", "max_batch_tokens": 16} | config
-    return Ground(loaded(network()), EngineConfig(**settings), work, slots).measure(ALL[name])
+    return Experiment(loaded(network()), EngineConfig(**settings), work, slots).measure(ALL[name])
 
 
 @cache
-def mixed() -> Work:
-    return Work(make_prompts([5, 40, 3, 17, 2, 25, 9]), [9, 4, 18, 1, 25, 7, 12], "by hand")
+def mixed() -> Workload:
+    return Workload(make_prompts([5, 40, 3, 17, 2, 25, 9]), [9, 4, 18, 1, 25, 7, 12], "by hand")
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_strategy_gives_what_generate_gives(name: str) -> None:
     """Guards the comparison: the same tokens whatever is switched off, and all work is accounted for."""
     work = mixed()
-    trace = measure(name, work, 3)
-    assert [row.tokens[: row.wanted] for row in trace.rows] == generate_alone(network(), work.prompts, work.lengths)
-    counts = Counts.of(trace)
-    assert counts.wanted == work.output_tokens and max(step.slots("prefill", "decode") for step in trace.steps) <= 3
-    assert all(row.first is not None and row.last is not None and row.first <= row.last for row in trace.rows)
+    record = measure(name, work, 3)
+    assert [row.tokens[: row.wanted] for row in record.rows] == generate_alone(network(), work.prompts, work.lengths)
+    counts = TokenCounts.of(record)
+    assert counts.wanted == work.output_tokens and max(step.slots("prefill", "decode") for step in record.steps) <= 3
+    assert all(row.first is not None and row.last is not None and row.first <= row.last for row in record.rows)
     if name not in ("static", "kv-cache", "ragged"):
         # The first token of a row comes with its prompt, and the last one is computed no more.
         assert counts.prefill == work.prompt_tokens and counts.decode == work.output_tokens - len(work.lengths)
@@ -57,58 +57,58 @@ def test_every_strategy_gives_what_generate_gives(name: str) -> None:
 
 def test_a_static_batch_waits_for_its_slowest() -> None:
     """Guards the counts, worked out by hand: rows of 8, 50 and 18 tokens are 150 slot-steps, of which 74 are wasted."""
-    work = Work(make_prompts([6, 6, 6]), [8, 50, 18], "by hand")
-    trace = measure("static", work, 3)
-    counts = Counts.of(trace)
+    work = Workload(make_prompts([6, 6, 6]), [8, 50, 18], "by hand")
+    record = measure("static", work, 3)
+    counts = TokenCounts.of(record)
     assert (counts.generated, counts.generated - counts.wanted) == (150, 74)
     assert counts.wasted_output_share == 74 / 150 and counts.padding == 0
     # Of the 147 tokens that were computed again, all but those of the rows that were done.
     assert (counts.decode, counts.idle) == (7 + 49 + 17, 74)
-    assert figures(trace, work)["idle_slot_share"] == pytest.approx(
-        1 - counts.useful_slot_steps / (3 * len(trace.steps))
+    assert run_metrics(record, work)["idle_slot_share"] == pytest.approx(
+        1 - counts.useful_slot_steps / (3 * len(record.steps))
     )
 
 
 def test_padding_fills_up_to_the_longest() -> None:
     """Guards the other waste: 8 users, 1,000 padded tokens each, of which 6,000 are padding, are 25% effective."""
     lengths = [1000] + [143] * 6 + [142]
-    work = Work(make_prompts(lengths), [1] * 8, "by hand")
+    work = Workload(make_prompts(lengths), [1] * 8, "by hand")
     network = make_network("llama", max_position_embeddings=1100)
     config = EngineConfig(device="cpu", max_batch_tokens=512)
-    counts = Counts.of(Ground(loaded(network), config, work, 8).measure(STRATEGIES["static"]))
+    counts = TokenCounts.of(Experiment(loaded(network), config, work, 8).measure(STRATEGIES["static"]))
     assert (counts.prefill, counts.padding) == (2000, 6000) and counts.padded_token_share == 0.75
 
 
 def test_what_each_technique_saves() -> None:
     """Guards the ablations: each switches off what it says, and nothing else."""
     work = mixed()
-    traces = {name: measure(name, work, 3) for name in ALL}
-    counts = {name: Counts.of(trace) for name, trace in traces.items()}
+    records = {name: measure(name, work, 3) for name in ALL}
+    counts = {name: TokenCounts.of(record) for name, record in records.items()}
     recomputed = sum(
         sum(range(len(prompt), len(prompt) + length)) for prompt, length in zip(work.prompts, work.lengths, strict=True)
     )
     assert counts["kv-cache"].computed == recomputed > 5 * counts["continuous"].computed
-    assert max(step.tokens("prefill") for step in traces["chunked-prefill"].steps) >= 40
-    assert max(step.tokens("prefill") for step in traces["continuous"].steps) <= 16
+    assert max(step.tokens("prefill") for step in records["chunked-prefill"].steps) >= 40
+    assert max(step.tokens("prefill") for step in records["continuous"].steps) <= 16
     assert counts["ragged"].padding > work.prompt_tokens and counts["dynamic"].padding == 0
-    assert len(traces["dynamic"].steps) > len(traces["continuous"].steps)
-    assert counts["none"].useful_slot_steps == len(traces["none"].steps)
+    assert len(records["dynamic"].steps) > len(records["continuous"].steps)
+    assert counts["none"].useful_slot_steps == len(records["none"].steps)
 
 
 def test_times_are_those_of_the_clock() -> None:
     """Guards every time on a clock that moves one second whenever it is looked at."""
     ticks = count()
     engine = make_engine(network(), max_batch_tokens=64)
-    recorder = Recorder(engine, [2, 1], 2, clock=lambda: float(next(ticks)))
+    recorder = RunRecorder(engine, [2, 1], 2, clock=lambda: float(next(ticks)))
     for row, prompt in enumerate(make_prompts([5, 6])):
         recorder.add(row, prompt, [2, 1][row])
     recorder.run()
-    trace = recorder.finish()
+    record = recorder.finish()
     # Began at 0; a step looks at the clock at its start, around the model, and at its end.
-    assert [(step.start, step.model_s, step.end) for step in trace.steps] == [(1, 1, 4), (5, 1, 8)]
-    assert [(row.first, row.last) for row in trace.rows] == [(4, 8), (4, 4)] and trace.elapsed_s == 9
-    work = Work(make_prompts([5, 6]), [2, 1], "by hand")
-    found = figures(trace, work)
+    assert [(step.start, step.model_s, step.end) for step in record.steps] == [(1, 1, 4), (5, 1, 8)]
+    assert [(row.first, row.last) for row in record.rows] == [(4, 8), (4, 4)] and record.elapsed_s == 9
+    work = Workload(make_prompts([5, 6]), [2, 1], "by hand")
+    found = run_metrics(record, work)
     assert found["tpot_s"] == {"p50": 4.0, "p90": 4.0, "p99": 4.0} and found["model_s"] == 2
     assert found["output_tokens_per_s"] == 3 / 9 and found["outside_model_share"] == 1 - 2 / 6
     assert "forward" not in vars(engine.runner)
@@ -117,9 +117,9 @@ def test_times_are_those_of_the_clock() -> None:
 def test_differences_are_found() -> None:
     """Guards the comparison of outputs against passing where a token differs."""
     one, other = measure("continuous", mixed(), 3), measure("continuous", mixed(), 3)
-    assert difference(one, other) == {"equal_rows_share": 1.0, "first_difference": None}
+    assert compare_outputs(one, other) == {"equal_rows_share": 1.0, "first_difference": None}
     other.rows[2].tokens[5] += 1
-    assert difference(one, other) == {"equal_rows_share": 1 - 1 / 7, "first_difference": {"row": 2, "token": 5}}
+    assert compare_outputs(one, other) == {"equal_rows_share": 1 - 1 / 7, "first_difference": {"row": 2, "token": 5}}
     one.elapsed_s, other.elapsed_s = 1.0, 2.0
     assert median_run([other, one, other]).elapsed_s == 2.0
 
@@ -127,12 +127,12 @@ def test_differences_are_found() -> None:
 @pytest.mark.parametrize("distribution", ["fixed", "uniform", "lognormal", "loguniform"])
 def test_lengths_keep_to_their_ends(distribution: Any) -> None:
     """Guards synthetic work: inside the range, spread over it, and the same for the same seed."""
-    draw = Lengths(8, 256, distribution).drawer(random.Random(1))
+    draw = LengthDistribution(8, 256, distribution).sampler(random.Random(1))
     lengths = [draw() for _ in range(2000)]
     assert min(lengths) >= 8 and max(lengths) <= 256
     middle = {"fixed": 256, "uniform": 132, "lognormal": 27, "loguniform": 45}[distribution]
     assert abs(sorted(lengths)[1000] - middle) < 0.15 * middle
-    make = lambda seed: make_work(5, Lengths(4, 9), Lengths(2, 6), 50, 100, seed)  # noqa: E731
+    make = lambda seed: synthetic_workload(5, LengthDistribution(4, 9), LengthDistribution(2, 6), 50, 100, seed)  # noqa: E731
     assert make(1) == make(1) != make(2)
 
 
@@ -140,7 +140,7 @@ def test_lengths_keep_to_their_ends(distribution: Any) -> None:
 def test_wrong_ranges_are_refused(text: str) -> None:
     """Guards a sentence instead of a traceback."""
     with pytest.raises(ConfigError, match="no range of lengths"):
-        parse_range(text)
+        parse_length_range(text)
 
 
 def test_the_command_speaks_json(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from cbatch.cli.bench.load import LoadResult, find_capacity, run_load
-from cbatch.cli.bench.users import Answer, Level, Scenario, parse_duration
-from cbatch.cli.bench.workload import Lengths
+from cbatch.cli.bench.load.generator import LoadResult, find_capacity, run_load
+from cbatch.cli.bench.load.users import SLO, Scenario, Turn, parse_duration
+from cbatch.cli.bench.workload import LengthDistribution
 from cbatch.engine import ConfigError, Driver, Engine, RequestError, SamplingParams, TokenEvent
 from tests.support.tiny_models import VOCABULARY, make_engine, make_network
 
 Submission = SimpleNamespace
-KIND = Level(ttft_s=1.0, tps=4.0)
+KIND = SLO(ttft_s=1.0, tps=4.0)
 
 
 class Even(random.Random):
@@ -46,7 +46,7 @@ class World:
     def now(self) -> float:
         return self.time
 
-    def wait(self, inbox: queue.SimpleQueue[Answer], timeout: float) -> Answer | None:
+    def wait(self, inbox: queue.SimpleQueue[Turn], timeout: float) -> Turn | None:
         end = self.time + timeout
         while inbox.empty() and self._events and self._events[0][0] <= end:
             when, _, happen = heapq.heappop(self._events)
@@ -101,16 +101,16 @@ def scenario(**changes: Any) -> Scenario:
         "rate": 1.0,
         "duration_s": 9.6,
         "think_s": 1.0,
-        "inputs": Lengths(4, 4, "fixed"),
-        "outputs": Lengths(5, 5, "fixed"),
+        "inputs": LengthDistribution(4, 4, "fixed"),
+        "outputs": LengthDistribution(5, 5, "fixed"),
         "vocabulary": 1000,
         "context": 100,
     }
     return Scenario(**settings | changes)
 
 
-def load(world: World, level: Level = KIND, **changes: Any) -> LoadResult:
-    return run_load(world, scenario(**changes), level, world, Even)
+def load(world: World, slo: SLO = KIND, **changes: Any) -> LoadResult:
+    return run_load(world, scenario(**changes), slo, world, Even)
 
 
 def test_every_figure() -> None:
@@ -138,10 +138,10 @@ def test_every_figure() -> None:
     assert result.output_tokens_per_s == pytest.approx(33 / 9.6)
 
 
-@pytest.mark.parametrize("level", [Level(0.4, 4.0), Level(1.0, 5.0)])
-def test_both_parts_of_the_level(level: Level) -> None:
+@pytest.mark.parametrize("slo", [SLO(0.4, 4.0), SLO(1.0, 5.0)])
+def test_both_parts_of_the_level(slo: SLO) -> None:
     """Guards the two ways to be too slow: the first token, and those after it."""
-    result = load(World(), level)
+    result = load(World(), slo)
     assert result.users_served == 0.0 and result.answers_served == 0.0
 
 
@@ -168,16 +168,16 @@ def test_who_is_never_answered_is_not_forgotten() -> None:
 
 def test_a_stream_that_stalls_counts() -> None:
     """Guards against an answer that is cut off in a stall: it was behind by then already."""
-    stalled, lately = Answer(None, [], 0.0), Answer(None, [], 9.0)
+    stalled, lately = Turn(None, [], 0.0), Turn(None, [], 9.0)
     for answer, first in ((stalled, 0.5), (lately, 9.5)):
         answer.take(TokenEvent(1, 7), first)
-    assert stalled.keeps(KIND, 10.0) is False
-    assert lately.keeps(KIND, 9.7) is None and lately.keeps(KIND, 10.0) is False
+    assert stalled.meets(KIND, 10.0) is False
+    assert lately.meets(KIND, 9.7) is None and lately.meets(KIND, 10.0) is False
 
 
 def test_one_token_has_no_pace() -> None:
     """Guards answers of one token: nothing follows the first."""
-    result = load(World(), outputs=Lengths(1, 1, "fixed"), think_s=0.0)
+    result = load(World(), outputs=LengthDistribution(1, 1, "fixed"), think_s=0.0)
     assert result.users_served == 1.0 and result.tpot_s["p50"] is None
 
 
@@ -186,10 +186,10 @@ def test_answers_before_all_is_settled_do_not_count() -> None:
     world = World()
     world.ttft = lambda number: 0.5 if number >= 4 else 3.0
     assert load(world, duration_s=20.0).users_served == 0.0
-    assert load(World(), duration_s=20.0, settle_s=8.0).users_served == 1.0
+    assert load(World(), duration_s=20.0, warmup_s=8.0).users_served == 1.0
     later = World()
     later.ttft = world.ttft
-    result = load(later, duration_s=20.0, settle_s=8.0)
+    result = load(later, duration_s=20.0, warmup_s=8.0)
     assert (result.users_served, result.answers_served, result.ttft_s["p99"]) == (1.0, 1.0, 0.5)
     assert result.answers == sum(made.at >= 8 for made in later.asked) - result.cut_off
 
@@ -197,7 +197,7 @@ def test_answers_before_all_is_settled_do_not_count() -> None:
 def test_a_probe_has_all_its_users_in_its_first_quarter() -> None:
     """Guards probes of many users at a slow rate, who would not all be there; a fast rate stays."""
     probe = scenario(rate=1.0).probe(50, 20.0)
-    assert (probe.users, probe.duration_s, probe.rate, probe.settle_s) == (50, 20.0, 10.0, 5.0)
+    assert (probe.users, probe.duration_s, probe.rate, probe.warmup_s) == (50, 20.0, 10.0, 5.0)
     assert scenario(rate=100.0).probe(50, 20.0).rate == 100.0
 
 
@@ -227,7 +227,7 @@ def test_lengths_that_do_not_fit() -> None:
 
 def test_users_do_not_depend_on_each_other() -> None:
     """Guards repetition: what somebody asks is drawn from the seed and his number, whoever else is there."""
-    inputs = Lengths(3, 60)
+    inputs = LengthDistribution(3, 60)
     few, many = scenario(users=2, inputs=inputs), scenario(users=50, inputs=inputs)
     worlds = World(), World()
     for world, asked in zip(worlds, (few, many), strict=True):
@@ -282,7 +282,7 @@ def test_an_interrupted_run_cancels_too() -> None:
     """Guards Ctrl-C: nothing goes on on the engine."""
 
     class Interrupted(World):
-        def wait(self, inbox: queue.SimpleQueue[Answer], timeout: float) -> Answer | None:
+        def wait(self, inbox: queue.SimpleQueue[Turn], timeout: float) -> Turn | None:
             if len(self.asked) == 2:
                 raise KeyboardInterrupt
             return super().wait(inbox, timeout)
@@ -346,7 +346,7 @@ def test_capacity_of_four_seats() -> None:
 
     def measure(users: int) -> LoadResult:
         world = World(seats=4)
-        return run_load(world, scenario(think_s=0.0).probe(users, 60.0), Level(1.1, 3.9), world, Even)
+        return run_load(world, scenario(think_s=0.0).probe(users, 60.0), SLO(1.1, 3.9), world, Even)
 
     found = find_capacity(measure)
     assert found.users == 5
@@ -380,7 +380,7 @@ class Watched(Driver):
         self.time += 0.001
         return self.time
 
-    def wait(self, inbox: queue.SimpleQueue[Answer], timeout: float) -> Answer | None:
+    def wait(self, inbox: queue.SimpleQueue[Turn], timeout: float) -> Turn | None:
         if self.due and self.time < 0.5:
             self.due -= 1
             return inbox.get(timeout=30)
@@ -404,7 +404,7 @@ def test_a_real_driver() -> None:
     driver = Watched(make_engine(make_network("llama"), prefix_cache=True))
     asked = scenario(users=3, rate=1e6, duration_s=1.0, think_s=0.001, turns=3, vocabulary=VOCABULARY)
     try:
-        result = run_load(driver, asked, Level(100.0, 1e-6), driver)
+        result = run_load(driver, asked, SLO(100.0, 1e-6), driver)
         events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
         driver.submit([1, 2, 3], SamplingParams(max_tokens=2), events.put)
         while events.get(timeout=30).finish_reason is None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from cbatch.cli.bench.metrics import difference
-from cbatch.cli.bench.peers import PEERS, PeerResult, Setting, run_peer
-from cbatch.cli.bench.recorder import RowTrace, Trace
-from cbatch.cli.bench.workload import Work
+from cbatch.cli.bench.metrics import compare_outputs
+from cbatch.cli.bench.peers import PEERS, PeerResult, PeerSetup, run_peer
+from cbatch.cli.bench.recorder import RecordedRequest, RunRecord
+from cbatch.cli.bench.workload import Workload
 from cbatch.engine import Engine, SamplingParams
 from tests.support.tiny_models import make_engine, make_network, make_prompts
 
@@ -26,11 +26,11 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-def work() -> Work:
-    return Work(make_prompts([5, 17, 3, 30, 8]), LENGTHS, "drawn")
+def work() -> Workload:
+    return Workload(make_prompts([5, 17, 3, 30, 8]), LENGTHS, "drawn")
 
 
-def our_outputs(engine: Engine, work: Work) -> list[list[int]]:
+def our_outputs(engine: Engine, work: Workload) -> list[list[int]]:
     params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in work.lengths]
     return [output.token_ids for output in engine.generate(work.prompts, params)]
 
@@ -41,19 +41,19 @@ def ticks() -> Any:
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_a_peer_gives_our_tokens(engine: Engine, work: Work, name: str) -> None:
+def test_a_peer_gives_our_tokens(engine: Engine, work: Workload, name: str) -> None:
     """Guards the comparison: same rows, greedy, to the wanted length, whatever the model's own settings ask for."""
     ours = our_outputs(engine, work)
     assert any(7 in tokens[:-1] for tokens in ours), "no end token in the middle: nothing would be seen of it"
     result = run_peer(name, engine.loaded, work, slots=2, max_batch_tokens=16, clock=ticks())
-    assert result.trouble == ""
+    assert result.error == ""
     assert list(map(list, result.outputs)) == ours
     assert result.output_tokens == sum(LENGTHS) and result.elapsed_s == 1
     assert result.attention == "sdpa" or "paged" in result.attention
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_the_network_is_put_back(engine: Engine, work: Work, name: str) -> None:
+def test_the_network_is_put_back(engine: Engine, work: Workload, name: str) -> None:
     """Guards the runs after a peer's: our attention, and the model's own settings."""
     network = engine.loaded.network
     before, settings = our_outputs(engine, work), network.generation_config
@@ -63,11 +63,13 @@ def test_the_network_is_put_back(engine: Engine, work: Work, name: str) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("No kernel for it. See there.\nmore"), KeyboardInterrupt()])
-def test_a_peer_that_fails(engine: Engine, work: Work, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+def test_a_peer_that_fails(
+    engine: Engine, work: Workload, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
     """Guards the bench against one peer's error, and the network against any end, Ctrl-C too."""
 
-    def fail(setting: Setting) -> Any:
-        setting.network.set_attn_implementation("eager")
+    def fail(setup: PeerSetup) -> Any:
+        setup.network.set_attn_implementation("eager")
         raise error
 
     monkeypatch.setitem(PEERS, "failing", fail)
@@ -76,11 +78,11 @@ def test_a_peer_that_fails(engine: Engine, work: Work, monkeypatch: pytest.Monke
             run_peer("failing", engine.loaded, work, 2, 16)
     else:
         result = run_peer("failing", engine.loaded, work, 2, 16)
-        assert result == PeerResult(trouble="not available here: No kernel for it.")
+        assert result == PeerResult(error="not available here: No kernel for it.")
     assert engine.loaded.network.config._attn_implementation == "cbatch"
 
 
-def test_a_failure_within_the_continuous_peer(engine: Engine, work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_within_the_continuous_peer(engine: Engine, work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against waiting for ever on a thread of transformers that has died, and against one that goes on."""
     network = engine.loaded.network
     forward, passes = network.forward, [0]
@@ -93,23 +95,23 @@ def test_a_failure_within_the_continuous_peer(engine: Engine, work: Work, monkey
 
     monkeypatch.setattr(network, "forward", fail_later)
     result = run_peer("transformers-cb", engine.loaded, work, 2, 16)
-    assert result.trouble == "not available here: the device is gone."
+    assert result.error == "not available here: the device is gone."
     monkeypatch.undo()
     assert network.config._attn_implementation == "cbatch"
     assert our_outputs(engine, work) == our_outputs(make_engine(make_network("llama")), work)
 
 
-def test_a_version_without_continuous_batching(engine: Engine, work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_without_continuous_batching(engine: Engine, work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the sentence where this transformers cannot do it."""
     for base in type(engine.loaded.network).__mro__:
         if "continuous_batching_context_manager" in vars(base):
             monkeypatch.delattr(base, "continuous_batching_context_manager")
-    trouble = run_peer("transformers-cb", engine.loaded, work, 2, 16).trouble
-    assert trouble.startswith("not available here:") and "continuous_batching_context_manager" in trouble
+    error = run_peer("transformers-cb", engine.loaded, work, 2, 16).error
+    assert error.startswith("not available here:") and "continuous_batching_context_manager" in error
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_a_model_without_sdpa(engine: Engine, work: Work, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_model_without_sdpa(engine: Engine, work: Workload, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Guards families whose only attention is eager: they run, and the result says with what."""
     monkeypatch.setattr(type(engine.loaded.network), "_supports_sdpa", False)
     result = run_peer(name, engine.loaded, work, 2, 16)
@@ -117,14 +119,14 @@ def test_a_model_without_sdpa(engine: Engine, work: Work, monkeypatch: pytest.Mo
     assert list(map(list, result.outputs)) == our_outputs(engine, work)
 
 
-def test_outputs_that_are_too_short(engine: Engine, work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_that_are_too_short(engine: Engine, work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a speed that stands for less work than was asked for."""
-    monkeypatch.setitem(PEERS, "lazy", lambda setting: ([[1] * 3, *[[1]] * 4], 1.0))
-    assert run_peer("lazy", engine.loaded, work, 2, 16).trouble == "not comparable: row 1 got 1 tokens and wanted 9."
+    monkeypatch.setitem(PEERS, "lazy", lambda setup: ([[1] * 3, *[[1]] * 4], 1.0))
+    assert run_peer("lazy", engine.loaded, work, 2, 16).error == "not comparable: row 1 got 1 tokens and wanted 9."
 
 
 def test_a_difference_is_found() -> None:
     """Guards the honest line of the table: where a peer's tokens first differ from ours."""
-    ours = Trace(2, [RowTrace(2, [1, 2]), RowTrace(3, [3, 4, 5])])
-    found = difference(PeerResult(1.0, ((1, 2), (3, 9, 5))).trace(2), ours)
+    ours = RunRecord(2, [RecordedRequest(2, [1, 2]), RecordedRequest(3, [3, 4, 5])])
+    found = compare_outputs(PeerResult(1.0, ((1, 2), (3, 9, 5))).record(2), ours)
     assert found == {"equal_rows_share": 0.5, "first_difference": {"row": 1, "token": 1}}

@@ -12,27 +12,36 @@ from xml.etree import ElementTree
 
 import pytest
 
-from cbatch.cli.bench.metrics import figures
-from cbatch.cli.bench.recorder import Example, Kind, Part, Recorder, RowTrace, Step, Trace, variety
+from cbatch.cli.bench.metrics import run_metrics
+from cbatch.cli.bench.recorder import (
+    ExampleStep,
+    RecordedChunk,
+    RecordedRequest,
+    RecordedStep,
+    RunRecord,
+    RunRecorder,
+    TokenKind,
+    example_score,
+)
 from cbatch.cli.bench.render.report import html_report
-from cbatch.cli.bench.render.timeline import percents, share_line, shares, spans, timeline
-from cbatch.cli.bench.workload import Work
+from cbatch.cli.bench.render.timeline import share_line, slot_intervals, time_shares, timeline, whole_percents
+from cbatch.cli.bench.workload import Workload
 from cbatch.engine import ConfigError
 from tests.support.tiny_models import make_engine, make_network
 
 if TYPE_CHECKING:
-    from cbatch.cli.bench.users import LoadPoint
+    from cbatch.cli.bench.load.users import LoadPoint
 
 
-def make_step(start: float, end: float, *parts: tuple[int, int, Kind, int, int]) -> Step:
-    return Step(start, end, (end - start) / 2, tuple(Part(*part) for part in parts), 2)
+def make_step(start: float, end: float, *chunks: tuple[int, int, TokenKind, int, int]) -> RecordedStep:
+    return RecordedStep(start, end, (end - start) / 2, tuple(RecordedChunk(*chunk) for chunk in chunks), 2)
 
 
-def make_row(first: float, last: float, tokens: int) -> RowTrace:
-    return RowTrace(tokens, [7] * tokens, first, last)
+def make_row(first: float, last: float, tokens: int) -> RecordedRequest:
+    return RecordedRequest(tokens, [7] * tokens, first, last)
 
 
-def static_trace() -> Trace:
+def static_trace() -> RunRecord:
     """Two slots: row 1 is padded, and computed past its end; then row 2 is alone."""
     steps = [
         make_step(0, 2, (0, 0, "prefill", 0, 4), (1, 1, "prefill", 0, 2), (1, 1, "padding", 0, 2)),
@@ -41,10 +50,10 @@ def static_trace() -> Trace:
         make_step(6, 8, (0, 2, "prefill", 0, 3)),
     ]
     rows = [make_row(2, 6, 3), make_row(2, 4, 2), make_row(8, 8, 1)]
-    return Trace(2, rows, steps, elapsed_s=8.0, num_blocks=16, example=Example(0, 2, ((3, 0), (5,), (6,))))
+    return RunRecord(2, rows, steps, elapsed_s=8.0, num_blocks=16, example=ExampleStep(0, 2, ((3, 0), (5,), (6,))))
 
 
-def continuous_trace() -> Trace:
+def continuous_trace() -> RunRecord:
     """The same rows, but row 2 enters with what row 1 leaves."""
     steps = [
         make_step(0, 2, (0, 0, "prefill", 0, 4), (1, 1, "prefill", 0, 2)),
@@ -52,20 +61,20 @@ def continuous_trace() -> Trace:
         make_step(4, 6, (0, 0, "decode", 5, 1), (1, 2, "prefill", 0, 3)),
     ]
     rows = [make_row(2, 6, 3), make_row(2, 4, 2), make_row(6, 6, 1)]
-    return Trace(2, rows, steps, elapsed_s=6.0, num_blocks=16, example=Example(2, 2, ((3, 0, 4), (1, 5))))
+    return RunRecord(2, rows, steps, elapsed_s=6.0, num_blocks=16, example=ExampleStep(2, 2, ((3, 0, 4), (1, 5))))
 
 
-def both() -> dict[str, Trace]:
+def both() -> dict[str, RunRecord]:
     return {"static batches": static_trace(), "continuous": continuous_trace()}
 
 
 def some_figures() -> dict[str, Any]:
-    work = Work([[1] * 4, [1] * 2, [1] * 3], [3, 2, 1], "by hand")
-    return {title: figures(trace, work) for title, trace in both().items()}
+    work = Workload([[1] * 4, [1] * 2, [1] * 3], [3, 2, 1], "by hand")
+    return {title: run_metrics(record, work) for title, record in both().items()}
 
 
 def some_points() -> list[LoadPoint]:
-    from cbatch.cli.bench.users import LoadPoint
+    from cbatch.cli.bench.load.users import LoadPoint
 
     return [LoadPoint(users, 0.1 * users, 0.2 * users, 90 / users, 60 / users, 1 / users) for users in (1, 4, 16)]
 
@@ -97,7 +106,7 @@ def test_timeline_fits_any_terminal() -> None:
     assert lines[0] == "static: 8.00 s; useful 69%, padding 6%, idle 13%, empty 12%"
     assert lines[1].startswith("0 |[####") and lines[2] == "1 of 2 slots are not shown" and "4.00" in lines[3]
     assert any("\x1b[34m█\x1b[0m" in line for line in timeline(both(), 40, colour=True))
-    assert timeline({"nothing": Trace(1, [])}, 40)[2] == "0 ││"
+    assert timeline({"nothing": RunRecord(1, [])}, 40)[2] == "0 ││"
     assert timeline({}, 40) == []
 
 
@@ -105,22 +114,22 @@ def test_majority_of_a_column() -> None:
     """Guards that a column shows what took most of its time, and that it is empty where that was nothing."""
     steps = [make_step(0, 1, (0, 0, "prefill", 0, 2)), make_step(4, 5, (0, 0, "padding", 0, 2))]
     steps += [make_step(5, 7, (0, 0, "decode", 2, 1)), make_step(40, 41, (0, 0, "decode", 3, 1))]
-    lines = timeline({"one": Trace(1, [RowTrace(3)], steps, elapsed_s=44.0)}, 15, plain=True)
+    lines = timeline({"one": RunRecord(1, [RecordedRequest(3)], steps, elapsed_s=44.0)}, 15, plain=True)
     assert lines[2] == "0 |[=         |"
 
 
 def test_shares_are_whole() -> None:
     """Guards that shares add up to 1, and their percents to 100, whatever is rounded."""
-    for trace in (*both().values(), Trace(3, [])):
-        assert sum(shares(trace).values()) == pytest.approx(1)
-    assert shares(static_trace()) == {"useful": 0.6875, "padding": 0.0625, "idle": 0.125, "empty": 0.125}
-    assert percents({"a": 1 / 3, "b": 1 / 3, "c": 1 / 3}) == {"a": 34, "b": 33, "c": 33}
+    for record in (*both().values(), RunRecord(3, [])):
+        assert sum(time_shares(record).values()) == pytest.approx(1)
+    assert time_shares(static_trace()) == {"useful": 0.6875, "padding": 0.0625, "idle": 0.125, "empty": 0.125}
+    assert whole_percents({"a": 1 / 3, "b": 1 / 3, "c": 1 / 3}) == {"a": 34, "b": 33, "c": 33}
     assert share_line(static_trace()) == "useful 69%, padding 6%, idle 13%, empty 12%"
 
 
 def test_spans_join_steps() -> None:
     """Guards that steps of one kind are one span, that spans of a slot do not overlap, and who enters where."""
-    found = spans(static_trace())
+    found = slot_intervals(static_trace())
     assert [(span.slot, span.row, span.kind, span.start, span.end) for span in found if span.slot == 0] == [
         (0, 0, "prefill", 0, 2),
         (0, 0, "decode", 2, 6),
@@ -142,23 +151,25 @@ def test_example_of_a_step() -> None:
         return forward(batch)
 
     engine.runner.forward = spy  # type: ignore[method-assign]
-    recorder = Recorder(engine, [4, 4, 4], slots=3)
+    recorder = RunRecorder(engine, [4, 4, 4], slots=3)
     for row, length in enumerate((3, 13, 6)):
         recorder.add(row, list(range(1, length + 1)), 4)
     recorder.run()
-    trace = recorder.finish()
-    assert trace.example is not None and trace.example.block_size == 4
-    parts = trace.steps[trace.example.step].parts
-    assert {part.kind for part in parts} == {"prefill", "decode"}
-    assert any(part.kind == "prefill" and part.start > 0 for part in parts)
-    assert [list(table) for table in trace.example.tables] == held[trace.example.step]
-    assert [len(table) for table in trace.example.tables] == [-(-(part.start + part.tokens) // 4) for part in parts]
+    record = recorder.finish()
+    assert record.example is not None and record.example.block_size == 4
+    chunks = record.steps[record.example.step].chunks
+    assert {chunk.kind for chunk in chunks} == {"prefill", "decode"}
+    assert any(chunk.kind == "prefill" and chunk.start > 0 for chunk in chunks)
+    assert [list(table) for table in record.example.tables] == held[record.example.step]
+    assert [len(table) for table in record.example.tables] == [
+        -(-(chunk.start + chunk.tokens) // 4) for chunk in chunks
+    ]
 
 
 def test_variety_of_a_step() -> None:
     """Guards which step is shown: mixed before all prompts or all output, then one that goes on with a prompt."""
     ranked = [[(5, 1)] * 7, [(5, 1), (0, 4)], [(5, 1), (4, 4)], [(5, 1)] * 6 + [(4, 30)], [(5, 1)] * 6 + [(4, 4)]]
-    assert sorted(ranked, key=variety) == ranked
+    assert sorted(ranked, key=example_score) == ranked
 
 
 def texts_of(svg: str) -> set[str]:
@@ -186,16 +197,16 @@ EXPECTED = {
 def test_pictures_are_whole(tmp_path: Path) -> None:
     """Guards that each picture is well-formed, says what it shows, and is the same for the same data."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
-    from cbatch.cli.bench.render.plots import write_all
+    from cbatch.cli.bench.render.plots import write_svgs
 
-    paths = write_all(tmp_path / "new", both(), some_figures(), some_points(), objective="TTFT under 1 s")
+    paths = write_svgs(tmp_path / "new", both(), some_figures(), some_points(), objective="TTFT under 1 s")
     assert {path.name for path in paths.values()} == EXPECTED.keys()
     for path in paths.values():
         svg = path.read_text(encoding="utf-8")
         missing = EXPECTED[path.name] - texts_of(svg)
         assert not missing, f"{path.name} lacks {missing}; it has {texts_of(svg)}"
         assert "<dc:date>" not in svg
-    again = write_all(tmp_path, both(), {})
+    again = write_svgs(tmp_path, both(), {})
     assert len(again) == 3
     for title, path in again.items():
         assert path.read_bytes() == paths[title].read_bytes()
@@ -204,36 +215,39 @@ def test_pictures_are_whole(tmp_path: Path) -> None:
 def test_pictures_of_little(tmp_path: Path) -> None:
     """Guards runs with nothing in them, or of other strategies: what has no data is left out."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
-    from cbatch.cli.bench.render.plots import write_all
+    from cbatch.cli.bench.render.plots import write_svgs
 
-    assert write_all(tmp_path, {}, {}) == {}
-    assert write_all(tmp_path, {"one by one": Trace(1, [])}, {}).keys() == {"Utilisation"}
+    assert write_svgs(tmp_path, {}, {}) == {}
+    assert write_svgs(tmp_path, {"one by one": RunRecord(1, [])}, {}).keys() == {"Utilisation"}
     few = dataclasses.replace(static_trace(), example=None)
-    assert write_all(tmp_path, {"static batches": few}, {}).keys() == {"Timeline", "Utilisation"}
+    assert write_svgs(tmp_path, {"static batches": few}, {}).keys() == {"Timeline", "Utilisation"}
 
 
 def test_step_picture_chooses_rows() -> None:
     """Guards pictures of steps with many rows: some prompts and no dummies are among the eight that are shown."""
-    from cbatch.cli.bench.render.step_plot import arrange, choose_parts
+    from cbatch.cli.bench.render.step_plot import choose_chunks, lay_out
 
-    parts = [(Part(n, n, "decode", 9, 1), (n, n + 100)) for n in range(20)]
-    parts += [(Part(20, 20, "padding", 0, 9), (300,)), (Part(21, 21, "prefill", 0, 100), tuple(range(400, 413)))]
-    chosen = choose_parts(parts)
-    assert [part.row for part, _ in chosen] == [0, 1, 2, 3, 4, 5, 6, 21]
-    sequences, width = arrange(chosen, block_size=8)
+    chunks = [(RecordedChunk(n, n, "decode", 9, 1), (n, n + 100)) for n in range(20)]
+    chunks += [
+        (RecordedChunk(20, 20, "padding", 0, 9), (300,)),
+        (RecordedChunk(21, 21, "prefill", 0, 100), tuple(range(400, 413))),
+    ]
+    chosen = choose_chunks(chunks)
+    assert [chunk.row for chunk, _ in chosen] == [0, 1, 2, 3, 4, 5, 6, 21]
+    sequences, width = lay_out(chosen, block_size=8)
     assert sequences[-1].left + 13 * 8 == width
     assert sequences[-1].own(sequences[-1].cells - 1) == 100
     assert all(before.top + before.height == after.top for before, after in pairwise(sequences))
-    assert choose_parts(parts[20:21]) == parts[20:21]
+    assert choose_chunks(chunks[20:21]) == chunks[20:21]
 
 
 def test_missing_matplotlib_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards what people read who have not installed the extra."""
-    from cbatch.cli.bench.render.plots import write_all
+    from cbatch.cli.bench.render.plots import write_svgs
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'cbatch\[plot\]'"):
-        write_all(tmp_path, both(), {})
+        write_svgs(tmp_path, both(), {})
 
 
 class Page(HTMLParser):

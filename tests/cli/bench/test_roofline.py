@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cbatch.cli.bench import roofline
-from cbatch.cli.bench.roofline import Floor, ModelCost, Rates, floor_of, measure_rates, tokens_read
-from cbatch.cli.bench.workload import Work
+from cbatch.cli.bench.roofline import DeviceRates, ModelCost, RooflineBound, measure_rates, roofline_bound, tokens_read
+from cbatch.cli.bench.workload import Workload
 from tests.support.tiny_models import COMMON, make_engine, make_network
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 48, 64, 2, COMMON["vocab_size"]
@@ -35,12 +35,12 @@ def test_context_that_is_read(prompt: int, output: int, window: int | None) -> N
 
 def test_a_floor_by_hand() -> None:
     """Guards the formula: the slower of reading and multiplying, plus the context, whatever steps a run took."""
-    work = Work([[1] * 10, [1] * 30], [256, 256], "")
+    work = Workload([[1] * 10, [1] * 30], [256, 256], "")
     cost = ModelCost(weight_bytes=1000, parameters=100, head_parameters=20, layers=((4, None), (2, 16)))
-    floor = floor_of(work, cost, Rates(bytes_per_s=500.0, flops_per_s=2000.0))
+    floor = roofline_bound(work, cost, DeviceRates(bytes_per_s=500.0, flops_per_s=2000.0))
     context = 256 * 10 + 256 * 30 + 2 * (255 * 256 // 2)
     windowed = sum(range(10, 16)) + 250 * 16 + 256 * 16
-    assert floor == Floor(
+    assert floor == RooflineBound(
         weights_s=2 * 1000 / 500,
         compute_s=2 * (100 * (10 + 30 + 255 + 255) + 20 * 512) / 2000,
         cache_s=(4 * context + 2 * windowed) / 500,

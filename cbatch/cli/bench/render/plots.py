@@ -6,22 +6,30 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbatch.cli.bench.recorder import Kind, Trace
+from cbatch.cli.bench.load.users import LoadPoint
+from cbatch.cli.bench.recorder import RunRecord, TokenKind
 from cbatch.cli.bench.render.step_plot import plot_step
 from cbatch.cli.bench.render.style import (
-    INK,
+    BACKGROUND,
+    EMPTY_SLOT,
     KIND_COLOURS,
-    NO_WORK,
-    PAPER,
-    SOFT,
+    MUTED,
+    TEXT,
+    add_legend,
     axes_grid,
-    kind_key,
     new_figure,
-    styled,
     svg_text,
+    with_style,
 )
-from cbatch.cli.bench.render.timeline import KINDS, Span, percents, pieces, share_line, shares, spans
-from cbatch.cli.bench.users import LoadPoint
+from cbatch.cli.bench.render.timeline import (
+    KINDS,
+    Interval,
+    chunk_intervals,
+    share_line,
+    slot_intervals,
+    time_shares,
+    whole_percents,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,79 +42,79 @@ TIMELINE = "Static batches wait for their slowest row; continuous batching lets 
 
 UTILISATION = "How much of the engine does work that somebody wanted"
 
-SHADES = {"p50": INK, "p90": "#8c959f", "p99": "#d0d7de"}
+SHADES = {"p50": TEXT, "p90": "#8c959f", "p99": "#d0d7de"}
 
 
-@styled
-def plot_timeline(traces: Mapping[str, Trace]) -> Figure:
+@with_style
+def plot_timeline(records: Mapping[str, RunRecord]) -> Figure:
     """A lane for each slot, all strategies on the same scale of time."""
-    slots = [trace.slots for trace in traces.values()]
+    slots = [record.slots for record in records.values()]
     lane = min(0.2, 5 / max(sum(slots), 1))
     height = 1.45 + sum(slots) * lane + 0.38 * len(slots)
     figure = new_figure(height, TIMELINE, "One lane a slot; the numbers are those of the rows of work.")
-    kind_key(figure)
+    add_legend(figure)
     hspace = 0.38 * len(slots) / max(sum(slots) * lane, 0.1)
     panels = axes_grid(figure, slots, left=0.5, top=1.1, bottom=0.45, hspace=hspace)
-    end = max(trace.elapsed_s for trace in traces.values()) or 1.0
-    for axes, (title, trace) in zip(panels, traces.items(), strict=True):
-        _draw_lanes(axes, trace, end, labels=lane > 0.12)
-        axes.set_title(f"{title}: {trace.elapsed_s:.2f} s", weight="bold", pad=5)
-        axes.set_title(share_line(trace), loc="right", color=SOFT, pad=5)
+    end = max(record.elapsed_s for record in records.values()) or 1.0
+    for axes, (title, record) in zip(panels, records.items(), strict=True):
+        _draw_lanes(axes, record, end, labels=lane > 0.12)
+        axes.set_title(f"{title}: {record.elapsed_s:.2f} s", weight="bold", pad=5)
+        axes.set_title(share_line(record), loc="right", color=MUTED, pad=5)
     panels[-1].set_xlabel("seconds")
     return figure
 
 
-def _draw_lanes(axes: Axes, trace: Trace, end: float, *, labels: bool) -> None:
+def _draw_lanes(axes: Axes, record: RunRecord, end: float, *, labels: bool) -> None:
     from matplotlib.collections import PolyCollection
 
-    found = spans(trace)
-    axes.barh(range(trace.slots), trace.elapsed_s, height=0.8, color=NO_WORK)
+    found = slot_intervals(record)
+    axes.barh(range(record.slots), record.elapsed_s, height=0.8, color=EMPTY_SLOT)
     for kind in KINDS:
         boxes = [_box(span) for span in found if span.kind == kind]
         axes.add_collection(PolyCollection(boxes, facecolors=KIND_COLOURS[kind], linewidths=0), autolim=False)
     entries = [span for span in found if span.enters]
     tops, bottoms = [span.slot - 0.4 for span in entries], [span.slot + 0.4 for span in entries]
-    axes.vlines([span.start for span in entries], tops, bottoms, color=PAPER, linewidth=1.5 if labels else 0.4)
+    axes.vlines([span.start for span in entries], tops, bottoms, color=BACKGROUND, linewidth=1.5 if labels else 0.4)
     for row, span in _widest(found).items():
         if labels and span.end - span.start > 0.006 * end * (1 + len(str(row))):
-            axes.text(span.start + 0.004 * end, span.slot, str(row), size=7, va="center", color=INK)
-    axes.set_ylim(trace.slots - 0.5, -0.5)
+            axes.text(span.start + 0.004 * end, span.slot, str(row), size=7, va="center", color=TEXT)
+    axes.set_ylim(record.slots - 0.5, -0.5)
     axes.set_xlim(0, end)
     axes.spines["left"].set_visible(False)
     axes.tick_params(left=False)
-    axes.set_yticks([0, trace.slots - 1] if trace.slots > 1 else [0])
+    axes.set_yticks([0, record.slots - 1] if record.slots > 1 else [0])
     axes.set_ylabel("slot", labelpad=-2)
 
 
-def _box(span: Span) -> list[tuple[float, float]]:
+def _box(span: Interval) -> list[tuple[float, float]]:
     top, bottom = span.slot - 0.4, span.slot + 0.4
     return [(span.start, top), (span.end, top), (span.end, bottom), (span.start, bottom)]
 
 
-def _widest(found: Sequence[Span]) -> dict[int, Span]:
+def _widest(found: Sequence[Interval]) -> dict[int, Interval]:
     """For each row its longest stretch of output."""
-    widest: dict[int, Span] = {}
+    widest: dict[int, Interval] = {}
     for span in found:
         if span.kind == "decode" and span.end - span.start > _length(widest.get(span.row)):
             widest[span.row] = span
     return widest
 
 
-def _length(span: Span | None) -> float:
+def _length(span: Interval | None) -> float:
     return span.end - span.start if span is not None else 0.0
 
 
-@styled
-def plot_utilisation(traces: Mapping[str, Trace]) -> Figure:
+@with_style
+def plot_utilisation(records: Mapping[str, RunRecord]) -> Figure:
     """The share of slots that are busy over time, and with what."""
-    height = 1.52 + 0.95 * len(traces)
+    height = 1.52 + 0.95 * len(records)
     figure = new_figure(height, UTILISATION, "Share of the slots that compute, over time; blue is what was wanted.")
-    kind_key(figure)
-    panels = axes_grid(figure, [1] * len(traces), left=0.6, top=1.12, bottom=0.45, hspace=0.45)
-    end = max(trace.elapsed_s for trace in traces.values()) or 1.0
-    for axes, (title, trace) in zip(panels, traces.items(), strict=True):
-        edges, busy = utilisation(trace, max(round(BINS * trace.elapsed_s / end), 20))
-        axes.barh(0.5, trace.elapsed_s, height=1, color=NO_WORK)
+    add_legend(figure)
+    panels = axes_grid(figure, [1] * len(records), left=0.6, top=1.12, bottom=0.45, hspace=0.45)
+    end = max(record.elapsed_s for record in records.values()) or 1.0
+    for axes, (title, record) in zip(panels, records.items(), strict=True):
+        edges, busy = utilisation(record, max(round(BINS * record.elapsed_s / end), 20))
+        axes.barh(0.5, record.elapsed_s, height=1, color=EMPTY_SLOT)
         floor = [0.0] * (len(edges) - 1)
         for kind in KINDS:
             if any(busy[kind]):
@@ -114,7 +122,9 @@ def plot_utilisation(traces: Mapping[str, Trace]) -> Figure:
                 axes.stairs(top, edges, baseline=floor, fill=True, color=KIND_COLOURS[kind], linewidth=0)
                 floor = top
         axes.set_title(title, weight="bold", pad=4)
-        axes.set_title(f"useful {percents(shares(trace))['useful']}% of {trace.elapsed_s:.2f} s", loc="right", pad=4)
+        axes.set_title(
+            f"useful {whole_percents(time_shares(record))['useful']}% of {record.elapsed_s:.2f} s", loc="right", pad=4
+        )
         axes.set_ylim(0, 1)
         axes.set_xlim(0, end)
         axes.set_yticks([0, 0.5, 1], ["0", "50%", "100%"])
@@ -123,36 +133,36 @@ def plot_utilisation(traces: Mapping[str, Trace]) -> Figure:
     return figure
 
 
-def utilisation(trace: Trace, bins: int) -> tuple[list[float], dict[Kind, list[float]]]:
+def utilisation(record: RunRecord, bins: int) -> tuple[list[float], dict[TokenKind, list[float]]]:
     """The edges of equal stretches of a run's time, in seconds, and for each kind the mean share of slots in them."""
-    width = trace.elapsed_s / bins or 1.0
-    busy: dict[Kind, list[float]] = {kind: [0.0] * bins for kind in KINDS}
-    for step in trace.steps:
-        for _, _, kind, start, stop in pieces(step):
+    width = record.elapsed_s / bins or 1.0
+    busy: dict[TokenKind, list[float]] = {kind: [0.0] * bins for kind in KINDS}
+    for step in record.steps:
+        for _, _, kind, start, stop in chunk_intervals(step):
             for n in range(int(start / width), min(int(stop / width) + 1, bins)):
                 overlap = min(stop, (n + 1) * width) - max(start, n * width)
-                busy[kind][n] += overlap / width / trace.slots
+                busy[kind][n] += overlap / width / record.slots
     return [n * width for n in range(bins + 1)], busy
 
 
-@styled
-def plot_speed(figures: Mapping[str, Mapping[str, Any]]) -> Figure:
+@with_style
+def plot_speed(run_metrics: Mapping[str, Mapping[str, Any]]) -> Figure:
     """Output tokens per second, and the times to the first and between further tokens, of each strategy."""
     figure = new_figure(
-        1.25 + 0.32 * len(figures),
+        1.25 + 0.32 * len(run_metrics),
         "Output speed, and how long a row waits for its first and its next token",
         "Times are p50 / p90 / p99, dark to light: half of the rows, nine in ten, 99 in a hundred are within them.",
     )
-    names = list(figures)
+    names = list(run_metrics)
     left = 0.4 + 0.075 * max(map(len, names))
     speed, first, pace = axes_grid(figure, [1], 3, left=left, right=0.1, top=1.0, bottom=0.15, wspace=0.15)
-    rates = [figures[name]["output_tokens_per_s"] for name in names]
+    rates = [run_metrics[name]["output_tokens_per_s"] for name in names]
     speed.barh(names, rates, height=0.6, color=KIND_COLOURS["decode"])
     for place, rate in enumerate(rates):
         speed.text(rate, place, f" {rate:,.0f}", va="center")
     _finish_bars(speed, "output tokens/s", max(rates), len(names))
-    _percentile_bars(first, "first token (TTFT)", [figures[name]["ttft_s"] for name in names])
-    _percentile_bars(pace, "further tokens (TPOT)", [figures[name]["tpot_s"] for name in names])
+    _percentile_bars(first, "first token (TTFT)", [run_metrics[name]["ttft_s"] for name in names])
+    _percentile_bars(pace, "further tokens (TPOT)", [run_metrics[name]["tpot_s"] for name in names])
     return figure
 
 
@@ -174,11 +184,11 @@ def _finish_bars(axes: Axes, title: str, longest: float, count: int, room: float
     axes.set_ylim(count - 0.5, -0.5)
     axes.set_xlim(0, longest * room or 1)
     axes.set_xticks([])
-    axes.tick_params(left=False, labelcolor=INK, labelsize=9)
+    axes.tick_params(left=False, labelcolor=TEXT, labelsize=9)
     axes.spines[["bottom"]].set_visible(False)
 
 
-@styled
+@with_style
 def plot_load(points: Sequence[LoadPoint], objective: str = "") -> Figure:
     """What more users at once do to the time to the first token, to each user's speed, and to the promise kept.
 
@@ -190,12 +200,12 @@ def plot_load(points: Sequence[LoadPoint], objective: str = "") -> Figure:
     first, speed, within = axes_grid(figure, [1], 3, left=0.5, right=0.35, top=0.98, bottom=0.5, wspace=0.36)
     users = [point.users for point in points]
     _line(first, users, [point.ttft_p99 for point in points], "p99", SHADES["p90"], "bottom")
-    _line(first, users, [point.ttft_p50 for point in points], "p50", INK, "top")
+    _line(first, users, [point.ttft_p50 for point in points], "p50", TEXT, "top")
     first.set_title("time to first token, s", pad=6)
-    _line(speed, users, [point.tps_p50 for point in points], "p50", INK, "bottom")
+    _line(speed, users, [point.tps_p50 for point in points], "p50", TEXT, "bottom")
     _line(speed, users, [point.tps_p10 for point in points], "p10", SHADES["p90"], "top")
     speed.set_title("output tokens/s of a user", pad=6)
-    _line(within, users, [point.within * 100 for point in points], "", INK, "bottom")
+    _line(within, users, [point.within * 100 for point in points], "", TEXT, "bottom")
     within.set_title("users within the objective, %", pad=6)
     within.set_ylim(0, 105)
     ticks = [count for count in users if count & (count - 1) == 0] if len(users) > 6 else users
@@ -218,10 +228,10 @@ def _line(axes: Axes, users: Sequence[int], values: Sequence[float], name: str, 
         axes.annotate(name, (users[-1], values[-1]), (13, 0), textcoords="offset points", va=side, color=colour)
 
 
-def write_all(
+def write_svgs(
     folder: Path,
-    traces: Mapping[str, Trace],
-    figures: Mapping[str, Mapping[str, Any]],
+    records: Mapping[str, RunRecord],
+    run_metrics: Mapping[str, Mapping[str, Any]],
     points: Sequence[LoadPoint] = (),
     *,
     side_by_side: Sequence[str] = ("static batches", "continuous"),
@@ -230,19 +240,19 @@ def write_all(
     """Writes SVG files into a folder, made where it is not there; returns their paths by title.
 
     traces:       by the titles of the strategies; pictures whose data are not there are left out
-    figures:      what `figures.figures` gives, by the same titles
+    figures:      what `run_metrics.run_metrics` gives, by the same titles
     side_by_side: the strategies of the timeline; of the last one a step is drawn too
 
     Raises ConfigError where matplotlib is missing.
     """
-    pair = {title: traces[title] for title in side_by_side if title in traces}
+    pair = {title: records[title] for title in side_by_side if title in records}
     drawn: dict[str, tuple[str, Figure]] = {}
     if pair:
         drawn["Timeline"] = "timeline.svg", plot_timeline(pair)
-    if traces:
-        drawn["Utilisation"] = "utilisation.svg", plot_utilisation(traces)
-    if figures:
-        drawn["Speed"] = "speed.svg", plot_speed(figures)
+    if records:
+        drawn["Utilisation"] = "utilisation.svg", plot_utilisation(records)
+    if run_metrics:
+        drawn["Speed"] = "speed.svg", plot_speed(run_metrics)
     if points:
         drawn["Load"] = "load.svg", plot_load(points, objective)
     shown = list(pair.values())[-1] if pair else None

@@ -51,9 +51,9 @@ def html_report(data: Mapping[str, Any], pictures: Iterable[tuple[str, str]]) ->
               anything
     """
     title = escape(str(data.get("title", "Benchmark")))
-    parts = [f"<h2>{escape(_heading(name))}</h2>\n{_part(value)}" for name, value in data.items() if name != "title"]
+    chunks = [f"<h2>{escape(_heading(name))}</h2>\n{_part(value)}" for name, value in data.items() if name != "title"]
     drawn = [_picture(name, svg) for name, svg in pictures]
-    body = "\n".join([f"<h1>{title}</h1>", *parts, *(["<h2>Pictures</h2>"] if drawn else []), *drawn])
+    body = "\n".join([f"<h1>{title}</h1>", *chunks, *(["<h2>Pictures</h2>"] if drawn else []), *drawn])
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width">\n'

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from cbatch.cli.bench.recorder import Kind
-from cbatch.cli.bench.render.timeline import KINDS, WORDS
+from cbatch.cli.bench.recorder import TokenKind
+from cbatch.cli.bench.render.timeline import KIND_LABELS, KINDS
 from cbatch.engine import ConfigError
 
 if TYPE_CHECKING:
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 WIDTH = 9.2
 """Inches: 883 pixels of a browser, the width of a README."""
 
-INK, SOFT, FAINT, PAPER = "#1f2328", "#59636e", "#e7eaee", "#ffffff"
-NO_WORK = "#f3f4f6"
+TEXT, MUTED, GRID, BACKGROUND = "#1f2328", "#59636e", "#e7eaee", "#ffffff"
+EMPTY_SLOT = "#f3f4f6"
 
-KIND_COLOURS: dict[Kind, str] = {
+KIND_COLOURS: dict[TokenKind, str] = {
     "prefill": "#0b4f8a",
     "decode": "#6fb1e0",
     "padding": "#f0b429",
@@ -36,20 +36,20 @@ ROW_COLOURS = ("#332288", "#ddaa33", "#117733", "#cc6677", "#88ccee", "#882255",
 SETTINGS: dict[str, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
-    "text.color": INK,
-    "axes.edgecolor": SOFT,
-    "axes.labelcolor": SOFT,
-    "axes.titlecolor": INK,
+    "text.color": TEXT,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": MUTED,
+    "axes.titlecolor": TEXT,
     "axes.titlesize": 9.5,
     "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.linewidth": 0.7,
     "axes.axisbelow": True,
-    "grid.color": FAINT,
+    "grid.color": GRID,
     "grid.linewidth": 0.8,
-    "xtick.color": SOFT,
-    "ytick.color": SOFT,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
     "xtick.labelsize": 8.5,
     "ytick.labelsize": 8.5,
     "svg.fonttype": "path",
@@ -63,7 +63,7 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
-def need_matplotlib() -> None:
+def require_matplotlib() -> None:
     """Raises ConfigError where it is missing."""
     try:
         import matplotlib  # noqa: F401
@@ -71,12 +71,12 @@ def need_matplotlib() -> None:
         raise ConfigError("Pictures need the extra: pip install 'cbatch[plot]'.") from error
 
 
-def styled(draw: Callable[Given, Result]) -> Callable[Given, Result]:
+def with_style(draw: Callable[Given, Result]) -> Callable[Given, Result]:
     """Makes a function draw with SETTINGS. It raises ConfigError where matplotlib is missing."""
 
     @functools.wraps(draw)
     def draw_styled(*args: Given.args, **kwargs: Given.kwargs) -> Result:
-        need_matplotlib()
+        require_matplotlib()
         import matplotlib
 
         with matplotlib.rc_context():
@@ -91,9 +91,9 @@ def new_figure(height: float, title: str, subtitle: str = "") -> Figure:
     """An empty figure, `height` inches high, with a title that says what one should see."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH, height), facecolor=PAPER)
-    figure.text(0.12 / WIDTH, 1 - 0.12 / height, title, size=12, weight="bold", va="top", color=INK)
-    figure.text(0.12 / WIDTH, 1 - 0.38 / height, subtitle, size=9, va="top", color=SOFT)
+    figure = Figure(figsize=(WIDTH, height), facecolor=BACKGROUND)
+    figure.text(0.12 / WIDTH, 1 - 0.12 / height, title, size=12, weight="bold", va="top", color=TEXT)
+    figure.text(0.12 / WIDTH, 1 - 0.38 / height, subtitle, size=9, va="top", color=MUTED)
     return figure
 
 
@@ -119,7 +119,7 @@ def axes_grid(figure: Figure, heights: Iterable[float], columns: int = 1, **marg
     return [axes for row in grid for axes in row]
 
 
-def kind_key(figure: Figure, kinds: Iterable[Kind] = KINDS, *, above: float = 0.72) -> None:
+def add_legend(figure: Figure, kinds: Iterable[TokenKind] = KINDS, *, above: float = 0.72) -> None:
     """A line of coloured squares with what they stand for, `above` inches below the top edge."""
     from matplotlib.patches import Rectangle
 
@@ -128,11 +128,11 @@ def kind_key(figure: Figure, kinds: Iterable[Kind] = KINDS, *, above: float = 0.
         side = 0.12
         size: dict[str, Any] = {"width": side / WIDTH, "height": side / figure.get_figheight()}
         figure.add_artist(Rectangle((x / WIDTH, y), **size, color=KIND_COLOURS[kind], linewidth=0))
-        figure.text((x + 0.18) / WIDTH, y, WORDS[kind], size=9, va="bottom", color=INK)
-        x += 0.45 + 0.075 * len(WORDS[kind])
+        figure.text((x + 0.18) / WIDTH, y, KIND_LABELS[kind], size=9, va="bottom", color=TEXT)
+        x += 0.45 + 0.075 * len(KIND_LABELS[kind])
 
 
-@styled
+@with_style
 def svg_text(figure: Figure, title: str) -> str:
     """A figure as SVG, the same for the same data."""
     file = io.StringIO()

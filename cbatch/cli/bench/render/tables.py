@@ -99,7 +99,7 @@ def load_table(entries: list[dict[str, Any]]) -> Rows:
     return lines
 
 
-def as_text(rows: Rows) -> list[str]:
+def markdown_lines(rows: Rows) -> list[str]:
     """A Markdown table whose columns stand under one another, numbers to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from cbatch.cli.bench.users import Answer, Level, Scenario, User
+from cbatch.cli.bench.load.users import SLO, Scenario, Turn, User
 from cbatch.cli.run.stats import percentiles
 from cbatch.engine import ConfigError, SamplingParams
 
@@ -28,7 +28,7 @@ class Clock(Protocol):
     def now(self) -> float:
         """Seconds since some moment. Called on any thread."""
 
-    def wait(self, inbox: queue.SimpleQueue[Answer], timeout: float) -> Answer | None:
+    def wait(self, inbox: queue.SimpleQueue[Turn], timeout: float) -> Turn | None:
         """The next answer that ends, or None after some seconds."""
 
 
@@ -38,7 +38,7 @@ class RealClock:
     def now(self) -> float:
         return time.perf_counter()
 
-    def wait(self, inbox: queue.SimpleQueue[Answer], timeout: float) -> Answer | None:
+    def wait(self, inbox: queue.SimpleQueue[Turn], timeout: float) -> Turn | None:
         try:
             return inbox.get(timeout=max(timeout, 0.0))
         except queue.Empty:
@@ -84,9 +84,9 @@ class LoadResult:
 def run_load(
     driver: Driver,
     scenario: Scenario,
-    level: Level,
+    slo: SLO,
     clock: Clock | None = None,
-    chance: Callable[[str], random.Random] = random.Random,
+    rng: Callable[[str], random.Random] = random.Random,
 ) -> LoadResult:
     """Lets users ask a driver until the time is over, and cancels what is unfinished then. An error ends its user.
 
@@ -94,33 +94,31 @@ def run_load(
     Raises ConfigError where a question would not fit the context.
     """
     scenario.check()
-    run = _Run(driver, scenario, clock or RealClock(), chance)
+    run = _Run(driver, scenario, clock or RealClock(), rng)
     try:
         run.go()
     finally:
         run.cancel()
-    return run.result(level)
+    return run.result(slo)
 
 
 class _Run:
     """One run: who is due when, and who waits for an answer."""
 
-    def __init__(
-        self, driver: Driver, scenario: Scenario, clock: Clock, chance: Callable[[str], random.Random]
-    ) -> None:
+    def __init__(self, driver: Driver, scenario: Scenario, clock: Clock, rng: Callable[[str], random.Random]) -> None:
         self._driver, self._scenario, self._clock = driver, scenario, clock
-        self._inbox: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        self._waiting: set[Answer] = set()
+        self._inbox: queue.SimpleQueue[Turn] = queue.SimpleQueue()
+        self._waiting: set[Turn] = set()
         self._users: list[User] = []
         self._worst_lag = 0.0
         self._is_over = False
         self._began = self._end = clock.now()
         self._due: list[tuple[float, int]] = []
-        arrivals, when = chance(f"{scenario.seed}/arrivals"), self._began
+        arrivals, when = rng(f"{scenario.seed}/arrivals"), self._began
         for number in range(scenario.users):
             when += arrivals.expovariate(scenario.rate)
             self._due.append((when, number))
-            self._users.append(User(number, chance(f"{scenario.seed}/{number}")))
+            self._users.append(User(number, rng(f"{scenario.seed}/{number}")))
 
     def go(self) -> None:
         """Asks what is due and takes what comes, until the time is over or nobody is left."""
@@ -138,26 +136,26 @@ class _Run:
 
     def _ask(self, user: User) -> None:
         prompt, length = user.next_prompt(self._scenario)
-        answer = Answer(user, prompt, self._clock.now())
+        answer = Turn(user, prompt, self._clock.now())
         user.answers.append(answer)
         self._waiting.add(answer)
         params = SamplingParams(max_tokens=length, ignore_eos=True)
         answer.ticket = self._driver.submit(prompt, params, lambda event: self._take(answer, event))
 
-    def _take(self, answer: Answer, event: TokenEvent) -> None:
+    def _take(self, answer: Turn, event: TokenEvent) -> None:
         """The sink: called on the driver's thread. Of the step that was in flight at the end nothing counts."""
         if not self._is_over:
             answer.take(event, self._clock.now())
             if event.finish_reason is not None:
                 self._inbox.put(answer)
 
-    def _think(self, answer: Answer) -> None:
+    def _think(self, answer: Turn) -> None:
         self._waiting.discard(answer)
         user, mean = answer.user, self._scenario.think_s
         if answer.error or answer.ended is None:
             return
         user.text = answer.prompt + answer.tokens
-        pause = user.chance.expovariate(1 / mean) if mean > 0 else 0.0
+        pause = user.rng.expovariate(1 / mean) if mean > 0 else 0.0
         heapq.heappush(self._due, (answer.ended + pause, user.number))
 
     def cancel(self) -> None:
@@ -167,14 +165,14 @@ class _Run:
             if answer.ticket is not None:
                 self._driver.cancel(answer.ticket)
 
-    def result(self, level: Level) -> LoadResult:
+    def result(self, slo: SLO) -> LoadResult:
         """What has come of it, judged."""
-        settled, end = self._began + self._scenario.settle_s, self._end
+        settled, end = self._began + self._scenario.warmup_s, self._end
         answers = [answer for user in self._users for answer in user.answers]
         counted = [answer for answer in answers if answer.asked >= settled]
         errors = [answer.error for answer in answers if answer.error]
-        users = [kept for user in self._users if (kept := user.keeps(level, settled, end)) is not None]
-        kept_answers = [kept for answer in counted if (kept := answer.keeps(level, end)) is not None]
+        users = [kept for user in self._users if (kept := user.meets(slo, settled, end)) is not None]
+        kept_answers = [kept for answer in counted if (kept := answer.meets(slo, end)) is not None]
         return LoadResult(
             users=sum(bool(user.answers) for user in self._users),
             users_judged=len(users),
@@ -184,7 +182,7 @@ class _Run:
             cut_off=sum(answer.ended is None for answer in answers),
             errors=len(errors),
             first_error=errors[0] if errors else "",
-            ttft_s=percentiles([answer.waited_s(end) for answer in counted if _has_ttft(answer, level, end)]),
+            ttft_s=percentiles([answer.waited_s(end) for answer in counted if _has_ttft(answer, slo, end)]),
             tpot_s=percentiles([answer.tpot_s for answer in counted if answer.tpot_s is not None]),
             prompt_tokens=sum(len(answer.prompt) for answer in answers),
             cached_tokens=sum(answer.cached_tokens for answer in answers),
@@ -194,9 +192,9 @@ class _Run:
         )
 
 
-def _has_ttft(answer: Answer, level: Level, end: float) -> bool:
+def _has_ttft(answer: Turn, slo: SLO, end: float) -> bool:
     """Whether its first token came; or it is late, and what it has waited is the least that it would have been."""
-    return answer.first is not None or (not answer.error and answer.keeps(level, end) is False)
+    return answer.first is not None or (not answer.error and answer.meets(slo, end) is False)
 
 
 def _share(kept: list[bool]) -> float | None:

@@ -33,7 +33,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before = torch.cuda.memory_allocated(self._device)
         else:
-            _give_back()
+            _release_free_memory()
             self._before = self._most = self._process.memory_info().rss
             self._thread.start()
         return self
@@ -51,7 +51,7 @@ class PeakMemory:
             self._most = max(self._most, self._process.memory_info().rss)
 
 
-def _give_back() -> None:
+def _release_free_memory() -> None:
     """Returns what is free to the system, where the C library can, so that it is seen when it is taken again."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from cbatch import __version__
 from cbatch.cli.bench.render.tables import (
     Rows,
-    as_text,
     cost_table,
     load_table,
+    markdown_lines,
     memory_table,
     seconds,
     strategy_table,
@@ -25,7 +25,7 @@ from cbatch.cli.common.console import emit, notice, safe
 from cbatch.cli.common.loading import describe
 
 if TYPE_CHECKING:
-    from cbatch.cli.bench.recorder import Trace
+    from cbatch.cli.bench.recorder import RunRecord
     from cbatch.engine import Engine
 
 SIDE_BY_SIDE = ("static batches", "continuous")
@@ -33,7 +33,7 @@ WIDTH = 100
 """Columns of the timeline where stdout is no terminal."""
 
 
-def about(engine: Engine) -> dict[str, Any]:
+def machine_and_model(engine: Engine) -> dict[str, Any]:
     """What all figures depend on: the machine and the model."""
     import torch
     import transformers
@@ -64,7 +64,7 @@ def _processor() -> str:
     return name or platform.processor() or platform.machine()
 
 
-def show_comparison(data: dict[str, Any], traces: dict[str, Trace]) -> None:
+def print_comparison(data: dict[str, Any], records: dict[str, RunRecord]) -> None:
     """Tables, and the timeline in characters."""
     work, floor = data["work"], data["roofline"]
     _head(data)
@@ -85,7 +85,7 @@ def show_comparison(data: dict[str, Any], traces: dict[str, Trace]) -> None:
         _emit_table(memory_table(found["prompt_memory"]))
     if "token_costs" in found:
         _emit_table(cost_table(found["token_costs"]))
-    pair = {title: traces[title] for title in SIDE_BY_SIDE if title in traces}
+    pair = {title: records[title] for title in SIDE_BY_SIDE if title in records}
     if pair:
         emit("")
         width = (
@@ -95,7 +95,7 @@ def show_comparison(data: dict[str, Any], traces: dict[str, Trace]) -> None:
             emit(line)
 
 
-def show_load(data: dict[str, Any]) -> None:
+def print_load(data: dict[str, Any]) -> None:
     work = data["work"]
     _head(data)
     emit(
@@ -112,35 +112,35 @@ def show_load(data: dict[str, Any]) -> None:
         emit(f"This program asked up to {seconds(lag)} too late: the load was less than it was to be.")
 
 
-def keep_pictures(data: dict[str, Any], traces: dict[str, Trace], folder: Path | None) -> list[tuple[str, str]]:
+def write_pictures(data: dict[str, Any], records: dict[str, RunRecord], folder: Path | None) -> list[tuple[str, str]]:
     """Writes pictures into the folder, if there is one, and returns title and SVG of each."""
-    from cbatch.cli.bench.render.plots import write_all
-    from cbatch.cli.bench.serve import load_points
+    from cbatch.cli.bench.load.measure import load_points
+    from cbatch.cli.bench.render.plots import write_svgs
 
-    figures = {one["title"]: one for one in data.get("strategies", []) if "steps" in one}
+    run_metrics = {one["title"]: one for one in data.get("strategies", []) if "steps" in one}
     work = data["work"]
     objective = f"TTFT {seconds(work['slo_ttft_s'])}, {work['slo_tps']:g} tokens/s" if "slo_tps" in work else ""
     with tempfile.TemporaryDirectory() as spare:
-        paths = write_all(folder or Path(spare), traces, figures, load_points(data), objective=objective)
+        paths = write_svgs(folder or Path(spare), records, run_metrics, load_points(data), objective=objective)
         if folder is not None:
             notice(f"{len(paths)} pictures are in {safe(str(folder))}")
         return [(title, path.read_text(encoding="utf-8")) for title, path in paths.items()]
 
 
-def keep_report(path: Path, data: dict[str, Any], pictures: list[tuple[str, str]]) -> None:
+def write_report(path: Path, data: dict[str, Any], pictures: list[tuple[str, str]]) -> None:
     from cbatch.cli.bench.render.report import html_report
 
-    parts: dict[str, Any] = {"title": "cbatch bench", "model": data["model"], "machine": data["machine"]}
-    parts["work"] = data["work"]
+    chunks: dict[str, Any] = {"title": "cbatch bench", "model": data["model"], "machine": data["machine"]}
+    chunks["work"] = data["work"]
     if "strategies" in data:
-        parts["strategies"] = {one["title"]: _shown(one) for one in data["strategies"]}
-        parts["roofline"] = {name: value for name, value in data["roofline"].items() if name != "assumed"}
-        parts |= data.get("techniques", {})
+        chunks["strategies"] = {one["title"]: _shown(one) for one in data["strategies"]}
+        chunks["roofline"] = {name: value for name, value in data["roofline"].items() if name != "assumed"}
+        chunks |= data.get("techniques", {})
     if "points" in data:
-        parts["load"] = [_shown(one) for one in data["points"]]
+        chunks["load"] = [_shown(one) for one in data["points"]]
     elif "load" in data:
-        parts["load"] = _shown(data["load"])
-    path.write_text(html_report(parts, pictures), encoding="utf-8")
+        chunks["load"] = _shown(data["load"])
+    path.write_text(html_report(chunks, pictures), encoding="utf-8")
     notice(f"the report is {safe(str(path))}")
 
 
@@ -158,5 +158,5 @@ def _head(data: dict[str, Any]) -> None:
 
 def _emit_table(rows: Rows) -> None:
     emit("")
-    for line in as_text(rows):
+    for line in markdown_lines(rows):
         emit(line)

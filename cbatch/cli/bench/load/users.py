@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from cbatch.cli.bench.workload import Lengths
+from cbatch.cli.bench.workload import LengthDistribution
 from cbatch.engine import ConfigError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
-SETTLING = 0.25
+WARMUP_SHARE = 0.25
 """Of a probe's time, the part in which its users arrive, and in which answers do not count yet."""
 
 
@@ -28,7 +28,7 @@ def parse_duration(text: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class SLO:
     """What each answer is to keep: seconds to its first token, and tokens a second from then on."""
 
     ttft_s: float
@@ -55,12 +55,12 @@ class Scenario:
     rate: float
     duration_s: float
     think_s: float
-    inputs: Lengths
-    outputs: Lengths
+    inputs: LengthDistribution
+    outputs: LengthDistribution
     vocabulary: int
     context: int
     turns: int = 1
-    settle_s: float = 0.0
+    warmup_s: float = 0.0
     seed: int = 0
 
     def check(self) -> None:
@@ -74,14 +74,14 @@ class Scenario:
 
     def probe(self, users: int, duration_s: float) -> Scenario:
         """A shorter run with so many users, other prompts, and answers judged once the users may be there."""
-        settle_s = SETTLING * duration_s
-        rate = max(self.rate, users / settle_s)
+        warmup_s = WARMUP_SHARE * duration_s
+        rate = max(self.rate, users / warmup_s)
         seed = self.seed + 1_000_003 * users
-        return replace(self, users=users, rate=rate, duration_s=duration_s, settle_s=settle_s, seed=seed)
+        return replace(self, users=users, rate=rate, duration_s=duration_s, warmup_s=warmup_s, seed=seed)
 
 
 @dataclass(eq=False, slots=True)
-class Answer:
+class Turn:
     """One question of a user and what came of it; times of the clock, tokens as they come."""
 
     user: User
@@ -118,15 +118,15 @@ class Answer:
         """Seconds to the first token, or until `end` where none came."""
         return (end if self.first is None else self.first) - self.asked
 
-    def keeps(self, level: Level, end: float) -> bool | None:
+    def meets(self, slo: SLO, end: float) -> bool | None:
         """Whether it kept the level; None where it was cut off at `end` and had kept it so far."""
-        if self.error or self.waited_s(end) > level.ttft_s:
+        if self.error or self.waited_s(end) > slo.ttft_s:
             return False
         if self.ended is not None:
-            return self.tpot_s is None or self.tpot_s * level.tps <= 1
+            return self.tpot_s is None or self.tpot_s * slo.tps <= 1
         if self.first is None:
             return None
-        is_behind = len(self.tokens) - 1 < int((end - self.first) * level.tps)
+        is_behind = len(self.tokens) - 1 < int((end - self.first) * slo.tps)
         return False if is_behind else None
 
 
@@ -135,26 +135,26 @@ class User:
     """Somebody who asks: chance of his own, so that what he asks does not depend on how he is served."""
 
     number: int
-    chance: random.Random
+    rng: random.Random
     text: list[int] = field(default_factory=list)
     turn: int = 0
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[Turn] = field(default_factory=list)
 
     def next_prompt(self, scenario: Scenario) -> tuple[list[int], int]:
         """The tokens of the next question with what was said before it, and how long the answer is to be."""
-        question = scenario.inputs.drawer(self.chance)()
-        answer = scenario.outputs.drawer(self.chance)()
+        question = scenario.inputs.sampler(self.rng)()
+        answer = scenario.outputs.sampler(self.rng)()
         is_full = len(self.text) + question + answer > scenario.context
         if self.turn == scenario.turns or is_full:
             self.text, self.turn = [], 0
         first = min(10, scenario.vocabulary // 2)  # the first ids are special tokens in most vocabularies
         self.turn += 1
-        self.text = self.text + self.chance.choices(range(first, scenario.vocabulary), k=question)
+        self.text = self.text + self.rng.choices(range(first, scenario.vocabulary), k=question)
         return self.text, answer
 
-    def keeps(self, level: Level, settled: float, end: float) -> bool | None:
+    def meets(self, slo: SLO, settled: float, end: float) -> bool | None:
         """Whether all of his answers did; None where none can be judged."""
-        found = {answer.keeps(level, end) for answer in self.answers if answer.asked >= settled}
+        found = {answer.meets(slo, end) for answer in self.answers if answer.asked >= settled}
         return False if False in found else (True if True in found else None)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from cbatch.cli.bench.memory import PeakMemory
-from cbatch.cli.bench.strategies import Ground
+from cbatch.cli.bench.peak_memory import PeakMemory
+from cbatch.cli.bench.strategies import Experiment
 from cbatch.engine import ConfigError, Engine, SamplingParams
 
 LONG_PROMPT = 10_000
@@ -17,26 +17,26 @@ SHORTEST = 64
 REPEATS = 5
 
 
-def prompt_memory(ground: Ground, context: int) -> list[dict[str, Any]]:
+def measure_prompt_memory(experiment: Experiment, context: int) -> list[dict[str, Any]]:
     """The most memory that one long prompt takes in chunks and as a whole, the cache's own blocks left out.
 
     The prompt has 10,000 tokens, or as many as the context holds; the cache is written, and so in memory, before.
     """
     length = min(LONG_PROMPT, context - 1)
-    return [_prompt_memory(ground, length, budget) for budget in dict.fromkeys((min(CHUNK, length), length))]
+    return [_prompt_memory(experiment, length, budget) for budget in dict.fromkeys((min(CHUNK, length), length))]
 
 
-def _engine(ground: Ground, context: int, budget: int) -> Engine:
+def _engine(experiment: Experiment, context: int, budget: int) -> Engine:
     """For one row of up to `context` tokens, in a cache that holds no more, so that large steps find room."""
-    blocks = -(-context // ground.config.block_size)
+    blocks = -(-context // experiment.config.block_size)
     config = replace(
-        ground.config, max_seqs=1, max_batch_tokens=budget, kv_blocks=blocks, prefix_cache=False, run_ahead=False
+        experiment.config, max_seqs=1, max_batch_tokens=budget, kv_blocks=blocks, prefix_cache=False, run_ahead=False
     )
-    return Engine(config, ground.loaded)
+    return Engine(config, experiment.loaded)
 
 
-def _prompt_memory(ground: Ground, length: int, budget: int) -> dict[str, Any]:
-    with _engine(ground, length + 1, budget) as engine:
+def _prompt_memory(experiment: Experiment, length: int, budget: int) -> dict[str, Any]:
+    with _engine(experiment, length + 1, budget) as engine:
         for tensor in (*engine.runner.pool.keys, *engine.runner.pool.values):
             tensor.zero_()
         with PeakMemory(engine.device) as memory:
@@ -48,11 +48,13 @@ def _prompt_memory(ground: Ground, length: int, budget: int) -> dict[str, Any]:
     return {"prompt_tokens": length, "tokens_a_step": budget, "peak_bytes": memory.peak_bytes, "elapsed_s": elapsed}
 
 
-def token_costs(ground: Ground, context: int, clock: Callable[[], float] = time.perf_counter) -> list[dict[str, Any]]:
+def measure_token_costs(
+    experiment: Experiment, context: int, clock: Callable[[], float] = time.perf_counter
+) -> list[dict[str, Any]]:
     """Seconds that the next token takes after texts of growing length, with their keys and values kept and without."""
     found = []
     length = SHORTEST
-    with _engine(ground, context, context) as engine:
+    with _engine(experiment, context, context) as engine:
         while length + REPEATS + 1 <= context:
             engine.add([1] * length, SamplingParams(max_tokens=REPEATS + 1, ignore_eos=True))
             times = []

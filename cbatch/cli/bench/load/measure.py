@@ -7,8 +7,8 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from cbatch.cli.bench.load import Capacity, LoadResult, find_capacity, run_load
-from cbatch.cli.bench.users import Level, LoadPoint, Scenario
+from cbatch.cli.bench.load.generator import Capacity, LoadResult, find_capacity, run_load
+from cbatch.cli.bench.load.users import SLO, LoadPoint, Scenario
 from cbatch.engine import Driver
 
 if TYPE_CHECKING:
@@ -19,17 +19,17 @@ PROBE_S = 20.0
 
 
 def serve(
-    engine: Engine, scenario: Scenario, level: Level, *, search: bool, tell: Callable[[str], None]
+    engine: Engine, scenario: Scenario, slo: SLO, *, search: bool, on_progress: Callable[[str], None]
 ) -> dict[str, Any]:
     """Runs the load, or searches for the most users that the level holds for."""
     with closing(Driver(engine)) as driver:
         if not search:
-            tell(f"{scenario.users} users for {scenario.duration_s:g} s")
-            return {"load": _entry(run_load(driver, scenario, level))}
+            on_progress(f"{scenario.users} users for {scenario.duration_s:g} s")
+            return {"load": _entry(run_load(driver, scenario, slo))}
 
         def measure(users: int) -> LoadResult:
-            tell(f"{users} users")
-            return run_load(driver, scenario.probe(users, scenario.duration_s), level)
+            on_progress(f"{users} users")
+            return run_load(driver, scenario.probe(users, scenario.duration_s), slo)
 
         return _searched(find_capacity(measure, most=scenario.users))
 
