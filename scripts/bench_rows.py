@@ -25,10 +25,10 @@ from cbatch import Engine, EngineConfig, SamplingParams
 from cbatch.cli.common.loading import tune_process
 from cbatch.cli.run.input.lines import read_lines
 from cbatch.cli.run.output.journal import Journal
-from cbatch.cli.run.output.writer import FileOutput
-from cbatch.cli.run.pipeline import Batch
-from cbatch.cli.run.requests import Preparer, RowOptions
-from cbatch.cli.run.stats import Tally
+from cbatch.cli.run.output.writer import FileWriter
+from cbatch.cli.run.pipeline import Pipeline
+from cbatch.cli.run.requests import RequestBuilder, RowOptions
+from cbatch.cli.run.stats import RunStats
 from cbatch.engine import Driver
 from cbatch.engine.models.loader import LoadedModel
 from cbatch.engine.runtime.batch import Logits
@@ -62,18 +62,18 @@ def run(folder: Path, rows: int, max_seqs: int) -> dict[str, float]:
         for number in range(rows):
             file.write(json.dumps({"id": f"row-{number}", "prompt_token_ids": [5, 6, 7, 8 + number % 50]}) + "\n")
     engine = make_engine(max_seqs)
-    driver, tally = Driver(engine), Tally()
-    preparer = Preparer(engine, RowOptions(params=SamplingParams()))
-    with FileOutput(folder / "out.jsonl", input_order=True) as output, source.open("rb") as stream:
+    driver, stats = Driver(engine), RunStats()
+    builder = RequestBuilder(engine, RowOptions(params=SamplingParams()))
+    with FileWriter(folder / "out.jsonl", input_order=True) as output, source.open("rb") as stream:
         output.start(Journal())
-        batch = Batch(driver, output, preparer, tally, window=4 * max_seqs)
+        batch = Pipeline(driver, output, builder, stats, window=4 * max_seqs)
         tune_process()
         started = time.perf_counter()
         batch.run(read_lines(stream), lambda: None)
         elapsed = time.perf_counter() - started
     driver.close()
     engine.close()
-    assert tally.rows == rows and not tally.errors, "rows were lost"
+    assert stats.rows == rows and not stats.errors, "rows were lost"
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
     return {"rows": rows, "rows_per_s": rows / elapsed, "peak_mib": peak, "steps": engine.num_steps}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.support.kill_runs import Killer, zygote
+from tests.support.kill_runs import KillTest, fork_server
 from tests.support.model_folder import save_model
 
 
@@ -23,8 +23,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, zygote() as runs:
-        killer = Killer(runs, Path(folder), save_model(Path(folder) / "model"), arguments.seed)
+    with tempfile.TemporaryDirectory() as folder, fork_server() as runs:
+        killer = KillTest(runs, Path(folder), save_model(Path(folder) / "model"), arguments.seed)
         for kills in range(50, arguments.kills + 50, 50):
             print(killer.run(min(kills, arguments.kills)), flush=True)
 

@@ -17,7 +17,7 @@ import pexpect
 import pyte
 from pexpect.fdpexpect import fdspawn
 
-from tests.support.kill_runs import Run, Zygote
+from tests.support.kill_runs import ForkServer, Run
 
 PATIENCE = 120
 
@@ -26,7 +26,7 @@ class Chat:
     """A chat of 80 × 24; used as a context, at whose end it is killed if it is still there."""
 
     def __init__(
-        self, runs: Zygote, home: Path, *arguments: object, color: bool = True, env: dict[str, str] | None = None
+        self, runs: ForkServer, home: Path, *arguments: object, color: bool = True, env: dict[str, str] | None = None
     ) -> None:
         """`home`: where it keeps sessions and history."""
         self._runs, self._arguments = runs, arguments

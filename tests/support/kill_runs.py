@@ -27,11 +27,11 @@ BIG = 6_000_000
 """Bytes of a column in some rows, so that writing one takes long enough to be killed in the middle."""
 
 
-AIMS = ("a write", "any moment", "a write", "any moment", "any moment", "the ordering")
+TARGETS = ("a write", "any moment", "a write", "any moment", "any moment", "the ordering")
 """What the kills of one batch are aimed at, one after the other, as far as it comes to that."""
 
 
-PATIENCE = 120
+HANG_SECONDS = 120
 """Seconds after which a run counts as hanging."""
 
 
@@ -40,7 +40,7 @@ class Run:
     """One run of the command; it is waited for with `code`."""
 
     pid: int
-    zygote: Zygote
+    fork_server: ForkServer
     status: int | None = None
 
     def send(self, signum: int) -> None:
@@ -69,14 +69,14 @@ class Run:
     def code(self) -> int:
         """The exit code; negative is the signal that killed it."""
         if self.status is None:
-            self.status = self.zygote.wait(self.pid)
+            self.status = self.fork_server.wait(self.pid)
         return self.status
 
     def rss_mib(self) -> float:
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-class Zygote:
+class ForkServer:
     """Forks the command, one run or several at a time."""
 
     def __init__(self) -> None:
@@ -114,15 +114,15 @@ class Zygote:
     def _ask(self, order: dict[str, Any]) -> int:
         assert self._process.stdin is not None and self._process.stdout is not None
         print(json.dumps(order), file=self._process.stdin, flush=True)
-        if not select.select([self._process.stdout], [], [], PATIENCE)[0]:
+        if not select.select([self._process.stdout], [], [], HANG_SECONDS)[0]:
             self._process.kill()
             raise TimeoutError(f"no answer to {order}")
         return int(self._process.stdout.readline())
 
 
 @contextmanager
-def zygote() -> Iterator[Zygote]:
-    made = Zygote()
+def fork_server() -> Iterator[ForkServer]:
+    made = ForkServer()
     try:
         yield made
     finally:
@@ -130,10 +130,10 @@ def zygote() -> Iterator[Zygote]:
 
 
 @dataclass
-class Tally:
+class KillCounts:
     """Kills so far: what they were aimed at, and what they hit."""
 
-    aims: Counter[str] = field(default_factory=Counter)
+    targets: Counter[str] = field(default_factory=Counter)
     torn: int = 0
     in_ordering: int = 0
     campaigns: int = 0
@@ -143,21 +143,21 @@ class Tally:
 
     @property
     def kills(self) -> int:
-        return self.aims.total()
+        return self.targets.total()
 
     def __str__(self) -> str:
-        aims = ", ".join(f"{name} {count}" for name, count in sorted(self.aims.items()))
+        targets = ", ".join(f"{name} {count}" for name, count in sorted(self.targets.items()))
         return (
-            f"{self.kills} kills ({aims}) in {self.campaigns} runs, each after the first row and before the exit; "
+            f"{self.kills} kills ({targets}) in {self.campaigns} runs, each after the first row and before the exit; "
             f"{self.torn} tore a line, {self.in_ordering} hit the final ordering; "
             f"rows lost {self.lost}, doubled {self.doubled}, changed {self.changed}"
         )
 
 
-class Killer:
+class KillTest:
     """Runs a batch to its end over and over, with kills in between, and compares with an undisturbed run."""
 
-    def __init__(self, made: Zygote, folder: Path, model: Path, seed: int) -> None:
+    def __init__(self, made: ForkServer, folder: Path, model: Path, seed: int) -> None:
         self._zygote = made
         self._folder = folder
         self._random = random.Random(seed)
@@ -167,7 +167,7 @@ class Killer:
         self._left_behind: int | None = None
         self._write_rows()
         self._arguments = ["run", self._source, "-m", model, "--dtype", "float32", "--max-seqs", "6", "-q"]
-        self.tally = Tally()
+        self.counts = KillCounts()
         run = self._start(self._out)
         while self._size() == 0 and not run.is_over():
             time.sleep(0.001)
@@ -176,43 +176,43 @@ class Killer:
         self._duration = time.monotonic() - started
         self._expected = self._out.read_bytes()
 
-    def run(self, kills: int) -> Tally:
-        while self.tally.kills < kills:
-            self._campaign(kills - self.tally.kills)
-        return self.tally
+    def run(self, kills: int) -> KillCounts:
+        while self.counts.kills < kills:
+            self._campaign(kills - self.counts.kills)
+        return self.counts
 
     def _campaign(self, most: int) -> None:
         """One batch, killed a few times and then left to finish."""
         self._out.unlink(missing_ok=True)
-        for aim in AIMS[: min(self._random.randint(1, len(AIMS)), most)]:
-            if not self._kill_one(aim):
+        for target in TARGETS[: min(self._random.randint(1, len(TARGETS)), most)]:
+            if not self._kill_one(target):
                 break
         code = self._start(self._out).code()
         assert code == 1, f"the resumed run ended with {code}"
-        self.tally.campaigns += 1
+        self.counts.campaigns += 1
         self._compare()
 
-    def _kill_one(self, aim: str) -> bool:
+    def _kill_one(self, target: str) -> bool:
         """Starts the command and kills it. False where it was faster."""
         before, self._left_behind = self._size(), self._stamp()
         run = self._start(self._out)
-        self._await(aim, before, run)
+        self._await(target, before, run)
         run.send(signal.SIGKILL)
         if run.code() != -signal.SIGKILL:
             return False
-        self.tally.aims[aim] += 1
-        self.tally.torn += not self._out.read_bytes().endswith(b"\n")
-        self.tally.in_ordering += self._is_sorting()
+        self.counts.targets[target] += 1
+        self.counts.torn += not self._out.read_bytes().endswith(b"\n")
+        self.counts.in_ordering += self._is_sorting()
         return True
 
-    def _await(self, aim: str, before: int, run: Run) -> None:
+    def _await(self, target: str, before: int, run: Run) -> None:
         """Returns at the moment that is aimed at, or when the run has gone past it."""
         while self._size() <= before and not self._is_past(run):
             time.sleep(0.001)  # the first row of this run is not there yet
-        if aim == "any moment":
+        if target == "any moment":
             left = 1 - self._size() / len(self._expected)
             time.sleep(self._random.uniform(0, self._duration * left))
-        elif aim == "the ordering":
+        elif target == "the ordering":
             while not self._is_past(run):
                 time.sleep(0.0005)
             time.sleep(self._random.uniform(0, 0.01))
@@ -239,11 +239,11 @@ class Killer:
         """Counts what differs between the file and that of the undisturbed run, byte for byte."""
         found, expected = self._out.read_bytes().splitlines(), self._expected.splitlines()
         seen = Counter(json.loads(line)["index"] for line in found)
-        self.tally.lost += len(expected) - len(seen)
-        self.tally.doubled += sum(count - 1 for count in seen.values())
-        self.tally.changed += len(set(found) - set(expected))
-        if self.tally.lost or self.tally.doubled or self.tally.changed or found != expected:
-            raise AssertionError(f"the output differs from that of an undisturbed run: {self.tally}")
+        self.counts.lost += len(expected) - len(seen)
+        self.counts.doubled += sum(count - 1 for count in seen.values())
+        self.counts.changed += len(set(found) - set(expected))
+        if self.counts.lost or self.counts.doubled or self.counts.changed or found != expected:
+            raise AssertionError(f"the output differs from that of an undisturbed run: {self.counts}")
 
     def _start(self, out: Path) -> Run:
         return self._zygote.start(*self._arguments, "-o", out, "--resume", stderr=str(self._folder / "stderr"))

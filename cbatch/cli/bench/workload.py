@@ -102,24 +102,24 @@ def read_workload(path: str, engine: Engine) -> Workload:
     Raises ConfigError for a file that cannot be read, or that holds a row which is wrong.
     """
     from cbatch.cli.run.input.lines import read_lines
-    from cbatch.cli.run.requests import Preparer, RowOptions
+    from cbatch.cli.run.requests import RequestBuilder, RowOptions
 
-    preparer = Preparer(engine, RowOptions(params=replace(engine.loaded.defaults, temperature=0.0)))
+    builder = RequestBuilder(engine, RowOptions(params=replace(engine.loaded.defaults, temperature=0.0)))
     prompts: list[list[int]] = []
     asked: list[SamplingParams] = []
     try:
         with Path(path).open("rb") as file:
             for line in read_lines(file):
-                job = preparer.job(line)
-                prompt = preparer.encode(job)
-                if prompt is None or job.error is not None:
-                    raise ConfigError(f"{path}: {job.error}")
+                request = builder.build(line)
+                prompt = builder.encode(request)
+                if prompt is None or request.error is not None:
+                    raise ConfigError(f"{path}: {request.error}")
                 prompts.append(prompt)
-                if job.params.n != 1 or job.params.max_tokens == 0:
+                if request.params.n != 1 or request.params.max_tokens == 0:
                     raise ConfigError(
                         f"{path}, line {line.index + 1}: a bench has one output of each row, of a token at least."
                     )
-                asked.append(replace(job.params, temperature=0.0))
+                asked.append(replace(request.params, temperature=0.0))
     except OSError as error:
         raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
     if not prompts:

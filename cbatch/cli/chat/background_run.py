@@ -18,12 +18,12 @@ from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import Interrupted, ReaderGone
 from cbatch.cli.common.options import ENGINE_FIELDS
 from cbatch.cli.run.command import check_usage, run
-from cbatch.cli.run.files import open_input, open_output, stats_written
+from cbatch.cli.run.files import open_input, open_output, stats_file
 from cbatch.engine import CbatchError, ConfigError
 
 if TYPE_CHECKING:
-    from cbatch.cli.run.pipeline import Batch
-    from cbatch.cli.run.session import GetState
+    from cbatch.cli.run.batch_run import ProgressState
+    from cbatch.cli.run.pipeline import Pipeline
     from cbatch.engine import Driver
 
 LEAVE_SECONDS = 10.0
@@ -35,7 +35,7 @@ class Background:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._batch: Batch | None = None
+        self._pipeline: Pipeline | None = None
         self._is_stopping = False
         self.progress = ""
         """How far it is, for a status line; empty while there is none."""
@@ -61,8 +61,8 @@ class Background:
     def stop(self) -> None:
         """Ends the batch after what is finished; it may be gone on with by --resume."""
         self._is_stopping = True
-        if (batch := self._batch) is not None:
-            batch.interrupt(signal.SIGINT)
+        if (pipeline := self._pipeline) is not None:
+            pipeline.interrupt(signal.SIGINT)
 
     def close(self) -> None:
         """Stops, and waits for it a while."""
@@ -87,11 +87,11 @@ class Background:
             self.progress = ""
 
     def _run_rows(self, driver: Driver, options: dict[str, Any]) -> None:
-        from cbatch.cli.run.session import run_batch
-        from cbatch.cli.run.stats import Tally
+        from cbatch.cli.run.batch_run import run_batch
+        from cbatch.cli.run.stats import RunStats
 
-        tally = Tally()
-        with stats_written(options, tally):
+        stats = RunStats()
+        with stats_file(options, stats):
             source = open_input(options)
             with source, open_output(options, source) as output:
                 run_batch(
@@ -99,30 +99,30 @@ class Background:
                     options,
                     source,
                     output,
-                    tally,
+                    stats,
                     progress=self._display,
                     while_running=self._running,
                 )
         notice(f"/run {options['input']} is done; its rows are in {options['output']}")
 
     @contextmanager
-    def _running(self, batch: Batch) -> Iterator[None]:
-        self._batch = batch
+    def _running(self, pipeline: Pipeline) -> Iterator[None]:
+        self._pipeline = pipeline
         if self._is_stopping:
-            batch.interrupt(signal.SIGINT)
+            pipeline.interrupt(signal.SIGINT)
         try:
             yield
         finally:
-            self._batch = None
+            self._pipeline = None
 
-    def _display(self, total: int | None, *, quiet: bool, state: GetState) -> BarDisplay:
+    def _display(self, total: int | None, *, quiet: bool, state: ProgressState) -> BarDisplay:
         return BarDisplay(self, total, state)
 
 
 class BarDisplay:
     """Keeps the progress of a batch up to date."""
 
-    def __init__(self, background: Background, total: int | None, state: GetState) -> None:
+    def __init__(self, background: Background, total: int | None, state: ProgressState) -> None:
         self._background, self._state = background, state
         self._of_total = f"/{total:,}" if total else ""
 

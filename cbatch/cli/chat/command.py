@@ -14,8 +14,8 @@ import click
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.options import (
+    check_chat_params,
     check_sampling,
-    check_turns,
     engine_options,
     model_options,
     sampling_options,
@@ -49,7 +49,7 @@ def chat(**options: Any) -> Literal[0, 1]:
     Where stdin or stdout is no terminal, each line of stdin is a turn of one conversation, and answers go to stdout.
     """
     check_sampling(options)
-    check_turns(options)
+    check_chat_params(options)
     if (options["source"] is None) != (options["index"] is None):
         raise ConfigError("--from OUT.jsonl and --index K go together.")
     if options["prompts"] is not None and options["source"] is None:

@@ -18,6 +18,6 @@ class ReaderGone(Exception):
 class Interrupted(BaseException):
     """A signal asks the command to end. No plain Exception, so that no library takes it for a failure of its own."""
 
-    def __init__(self, signum: int, advice: str = "") -> None:
-        super().__init__(f"Interrupted.{advice}")
+    def __init__(self, signum: int, resume_hint: str = "") -> None:
+        super().__init__(f"Interrupted.{resume_hint}")
         self.exit_code = 128 + signum

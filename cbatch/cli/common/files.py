@@ -19,7 +19,7 @@ _FILES = {
 """What an option's file is called."""
 
 
-def check_is_another(option: str, options: dict[str, Any], others: Sequence[str]) -> None:
+def check_distinct_file(option: str, options: dict[str, Any], others: Sequence[str]) -> None:
     """Raises ConfigError where the file that an option names is that of one of the others too."""
     path = Path(options[option])
     for name in others:

@@ -184,7 +184,7 @@ def sampling_overrides(options: dict[str, Any]) -> dict[str, Any]:
     return rarer | {name: options[name] for name in SAMPLING_FIELDS if options[name] not in (None, ())}
 
 
-NOT_FOR_TURNS = ("n", "logprobs", "prompt_logprobs", "echo")
+RUN_ONLY_PARAMS = ("n", "logprobs", "prompt_logprobs", "echo")
 """Parameters that ask for more than a text, which a chat has no place for."""
 
 
@@ -202,9 +202,9 @@ def check_sampling(options: dict[str, Any]) -> None:
         raise ConfigError(f"{option} {rest}" if name in PARAM_NAMES else str(error)) from error
 
 
-def check_turns(options: dict[str, Any]) -> None:
+def check_chat_params(options: dict[str, Any]) -> None:
     """Refuses what a chat cannot show. Raises ConfigError."""
-    for name in NOT_FOR_TURNS:
+    for name in RUN_ONLY_PARAMS:
         if sampling_overrides(options).get(name) is not None:
             advice = "; in a chat, /retry N gives several answers" if name == "n" else ""
             raise ConfigError(f"--{name.replace('_', '-')} is for cbatch run{advice}.")

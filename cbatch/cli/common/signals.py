@@ -22,7 +22,7 @@ def raise_interrupted(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 @contextmanager
-def stopping(stop: Callable[[int], None], patience: float | None = None) -> Iterator[None]:
+def handle_signals(stop: Callable[[int], None], stop_timeout_s: float | None = None) -> Iterator[None]:
     """While this lasts, the first signal calls `stop` with its number, and the second ends the process at once.
 
     patience: seconds after which Interrupted is raised wherever the main thread is; for a `stop` that others could
@@ -35,8 +35,8 @@ def stopping(stop: Callable[[int], None], patience: float | None = None) -> Iter
             os._exit(128 + signum)
         received.append(signum)
         stop(signum)
-        if patience is not None:
-            signal.setitimer(signal.ITIMER_REAL, patience)
+        if stop_timeout_s is not None:
+            signal.setitimer(signal.ITIMER_REAL, stop_timeout_s)
 
     def lose_patience(signum: int, frame: FrameType | None) -> NoReturn:
         raise Interrupted(received[0])

@@ -9,7 +9,7 @@ from typing import Any
 
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import ReaderGone
-from cbatch.cli.common.files import check_is_another
+from cbatch.cli.common.files import check_distinct_file
 from cbatch.engine import Trace
 
 
@@ -23,7 +23,7 @@ def tracing(options: dict[str, Any], others: Sequence[str]) -> Iterator[Trace | 
     if options["trace"] is None:
         yield None
         return
-    check_is_another("trace", options, others)
+    check_distinct_file("trace", options, others)
     trace = Trace(options["trace"])
     try:
         yield trace

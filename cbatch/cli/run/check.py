@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from cbatch.cli.run.input.lines import Line
-from cbatch.cli.run.requests import Preparer
+from cbatch.cli.run.requests import RequestBuilder
 from cbatch.engine import Engine, RequestError
 
 MAX_SHOWN = 20
@@ -16,12 +16,12 @@ MAX_BLOCKS = 1_000_000
 """Beginnings of prompts that are remembered at most: some 100 MiB."""
 
 
-class Check:
+class InputCheck:
     """Reads and tokenizes rows, and counts what there is to know before a night is spent on them."""
 
-    def __init__(self, engine: Engine, preparer: Preparer) -> None:
+    def __init__(self, engine: Engine, builder: RequestBuilder) -> None:
         self._engine = engine
-        self._preparer = preparer
+        self._builder = builder
         self.rows = 0
         self.errors: Counter[str] = Counter()
         self._shown: list[dict[str, Any]] = []
@@ -39,18 +39,23 @@ class Check:
         return self._report()
 
     def _take(self, line: Line) -> None:
-        job = self._preparer.job(line)
-        prompt_ids = self._preparer.encode(job)
+        request = self._builder.build(line)
+        prompt_ids = self._builder.encode(request)
         if prompt_ids is not None:
             try:
-                self._outputs.append(job.params.n * self._engine.max_new_tokens(prompt_ids, job.params))
+                self._outputs.append(request.params.n * self._engine.max_new_tokens(prompt_ids, request.params))
                 self._prompts.append(len(prompt_ids))
                 self._shared_tokens += self._count_shared(prompt_ids)
             except RequestError as error:
-                self._preparer.fail(job, error)
-        if job.error is not None:
-            self.errors[job.error.code] += 1
-            shown = {"index": job.row.index, "id": job.row.id, "code": job.error.code, "message": str(job.error)}
+                self._builder.fail(request, error)
+        if request.error is not None:
+            self.errors[request.error.code] += 1
+            shown = {
+                "index": request.row.index,
+                "id": request.row.id,
+                "code": request.error.code,
+                "message": str(request.error),
+            }
             self._shown += [shown] if len(self._shown) < MAX_SHOWN else []
 
     def _count_shared(self, prompt_ids: list[int]) -> int:

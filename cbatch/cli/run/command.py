@@ -12,14 +12,14 @@ import click
 from cbatch.cli.common.console import Progress, emit
 from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.options import check_sampling, engine_options, model_options, sampling_options, trace_option
-from cbatch.cli.common.signals import stopping
+from cbatch.cli.common.signals import handle_signals
 from cbatch.cli.common.tracing import tracing
-from cbatch.cli.run.files import count_lines, open_input, open_output, stats_written
+from cbatch.cli.run.files import count_lines, open_input, open_output, stats_file
 from cbatch.engine import ConfigError
 
 if TYPE_CHECKING:
-    from cbatch.cli.run.output.writer import Output
-    from cbatch.cli.run.stats import Tally
+    from cbatch.cli.run.output.writer import RowWriter
+    from cbatch.cli.run.stats import RunStats
     from cbatch.engine import Engine, Trace
 
 
@@ -54,17 +54,17 @@ def run(**options: Any) -> Literal[0, 1]:
     carry sampling parameters of its own. Each gives one row of output; a bad row gives an error row and stops
     nothing. Interrupt it when you like: with -o, --resume goes on from there.
     """
-    from cbatch.cli.run.stats import Tally
+    from cbatch.cli.run.stats import RunStats
 
-    tally = Tally()
-    with stats_written(options, tally):
+    stats = RunStats()
+    with stats_file(options, stats):
         check_usage(options)
         source = open_input(options)
         if options["check"]:
-            return _check(options, source, tally)
+            return _check(options, source, stats)
         with tracing(options, ("input", "output", "stats")) as trace, open_output(options, source) as output:
-            _run(options, source, output, tally, trace)
-    return 1 if tally.has_errors else 0
+            _run(options, source, output, stats, trace)
+    return 1 if stats.has_errors else 0
 
 
 def check_usage(options: dict[str, Any]) -> None:
@@ -77,10 +77,10 @@ def check_usage(options: dict[str, Any]) -> None:
         raise ConfigError("--resume keeps what is in the output file, --overwrite does not; give one of them.")
 
 
-def _run(options: dict[str, Any], source: IO[bytes], output: Output, tally: Tally, trace: Trace | None) -> None:
-    engine = _load(options, tally)
+def _run(options: dict[str, Any], source: IO[bytes], output: RowWriter, stats: RunStats, trace: Trace | None) -> None:
+    engine = _load(options, stats)
 
-    from cbatch.cli.run.session import run_batch
+    from cbatch.cli.run.batch_run import run_batch
     from cbatch.engine import Driver
 
     with engine, closing(Driver(engine, trace)) as driver:
@@ -89,20 +89,20 @@ def _run(options: dict[str, Any], source: IO[bytes], output: Output, tally: Tall
             options,
             source,
             output,
-            tally,
+            stats,
             progress=Progress,
-            while_running=lambda batch: stopping(batch.interrupt, output.patience),
+            while_running=lambda pipeline: handle_signals(pipeline.interrupt, output.stop_timeout_s),
         )
 
 
-def _check(options: dict[str, Any], source: IO[bytes], tally: Tally) -> Literal[0, 1]:
-    engine = _load(options, tally)
+def _check(options: dict[str, Any], source: IO[bytes], stats: RunStats) -> Literal[0, 1]:
+    engine = _load(options, stats)
 
-    from cbatch.cli.run.check import Check
+    from cbatch.cli.run.batch_run import make_request_builder
+    from cbatch.cli.run.check import InputCheck
     from cbatch.cli.run.input.lines import read_lines
-    from cbatch.cli.run.session import make_preparer
 
-    check = Check(engine, make_preparer(engine, options))
+    check = InputCheck(engine, make_request_builder(engine, options))
     total = count_lines(options)
     with engine, Progress(total, quiet=options["quiet"], state=lambda: (check.rows, "read")) as progress:
         report = check.run(read_lines(source), progress.tick)
@@ -110,8 +110,8 @@ def _check(options: dict[str, Any], source: IO[bytes], tally: Tally) -> Literal[
     return 1 if report["bad_rows"] else 0
 
 
-def _load(options: dict[str, Any], tally: Tally) -> Engine:
+def _load(options: dict[str, Any], stats: RunStats) -> Engine:
     started = time.monotonic()
     engine = open_engine(options, quiet=options["quiet"], verbose=options["verbose"])
-    tally.load_s = time.monotonic() - started
+    stats.load_s = time.monotonic() - started
     return engine

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from cbatch.cli.common.console import notice
-from cbatch.cli.common.files import check_is_another
+from cbatch.cli.common.files import check_distinct_file
 from cbatch.engine import ConfigError
 
 if TYPE_CHECKING:
-    from cbatch.cli.run.output.writer import Output
-    from cbatch.cli.run.stats import Tally
+    from cbatch.cli.run.output.writer import RowWriter
+    from cbatch.cli.run.stats import RunStats
 
 
 def open_input(options: dict[str, Any]) -> IO[bytes]:
@@ -44,7 +44,7 @@ def count_lines(options: dict[str, Any]) -> int | None:
 
 
 @contextmanager
-def open_output(options: dict[str, Any], source: IO[bytes]) -> Iterator[Output]:
+def open_output(options: dict[str, Any], source: IO[bytes]) -> Iterator[RowWriter]:
     """The output, for as long as rows are written; one with rows in it only where the options say what becomes of them.
 
     What is no regular file (a pipe, a device) is treated as stdout is.
@@ -56,12 +56,12 @@ def open_output(options: dict[str, Any], source: IO[bytes]) -> Iterator[Output]:
         raise ConfigError(f"Cannot write {options['output']}: {reason}.") from error
     with opened as output:
         if not (options["resume"] or options["overwrite"]):
-            output.check_is_empty()
+            output.check_empty()
         yield output
 
 
-def _opened(options: dict[str, Any], source: IO[bytes]) -> Output:
-    from cbatch.cli.run.output.writer import FileOutput, StreamOutput
+def _opened(options: dict[str, Any], source: IO[bytes]) -> RowWriter:
+    from cbatch.cli.run.output.writer import FileWriter, StreamWriter
 
     name, path = options["output"], Path(options["output"])
     input_order = options["order"] == "input"
@@ -74,10 +74,10 @@ def _opened(options: dict[str, Any], source: IO[bytes]) -> Output:
             raise ConfigError("There is no output: stdout is closed.")
         stream = os.fdopen(sys.stdout.fileno(), "wb", 0, closefd=False) if name == "-" else path.open("wb", 0)
         _check_not_input(source, os.fstat(stream.fileno()), "stdout" if name == "-" else name)
-        return StreamOutput(stream, input_order=input_order)
+        return StreamWriter(stream, input_order=input_order)
     if path.exists():
         _check_not_input(source, path.stat(), name)
-    return FileOutput(path, input_order=input_order)
+    return FileWriter(path, input_order=input_order)
 
 
 def _check_not_input(source: IO[bytes], target: os.stat_result, name: str) -> None:
@@ -86,12 +86,12 @@ def _check_not_input(source: IO[bytes], target: os.stat_result, name: str) -> No
 
 
 @contextmanager
-def stats_written(options: dict[str, Any], tally: Tally) -> Iterator[None]:
+def stats_file(options: dict[str, Any], stats: RunStats) -> Iterator[None]:
     """Writes the figures to a file at the end, whatever that is. That it can be written is tried at the start."""
     name = options["stats"]
     try:
         if name is not None:
-            check_is_another("stats", options, ("input", "output"))
+            check_distinct_file("stats", options, ("input", "output"))
             Path(name).open("a").close()
     except OSError as error:
         raise ConfigError(f"Cannot write {name}: {error.strerror}.") from error
@@ -100,6 +100,6 @@ def stats_written(options: dict[str, Any], tally: Tally) -> Iterator[None]:
     finally:
         if name is not None:
             try:
-                Path(name).write_text(json.dumps(tally.figures(), indent=2) + "\n")
+                Path(name).write_text(json.dumps(stats.as_dict(), indent=2) + "\n")
             except OSError as error:
                 notice(f"Cannot write {name}: {error.strerror}.")

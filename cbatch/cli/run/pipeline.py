@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from cbatch.cli.common.exits import Interrupted, RunFailed
 from cbatch.cli.run.input.jsonl import format_row
 from cbatch.cli.run.input.lines import Line
-from cbatch.cli.run.output.writer import Output, OutputRow
-from cbatch.cli.run.requests import Job, Preparer
-from cbatch.cli.run.stats import Tally
+from cbatch.cli.run.output.writer import OutputRow, RowWriter
+from cbatch.cli.run.requests import RequestBuilder, RowRequest
+from cbatch.cli.run.stats import RunStats
 from cbatch.engine import CbatchError, Driver, EngineError, RequestError, Ticket, TokenEvent
 
 POLL_SECONDS = 0.2
-MAX_AT_ONCE = 256
+MAX_ROWS_PER_WRITE = 256
 """Most rows that go into one write; each of them is whole in it."""
 
 WINDOW_BYTES = 256 * 2**20
@@ -39,10 +39,10 @@ class Window:
         self._rows_left = rows
         self._bytes_left = size
         self._sizes: dict[int, int] = {}
-        self._gone: queue.SimpleQueue[Iterable[int] | None] = queue.SimpleQueue()
+        self._released: queue.SimpleQueue[Iterable[int] | None] = queue.SimpleQueue()
         self.waited_s = 0.0
 
-    def enter(self, place: int, size: int) -> bool:
+    def acquire(self, position: int, size: int) -> bool:
         """Waits until there is room for one row more; a row that is larger than the window goes alone.
 
         False where the window is closed, and there will be none.
@@ -50,34 +50,34 @@ class Window:
         while self._rows_left <= 0 or (self._bytes_left < size and self._sizes):
             if not self._wait():
                 return False
-        self._sizes[place] = size
+        self._sizes[position] = size
         self._rows_left -= 1
         self._bytes_left -= size
         return True
 
     def close(self) -> None:
         """Lets nobody wait any more."""
-        self._gone.put(None)
+        self._released.put(None)
 
-    def leave(self, places: Iterable[int]) -> None:
-        self._gone.put(places)
+    def release(self, positions: Iterable[int]) -> None:
+        self._released.put(positions)
 
     def _wait(self) -> bool:
         since = time.monotonic()
-        places = self._gone.get()
+        positions = self._released.get()
         self.waited_s += time.monotonic() - since
-        for place in places or ():
+        for position in positions or ():
             self._rows_left += 1
-            self._bytes_left += self._sizes.pop(place)
-        return places is not None
+            self._bytes_left += self._sizes.pop(position)
+        return positions is not None
 
 
 @dataclass(eq=False, slots=True)
-class Item:
-    """A job on its way, the `place`-th of this run in input order; `tickets` are the driver's, one for each output."""
+class PipelineItem:
+    """A row on its way, at its position in input order, with the tickets of its outputs."""
 
-    place: int
-    job: Job
+    position: int
+    request: RowRequest
     tickets: list[Ticket] = field(default_factory=list)
 
 
@@ -90,19 +90,19 @@ class EndOfInput:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopRequested:
     """A signal asks the run to end, after what was finished before it."""
 
 
-class Batch:
+class Pipeline:
     """Feeds rows to a driver and hands finished ones to an output."""
 
     def __init__(
         self,
         driver: Driver,
-        output: Output,
-        preparer: Preparer,
-        tally: Tally,
+        output: RowWriter,
+        builder: RequestBuilder,
+        stats: RunStats,
         *,
         window: int,
         on_error: Callable[[str], None] | None = None,
@@ -110,14 +110,14 @@ class Batch:
         """`window`: most rows between being read and being written. `on_error`: told what is wrong with bad ones."""
         self._driver = driver
         self._output = output
-        self._preparer = preparer
-        self._tally = tally
+        self._builder = builder
+        self._stats = stats
         self._window = Window(window)
         self._on_error = on_error
         self._signum: int | None = None
-        self._in_flight: dict[int, Item] = {}
-        self._is_over = False
-        self._done: queue.SimpleQueue[Item | EndOfInput | Stop] = queue.SimpleQueue()
+        self._in_flight: dict[int, PipelineItem] = {}
+        self._is_stopping = False
+        self._messages: queue.SimpleQueue[PipelineItem | EndOfInput | StopRequested] = queue.SimpleQueue()
 
     def run(
         self,
@@ -136,160 +136,162 @@ class Batch:
         """
         threading.Thread(target=self._read, args=(lines, kept), name="cbatch-reader", daemon=True).start()
         try:
-            end = self._until_end(on_progress, max_errors)
+            end = self._write_until_end(on_progress, max_errors)
         finally:
-            self._drop_unfinished()
+            self._cancel_unfinished()
         if self._driver.failure is not None:
-            raise self._early(EngineError, f"The engine failed: {self._driver.failure}.") from self._driver.failure
+            raise self._stopped_early(
+                EngineError, f"The engine failed: {self._driver.failure}."
+            ) from self._driver.failure
         if end is not None and end.error is not None:
-            raise self._early(RunFailed, f"Cannot read the input: {end.error}.") from end.error
-        self._check_stop()
-        self._output.finish(self._check_stop)
+            raise self._stopped_early(RunFailed, f"Cannot read the input: {end.error}.") from end.error
+        self._raise_if_interrupted()
+        self._output.finish(self._raise_if_interrupted)
 
-    def _until_end(self, on_progress: Callable[[], None], max_errors: int | None) -> EndOfInput | None:
+    def _write_until_end(self, on_progress: Callable[[], None], max_errors: int | None) -> EndOfInput | None:
         """Writes rows until all are handled; None where the engine failed before the reader was done."""
         end: EndOfInput | None = None
         handled = 0
         while end is None or handled < end.rows:
-            news = self._next()
-            finished = [item for item in news if isinstance(item, Item)]
+            messages = self._next_messages()
+            finished = [item for item in messages if isinstance(item, PipelineItem)]
             handled += len(finished)
-            self._finish(finished, max_errors)
+            self._write_finished(finished, max_errors)
             self._output.tick()
             on_progress()
-            if max_errors is not None and self._tally.errors.total() >= max_errors:
-                raise self._early(RunFailed, f"Stopped at error {max_errors:,}, as --max-errors says.")
-            end = next((item for item in news if isinstance(item, EndOfInput)), end)
-            if Stop() in news:  # in its turn: what was finished before it is written
-                self._check_stop()
-            if not news and self._driver.failure is not None:
+            if max_errors is not None and self._stats.errors.total() >= max_errors:
+                raise self._stopped_early(RunFailed, f"Stopped at error {max_errors:,}, as --max-errors says.")
+            end = next((item for item in messages if isinstance(item, EndOfInput)), end)
+            if StopRequested() in messages:  # in its turn: what was finished before it is written
+                self._raise_if_interrupted()
+            if not messages and self._driver.failure is not None:
                 break
         return end
 
-    def _early(self, kind: type[CbatchError], reason: str) -> CbatchError:
+    def _stopped_early(self, kind: type[CbatchError], reason: str) -> CbatchError:
         """The error of a run that ends before its time; what was held back is let out first."""
-        self._output.release()
-        return kind(reason + self._output.advice)
+        self._output.flush_held()
+        return kind(reason + self._output.resume_hint)
 
     def interrupt(self, signum: int) -> None:
         """Ends the run after what is finished by now. May be called in a signal handler."""
         self._signum = signum
-        self._done.put(Stop())
+        self._messages.put(StopRequested())
 
-    def _check_stop(self) -> None:
+    def _raise_if_interrupted(self) -> None:
         if self._signum is not None:
-            self._output.release()
-            raise Interrupted(self._signum, self._output.advice)
+            self._output.flush_held()
+            raise Interrupted(self._signum, self._output.resume_hint)
 
     @property
     def waited_for_output_s(self) -> float:
         """Seconds in which no line could be read because too many rows were not written yet."""
         return self._window.waited_s
 
-    def _next(self) -> list[Item | EndOfInput | Stop]:
+    def _next_messages(self) -> list[PipelineItem | EndOfInput | StopRequested]:
         """All that has happened since the last call; waits a while for something, but not for more of it."""
-        news: list[Item | EndOfInput | Stop] = []
+        messages: list[PipelineItem | EndOfInput | StopRequested] = []
         try:
-            news.append(self._done.get(timeout=POLL_SECONDS))
-            while len(news) < MAX_AT_ONCE:
-                news.append(self._done.get_nowait())
+            messages.append(self._messages.get(timeout=POLL_SECONDS))
+            while len(messages) < MAX_ROWS_PER_WRITE:
+                messages.append(self._messages.get_nowait())
         except queue.Empty:
             pass
-        return news
+        return messages
 
-    def _finish(self, finished: list[Item], max_errors: int | None) -> None:
+    def _write_finished(self, finished: list[PipelineItem], max_errors: int | None) -> None:
         """Writes jobs that are done, up to the last error that is allowed, and counts them."""
-        errors_left = math.inf if max_errors is None else max_errors - self._tally.errors.total()
-        jobs, rows = [], []
-        for place, job in ((item.place, item.job) for item in finished):
-            self._in_flight.pop(place, None)
-            self._settle(job)
-            if not job.is_lost and (job.error is None or errors_left > 0):
-                errors_left -= job.error is not None
-                jobs.append(job)
-                rows.append(OutputRow(place, job.row.index, format_row(self._preparer.result(job))))
-        self._window.leave(self._output.write(rows))
-        for job in jobs:
-            self._tally.count(job)
-            if job.error is not None and self._on_error is not None:
-                self._on_error(str(job.error))
+        errors_left = math.inf if max_errors is None else max_errors - self._stats.errors.total()
+        requests, rows = [], []
+        for position, request in ((item.position, item.request) for item in finished):
+            self._in_flight.pop(position, None)
+            self._make_texts(request)
+            if not request.is_lost and (request.error is None or errors_left > 0):
+                errors_left -= request.error is not None
+                requests.append(request)
+                rows.append(OutputRow(position, request.row.index, format_row(self._builder.result(request))))
+        self._window.release(self._output.write(rows))
+        for request in requests:
+            self._stats.count(request)
+            if request.error is not None and self._on_error is not None:
+                self._on_error(str(request.error))
 
-    def _settle(self, job: Job) -> None:
+    def _make_texts(self, request: RowRequest) -> None:
         """Makes the texts of a job's outputs, on this thread and not on the engine's; where that fails, so does it."""
-        for number, choice in enumerate(job.completion.choices):
+        for number, choice in enumerate(request.completion.choices):
             try:
                 choice.settle()
             except RequestError as error:
-                self._preparer.fail(job, error, number)
+                self._builder.fail(request, error, number)
 
     def _read(self, lines: Iterator[Line], kept: Container[int]) -> None:
         """Runs on the reader's thread, to the end of the input or the error that stopped it."""
-        place = 0
+        position = 0
         error: Exception | None = None
         try:
             for line in lines:
                 if line.index in kept:
                     continue
-                is_closed = not self._window.enter(place, len(line.data or b""))
-                if is_closed or self._is_over or self._driver.failure is not None:
+                is_closed = not self._window.acquire(position, len(line.data or b""))
+                if is_closed or self._is_stopping or self._driver.failure is not None:
                     break
-                self._take(place, line)
-                place += 1
+                self._process(position, line)
+                position += 1
         except Exception as raised:  # handed to the writing thread, which ends the run with it
             error = raised
-        self._done.put(EndOfInput(place, error))
+        self._messages.put(EndOfInput(position, error))
 
-    def _take(self, place: int, line: Line) -> None:
+    def _process(self, position: int, line: Line) -> None:
         taken = time.monotonic()
-        self._tally.start(taken)
-        job = self._preparer.job(line)
-        job.taken = taken
-        prompt_ids = self._preparer.encode(job)
+        self._stats.start(taken)
+        request = self._builder.build(line)
+        request.taken = taken
+        prompt_ids = self._builder.encode(request)
         if prompt_ids is None:
-            job.last = time.monotonic()
-            self._done.put(Item(place, job))
+            request.last = time.monotonic()
+            self._messages.put(PipelineItem(position, request))
         else:
-            self._submit(Item(place, job), prompt_ids)
+            self._submit(PipelineItem(position, request), prompt_ids)
 
-    def _submit(self, item: Item, prompt_ids: list[int]) -> None:
-        job = item.job
-        job.let_go(prompt_ids)
-        outputs_left = job.params.n
+    def _submit(self, item: PipelineItem, prompt_ids: list[int]) -> None:
+        request = item.request
+        request.release_prompt(prompt_ids)
+        outputs_left = request.params.n
 
         def take(event: TokenEvent) -> None:
             nonlocal outputs_left
-            job.completion.take(event)
+            request.completion.take(event)
             if event.token_id is not None:
-                self._tally.output_tokens += 1
-                if job.first is None:
-                    job.first = time.monotonic()
+                self._stats.output_tokens += 1
+                if request.first is None:
+                    request.first = time.monotonic()
             if event.error is not None:
-                self._preparer.fail(job, event.error, event.sample_index)
+                self._builder.fail(request, event.error, event.sample_index)
             if event.finish_reason is not None:
                 outputs_left -= 1
             if outputs_left == 0:
-                job.last = time.monotonic()
-                job.is_lost = self._driver.failure is not None
-                self._done.put(item)
+                request.last = time.monotonic()
+                request.is_lost = self._driver.failure is not None
+                self._messages.put(item)
 
-        self._in_flight[item.place] = item
-        for number in range(job.params.n):
+        self._in_flight[item.position] = item
+        for number in range(request.params.n):
             ticket = self._driver.submit(
                 prompt_ids,
-                job.params.for_sample(number),
+                request.params.for_sample(number),
                 take,
-                seed=job.seed,
-                priority=job.row.priority,
+                seed=request.seed,
+                priority=request.row.priority,
                 sample_index=number,
-                tags=job.tags,
+                tags=request.tags,
             )
             item.tickets.append(ticket)
-            if self._is_over:  # in the meantime; whoever dropped the others may not have seen this ticket
+            if self._is_stopping:  # in the meantime; whoever dropped the others may not have seen this ticket
                 self._driver.cancel(ticket)
 
-    def _drop_unfinished(self) -> None:
+    def _cancel_unfinished(self) -> None:
         """Ends the reader, and what the engine would compute for nobody; other front ends may go on with it."""
-        self._is_over = True
+        self._is_stopping = True
         self._window.close()
         for item in list(self._in_flight.values()):
             for ticket in item.tickets:

@@ -11,9 +11,9 @@ from typing import Any
 from cbatch.cli.run.input import openai_batch
 from cbatch.cli.run.input.jsonl import parse_line
 from cbatch.cli.run.input.lines import Line
-from cbatch.cli.run.input.row import Row
-from cbatch.cli.run.output.row_keys import KeyMaker, spelt
-from cbatch.cli.run.results import call_fields, logprob_content, prompt_scores, text_logprobs
+from cbatch.cli.run.input.row import InputRow
+from cbatch.cli.run.output.row_keys import KeyMaker, canonical_params
+from cbatch.cli.run.results import chat_logprobs, prompt_logprobs_fields, text_completion_logprobs, tool_call_fields
 from cbatch.engine import FIXED_DATE, Completion, Engine, Prompt, RequestError, SamplingParams, derive_seed
 
 
@@ -38,14 +38,14 @@ class RowOptions:
     system: str | None = None
     today: date = FIXED_DATE
     raw: bool = False
-    as_text: bool = False
+    is_text: bool = False
     allow_unknown: bool = False
     token_ids: bool = False
     timings: bool = False
 
 
 @dataclass(slots=True)
-class Job:
+class RowRequest:
     """One row with what decides its result, and what has come of it so far.
 
     failed_sample: which of its outputs the error is of
@@ -59,7 +59,7 @@ class Job:
     taken, first, last: when it was taken in, when its first token came and when it ended; clock of `monotonic`
     """
 
-    row: Row
+    row: InputRow
     params: SamplingParams
     seed: int = 0
     key: str = ""
@@ -78,13 +78,13 @@ class Job:
     first: float | None = None
     last: float = 0.0
 
-    def let_go(self, prompt_ids: list[int]) -> None:
+    def release_prompt(self, prompt_ids: list[int]) -> None:
         """Forgets the prompt but for its length, now that the engine has it, or keeps it to tell its scores."""
         self.asked, self.prompt_tokens = "", len(prompt_ids)
         self.prompt_ids = prompt_ids if self.params.prompt_logprobs is not None else None
 
 
-class Preparer:
+class RequestBuilder:
     """Makes jobs of lines and prompts of jobs, for one run on one engine."""
 
     def __init__(self, engine: Engine, options: RowOptions) -> None:
@@ -93,72 +93,74 @@ class Preparer:
         tokenizer = engine.tokenizer
         self._has_template = tokenizer is not None and bool(tokenizer.chat_template)
         self._takes_tools = tokenizer is not None and tokenizer.takes_tools
-        self._call_params = options.params if options.has_max_tokens else replace(options.params, max_tokens=None)
+        self._openai_params = options.params if options.has_max_tokens else replace(options.params, max_tokens=None)
         clock = options.today.isoformat() if tokenizer is not None and tokenizer.template_has_clock else ""
         self._keys = KeyMaker(engine.fingerprint + clock)
 
-    def job(self, line: Line) -> Job:
-        """What a line asks for. Whatever is wrong with it stands in the job's `error`."""
+    def build(self, line: Line) -> RowRequest:
+        """What a line asks for. Whatever is wrong with it stands in its `error`."""
         options = self._options
         try:
-            row = parse_line(line, as_text=options.as_text, allow_unknown=options.allow_unknown)
+            row = parse_line(line, is_text=options.is_text, allow_unknown=options.allow_unknown)
             if row.error is None:
-                return self._job(row)
+                return self._build_row(row)
             error = row.error
-        except RequestError as wrong:
-            error = row.wrong(str(wrong), wrong.code)
+        except RequestError as refused:
+            error = row.invalid(str(refused), refused.code)
         except Exception as unforeseen:  # a line that breaks in a way nobody foresaw harms no other
-            row = Row(line.index)
-            error = row.wrong(f"the row cannot be read: {unforeseen!r}", "internal_error")
-        return Job(row, options.params, key=self._keys.of_refused(line), error=error)
+            row = InputRow(line.index)
+            error = row.invalid(f"the row cannot be read: {unforeseen!r}", "internal_error")
+        return RowRequest(row, options.params, key=self._keys.for_invalid_line(line), error=error)
 
-    def encode(self, job: Job) -> list[int] | None:
+    def encode(self, request: RowRequest) -> list[int] | None:
         """Token ids of a job's prompt; None where it has none, and then the job's `error` says why."""
-        if job.error is None and job.prompt_ids is None:
+        if request.error is None and request.prompt_ids is None:
             try:
-                job.grammar = self._engine.compile(job.params)
-                if job.params.bad_words and self._engine.tokenizer is not None:
-                    self._engine.tokenizer.bad_word_ids(job.params.bad_words)  # here, and not on the engine's thread
-                job.prompt_ids = self._engine.encode(job.asked, raw=True, today=self._options.today)
-                self._note_form(job)
+                request.grammar = self._engine.compile(request.params)
+                if request.params.bad_words and self._engine.tokenizer is not None:
+                    self._engine.tokenizer.bad_word_ids(
+                        request.params.bad_words
+                    )  # here, and not on the engine's thread
+                request.prompt_ids = self._engine.encode(request.asked, raw=True, today=self._options.today)
+                self._set_output_format(request)
             except RequestError as error:
-                self.fail(job, error)
+                self.fail(request, error)
             except Exception as unforeseen:  # one prompt that breaks something harms no other
-                self.fail(job, RequestError("internal_error", f"the prompt cannot be encoded: {unforeseen!r}"))
-        return job.prompt_ids
+                self.fail(request, RequestError("internal_error", f"the prompt cannot be encoded: {unforeseen!r}"))
+        return request.prompt_ids
 
-    def _note_form(self, job: Job) -> None:
+    def _set_output_format(self, request: RowRequest) -> None:
         """Says how the output of a conversation is to be read; that of a plain text has no parts."""
         tokenizer = self._engine.tokenizer
-        if job.params.echo and tokenizer is not None and job.prompt_ids:
-            job.echo = tokenizer.decode(job.prompt_ids, skip_special_tokens=job.params.skip_special_tokens)
-        if tokenizer is not None and isinstance(job.asked, Mapping) and job.prompt_ids:
+        if request.params.echo and tokenizer is not None and request.prompt_ids:
+            request.echo = tokenizer.decode(request.prompt_ids, skip_special_tokens=request.params.skip_special_tokens)
+        if tokenizer is not None and isinstance(request.asked, Mapping) and request.prompt_ids:
             form = tokenizer.answer_format
-            job.tags = form.special_tags if job.row.tools else form.think or ()
-            job.is_thinking = tokenizer.opens_thinking(job.prompt_ids)
+            request.tags = form.special_tags if request.row.tools else form.think or ()
+            request.is_thinking = tokenizer.opens_thinking(request.prompt_ids)
 
-    def fail(self, job: Job, error: RequestError, sample_index: int = 0) -> None:
+    def fail(self, request: RowRequest, error: RequestError, sample_index: int = 0) -> None:
         """Makes an error what comes of a job, with its row's place; of several outputs that fail, the first one's."""
-        if job.error is None or sample_index < job.failed_sample:
-            job.error, job.failed_sample = job.row.wrong(str(error), error.code), sample_index
+        if request.error is None or sample_index < request.failed_sample:
+            request.error, request.failed_sample = request.row.invalid(str(error), error.code), sample_index
 
-    def _job(self, row: Row) -> Job:
+    def _build_row(self, row: InputRow) -> RowRequest:
         params, sampling = self._sampling(row)
         kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
         seed = derive_seed(self._options.seed, kind, name) if params.seed is None else params.seed
-        job = Job(row, params, seed, asked=self._asked(row))
-        limit = self._limit_of_cache(job)
-        job.key = self._keys.of_row(row, job.asked, sampling, seed, self._options.token_ids, limit)
-        return job
+        request = RowRequest(row, params, seed, asked=self._prompt(row))
+        limit = self._limit_of_cache(request)
+        request.key = self._keys.for_row(row, request.asked, sampling, seed, self._options.token_ids, limit)
+        return request
 
-    def _limit_of_cache(self, job: Job) -> int | None:
+    def _limit_of_cache(self, request: RowRequest) -> int | None:
         """After how many tokens the cache would cut off the row's output, where the context would not."""
         room = self._engine.scheduler.room
-        if not room.cache_is_small or (prompt_ids := self.encode(job)) is None:
+        if not room.cache_is_small or (prompt_ids := self.encode(request)) is None:
             return None
-        return room.limit_of_cache(len(prompt_ids), job.params.max_tokens)
+        return room.limit_of_cache(len(prompt_ids), request.params.max_tokens)
 
-    def _asked(self, row: Row) -> Prompt:
+    def _prompt(self, row: InputRow) -> Prompt:
         """The row's prompt with the options that concern it: text to continue, token ids, or messages."""
         if row.prompt_token_ids is not None:
             return row.prompt_token_ids
@@ -179,119 +181,123 @@ class Preparer:
             messages = [{"role": "system", "content": system}, *messages]
         return {"messages": messages} | ({"tools": row.tools} if row.tools else {})
 
-    def _sampling(self, row: Row) -> tuple[SamplingParams, bytes]:
+    def _sampling(self, row: InputRow) -> tuple[SamplingParams, bytes]:
         """A row's effective parameters, and how they are spelt in its key; most rows of a run have the same."""
-        base = self._call_params if row.call else self._options.params
+        base = self._openai_params if row.call else self._options.params
         given = tuple((name, type(value), value) for name, value in row.params.items())
         try:
-            params, spelling = _merged(base, given)
+            params, spelling = _merge_params(base, given)
         except TypeError:  # a list, of stop strings say, has no hash
-            params, spelling = _merged.__wrapped__(base, given)
+            params, spelling = _merge_params.__wrapped__(base, given)
         is_text_call = row.call is not None and not row.call.is_chat
         if is_text_call and params.echo and params.logprobs is not None and params.prompt_logprobs is None:
             params = replace(params, prompt_logprobs=params.logprobs)  # this API scores what it echoes
         return params, spelling
 
-    def result(self, job: Job) -> dict[str, Any]:
+    def result(self, request: RowRequest) -> dict[str, Any]:
         """The row of output for a finished job."""
-        choices = job.completion.choices
+        choices = request.completion.choices
         usage = {
-            "prompt_tokens": job.prompt_tokens,
+            "prompt_tokens": request.prompt_tokens,
             "completion_tokens": sum(len(choice.token_ids) for choice in choices),
         }
-        fields = self._api_fields(job, usage) if job.row.call else self._fields(job, usage)
-        if job.row.extra:
-            fields["extra"] = job.row.extra
+        fields = self._openai_row(request, usage) if request.row.call else self._plain_row(request, usage)
+        if request.row.extra:
+            fields["extra"] = request.row.extra
         if self._options.timings:
-            first = job.first - job.taken if job.first is not None else None
+            first = request.first - request.taken if request.first is not None else None
             fields |= {
-                "cached_tokens": job.completion.cached_tokens,
+                "cached_tokens": request.completion.cached_tokens,
                 "ttft_s": first,
-                "elapsed_s": job.last - job.taken,
+                "elapsed_s": request.last - request.taken,
             }
         return fields
 
-    def _fields(self, job: Job, usage: dict[str, int]) -> dict[str, Any]:
-        fields: dict[str, Any] = {"index": job.row.index, "id": job.row.id}
-        if job.error is not None:
-            return fields | {"error": _described(job.error), "key": job.key}
-        choices = [self._choice(job, number) for number in range(job.params.n)]
-        for choice, done in zip(choices, job.completion.choices, strict=True):
-            if job.params.logprobs is not None:
-                choice["logprobs"] = {"content": logprob_content(done.logprobs, self._spell)}
+    def _plain_row(self, request: RowRequest, usage: dict[str, int]) -> dict[str, Any]:
+        fields: dict[str, Any] = {"index": request.row.index, "id": request.row.id}
+        if request.error is not None:
+            return fields | {"error": _error_fields(request.error), "key": request.key}
+        choices = [self._choice(request, number) for number in range(request.params.n)]
+        for choice, done in zip(choices, request.completion.choices, strict=True):
+            if request.params.logprobs is not None:
+                choice["logprobs"] = {"content": chat_logprobs(done.logprobs, self._token_bytes)}
         fields |= choices[0]
         if len(choices) > 1:
             fields["choices"] = [{"index": number, **choice} for number, choice in enumerate(choices)]
-        if (scores := self._scores(job)) is not None:
+        if (scores := self._prompt_scores(request)) is not None:
             fields["prompt_logprobs"] = scores
-        return fields | {"usage": usage, "key": job.key}
+        return fields | {"usage": usage, "key": request.key}
 
-    def _choice(self, job: Job, number: int) -> dict[str, Any]:
+    def _choice(self, request: RowRequest, number: int) -> dict[str, Any]:
         """What one output says, and how it ended."""
-        done = job.completion.choices[number]
+        done = request.completion.choices[number]
         fields: dict[str, Any] = {"text": None, "finish_reason": done.finish_reason}
         if (tokenizer := self._engine.tokenizer) is not None:
             fields["text"] = done.text
-            if job.tags:
+            if request.tags:
                 form = tokenizer.answer_format
-                answer = form.parse(done.text, is_thinking=job.is_thinking, tools=job.row.tools)
+                answer = form.parse(done.text, is_thinking=request.is_thinking, tools=request.row.tools)
                 fields["text"] = answer.text
                 if answer.reasoning is not None:
                     fields["reasoning"] = answer.reasoning
                 if answer.tool_calls:
-                    fields["tool_calls"] = call_fields(answer.tool_calls, job.key, number)
+                    fields["tool_calls"] = tool_call_fields(answer.tool_calls, request.key, number)
                     fields["finish_reason"] = "tool_calls" if done.finish_reason == "stop" else done.finish_reason
-            fields["text"] = job.echo + fields["text"]
+            fields["text"] = request.echo + fields["text"]
         if done.stop_reason is not None:
             fields["stop_reason"] = done.stop_reason
         if self._options.token_ids:
             fields["token_ids"] = done.token_ids
         return fields
 
-    def _api_fields(self, job: Job, usage: dict[str, int]) -> dict[str, Any]:
-        call = job.row.call
+    def _openai_row(self, request: RowRequest, usage: dict[str, int]) -> dict[str, Any]:
+        call = request.row.call
         assert call is not None
-        if job.error is not None:
-            return openai_batch.result_line(job.row, job.key, None, _described(job.error))
+        if request.error is not None:
+            return openai_batch.result_line(request.row, request.key, None, _error_fields(request.error))
         choices = []
-        for number in range(job.params.n):
-            fields = self._choice(job, number)
-            logprobs = self._api_logprobs(job, job.completion.choices[number])
+        for number in range(request.params.n):
+            fields = self._choice(request, number)
+            logprobs = self._api_logprobs(request, request.completion.choices[number])
             choice = openai_batch.choice(call.is_chat, number, fields, logprobs)
             choices.append(choice | ({"token_ids": fields["token_ids"]} if self._options.token_ids else {}))
-        body = openai_batch.response_body(call, job.key, choices, usage)
-        if (scores := self._scores(job)) is not None and (call.is_chat or not job.params.echo):
+        body = openai_batch.response_body(call, request.key, choices, usage)
+        if (scores := self._prompt_scores(request)) is not None and (call.is_chat or not request.params.echo):
             body["prompt_logprobs"] = scores
-        return openai_batch.result_line(job.row, job.key, body, None)
+        return openai_batch.result_line(request.row, request.key, body, None)
 
-    def _scores(self, job: Job) -> dict[str, Any] | None:
+    def _prompt_scores(self, request: RowRequest) -> dict[str, Any] | None:
         """Log-probabilities of the prompt, where they were asked for."""
-        scores = job.completion.prompt_logprobs
-        return prompt_scores(job.prompt_ids[0], scores, self._spell) if scores is not None and job.prompt_ids else None
+        scores = request.completion.prompt_logprobs
+        return (
+            prompt_logprobs_fields(request.prompt_ids[0], scores, self._token_bytes)
+            if scores is not None and request.prompt_ids
+            else None
+        )
 
-    def _api_logprobs(self, job: Job, done: Completion) -> dict[str, Any] | None:
-        if job.params.logprobs is None:
+    def _api_logprobs(self, request: RowRequest, done: Completion) -> dict[str, Any] | None:
+        if request.params.logprobs is None:
             return None
-        assert job.row.call is not None
-        if job.row.call.is_chat:
-            return {"content": logprob_content(done.logprobs, self._spell), "refusal": None}
+        assert request.row.call is not None
+        if request.row.call.is_chat:
+            return {"content": chat_logprobs(done.logprobs, self._token_bytes), "refusal": None}
         tokenizer = self._engine.tokenizer
-        hidden = tokenizer.special_ids if tokenizer is not None and job.params.skip_special_tokens else ()
-        scores = job.completion.prompt_logprobs
-        if scores is None or not job.params.echo or not job.prompt_ids:
-            return text_logprobs(None, done.logprobs, self._spell, hidden)
-        return text_logprobs(job.prompt_ids[0], [*scores, *done.logprobs], self._spell, hidden)
+        hidden = tokenizer.special_ids if tokenizer is not None and request.params.skip_special_tokens else ()
+        scores = request.completion.prompt_logprobs
+        if scores is None or not request.params.echo or not request.prompt_ids:
+            return text_completion_logprobs(None, done.logprobs, self._token_bytes, hidden)
+        return text_completion_logprobs(request.prompt_ids[0], [*scores, *done.logprobs], self._token_bytes, hidden)
 
-    def _spell(self, token_id: int) -> bytes | None:
+    def _token_bytes(self, token_id: int) -> bytes | None:
         return self._engine.tokenizer.token_bytes(token_id) if self._engine.tokenizer is not None else None
 
 
 @lru_cache(maxsize=256)
-def _merged(base: SamplingParams, given: tuple[tuple[str, type, Any], ...]) -> tuple[SamplingParams, bytes]:
+def _merge_params(base: SamplingParams, given: tuple[tuple[str, type, Any], ...]) -> tuple[SamplingParams, bytes]:
     """`given` has the types of the values, because true and 1.0 are no whole number but equal to one."""
     params = base.merged({name: value for name, _, value in given})
-    return params, spelt(params)
+    return params, canonical_params(params)
 
 
-def _described(error: RequestError) -> dict[str, str]:
+def _error_fields(error: RequestError) -> dict[str, str]:
     return {"code": error.code, "message": str(error)}

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cbatch.cli.run.requests import Job
+from cbatch.cli.run.requests import RowRequest
 from cbatch.engine import Driver, Engine
 
 PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class EngineCounters:
     """What an engine has done up to a moment; the difference of two is what it did between them."""
 
     steps: int = 0
@@ -27,7 +27,7 @@ class Totals:
     held_back: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, driver: Driver) -> Totals:
+    def of(cls, driver: Driver) -> EngineCounters:
         engine, scheduler = driver.engine, driver.engine.scheduler
         return cls(
             engine.num_steps,
@@ -38,8 +38,8 @@ class Totals:
             Counter(scheduler.held_back),
         )
 
-    def __sub__(self, before: Totals) -> Totals:
-        return Totals(
+    def __sub__(self, before: EngineCounters) -> EngineCounters:
+        return EngineCounters(
             self.steps - before.steps,
             self.preemptions - before.preemptions,
             self.retries - before.retries,
@@ -49,12 +49,12 @@ class Totals:
         )
 
 
-class Tally:
+class RunStats:
     """Counts rows and tokens of one run; eight bytes a row for the percentiles."""
 
     def __init__(self) -> None:
         self._driver: Driver | None = None
-        self._before = Totals()
+        self._before = EngineCounters()
         self.rows = 0
         self.errors: Counter[str] = Counter()
         self.rows_kept = 0
@@ -72,33 +72,33 @@ class Tally:
     def attach(self, driver: Driver) -> None:
         """The engine that runs the rows; what it has done before is not counted."""
         self._driver = driver
-        self._before = Totals.of(driver)
+        self._before = EngineCounters.of(driver)
 
     @property
-    def totals(self) -> Totals:
+    def counters(self) -> EngineCounters:
         """What the engine has done since the run began."""
-        return Totals.of(self._driver) - self._before if self._driver else Totals()
+        return EngineCounters.of(self._driver) - self._before if self._driver else EngineCounters()
 
     def start(self, now: float) -> None:
         """The moment in which the first row is taken; later ones do not count."""
         if self._started is None:
             self._started = now
 
-    def count(self, job: Job) -> None:
+    def count(self, request: RowRequest) -> None:
         """Takes in a job that is finished and written."""
         self.rows += 1
-        self._ended = max(self._ended or job.last, job.last)
-        if job.error is not None:
-            self.errors[job.error.code] += 1
+        self._ended = max(self._ended or request.last, request.last)
+        if request.error is not None:
+            self.errors[request.error.code] += 1
             return
-        lengths = [len(choice.token_ids) for choice in job.completion.choices]
-        self.prompt_tokens += job.prompt_tokens
-        self.cached_tokens += job.completion.cached_tokens
+        lengths = [len(choice.token_ids) for choice in request.completion.choices]
+        self.prompt_tokens += request.prompt_tokens
+        self.cached_tokens += request.completion.cached_tokens
         self.finished_tokens += sum(lengths)
-        if job.first is not None:
-            self._ttft.append(job.first - job.taken)
+        if request.first is not None:
+            self._ttft.append(request.first - request.taken)
             if max(lengths) > 1:
-                self._tpot.append((job.last - job.first) / (max(lengths) - 1))
+                self._tpot.append((request.last - request.first) / (max(lengths) - 1))
 
     @property
     def running_s(self) -> float:
@@ -113,7 +113,7 @@ class Tally:
         return self._ended - self._started
 
     @property
-    def speed(self) -> float:
+    def output_tokens_per_s(self) -> float:
         """Output tokens per second of those."""
         return self.output_tokens / self.elapsed_s if self.elapsed_s else 0.0
 
@@ -134,9 +134,9 @@ class Tally:
         ahead = per_row * rows_left - (self.output_tokens - self.finished_tokens)
         return max(ahead, 0.0) * self.running_s / self.output_tokens
 
-    def figures(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """What `--stats` writes; times in seconds."""
-        totals = self.totals
+        counters = self.counters
         return {
             "rows": self.rows,
             "rows_kept": self.rows_kept,
@@ -148,10 +148,10 @@ class Tally:
             "output_tokens": self.output_tokens,
             "load_s": self.load_s,
             "elapsed_s": self.elapsed_s,
-            "output_tokens_per_s": self.speed,
-            "steps": totals.steps,
-            "retried_steps": totals.retries,
-            "preemptions": totals.preemptions,
+            "output_tokens_per_s": self.output_tokens_per_s,
+            "steps": counters.steps,
+            "retried_steps": counters.retries,
+            "preemptions": counters.preemptions,
             "ttft_s": percentiles(self._ttft),
             "tpot_s": percentiles(self._tpot),
         }
@@ -164,32 +164,33 @@ class Tally:
         kinds = ", ".join(f"{code} {count:,}" for code, count in sorted(self.errors.items()))
         kept = f", {self.rows_kept:,} kept" if self.rows_kept else ""
         cached = f" ({self.cached_tokens:,} cached)" if self.cached_tokens else ""
-        totals = self.totals
-        retried = f", {totals.retries:,} tried again ({driver.last_trouble})" if totals.retries else ""
+        counters = self.counters
+        retried = f", {counters.retries:,} tried again ({driver.last_trouble})" if counters.retries else ""
         return [
             f"{self.rows - failed:,} rows ok, {failed:,} failed{f' ({kinds})' if kinds else ''}{kept}",
             f"{self.prompt_tokens:,} prompt tokens{cached}, {self.output_tokens:,} output tokens",
-            f"{self.elapsed_s:,.1f} s, {self.speed:,.0f} output tokens/s, {totals.steps:,} steps{retried}",
-            f"limited by {what_limited(driver.engine, totals, self.elapsed_s, waited_for_output_s)}",
+            f"{self.elapsed_s:,.1f} s, {self.output_tokens_per_s:,.0f} output tokens/s, "
+            f"{counters.steps:,} steps{retried}",
+            f"limited by {bottleneck(driver.engine, counters, self.elapsed_s, waited_for_output_s)}",
         ]
 
 
-def what_limited(engine: Engine, totals: Totals, elapsed_s: float, waited_for_output_s: float) -> str:
+def bottleneck(engine: Engine, counters: EngineCounters, elapsed_s: float, waited_for_output_s: float) -> str:
     """What a person would change first to make such a run faster."""
     scheduler = engine.scheduler
-    steps = max(totals.steps, 1)
-    idle = min(totals.idle_s / elapsed_s, 1.0) if elapsed_s else 0.0
+    steps = max(counters.steps, 1)
+    idle = min(counters.idle_s / elapsed_s, 1.0) if elapsed_s else 0.0
     if idle >= 0.3:
         what = "the output, which took rows slowly" if waited_for_output_s > elapsed_s * 0.3 else "the input"
         return f"{what}: the engine had nothing to do for {idle:.0%} of the time"
-    if totals.shrinks:
-        return f"the device's memory, which made the batch smaller {totals.shrinks} times (--kv-cache-memory)"
-    reason, count = max(totals.held_back.items(), key=lambda item: item[1], default=("", 0))
+    if counters.shrinks:
+        return f"the device's memory, which made the batch smaller {counters.shrinks} times (--kv-cache-memory)"
+    reason, count = max(counters.held_back.items(), key=lambda item: item[1], default=("", 0))
     if count < 0.3 * steps:
         return "the model: there were seldom more rows than could run at once"
     words = {
         "seats": f"the model: all {scheduler.max_seqs} seats (--max-seqs) were taken",
-        "cache": f"the KV cache, which was full ({totals.preemptions:,} preemptions, --kv-cache-memory)",
+        "cache": f"the KV cache, which was full ({counters.preemptions:,} preemptions, --kv-cache-memory)",
         "budget": f"the model: steps were full (--max-batch-tokens {scheduler.max_batch_tokens}) while prompts waited",
         "target": "the time of a step (--target-step-ms), which made prompts wait",
     }

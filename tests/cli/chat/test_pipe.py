@@ -13,19 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.kill_runs import Zygote, zygote
+from tests.support.kill_runs import ForkServer, fork_server
 
 Talk = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
-def runs() -> Iterator[Zygote]:
-    with zygote() as made:
+def runs() -> Iterator[ForkServer]:
+    with fork_server() as made:
         yield made
 
 
 @pytest.fixture
-def talk(runs: Zygote, tmp_path: Path) -> Talk:
+def talk(runs: ForkServer, tmp_path: Path) -> Talk:
     """Pipes text into a chat; gives its exit code, stdout and stderr."""
 
     def call(text: str | bytes, *arguments: object) -> tuple[int, str, str]:
@@ -81,7 +81,7 @@ def test_what_is_refused(talk: Talk, arguments: list[str], code: int, message: s
     assert (found, out) == (code, "") and message in err and "Traceback" not in err
 
 
-def test_from_a_batch(talk: Talk, runs: Zygote, tmp_path: Path) -> None:
+def test_from_a_batch(talk: Talk, runs: ForkServer, tmp_path: Path) -> None:
     """Guards going on from a row of a batch, with its question and without."""
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "Hello."}\n{"prompt": "My name is Ada."}\n{"prompt": 5}\n')
@@ -93,7 +93,7 @@ def test_from_a_batch(talk: Talk, runs: Zygote, tmp_path: Path) -> None:
     assert code == 2 and "row 2" in err and "prompt must be a string" in err
 
 
-def test_a_reader_that_goes_away_and_a_full_disk(runs: Zygote, tmp_path: Path) -> None:
+def test_a_reader_that_goes_away_and_a_full_disk(runs: ForkServer, tmp_path: Path) -> None:
     """Guards `cbatch chat | head -1`: it ends silently; and an output that cannot be written."""
     text, err = tmp_path / "in", tmp_path / "err"
     text.write_text("Count from 3 to 9.\n" * 50)
@@ -109,7 +109,7 @@ def test_a_reader_that_goes_away_and_a_full_disk(runs: Zygote, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals(runs: Zygote, tmp_path: Path, signum: int, code: int) -> None:
+def test_signals(runs: ForkServer, tmp_path: Path, signum: int, code: int) -> None:
     """Guards the exit codes of a chat in a pipeline that is interrupted in the middle of an answer."""
     text, out, err = (tmp_path / name for name in ("in", "out", "err"))
     text.write_text("Tell me a story.\n")

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.chat_terminal import Chat
-from tests.support.kill_runs import Zygote, zygote
+from tests.support.kill_runs import ForkServer, fork_server
 from tests.support.tiny_models import make_network
 
 LONG = ("--ignore-eos", "--max-tokens", 900, "--attention", "reference")
@@ -21,12 +21,12 @@ LONG = ("--ignore-eos", "--max-tokens", 900, "--attention", "reference")
 
 
 @pytest.fixture(scope="module")
-def runs() -> Iterator[Zygote]:
-    with zygote() as made:
+def runs() -> Iterator[ForkServer]:
+    with fork_server() as made:
         yield made
 
 
-def test_sessions_stream_side_by_side_and_remember_their_own(runs: Zygote, tmp_path: Path) -> None:
+def test_sessions_stream_side_by_side_and_remember_their_own(runs: ForkServer, tmp_path: Path) -> None:
     """Guards what the chat is for: two conversations at once, neither of which hears the other."""
     with Chat(runs, tmp_path) as chat:
         chat.say("My name is Ada.")
@@ -47,7 +47,7 @@ def test_sessions_stream_side_by_side_and_remember_their_own(runs: Zygote, tmp_p
         assert "Ada" not in chat.text
 
 
-def test_typing_while_an_answer_streams(runs: Zygote, tmp_path: Path) -> None:
+def test_typing_while_an_answer_streams(runs: ForkServer, tmp_path: Path) -> None:
     """Guards the input line against output that tears it, and what is shown against a screen drawn anew."""
     sentence = "what I type meanwhile: äöü 日本語 stays whole"
     with Chat(runs, tmp_path, *LONG) as chat:
@@ -68,7 +68,7 @@ def test_typing_while_an_answer_streams(runs: Zygote, tmp_path: Path) -> None:
         assert chat.lines == before and chat.input == sentence
 
 
-def test_what_is_said_meanwhile_waits_for_its_turn(runs: Zygote, tmp_path: Path) -> None:
+def test_what_is_said_meanwhile_waits_for_its_turn(runs: ForkServer, tmp_path: Path) -> None:
     """Guards a message that is sent while an answer is coming: it is shown, and asked after that."""
     with Chat(runs, tmp_path, *LONG) as chat:
         chat.say("Tell me a story.")
@@ -79,7 +79,7 @@ def test_what_is_said_meanwhile_waits_for_its_turn(runs: Zygote, tmp_path: Path)
         chat.wait("> Spell the word lamp.", "l-a-m-p", gone="(next)")
 
 
-def test_ctrl_c_and_ctrl_d(runs: Zygote, tmp_path: Path) -> None:
+def test_ctrl_c_and_ctrl_d(runs: ForkServer, tmp_path: Path) -> None:
     """Guards each meaning of Ctrl-C: it stops an answer, clears what is typed, says how to leave, and never ends."""
     with Chat(runs, tmp_path, *LONG) as chat:
         chat.send("\x03")
@@ -101,7 +101,7 @@ def test_ctrl_c_and_ctrl_d(runs: Zygote, tmp_path: Path) -> None:
         assert chat.leave() == 0
 
 
-def test_fork_retry_pick_and_undo(runs: Zygote, tmp_path: Path) -> None:
+def test_fork_retry_pick_and_undo(runs: ForkServer, tmp_path: Path) -> None:
     """Guards going back and aside in a conversation."""
     with Chat(runs, tmp_path) as chat:
         chat.say("My name is Ada.")
@@ -122,7 +122,7 @@ def test_fork_retry_pick_and_undo(runs: Zygote, tmp_path: Path) -> None:
         chat.wait("[1 main]", gone="apart from")
 
 
-def test_a_batch_runs_under_a_live_chat(runs: Zygote, tmp_path: Path) -> None:
+def test_a_batch_runs_under_a_live_chat(runs: ForkServer, tmp_path: Path) -> None:
     """Guards `/run`: the same rows as `cbatch run` writes, a chat that goes on, and a summary at the end."""
     rows = [{"prompt": f"Count from {n} to {n + 6}.", "ignore_eos": True, "max_tokens": 150} for n in range(24)]
     source, out, alone = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "alone.jsonl"))
@@ -142,7 +142,7 @@ def test_a_batch_runs_under_a_live_chat(runs: Zygote, tmp_path: Path) -> None:
     assert out.read_bytes() == alone.read_bytes()
 
 
-def test_a_batch_is_stopped_and_resumed(runs: Zygote, tmp_path: Path) -> None:
+def test_a_batch_is_stopped_and_resumed(runs: ForkServer, tmp_path: Path) -> None:
     """Guards leaving while a batch runs underneath: what is finished is on disk, and the run can be gone on with."""
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows = [{"prompt": "Tell me a story.", "ignore_eos": True, "max_tokens": 30 + n} for n in range(400)]
@@ -160,7 +160,7 @@ def test_a_batch_is_stopped_and_resumed(runs: Zygote, tmp_path: Path) -> None:
     assert [json.loads(line)["index"] for line in out.read_bytes().splitlines()] == list(range(400))
 
 
-def test_sessions_survive_a_kill(runs: Zygote, tmp_path: Path) -> None:
+def test_sessions_survive_a_kill(runs: ForkServer, tmp_path: Path) -> None:
     """Guards a conversation against the end of its process, in the middle of an answer."""
     with Chat(runs, tmp_path) as chat:
         chat.say("My name is Ada.")
@@ -188,7 +188,7 @@ def test_sessions_survive_a_kill(runs: Zygote, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
-def test_a_signal_ends_it_in_good_order(runs: Zygote, tmp_path: Path, signum: int, code: int) -> None:
+def test_a_signal_ends_it_in_good_order(runs: ForkServer, tmp_path: Path, signum: int, code: int) -> None:
     """Guards what was said and what has come so far against every way of being ended, and the screen after it."""
     with Chat(runs, tmp_path, *LONG) as chat:
         chat.say("Tell me a story about a cat named Tom.")
@@ -206,7 +206,7 @@ def test_a_signal_ends_it_in_good_order(runs: Zygote, tmp_path: Path, signum: in
     assert turns[0]["answers"][0]["text"]
 
 
-def test_a_model_that_cannot_be_loaded(runs: Zygote, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded(runs: ForkServer, tmp_path: Path) -> None:
     """Guards the end of a chat whose prompt was there before its model: a sentence on the screen of before, exit 2."""
     with Chat(runs, tmp_path, "-m", "/no/such/model") as chat:
         assert chat.ended() == 2
@@ -214,7 +214,7 @@ def test_a_model_that_cannot_be_loaded(runs: Zygote, tmp_path: Path) -> None:
         assert "There is no model folder /no/such/model." in chat.text and "Traceback" not in chat.text
 
 
-def test_no_history_writes_nothing(runs: Zygote, tmp_path: Path) -> None:
+def test_no_history_writes_nothing(runs: ForkServer, tmp_path: Path) -> None:
     """Guards a chat that is to leave no trace."""
     with Chat(runs, tmp_path, "--no-history") as chat:
         chat.say("My name is Ada.")
@@ -223,7 +223,7 @@ def test_no_history_writes_nothing(runs: Zygote, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_resized_window_is_drawn_anew(runs: Zygote, tmp_path: Path) -> None:
+def test_a_resized_window_is_drawn_anew(runs: ForkServer, tmp_path: Path) -> None:
     """Guards the screen against what a window of another size had on it, down to one in which nothing fits."""
     with Chat(runs, tmp_path, *LONG) as chat:
         chat.ask_for_long()
@@ -240,7 +240,7 @@ def test_a_resized_window_is_drawn_anew(runs: Zygote, tmp_path: Path) -> None:
         assert chat.lines == before
 
 
-def test_pasted_text_stays_whole(runs: Zygote, tmp_path: Path) -> None:
+def test_pasted_text_stays_whole(runs: ForkServer, tmp_path: Path) -> None:
     """Guards a paste of several lines against being sent line by line, and Alt-Enter against sending at all."""
     with Chat(runs, tmp_path, "--max-tokens", 5) as chat:
         chat.send("\x1b[200~first line\nsecond line\n/third line\x1b[201~")
@@ -255,7 +255,7 @@ def test_pasted_text_stays_whole(runs: Zygote, tmp_path: Path) -> None:
         chat.wait("main> first line")
 
 
-def test_completion_and_history(runs: Zygote, tmp_path: Path) -> None:
+def test_completion_and_history(runs: ForkServer, tmp_path: Path) -> None:
     """Guards Tab on commands, sessions and files, and history that lasts from one chat to the next."""
     (tmp_path / "some-notes.txt").write_text("My name is Ada.\n")
     with Chat(runs, tmp_path) as chat:
@@ -280,7 +280,7 @@ def test_completion_and_history(runs: Zygote, tmp_path: Path) -> None:
         chat.wait("some-notes.txt")
 
 
-def test_the_editor_changes_the_last_message(runs: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_editor_changes_the_last_message(runs: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards `/edit`: the screen comes back, and the new text is asked in place of the old one."""
     editor = tmp_path / "editor"
     editor.write_text('#!/bin/sh\nsed -i s/lamp/tree/ "$1"\n')
@@ -294,7 +294,7 @@ def test_the_editor_changes_the_last_message(runs: Zygote, tmp_path: Path, monke
         chat.wait("temperature must be a number")
 
 
-def test_no_color(runs: Zygote, tmp_path: Path) -> None:
+def test_no_color(runs: ForkServer, tmp_path: Path) -> None:
     """Guards people and programs that asked for no colours; without that wish there are some."""
     colours = re.compile(rb"\x1b\[(?:\d+;)*(?:3[0-9]|4[0-9]|9[0-7]|10[0-7])[;m]")
     for color in (True, False):
@@ -334,7 +334,7 @@ def hostile_model(folder: Path) -> Path:
     return folder
 
 
-def test_control_sequences_never_reach_the_terminal(runs: Zygote, tmp_path: Path) -> None:
+def test_control_sequences_never_reach_the_terminal(runs: ForkServer, tmp_path: Path) -> None:
     """Guards the terminal against the model, split over tokens, and against saved sessions, names and errors."""
     evil = "\x1b]52;c;aGk=\x07\x1b[6n\x9b31m\rx‮"
     session = {

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.kill_runs import Killer, Run, Zygote, zygote
+from tests.support.kill_runs import ForkServer, KillTest, Run, fork_server
 
 
 @pytest.fixture(scope="module")
-def runs() -> Iterator[Zygote]:
-    with zygote() as made:
+def runs() -> Iterator[ForkServer]:
+    with fork_server() as made:
         yield made
 
 
@@ -39,15 +39,17 @@ def count_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def test_a_dozen_kills(runs: Zygote, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dozen_kills(
+    runs: ForkServer, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Guards every finished row against SIGKILL at any moment, in the middle of a write and of the final ordering."""
-    killer = Killer(runs, tmp_path, model_folder, seed=1)
-    tally = killer.run(12)
-    while not (tally.torn and tally.in_ordering):  # where a kill falls is up to the machine
-        assert tally.kills < 100, tally
-        tally = killer.run(tally.kills + 5)
+    killer = KillTest(runs, tmp_path, model_folder, seed=1)
+    stats = killer.run(12)
+    while not (stats.torn and stats.in_ordering):  # where a kill falls is up to the machine
+        assert stats.kills < 100, stats
+        stats = killer.run(stats.kills + 5)
     with capsys.disabled():
-        print(f"\n{tally}")
+        print(f"\n{stats}")
 
 
 LONG = [{"id": n, "prompt": f"row {n}", "temperature": 1.0, "max_tokens": 3 if n < 4 else 200} for n in range(40)]
@@ -55,7 +57,7 @@ LONG = [{"id": n, "prompt": f"row {n}", "temperature": 1.0, "max_tokens": 3 if n
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_run_in_good_order(
-    runs: Zygote, model_folder: Path, tmp_path: Path, signum: signal.Signals
+    runs: ForkServer, model_folder: Path, tmp_path: Path, signum: signal.Signals
 ) -> None:
     """Guards Ctrl-C and a batch system's SIGTERM: whole rows, no reordering, 130 or 143, and --resume finishes."""
     source, out, stats = write_rows(tmp_path / "in.jsonl", LONG), tmp_path / "out.jsonl", tmp_path / "stats"
@@ -75,7 +77,7 @@ def test_a_signal_ends_a_run_in_good_order(
     assert out.read_bytes() == whole.read_bytes()
 
 
-def test_signals_while_the_model_loads(runs: Zygote, model_folder: Path, tmp_path: Path) -> None:
+def test_signals_while_the_model_loads(runs: ForkServer, model_folder: Path, tmp_path: Path) -> None:
     """Guards the exit code, and that no empty file is left in the way, where nothing has begun yet."""
     source, out = write_rows(tmp_path / "in.jsonl", LONG), tmp_path / "out.jsonl"
     run = runs.start("run", source, "-o", out, "-m", model_folder)
@@ -96,7 +98,7 @@ def fifo(tmp_path: Path) -> Callable[[str], str]:
 
 @pytest.fixture
 def stalled(
-    runs: Zygote, model_folder: Path, tmp_path: Path, fifo: Callable[[str], str]
+    runs: ForkServer, model_folder: Path, tmp_path: Path, fifo: Callable[[str], str]
 ) -> Iterator[tuple[Run, int, Path]]:
     """A run that hangs in its output because nobody reads on; the pipe's reading end, and the input."""
     source = write_rows(tmp_path / "in.jsonl", [{"prompt": "a", "max_tokens": 2, "column": "x" * 1000}] * 30_000)
@@ -155,7 +157,7 @@ def test_a_slow_reader_holds_the_run_back(stalled: tuple[Run, int, Path]) -> Non
 
 
 def test_lines_of_a_slow_writer_are_answered_one_by_one(
-    runs: Zygote, model_folder: Path, fifo: Callable[[str], str]
+    runs: ForkServer, model_folder: Path, fifo: Callable[[str], str]
 ) -> None:
     """Guards `tail -f questions | cbatch run`: no line waits for the next one."""
     stdin, stdout = fifo("stdin"), fifo("stdout")
@@ -180,7 +182,7 @@ def _position(run: Run, path: Path) -> int:
     raise AssertionError(f"{path} is not open")
 
 
-def test_messages_that_nobody_can_read_cost_nothing(runs: Zygote, model_folder: Path, tmp_path: Path) -> None:
+def test_messages_that_nobody_can_read_cost_nothing(runs: ForkServer, model_folder: Path, tmp_path: Path) -> None:
     """Guards a night's run against the log's disk being full: the rows are there, and the exit code is theirs."""
     source, out = write_rows(tmp_path / "in.jsonl", [*LONG[:4], {"prompt": ""}]), tmp_path / "out.jsonl"
     assert runs.start("run", source, "-v", "-m", model_folder, "-o", out, stderr="/dev/full").code() == 1
@@ -188,7 +190,7 @@ def test_messages_that_nobody_can_read_cost_nothing(runs: Zygote, model_folder: 
 
 
 def test_the_reader_of_a_report_that_goes_away(
-    runs: Zygote, model_folder: Path, tmp_path: Path, fifo: Callable[[str], str]
+    runs: ForkServer, model_folder: Path, tmp_path: Path, fifo: Callable[[str], str]
 ) -> None:
     """Guards `cbatch run --check | head -1`: 141, not the exit code that means bad rows."""
     source, pipe = write_rows(tmp_path / "in.jsonl", LONG[:3]), fifo("stdout")
@@ -199,7 +201,7 @@ def test_the_reader_of_a_report_that_goes_away(
     assert run.code() == 141
 
 
-def test_a_full_device_is_exit_3(runs: Zygote, model_folder: Path, tmp_path: Path) -> None:
+def test_a_full_device_is_exit_3(runs: ForkServer, model_folder: Path, tmp_path: Path) -> None:
     """Guards against an output that takes nothing: a sentence, and exit code 3."""
     source, stderr = write_rows(tmp_path / "in.jsonl", LONG[:3]), str(tmp_path / "stderr")
     run = runs.start("run", source, "-q", "-m", model_folder, stdout="/dev/full", stderr=stderr)

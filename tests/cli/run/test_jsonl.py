@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from cbatch.cli.run.input import jsonl
 from cbatch.cli.run.input.jsonl import format_row, parse_line
 from cbatch.cli.run.input.lines import Line
-from cbatch.cli.run.input.row import Row
+from cbatch.cli.run.input.row import InputRow
 from cbatch.engine import RequestError, SamplingParams
 
 
-def parse(text: str | bytes, **options: bool) -> Row:
+def parse(text: str | bytes, **options: bool) -> InputRow:
     return parse_line(Line(0, text.encode() if isinstance(text, str) else text), **options)
 
 
-def code(row: Row) -> str | None:
+def code(row: InputRow) -> str | None:
     return row.error.code if row.error else None
 
 
@@ -33,7 +33,7 @@ def test_the_three_forms() -> None:
     row = parse(json.dumps({"messages": [{"role": "user", "content": parts}]}))
     assert row.messages == [{"role": "user", "content": "ab"}]
     assert parse('{"prompt_token_ids": [1, 2]}').prompt_token_ids == [1, 2]
-    assert parse("not json at all", as_text=True).prompt == "not json at all"
+    assert parse("not json at all", is_text=True).prompt == "not json at all"
 
 
 TOOL = '{"type": "function", "function": {"name": "look"}}'

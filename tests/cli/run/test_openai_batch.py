@@ -13,8 +13,8 @@ from openai.types.chat import ChatCompletion
 from cbatch.cli.main import run_command
 from cbatch.cli.run.input.jsonl import parse_line
 from cbatch.cli.run.input.lines import Line
-from cbatch.cli.run.input.row import Row
-from cbatch.cli.run.requests import Preparer, RowOptions
+from cbatch.cli.run.input.row import InputRow
+from cbatch.cli.run.requests import RequestBuilder, RowOptions
 from cbatch.engine import Engine, EngineConfig, SamplingParams
 
 
@@ -30,7 +30,7 @@ def text(prompt: Any, **body: Any) -> dict[str, Any]:
     return call({"model": "gpt-3.5-turbo-instruct", "prompt": prompt, **body}, "/v1/completions")
 
 
-def parse(fields: dict[str, Any], **options: bool) -> Row:
+def parse(fields: dict[str, Any], **options: bool) -> InputRow:
     return parse_line(Line(0, json.dumps(fields).encode()), **options)
 
 
@@ -144,9 +144,9 @@ def test_offsets_count_characters(model_folder: Path, tmp_path: Path) -> None:
 def test_a_row_s_own_word_on_logprobs_counts(model_folder: Path) -> None:
     """Guards `logprobs: false` against an option, scores in a chat's result, and fields that text requests lack."""
     engine = Engine(EngineConfig(model=str(model_folder), device="cpu"))
-    preparer = Preparer(engine, RowOptions(params=SamplingParams(logprobs=2)))
+    builder = RequestBuilder(engine, RowOptions(params=SamplingParams(logprobs=2)))
     rows = [chat(), chat(logprobs=False), chat(logprobs=True, top_logprobs=1)]
-    assert [preparer.job(Line(0, json.dumps(row).encode())).params.logprobs for row in rows] == [2, None, 1]
+    assert [builder.build(Line(0, json.dumps(row).encode())).params.logprobs for row in rows] == [2, None, 1]
 
 
 def test_no_max_tokens_means_the_rest_of_the_context(model_folder: Path) -> None:
@@ -155,8 +155,8 @@ def test_no_max_tokens_means_the_rest_of_the_context(model_folder: Path) -> None
     ours, theirs = (Line(0, json.dumps(row).encode()) for row in ({"prompt": "a"}, chat()))
     for given, expected in ((False, None), (True, 7)):
         options = RowOptions(params=SamplingParams(max_tokens=7), has_max_tokens=given)
-        preparer = Preparer(engine, options)
-        assert (preparer.job(ours).params.max_tokens, preparer.job(theirs).params.max_tokens) == (7, expected)
+        builder = RequestBuilder(engine, options)
+        assert (builder.build(ours).params.max_tokens, builder.build(theirs).params.max_tokens) == (7, expected)
 
 
 def test_the_model_is_asked_what_the_body_says() -> None:

@@ -22,10 +22,10 @@ from cbatch.cli.main import run_command
 from cbatch.cli.run import pipeline as batch_module
 from cbatch.cli.run.input import lines as lines_module
 from cbatch.cli.run.input.lines import read_lines
-from cbatch.cli.run.output.writer import StreamOutput
-from cbatch.cli.run.pipeline import Batch, Window
-from cbatch.cli.run.requests import Preparer, RowOptions
-from cbatch.cli.run.stats import Tally
+from cbatch.cli.run.output.writer import StreamWriter
+from cbatch.cli.run.pipeline import Pipeline, Window
+from cbatch.cli.run.requests import RequestBuilder, RowOptions
+from cbatch.cli.run.stats import RunStats
 from cbatch.engine import Driver, Engine, EngineConfig, SamplingParams
 
 ROOT = Path(__file__).parents[3]
@@ -41,10 +41,10 @@ def run(engine: Engine, data: bytes, window: int = 16) -> list[dict[str, Any]]:
     """What a run makes of an input, through the real reader, driver and output."""
     stream = io.BytesIO()
     driver = Driver(engine)
-    preparer = Preparer(engine, RowOptions(params=SamplingParams(max_tokens=2)))
+    builder = RequestBuilder(engine, RowOptions(params=SamplingParams(max_tokens=2)))
     try:
-        batch = Batch(driver, StreamOutput(stream, input_order=True), preparer, Tally(), window=window)
-        batch.run(read_lines(io.BytesIO(data)), lambda: None)
+        pipeline = Pipeline(driver, StreamWriter(stream, input_order=True), builder, RunStats(), window=window)
+        pipeline.run(read_lines(io.BytesIO(data)), lambda: None)
     finally:
         driver.close()
     assert driver.failure is None and engine.blocks.num_used == 0
@@ -84,10 +84,10 @@ odd = st.sampled_from(
 )
 
 
-def mutated(row: bytes, place: int, byte: int) -> bytes:
+def mutated(row: bytes, position: int, byte: int) -> bytes:
     """A good row with one byte changed."""
-    place %= len(row)
-    return row[:place] + bytes([byte]) + row[place + 1 :]
+    position %= len(row)
+    return row[:position] + bytes([byte]) + row[position + 1 :]
 
 
 line = (
@@ -136,35 +136,35 @@ def test_a_line_of_64_mib_is_an_error_row_in_bounded_memory(engine: Engine) -> N
 def test_the_window_bounds_bytes_as_well_as_rows() -> None:
     """Guards memory against a window full of large rows; one that is larger than the window goes alone."""
     window = Window(3, size=100)
-    window.enter(0, 500)
-    window.leave([0])
-    window.enter(1, 60)
-    window.leave([1])
-    window.enter(2, 60)
-    window.enter(3, 40)
+    window.acquire(0, 500)
+    window.release([0])
+    window.acquire(1, 60)
+    window.release([1])
+    window.acquire(2, 60)
+    window.acquire(3, 40)
     assert window.waited_s < 1 and window._bytes_left == 0 and window._rows_left == 1
 
 
 def test_what_was_finished_before_a_signal_is_written(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards rows that are finished and still in the queue, more than one write takes, when the signal comes."""
-    monkeypatch.setattr(batch_module, "MAX_AT_ONCE", 4)
+    monkeypatch.setattr(batch_module, "MAX_ROWS_PER_WRITE", 4)
     stream, driver = io.BytesIO(), Driver(engine)
-    batch: Batch
+    pipeline: Pipeline
 
-    class Slow(StreamOutput):
+    class Slow(StreamWriter):
         """Its first write takes until all rows are finished, and then comes the signal."""
 
         def write(self, rows: Any) -> Any:
             if not stream.tell() and rows:
                 while any(thread.name == "cbatch-reader" for thread in threading.enumerate()):
                     time.sleep(0.001)
-                batch.interrupt(2)
+                pipeline.interrupt(2)
             return super().write(rows)
 
-    preparer = Preparer(engine, RowOptions(params=SamplingParams()))
-    batch = Batch(driver, Slow(stream, input_order=True), preparer, Tally(), window=100)
+    builder = RequestBuilder(engine, RowOptions(params=SamplingParams()))
+    pipeline = Pipeline(driver, Slow(stream, input_order=True), builder, RunStats(), window=100)
     with pytest.raises(Interrupted):
-        batch.run(read_lines(io.BytesIO(b"{bad\n" * 40)), lambda: None)
+        pipeline.run(read_lines(io.BytesIO(b"{bad\n" * 40)), lambda: None)
     driver.close()
     assert len(stream.getvalue().splitlines()) == 40
 

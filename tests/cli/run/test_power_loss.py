@@ -14,21 +14,21 @@ import pytest
 from cbatch.cli.run.input.jsonl import format_row
 from cbatch.cli.run.input.lines import Line, read_lines
 from cbatch.cli.run.output import writer as output_module
-from cbatch.cli.run.output.journal import Comparison, Journal, compare
+from cbatch.cli.run.output.journal import Journal, ResumePlan, plan_resume
 from cbatch.cli.run.output.row_keys import KEY_LENGTH
-from cbatch.cli.run.output.writer import FileOutput, OutputRow
+from cbatch.cli.run.output.writer import FileWriter, OutputRow
 
 INPUT = [f"line {number}" for number in range(6)]
 FINISHED = [3, 0, 1, 5, 4, 2]
 """The order in which the rows are finished."""
 
 
-def key_of(line: Line) -> str:
+def make_key(line: Line) -> str:
     return f"{line.index:0{KEY_LENGTH}x}"
 
 
 def row_of(index: int) -> bytes:
-    return format_row({"index": index, "text": f"answer {index}", "key": key_of(Line(index, b""))})
+    return format_row({"index": index, "text": f"answer {index}", "key": make_key(Line(index, b""))})
 
 
 EXPECTED = b"".join(row_of(index) for index in range(len(INPUT)))
@@ -63,11 +63,13 @@ class Disk:
             return
         content = self.synced
         yield content
-        for place, data in self.pending:
+        for position, data in self.pending:
             for length in range(1, len(data), 7):
-                yield content[:place] + data[:length]
-                yield content[:place] + data[:length] + bytes(len(data) - length)  # the size arrived, the data did not
-            content = content[:place] + data
+                yield content[:position] + data[:length]
+                yield (
+                    content[:position] + data[:length] + bytes(len(data) - length)
+                )  # the size arrived, the data did not
+            content = content[:position] + data
             yield content
 
 
@@ -85,8 +87,8 @@ class Recorder:
         self.states.append(replace(self.states[-1], **changes))
 
     def write(self, fd: int, data: bytes) -> int:
-        now, place = self.states[-1], os.fstat(fd).st_size
-        self._note(pending=(*now.pending, (place, bytes(data))))
+        now, position = self.states[-1], os.fstat(fd).st_size
+        self._note(pending=(*now.pending, (position, bytes(data))))
         return os.write(fd, data)
 
     def ftruncate(self, fd: int, size: int) -> None:
@@ -122,16 +124,16 @@ def watch(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(path: Path, until: int = len(FINISHED)) -> int:
     """What `cbatch run --resume` does, with rows finished in the order of FINISHED. Returns how many it kept."""
-    with FileOutput(path, input_order=True) as output:
-        journal, kept = Journal(), Comparison()
+    with FileWriter(path, input_order=True) as output:
+        journal, kept = Journal(), ResumePlan()
         if output.has_content:
             journal = output.journal()
-            kept = compare(journal, lines(), key_of, retry_errors=False)
+            kept = plan_resume(journal, lines(), make_key, retry_errors=False)
             assert not kept.changed
         output.start(journal)
-        for place, index in enumerate(FINISHED[:until]):
+        for position, index in enumerate(FINISHED[:until]):
             if index not in kept:
-                output.write([OutputRow(place, index, row_of(index))])
+                output.write([OutputRow(position, index, row_of(index))])
             output.tick()
         if until == len(FINISHED):
             output.finish(lambda: None)
@@ -166,7 +168,7 @@ def test_rows_are_synced_at_least_once_a_second(tmp_path: Path, monkeypatch: pyt
     recorder = Recorder()
     watch(recorder, monkeypatch)
     monkeypatch.setattr(output_module.time, "monotonic", lambda: now[0])
-    with FileOutput(tmp_path / "out.jsonl", input_order=True) as output:
+    with FileWriter(tmp_path / "out.jsonl", input_order=True) as output:
         output.start(Journal())
         output.write([OutputRow(0, 0, row_of(0))])
         output.tick()
@@ -183,4 +185,4 @@ def test_rows_are_synced_at_least_once_a_second(tmp_path: Path, monkeypatch: pyt
 def test_rows_of_the_test_are_rows_of_ours() -> None:
     """Guards this file's own rows: the journal takes them, and would miss a synced one."""
     journal = Journal.read(io.BytesIO(row_of(3) + row_of(1)), "rows")
-    assert list(journal.indices) == [3, 1] and journal.key(1) == key_of(Line(1, b""))
+    assert list(journal.indices) == [3, 1] and journal.key(1) == make_key(Line(1, b""))

@@ -16,7 +16,7 @@ import pytest
 from cbatch.cli.main import run_command
 from cbatch.cli.run.output import writer as output_module
 from cbatch.cli.run.output.journal import Journal
-from cbatch.cli.run.output.writer import FileOutput
+from cbatch.cli.run.output.writer import FileWriter
 from tests.support.model_folder import save_model
 
 ROWS: list[Any] = [
@@ -263,22 +263,22 @@ def test_what_somebody_else_writes_to_the_file_is_noticed(
     case: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Guards an intact journal against being put in order by places that are no longer right."""
-    finish = FileOutput.finish
+    finish = FileWriter.finish
 
-    def meddled(self: FileOutput, check_stop: Any) -> None:
+    def meddled(self: FileWriter, check_stop: Any) -> None:
         with case.out.open("ab") as file:
             file.write(b"note\n")
         finish(self, check_stop)
 
-    def taken_away(self: FileOutput, check_stop: Any) -> None:
+    def taken_away(self: FileWriter, check_stop: Any) -> None:
         case.out.unlink()
         finish(self, check_stop)
 
     with monkeypatch.context() as patch:
-        patch.setattr(FileOutput, "finish", meddled)
+        patch.setattr(FileWriter, "finish", meddled)
         assert case.run() == 3 and "Something else wrote to" in capfd.readouterr().err
         assert len(case.out.read_bytes().splitlines()) == 7
-        patch.setattr(FileOutput, "finish", taken_away)
+        patch.setattr(FileWriter, "finish", taken_away)
         assert case.run("--overwrite") == 3 and "was taken away" in capfd.readouterr().err
 
 
@@ -386,7 +386,7 @@ def test_options_that_make_no_sense_together(
 
 def test_two_runs_on_one_file(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
     """Guards a journal against two writers: the second run is refused, with --resume and --overwrite too."""
-    with FileOutput(case.out, input_order=True):
+    with FileWriter(case.out, input_order=True):
         for option in ("--resume", "--overwrite"):
             assert case.run(option) == 2 and "Another run is writing" in capfd.readouterr().err
 
@@ -469,14 +469,14 @@ def test_no_room_for_the_ordered_file(
     """Guards a disk that holds the rows, but not twice: exit 3, all rows there, --resume puts them in order later."""
     whole = done.out.read_bytes()
     done.out.write_bytes(b"".join(reversed(whole.splitlines(keepends=True))))
-    rewrite = FileOutput._rewrite
+    rewrite = FileWriter._rewrite
 
-    def full(self: FileOutput, check_stop: Any) -> None:
+    def full(self: FileWriter, check_stop: Any) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(FileOutput, "_rewrite", full)
+    monkeypatch.setattr(FileWriter, "_rewrite", full)
     assert done.run("--resume") == 3 and "Cannot order" in capfd.readouterr().err
-    monkeypatch.setattr(FileOutput, "_rewrite", rewrite)
+    monkeypatch.setattr(FileWriter, "_rewrite", rewrite)
     assert done.run("--resume") == 1 and done.out.read_bytes() == whole and done.ran() == 0
 
 

@@ -3,35 +3,45 @@
 from __future__ import annotations
 
 from cbatch.cli.run.input.lines import Line
-from cbatch.cli.run.input.row import Row
-from cbatch.cli.run.output.row_keys import KEY_LENGTH, KeyMaker, difference, spelt
+from cbatch.cli.run.input.row import InputRow
+from cbatch.cli.run.output.row_keys import KEY_LENGTH, KeyMaker, canonical_params, explain_difference
 from cbatch.engine import SamplingParams
 
 MAKER = KeyMaker("model")
 
 
 def key(name: str = "a", asked: str = "hi", seed: int = 0) -> str:
-    return MAKER.of_row(Row(0, id=name), asked, spelt(SamplingParams()), seed)
+    return MAKER.for_row(InputRow(0, id=name), asked, canonical_params(SamplingParams()), seed)
 
 
 def test_rows_do_not_share_a_key() -> None:
     """Guards ids that derive from keys, for rows that all give the same seed: in 32 bits, two of these would meet."""
-    keys = {MAKER.of_row(Row(0, id=f"{n}"), "hi", b"", 42) for n in range(100_000)}
+    keys = {MAKER.for_row(InputRow(0, id=f"{n}"), "hi", b"", 42) for n in range(100_000)}
     assert len(keys) == 100_000 and all(len(key) == KEY_LENGTH for key in list(keys)[:5])
     assert len({key[:16] for key in keys}) == 1
 
 
 def test_parameters_at_their_default_are_not_spelt() -> None:
     """Guards keys of today against a parameter of tomorrow; the seed stands for itself."""
-    assert spelt(SamplingParams()) == b"{}" == spelt(SamplingParams(seed=3, top_k=-1, temperature=0))
-    assert spelt(SamplingParams(temperature=1)) == spelt(SamplingParams(temperature=1.0)) == b'{"temperature": 1.0}'
+    assert (
+        canonical_params(SamplingParams()) == b"{}" == canonical_params(SamplingParams(seed=3, top_k=-1, temperature=0))
+    )
+    assert (
+        canonical_params(SamplingParams(temperature=1))
+        == canonical_params(SamplingParams(temperature=1.0))
+        == b'{"temperature": 1.0}'
+    )
 
 
 def test_what_differs_is_named() -> None:
     """Guards the words that tell a person why rows are not kept."""
-    other = KeyMaker("other").of_row(Row(0, id="a"), "hi", spelt(SamplingParams()), 0)
-    refused = MAKER.of_refused(Line(0, b"{"))
-    assert "another model" in difference(key(), other)
-    assert "another input" in difference(key(), key(asked="ho")) == difference(refused, MAKER.of_refused(Line(0, b"[")))
-    assert "another seed" in difference(key(), key(seed=1))
-    assert "was refused" in difference(key(), refused) == difference(refused, key())
+    other = KeyMaker("other").for_row(InputRow(0, id="a"), "hi", canonical_params(SamplingParams()), 0)
+    refused = MAKER.for_invalid_line(Line(0, b"{"))
+    assert "another model" in explain_difference(key(), other)
+    assert (
+        "another input"
+        in explain_difference(key(), key(asked="ho"))
+        == explain_difference(refused, MAKER.for_invalid_line(Line(0, b"[")))
+    )
+    assert "another seed" in explain_difference(key(), key(seed=1))
+    assert "was refused" in explain_difference(key(), refused) == explain_difference(refused, key())

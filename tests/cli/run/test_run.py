@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from cbatch.cli.main import run_command
-from cbatch.cli.run.output.writer import FileOutput
+from cbatch.cli.run.output.writer import FileWriter
 from cbatch.engine import engine_thread as driver
 from cbatch.engine.text.detokenizer import TextStream
 from tests.support.model_folder import save_model
@@ -341,19 +341,19 @@ def test_a_failing_engine_is_exit_3_and_keeps_what_is_done(
     run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Guards finished rows, the slowly written ones too, against a crash in a later step; and against hanging."""
-    step, write = driver.Engine.step, FileOutput.write
+    step, write = driver.Engine.step, FileWriter.write
 
     def failing(self: driver.Engine) -> Any:
         if self.num_steps == 5:
             raise RuntimeError("the device is on fire")
         return step(self)
 
-    def slow(self: FileOutput, rows: Any) -> Any:
+    def slow(self: FileWriter, rows: Any) -> Any:
         time.sleep(0.05)
         return write(self, rows)
 
     monkeypatch.setattr(driver.Engine, "step", failing)
-    monkeypatch.setattr(FileOutput, "write", slow)
+    monkeypatch.setattr(FileWriter, "write", slow)
     code, rows = run([{"prompt": "a", "max_tokens": 2}] * 6 + [{"prompt": "b", "max_tokens": 90}])
     assert code == 3 and sorted(row["index"] for row in rows) == [0, 1, 2, 3, 4, 5]
     assert "on fire" in capsys.readouterr().err

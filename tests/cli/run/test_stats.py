@@ -9,28 +9,28 @@ from typing import Any
 import pytest
 
 from cbatch.cli.run import stats as tally_module
-from cbatch.cli.run.input.row import Row
-from cbatch.cli.run.requests import Job
-from cbatch.cli.run.stats import Tally, Totals, what_limited
+from cbatch.cli.run.input.row import InputRow
+from cbatch.cli.run.requests import RowRequest
+from cbatch.cli.run.stats import EngineCounters, RunStats, bottleneck
 from cbatch.engine import RequestError, SamplingParams
 
 
-def job(tokens: int, first: float = 1.0, last: float = 2.0, error: RequestError | None = None) -> Job:
-    made = Job(Row(0), SamplingParams(), error=error, prompt_tokens=7, first=first, last=last)
+def request(tokens: int, first: float = 1.0, last: float = 2.0, error: RequestError | None = None) -> RowRequest:
+    made = RowRequest(InputRow(0), SamplingParams(), error=error, prompt_tokens=7, first=first, last=last)
     made.completion.token_ids = list(range(tokens))
     return made
 
 
 def test_figures_of_a_run() -> None:
     """Guards --stats: first-token time from the row's being taken, time per token between first and last."""
-    tally = Tally()
-    tally.start(0.0)
-    tally.start(5.0)
+    stats = RunStats()
+    stats.start(0.0)
+    stats.start(5.0)
     for tokens, last in ((11, 3.0), (21, 4.0), (1, 1.0)):
-        tally.count(job(tokens, last=last))
-        tally.output_tokens += tokens
-    tally.count(job(0, error=RequestError("nan_logits", "m"), last=4.5))
-    figures = tally.figures()
+        stats.count(request(tokens, last=last))
+        stats.output_tokens += tokens
+    stats.count(request(0, error=RequestError("nan_logits", "m"), last=4.5))
+    figures = stats.as_dict()
     assert (figures["rows"], figures["errors"], figures["error_codes"]) == (4, 1, {"nan_logits": 1})
     assert (figures["prompt_tokens"], figures["output_tokens"]) == (21, 33)
     assert figures["elapsed_s"] == 4.5 and figures["output_tokens_per_s"] == pytest.approx(33 / 4.5)
@@ -40,21 +40,21 @@ def test_figures_of_a_run() -> None:
 
 def test_nothing_was_run() -> None:
     """Guards the figures of a run that was refused before its first row."""
-    figures = Tally().figures()
+    figures = RunStats().as_dict()
     assert figures["rows"] == 0 and figures["elapsed_s"] == 0 and figures["ttft_s"]["p50"] is None
 
 
 def test_time_left_is_estimated_from_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the estimate: rows that are left times tokens a row, less what unfinished rows have already."""
     monkeypatch.setattr(tally_module.time, "monotonic", lambda: 10.0)
-    tally = Tally()
-    tally.start(0.0)
-    assert tally.seconds_left(5) is None
-    tally.count(job(40))
-    tally.output_tokens = 100
-    assert tally.seconds_left(4) == pytest.approx((4 * 40 - 60) * 10 / 100)
-    tally.output_tokens = 1000
-    assert tally.seconds_left(4) == 0
+    stats = RunStats()
+    stats.start(0.0)
+    assert stats.seconds_left(5) is None
+    stats.count(request(40))
+    stats.output_tokens = 100
+    assert stats.seconds_left(4) == pytest.approx((4 * 40 - 60) * 10 / 100)
+    stats.output_tokens = 1000
+    assert stats.seconds_left(4) == 0
 
 
 @pytest.mark.parametrize(
@@ -74,11 +74,13 @@ def test_what_limited_a_run(state: dict[str, Any], waited: float, expected: str)
     """Guards the last line of the summary: it names the option that a person would change first."""
     held = Counter(state.get("held_back", {}))
     engine: Any = SimpleNamespace(scheduler=SimpleNamespace(max_seqs=8, max_batch_tokens=64))
-    totals = Totals(100, 3, 0, state.get("num_shrinks", 0), state.get("idle_s", 0.0), held)
-    assert expected in what_limited(engine, totals, 10.0, waited)
+    counters = EngineCounters(100, 3, 0, state.get("num_shrinks", 0), state.get("idle_s", 0.0), held)
+    assert expected in bottleneck(engine, counters, 10.0, waited)
 
 
 def test_a_second_run_on_an_engine_counts_its_own() -> None:
     """Guards the figures of a batch under a chat, whose engine has worked, and waited, before."""
-    before = Totals(100, 3, 1, 0, 60.0, Counter(seats=5))
-    assert Totals(110, 3, 2, 0, 61.0, Counter(seats=7)) - before == Totals(10, 0, 1, 0, 1.0, Counter(seats=2))
+    before = EngineCounters(100, 3, 1, 0, 60.0, Counter(seats=5))
+    assert EngineCounters(110, 3, 2, 0, 61.0, Counter(seats=7)) - before == EngineCounters(
+        10, 0, 1, 0, 1.0, Counter(seats=2)
+    )

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from cbatch.cli.run.output.journal import Journal
-from cbatch.cli.run.output.writer import FileOutput, OutputRow, StreamOutput
+from cbatch.cli.run.output.writer import FileWriter, OutputRow, StreamWriter
 from cbatch.engine import ConfigError
 
 
-def fresh(path: Path, *, input_order: bool = True) -> FileOutput:
-    output = FileOutput(path, input_order=input_order)
+def fresh(path: Path, *, input_order: bool = True) -> FileWriter:
+    output = FileWriter(path, input_order=input_order)
     output.start(Journal())
     return output
 
@@ -26,8 +26,8 @@ def fresh(path: Path, *, input_order: bool = True) -> FileOutput:
 def test_a_stream_in_input_order_holds_back_only_what_must_wait() -> None:
     """Guards the order on stdout, and the places that keep the window moving."""
     stream = io.BytesIO()
-    output = StreamOutput(stream, input_order=True)
-    gone = [list(output.write([OutputRow(place, 2 * place, b"%d\n" % place)])) for place in (1, 0, 3, 2)]
+    output = StreamWriter(stream, input_order=True)
+    gone = [list(output.write([OutputRow(position, 2 * position, b"%d\n" % position)])) for position in (1, 0, 3, 2)]
     assert gone == [[], [0, 1], [], [2, 3]]
     assert stream.getvalue() == b"0\n1\n2\n3\n"
 
@@ -37,8 +37,8 @@ def test_a_file_is_a_journal_first_and_ordered_at_the_end(tmp_path: Path) -> Non
     path = tmp_path / "out.jsonl"
     path.touch(0o640)
     with fresh(path) as output:
-        for place, index in enumerate((5, 0, 3)):
-            assert output.write([OutputRow(place, index, b"row %d\n" % index)]) == [place]
+        for position, index in enumerate((5, 0, 3)):
+            assert output.write([OutputRow(position, index, b"row %d\n" % index)]) == [position]
         assert path.read_bytes() == b"row 5\nrow 0\nrow 3\n"
         output.finish(lambda: None)
     assert path.read_bytes() == b"row 0\nrow 3\nrow 5\n" and path.stat().st_mode & 0o777 == 0o640
@@ -60,8 +60,8 @@ def test_content_is_not_overwritten_unless_told(tmp_path: Path) -> None:
     """Guards last night's results: nothing changes in the file before a run starts."""
     path = tmp_path / "out.jsonl"
     path.write_text("x")
-    with FileOutput(path, input_order=True) as output, pytest.raises(ConfigError, match="not empty"):
-        output.check_is_empty()
+    with FileWriter(path, input_order=True) as output, pytest.raises(ConfigError, match="not empty"):
+        output.check_empty()
     assert path.read_text() == "x"
     with fresh(path):
         assert path.read_text() == ""
@@ -69,7 +69,7 @@ def test_content_is_not_overwritten_unless_told(tmp_path: Path) -> None:
 
 def test_a_run_that_never_began_leaves_no_file(tmp_path: Path) -> None:
     """Guards against an empty file that stands in the way of the next try."""
-    with FileOutput(tmp_path / "out.jsonl", input_order=True):
+    with FileWriter(tmp_path / "out.jsonl", input_order=True):
         pass
     assert list(tmp_path.iterdir()) == []
     with fresh(tmp_path / "out.jsonl") as output:
@@ -84,10 +84,10 @@ def test_two_runs_do_not_share_a_file(tmp_path: Path) -> None:
         os.link(path, link)
         for name in (path, link):
             with pytest.raises(ConfigError, match="Another run"):
-                FileOutput(name, input_order=True)
+                FileWriter(name, input_order=True)
         output.write([OutputRow(0, 1, b"b\n"), OutputRow(1, 0, b"a\n")])
         output.finish(lambda: None)
-    FileOutput(path, input_order=True).__exit__()
+    FileWriter(path, input_order=True).__exit__()
 
 
 def test_a_file_that_was_replaced_before_it_was_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,14 +103,14 @@ def test_a_file_that_was_replaced_before_it_was_locked(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(fcntl, "flock", late)
     with pytest.raises(ConfigError, match="Another run"):
-        FileOutput(path, input_order=True)
+        FileWriter(path, input_order=True)
     assert path.read_text() == "ordered"
 
 
 def test_signals_in_the_middle_of_a_write_lose_nothing() -> None:
     """Guards rows against EINTR: signals come every millisecond while a pipe that is full takes them bit by bit."""
     reader, writer = os.pipe()
-    rows = [OutputRow(place, place, b"%d " % place * 50_000 + b"\n") for place in range(4)]
+    rows = [OutputRow(position, position, b"%d " % position * 50_000 + b"\n") for position in range(4)]
     taken, signals = bytearray(), []
 
     def read() -> None:
@@ -124,7 +124,7 @@ def test_signals_in_the_middle_of_a_write_lose_nothing() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
     try:
         with os.fdopen(writer, "wb", buffering=0) as stream:
-            StreamOutput(stream, input_order=True).write(rows)
+            StreamWriter(stream, input_order=True).write(rows)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -143,5 +143,5 @@ class Dribble(io.BytesIO):
 def test_short_writes_lose_nothing() -> None:
     """Guards against a pipe that takes only part of a row."""
     stream = Dribble()
-    StreamOutput(stream, input_order=False).write([OutputRow(0, 0, b"a longer row\n")])
+    StreamWriter(stream, input_order=False).write([OutputRow(0, 0, b"a longer row\n")])
     assert stream.getvalue() == b"a longer row\n"

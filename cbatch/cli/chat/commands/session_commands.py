@@ -8,10 +8,10 @@ from typing import Any
 
 from cbatch.cli.chat.commands.registry import COMMANDS, Desk, command, counted, need, number_in
 from cbatch.cli.chat.controller import RETRY_TEMPERATURE
-from cbatch.cli.common.options import NOT_FOR_TURNS
+from cbatch.cli.common.options import RUN_ONLY_PARAMS
 from cbatch.engine import PARAM_NAMES, ConfigError, RequestError, SamplingParams, with_overrides
 
-SETTABLE = tuple(name for name in PARAM_NAMES if name not in ("seed", *NOT_FOR_TURNS))
+SETTABLE = tuple(name for name in PARAM_NAMES if name not in ("seed", *RUN_ONLY_PARAMS))
 
 KEYS = (
     "",

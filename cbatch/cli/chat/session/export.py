@@ -9,9 +9,9 @@ from typing import Any
 
 from cbatch.cli.chat.session.prompt import as_plain_text
 from cbatch.cli.chat.session.session import Answer, Session, State
-from cbatch.cli.run.input.jsonl import format_row, parse_line, parse_object
+from cbatch.cli.run.input.jsonl import format_row, parse_json_object, parse_line
 from cbatch.cli.run.input.lines import Line, read_lines
-from cbatch.cli.run.input.row import Row
+from cbatch.cli.run.input.row import InputRow
 from cbatch.engine import ConfigError, RequestError, SamplingParams, derive_seed
 
 
@@ -94,7 +94,7 @@ def _find_result(path: Path, index: int) -> dict[str, Any]:
     found: dict[str, Any] | None = None
     for line in _lines(path):
         try:
-            fields = parse_object((line.data or b"").decode(), f"{path}, line {line.index + 1}", "a row")
+            fields = parse_json_object((line.data or b"").decode(), f"{path}, line {line.index + 1}", "a row")
         except (RequestError, UnicodeDecodeError):
             continue  # of a journal the last line may be torn
         if type(fields.get("index")) is int and fields["index"] == index:
@@ -104,14 +104,14 @@ def _find_result(path: Path, index: int) -> dict[str, Any]:
     return found
 
 
-def _find_row(path: Path, index: int) -> Row:
+def _find_row(path: Path, index: int) -> InputRow:
     for line in _lines(path):
         if line.index == index:
             row = parse_line(line, allow_unknown=True)
             try:
                 SamplingParams().merged(row.params)
             except RequestError as error:
-                row.error = row.wrong(str(error))
+                row.error = row.invalid(str(error))
             if row.error is not None:
                 raise ConfigError(f"{path}: {row.error}.")
             if row.messages is None and row.prompt is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from cbatch.cli.chat.session.paths import read_text
 from cbatch.cli.chat.session.session import ENDED, Answer, Session, Turn, settled, unasked
-from cbatch.cli.run.input.jsonl import parse_object
+from cbatch.cli.run.input.jsonl import parse_json_object
 from cbatch.engine import ConfigError, RequestError, SamplingParams
 
 VERSION = 1
@@ -46,7 +46,7 @@ def to_json(session: Session) -> dict[str, Any]:
 def read_session(path: Path) -> Session:
     """Reads what `Store.save` has written. Raises ConfigError that says what is wrong with the file."""
     try:
-        fields = parse_object(read_text(path, MAX_BYTES), str(path), "a saved session")
+        fields = parse_json_object(read_text(path, MAX_BYTES), str(path), "a saved session")
     except RequestError as error:
         raise ConfigError(f"{error}.") from error
     if fields.get("cbatch_session") != VERSION:

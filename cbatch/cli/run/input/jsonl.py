@@ -10,8 +10,8 @@ from cbatch.cli.run.input import openai_batch
 from cbatch.cli.run.input.lines import MAX_LINE_BYTES, Line
 from cbatch.cli.run.input.row import (
     ALIASES,
-    PROMPTS,
-    Row,
+    PROMPT_FIELDS,
+    InputRow,
     check_spelling,
     fill_messages,
     fill_params,
@@ -19,32 +19,32 @@ from cbatch.cli.run.input.row import (
     fill_prompt,
     fill_token_ids,
     fill_tools,
-    kind,
-    typed,
+    json_type,
+    typed_field,
 )
 from cbatch.engine import PARAM_NAMES, RequestError
 
 MAX_DEPTH = 100
 """Nesting that no real row has, well inside what Python's own JSON code can write again."""
 
-FORMS = dict(zip(PROMPTS, (fill_messages, fill_prompt, fill_token_ids), strict=True))
-KNOWN = frozenset([*FORMS, *PARAM_NAMES, *ALIASES, "id", "raw", "priority", "tools", "tool_choice"])
+PROMPT_PARSERS = dict(zip(PROMPT_FIELDS, (fill_messages, fill_prompt, fill_token_ids), strict=True))
+KNOWN = frozenset([*PROMPT_PARSERS, *PARAM_NAMES, *ALIASES, "id", "raw", "priority", "tools", "tool_choice"])
 
 
-def parse_line(line: Line, *, as_text: bool = False, allow_unknown: bool = False) -> Row:
+def parse_line(line: Line, *, is_text: bool = False, allow_unknown: bool = False) -> InputRow:
     """Reads one line; what is wrong with it stands in the row's `error`, never in an exception.
 
     as_text: the line is a prompt, not JSON.
     """
-    row = Row(line.index)
+    row = InputRow(line.index)
     try:
         if line.data is None:
             raise RequestError("line_too_long", f"line {line.index + 1} is longer than {MAX_LINE_BYTES >> 20} MiB")
         text = _decode(line.data, line.index)
-        if as_text:
+        if is_text:
             row.prompt = text
         else:
-            _fill(row, parse_object(text, f"line {line.index + 1}", "a row"), allow_unknown)
+            _fill(row, parse_json_object(text, f"line {line.index + 1}", "a row"), allow_unknown)
     except RequestError as error:
         row.error = error
     return row
@@ -62,7 +62,7 @@ def _decode(data: bytes, index: int) -> str:
         raise RequestError("invalid_utf8", message) from None
 
 
-def parse_object(text: str, where: str, what: str) -> dict[str, Any]:
+def parse_json_object(text: str, where: str, what: str) -> dict[str, Any]:
     """A JSON object, strictly: no NaN, no overflow, no deep nesting, no lone surrogates.
 
     Raises RequestError that says where it stands, and what it was to be.
@@ -79,7 +79,7 @@ def parse_object(text: str, where: str, what: str) -> dict[str, Any]:
     if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
         raise RequestError("invalid_json", f"{where}: nested too deeply")
     if not isinstance(value, dict):
-        raise RequestError("invalid_row", f"{where}: {what} is a JSON object, not {kind(value)}")
+        raise RequestError("invalid_row", f"{where}: {what} is a JSON object, not {json_type(value)}")
     return _without_surrogates(value) if "\\ud" in text.lower() else value
 
 
@@ -118,7 +118,7 @@ def _without_surrogates(value: Any) -> Any:
     return value
 
 
-def _fill(row: Row, fields: dict[str, Any], allow_unknown: bool) -> None:
+def _fill(row: InputRow, fields: dict[str, Any], allow_unknown: bool) -> None:
     """Puts the fields of a JSON object where they belong in the row; what is there of it is true also in an error."""
     if openai_batch.is_request(fields):
         openai_batch.fill(row, fields, allow_unknown=allow_unknown)
@@ -126,19 +126,21 @@ def _fill(row: Row, fields: dict[str, Any], allow_unknown: bool) -> None:
     row.extra = {name: value for name, value in fields.items() if name not in KNOWN}
     identity = fields.get("id")
     if isinstance(identity, bool) or not isinstance(identity, str | int | float | None):
-        raise row.wrong(f"id must be a string or a number, not {kind(identity)}")
+        raise row.invalid(f"id must be a string or a number, not {json_type(identity)}")
     row.id = identity
-    row.raw = typed(row, fields, "raw", bool, False)
+    row.raw = typed_field(row, fields, "raw", bool, False)
     fill_priority(row, fields)
     fill_params(row, fields)
     fill_tools(row, fields)
     if row.extra and not allow_unknown:
         check_spelling(row, row.extra, KNOWN)
-    forms = [name for name in FORMS if name in fields]
+    forms = [name for name in PROMPT_PARSERS if name in fields]
     if len(forms) != 1:
-        raise row.wrong("the row has " + (f"both {' and '.join(forms)}" if forms else f"none of {', '.join(FORMS)}"))
-    FORMS[forms[0]](row, fields[forms[0]])
+        raise row.invalid(
+            "the row has " + (f"both {' and '.join(forms)}" if forms else f"none of {', '.join(PROMPT_PARSERS)}")
+        )
+    PROMPT_PARSERS[forms[0]](row, fields[forms[0]])
     if row.raw and row.prompt is None:
-        raise row.wrong("raw goes with prompt only")
+        raise row.invalid("raw goes with prompt only")
     if row.tools and (row.raw or row.prompt_token_ids is not None):
-        raise row.wrong("tools go through the chat template, so they need messages or a prompt that is not raw")
+        raise row.invalid("tools go through the chat template, so they need messages or a prompt that is not raw")

@@ -24,7 +24,7 @@ class Line:
     digest: bytes = b""
 
 
-class Source(Protocol):
+class LineSource(Protocol):
     """What lines are read from: a binary file, or a Spool over one."""
 
     def readline(self, limit: int, /) -> bytes: ...
@@ -59,7 +59,7 @@ class Spool:
             self._is_replayed = True
 
 
-def read_lines(stream: Source) -> Iterator[Line]:
+def read_lines(stream: LineSource) -> Iterator[Line]:
     """Lines ended by `\\n` only, blank ones left out, a BOM at the start and CRs at the ends removed.
 
     Reads no more than one line ahead; of a line that is too long it keeps a hash.
@@ -78,7 +78,7 @@ def read_lines(stream: Source) -> Iterator[Line]:
         index += 1
 
 
-def _skip(stream: Source, data: bytes) -> bytes:
+def _skip(stream: LineSource, data: bytes) -> bytes:
     """Reads on to the end of a line that begins with `data`, and returns its hash."""
     digest = hashlib.blake2b(digest_size=16)
     while not data.endswith(b"\n") and (more := stream.readline(MAX_LINE_BYTES)):

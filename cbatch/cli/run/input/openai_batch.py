@@ -9,9 +9,9 @@ from typing import Any
 
 from cbatch.cli.run.input.row import (
     ALIASES,
-    PROMPTS,
+    PROMPT_FIELDS,
     ApiCall,
-    Row,
+    InputRow,
     check_spelling,
     fill_messages,
     fill_params,
@@ -19,15 +19,15 @@ from cbatch.cli.run.input.row import (
     fill_prompt,
     fill_token_ids,
     fill_tools,
-    kind,
-    typed,
+    json_type,
+    typed_field,
 )
 from cbatch.engine import PARAM_NAMES
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-TOP = ("custom_id", "method", "url", "body")
+REQUEST_FIELDS = ("custom_id", "method", "url", "body")
 IGNORED = ("model", "user", "metadata")
-NOT_SERVED: dict[str, Any] = {
+UNSUPPORTED: dict[str, Any] = {
     "suffix": "",
     "best_of": 1,
     "functions": [],
@@ -38,64 +38,64 @@ NOT_SERVED: dict[str, Any] = {
 }
 """Fields of a body that change the answer and are not served, with the values that ask for nothing."""
 
-OF_CHAT = ("tools", "tool_choice", "top_logprobs")
-KNOWN = frozenset([*PARAM_NAMES, *ALIASES, *NOT_SERVED, *PROMPTS, *IGNORED, *OF_CHAT, "stream", "priority"])
+CHAT_FIELDS = ("tools", "tool_choice", "top_logprobs")
+KNOWN = frozenset([*PARAM_NAMES, *ALIASES, *UNSUPPORTED, *PROMPT_FIELDS, *IGNORED, *CHAT_FIELDS, "stream", "priority"])
 
 
 def is_request(fields: dict[str, Any]) -> bool:
     """Whether a row is a request line, and not one of our own with columns that are called so."""
-    is_ours = any(name in fields for name in PROMPTS)
+    is_ours = any(name in fields for name in PROMPT_FIELDS)
     return ("body" in fields or not is_ours) and any(name in fields for name in ("custom_id", "url", "method"))
 
 
-def fill(row: Row, fields: dict[str, Any], *, allow_unknown: bool) -> None:
+def fill(row: InputRow, fields: dict[str, Any], *, allow_unknown: bool) -> None:
     """Puts a request line into the row. What the API only keeps books with (user, metadata) is ignored."""
     url = fields.get("url")
     row.call = ApiCall(is_chat=url != TEXT, model=None)
-    row.extra = {name: value for name, value in fields.items() if name not in TOP}
-    row.id = typed(row, fields, "custom_id", str, None)
+    row.extra = {name: value for name, value in fields.items() if name not in REQUEST_FIELDS}
+    row.id = typed_field(row, fields, "custom_id", str, None)
     if url not in (CHAT, TEXT):
-        raise row.wrong(f"url must be {CHAT} or {TEXT}, not {url if isinstance(url, str) else kind(url)}")
+        raise row.invalid(f"url must be {CHAT} or {TEXT}, not {url if isinstance(url, str) else json_type(url)}")
     if fields.get("method", "POST") != "POST":
-        raise row.wrong("method must be POST")
+        raise row.invalid("method must be POST")
     body = fields.get("body")
     if not isinstance(body, dict):
-        raise row.wrong(f"body must be an object, not {kind(body)}")
-    if doubled := [name for name in PROMPTS if name in fields]:
-        raise row.wrong(f"the row has both body and {doubled[0]}")
+        raise row.invalid(f"body must be an object, not {json_type(body)}")
+    if doubled := [name for name in PROMPT_FIELDS if name in fields]:
+        raise row.invalid(f"the row has both body and {doubled[0]}")
     _fill_from_body(row, body, is_chat=url == CHAT, allow_unknown=allow_unknown)
 
 
-def _fill_from_body(row: Row, body: dict[str, Any], *, is_chat: bool, allow_unknown: bool) -> None:
+def _fill_from_body(row: InputRow, body: dict[str, Any], *, is_chat: bool, allow_unknown: bool) -> None:
     model = body.get("model")
     row.call = ApiCall(is_chat, model if isinstance(model, str) else None)
     row.extra |= {name: value for name, value in body.items() if name not in KNOWN}
-    if typed(row, body, "stream", bool, False):
-        raise row.wrong("stream is not possible in a batch")
+    if typed_field(row, body, "stream", bool, False):
+        raise row.invalid("stream is not possible in a batch")
     fill_priority(row, body)
-    for name, nothing in NOT_SERVED.items():
+    for name, nothing in UNSUPPORTED.items():
         if body.get(name) not in (None, nothing):
-            raise row.wrong(f"{name} is not available in this version of cbatch")
+            raise row.invalid(f"{name} is not available in this version of cbatch")
     fill_params(row, body)
     if not allow_unknown:
         check_spelling(row, [name for name in body if name not in KNOWN], KNOWN)
     wanted = "messages" if is_chat else "prompt"
-    if doubled := [name for name in PROMPTS if name != wanted and body.get(name) is not None]:
-        raise row.wrong(f"{doubled[0]} is not what this url takes, which is {wanted}")
-    if not is_chat and (strange := [name for name in OF_CHAT if body.get(name)]):
-        raise row.wrong(f"{strange[0]} is a field of {CHAT}, and this is a request to {TEXT}")
+    if doubled := [name for name in PROMPT_FIELDS if name != wanted and body.get(name) is not None]:
+        raise row.invalid(f"{doubled[0]} is not what this url takes, which is {wanted}")
+    if not is_chat and (strange := [name for name in CHAT_FIELDS if body.get(name)]):
+        raise row.invalid(f"{strange[0]} is a field of {CHAT}, and this is a request to {TEXT}")
     if is_chat:
         _fill_chat(row, body)
     else:
         _fill_text(row, body.get("prompt"))
 
 
-def _fill_chat(row: Row, body: dict[str, Any]) -> None:
+def _fill_chat(row: InputRow, body: dict[str, Any]) -> None:
     """A conversation; how many log-probabilities it asks for stands in a field of its own."""
-    if typed(row, body, "logprobs", bool, False):
-        row.params["logprobs"] = typed(row, body, "top_logprobs", int, 0)
+    if typed_field(row, body, "logprobs", bool, False):
+        row.params["logprobs"] = typed_field(row, body, "top_logprobs", int, 0)
     elif body.get("top_logprobs"):
-        raise row.wrong("top_logprobs needs logprobs to be true")
+        raise row.invalid("top_logprobs needs logprobs to be true")
     fill_tools(row, body)
     fill_messages(row, body.get("messages"))
     for message in row.messages or ():
@@ -103,20 +103,20 @@ def _fill_chat(row: Row, body: dict[str, Any]) -> None:
             message["role"] = "system"
 
 
-def _fill_text(row: Row, prompt: Any) -> None:
+def _fill_text(row: InputRow, prompt: Any) -> None:
     """A text, its token ids, or a list of one of those."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, list):
         if prompt and isinstance(prompt[0], str | list):
-            raise row.wrong("a row has one prompt; give each prompt a row of its own")
+            raise row.invalid("a row has one prompt; give each prompt a row of its own")
         fill_token_ids(row, prompt)
     else:
         fill_prompt(row, prompt)
         row.raw = True
 
 
-def result_line(row: Row, key: str, body: dict[str, Any] | None, error: dict[str, str] | None) -> dict[str, Any]:
+def result_line(row: InputRow, key: str, body: dict[str, Any] | None, error: dict[str, str] | None) -> dict[str, Any]:
     """The result line of a request, with the fields that our own rows have in addition."""
     response = {"status_code": 200, "request_id": f"req_{key}", "body": body} if body is not None else None
     return {

@@ -10,7 +10,7 @@ from typing import Any
 from cbatch.engine import PARAM_NAMES, RequestError, check_tools
 
 ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
-PROMPTS = ("messages", "prompt", "prompt_token_ids")
+PROMPT_FIELDS = ("messages", "prompt", "prompt_token_ids")
 """The forms of a prompt."""
 
 MAX_PRIORITY = 2**31
@@ -28,7 +28,7 @@ class ApiCall:
 
 
 @dataclass(slots=True)
-class Row:
+class InputRow:
     """One input row. Exactly one of messages, prompt and prompt_token_ids is set, unless `error` is.
 
     call: set where the row is an OpenAI Batch request, and its result is to be one
@@ -47,40 +47,40 @@ class Row:
     call: ApiCall | None = None
     error: RequestError | None = None
 
-    def wrong(self, message: str, code: str = "invalid_row") -> RequestError:
+    def invalid(self, message: str, code: str = "invalid_row") -> RequestError:
         """The error that says what is wrong with this row, and where it stands."""
         return RequestError(code, f"line {self.index + 1}: {message}")
 
 
-def fill_params(row: Row, fields: dict[str, Any]) -> None:
+def fill_params(row: InputRow, fields: dict[str, Any]) -> None:
     """Takes the sampling parameters out of a row's fields."""
     for name, value in fields.items():
         if name in _PARAMS and value is not None:
             meant = ALIASES.get(name, name)
             if row.params.setdefault(meant, value) != value:
-                raise row.wrong(f"{name} says {value!r}, another name of it {row.params[meant]!r}")
+                raise row.invalid(f"{name} says {value!r}, another name of it {row.params[meant]!r}")
 
 
-def fill_tools(row: Row, fields: dict[str, Any]) -> None:
+def fill_tools(row: InputRow, fields: dict[str, Any]) -> None:
     """Takes the tools that the model may call, and whether it may (`tool_choice`: `auto` or `none`)."""
     choice = fields.get("tool_choice")
     if choice not in (None, "auto", "none"):
-        raise row.wrong("tool_choice must be auto or none; the model cannot be made to call a tool")
+        raise row.invalid("tool_choice must be auto or none; the model cannot be made to call a tool")
     if fields.get("tools") is not None:
         try:
             tools = check_tools(fields["tools"])
         except RequestError as error:
-            raise row.wrong(str(error)) from None
+            raise row.invalid(str(error)) from None
         row.tools = tools if tools and choice != "none" else None
 
 
-def fill_messages(row: Row, value: Any) -> None:
+def fill_messages(row: InputRow, value: Any) -> None:
     if not isinstance(value, list) or not value:
-        raise row.wrong("messages must be a list of at least one message")
+        raise row.invalid("messages must be a list of at least one message")
     row.messages = []
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise row.wrong(f"message {number} must be an object with a role and content")
+            raise row.invalid(f"message {number} must be an object with a role and content")
         content = message.get("content")
         has_calls = message["role"] == "assistant" and bool(message.get("tool_calls"))
         row.messages.append(
@@ -88,47 +88,47 @@ def fill_messages(row: Row, value: Any) -> None:
         )
 
 
-def fill_prompt(row: Row, value: Any) -> None:
+def fill_prompt(row: InputRow, value: Any) -> None:
     if not isinstance(value, str) or not value:
-        raise row.wrong("prompt is empty" if value == "" else f"prompt must be a string, not {kind(value)}")
+        raise row.invalid("prompt is empty" if value == "" else f"prompt must be a string, not {json_type(value)}")
     row.prompt = value
 
 
-def fill_token_ids(row: Row, value: Any) -> None:
+def fill_token_ids(row: InputRow, value: Any) -> None:
     if not isinstance(value, list) or not value or any(type(token) is not int for token in value):
-        raise row.wrong("prompt_token_ids must be a list of at least one whole number")
+        raise row.invalid("prompt_token_ids must be a list of at least one whole number")
     row.prompt_token_ids = value
 
 
-def fill_priority(row: Row, fields: dict[str, Any]) -> None:
-    row.priority = typed(row, fields, "priority", int, 0)
+def fill_priority(row: InputRow, fields: dict[str, Any]) -> None:
+    row.priority = typed_field(row, fields, "priority", int, 0)
     if abs(row.priority) > MAX_PRIORITY:
-        raise row.wrong(f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}")
+        raise row.invalid(f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}")
 
 
-def typed(row: Row, fields: dict[str, Any], name: str, wanted: type, default: Any) -> Any:
+def typed_field(row: InputRow, fields: dict[str, Any], name: str, wanted: type, default: Any) -> Any:
     """The value of a field, which must be of this type; the default where it is absent or null."""
     value = fields.get(name)
     if value is None:
         return default
     if type(value) is not wanted:
         words = {bool: "true or false", int: "a whole number", str: "a string", dict: "an object"}[wanted]
-        raise row.wrong(f"{name} must be {words}, not {kind(value)}")
+        raise row.invalid(f"{name} must be {words}, not {json_type(value)}")
     return value
 
 
-def check_spelling(row: Row, names: Iterable[str], known: Collection[str]) -> None:
+def check_spelling(row: InputRow, names: Iterable[str], known: Collection[str]) -> None:
     """Refuses a key that is no column of the user's own but a parameter misspelt."""
     for name in names:
         meant = next((other for other in sorted(known) if len(other) >= 5 and one_edit_apart(name, other)), None)
         if meant:
-            raise row.wrong(
+            raise row.invalid(
                 f"unknown parameter {name!r}; did you mean {meant!r}? (--allow-unknown carries it along)",
                 "unknown_parameter",
             )
 
 
-def kind(value: Any) -> str:
+def json_type(value: Any) -> str:
     """What a JSON value is, in JSON's own words."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
@@ -148,13 +148,13 @@ def one_edit_apart(a: Sequence[str], b: Sequence[str]) -> bool:
     return rest_a[1:] == rest_b[1:] or swapped
 
 
-def _content(row: Row, number: int, value: Any) -> str:
+def _content(row: InputRow, number: int, value: Any) -> str:
     """Text of one message; text parts are joined."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise row.wrong(f"content of message {number} must be text, not {kind(value)}")
+        raise row.invalid(f"content of message {number} must be text, not {json_type(value)}")
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise row.wrong(f"message {number} has a content part that is not text")
+            raise row.invalid(f"message {number} has a content part that is not text")
     return "".join(part["text"] for part in value)

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from cbatch.cli.run.input.lines import Line
-from cbatch.cli.run.output.row_keys import KEY_LENGTH, difference
+from cbatch.cli.run.output.row_keys import KEY_LENGTH, explain_difference
 from cbatch.engine import ConfigError
 
 KEY_BYTES = KEY_LENGTH // 2
 ROW_BEGINNINGS = (b'{"index": ', b'{"id": "batch_req_')
-GONE = -1
+SUPERSEDED = -1
 """Stands in `indices` for a row that another one has taken the place of, or will."""
 
 
@@ -64,7 +64,7 @@ class Journal:
         self.starts.append(self.end)
         self.end += size
 
-    def place(self, number: int) -> tuple[int, int]:
+    def span(self, number: int) -> tuple[int, int]:
         """Where in the file a row begins and ends."""
         last = number + 1 == len(self.starts)
         return self.starts[number], self.end if last else self.starts[number + 1]
@@ -78,26 +78,26 @@ class Journal:
 
         indices = np.frombuffer(self.indices, dtype=np.int64)
         order = indices.argsort(kind="stable") if input_order else np.arange(len(indices))
-        return map(int, order[indices[order] != GONE])
+        return map(int, order[indices[order] != SUPERSEDED])
 
     def is_in_order(self, *, input_order: bool) -> bool:
         """Whether the file holds the rows that count, no others, and in this order."""
         return all(number == row for number, row in enumerate(self.rows(input_order=input_order))) and (
-            GONE not in self.indices
+            SUPERSEDED not in self.indices
         )
 
     def _drop_repeated(self) -> None:
         """Of rows with the same index the last one counts."""
-        previous = GONE
+        previous = SUPERSEDED
         for number in self.rows(input_order=True):
             index = self.indices[number]
-            if previous != GONE and self.indices[previous] == index:
-                self.indices[previous] = GONE
+            if previous != SUPERSEDED and self.indices[previous] == index:
+                self.indices[previous] = SUPERSEDED
             previous = number
 
 
 @dataclass(slots=True)
-class Comparison:
+class ResumePlan:
     """What of a journal holds for this run.
 
     kept:    by index of the input, whether its row is there already
@@ -143,14 +143,14 @@ class Comparison:
         return "; ".join(parts)
 
 
-def compare(
-    journal: Journal, lines: Iterator[Line], key_of: Callable[[Line], str], *, retry_errors: bool
-) -> Comparison:
+def plan_resume(
+    journal: Journal, lines: Iterator[Line], make_key: Callable[[Line], str], *, retry_errors: bool
+) -> ResumePlan:
     """Reads the input as far as the journal goes, and marks GONE in it what this run has to do again.
 
     key_of: the key that this run gives a line. Rows that fit no line of the input differ as well.
     """
-    comparison = Comparison()
+    comparison = ResumePlan()
     line = next(lines, None)
     for number in journal.rows(input_order=True):
         index, is_error = journal.indices[number], bool(journal.failed[number])
@@ -160,12 +160,12 @@ def compare(
             comparison.strays_at(index)
         elif is_error and retry_errors:
             pass
-        elif (key := key_of(line)) == journal.key(number):
+        elif (key := make_key(line)) == journal.key(number):
             comparison.keep(index, is_error)
             continue
         else:
-            comparison.differs(difference(key, journal.key(number)), index)
-        journal.indices[number] = GONE
+            comparison.differs(explain_difference(key, journal.key(number)), index)
+        journal.indices[number] = SUPERSEDED
     return comparison
 
 

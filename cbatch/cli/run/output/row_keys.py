@@ -7,7 +7,7 @@ import json
 from dataclasses import fields
 
 from cbatch.cli.run.input.lines import Line
-from cbatch.cli.run.input.row import Row
+from cbatch.cli.run.input.row import InputRow
 from cbatch.engine import SamplingParams
 
 MODEL, SAMPLING, INPUT = slice(0, 8), slice(8, 16), slice(16, 32)
@@ -29,10 +29,10 @@ class KeyMaker:
         """`model`: a fingerprint of it, and of what else stands between a row and its tokens."""
         self._model = _hash(model.encode(), MODEL)
 
-    def of_row(self, row: Row, asked: object, sampling: bytes, *others: object) -> str:
+    def for_row(self, row: InputRow, asked: object, sampling: bytes, *others: object) -> str:
         """
         asked:    what the model is to answer, all options applied: text, token ids or messages
-        sampling: the row's parameters as `spelt` gives them
+        sampling: the row's parameters as `canonical_params` gives them
         others:   whatever else decides which tokens come, and which of them are shown
         """
         call = (row.call.is_chat, row.call.model) if row.call else None
@@ -41,12 +41,12 @@ class KeyMaker:
         row_hash = _hash(_dump((row.id, asked, row.extra, call, *tools)), INPUT)
         return self._model + _hash(sampling + repr(others).encode(), SAMPLING) + row_hash
 
-    def of_refused(self, line: Line) -> str:
+    def for_invalid_line(self, line: Line) -> str:
         """The key of a line that is no row; only its bytes count."""
         return self._model + NO_SAMPLING + _hash(line.digest if line.data is None else line.data, INPUT)
 
 
-def spelt(params: SamplingParams) -> bytes:
+def canonical_params(params: SamplingParams) -> bytes:
     """The parameters that are not at their default: a new one, when it comes, changes no key."""
     values = {field.name: (getattr(params, field.name), field.default) for field in fields(params)}
     return _dump({name: value for name, (value, default) in values.items() if value != default and name != "seed"})
@@ -56,7 +56,7 @@ def _dump(value: object) -> bytes:
     return _ENCODER.encode(value).encode()
 
 
-def difference(here: str, there: str) -> str:
+def explain_difference(here: str, there: str) -> str:
     """What must be another, where two keys of the same line are not the same."""
     if here[MODEL] != there[MODEL]:
         return "another model, dtype, chat template or --date"

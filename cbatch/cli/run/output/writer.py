@@ -23,24 +23,24 @@ SYNC_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class OutputRow:
-    """A finished row: the `place`-th of this run in input order, and the index of the line that it answers."""
+    """A finished row: the `position`-th of this run in input order, and the index of the line that it answers."""
 
-    place: int
+    position: int
     index: int
     data: bytes
 
 
-class Output(Protocol):
+class RowWriter(Protocol):
     """Takes finished rows. Used as a context; leaving it early leaves what was finished, and nothing half done."""
 
     @property
-    def advice(self) -> str:
+    def resume_hint(self) -> str:
         """What to do after a run that ended early, as the end of a message; may be empty."""
 
-    patience: float | None
+    stop_timeout_s: float | None
     """Seconds that an interrupted run gives finished rows to get out; None where nobody can hold them up."""
 
-    def check_is_empty(self) -> None:
+    def check_empty(self) -> None:
         """Raises ConfigError where there are rows of an earlier run."""
 
     def write(self, rows: Sequence[OutputRow]) -> Iterable[int]:
@@ -49,10 +49,10 @@ class Output(Protocol):
     def tick(self) -> None:
         """To be called several times a second."""
 
-    def release(self) -> None:
+    def flush_held(self) -> None:
         """Lets out what is held back: no row that it waits for will come."""
 
-    def finish(self, check_stop: Callable[[], None]) -> None:
+    def finish(self, raise_if_interrupted: Callable[[], None]) -> None:
         """Puts the rows in their final order, if that is still to do. Only after all rows are written.
 
         check_stop: called now and then; what it raises leaves the rows as they are.
@@ -63,11 +63,11 @@ class Output(Protocol):
     def __exit__(self, *error: object) -> None: ...
 
 
-class StreamOutput:
+class StreamWriter:
     """Rows to an unbuffered stream, each as soon as its turn has come. Raises ReaderGone when nobody reads it."""
 
-    advice = ""
-    patience: float | None = 2.0
+    resume_hint = ""
+    stop_timeout_s: float | None = 2.0
 
     def __init__(self, stream: IO[bytes], *, input_order: bool) -> None:
         self._stream = stream
@@ -76,27 +76,27 @@ class StreamOutput:
         self._held: dict[int, bytes] = {}
         self._next = 0
 
-    def check_is_empty(self) -> None:
+    def check_empty(self) -> None:
         pass
 
     def write(self, rows: Sequence[OutputRow]) -> Iterable[int]:
         if not self._input_order:
             self._write([row.data for row in rows])
-            return [row.place for row in rows]
-        self._held |= {row.place: row.data for row in rows}
+            return [row.position for row in rows]
+        self._held |= {row.position: row.data for row in rows}
         first = self._next
         while self._next in self._held:
             self._next += 1
-        self._write([self._held.pop(place) for place in range(first, self._next)])
+        self._write([self._held.pop(position) for position in range(first, self._next)])
         return range(first, self._next)
 
     def tick(self) -> None:
         pass
 
-    def release(self) -> None:
-        self._write([self._held.pop(place) for place in sorted(self._held)])
+    def flush_held(self) -> None:
+        self._write([self._held.pop(position) for position in sorted(self._held)])
 
-    def finish(self, check_stop: Callable[[], None]) -> None:
+    def finish(self, raise_if_interrupted: Callable[[], None]) -> None:
         self._stream.flush()
 
     def __enter__(self) -> Self:
@@ -120,13 +120,13 @@ class StreamOutput:
             raise RunFailed(f"Cannot write the output: {error.strerror}.") from error
 
 
-class FileOutput:
+class FileWriter:
     """Rows appended to a file as they finish, each in one write; at the end put in order in one atomic replace.
 
     The file is locked from the beginning on. Nothing in it changes before `start`.
     """
 
-    patience: float | None = None
+    stop_timeout_s: float | None = None
     resume_with = "--resume"
     """The options that go on with what this run leaves."""
 
@@ -134,7 +134,7 @@ class FileOutput:
         """Raises ConfigError where the file cannot be written or put in order, or another run is writing it."""
         self._name = str(path)
         self._path = path.resolve()
-        self._sorted = self._path.with_name(f".{_short(self._path.name)}.cbatch-sorting")
+        self._ordered_path = self._path.with_name(f".{_short(self._path.name)}.cbatch-sorting")
         self._input_order = input_order
         self._journal = Journal()
         self._unsynced_since: float | None = None
@@ -142,16 +142,16 @@ class FileOutput:
         try:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
             self._lock()
-            with self._open_sorted():
-                self._sorted.unlink()
+            with self._open_ordered():
+                self._ordered_path.unlink()
         except OSError as error:
             raise ConfigError(f"Cannot write {path}: {error.strerror}.") from error
 
-    def _open_sorted(self) -> IO[bytes]:
+    def _open_ordered(self) -> IO[bytes]:
         """A new file for the ordered rows, in place of one that a killed run left; never one behind a link."""
-        self._sorted.unlink(missing_ok=True)
+        self._ordered_path.unlink(missing_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        return os.fdopen(os.open(self._sorted, flags, 0o600), "wb", 2**20)
+        return os.fdopen(os.open(self._ordered_path, flags, 0o600), "wb", 2**20)
 
     def _lock(self) -> None:
         try:
@@ -164,7 +164,7 @@ class FileOutput:
             raise ConfigError(f"Another run is writing {self._name}.")
 
     @property
-    def advice(self) -> str:
+    def resume_hint(self) -> str:
         if not self.has_content:
             return f" No row was finished; {self.resume_with} begins anew."
         return f" What was finished is in the file; {self.resume_with} goes on from there."
@@ -173,7 +173,7 @@ class FileOutput:
     def has_content(self) -> bool:
         return os.fstat(self._fd).st_size > 0
 
-    def check_is_empty(self) -> None:
+    def check_empty(self) -> None:
         if self.has_content:
             raise ConfigError(
                 f"{self._name} exists and is not empty; --resume goes on with it, --overwrite replaces it."
@@ -204,27 +204,27 @@ class FileOutput:
         for row in rows:
             self._journal.append(row.index, len(row.data))
         self._unsynced_since = self._unsynced_since or time.monotonic()
-        return [row.place for row in rows]
+        return [row.position for row in rows]
 
     def tick(self) -> None:
         if self._unsynced_since is not None and time.monotonic() - self._unsynced_since >= SYNC_SECONDS:
             self._sync()
 
-    def release(self) -> None:
+    def flush_held(self) -> None:
         pass
 
-    def finish(self, check_stop: Callable[[], None]) -> None:
+    def finish(self, raise_if_interrupted: Callable[[], None]) -> None:
         self._sync()
         self._is_new = False
         self._check_unchanged()
         if self._journal.is_in_order(input_order=self._input_order):
             return
         try:
-            self._rewrite(check_stop)
+            self._rewrite(raise_if_interrupted)
         except OSError as error:
             raise self._failed("order", error) from error
         finally:
-            self._sorted.unlink(missing_ok=True)
+            self._ordered_path.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         return self
@@ -259,21 +259,21 @@ class FileOutput:
         except OSError as error:
             raise self._failed("write", error) from error
 
-    def _rewrite(self, check_stop: Callable[[], None]) -> None:
+    def _rewrite(self, raise_if_interrupted: Callable[[], None]) -> None:
         """Writes the rows that count to a second file, which takes the place of the first once it is on disk."""
-        with self._open_sorted() as target:
+        with self._open_ordered() as target:
             for number in self._journal.rows(input_order=self._input_order):
-                check_stop()
-                start, stop = self._journal.place(number)
+                raise_if_interrupted()
+                start, stop = self._journal.span(number)
                 target.write(os.pread(self._fd, stop - start, start))
             target.flush()
             os.fchmod(target.fileno(), os.fstat(self._fd).st_mode & 0o777)
             os.fsync(target.fileno())
-        self._sorted.replace(self._path)
+        self._ordered_path.replace(self._path)
         _sync_folder(self._path.parent)
 
     def _failed(self, verb: str, error: OSError) -> RunFailed:
-        return RunFailed(f"Cannot {verb} {self._name}: {error.strerror}.{self.advice}")
+        return RunFailed(f"Cannot {verb} {self._name}: {error.strerror}.{self.resume_hint}")
 
 
 def _short(name: str) -> str:

@@ -13,15 +13,15 @@ from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import ReaderGone
 from cbatch.cli.common.options import sampling_overrides
 from cbatch.cli.run.files import count_lines
-from cbatch.cli.run.input.lines import Line, Source, Spool, read_lines
-from cbatch.cli.run.output.journal import Comparison, Journal, compare
-from cbatch.cli.run.output.writer import FileOutput, Output
-from cbatch.cli.run.pipeline import Batch
-from cbatch.cli.run.requests import Preparer, RowOptions
-from cbatch.cli.run.stats import Tally
+from cbatch.cli.run.input.lines import Line, LineSource, Spool, read_lines
+from cbatch.cli.run.output.journal import Journal, ResumePlan, plan_resume
+from cbatch.cli.run.output.writer import FileWriter, RowWriter
+from cbatch.cli.run.pipeline import Pipeline
+from cbatch.cli.run.requests import RequestBuilder, RowOptions
+from cbatch.cli.run.stats import RunStats
 from cbatch.engine import FIXED_DATE, ConfigError, Driver, Engine
 
-GetState = Callable[[], tuple[int, str]]
+ProgressState = Callable[[], tuple[int, str]]
 """How many rows are done, and what is to stand behind that in a display."""
 
 
@@ -35,54 +35,54 @@ class Display(Protocol):
     def __exit__(self, *error: object) -> None: ...
 
 
-class ShowProgress(Protocol):
+class DisplayFactory(Protocol):
     """Makes a display; see `screen.Progress`."""
 
-    def __call__(self, total: int | None, *, quiet: bool, state: GetState) -> Display: ...
+    def __call__(self, total: int | None, *, quiet: bool, state: ProgressState) -> Display: ...
 
 
 def run_batch(
     driver: Driver,
     options: dict[str, Any],
     source: IO[bytes],
-    output: Output,
-    tally: Tally,
+    output: RowWriter,
+    stats: RunStats,
     *,
-    progress: ShowProgress,
-    while_running: Callable[[Batch], AbstractContextManager[object]],
+    progress: DisplayFactory,
+    while_running: Callable[[Pipeline], AbstractContextManager[object]],
 ) -> None:
-    """Runs every row of `source`, and tells on stderr what came of them. Raises as `Batch.run` does.
+    """Runs every row of `source`, and tells on stderr what came of them. Raises as `Pipeline.run` does.
 
     while_running: a context for the time in which the batch may be interrupted
     """
     engine, quiet = driver.engine, options["quiet"]
     total = count_lines(options)
-    tally.attach(driver)
-    preparer = make_preparer(engine, options)
-    lines: Source = source
+    stats.attach(driver)
+    builder = make_request_builder(engine, options)
+    lines: LineSource = source
     kept: Container[int] = ()
-    if isinstance(output, FileOutput):
-        lines, done = _start_file(output, options, source, preparer, progress)
-        tally.rows_kept, tally.errors_kept, kept = done.rows, done.errors, done
-    batch = Batch(
+    if isinstance(output, FileWriter):
+        lines, done = _start_file(output, options, source, builder, progress)
+        stats.rows_kept, stats.errors_kept, kept = done.rows, done.errors, done
+    pipeline = Pipeline(
         driver,
         output,
-        preparer,
-        tally,
+        builder,
+        stats,
         window=options["window"] or 4 * engine.scheduler.max_seqs,
         on_error=notice if options["verbose"] else None,
     )
-    display = progress(total, quiet=quiet, state=lambda: _state(tally, driver, total))
+    display = progress(total, quiet=quiet, state=lambda: _progress_state(stats, driver, total))
     try:
-        with while_running(batch), display:
-            batch.run(read_lines(lines), display.tick, kept=kept, max_errors=options["max_errors"])
+        with while_running(pipeline), display:
+            pipeline.run(read_lines(lines), display.tick, kept=kept, max_errors=options["max_errors"])
     finally:
         if not quiet and not isinstance(sys.exception(), ReaderGone):
-            for line in tally.summary(driver, batch.waited_for_output_s):
+            for line in stats.summary(driver, pipeline.waited_for_output_s):
                 notice(line)
 
 
-def make_preparer(engine: Engine, options: dict[str, Any]) -> Preparer:
+def make_request_builder(engine: Engine, options: dict[str, Any]) -> RequestBuilder:
     """What makes jobs of lines, as the options say."""
     given = sampling_overrides(options)
     row_options = RowOptions(
@@ -92,33 +92,33 @@ def make_preparer(engine: Engine, options: dict[str, Any]) -> Preparer:
         system=options["system"],
         today=options["date"].date() if options["date"] else FIXED_DATE,
         raw=options["raw"],
-        as_text=options["format"] == "text",
+        is_text=options["format"] == "text",
         allow_unknown=options["allow_unknown"],
         token_ids=options["token_ids"],
         timings=options["timings"],
     )
-    return Preparer(engine, row_options)
+    return RequestBuilder(engine, row_options)
 
 
 def _start_file(
-    output: FileOutput, options: dict[str, Any], source: IO[bytes], preparer: Preparer, progress: ShowProgress
-) -> tuple[Source, Comparison]:
+    output: FileWriter, options: dict[str, Any], source: IO[bytes], builder: RequestBuilder, progress: DisplayFactory
+) -> tuple[LineSource, ResumePlan]:
     """Makes the file ready for this run's rows. Returns the input from its beginning, and what is done of it."""
     if not (options["resume"] and output.has_content):
         output.start(Journal())
-        return source, Comparison()
+        return source, ResumePlan()
     journal = output.journal()
     spool, compared = Spool(source), 0
 
-    def key_of(line: Line) -> str:
+    def make_key(line: Line) -> str:
         nonlocal compared
         compared += 1
         display.tick()
-        return preparer.job(line).key
+        return builder.build(line).key
 
     rows = len(journal.indices)
     with progress(rows, quiet=options["quiet"], state=lambda: (compared, "compared with the input")) as display:
-        done = compare(journal, read_lines(spool), key_of, retry_errors=options["retry_errors"])
+        done = plan_resume(journal, read_lines(spool), make_key, retry_errors=options["retry_errors"])
     if not done.fits and not options["recompute_changed"]:
         raise ConfigError(
             f"{options['output']} holds rows that do not fit this run: {done}. The file is left as it is. "
@@ -133,16 +133,16 @@ def _start_file(
     return spool, done
 
 
-def _state(tally: Tally, driver: Driver, total: int | None) -> tuple[int, str]:
+def _progress_state(stats: RunStats, driver: Driver, total: int | None) -> tuple[int, str]:
     """How many rows are done, and what stands behind that in a progress display."""
-    done, load = tally.rows + tally.rows_kept, driver.load
-    left = tally.seconds_left(total - done) if total else None
+    done, load = stats.rows + stats.rows_kept, driver.load
+    left = stats.seconds_left(total - done) if total else None
     parts = [  # what matters most comes first: a narrow terminal shows no more
-        f"{tally.output_tokens / max(tally.running_s, 1e-9):,.0f} tok/s",
+        f"{stats.output_tokens / max(stats.running_s, 1e-9):,.0f} tok/s",
         f"{tqdm.format_interval(left)} left" if left is not None else "",
-        f"{tally.errors.total():,} errors" if tally.errors else "",
+        f"{stats.errors.total():,} errors" if stats.errors else "",
         f"{load.running} run, {load.waiting} wait",
         f"KV {load.cache_used:.0%}",
-        f"{tally.output_tokens:,} tokens",
+        f"{stats.output_tokens:,} tokens",
     ]
     return done, ", ".join(part for part in parts if part)
