@@ -111,8 +111,8 @@ class Chat:
         self.say(question)
         self.wait("1 running")
         end = time.monotonic() + PATIENCE
-        answer = slice(self.lines.index(f"> {question}") + 1, self.lines.index(self.bar))
-        while not any(" " in line.strip() for line in self.lines[answer]):
+        reply = slice(self.lines.index(f"> {question}") + 1, self.lines.index(self.bar))
+        while not any(" " in line.strip() for line in self.lines[reply]):
             assert time.monotonic() < end, f"no answer begins:\n{self.lines}"
             self.pump()
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import click
 from click.core import ParameterSource
 
-from cbatch.cli.chat.session.paths import as_path
+from cbatch.cli.chat.session.files import as_path
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import Interrupted, ReaderGone
 from cbatch.cli.common.options import ENGINE_FIELDS
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from cbatch.cli.run.pipeline import Pipeline
     from cbatch.engine import Driver
 
-LEAVE_SECONDS = 10.0
+CLOSE_SECONDS = 10.0
 """Longest time that leaving waits for a batch to write down what is finished."""
 
 
-class Background:
+class BackgroundRun:
     """One batch at a time, on a thread of its own. It tells what comes of it by notices on stderr."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Background:
         if self._thread is not None and self.is_running:
             notice("waiting for the batch to write what is finished; Ctrl-C leaves at once")
             self.stop()
-            self._thread.join(LEAVE_SECONDS)
+            self._thread.join(CLOSE_SECONDS)
 
     def _run(self, driver: Driver, options: dict[str, Any]) -> None:
         name = f"/run {options['input']}"
@@ -115,14 +115,14 @@ class Background:
         finally:
             self._pipeline = None
 
-    def _display(self, total: int | None, *, quiet: bool, state: ProgressState) -> BarDisplay:
-        return BarDisplay(self, total, state)
+    def _display(self, total: int | None, *, quiet: bool, state: ProgressState) -> BackgroundProgress:
+        return BackgroundProgress(self, total, state)
 
 
-class BarDisplay:
+class BackgroundProgress:
     """Keeps the progress of a batch up to date."""
 
-    def __init__(self, background: Background, total: int | None, state: ProgressState) -> None:
+    def __init__(self, background: BackgroundRun, total: int | None, state: ProgressState) -> None:
         self._background, self._state = background, state
         self._of_total = f"/{total:,}" if total else ""
 

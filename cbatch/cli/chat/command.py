@@ -26,8 +26,8 @@ from cbatch.cli.common.tracing import tracing
 from cbatch.engine import ConfigError, with_overrides
 
 if TYPE_CHECKING:
-    from cbatch.cli.chat.controller import Room
-    from cbatch.cli.chat.session.store import Store
+    from cbatch.cli.chat.controller import ChatController
+    from cbatch.cli.chat.session.store import SessionStore
     from cbatch.engine import Trace
 
 
@@ -65,18 +65,18 @@ def chat(**options: Any) -> Literal[0, 1]:
 def _on_terminal(options: dict[str, Any], trace: Trace | None) -> Literal[0]:
     from prompt_toolkit.history import InMemoryHistory
 
-    from cbatch.cli.chat.session.store import PrivateHistory, Store, default_folder
+    from cbatch.cli.chat.session.store import InputHistory, SessionStore, default_folder
     from cbatch.cli.chat.terminal import WELCOME, Terminal
 
-    store, keeps = Store(default_folder()), not options["no_history"]
-    room = _make_room(options, store if keeps else None, trace)
-    room.current.note(WELCOME)
+    store, keeps = SessionStore(default_folder()), not options["no_history"]
+    controller = _make_controller(options, store if keeps else None, trace)
+    controller.current.add_notice(WELCOME)
     try:
-        Terminal(room, store, PrivateHistory(store) if keeps else InMemoryHistory()).run()
+        Terminal(controller, store, InputHistory(store) if keeps else InMemoryHistory()).run()
     finally:
-        room.client.close()
-        if store.trouble:
-            notice(store.trouble)
+        controller.client.close()
+        if store.save_error:
+            notice(store.save_error)
     kept = store.num_written
     if kept and not options["quiet"]:
         notice(f"{kept} session{'s are' if kept > 1 else ' is'} kept; /load in the next chat lists them")
@@ -87,17 +87,17 @@ def _through_pipe(options: dict[str, Any], trace: Trace | None) -> Literal[0, 1]
     from cbatch.cli.chat.pipe import Pipe
     from cbatch.cli.run.input.lines import read_lines
 
-    room = _make_room(options, None, trace)
+    controller = _make_controller(options, None, trace)
     if sys.stdin.isatty() and not options["quiet"]:
         notice("reading messages from the terminal, one a line; Ctrl-D ends them.")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-    with closing(room.client):
-        return 0 if Pipe(sys.stdout).run(room, read_lines(sys.stdin.buffer)) else 1
+    with closing(controller.client):
+        return 0 if Pipe(sys.stdout).run(controller, read_lines(sys.stdin.buffer)) else 1
 
 
-def _make_room(options: dict[str, Any], store: Store | None, trace: Trace | None) -> Room:
-    from cbatch.cli.chat.controller import Room
+def _make_controller(options: dict[str, Any], store: SessionStore | None, trace: Trace | None) -> ChatController:
+    from cbatch.cli.chat.controller import ChatController
     from cbatch.cli.chat.engine_client import EngineClient
     from cbatch.cli.chat.session.export import from_result
 
@@ -106,7 +106,7 @@ def _make_room(options: dict[str, Any], store: Store | None, trace: Trace | None
         prompts = Path(options["prompts"]) if options["prompts"] is not None else None
         begun = from_result(Path(options["source"]), options["index"], prompts, options["seed"])
     client = EngineClient(partial(open_engine, options, quiet=options["quiet"], verbose=options["verbose"]), trace)
-    room = Room(
+    controller = ChatController(
         client,
         system=options["system"],
         params=sampling_overrides(options),
@@ -117,9 +117,9 @@ def _make_room(options: dict[str, Any], store: Store | None, trace: Trace | None
     if begun is not None:
         begun.params = with_overrides(begun.params, sampling_overrides(options))
         begun.system = begun.system or options["system"]
-        empty = room.current
-        room.add(begun)
-        room.close(empty)
+        empty = controller.current
+        controller.add_loaded(begun)
+        controller.close(empty)
         if options["prompts"] is None:
-            room.current.note("The question to this answer is not in the file; --prompts FILE adds it.")
-    return room
+            controller.current.add_notice("The question to this answer is not in the file; --prompts FILE adds it.")
+    return controller

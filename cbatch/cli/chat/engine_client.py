@@ -30,10 +30,10 @@ Post = Callable[[Callable[[], None]], None]
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class ReplyRequest:
     """One answer asked for: the conversation, how to sample, and where to report to.
 
-    head, past, last: messages that stay, turns of which the oldest may go, and the question
+    system_messages, history, question: messages that stay, turns of which the oldest may go, and the question
     so_far:   the beginning of the answer, where it goes on from that
     may_drop: whether the oldest turns may go where the context does not suffice
     on_start: told on the front end's thread how many tokens the prompt has, how many turns were dropped, and whether
@@ -42,13 +42,13 @@ class Call:
     grammar:  the form of the answer, compiled, where one is given
     """
 
-    head: list[Message]
-    past: list[list[Message]]
-    last: Message
-    overrides: dict[str, Any]
+    system_messages: list[Message]
+    history: list[list[Message]]
+    question: Message
+    params: dict[str, Any]
     seed: int
-    so_far: str
-    may_drop: bool
+    reply_prefix: str
+    may_trim: bool
     on_start: Callable[[int, int, bool], None]
     on_event: Callable[[TokenEvent, float], None]
     is_cancelled: bool = False
@@ -56,7 +56,8 @@ class Call:
     ticket: Ticket | None = None
 
     def messages(self, dropped: int) -> list[Message]:
-        return [*self.head, *(message for group in self.past[dropped:] for message in group), self.last]
+        history = (message for group in self.history[dropped:] for message in group)
+        return [*self.system_messages, *history, self.question]
 
 
 class EngineClient:
@@ -66,8 +67,8 @@ class EngineClient:
         """`trace`: records some of the engine's steps; it is whole after `close`."""
         self.driver: Driver | None = None
         self._open_engine, self._trace = open_engine, trace
-        self._orders: queue.SimpleQueue[Call] = queue.SimpleQueue()
-        self._post: Post = lambda call: None
+        self._requests: queue.SimpleQueue[ReplyRequest] = queue.SimpleQueue()
+        self._post: Post = lambda request: None
 
     def start(self, post: Post, on_open: Callable[[BaseException | None], None]) -> None:
         """Begins to load.
@@ -83,14 +84,14 @@ class EngineClient:
         if self.driver is not None and self._trace is not None:
             self.driver.close()
 
-    def ask(self, call: Call) -> None:
-        self._orders.put(call)
+    def submit(self, request: ReplyRequest) -> None:
+        self._requests.put(request)
 
-    def cancel(self, call: Call) -> None:
-        """No event of this call comes any more."""
-        call.is_cancelled = True
-        if call.ticket is not None and self.driver is not None:
-            self.driver.cancel(call.ticket)
+    def cancel(self, request: ReplyRequest) -> None:
+        """No event of this request comes any more."""
+        request.is_cancelled = True
+        if request.ticket is not None and self.driver is not None:
+            self.driver.cancel(request.ticket)
 
     @property
     def failure(self) -> Exception | None:
@@ -104,12 +105,12 @@ class EngineClient:
             return None
         return self.driver.engine.tokenizer.answer_format
 
-    def params(self, overrides: dict[str, Any]) -> SamplingParams:
+    def params(self, params: dict[str, Any]) -> SamplingParams:
         """The effective sampling parameters of a session; the model's own stand only once it is loaded."""
         if self.driver is None:
-            return SamplingParams(max_tokens=None).merged(overrides)
+            return SamplingParams(max_tokens=None).merged(params)
         loaded = self.driver.engine.loaded
-        return replace(loaded.defaults, max_tokens=loaded.max_tokens).merged(overrides)
+        return replace(loaded.defaults, max_tokens=loaded.max_tokens).merged(params)
 
     def _run(self, on_open: Callable[[BaseException | None], None]) -> None:
         try:
@@ -122,55 +123,55 @@ class EngineClient:
             return
         self._post(partial(on_open, None))
         while True:
-            call = self._orders.get()
-            if call.is_cancelled:
+            request = self._requests.get()
+            if request.is_cancelled:
                 continue
             try:
-                self._submit(call, self.driver)
+                self._submit_to_engine(request, self.driver)
             except RequestError as error:
-                self._refuse(call, error)
+                self._refuse(request, error)
             except Exception as unforeseen:  # one answer that breaks something harms no other
-                self._refuse(call, RequestError("internal_error", f"The message cannot be encoded: {unforeseen!r}"))
+                self._refuse(request, RequestError("internal_error", f"The message cannot be encoded: {unforeseen!r}"))
 
-    def _submit(self, call: Call, driver: Driver) -> None:
-        params = self.params(call.overrides)
-        if call.so_far and params.constraint is not None:
+    def _submit_to_engine(self, request: ReplyRequest, driver: Driver) -> None:
+        params = self.params(request.params)
+        if request.reply_prefix and params.constraint is not None:
             raise RequestError("invalid_row", "An answer of a given form cannot be continued; /retry begins it anew.")
-        call.grammar = driver.engine.compile(params)
-        prompt_ids, dropped = self._encode(call, driver.engine, params)
+        request.grammar = driver.engine.compile(params)
+        prompt_ids, dropped = self._encode(request, driver.engine, params)
         tokenizer = driver.engine.tokenizer
-        thinks = tokenizer is not None and not call.so_far and tokenizer.opens_thinking(prompt_ids)
-        self._post(partial(_unless_cancelled, call, partial(call.on_start, len(prompt_ids), dropped, thinks)))
+        thinks = tokenizer is not None and not request.reply_prefix and tokenizer.opens_thinking(prompt_ids)
+        self._post(partial(_run_unless_cancelled, request, partial(request.on_start, len(prompt_ids), dropped, thinks)))
 
         def take(event: TokenEvent) -> None:
-            self._post(partial(_unless_cancelled, call, partial(call.on_event, event, time.monotonic())))
+            self._post(partial(_run_unless_cancelled, request, partial(request.on_event, event, time.monotonic())))
 
         tags = self.form.think or () if self.form is not None else ()
-        call.ticket = driver.submit(prompt_ids, params, take, seed=call.seed, priority=PRIORITY, tags=tags)
-        if call.is_cancelled:  # in the meantime; whoever cancelled it saw no ticket
-            driver.cancel(call.ticket)
+        request.ticket = driver.submit(prompt_ids, params, take, seed=request.seed, priority=PRIORITY, tags=tags)
+        if request.is_cancelled:  # in the meantime; whoever cancelled it saw no ticket
+            driver.cancel(request.ticket)
 
-    def _encode(self, call: Call, engine: Engine, params: SamplingParams) -> tuple[list[int], int]:
+    def _encode(self, request: ReplyRequest, engine: Engine, params: SamplingParams) -> tuple[list[int], int]:
         """Token ids of the conversation, and how many of its oldest turns had to go for them to fit."""
 
         def encoded(dropped: int) -> list[int]:
-            return encode(engine, call.messages(dropped), call.so_far)
+            return encode(engine, request.messages(dropped), request.reply_prefix)
 
         dropped = 0
         prompt_ids = encoded(0)
-        if call.may_drop and call.past and not _has_room(engine, prompt_ids, params):
-            choices = range(1, len(call.past))
-            dropped = 1 + bisect_left(choices, True, key=lambda count: _has_room(engine, encoded(count), params))
+        if request.may_trim and request.history and not _fits(engine, prompt_ids, params):
+            choices = range(1, len(request.history))
+            dropped = 1 + bisect_left(choices, True, key=lambda count: _fits(engine, encoded(count), params))
             prompt_ids = encoded(dropped)
         engine.max_new_tokens(prompt_ids, params)
         return prompt_ids, dropped
 
-    def _refuse(self, call: Call, error: RequestError) -> None:
+    def _refuse(self, request: ReplyRequest, error: RequestError) -> None:
         event = TokenEvent(None, None, finish_reason="error", error=error)
-        self._post(partial(_unless_cancelled, call, partial(call.on_event, event, time.monotonic())))
+        self._post(partial(_run_unless_cancelled, request, partial(request.on_event, event, time.monotonic())))
 
 
-def _has_room(engine: Engine, prompt_ids: Sequence[int], params: SamplingParams) -> bool:
+def _fits(engine: Engine, prompt_ids: Sequence[int], params: SamplingParams) -> bool:
     """Whether a prompt leaves room for the answer that is asked for, or for one of a quarter of the context."""
     quarter = engine.model.max_model_len // 4
     try:
@@ -179,6 +180,6 @@ def _has_room(engine: Engine, prompt_ids: Sequence[int], params: SamplingParams)
         return False
 
 
-def _unless_cancelled(call: Call, report: Callable[[], None]) -> None:
-    if not call.is_cancelled:
+def _run_unless_cancelled(request: ReplyRequest, report: Callable[[], None]) -> None:
+    if not request.is_cancelled:
         report()

@@ -25,18 +25,18 @@ from prompt_toolkit.output import create_output
 from prompt_toolkit.styles import Style
 from prompt_toolkit.widgets import SearchToolbar, TextArea
 
-from cbatch.cli.chat.background_run import Background
+from cbatch.cli.chat.background_run import BackgroundRun
+from cbatch.cli.chat.callback_queue import CallbackQueue
 from cbatch.cli.chat.commands.completion import CommandCompleter
-from cbatch.cli.chat.commands.registry import Desk, carry_out
-from cbatch.cli.chat.controller import Room
-from cbatch.cli.chat.mailbox import Mailbox
-from cbatch.cli.chat.session.session import Answer, Note, Session
-from cbatch.cli.chat.session.store import Store
+from cbatch.cli.chat.commands.registry import CommandContext, execute_command
+from cbatch.cli.chat.controller import ChatController
+from cbatch.cli.chat.session.session import Notice, Reply, Session
+from cbatch.cli.chat.session.store import SessionStore
 from cbatch.cli.chat.tui.editor import Editor
-from cbatch.cli.chat.tui.key_bindings import make_keys
-from cbatch.cli.chat.tui.output_capture import captured_output
-from cbatch.cli.chat.tui.pane import Pane
+from cbatch.cli.chat.tui.key_bindings import make_key_bindings
+from cbatch.cli.chat.tui.output_capture import capture_output
 from cbatch.cli.chat.tui.status import Status
+from cbatch.cli.chat.tui.transcript_view import TranscriptView
 from cbatch.cli.common.console import safe, without_bidi
 from cbatch.cli.common.exits import Interrupted
 from cbatch.cli.common.signals import SIGNALS, raise_interrupted
@@ -46,7 +46,7 @@ REDRAW_SECONDS = 1 / 40
 REFRESH_SECONDS = 0.5
 """Of what changes by itself: the speed, the progress of a batch."""
 
-KEEP_SECONDS = 5.0
+AUTOSAVE_SECONDS = 5.0
 """How often the beginning of an answer that is still coming is written to the disk."""
 
 WELCOME = "/help shows what can be typed here; Ctrl-D leaves."
@@ -72,20 +72,20 @@ STYLE = Style.from_dict(
 class Terminal:
     """Puts a room on a terminal and does what is typed there."""
 
-    def __init__(self, room: Room, store: Store, history: History) -> None:
-        self.room = room
-        room.on_token = self._on_token
-        self._mailbox = Mailbox()
-        self.background = Background()
-        self.status = Status(room, self.background)
-        self._desk = Desk(room, self, self.background, self.status, store)
-        self._heard: deque[str] = deque(maxlen=50)
+    def __init__(self, controller: ChatController, store: SessionStore, history: History) -> None:
+        self.controller = controller
+        controller.on_token = self._on_token
+        self._callbacks = CallbackQueue()
+        self.background = BackgroundRun()
+        self.status = Status(controller, self.background)
+        self._context = CommandContext(controller, self, self.background, self.status, store)
+        self._captured_lines: deque[str] = deque(maxlen=50)
         self._store = store
         self._editor = Editor()
-        self._told_trouble = ""
-        self._kept_at = time.monotonic()
+        self._shown_save_error = ""
+        self._autosaved_at = time.monotonic()
         self._is_loading = False
-        self._undrawn: list[float] = []
+        self._undrawn_token_times: list[float] = []
         self._app: Application[None] | None = None
         search = SearchToolbar()
         self.input = TextArea(
@@ -93,36 +93,36 @@ class Terminal:
             wrap_lines=True,
             height=Dimension(min=1, max=8),
             dont_extend_height=True,
-            prompt=lambda: [("class:prompt", f"{safe(room.current.name)}> ")],
+            prompt=lambda: [("class:prompt", f"{safe(controller.current.name)}> ")],
             history=history,
             auto_suggest=AutoSuggestFromHistory(),
-            completer=CommandCompleter(room, store),
+            completer=CommandCompleter(controller, store),
             complete_while_typing=False,
             accept_handler=self._accept,
             search_field=search,
         )
-        self._pane = Pane(room)
+        self._view = TranscriptView(controller)
         bar = Window(FormattedTextControl(self._bar), height=1, style="class:bar")
-        rows = HSplit([Window(self._pane, wrap_lines=False), bar, self.input, search])
+        rows = HSplit([Window(self._view, wrap_lines=False), bar, self.input, search])
         menu = Float(CompletionsMenu(max_height=8, scroll_offset=1), xcursor=True, ycursor=True)
         self._layout = Layout(FloatContainer(rows, [menu]), focused_element=self.input)
 
     def run(self) -> None:
         """Until the user leaves. Raises Interrupted after a signal, and what kept the engine from opening."""
         try:
-            with captured_output(lambda line: self._mailbox.put(partial(self._hear, line))) as terminal:
+            with capture_output(lambda line: self._callbacks.put(partial(self._on_output_line, line))) as terminal:
                 self._app = self._make_app(terminal)
                 asyncio.run(self._run(self._app))
         except (EOFError, OSError):  # the terminal went away
             pass
         except Exception:  # where loading failed, what libraries said about it may help
-            self._mailbox.deliver()
-            for line in self._heard:
+            self._callbacks.run_all()
+            for line in self._captured_lines:
                 print(safe(line), file=sys.stderr)
             raise
         finally:
-            self._mailbox.deliver()
-            self.room.leave()
+            self._callbacks.run_all()
+            self.controller.end_all()
             self._store.close()
             self.background.close()
 
@@ -132,23 +132,23 @@ class Terminal:
         if error is not None and self._app is not None and not self._app.is_done:
             self._app.exit(exception=error)
 
-    def _on_token(self, session: Session, answer: Answer, text: str) -> None:
+    def _on_token(self, session: Session, reply: Reply, text: str) -> None:
         """A token has come; how long it takes to the screen is measured where it is seen there."""
-        if answer.num_tokens == 1:
-            self.status.count_first_token(answer.last_at - answer.asked_at)
-        if session is self.room.current and text:
-            self._undrawn.append(answer.last_at)
+        if reply.num_tokens == 1:
+            self.status.count_first_token(reply.last_token_at - reply.requested_at)
+        if session is self.controller.current and text:
+            self._undrawn_token_times.append(reply.last_token_at)
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         if self._app is not None and not self._app.is_done:
             self._app.exit()
 
-    def put(self, text: str) -> None:
+    def set_input(self, text: str) -> None:
         text = safe(text)
         document = Document(text, len(text))
         asyncio.get_running_loop().call_soon(self.input.buffer.set_document, document)  # what was typed goes first
 
-    def edit(self, text: str, then: Callable[[str], None]) -> None:
+    def open_editor(self, text: str, then: Callable[[str], None]) -> None:
         app = self._app
         assert app is not None
 
@@ -157,36 +157,36 @@ class Terminal:
             async with in_terminal():
                 editing = asyncio.get_running_loop().run_in_executor(None, self._editor.edit, text, self._tty)
                 await asyncio.wait([editing])
-            self._try(lambda: changed.append(editing.result().rstrip("\n")))
+            self._run_shown(lambda: changed.append(editing.result().rstrip("\n")))
             if changed and changed[0].strip() and changed[0] != text.rstrip("\n"):
-                self._try(lambda: then(changed[0]))
+                self._run_shown(lambda: then(changed[0]))
 
         app.create_background_task(run())
 
-    def interrupt(self) -> None:
+    def on_ctrl_c(self) -> None:
         """Ctrl-C: stops the answer, else clears the input, else says how to leave."""
-        session = self.room.current
-        if self.room.stop(session):
+        session = self.controller.current
+        if self.controller.stop(session):
             return
         if self.input.text:
             self.input.buffer.reset()
             return
         last = session.items[-1] if session.items else None
-        if not isinstance(last, Note) or last.text != LEAVING:
-            session.note(LEAVING)
+        if not isinstance(last, Notice) or last.text != LEAVING:
+            session.add_notice(LEAVING)
 
     def switch_to(self, place: int) -> None:
         """To the session at a place in the list, from 0, if there is one."""
-        if place < len(self.room.sessions):
-            self.room.switch(self.room.sessions[place])
+        if place < len(self.controller.sessions):
+            self.controller.switch(self.controller.sessions[place])
 
-    def step(self, places: int) -> None:
+    def switch_by(self, places: int) -> None:
         """To a session further on in the list, which goes around."""
-        place = self.room.sessions.index(self.room.current) + places
-        self.switch_to(place % len(self.room.sessions))
+        place = self.controller.sessions.index(self.controller.current) + places
+        self.switch_to(place % len(self.controller.sessions))
 
     def scroll(self, pages: int) -> None:
-        self._pane.scroll(pages)
+        self._view.scroll(pages)
 
     def _make_app(self, terminal: TextIO) -> Application[None]:
         self._tty = terminal
@@ -196,13 +196,13 @@ class Terminal:
         output.write = lambda data: write(without_bidi(data))  # type: ignore[method-assign]
         app: Application[None] = Application(
             layout=self._layout,
-            key_bindings=make_keys(self),
+            key_bindings=make_key_bindings(self),
             style=STYLE,
             full_screen=True,
             min_redraw_interval=REDRAW_SECONDS,
             refresh_interval=REFRESH_SECONDS,
-            before_render=lambda _: self._tick(),
-            after_render=lambda _: self._drawn(),
+            before_render=lambda _: self._before_render(),
+            after_render=lambda _: self._after_render(),
             output=output,
         )
         app.ttimeoutlen = 0.05  # of a lone Escape
@@ -210,83 +210,83 @@ class Terminal:
 
     async def _run(self, app: Application[None]) -> None:
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(self._tell_of_mistake)
+        loop.set_exception_handler(self._on_loop_error)
         for signum in (*SIGNALS, signal.SIGHUP):
-            loop.add_signal_handler(signum, self._leave_by, signum)
-        self._mailbox.set_wake(partial(loop.call_soon_threadsafe, self._deliver))
+            loop.add_signal_handler(signum, self._on_signal, signum)
+        self._callbacks.set_wake(partial(loop.call_soon_threadsafe, self._run_callbacks))
         try:
             await app.run_async(handle_sigint=False, set_exception_handler=False)
         finally:
-            self._mailbox.set_wake(lambda: None)
+            self._callbacks.set_wake(lambda: None)
             for signum in (*SIGNALS, signal.SIGHUP):  # until everything is kept
                 loop.remove_signal_handler(signum)
                 signal.signal(signum, raise_interrupted if signum in SIGNALS else signal.SIG_IGN)
 
-    def _tell_of_mistake(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A mistake of ours on the way of an event: a sentence, and the chat goes on."""
         error = context.get("exception") or context.get("message")
-        self.room.current.note(f"Something went wrong: {error!r}", is_error=True)
+        self.controller.current.add_notice(f"Something went wrong: {error!r}", is_error=True)
 
-    def _leave_by(self, signum: int) -> None:
+    def _on_signal(self, signum: int) -> None:
         if self._editor.is_open and signum == signal.SIGINT:
             return  # Ctrl-C there is for the editor
         self._editor.end()
         if self._app is not None and not self._app.is_done:
             self._app.exit(exception=Interrupted(signum))
 
-    def _deliver(self) -> None:
-        self._mailbox.deliver()
+    def _run_callbacks(self) -> None:
+        self._callbacks.run_all()
         if self._app is not None:
             self._app.invalidate()
 
-    def _drawn(self) -> None:
+    def _after_render(self) -> None:
         if not self._is_loading:  # only now: importing torch takes the interpreter for seconds
             self._is_loading = True
-            self.room.client.start(self._mailbox.put, self._on_open)
+            self.controller.client.start(self._callbacks.put, self._on_open)
         now = time.monotonic()
-        for when in self._undrawn:
+        for when in self._undrawn_token_times:
             self.status.count_delay(now - when)
-        self._undrawn.clear()
+        self._undrawn_token_times.clear()
 
-    def _tick(self) -> None:
+    def _before_render(self) -> None:
         self.status.tick()
         now = time.monotonic()
-        if now - self._kept_at > KEEP_SECONDS:
-            self._kept_at = now
-            self.room.keep_open()
-        if self._store.trouble != self._told_trouble:
-            self._told_trouble = self._store.trouble
-            if self._told_trouble:
-                self.room.current.note(self._told_trouble, is_error=True)
+        if now - self._autosaved_at > AUTOSAVE_SECONDS:
+            self._autosaved_at = now
+            self.controller.save_open_replies()
+        if self._store.save_error != self._shown_save_error:
+            self._shown_save_error = self._store.save_error
+            if self._shown_save_error:
+                self.controller.current.add_notice(self._shown_save_error, is_error=True)
 
     def _bar(self) -> StyleAndTextTuples:
         assert self._app is not None
         return [*self.status.bar(self._app.output.get_size().columns)]
 
-    def _hear(self, line: str) -> None:
+    def _on_output_line(self, line: str) -> None:
         """A line that something printed: of this program it is a note, others are shown when loading fails."""
         name, _, text = line.partition("cbatch: ")
         if not name:
-            self.room.current.note(text)
+            self.controller.current.add_notice(text)
         else:
-            self._heard.append(line)
+            self._captured_lines.append(line)
             if self.status.loading:
                 self.status.loading = f"loading the model: {line.strip()}"
 
     def _accept(self, buffer: Buffer) -> bool:
         """Does what was typed, and has the input line cleared."""
-        self._pane.follow()
+        self._view.follow()
         text = buffer.text.encode("utf-8", "replace").decode().strip()
         if text.startswith("/") and not text.startswith("//"):
-            self._try(lambda: carry_out(self._desk, text))
+            self._run_shown(lambda: execute_command(self._context, text))
         elif text:
-            self._try(lambda: self.room.ask(self.room.current, text.removeprefix("/")))
+            self._run_shown(lambda: self.controller.send(self.controller.current, text.removeprefix("/")))
         return False
 
-    def _try(self, action: Callable[[], object]) -> None:
+    def _run_shown(self, action: Callable[[], object]) -> None:
         try:
             action()
         except ConfigError as error:
-            self.room.current.note(str(error), is_error=True)
+            self.controller.current.add_notice(str(error), is_error=True)
         except Exception as error:  # a mistake of ours costs a sentence, and not the conversations
-            self.room.current.note(f"Something went wrong: {error!r}", is_error=True)
+            self.controller.current.add_notice(f"Something went wrong: {error!r}", is_error=True)

@@ -11,16 +11,16 @@ import pytest
 
 from cbatch.cli.chat.commands.session_commands import do_set
 from cbatch.cli.chat.session.session_file import read_session
-from cbatch.cli.chat.session.store import Store
+from cbatch.cli.chat.session.store import SessionStore
 from cbatch.cli.chat.tui.transcript import Transcript
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.engine import Engine
-from tests.cli.chat.test_controller import Rooms, answer_of
+from tests.cli.chat.test_controller import ChatHarness, reply_of
 
 FORCED = {"regex": r"<think>\nhm \*\*so\*\*\n</think>\n\n[0-9]"}
 
 
-def make(change: str) -> Rooms:
+def make(change: str) -> ChatHarness:
     """The demo model with a template that has think tags; `change` says what it writes before an answer."""
     engine = Engine(EngineConfig(dtype="float32", device="cpu"))
     assert engine.tokenizer is not None and engine.tokenizer.chat_template is not None
@@ -28,11 +28,11 @@ def make(change: str) -> Rooms:
     assert template.count("assistant\n") == 1
     template = template.replace("assistant\n", "assistant\n" + change)
     engine.tokenizer._tokenizer.chat_template = "{# <think> </think> #}" + template
-    return Rooms(engine)
+    return ChatHarness(engine)
 
 
 @pytest.fixture(scope="module", params=["", "<think>\n"], ids=["thinks or not", "always thinks"])
-def rooms(request: pytest.FixtureRequest) -> Iterator[Rooms]:
+def harness(request: pytest.FixtureRequest) -> Iterator[ChatHarness]:
     made = make(request.param)
     yield made
     assert made.client.driver is not None
@@ -40,69 +40,69 @@ def rooms(request: pytest.FixtureRequest) -> Iterator[Rooms]:
     made.client.driver.engine.close()
 
 
-def shown(room: Any) -> list[str]:
-    lines = [line for chunk in Transcript().chunks(room.current, 60) for line in chunk]
+def shown(controller: Any) -> list[str]:
+    lines = [line for chunk in Transcript().chunks(controller.current, 60) for line in chunk]
     return [f"{style}|{text}" for line in lines for style, text in line if text.strip()]
 
 
 def test_reasoning_is_shown_apart_and_not_told_again(tmp_path: Path) -> None:
     """Guards the style on the screen, the next turn's prompt, and what a saved session has of it."""
-    rooms = make("")
-    store = Store(tmp_path)
-    room = rooms.make(params=FORCED, store=store)
+    harness = make("")
+    store = SessionStore(tmp_path)
+    controller = harness.make(params=FORCED, store=store)
     heard: list[str] = []
-    room.on_token = lambda session, answer, text: heard.append(text)
-    text = rooms.ask(room, "How many?")
-    answer = answer_of(room.current)
-    assert text.isdigit() and "".join(heard) == text and answer.reasoning == "hm **so**"
-    assert "class:reasoning|hm **so**" in shown(room) and f"|{text}" in shown(room)
-    assert room.current.last is not None and room.current.last.messages()[1]["content"] == text
+    controller.on_token = lambda session, reply, text: heard.append(text)
+    text = harness.ask(controller, "How many?")
+    reply = reply_of(controller.current)
+    assert text.isdigit() and "".join(heard) == text and reply.reasoning == "hm **so**"
+    assert "class:reasoning|hm **so**" in shown(controller) and f"|{text}" in shown(controller)
+    assert controller.current.last is not None and controller.current.last.messages()[1]["content"] == text
     store.wait()
     (path,) = tmp_path.rglob("*.json")
-    kept = answer_of(read_session(path))
-    assert (kept.text, kept.reasoning, kept.written) == (text, answer.reasoning, answer.raw)
+    kept = reply_of(read_session(path))
+    assert (kept.text, kept.reasoning, kept.generated) == (text, reply.reasoning, reply.raw)
     with pytest.raises(Exception, match="complete"):
-        room.go_on(room.current)
-    assert rooms.client.driver is not None
-    rooms.client.driver.close()
-    rooms.client.driver.engine.close()
+        controller.continue_reply(controller.current)
+    assert harness.client.driver is not None
+    harness.client.driver.close()
+    harness.client.driver.engine.close()
 
 
-def test_thoughts_that_are_cut_off_go_on(rooms: Rooms) -> None:
+def test_thoughts_that_are_cut_off_go_on(harness: ChatHarness) -> None:
     """Guards `/stop` and `/continue` inside the reasoning or the answer: together they are the undisturbed one."""
     question = "Tell me a story about a cat named Tom."
-    whole = rooms.make()
-    rooms.ask(whole, question)
-    expected = answer_of(whole.current)
-    room = rooms.make()
-    room.ask(room.current, question)
-    rooms.until(lambda: answer_of(room.current).num_tokens >= 15)
-    room.stop(room.current)
-    assert answer_of(room.current).written and answer_of(room.current).can_go_on
-    room.go_on(room.current)
-    rooms.settle(room)
-    answer = answer_of(room.current)
-    assert (answer.text, answer.reasoning) == (expected.text, expected.reasoning)
-    assert bool(answer.reasoning) == answer.is_thinking and bool(answer.text) != answer.is_thinking
+    whole = harness.make()
+    harness.ask(whole, question)
+    expected = reply_of(whole.current)
+    controller = harness.make()
+    controller.send(controller.current, question)
+    harness.until(lambda: reply_of(controller.current).num_tokens >= 15)
+    controller.stop(controller.current)
+    assert reply_of(controller.current).generated and reply_of(controller.current).can_continue
+    controller.continue_reply(controller.current)
+    harness.settle(controller)
+    reply = reply_of(controller.current)
+    assert (reply.text, reply.reasoning) == (expected.text, expected.reasoning)
+    assert bool(reply.reasoning) == reply.is_thinking and bool(reply.text) != reply.is_thinking
 
 
-def test_one_form_takes_the_place_of_another(rooms: Rooms) -> None:
+def test_one_form_takes_the_place_of_another(harness: ChatHarness) -> None:
     """Guards a session that could neither be asked nor loaded after two forms were set in it."""
-    desk = SimpleNamespace(room=rooms.make(), say=lambda *lines: None)
-    desk.session = desk.room.current
-    do_set(desk, "regex [0-9]{2}")
-    do_set(desk, 'choice ["yes", "no"]')
-    assert desk.session.params == {"choice": ["yes", "no"]}
-    do_set(desk, 'response_format {"type": "text"}')
-    assert desk.session.params == {}
-    do_set(desk, "regex default")
-    assert rooms.ask(desk.room, "Hi") or answer_of(desk.room.current).reasoning
+    context: Any = SimpleNamespace(controller=harness.make(), show=lambda *lines: None)
+    context.session = context.controller.current
+    do_set(context, "regex [0-9]{2}")
+    do_set(context, 'choice ["yes", "no"]')
+    assert context.session.params == {"choice": ["yes", "no"]}
+    do_set(context, 'response_format {"type": "text"}')
+    assert context.session.params == {}
+    do_set(context, "regex default")
+    assert harness.ask(context.controller, "Hi") or reply_of(context.controller.current).reasoning
 
 
-def test_a_form_cannot_go_on_in_the_middle(rooms: Rooms) -> None:
+def test_a_form_cannot_go_on_in_the_middle(harness: ChatHarness) -> None:
     """Guards against the second half of an answer that begins its form anew."""
-    room = rooms.make(params={"regex": "[a-z ]{300}", "max_tokens": 3})
-    rooms.ask(room, "Speak.")
-    room.go_on(room.current)
-    rooms.settle(room)
-    assert "cannot be continued" in answer_of(room.current).error
+    controller = harness.make(params={"regex": "[a-z ]{300}", "max_tokens": 3})
+    harness.ask(controller, "Speak.")
+    controller.continue_reply(controller.current)
+    harness.settle(controller)
+    assert "cannot be continued" in reply_of(controller.current).error

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from cbatch.cli.chat.background_run import Background
-from cbatch.cli.chat.controller import Room
+from cbatch.cli.chat.background_run import BackgroundRun
+from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.chat.engine_client import EngineClient
 from cbatch.cli.chat.session.export import append_row, from_result, to_row
-from cbatch.cli.chat.session.session import Answer, Session, Turn
+from cbatch.cli.chat.session.session import Reply, Session, Turn
 from cbatch.cli.chat.session.session_file import read_session
-from cbatch.cli.chat.session.store import Store
+from cbatch.cli.chat.session.store import SessionStore
 from cbatch.cli.chat.tui.status import Status
 from cbatch.cli.chat.tui.transcript import Transcript
 from cbatch.cli.main import run_command
@@ -30,32 +30,32 @@ from cbatch.engine.engine import Engine
 PATIENCE = 60
 
 
-class Rooms:
-    """Makes rooms on one engine, and does for them what a front end's loop does."""
+class ChatHarness:
+    """Makes harness on one engine, and does for them what a front end's loop does."""
 
     def __init__(self, engine: Engine) -> None:
         self.client = EngineClient(lambda: engine)
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._callbacks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_open = False
-        self.client.start(self._calls.put, lambda error: setattr(self, "_is_open", True))
+        self.client.start(self._callbacks.put, lambda error: setattr(self, "_is_open", True))
         self.until(lambda: self._is_open)
 
-    def make(self, **options: Any) -> Room:
-        return Room(self.client, **options)
+    def make(self, **options: Any) -> ChatController:
+        return ChatController(self.client, **options)
 
     def until(self, is_done: Callable[[], bool]) -> None:
         while not is_done():
-            self._calls.get(timeout=PATIENCE)()
+            self._callbacks.get(timeout=PATIENCE)()
 
-    def settle(self, room: Room) -> None:
-        self.until(lambda: not any(session.is_busy for session in room.sessions))
+    def settle(self, controller: ChatController) -> None:
+        self.until(lambda: not any(session.is_busy for session in controller.sessions))
 
-    def ask(self, room: Room, text: str, session: Session | None = None) -> str:
-        session = session or room.current
-        room.ask(session, text)
-        self.settle(room)
-        assert session.last is not None and session.last.answer is not None
-        return session.last.answer.text
+    def ask(self, controller: ChatController, text: str, session: Session | None = None) -> str:
+        session = session or controller.current
+        controller.send(session, text)
+        self.settle(controller)
+        assert session.last is not None and session.last.reply is not None
+        return session.last.reply.text
 
     def is_idle(self) -> bool:
         assert self.client.driver is not None
@@ -70,8 +70,8 @@ class Rooms:
 
 
 @pytest.fixture(scope="module")
-def rooms() -> Iterator[Rooms]:
-    made = Rooms(Engine(EngineConfig(dtype="float32", device="cpu")))
+def harness() -> Iterator[ChatHarness]:
+    made = ChatHarness(Engine(EngineConfig(dtype="float32", device="cpu")))
     yield made
     assert made.client.driver is not None
     made.client.driver.close()
@@ -81,171 +81,172 @@ def rooms() -> Iterator[Rooms]:
 LONG = {"ignore_eos": True, "max_tokens": 300}
 
 
-def answer_of(session: Session) -> Answer:
-    assert session.last is not None and session.last.answer is not None
-    return session.last.answer
+def reply_of(session: Session) -> Reply:
+    assert session.last is not None and session.last.reply is not None
+    return session.last.reply
 
 
-def test_a_fork_costs_no_prefill(rooms: Rooms) -> None:
+def test_a_fork_costs_no_prefill(harness: ChatHarness) -> None:
     """Guards `/fork` and later turns: what was said is in the cache, and only what is new is computed."""
-    room = rooms.make()
-    rooms.ask(room, "My name is Ada.")
-    rooms.ask(room, "Tell me a story about a cat named Tom.")
-    before = answer_of(room.current)
-    twin = room.fork(room.current, "twin")
-    assert rooms.ask(room, "What is my name?") == "Your name is Ada."
-    answer = answer_of(twin)
-    assert answer.prompt_tokens - answer.cached_tokens < 16 + 30
-    assert answer.cached_tokens >= before.prompt_tokens + before.num_tokens - 16
+    controller = harness.make()
+    harness.ask(controller, "My name is Ada.")
+    harness.ask(controller, "Tell me a story about a cat named Tom.")
+    before = reply_of(controller.current)
+    copy = controller.fork(controller.current, "twin")
+    assert harness.ask(controller, "What is my name?") == "Your name is Ada."
+    reply = reply_of(copy)
+    assert reply.prompt_tokens - reply.cached_tokens < 16 + 30
+    assert reply.cached_tokens >= before.prompt_tokens + before.num_tokens - 16
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.9}])
-def test_stopped_and_continued_is_the_whole_answer(rooms: Rooms, params: dict[str, Any]) -> None:
+def test_stopped_and_continued_is_the_whole_answer(harness: ChatHarness, params: dict[str, Any]) -> None:
     """Guards `/stop` and `/continue`: together they give what an undisturbed answer gives, sampled ones too."""
     question = "Tell me a story about a cat named Tom."
-    whole = rooms.ask(rooms.make(params=params), question)
-    room = rooms.make(params=params)
-    room.ask(room.current, question)
+    whole = harness.ask(harness.make(params=params), question)
+    controller = harness.make(params=params)
+    controller.send(controller.current, question)
     for _ in range(2):
-        rooms.until(lambda: answer_of(room.current).num_tokens >= 15)
-        assert room.stop(room.current)
-        assert whole.startswith(answer_of(room.current).text) and answer_of(room.current).text != whole
-        room.go_on(room.current)
-    rooms.settle(room)
-    assert answer_of(room.current).text == whole
+        harness.until(lambda: reply_of(controller.current).num_tokens >= 15)
+        assert controller.stop(controller.current)
+        assert whole.startswith(reply_of(controller.current).text) and reply_of(controller.current).text != whole
+        controller.continue_reply(controller.current)
+    harness.settle(controller)
+    assert reply_of(controller.current).text == whole
     with pytest.raises(ConfigError, match="complete"):
-        room.go_on(room.current)
+        controller.continue_reply(controller.current)
 
 
-def test_500_cancelled_answers_leave_nothing_behind(rooms: Rooms) -> None:
+def test_500_cancelled_answers_leave_nothing_behind(harness: ChatHarness) -> None:
     """Guards memory: answers cut off at random moments, waiting, in their prefill or later, give their blocks back."""
-    driver = rooms.client.driver
+    driver = harness.client.driver
     assert driver is not None
-    rooms.wait_idle()
+    harness.wait_idle()
     free = driver.engine.blocks.num_free
     chance = random.Random(5)
-    room = rooms.make(params=LONG)
+    controller = harness.make(params=LONG)
     for number in range(49):
-        room.open(f"r{number}")
+        controller.new_session(f"r{number}")
     cancelled = 0
     while cancelled < 500:
-        for session in chance.sample(room.sessions, 12):
+        for session in chance.sample(controller.sessions, 12):
             if session.is_busy:
-                cancelled += room.stop(session)
+                cancelled += controller.stop(session)
             else:
-                room.ask(session, chance.choice(["Hello.", "Tell me a story. " * 30, "Count from 3 to 9."]))
+                controller.send(session, chance.choice(["Hello.", "Tell me a story. " * 30, "Count from 3 to 9."]))
             if len(session.turns) > 3:
-                room.close(session)
-                room.open()
+                controller.close(session)
+                controller.new_session()
         end = time.monotonic() + chance.random() * 0.03
         while time.monotonic() < end:
             try:
-                rooms._calls.get(timeout=0.005)()
+                harness._callbacks.get(timeout=0.005)()
             except queue.Empty:
                 break
-    room.leave()
-    rooms.wait_idle()
+    controller.end_all()
+    harness.wait_idle()
     assert driver.engine.blocks.num_free == free
     driver.engine.scheduler.check_integrity()
 
 
-def test_retry_keeps_the_answer_before(rooms: Rooms) -> None:
+def test_retry_keeps_the_answer_before(harness: ChatHarness) -> None:
     """Guards alternatives: several at once, each of its own randomness; a retry that is stopped costs nothing."""
-    room = rooms.make(params={"temperature": 1.0})
-    session = room.current
-    first = rooms.ask(room, "Tell me a story about a cat named Tom.")
-    assert room.retry(session, 3) == 1
-    rooms.settle(room)
+    controller = harness.make(params={"temperature": 1.0})
+    session = controller.current
+    first = harness.ask(controller, "Tell me a story about a cat named Tom.")
+    assert controller.retry(session, 3) == 1
+    harness.settle(controller)
     assert session.last is not None
-    texts = [answer.text for answer in session.last.answers]
-    assert texts[0] == first and len(set(texts)) == 4 and session.last.compares == 1
-    room.pick(session, 2)
-    assert room.retry(session, 1) == 4
-    room.stop(session)
-    assert answer_of(session).text == texts[2], "stopped before its first token, it is no answer"
-    room.pick(session, 0)
-    assert answer_of(session).text == first
+    texts = [reply.text for reply in session.last.replies]
+    assert texts[0] == first and len(set(texts)) == 4 and session.last.first_compared == 1
+    controller.pick(session, 2)
+    assert controller.retry(session, 1) == 4
+    controller.stop(session)
+    assert reply_of(session).text == texts[2], "stopped before its first token, it is no answer"
+    controller.pick(session, 0)
+    assert reply_of(session).text == first
     with pytest.raises(ConfigError, match="answers 0 to 4"):
-        room.pick(session, 5)
+        controller.pick(session, 5)
 
 
-def do_something(room: Room, session: Session, chance: random.Random) -> None:
+def do_something(controller: ChatController, session: Session, chance: random.Random) -> None:
     actions: list[Callable[[], object]] = [
-        lambda: room.retry(session, chance.randint(1, 3)),
-        lambda: room.pick(session, chance.randint(0, 3)),
-        lambda: room.trim(session, chance.choice([None, 1])),
-        lambda: room.go_on(session),
-        lambda: room.stop(session),
-        lambda: room.undo(session),
-        lambda: room.ask(session, "Hello."),
+        lambda: controller.retry(session, chance.randint(1, 3)),
+        lambda: controller.pick(session, chance.randint(0, 3)),
+        lambda: controller.trim(session, chance.choice([None, 1])),
+        lambda: controller.continue_reply(session),
+        lambda: controller.stop(session),
+        lambda: controller.undo(session),
+        lambda: controller.send(session, "Hello."),
     ]
     chance.choice(actions)()
 
 
-def test_retries_and_trims_in_any_order(rooms: Rooms) -> None:
+def test_retries_and_trims_in_any_order(harness: ChatHarness) -> None:
     """Guards what is chosen, shown and fallen back on, after every order of retries, picks, trims and stops."""
     chance = random.Random(3)
     transcript = Transcript()
     for number in range(25):
-        room = rooms.make(params={"max_tokens": 5})
-        session = room.current
+        controller = harness.make(params={"max_tokens": 5})
+        session = controller.current
         for text in ("word " * 900, "Hello.") if number % 2 else ("Hello.", "word " * 150, "word " * 1200):
-            rooms.ask(room, text)
+            harness.ask(controller, text)
         for _ in range(8):
             with suppress(ConfigError):
-                do_something(room, session, chance)
+                do_something(controller, session, chance)
             if chance.random() < 0.5:
-                rooms.settle(room)
+                harness.settle(controller)
             turn = session.last
-            assert turn is None or 0 <= turn.chosen < len(turn.answers) > turn.fallback >= 0
+            assert turn is None or 0 <= turn.chosen < len(turn.replies) > turn.fallback >= 0
             transcript.chunks(session, 80)
-        room.leave()
-    rooms.wait_idle()
+        controller.end_all()
+    harness.wait_idle()
 
 
-def test_a_refused_command_stops_nothing(rooms: Rooms) -> None:
+def test_a_refused_command_stops_nothing(harness: ChatHarness) -> None:
     """Guards an answer that is coming against commands that cannot do anything about it."""
-    room = rooms.make(params=LONG)
-    room.ask(room.current, "Tell me a story.")
-    for action in (lambda: room.go_on(room.current), lambda: room.trim(room.current, None)):
+    controller = harness.make(params=LONG)
+    controller.send(controller.current, "Tell me a story.")
+    session = controller.current
+    for action in (lambda: controller.continue_reply(session), lambda: controller.trim(session, None)):
         with pytest.raises(ConfigError):
             action()
     with pytest.raises(ConfigError, match="answers 0 to 0"):
-        room.pick(room.current, 3)
-    assert room.current.is_busy
-    room.leave()
-    rooms.wait_idle()
+        controller.pick(controller.current, 3)
+    assert controller.current.is_busy
+    controller.end_all()
+    harness.wait_idle()
 
 
 def test_an_engine_that_fails_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the user against waiting for ever: each answer ends with what helps, and what waits is not asked."""
-    rooms = Rooms(Engine(EngineConfig(dtype="float32", device="cpu")))
-    room = rooms.make()
-    room.ask(room.current, "Tell me a story.")
-    room.ask(room.current, "Hello.")
-    assert rooms.client.driver is not None
+    harness = ChatHarness(Engine(EngineConfig(dtype="float32", device="cpu")))
+    controller = harness.make()
+    controller.send(controller.current, "Tell me a story.")
+    controller.send(controller.current, "Hello.")
+    assert harness.client.driver is not None
 
     def broken() -> None:
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(rooms.client.driver.engine, "step", broken)
-    rooms.settle(room)
-    answer = answer_of(room.current)
-    assert "device lost" in answer.error and "/load opens it" in answer.remark
-    assert room.current.queue == ["Hello."]
-    assert Status(room, Background()).lines() == ["the engine has failed: device lost"]
-    rooms.client.driver.close()
-    rooms.client.driver.engine.close()
+    monkeypatch.setattr(harness.client.driver.engine, "step", broken)
+    harness.settle(controller)
+    reply = reply_of(controller.current)
+    assert "device lost" in reply.error and "/load opens it" in reply.remark
+    assert controller.current.queue == ["Hello."]
+    assert Status(controller, BackgroundRun()).lines() == ["the engine has failed: device lost"]
+    harness.client.driver.close()
+    harness.client.driver.engine.close()
 
 
-def test_a_batch_that_ends_early_leaves_the_engine_to_the_chat(rooms: Rooms, tmp_path: Path) -> None:
+def test_a_batch_that_ends_early_leaves_the_engine_to_the_chat(harness: ChatHarness, tmp_path: Path) -> None:
     """Guards `/run stop`: what is not finished is taken out of the engine, and nothing more is put in."""
-    driver = rooms.client.driver
+    driver = harness.client.driver
     assert driver is not None
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows = [{"prompt": f"Tell me story {n}.", "ignore_eos": True, "max_tokens": 20 + 9 * n} for n in range(100)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    background = Background()
+    background = BackgroundRun()
     background.start(driver, f"{source} -o {out} --window 50")
     with pytest.raises(ConfigError, match="A batch is running"):
         background.start(driver, f"{source} -o {out}")
@@ -255,7 +256,7 @@ def test_a_batch_that_ends_early_leaves_the_engine_to_the_chat(rooms: Rooms, tmp
         time.sleep(0.01)
     background.stop()
     before = driver.num_tokens
-    rooms.wait_idle()
+    harness.wait_idle()
     assert driver.num_tokens - before < 32 * 20, "it went on with rows that nobody waits for"
     background.close()
     assert not background.is_running and 0 < len(out.read_bytes().splitlines()) < 100
@@ -278,102 +279,106 @@ def test_a_batch_that_ends_early_leaves_the_engine_to_the_chat(rooms: Rooms, tmp
         ("~nobody-here/x -o y", "no such user"),
     ],
 )
-def test_what_run_refuses(rooms: Rooms, line: str, message: str) -> None:
+def test_what_run_refuses(harness: ChatHarness, line: str, message: str) -> None:
     """Guards `/run` against options that make no sense under a chat: a sentence, at once."""
-    assert rooms.client.driver is not None
+    assert harness.client.driver is not None
     with pytest.raises(ConfigError, match=message):
-        Background().start(rooms.client.driver, line)
+        BackgroundRun().start(harness.client.driver, line)
 
 
-def test_a_greedy_session_is_sampled_for_a_retry(rooms: Rooms) -> None:
+def test_a_greedy_session_is_sampled_for_a_retry(harness: ChatHarness) -> None:
     """Guards `/retry` where the answer would be the same again."""
-    room = rooms.make()
-    rooms.ask(room, "Tell me a story about a cat named Tom.")
-    room.retry(room.current, 4)
-    rooms.settle(room)
-    assert room.is_greedy(room.current) and room.current.last is not None
-    assert len({answer.text for answer in room.current.last.answers}) > 2
+    controller = harness.make()
+    harness.ask(controller, "Tell me a story about a cat named Tom.")
+    controller.retry(controller.current, 4)
+    harness.settle(controller)
+    assert controller.is_greedy(controller.current) and controller.current.last is not None
+    assert len({reply.text for reply in controller.current.last.replies}) > 2
 
 
-def test_what_waits_is_said_in_order_and_can_be_taken_back(rooms: Rooms) -> None:
+def test_what_waits_is_said_in_order_and_can_be_taken_back(harness: ChatHarness) -> None:
     """Guards messages typed while an answer comes, and commands on the last turn in that moment."""
-    room = rooms.make(params=LONG)
-    session = room.current
+    controller = harness.make(params=LONG)
+    session = controller.current
     for text in ("Tell me a story.", "Spell the word lamp.", "Hello."):
-        room.ask(session, text)
+        controller.send(session, text)
     assert session.queue == ["Spell the word lamp.", "Hello."] and len(session.turns) == 1
-    for action in (lambda: room.retry(session, 1), lambda: room.go_on(session), lambda: room.trim(session, None)):
+    for action in (
+        lambda: controller.retry(session, 1),
+        lambda: controller.continue_reply(session),
+        lambda: controller.trim(session, None),
+    ):
         with pytest.raises(ConfigError, match="waits for its turn"):
             action()
     assert session.is_busy, "a command that is refused stops nothing"
-    assert room.undo(session) == "Hello."
+    assert controller.undo(session) == "Hello."
     session.params = {}
-    room.stop(session)
-    rooms.settle(room)
+    controller.stop(session)
+    harness.settle(controller)
     assert [turn.text for turn in session.turns] == ["Tell me a story.", "Spell the word lamp."]
-    assert answer_of(session).text == "l-a-m-p"
+    assert reply_of(session).text == "l-a-m-p"
     with pytest.raises(ConfigError, match="has gone on"):
-        room.replace(session, session.turns[0], "Hello.")
-    room.replace(session, session.turns[1], "Spell the word tree.")
-    rooms.settle(room)
-    assert answer_of(session).text == "t-r-e-e" and len(session.turns) == 2
+        controller.replace(session, session.turns[0], "Hello.")
+    controller.replace(session, session.turns[1], "Spell the word tree.")
+    harness.settle(controller)
+    assert reply_of(session).text == "t-r-e-e" and len(session.turns) == 2
 
 
-def test_a_full_context_is_a_message_and_can_be_trimmed(rooms: Rooms) -> None:
+def test_a_full_context_is_a_message_and_can_be_trimmed(harness: ChatHarness) -> None:
     """Guards long conversations: an error that says what helps, `/trim` that asks again, and the start that stays."""
-    room = rooms.make(params={"max_tokens": 20}, system="be brief")
-    session = room.current
+    controller = harness.make(params={"max_tokens": 20}, system="be brief")
+    session = controller.current
     for number in range(9):
-        if not session.turns or not answer_of(session).error:
-            rooms.ask(room, f"{number} " + "word " * 150)
-    answer = answer_of(session)
-    assert answer.code == "prompt_too_long" and "context of 1024" in answer.error and "/trim" in answer.remark
-    assert room.trim(session, None) == 0
-    rooms.settle(room)
-    assert answer_of(session).state in ("stop", "length") and 0 < session.dropped < 8
-    assert session.head == [{"role": "system", "content": "be brief"}]
-    assert room.trim(session, 100) > 0 and session.dropped == len(session.turns) - 1
+        if not session.turns or not reply_of(session).error:
+            harness.ask(controller, f"{number} " + "word " * 150)
+    reply = reply_of(session)
+    assert reply.code == "prompt_too_long" and "context of 1024" in reply.error and "/trim" in reply.remark
+    assert controller.trim(session, None) == 0
+    harness.settle(controller)
+    assert reply_of(session).state in ("stop", "length") and 0 < session.dropped < 8
+    assert session.system_messages == [{"role": "system", "content": "be brief"}]
+    assert controller.trim(session, 100) > 0 and session.dropped == len(session.turns) - 1
     with pytest.raises(ConfigError, match="not full"):
-        rooms.ask(room, "Hello.")
-        room.trim(session, None)
+        harness.ask(controller, "Hello.")
+        controller.trim(session, None)
 
 
-def test_auto_trim_goes_on_for_ever(rooms: Rooms) -> None:
+def test_auto_trim_goes_on_for_ever(harness: ChatHarness) -> None:
     """Guards `--auto-trim`: no turn fails, each leaves room for an answer, and the user is told what went."""
-    room = rooms.make(params={"max_tokens": 30}, auto_trim=True)
+    controller = harness.make(params={"max_tokens": 30}, auto_trim=True)
     for number in range(9):
-        rooms.ask(room, f"{number} " + "word " * 150)
-        assert answer_of(room.current).state in ("stop", "length")
-    notes = [item.text for item in room.current.items if not isinstance(item, Turn)]
+        harness.ask(controller, f"{number} " + "word " * 150)
+        assert reply_of(controller.current).state in ("stop", "length")
+    notes = [item.text for item in controller.current.items if not isinstance(item, Turn)]
     assert notes and all("left out from here on" in note for note in notes)
-    rooms.ask(room, "word " * 1500)
-    assert answer_of(room.current).code == "prompt_too_long", "one message that is too long stays an error"
+    harness.ask(controller, "word " * 1500)
+    assert reply_of(controller.current).code == "prompt_too_long", "one message that is too long stays an error"
 
 
-def test_a_context_that_fills_up_during_an_answer(rooms: Rooms) -> None:
+def test_a_context_that_fills_up_during_an_answer(harness: ChatHarness) -> None:
     """Guards an answer without a limit of its own: it ends where the context does, and says so."""
-    room = rooms.make(params={"ignore_eos": True})
-    rooms.ask(room, "Tell me a story. " + "word " * 300)
-    answer = answer_of(room.current)
-    assert answer.state == "length" and "the context is full" in answer.remark
-    assert answer.prompt_tokens + answer.num_tokens == 1024
+    controller = harness.make(params={"ignore_eos": True})
+    harness.ask(controller, "Tell me a story. " + "word " * 300)
+    reply = reply_of(controller.current)
+    assert reply.state == "length" and "the context is full" in reply.remark
+    assert reply.prompt_tokens + reply.num_tokens == 1024
 
 
-def test_an_exported_session_is_a_row_with_the_same_answer(rooms: Rooms, tmp_path: Path) -> None:
+def test_an_exported_session_is_a_row_with_the_same_answer(harness: ChatHarness, tmp_path: Path) -> None:
     """Guards the way from a chat to a batch and back: the row gives the answer of the chat, and opens as a session."""
-    room = rooms.make(params={"temperature": 0.9, "top_p": 0.95}, system="Answer in upper case.", seed=4)
-    rooms.ask(room, "My name is Ada.")
-    told = rooms.ask(room, "Tell me a story about a cat named Tom.")
-    answer = answer_of(room.current)
+    controller = harness.make(params={"temperature": 0.9, "top_p": 0.95}, system="Answer in upper case.", seed=4)
+    harness.ask(controller, "My name is Ada.")
+    told = harness.ask(controller, "Tell me a story about a cat named Tom.")
+    reply = reply_of(controller.current)
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    row = to_row(room.current, rooms.client.params(answer.params), 1024, as_messages=True)
+    row = to_row(controller.current, harness.client.params(reply.params), 1024, as_messages=True)
     source.write_text('{"prompt": "another"}')
     append_row(source, row)
     assert run_command(["run", str(source), "-o", str(out), "--dtype", "float32", "-q"]) == 0
     assert json.loads(out.read_text().splitlines()[1])["text"] == told
     session = from_result(out, 1, source)
     assert [turn.text for turn in session.turns] == ["My name is Ada.", "Tell me a story about a cat named Tom."]
-    assert answer_of(session).text == told and answer_of(session).seed == answer.seed
+    assert reply_of(session).text == told and reply_of(session).seed == reply.seed
     assert session.system == "Answer in upper case." and session.params == {"temperature": 0.9, "top_p": 0.95}
     alone = from_result(out, 1, None)
     assert alone.prelude == [{"role": "assistant", "content": told}]
@@ -382,38 +387,38 @@ def test_an_exported_session_is_a_row_with_the_same_answer(rooms: Rooms, tmp_pat
             from_result(name, index, None)
 
 
-def test_sessions_are_kept_as_they_are(rooms: Rooms, tmp_path: Path) -> None:
+def test_sessions_are_kept_as_they_are(harness: ChatHarness, tmp_path: Path) -> None:
     """Guards what is on disk: whole after each turn, cut off after leaving, and never that of another session."""
-    store = Store(tmp_path)
-    room = rooms.make(store=store, params=LONG)
-    session = room.current
-    room.ask(session, "Tell me a story.")
-    rooms.until(lambda: answer_of(session).num_tokens > 20)
-    room.ask(session, "And then?")
-    room.leave()
+    store = SessionStore(tmp_path)
+    controller = harness.make(store=store, params=LONG)
+    session = controller.current
+    controller.send(session, "Tell me a story.")
+    harness.until(lambda: reply_of(session).num_tokens > 20)
+    controller.send(session, "And then?")
+    controller.end_all()
     store.close()
     (path,) = (tmp_path / "sessions").glob("*.json")
     found = read_session(path)
-    assert found.turns[0].answers[0].text == answer_of_turn(session, 0).text != ""
-    assert found.turns[1].text == "And then?" and found.turns[1].answers[0].state == "stopped"
+    assert found.turns[0].replies[0].text == reply_of_turn(session, 0).text != ""
+    assert found.turns[1].text == "And then?" and found.turns[1].replies[0].state == "stopped"
     assert found.params == LONG
 
 
-def answer_of_turn(session: Session, number: int) -> Answer:
-    answer = session.turns[number].answer
-    assert answer is not None
-    return answer
+def reply_of_turn(session: Session, number: int) -> Reply:
+    reply = session.turns[number].reply
+    assert reply is not None
+    return reply
 
 
-def test_saving_never_overwrites_another_session(rooms: Rooms, tmp_path: Path) -> None:
+def test_saving_never_overwrites_another_session(harness: ChatHarness, tmp_path: Path) -> None:
     """Guards sessions of yesterday, of the same name, and files that are none."""
-    store = Store(tmp_path)
-    room = rooms.make(store=store)
-    rooms.ask(room, "Hello.")
-    path = store.save_as(room.current, "mine")
-    assert store.save_as(room.current, "mine") == path
-    other = room.open("other")
-    rooms.ask(room, "Hello.")
+    store = SessionStore(tmp_path)
+    controller = harness.make(store=store)
+    harness.ask(controller, "Hello.")
+    path = store.save_as(controller.current, "mine")
+    assert store.save_as(controller.current, "mine") == path
+    other = controller.new_session("other")
+    harness.ask(controller, "Hello.")
     (tmp_path / "precious.txt").write_text("x")
     for name in ("mine", str(tmp_path / "precious.txt"), str(path)):
         with pytest.raises(ConfigError, match="exists already"):
@@ -423,32 +428,32 @@ def test_saving_never_overwrites_another_session(rooms: Rooms, tmp_path: Path) -
             store.save_as(other, name)
 
 
-def test_two_chats_do_not_overwrite_each_other(rooms: Rooms, tmp_path: Path) -> None:
+def test_two_chats_do_not_overwrite_each_other(harness: ChatHarness, tmp_path: Path) -> None:
     """Guards one file that is open in two chats: the one that comes later goes on in a file of its own."""
-    stores = [Store(tmp_path), Store(tmp_path)]
-    first, second = (rooms.make(store=store) for store in stores)
-    rooms.ask(first, "My name is Ada.")
+    stores = [SessionStore(tmp_path), SessionStore(tmp_path)]
+    first, second = (harness.make(store=store) for store in stores)
+    harness.ask(first, "My name is Ada.")
     stores[0].wait()
     (path,) = (tmp_path / "sessions").glob("*.json")
     stores[1]._stamp = "other"
-    stores[1].keeps_at(second.add(read_session(path)), path)
-    rooms.ask(first, "Hello.")
+    stores[1].set_path(second.add(read_session(path)), path)
+    harness.ask(first, "Hello.")
     stores[0].wait()
-    rooms.ask(second, "What is my name?")
+    harness.ask(second, "What is my name?")
     stores[1].wait()
-    assert "Another chat has written" in stores[1].trouble
+    assert "Another chat has written" in stores[1].save_error
     kept = {tuple(turn.text for turn in read_session(found).turns) for found in path.parent.glob("*.json")}
     assert kept == {("My name is Ada.", "Hello."), ("My name is Ada.", "What is my name?")}
 
 
-def test_a_disk_that_fails_costs_no_conversation(rooms: Rooms, tmp_path: Path) -> None:
+def test_a_disk_that_fails_costs_no_conversation(harness: ChatHarness, tmp_path: Path) -> None:
     """Guards the chat where nothing can be written: it goes on, and the user is told."""
     (tmp_path / "file").write_text("")
-    store = Store(tmp_path / "file")
-    room = rooms.make(store=store)
-    assert rooms.ask(room, "My name is Ada.")
+    store = SessionStore(tmp_path / "file")
+    controller = harness.make(store=store)
+    assert harness.ask(controller, "My name is Ada.")
     store.close()
-    assert "cannot be kept" in store.trouble and store.num_written == 0
+    assert "cannot be kept" in store.save_error and store.num_written == 0
 
 
 GOOD: dict[str, Any] = {

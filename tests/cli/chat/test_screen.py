@@ -13,32 +13,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prompt_toolkit.utils import get_cwidth
 
-from cbatch.cli.chat.background_run import Background
-from cbatch.cli.chat.controller import Room
-from cbatch.cli.chat.session.session import Answer, Note, Session, Turn
-from cbatch.cli.chat.tui.markup import Layout, Line, plain
+from cbatch.cli.chat.background_run import BackgroundRun
+from cbatch.cli.chat.controller import ChatController
+from cbatch.cli.chat.session.session import Notice, Reply, Session, Turn
+from cbatch.cli.chat.tui.markup import StyledLine, TextLayout, wrap_plain
 from cbatch.cli.chat.tui.status import Status
 from cbatch.cli.chat.tui.transcript import Transcript, visible
 
 TEXT = st.text(st.one_of(st.characters(), st.sampled_from("  \n\n`*-#> \x1b\r\t日本👍\u200d\u0301")), max_size=200)
 
 
-def texts(lines: list[Line]) -> list[str]:
+def texts(lines: list[StyledLine]) -> list[str]:
     return ["".join(text for _, text in line) for line in lines]
 
 
-def styles(lines: list[Line], word: str) -> set[str]:
+def styles(lines: list[StyledLine], word: str) -> set[str]:
     return {style for line in lines for style, text in line if word in text}
 
 
 @given(TEXT, st.integers(2, 90), st.data())
 def test_text_that_grows_is_laid_out_as_the_whole(text: str, width: int, data: st.DataObject) -> None:
     """Guards streaming: whatever pieces a text comes in, the screen ends the same, and no line is too wide."""
-    layout = Layout(width)
+    layout = TextLayout(width)
     for end in sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6))):
         layout.lines(text[:end])
     lines = texts(layout.lines(text))
-    assert lines == texts(Layout(width).lines(text))
+    assert lines == texts(TextLayout(width).lines(text))
     assert all(get_cwidth(line) <= width for line in lines)
     assert not any(unicodedata.category(character) == "Cc" for line in lines for character in line)
 
@@ -46,7 +46,7 @@ def test_text_that_grows_is_laid_out_as_the_whole(text: str, width: int, data: s
 @given(TEXT, st.integers(1, 60))
 def test_plain_text_loses_nothing_but_blanks(text: str, width: int) -> None:
     """Guards what the user typed against a wrap that swallows it."""
-    shown = "".join("".join(texts(plain(text, width))).split())
+    shown = "".join("".join(texts(wrap_plain(text, width))).split())
     kept = (c for c in text if unicodedata.category(c) != "Cc" and c not in "\u061c\u200e\u200f\u2028\u2029")
     bidi = {chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
     assert shown == "".join("".join(c for c in kept if c not in bidi).split())
@@ -58,7 +58,7 @@ def test_markdown_is_readable() -> None:
         "# Title\n- a **bold** item that is long\n"
         "```python\nx  =  1  # long enough to be cut\n```\n2**3 and 4**5 `code`"
     )
-    lines = Layout(20).lines(source)
+    lines = TextLayout(20).lines(source)
     assert texts(lines) == [
         "Title", "- a bold item that ", "  is long", "```python", "x  =  1  # long enou", "gh to be cut", "```",
         "2**3 and 4**5 code",
@@ -69,7 +69,7 @@ def test_markdown_is_readable() -> None:
 
 def test_a_long_line_is_laid_out_once() -> None:
     """Guards the screen against an answer without a line end, which would be wrapped anew for each token."""
-    layout, text = Layout(80), "word " * 20_000
+    layout, text = TextLayout(80), "word " * 20_000
     lines = layout.lines(text)
     assert len(layout._done) > 0.9 * len(lines)
     assert "".join(texts(lines)).split() == text.split()
@@ -78,8 +78,8 @@ def test_a_long_line_is_laid_out_once() -> None:
 def test_alternatives_stand_side_by_side_where_they_fit() -> None:
     """Guards `/retry N`: columns on a wide screen, one below the other on a narrow one."""
     session = Session("s")
-    answers = [Answer(text, state="stop") for text in ("old", "one two", "three", "four")]
-    session.items.append(Turn("q", answers, 1, compares=1))
+    replies = [Reply(text, state="stop") for text in ("old", "one two", "three", "four")]
+    session.items.append(Turn("q", replies, 1, first_compared=1))
     wide = texts([line for chunk in Transcript().chunks(session, 80) for line in chunk])
     assert [line.split("│") for line in wide[2:4]] == [
         ["[1]".ljust(25), " [2]".ljust(26), " [3]".ljust(25)],
@@ -105,24 +105,24 @@ def test_the_visible_part(height: int, top: int | None, expected: tuple[int, int
 def test_the_bar_fits_and_shows_the_current_session(width: int, count: int) -> None:
     """Guards the bar on any window, with any number of sessions, and with names of wide characters."""
     client: Any = SimpleNamespace(driver=None)
-    room = Room(client)
+    controller = ChatController(client)
     for number in range(count - 1):
-        room.open(f"日本{number}" if number % 2 else None)
-    room.switch(room.sessions[count // 2])
-    background = Background()
-    line = texts([status_bar(room, background, width)])[0]
+        controller.new_session(f"日本{number}" if number % 2 else None)
+    controller.switch(controller.sessions[count // 2])
+    background = BackgroundRun()
+    line = texts([status_bar(controller, background, width)])[0]
     assert get_cwidth(line) <= width
     if width >= 20:
         assert f"[{count // 2 + 1} " in line
 
 
-def status_bar(room: Room, background: Background, width: int) -> Line:
-    return Status(room, background).bar(width)
+def status_bar(controller: ChatController, background: BackgroundRun, width: int) -> StyledLine:
+    return Status(controller, background).bar(width)
 
 
 def test_notes_stand_together_and_turns_apart() -> None:
     """Guards the blank lines of a transcript."""
-    session = Session("s", items=[Note("a"), Note("b"), Turn("q", [Answer("x", state="stop")]), Note("c")])
+    session = Session("s", items=[Notice("a"), Notice("b"), Turn("q", [Reply("x", state="stop")]), Notice("c")])
     lines = [line for chunk in Transcript().chunks(session, 30) for line in chunk]
     assert texts(lines) == ["· a", "· b", "", "> q", "", "x", "", "· c"]
 
@@ -131,9 +131,9 @@ def test_what_libraries_print_does_not_reach_the_screen() -> None:
     """Guards the screen against lines of Python, C libraries, child processes and progress bars in between."""
     code = """
 import os, subprocess, sys
-from cbatch.cli.chat.tui.output_capture import captured_output
+from cbatch.cli.chat.tui.output_capture import capture_output
 lines = []
-with captured_output(lines.append) as terminal:
+with capture_output(lines.append) as terminal:
     os.write(2, b"from C\\n")
     print("from Python", file=sys.stderr)
     print("on stdout", flush=True)

@@ -9,16 +9,16 @@ from prompt_toolkit.document import Document
 
 from cbatch.cli.chat.commands.registry import COMMANDS
 from cbatch.cli.chat.commands.session_commands import SETTABLE
-from cbatch.cli.chat.controller import Room
-from cbatch.cli.chat.session.store import Store
+from cbatch.cli.chat.controller import ChatController
+from cbatch.cli.chat.session.store import SessionStore
 from cbatch.cli.common.console import safe
 
 
 class CommandCompleter(Completer):
     """Completes a line that begins with a slash."""
 
-    def __init__(self, room: Room, store: Store) -> None:
-        self._room, self._store = room, store
+    def __init__(self, controller: ChatController, store: SessionStore) -> None:
+        self._controller, self._store = controller, store
         self._paths = PathCompleter(expanduser=True)
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
@@ -29,7 +29,7 @@ class CommandCompleter(Completer):
         if not space:
             for found in COMMANDS.values():
                 if found.name.startswith(name):
-                    yield Completion(found.name, -len(name), display_meta=found.about)
+                    yield Completion(found.name, -len(name), display_meta=found.description)
         elif name in COMMANDS:
             word = rest.rpartition(" ")[2]
             if COMMANDS[name].argument == "file":
@@ -41,7 +41,7 @@ class CommandCompleter(Completer):
 
     def _names(self, kind: str) -> list[str]:
         if kind == "session":
-            return [session.name for session in self._room.sessions]
+            return [session.name for session in self._controller.sessions]
         if kind == "saved":
             return self._store.names()
         return {"parameter": list(SETTABLE), "command": list(COMMANDS)}.get(kind, [])

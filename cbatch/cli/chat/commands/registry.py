@@ -7,52 +7,52 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cbatch.cli.chat.background_run import Background
-from cbatch.cli.chat.controller import Room
+from cbatch.cli.chat.background_run import BackgroundRun
+from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.chat.session.session import Session
-from cbatch.cli.chat.session.store import Saved, Store
+from cbatch.cli.chat.session.store import SavedSession, SessionStore
 from cbatch.cli.chat.tui.status import Status
 from cbatch.engine import ConfigError
 
 
-class Face(Protocol):
+class CommandUI(Protocol):
     """What commands need of the screen they were typed on."""
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         """Ends the chat."""
 
-    def put(self, text: str) -> None:
+    def set_input(self, text: str) -> None:
         """Puts a text into the input line."""
 
-    def edit(self, text: str, then: Callable[[str], None]) -> None:
+    def open_editor(self, text: str, then: Callable[[str], None]) -> None:
         """Opens a text in the user's editor, and hands on what becomes of it, if that is not nothing."""
 
 
 @dataclass(slots=True)
-class Desk:
+class CommandContext:
     """What commands act upon.
 
     store:  where `/save` and `/load` look, also where nothing is kept by itself
     listed: what `/load` has shown last, whose numbers it takes
     """
 
-    room: Room
-    face: Face
-    background: Background
+    controller: ChatController
+    ui: CommandUI
+    background: BackgroundRun
     status: Status
-    store: Store
-    listed: list[Saved] = field(default_factory=list)
+    store: SessionStore
+    listed_sessions: list[SavedSession] = field(default_factory=list)
 
     @property
     def session(self) -> Session:
-        return self.room.current
+        return self.controller.current
 
-    def say(self, *lines: str) -> None:
+    def show(self, *lines: str) -> None:
         """Answers with a note in the current session."""
-        self.session.note("\n".join(lines))
+        self.session.add_notice("\n".join(lines))
 
 
-Action = Callable[[Desk, str], None]
+CommandHandler = Callable[[CommandContext, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class Command:
 
     name: str
     usage: str
-    about: str
-    action: Action
+    description: str
+    handler: CommandHandler
     argument: str = ""
 
 
@@ -74,41 +74,41 @@ COMMANDS: dict[str, Command] = {}
 ALIASES = {"quit": "exit", "?": "help"}
 
 
-def command(name: str, usage: str = "", argument: str = "") -> Callable[[Action], Action]:
+def command(name: str, usage: str = "", argument: str = "") -> Callable[[CommandHandler], CommandHandler]:
     """Puts a function into the table; its docstring is its help."""
 
-    def register(action: Action) -> Action:
-        COMMANDS[name] = Command(name, usage, (action.__doc__ or "").strip(), action, argument)
-        return action
+    def register(handler: CommandHandler) -> CommandHandler:
+        COMMANDS[name] = Command(name, usage, (handler.__doc__ or "").strip(), handler, argument)
+        return handler
 
     return register
 
 
-def carry_out(desk: Desk, line: str) -> None:
+def execute_command(context: CommandContext, line: str) -> None:
     """Does what a line says that begins with a slash. Raises ConfigError, a sentence for whoever typed it."""
     name, argument = [*line[1:].split(maxsplit=1), "", ""][:2]
     found = COMMANDS.get(ALIASES.get(name, name))
     if found is None:
         close = difflib.get_close_matches(name, COMMANDS, 1)
-        desk.face.put(line)
+        context.ui.set_input(line)
         meant = f"did you mean /{close[0]}?" if close else "/help shows them."
         raise ConfigError(f"There is no command /{name[:40]}; {meant} (// at the beginning says it to the model.)")
-    found.action(desk, argument.strip())
+    found.handler(context, argument.strip())
 
 
-def need(argument: str, usage: str) -> None:
+def require_argument(argument: str, usage: str) -> None:
     """Raises ConfigError where nothing was given."""
     if not argument:
         raise ConfigError(f"Something is missing: {usage}")
 
 
-def number_in(text: str, low: int, high: int) -> int:
+def parse_number(text: str, low: int, high: int) -> int:
     """A number that was typed. Raises ConfigError where it is none, or out of range."""
     if not (text.isascii() and text.isdecimal() and len(text) < 10 and low <= int(text) <= high):
         raise ConfigError(f"A number from {low} to {high} is needed, not {text or 'nothing'}.")
     return int(text)
 
 
-def counted(turns: int) -> str:
+def format_turn_count(turns: int) -> str:
     """How many turns, for a column."""
     return f"{turns:>3} turn{' ' if turns == 1 else 's'}"

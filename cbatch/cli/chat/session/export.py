@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.cli.chat.session.prompt import as_plain_text
-from cbatch.cli.chat.session.session import Answer, Session, State
+from cbatch.cli.chat.session.session import Reply, ReplyState, Session
 from cbatch.cli.run.input.jsonl import format_row, parse_json_object, parse_line
 from cbatch.cli.run.input.lines import Line, read_lines
 from cbatch.cli.run.input.row import InputRow
@@ -23,8 +23,8 @@ def to_markdown(session: Session, model: str) -> str:
     parts += [f"**{message['role']}**\n\n{message['content']}" for message in session.prelude]
     for turn in session.turns:
         parts.append(f"**user**\n\n{turn.text}")
-        if turn.answer is not None and turn.answer.text:
-            parts.append(f"**assistant**\n\n{turn.answer.text}")
+        if turn.reply is not None and turn.reply.text:
+            parts.append(f"**assistant**\n\n{turn.reply.text}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -37,10 +37,10 @@ def to_row(session: Session, params: SamplingParams, context: int, *, as_message
     """
     turn = session.last
     assert turn is not None
-    answer, messages = turn.answer or Answer(), session.messages(turn)
+    reply, messages = turn.reply or Reply(), session.messages(turn)
     asked = {"messages": messages} if as_messages else {"prompt": as_plain_text(messages), "raw": True}
     limit = {"max_tokens": params.max_tokens or context}
-    return {"id": session.name, **asked, **answer.params, **limit, "seed": answer.seed}
+    return {"id": session.name, **asked, **reply.params, **limit, "seed": reply.seed}
 
 
 def write_markdown(path: Path, text: str) -> None:
@@ -72,21 +72,21 @@ def from_result(path: Path, index: int, prompts: Path | None, run_seed: int = 0)
     Raises ConfigError where there is no such row, or it is an error.
     """
     result = _find_result(path, index)
-    answer = Answer(_text_of(result, f"row {index} of {path}"), state=_state_of(result))
+    reply = Reply(_text_of(result, f"row {index} of {path}"), state=_state_of(result))
     session = Session(f"row-{index}")
     if prompts is not None:
         row = _find_row(prompts, index)
-        session.take_messages(row.messages or [{"role": "user", "content": row.prompt or ""}])
+        session.load_messages(row.messages or [{"role": "user", "content": row.prompt or ""}])
         kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
-        answer.params = {name: value for name, value in row.params.items() if name != "seed"}
-        answer.seed = row.params.get("seed", derive_seed(run_seed, kind, name))
+        reply.params = {name: value for name, value in row.params.items() if name != "seed"}
+        reply.seed = row.params.get("seed", derive_seed(run_seed, kind, name))
         # The limit of one answer is none of the conversation that goes on from it.
-        session.params = {name: value for name, value in answer.params.items() if name != "max_tokens"}
+        session.params = {name: value for name, value in reply.params.items() if name != "max_tokens"}
     last = session.last
-    if last is not None and not last.answers:
-        last.answers.append(answer)
+    if last is not None and not last.replies:
+        last.replies.append(reply)
     else:
-        session.prelude.append({"role": "assistant", "content": answer.text})
+        session.prelude.append({"role": "assistant", "content": reply.text})
     return session
 
 
@@ -145,7 +145,7 @@ def _text_of(result: dict[str, Any], where: str) -> str:
     return text
 
 
-def _state_of(result: dict[str, Any]) -> State:
+def _state_of(result: dict[str, Any]) -> ReplyState:
     reason = result.get("finish_reason")
     if isinstance(response := result.get("response"), dict):
         reason = response["body"]["choices"][0].get("finish_reason")

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from cbatch.engine import Engine
 
 
-def encode(engine: Engine, messages: Sequence[Message], so_far: str = "") -> list[int]:
+def encode(engine: Engine, messages: Sequence[Message], reply_prefix: str = "") -> list[int]:
     """Token ids of a conversation, and of the beginning of its next answer.
 
     Without a chat template it is plain text to continue: each answer follows its question, each question on a new line.
     """
     if takes_messages(engine):
-        return engine.encode({"messages": messages}, today=date.today(), answer=so_far)
-    return engine.encode(as_plain_text(messages) + so_far, raw=True)
+        return engine.encode({"messages": messages}, today=date.today(), answer=reply_prefix)
+    return engine.encode(as_plain_text(messages) + reply_prefix, raw=True)
 
 
 def takes_messages(engine: Engine) -> bool:

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from cbatch.engine import AnswerFormat
 
-State = Literal["asked", "streaming", "stop", "length", "stopped", "error"]
+ReplyState = Literal["asked", "streaming", "stop", "length", "stopped", "error"]
 """Of an answer: waiting for its first token, coming, or how it ended; `stopped` is by the user."""
 
-ENDED: tuple[State, ...] = ("stop", "length", "stopped", "error")
-STOPPED = "stopped; /continue goes on"
+FINAL_STATES: tuple[ReplyState, ...] = ("stop", "length", "stopped", "error")
+STOPPED_REMARK = "stopped; /continue goes on"
 CONTEXT_FULL = "context_full"
 """The code of an answer that was cut off where the context ends."""
 
-UNASKED = "no answer; /retry asks for one"
+UNANSWERED_REMARK = "no answer; /retry asks for one"
 Message = dict[str, Any]
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
-class Answer:
+class Reply:
     """One answer of the model, while it comes and after.
 
     text:           the answer proper, which the model is shown later
@@ -39,7 +39,7 @@ class Answer:
     raw: str = ""
     is_thinking: bool = False
     seed: int = 0
-    state: State = "asked"
+    state: ReplyState = "asked"
     error: str = ""
     code: str = ""
     params: dict[str, Any] = field(default_factory=dict)
@@ -47,22 +47,22 @@ class Answer:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     num_tokens: int = 0
-    asked_at: float = 0.0
-    first_at: float | None = None
-    last_at: float = 0.0
+    requested_at: float = 0.0
+    first_token_at: float | None = None
+    last_token_at: float = 0.0
 
     @property
-    def written(self) -> str:
+    def generated(self) -> str:
         """What the model wrote, to go on from there."""
         return self.raw or self.text
 
-    def take(self, delta: str, form: AnswerFormat | None, *, is_whole: bool) -> str:
+    def append(self, delta: str, form: AnswerFormat | None, *, is_whole: bool) -> str:
         """Adds what has come, and returns what of it is the answer proper."""
         if form is None or form.think is None:
             self.text += delta
             return delta
         before = len(self.text)
-        self.raw = self.written + delta
+        self.raw = self.generated + delta
         if is_whole:
             parts = form.parse(self.raw, is_thinking=self.is_thinking)
             self.reasoning, self.text = parts.reasoning or "", parts.text
@@ -77,16 +77,16 @@ class Answer:
         return self.state in ("asked", "streaming")
 
     @property
-    def counts(self) -> bool:
+    def is_in_history(self) -> bool:
         """Whether it is part of what the model is shown later: it ended well, or after some text."""
         return self.state == "stop" or bool(self.text)
 
     @property
-    def can_go_on(self) -> bool:
+    def can_continue(self) -> bool:
         """Whether it was cut off."""
-        return self.state in ("stopped", "length") or (self.state == "error" and bool(self.written))
+        return self.state in ("stopped", "length") or (self.state == "error" and bool(self.generated))
 
-    def advise(self, limit: int | None, *, has_failed: bool) -> None:
+    def explain_ending(self, limit: int | None, *, has_failed: bool) -> None:
         """Says what can be done where it did not come to its own end.
 
         limit: the most tokens that it could have; None is the rest of the context
@@ -101,10 +101,10 @@ class Answer:
             self.code = CONTEXT_FULL
             self.remark = "cut off, the context is full; /trim leaves out the oldest turns and goes on"
 
-    def cut_off(self) -> None:
+    def mark_stopped(self) -> None:
         """Ends it where it is, by the user's will or that of circumstances."""
         self.state = "stopped"
-        self.remark = STOPPED if self.written else UNASKED
+        self.remark = STOPPED_REMARK if self.generated else UNANSWERED_REMARK
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -116,47 +116,47 @@ class Turn:
     """
 
     text: str
-    answers: list[Answer] = field(default_factory=list)
+    replies: list[Reply] = field(default_factory=list)
     chosen: int = 0
-    compares: int = 0
+    first_compared: int = 0
     fallback: int = 0
 
     @property
-    def answer(self) -> Answer | None:
-        return self.answers[self.chosen] if self.answers else None
+    def reply(self) -> Reply | None:
+        return self.replies[self.chosen] if self.replies else None
 
     @property
     def is_open(self) -> bool:
-        return any(answer.is_open for answer in self.answers)
+        return any(reply.is_open for reply in self.replies)
 
-    def add_answers(self, count: int) -> list[Answer]:
+    def add_replies(self, count: int) -> list[Reply]:
         """So many more, of which the first is chosen, and all are shown where there are several."""
-        first = len(self.answers)
-        self.fallback, self.chosen, self.compares = self.chosen, first, first if count > 1 else 0
-        self.answers += [Answer() for _ in range(count)]
-        return self.answers[first:]
+        first = len(self.replies)
+        self.fallback, self.chosen, self.first_compared = self.chosen, first, first if count > 1 else 0
+        self.replies += [Reply() for _ in range(count)]
+        return self.replies[first:]
 
     def pick(self, number: int) -> None:
         """Chooses one for good."""
         self.chosen = self.fallback = number
-        self.compares = 0
+        self.first_compared = 0
 
     def settle(self) -> None:
         """Where the chosen answer came to nothing, the one before it is taken back."""
-        answer = self.answer
-        if answer is not None and not answer.counts and self.answers[self.fallback].counts:
+        reply = self.reply
+        if reply is not None and not reply.is_in_history and self.replies[self.fallback].is_in_history:
             self.chosen = self.fallback
 
     def messages(self) -> list[Message]:
         """As the model is shown it when it is in the past; a turn without an answer is not."""
-        answer = self.answer
-        if answer is None or not answer.counts:
+        reply = self.reply
+        if reply is None or not reply.is_in_history:
             return []
-        return [_message("user", self.text), _message("assistant", answer.text)]
+        return [_message("user", self.text), _message("assistant", reply.text)]
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
-class Note:
+class Notice:
     """A line from the program, not from the conversation."""
 
     text: str
@@ -183,7 +183,7 @@ class Session:
     system: str | None = None
     params: dict[str, Any] = field(default_factory=dict)
     prelude: list[Message] = field(default_factory=list)
-    items: list[Turn | Note] = field(default_factory=list)
+    items: list[Turn | Notice] = field(default_factory=list)
     dropped: int = 0
     queue: list[str] = field(default_factory=list)
     attached: list[str] = field(default_factory=list)
@@ -204,67 +204,67 @@ class Session:
         last = self.last
         return last is not None and last.is_open
 
-    def note(self, text: str, *, is_error: bool = False) -> None:
-        self.items.append(Note(text, is_error))
+    def add_notice(self, text: str, *, is_error: bool = False) -> None:
+        self.items.append(Notice(text, is_error))
 
     @property
-    def head(self) -> list[Message]:
+    def system_messages(self) -> list[Message]:
         """What the model is shown before everything else, and what is never dropped."""
         return [_message("system", self.system)] if self.system else []
 
-    def past(self, turn: Turn) -> list[list[Message]]:
+    def history_before(self, turn: Turn) -> list[list[Message]]:
         """The messages before a turn that the model is shown: the prelude, and one list for each turn."""
         turns = self.turns
-        earlier = [past.messages() for past in turns[: turns.index(turn)]]
-        return (([self.prelude] if self.prelude else []) + earlier)[self.dropped :]
+        groups = [earlier.messages() for earlier in turns[: turns.index(turn)]]
+        return (([self.prelude] if self.prelude else []) + groups)[self.dropped :]
 
     def messages(self, turn: Turn) -> list[Message]:
         """The conversation up to a turn's question."""
-        past = [message for group in self.past(turn) for message in group]
-        return [*self.head, *past, _message("user", turn.text)]
+        history = [message for group in self.history_before(turn) for message in group]
+        return [*self.system_messages, *history, _message("user", turn.text)]
 
     @property
-    def num_units(self) -> int:
+    def num_droppable(self) -> int:
         """What `dropped` counts: the prelude, where there is one, and the turns."""
         return bool(self.prelude) + len(self.turns)
 
     def drop(self, count: int) -> int:
         """Leaves out the `count` oldest turns, never the last one, and those that are out. Returns how many went."""
         before = self.dropped
-        self.dropped = max(before, min(count, self.num_units - 1))
+        self.dropped = max(before, min(count, self.num_droppable - 1))
         return self.dropped - before
 
     def remove(self, turn: Turn) -> None:
         """Takes a turn out."""
         self.items.remove(turn)
-        self.dropped = min(self.dropped, self.num_units)
+        self.dropped = min(self.dropped, self.num_droppable)
 
     def copy(self, name: str) -> Session:
         """A session of its own that has come to the same point; of an answer that is coming, what is there."""
-        twin = Session(name, 0, self.system, dict(self.params), list(self.prelude))
-        twin.dropped, twin.attempts = self.dropped, self.attempts
-        twin.items = [_copied(item) for item in self.items]
-        return twin
+        copy = Session(name, 0, self.system, dict(self.params), list(self.prelude))
+        copy.dropped, copy.attempts = self.dropped, self.attempts
+        copy.items = [_copy_item(item) for item in self.items]
+        return copy
 
-    def settle_queue(self) -> None:
+    def move_queue_to_turns(self) -> None:
         """Makes turns of what is still to be said, for whoever opens the session later."""
-        self.items += [unasked(text) for text in self.queue]
+        self.items += [unanswered_turn(text) for text in self.queue]
         self.queue.clear()
 
-    def take_messages(self, messages: list[Message]) -> None:
+    def load_messages(self, messages: list[Message]) -> None:
         """Fills an empty session with a conversation; what does not alternate as a chat does is its prelude."""
         rest = list(messages)
         if rest and rest[0]["role"] == "system":
             self.system = str(rest.pop(0)["content"])
         for message in rest:
             last = self.last
-            if message["role"] == "user" and (last is None or last.answers):
+            if message["role"] == "user" and (last is None or last.replies):
                 self.items.append(Turn(str(message["content"])))
-            elif message["role"] == "assistant" and last is not None and not last.answers:
-                last.answers.append(Answer(str(message["content"]), state="stop"))
+            elif message["role"] == "assistant" and last is not None and not last.replies:
+                last.replies.append(Reply(str(message["content"]), state="stop"))
             else:
                 self.prelude += [part for turn in self.turns for part in turn.messages()]
-                if last is not None and not last.answers:
+                if last is not None and not last.replies:
                     self.prelude.append(_message("user", last.text))
                 self.prelude.append(message)
                 self.items.clear()
@@ -274,22 +274,22 @@ def _message(role: str, text: str) -> Message:
     return {"role": role, "content": text}
 
 
-def _copied(item: Turn | Note) -> Turn | Note:
-    if isinstance(item, Note):
+def _copy_item(item: Turn | Notice) -> Turn | Notice:
+    if isinstance(item, Notice):
         return item
-    twin = Turn(item.text, [settled(answer) for answer in item.answers], item.chosen, fallback=item.fallback)
-    twin.settle()
-    return twin
+    copy = Turn(item.text, [finished_copy(reply) for reply in item.replies], item.chosen, fallback=item.fallback)
+    copy.settle()
+    return copy
 
 
-def unasked(text: str) -> Turn:
+def unanswered_turn(text: str) -> Turn:
     """A turn that has not been asked yet."""
-    return Turn(text, [Answer(state="stopped", remark=UNASKED)])
+    return Turn(text, [Reply(state="stopped", remark=UNANSWERED_REMARK)])
 
 
-def settled(answer: Answer) -> Answer:
+def finished_copy(reply: Reply) -> Reply:
     """A copy, in which an answer that is still coming is cut off."""
-    twin = replace(answer)
-    if twin.is_open:
-        twin.cut_off()
-    return twin
+    copy = replace(reply)
+    if copy.is_open:
+        copy.mark_stopped()
+    return copy

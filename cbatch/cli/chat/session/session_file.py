@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cbatch.cli.chat.session.paths import read_text
-from cbatch.cli.chat.session.session import ENDED, Answer, Session, Turn, settled, unasked
+from cbatch.cli.chat.session.files import read_text
+from cbatch.cli.chat.session.session import FINAL_STATES, Reply, Session, Turn, finished_copy, unanswered_turn
 from cbatch.cli.run.input.jsonl import parse_json_object
 from cbatch.engine import ConfigError, RequestError, SamplingParams
 
@@ -32,19 +32,19 @@ def to_json(session: Session) -> dict[str, Any]:
                 "user": turn.text,
                 "chosen": turn.chosen,
                 "answers": [
-                    {name: getattr(answer, name) for name in KEPT}
-                    | {name: getattr(answer, name) for name in OF_THINKING if answer.raw}
-                    | {"state": answer.state}
-                    for answer in map(settled, turn.answers)
+                    {name: getattr(reply, name) for name in KEPT}
+                    | {name: getattr(reply, name) for name in OF_THINKING if reply.raw}
+                    | {"state": reply.state}
+                    for reply in map(finished_copy, turn.replies)
                 ],
             }
-            for turn in [*session.turns, *(unasked(text) for text in session.queue)]
+            for turn in [*session.turns, *(unanswered_turn(text) for text in session.queue)]
         ],
     }
 
 
 def read_session(path: Path) -> Session:
-    """Reads what `Store.save` has written. Raises ConfigError that says what is wrong with the file."""
+    """Reads what `SessionStore.save` has written. Raises ConfigError that says what is wrong with the file."""
     try:
         fields = parse_json_object(read_text(path, MAX_BYTES), str(path), "a saved session")
     except RequestError as error:
@@ -68,21 +68,21 @@ def _from_json(fields: dict[str, Any]) -> Session:
         attempts=_typed(fields["attempts"], int) % 2**32,
     )
     for turn in fields["turns"]:
-        answers = [_answer(answer) for answer in turn["answers"]]
+        replies = [_answer(reply) for reply in turn["answers"]]
         chosen = _typed(turn["chosen"], int)
-        if not 0 <= chosen < max(len(answers), 1):
-            raise IndexError(f"answer {chosen} of {len(answers)}")
-        session.items.append(Turn(_typed(turn["user"], str), answers, chosen))
-    session.dropped = max(0, min(_typed(fields["dropped"], int), session.num_units))
+        if not 0 <= chosen < max(len(replies), 1):
+            raise IndexError(f"answer {chosen} of {len(replies)}")
+        session.items.append(Turn(_typed(turn["user"], str), replies, chosen))
+    session.dropped = max(0, min(_typed(fields["dropped"], int), session.num_droppable))
     return session
 
 
-def _answer(fields: dict[str, Any]) -> Answer:
-    if fields["state"] not in ENDED:
+def _answer(fields: dict[str, Any]) -> Reply:
+    if fields["state"] not in FINAL_STATES:
         raise TypeError(f"state {fields['state']!r}")
     kept = {name: _typed(fields[name], kind) for name, kind in KEPT.items()}
     kept |= {name: _typed(fields[name], kind) for name, kind in OF_THINKING.items() if name in fields}
-    return Answer(state=fields["state"], **kept | {"params": _params(fields["params"])})
+    return Reply(state=fields["state"], **kept | {"params": _params(fields["params"])})
 
 
 def _params(value: Any) -> dict[str, Any]:

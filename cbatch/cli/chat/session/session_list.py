@@ -23,7 +23,7 @@ class SessionList:
         self.current: Session
         self._num_opened = 0
 
-    def enter(self, session: Session) -> Session:
+    def add(self, session: Session) -> Session:
         """Takes in a session, which becomes the current one."""
         self._num_opened += 1
         session.number = self._num_opened
@@ -31,14 +31,14 @@ class SessionList:
         self.switch(session)
         return session
 
-    def add(self, session: Session) -> Session:
+    def add_loaded(self, session: Session) -> Session:
         """Takes in a session that was made elsewhere, under its name or one like it."""
         taken = {other.name for other in self.sessions}
         if not is_name(session.name):
             session.name = "loaded"
         names = (session.name if n == 1 else f"{session.name}-{n}" for n in range(1, len(taken) + 2))
         session.name = next(name for name in names if name not in taken)
-        return self.enter(session)
+        return self.add(session)
 
     def switch(self, session: Session) -> None:
         self.current = session

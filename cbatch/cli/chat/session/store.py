@@ -16,7 +16,7 @@ from typing import Any
 
 from prompt_toolkit.history import History
 
-from cbatch.cli.chat.session.paths import as_path
+from cbatch.cli.chat.session.files import as_path
 from cbatch.cli.chat.session.session import Session
 from cbatch.cli.chat.session.session_file import read_session, to_json
 from cbatch.cli.common.console import safe
@@ -35,17 +35,17 @@ def default_folder() -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedSession:
     """A session on disk, as a list of them shows it."""
 
     path: Path
     name: str
     when: float
     turns: int
-    beginning: str
+    preview: str
 
 
-class Store:
+class SessionStore:
     """A folder (0700) with sessions and a history (0600 each). Nothing is made before something is written.
 
     trouble: why the last session that was to be kept could not be; empty where it could
@@ -53,11 +53,11 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.trouble = ""
+        self.save_error = ""
         self._stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self._paths: dict[int, Path] = {}
         self._written: set[Path] = set()
-        self._seen: dict[Path, tuple[int, int] | None] = {}
+        self._known_versions: dict[Path, tuple[int, int] | None] = {}
         self._writer = ThreadPoolExecutor(1, "cbatch-store")
 
     @property
@@ -84,18 +84,18 @@ class Store:
             raise ConfigError(f"{name!r} cannot be a name: letters, digits, blanks and .+@-_ can.")
         return self.sessions_folder.resolve() / f"{name}.json"
 
-    def path_kept(self, session: Session) -> Path | None:
+    def saved_path(self, session: Session) -> Path | None:
         """The file that a session is written to, once it has one."""
         return self._paths.get(session.number)
 
-    def keeps_at(self, session: Session, path: Path) -> None:
+    def set_path(self, session: Session, path: Path) -> None:
         """From now on a session is written to this file, from which it was read."""
         self._paths[session.number] = path
-        self._seen[path] = _stamp_of(path)
+        self._known_versions[path] = _file_version(path)
 
     def save_as(self, session: Session, name: str) -> Path:
         """Writes a session under a name, and from now on there. Raises ConfigError where that cannot be done."""
-        path, before = self.path_of(name), self.path_kept(session)
+        path, before = self.path_of(name), self.saved_path(session)
         self.wait()
         try:
             if path.exists() and path != before:
@@ -110,7 +110,7 @@ class Store:
         return path
 
     def save_later(self, session: Session) -> None:
-        """Has a session written as it is now, soon, to where it was written before; see `trouble`."""
+        """Has a session written as it is now, soon, to where it was written before; see `save_error`."""
         own = self.sessions_folder.resolve() / f"{self._stamp}-{session.number}.json"
         path = self._paths.setdefault(session.number, own)
         self._writer.submit(self._try_to_write, session.number, path, own, to_json(session))
@@ -123,15 +123,15 @@ class Store:
         """Waits until everything is written."""
         self._writer.shutdown()
 
-    def saved(self) -> list[Saved]:
+    def saved(self) -> list[SavedSession]:
         """The sessions in the folder, newest first; what cannot be read, or holds nothing, is left out."""
         found = []
         for path in self.sessions_folder.glob("*.json"):
             with suppress(OSError, ConfigError):
                 session = read_session(path)
                 turns = session.turns
-                beginning = " ".join(turns[0].text.split())[:60] if turns else ""
-                found.append(Saved(path.resolve(), session.name, path.stat().st_mtime, len(turns), beginning))
+                preview = " ".join(turns[0].text.split())[:60] if turns else ""
+                found.append(SavedSession(path.resolve(), session.name, path.stat().st_mtime, len(turns), preview))
         return sorted((saved for saved in found if saved.turns), key=lambda saved: -saved.when)
 
     def names(self) -> list[str]:
@@ -140,28 +140,28 @@ class Store:
 
     def _try_to_write(self, number: int, path: Path, own: Path, fields: dict[str, Any]) -> None:
         try:
-            if _stamp_of(path) != self._seen.get(path):
-                self.trouble = f"Another chat has written {path}; from here on this session is kept as {own.stem}."
+            if _file_version(path) != self._known_versions.get(path):
+                self.save_error = f"Another chat has written {path}; from here on this session is kept as {own.stem}."
                 self._paths[number] = path = own
-            elif not self.trouble.startswith("Another"):
-                self.trouble = ""
+            elif not self.save_error.startswith("Another"):
+                self.save_error = ""
             self._write(path, fields)
         except OSError as error:
-            self.trouble = f"This session cannot be kept: {path}: {error.strerror}."
+            self.save_error = f"This session cannot be kept: {path}: {error.strerror}."
 
     def _write(self, path: Path, fields: dict[str, Any]) -> None:
         if path.parent == self.sessions_folder.resolve():
             make_private(self.folder)
             make_private(path.parent)
         write_private(path, json.dumps(fields, ensure_ascii=False, indent=1))
-        self._seen[path] = _stamp_of(path)
+        self._known_versions[path] = _file_version(path)
         (self._written.add if fields["turns"] else self._written.discard)(path)
 
 
-class PrivateHistory(History):
+class InputHistory(History):
     """What was typed, one JSON string a line; several chats may append to it at the same time."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: SessionStore) -> None:
         super().__init__()
         self._store = store
 
@@ -191,7 +191,7 @@ class PrivateHistory(History):
                 os.close(fd)
 
 
-def _stamp_of(path: Path) -> tuple[int, int] | None:
+def _file_version(path: Path) -> tuple[int, int] | None:
     """By which it is seen that somebody else has written a file."""
     try:
         status = path.stat()

@@ -11,27 +11,27 @@ from prompt_toolkit.key_binding.key_bindings import KeyBindingsBase
 from prompt_toolkit.widgets import TextArea
 
 
-class Keyboarded(Protocol):
+class KeyTarget(Protocol):
     """What keys act upon."""
 
     input: TextArea
 
-    def interrupt(self) -> None: ...
+    def on_ctrl_c(self) -> None: ...
 
-    def leave(self) -> None: ...
+    def exit(self) -> None: ...
 
-    def put(self, text: str) -> None: ...
+    def set_input(self, text: str) -> None: ...
 
-    def edit(self, text: str, then: Callable[[str], None]) -> None: ...
+    def open_editor(self, text: str, then: Callable[[str], None]) -> None: ...
 
     def scroll(self, pages: int) -> None: ...
 
-    def step(self, places: int) -> None: ...
+    def switch_by(self, places: int) -> None: ...
 
     def switch_to(self, place: int) -> None: ...
 
 
-def make_keys(terminal: Keyboarded) -> KeyBindingsBase:
+def make_key_bindings(terminal: KeyTarget) -> KeyBindingsBase:
     """The bindings of a chat, which go before those of the library."""
     keys = KeyBindings()
     buffer = terminal.input.buffer
@@ -54,11 +54,11 @@ def make_keys(terminal: Keyboarded) -> KeyBindingsBase:
 
     @keys.add("c-c", filter=~is_searching)
     def _(event: KeyPressEvent) -> None:
-        terminal.interrupt()
+        terminal.on_ctrl_c()
 
     @keys.add("c-d", filter=typing & is_empty)
     def _(event: KeyPressEvent) -> None:
-        terminal.leave()
+        terminal.exit()
 
     @keys.add("c-z")
     def _(event: KeyPressEvent) -> None:
@@ -66,12 +66,12 @@ def make_keys(terminal: Keyboarded) -> KeyBindingsBase:
 
     @keys.add("c-x", "c-e", filter=typing)
     def _(event: KeyPressEvent) -> None:
-        terminal.edit(buffer.text, terminal.put)
+        terminal.open_editor(buffer.text, terminal.set_input)
 
-    return merge_key_bindings([keys, _make_moves(terminal)])
+    return merge_key_bindings([keys, _navigation_bindings(terminal)])
 
 
-def _make_moves(terminal: Keyboarded) -> KeyBindings:
+def _navigation_bindings(terminal: KeyTarget) -> KeyBindings:
     """To other sessions, and up and down in this one."""
     keys = KeyBindings()
 
@@ -85,7 +85,7 @@ def _make_moves(terminal: Keyboarded) -> KeyBindings:
 
         @keys.add(key)
         def _(event: KeyPressEvent, places: int = places) -> None:
-            terminal.step(places)
+            terminal.switch_by(places)
 
     for number in range(9):
 

@@ -15,7 +15,7 @@ from cbatch.cli.common.console import safe
 Fragment = tuple[str, str]
 """A style and text in it."""
 
-Line = list[Fragment]
+StyledLine = list[Fragment]
 
 LONG = 2000
 """Characters of a line without end after which its beginning is laid out for good."""
@@ -28,18 +28,18 @@ _FENCE = re.compile(r"\s*(?:```|~~~)")
 _PIECE = re.compile(r"\s+|\S+")
 
 
-class Layout:
+class TextLayout:
     """Lines of a text that only ever grows; what is complete is laid out once."""
 
     def __init__(self, width: int, style: str = "") -> None:
         """`style`: of all of it, in which Markdown then means nothing."""
         self._width = max(width, 1)
         self._style = style
-        self._done: list[Line] = []
+        self._done: list[StyledLine] = []
         self._num_done = 0
         self._in_code = False
 
-    def lines(self, text: str) -> list[Line]:
+    def lines(self, text: str) -> list[StyledLine]:
         """All lines of the text so far."""
         end = text.rfind("\n") + 1
         if end > self._num_done:
@@ -54,7 +54,7 @@ class Layout:
         rest = text[self._num_done :]
         return self._done + self._wrap(rest) if rest else self._done
 
-    def _wrap(self, line: str) -> list[Line]:
+    def _wrap(self, line: str) -> list[StyledLine]:
         line = safe(line).expandtabs(4)
         if self._style:
             return wrap([(self._style, line)], self._width)
@@ -67,23 +67,23 @@ class Layout:
         if _RULE.fullmatch(line):
             return [[("class:fence", "─" * min(self._width, 40))]]
         if line.startswith(">"):
-            return wrap([("class:quote", line)], self._width, hang=2)
+            return wrap([("class:quote", line)], self._width, hanging_indent=2)
         match = _LIST.match(line)
-        return wrap(list(_inline(line)), self._width, hang=len(match[0]) if match else 0)
+        return wrap(list(_inline(line)), self._width, hanging_indent=len(match[0]) if match else 0)
 
 
-def plain(text: str, width: int, style: str = "", *, first: str = "", rest: str = "") -> list[Line]:
+def wrap_plain(text: str, width: int, style: str = "", *, first: str = "", rest: str = "") -> list[StyledLine]:
     """Lines of a text as it is, with something before the first line and the others."""
     inner = max(width - get_cwidth(first), 1)
     lines = [line for part in safe(text).expandtabs(4).split("\n") for line in wrap([(style, part)], inner)]
     return [[(style, first if number == 0 else rest), *line] for number, line in enumerate(lines)]
 
 
-def beside(columns: list[list[Line]], width: int, gap: str = " │ ") -> list[Line]:
+def side_by_side(columns: list[list[StyledLine]], width: int, gap: str = " │ ") -> list[StyledLine]:
     """Columns of lines next to each other, each `width` wide."""
     rows = []
     for row in range(max(map(len, columns))):
-        line: Line = []
+        line: StyledLine = []
         for number, column in enumerate(columns):
             cell = column[row] if row < len(column) else []
             used = sum(get_cwidth(text) for _, text in cell)
@@ -92,18 +92,20 @@ def beside(columns: list[list[Line]], width: int, gap: str = " │ ") -> list[Li
     return rows
 
 
-def wrap(fragments: Iterable[Fragment], width: int, *, hang: int = 0, by_word: bool = True) -> list[Line]:
-    """Breaks one line into those that fit; all but the first are indented by `hang`."""
-    hang = hang if hang <= width // 2 else 0
-    lines: list[Line] = [[]]
+def wrap(
+    fragments: Iterable[Fragment], width: int, *, hanging_indent: int = 0, by_word: bool = True
+) -> list[StyledLine]:
+    """Breaks one line into those that fit; all but the first are indented by `hanging_indent`."""
+    hanging_indent = hanging_indent if hanging_indent <= width // 2 else 0
+    lines: list[StyledLine] = [[]]
     used = 0
     for style, piece in _pieces(fragments, by_word):
         size = get_cwidth(piece)
-        if used + size > width and (used > hang or len(lines) == 1) and size <= width - hang:
+        if used + size > width and (used > hanging_indent or len(lines) == 1) and size <= width - hanging_indent:
             if piece.isspace() and by_word:
                 continue  # at the end of a line nobody sees it
-            lines.append([("", " " * hang)] if hang else [])
-            used = hang
+            lines.append([("", " " * hanging_indent)] if hanging_indent else [])
+            used = hanging_indent
         if used + size <= width:
             _append(lines[-1], style, piece)
             used += size
@@ -111,14 +113,14 @@ def wrap(fragments: Iterable[Fragment], width: int, *, hang: int = 0, by_word: b
         for character in piece:  # longer than a line
             size = get_cwidth(character)
             if used + size > width and used > 0:
-                lines.append([("", " " * hang)] if hang else [])
-                used = hang
+                lines.append([("", " " * hanging_indent)] if hanging_indent else [])
+                used = hanging_indent
             _append(lines[-1], style, character)
             used += size
     return lines
 
 
-def _append(line: Line, style: str, text: str) -> None:
+def _append(line: StyledLine, style: str, text: str) -> None:
     """Adds to a line, of which a screen is drawn the faster the fewer fragments it has."""
     if line and line[-1][0] == style:
         line[-1] = style, line[-1][1] + text

@@ -12,7 +12,7 @@ from typing import TextIO
 
 
 @contextmanager
-def captured_output(on_line: Callable[[str], None]) -> Iterator[TextIO]:
+def capture_output(on_line: Callable[[str], None]) -> Iterator[TextIO]:
     """Gives the terminal behind stdout; what is written to stdout and stderr comes to `on_line` instead.
 
     `on_line` is called on a thread of its own with each line, of libraries in C too, without its end.

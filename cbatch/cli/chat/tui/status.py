@@ -7,9 +7,9 @@ from collections import deque
 
 from prompt_toolkit.utils import get_cwidth
 
-from cbatch.cli.chat.background_run import Background
-from cbatch.cli.chat.controller import Room
-from cbatch.cli.chat.session.session import Answer, Session
+from cbatch.cli.chat.background_run import BackgroundRun
+from cbatch.cli.chat.controller import ChatController
+from cbatch.cli.chat.session.session import Reply, Session
 from cbatch.cli.chat.tui.markup import Fragment
 from cbatch.cli.common.console import safe
 from cbatch.cli.common.loading import describe
@@ -21,8 +21,8 @@ SPEED_SECONDS = 3.0
 class Status:
     """Watches a room. `tick` is to be called several times a second."""
 
-    def __init__(self, room: Room, background: Background) -> None:
-        self._room = room
+    def __init__(self, controller: ChatController, background: BackgroundRun) -> None:
+        self._controller = controller
         self._background = background
         self._counts: deque[tuple[float, int]] = deque()
         self._first_tokens: deque[float] = deque(maxlen=1000)
@@ -31,7 +31,7 @@ class Status:
         """What the bar says until the engine is there."""
 
     def tick(self) -> None:
-        if (driver := self._room.client.driver) is not None:
+        if (driver := self._controller.client.driver) is not None:
             now = time.monotonic()
             self._counts.append((now, driver.num_tokens))
             while now - self._counts[0][0] > SPEED_SECONDS:
@@ -64,7 +64,7 @@ class Status:
 
     def lines(self) -> list[str]:
         """What `/stats` shows."""
-        driver = self._room.client.driver
+        driver = self._controller.client.driver
         if driver is None:
             return [self.loading]
         if driver.failure is not None:
@@ -81,9 +81,9 @@ class Status:
             f"prefix cache: {scheduler.num_cached_tokens:,} of {scheduler.num_prompt_tokens:,} prompt tokens "
             f"did not have to be computed ({hits:.0%})",
         ]
-        last = self._room.current.last
-        if last is not None and last.answer is not None and last.answer.first_at is not None:
-            lines.append(f"last answer here: {_figures(last.answer)}")
+        last = self._controller.current.last
+        if last is not None and last.reply is not None and last.reply.first_token_at is not None:
+            lines.append(f"last answer here: {_figures(last.reply)}")
         if self._first_tokens:
             lines.append(f"first token: {_spread(self._first_tokens)}")
         if self._delays:
@@ -91,7 +91,7 @@ class Status:
         return lines
 
     def _engine(self) -> str:
-        driver = self._room.client.driver
+        driver = self._controller.client.driver
         if driver is None:
             return f" {safe(self.loading)} "
         if driver.failure is not None:
@@ -106,11 +106,12 @@ class Status:
 
     def _sessions(self, width: int) -> list[Fragment]:
         """The names with their marks; where not all fit, those around the current one."""
-        room = self._room
-        names = [(session is room.current, _label(n, session)) for n, session in enumerate(room.sessions, start=1)]
+        controller = self._controller
+        numbered = enumerate(controller.sessions, start=1)
+        names = [(session is controller.current, _label(number, session)) for number, session in numbered]
         names = [(is_current, f"[{label.strip()}]" if is_current else label) for is_current, label in names]
         sizes = [get_cwidth(label) for _, label in names]
-        first = last = room.sessions.index(room.current)
+        first = last = controller.sessions.index(controller.current)
         used = sizes[first]
         while True:
             if last + 1 < len(names) and used + sizes[last + 1] <= width - 4:
@@ -135,13 +136,13 @@ def _label(number: int, session: Session) -> str:
     return f" {number} {safe(session.name)}{'…' if session.is_busy else '*' if session.is_unread else ''} "
 
 
-def _figures(answer: Answer) -> str:
+def _figures(reply: Reply) -> str:
     """What an answer took; its speed counts from its first token on."""
-    assert answer.first_at is not None
-    seconds, tokens = answer.last_at - answer.first_at, answer.num_tokens
+    assert reply.first_token_at is not None
+    seconds, tokens = reply.last_token_at - reply.first_token_at, reply.num_tokens
     speed = f", then {(tokens - 1) / seconds:,.0f} tokens/s" if seconds > 0 else ""
-    first = 1000 * (answer.first_at - answer.asked_at)
-    prompt = f"{answer.prompt_tokens:,} prompt tokens, {answer.cached_tokens:,} of them cached"
+    first = 1000 * (reply.first_token_at - reply.requested_at)
+    prompt = f"{reply.prompt_tokens:,} prompt tokens, {reply.cached_tokens:,} of them cached"
     return f"{tokens:,} tokens, the first after {first:,.0f} ms{speed}; {prompt}"
 
 

@@ -10,7 +10,7 @@ from cbatch.cli.chat.session.session_list import SessionList
 from cbatch.cli.chat.tui.transcript import Transcript, visible
 
 
-class Pane(UIControl):
+class TranscriptView(UIControl):
     """Shows the end of the current session, or where its reader has scrolled to."""
 
     def __init__(self, sessions: SessionList) -> None:
