@@ -23,7 +23,7 @@ from gpu.shapes import SHAPES, TINY, Config, RandomTensors, make_network  # noqa
 from peers.work import SHAPES as PEER_SHAPES  # noqa: E402
 
 from cbatch.engine import LoadedModel, SamplingParams  # noqa: E402
-from cbatch.engine.models.cpu import Decoder  # noqa: E402
+from cbatch.engine.models.cpu import CpuModel  # noqa: E402
 
 SMALL = {
     "num_hidden_layers": 6,
@@ -44,11 +44,11 @@ def load(config: Config, device: torch.device) -> LoadedModel:
     """A random model in bfloat16 on the fast path of the device."""
     tensors = RandomTensors(config, device, torch.bfloat16)
     if device.type == "cuda":
-        from cbatch.engine.models.cuda import GpuDecoder  # which needs Triton
+        from cbatch.engine.models.cuda import CudaModel  # which needs Triton
 
-        decoder: Any = GpuDecoder(config, tensors, torch.bfloat16, device)
+        decoder: Any = CudaModel(config, tensors, torch.bfloat16, device)
     else:
-        decoder = Decoder(config, tensors, torch.bfloat16)
+        decoder = CpuModel(config, tensors, torch.bfloat16)
     return LoadedModel(
         name="random",
         make_network=lambda: make_network(config, tensors, torch.bfloat16, device),

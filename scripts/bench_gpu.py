@@ -139,13 +139,13 @@ def model_lines(name: str, config: Any, rates: Any, device: Any, options: argpar
     import torch
     from gpu import runs, shapes, speed
 
-    from cbatch.engine.models.cuda import GpuDecoder
+    from cbatch.engine.models.cuda import CudaModel
 
     loaded = shapes.load(name, config, device)
     decoder = loaded.decoder
-    if not isinstance(decoder, GpuDecoder):  # on a CPU
+    if not isinstance(decoder, CudaModel):  # on a CPU
         tensors = shapes.RandomTensors(config, device, torch.float32)
-        decoder = GpuDecoder(config, tensors, torch.float32, device)
+        decoder = CudaModel(config, tensors, torch.float32, device)
     yield from speed.step_lines(name, decoder, rates)
     runs.free(device)
     requests, low, high = (8, 4, 16) if options.tiny else (options.requests, 100, 1024)

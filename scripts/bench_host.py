@@ -31,7 +31,7 @@ from peers.work import SHAPES as PEER_SHAPES
 from peers.work import make_work
 
 from cbatch import Engine, EngineConfig, SamplingParams
-from cbatch.engine.kernels.cpu.team import shared_team
+from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.models.loader import LoadedModel
 from cbatch.engine.runtime.batch import Logits
 from cbatch.engine.tracing import spans
@@ -106,7 +106,7 @@ def measure_share(shape: str, rounds: int) -> Iterator[tuple[int, float, float]]
     """Steps, seconds, and seconds outside of kernels, of each round; the prompts of no two are alike."""
     loaded = load(MODELS[shape], torch.device("cpu"))
     engine = Engine(EngineConfig(device="cpu", max_seqs=32, max_batch_tokens=512), loaded)
-    team, inside = shared_team(torch.get_num_threads()), 0.0
+    team, inside = shared_thread_pool(torch.get_num_threads()), 0.0
     run = team.run
 
     def timed(*arguments: Any) -> None:

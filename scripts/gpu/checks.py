@@ -14,8 +14,8 @@ from cbatch.engine import SamplingParams
 from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.attention.triton import TritonAttention
 from cbatch.engine.kernels.triton.sampling import sample_rows
-from cbatch.engine.models.cuda import GpuDecoder
-from cbatch.engine.runtime.kv_cache import KVPool
+from cbatch.engine.models.cuda import CudaModel
+from cbatch.engine.runtime.kv_cache import KVCache
 from cbatch.engine.runtime.transfer import to_device
 from cbatch.engine.sampling.sampler import Draw, _draw, row_words
 from cbatch.engine.scheduler.request import Request
@@ -73,7 +73,9 @@ def _attention_error(
         return torch.randn(tokens, count, dim, generator=generator, device=device).to(dtype)
 
     tokens = len(past.input_ids)
-    attention.write(keys, values, draw(tokens, kv_heads), draw(tokens, kv_heads), attention.prepare(past, BLOCK_SIZE))
+    attention.store_kv(
+        keys, values, draw(tokens, kv_heads), draw(tokens, kv_heads), attention.prepare(past, BLOCK_SIZE)
+    )
     batch = make_batch(starts, stops, blocks, BLOCK_SIZE, 10, device)
     query = draw(len(batch.input_ids), heads)
     sinks = torch.ones(heads, device=device) if settings.get("sinks") else None
@@ -93,11 +95,11 @@ def check_model(name: str, config: Config, device: torch.device) -> Check:
     tensors = RandomTensors(config, device, torch.bfloat16)
     prompts = [37, 12, 130]
     batch = make_batch([0] * len(prompts), prompts, 32, BLOCK_SIZE, config["vocab_size"], device)
-    decoder, attention = GpuDecoder(config, tensors, dtype, device), TritonAttention(device)
+    decoder, attention = CudaModel(config, tensors, dtype, device), TritonAttention(device)
     shapes = [attention.block_shapes(layer, BLOCK_SIZE, dtype) for layer in decoder.layers]
-    pool = KVPool(shapes, 32, BLOCK_SIZE, dtype, device)
+    kv_cache = KVCache(shapes, 32, BLOCK_SIZE, dtype, device)
     with torch.inference_mode():
-        ours = decoder.forward(batch, pool, attention).values.log_softmax(-1)
+        ours = decoder.forward(batch, kv_cache, attention).values.log_softmax(-1)
         exact, theirs = (
             torch.cat([network(part[None]).logits[0, -1:] for part in torch.split(batch.input_ids, prompts)])
             for network in (make_network(config, tensors, kind, device) for kind in (torch.float32, dtype))

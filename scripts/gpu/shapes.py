@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cbatch.engine import SamplingParams
-from cbatch.engine.models.family import read_family, shapes_of
+from cbatch.engine.models.llama_spec import read_llama_spec, weight_shapes
 from cbatch.engine.models.loader import LoadedModel
 
 Config = dict[str, Any]
@@ -75,7 +75,7 @@ class RandomTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, config: Config, device: torch.device, dtype: torch.dtype) -> None:
-        self.shapes = shapes_of(read_family(config))
+        self.shapes = weight_shapes(read_llama_spec(config))
         self.device = device
         self.dtype = dtype
 
@@ -113,9 +113,9 @@ def load(name: str, config: Config, device: torch.device) -> LoadedModel:
     tensors = RandomTensors(config, device, torch.bfloat16)
     decoder = None
     if device.type == "cuda":
-        from cbatch.engine.models.cuda import GpuDecoder
+        from cbatch.engine.models.cuda import CudaModel
 
-        decoder = GpuDecoder(config, tensors, torch.bfloat16, device)
+        decoder = CudaModel(config, tensors, torch.bfloat16, device)
     return LoadedModel(
         name=name,
         make_network=lambda: make_network(config, tensors, torch.bfloat16, device),

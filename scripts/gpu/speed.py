@@ -17,8 +17,8 @@ from cbatch.engine.attention.triton import TritonAttention
 from cbatch.engine.execution.cuda_graphs import DecodeGraphs
 from cbatch.engine.kernels.triton.attention_decode import DecodeTuning
 from cbatch.engine.kernels.triton.attention_prefill import PrefillTuning
-from cbatch.engine.models.cuda import GpuDecoder
-from cbatch.engine.runtime.kv_cache import KVPool, LayerShape
+from cbatch.engine.models.cuda import CudaModel
+from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 from gpu.clock import make_batch, seconds
 from gpu.shapes import Config
 
@@ -120,7 +120,7 @@ def sweep_lines(config: Config, rates: DeviceRates, device: torch.device) -> Ite
             print(f"prefill {tuning}: {type(error).__name__}")
 
 
-def step_lines(name: str, decoder: GpuDecoder, rates: DeviceRates) -> Iterator[Line]:
+def step_lines(name: str, decoder: CudaModel, rates: DeviceRates) -> Iterator[Line]:
     """Decode steps by their number of rows, replayed and launched one by one; against reading weights and context."""
     device, attention = decoder.device, TritonAttention(decoder.device)
     on_gpu = device.type == "cuda"
@@ -128,17 +128,17 @@ def step_lines(name: str, decoder: GpuDecoder, rates: DeviceRates) -> Iterator[L
     blocks = max(sizes) * -(-context // BLOCK_SIZE)
     shape: LayerShape = decoder.layers[0]
     shapes = [attention.block_shapes(layer, BLOCK_SIZE, decoder.dtype) for layer in decoder.layers]
-    pool = KVPool(shapes, blocks, BLOCK_SIZE, decoder.dtype, device)
-    for tensor in pool.stacks or ():
+    kv_cache = KVCache(shapes, blocks, BLOCK_SIZE, decoder.dtype, device)
+    for tensor in kv_cache.stacked or ():
         tensor.zero_()
-    graphs = DecodeGraphs(decoder, attention, pool, max(sizes), None if on_gpu else lambda run: run)
+    graphs = DecodeGraphs(decoder, attention, kv_cache, max(sizes), None if on_gpu else lambda run: run)
     read = context * len(decoder.layers) * shape.bytes_per_token(decoder.dtype)
     for rows in sizes:
         batch = make_batch([context - 1] * rows, [context] * rows, blocks, BLOCK_SIZE, decoder.vocab_size, device)
-        floor = (decoder.linears.weight_bytes + rows * read) / rates.bytes_per_s
+        floor = (decoder.linear_cost.weight_bytes + rows * read) / rates.bytes_per_s
         ways: dict[str, Callable[[], Any]] = {
             "a graph": partial(graphs.forward, batch),
-            "launched": partial(decoder.forward, batch, pool, attention),
+            "launched": partial(decoder.forward, batch, kv_cache, attention),
         }
         for way, forward in ways.items():
             with torch.inference_mode():

@@ -185,7 +185,7 @@ def test_a_step_that_fails_leaves_nothing_shared(monkeypatch: pytest.MonkeyPatch
     forward = engine.runner.forward
 
     def broken(batch: Any) -> torch.Tensor:
-        for layer in engine.runner.pool.values:
+        for layer in engine.runner.kv_cache.values:
             layer.fill_(float("nan"))
         raise RuntimeError("hiccup")
 
@@ -194,7 +194,7 @@ def test_a_step_that_fails_leaves_nothing_shared(monkeypatch: pytest.MonkeyPatch
         engine.step()
     engine.scheduler.check_integrity()
     monkeypatch.setattr(engine.runner, "forward", forward)
-    for layer in engine.runner.pool.values:
+    for layer in engine.runner.kv_cache.values:
         layer.zero_()
     engine.cancel(first)
     tokens = [event.token_id for _ in range(5) for event in engine.step() if event.request_id == second]
@@ -210,7 +210,7 @@ def test_nothing_of_a_row_that_is_not_finite_stays_behind() -> None:
     sick, healthy = [poison] * 30, [token for token in make_prompts([28])[0] if token != poison]
     outputs = engine.generate([sick, healthy[:2]], SamplingParams(max_tokens=3))
     assert outputs[0].error is not None and outputs[0].error.code == "nan_logits"
-    assert not engine.runner.pool.values[0].isfinite().all(), "the fault did not reach the cache"
+    assert not engine.runner.kv_cache.values[0].isfinite().all(), "the fault did not reach the cache"
     expected = make_engine(network).generate([healthy], SamplingParams(max_tokens=4))[0]
     after = engine.generate([healthy], SamplingParams(max_tokens=4))[0]
     assert after.error is None and after.token_ids == expected.token_ids and engine.blocks.num_used == 0

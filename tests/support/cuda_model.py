@@ -16,14 +16,14 @@ from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.engine import Engine
 from cbatch.engine.models.loader import LoadedModel
 from cbatch.engine.runtime.batch import RaggedBatch
-from cbatch.engine.runtime.kv_cache import KVPool
+from cbatch.engine.runtime.kv_cache import KVCache
 from tests.support import triton_interpreter as interpreter
 from tests.support.tiny_models import draw_weights, generate_alone, make_network, make_prompts
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.engine.attention.triton import TritonAttention
-from cbatch.engine.models.cuda import GpuDecoder
+from cbatch.engine.models.cuda import CudaModel
 
 interpreter.mend()
 
@@ -57,11 +57,11 @@ def expected_of(name: str) -> list[list[int]]:
     return generate_alone(network_of(name), make_prompts(LENGTHS), OUTPUTS)
 
 
-def decoder_of(network: Any, dtype: torch.dtype = torch.float32) -> GpuDecoder:
-    return GpuDecoder(network.config.to_dict(), network.state_dict(), dtype, DEVICE)
+def decoder_of(network: Any, dtype: torch.dtype = torch.float32) -> CudaModel:
+    return CudaModel(network.config.to_dict(), network.state_dict(), dtype, DEVICE)
 
 
-def engine_around(monkeypatch: pytest.MonkeyPatch, decoder: GpuDecoder, **config: Any) -> Engine:
+def engine_around(monkeypatch: pytest.MonkeyPatch, decoder: CudaModel, **config: Any) -> Engine:
     """Makes an engine around a decoder, also on a CPU, where it would choose another."""
     monkeypatch.setattr("cbatch.engine.engine.has_fast_path", lambda *_: True)
     monkeypatch.setattr("cbatch.engine.engine.select_attention", lambda *_: TritonAttention(DEVICE))
@@ -94,14 +94,14 @@ def batch_of(prompts: list[list[int]], start: int = 0) -> RaggedBatch:
     )
 
 
-def pool_of(decoder: GpuDecoder) -> KVPool:
+def kv_cache_of(decoder: CudaModel) -> KVCache:
     shapes = [TritonAttention(DEVICE).block_shapes(layer, 16, decoder.dtype) for layer in decoder.layers]
-    pool = KVPool(shapes, 8, 16, decoder.dtype, DEVICE)
-    for layer in (*pool.keys, *pool.values):
+    kv_cache = KVCache(shapes, 8, 16, decoder.dtype, DEVICE)
+    for layer in (*kv_cache.keys, *kv_cache.values):
         layer.fill_(torch.nan)
-    return pool
+    return kv_cache
 
 
-def logits_of(decoder: GpuDecoder, batch: RaggedBatch, pool: KVPool) -> Tensor:
+def logits_of(decoder: CudaModel, batch: RaggedBatch, kv_cache: KVCache) -> Tensor:
     with torch.inference_mode():
-        return decoder.forward(batch, pool, TritonAttention(DEVICE)).values
+        return decoder.forward(batch, kv_cache, TritonAttention(DEVICE)).values

@@ -18,7 +18,7 @@ from torch import nn
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.engine import Engine
-from cbatch.engine.models.cpu import Decoder
+from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.models.loader import LoadedModel
 
 VOCABULARY = 89
@@ -86,7 +86,7 @@ def loaded(network: Any, tokenizer: Any = None, eos_ids: frozenset[int] = frozen
 
 def fast(network: Any, dtype: torch.dtype = torch.float32) -> LoadedModel:
     """A model of the Llama family on the fast path, with the weights of a network."""
-    decoder = Decoder(network.config.to_dict(), network.state_dict(), dtype)
+    decoder = CpuModel(network.config.to_dict(), network.state_dict(), dtype)
     return LoadedModel("tiny", lambda: network, None, SamplingParams(), frozenset(), decoder=decoder)
 
 

@@ -74,27 +74,27 @@ def type_of(value: Any) -> str:
 def attention() -> None:
     """A mixed step, plain, and with all that attention can be asked for."""
     from cbatch.engine.attention.triton import TritonAttention
-    from cbatch.engine.kernels.triton.metadata import prepare
+    from cbatch.engine.kernels.triton.attention_metadata import build_metadata
 
     backend = TritonAttention(torch.device("cpu"))
     slots, tables = torch.zeros(11, dtype=torch.int64), torch.zeros(2, 64, dtype=torch.int32)
-    metadata = prepare(slots, tables, [0, 999], [10, 1000], backend.decode.split)
+    metadata = build_metadata(slots, tables, [0, 999], [10, 1000], backend.decode.split)
     for dim, window, softcap in ((32, None, None), (48, 100, 30.0)):
         keys = torch.zeros(4, 2, 16, dim, dtype=torch.bfloat16)
         new, query = torch.zeros(11, 2, dim, dtype=torch.bfloat16), torch.zeros(11, 6, dim, dtype=torch.bfloat16)
         sinks = None if window is None else torch.zeros(6)
-        backend.write(keys, keys, new, new, metadata)
+        backend.store_kv(keys, keys, new, new, metadata)
         backend.attend(query, keys, keys, metadata, scale=0.1, window=window, softcap=softcap, sinks=sinks)
 
 
 def decoder() -> None:
     """A decode step of a model with norms of heads, and of one of odd sizes."""
-    from tests.support.cuda_model import batch_of, decoder_of, logits_of, network_of, pool_of
+    from tests.support.cuda_model import batch_of, decoder_of, kv_cache_of, logits_of, network_of
     from tests.support.tiny_models import make_prompts
 
     for name in ("qwen3, norms", "odd sizes"):
         model = decoder_of(network_of(name), torch.bfloat16)
-        logits_of(model, batch_of(make_prompts([1])), pool_of(model))
+        logits_of(model, batch_of(make_prompts([1])), kv_cache_of(model))
 
 
 def sampling() -> None:

@@ -104,7 +104,7 @@ class ModelCost:
     @classmethod
     def of(cls, engine: Engine) -> ModelCost:
         model = engine.model
-        linears = model.linears
+        linears = model.linear_cost
         shapes = zip(model.layers, model.windows, strict=True)
         layers = tuple((layer.bytes_per_token(model.dtype), window) for layer, window in shapes)
         return cls(linears.weight_bytes, linears.parameters, linears.head_parameters, layers, linears.assumed)

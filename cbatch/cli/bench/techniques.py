@@ -37,7 +37,7 @@ def _engine(experiment: Experiment, context: int, budget: int) -> Engine:
 
 def _prompt_memory(experiment: Experiment, length: int, budget: int) -> dict[str, Any]:
     with _engine(experiment, length + 1, budget) as engine:
-        for tensor in (*engine.runner.pool.keys, *engine.runner.pool.values):
+        for tensor in (*engine.runner.kv_cache.keys, *engine.runner.kv_cache.values):
             tensor.zero_()
         with PeakMemory(engine.device) as memory:
             start = time.perf_counter()

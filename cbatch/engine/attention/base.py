@@ -14,14 +14,14 @@ from cbatch.engine.runtime.kv_cache import LayerShape, Shape
 class AttentionBackend(Protocol):
     """Causal attention of a ragged batch over the paged cache.
 
-    `prepare` runs once a step; what it returns is handed to `write` and `attend` once for every layer. How a block
+    `prepare` runs once a step; what it returns is handed to `store_kv` and `attend` once for every layer. How a block
     lies in memory is the backend's own affair.
 
-    copies_past: whether it gathers what a slice looks back at, and so takes more memory behind a longer text
+    gathers_kv: whether it gathers what a slice looks back at, and so takes more memory behind a longer text
     """
 
     name: str
-    copies_past: bool
+    gathers_kv: bool
 
     def block_shapes(self, layer: LayerShape, block_size: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
         """Shapes of the keys and of the values of one block."""
@@ -29,7 +29,7 @@ class AttentionBackend(Protocol):
     def prepare(self, batch: RaggedBatch, block_size: int) -> Any:
         """What the step's layers have in common: lengths, tables, a launch plan."""
 
-    def write(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: Any) -> None:
+    def store_kv(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: Any) -> None:
         """Stores the step's keys [T, heads, key_dim] and values [T, heads, value_dim] in one layer's cache.
 
         This is the only place where the cache changes.

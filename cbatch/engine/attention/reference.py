@@ -23,7 +23,7 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Metadata:
+class ReferenceMetadata:
     """What the layers of a step share. slots [T]: where each token goes in a layer's cache."""
 
     sequences: list[Sequence]
@@ -34,21 +34,23 @@ class ReferenceAttention:
     """One sequence at a time: gather its keys and values, then attend. A block is [block_size, heads, dim]."""
 
     name = "reference"
-    copies_past = True
+    gathers_kv = True
 
     def block_shapes(self, layer: LayerShape, block_size: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
         return (block_size, layer.heads, layer.key_dim), (block_size, layer.heads, layer.value_dim)
 
-    def prepare(self, batch: RaggedBatch, block_size: int) -> Metadata:
+    def prepare(self, batch: RaggedBatch, block_size: int) -> ReferenceMetadata:
         sequences = []
         row = 0
         for table, start, stop in zip(batch.block_tables, batch.starts, batch.stops, strict=True):
             blocks = table[: -(-stop // block_size)]
             sequences.append(Sequence(slice(row, row + stop - start), blocks, start, stop))
             row += stop - start
-        return Metadata(sequences, batch.slot_mapping)
+        return ReferenceMetadata(sequences, batch.slot_mapping)
 
-    def write(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: Metadata) -> None:
+    def store_kv(
+        self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: ReferenceMetadata
+    ) -> None:
         keys.flatten(0, 1).index_copy_(0, metadata.slots, new_keys)
         values.flatten(0, 1).index_copy_(0, metadata.slots, new_values)
 
@@ -57,7 +59,7 @@ class ReferenceAttention:
         query: Tensor,
         keys: Tensor,
         values: Tensor,
-        metadata: Metadata,
+        metadata: ReferenceMetadata,
         *,
         scale: float,
         window: int | None = None,

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from cbatch.engine.kernels.triton.attention_decode import DecodeTuning, attend_decode
+from cbatch.engine.kernels.triton.attention_metadata import AttentionMetadata, DecodeBuffers, build_metadata
 from cbatch.engine.kernels.triton.attention_prefill import PrefillTuning, attend_prefill
-from cbatch.engine.kernels.triton.cache import write_cache
-from cbatch.engine.kernels.triton.metadata import DecodeBuffers, Metadata, prepare
-from cbatch.engine.kernels.triton.tile import Rule
+from cbatch.engine.kernels.triton.attention_tile import AttentionParams
+from cbatch.engine.kernels.triton.store_kv import store_kv
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import LayerShape, Shape
 
@@ -28,7 +28,7 @@ class TritonAttention:
     """
 
     name = "triton"
-    copies_past = False
+    gathers_kv = False
 
     def __init__(
         self,
@@ -43,34 +43,36 @@ class TritonAttention:
     def block_shapes(self, layer: LayerShape, block_size: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
         return (layer.heads, block_size, layer.key_dim), (layer.heads, block_size, layer.value_dim)
 
-    def prepare(self, batch: RaggedBatch, block_size: int) -> Metadata:
-        return prepare(batch.slot_mapping, batch.block_tables, batch.starts, batch.stops, self.decode.split)
+    def prepare(self, batch: RaggedBatch, block_size: int) -> AttentionMetadata:
+        return build_metadata(batch.slot_mapping, batch.block_tables, batch.starts, batch.stops, self.decode.split)
 
     def buffers(self, rows: int, max_blocks: int, block_size: int, max_tokens: int | None = None) -> DecodeBuffers:
         """Metadata of a graph of so many decode rows: capture with its `metadata`, and `fill` it before each replay."""
         return DecodeBuffers(rows, max_blocks, block_size, self.decode.split, self.device, max_tokens)
 
-    def write(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: Metadata) -> None:
-        write_cache(keys, values, _rows(new_keys), _rows(new_values), metadata.slots)
+    def store_kv(
+        self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: AttentionMetadata
+    ) -> None:
+        store_kv(keys, values, _rows(new_keys), _rows(new_values), metadata.slots)
 
     def attend(
         self,
         query: Tensor,
         keys: Tensor,
         values: Tensor,
-        metadata: Metadata,
+        metadata: AttentionMetadata,
         *,
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        query, rule = _rows(query), Rule(scale, window, softcap, sinks)
+        query, params = _rows(query), AttentionParams(scale, window, softcap, sinks)
         out = query.new_empty(*query.shape[:2], values.shape[-1])
         if metadata.decode is not None:
-            attend_decode(query, keys, values, out, metadata.decode, rule, self.multiprocessors, self.decode)
+            attend_decode(query, keys, values, out, metadata.decode, params, self.multiprocessors, self.decode)
         if metadata.prefill is not None:
-            attend_prefill(query, keys, values, out, metadata.prefill, rule, self.prefill)
+            attend_prefill(query, keys, values, out, metadata.prefill, params, self.prefill)
         return out
 
 

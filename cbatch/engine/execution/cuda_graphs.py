@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cbatch.engine.runtime.batch import RaggedBatch
-from cbatch.engine.runtime.kv_cache import KVPool
+from cbatch.engine.runtime.kv_cache import KVCache
 from cbatch.engine.runtime.memory import is_shortage
 
 Run = Callable[[], Tensor]
@@ -39,7 +39,7 @@ class Recordable(Protocol):
         slot_mapping: Tensor,
         logit_rows: Tensor,
         metadata: Any,
-        pool: KVPool,
+        kv_cache: KVCache,
         attention: Any,
         out: Tensor | None = None,
     ) -> Tensor: ...
@@ -81,14 +81,14 @@ class DecodeGraphs:
         self,
         model: Recordable,
         attention: Any,
-        pool: KVPool,
+        kv_cache: KVCache,
         max_rows: int,
         record: Callable[[Run], Run] | None = None,
     ) -> None:
         """attention: with `buffers`, as `attention/triton.py` has them; record: see `Recorder`"""
         self.model = model
         self.attention = attention
-        self.pool = pool
+        self.kv_cache = kv_cache
         self.max_rows = max_rows
         self._smallest_failed = size_for(max_rows) + 1
         """Rows of the smallest size for which memory did not suffice."""
@@ -152,17 +152,17 @@ class DecodeGraphs:
         return self._recordings[size]
 
     def _make(self, size: int) -> _Recording:
-        model, pool = self.model, self.pool
-        blocks = len(pool.keys[0])
-        longest = min(-(-model.max_model_len // pool.block_size), blocks)
+        model, kv_cache = self.model, self.kv_cache
+        blocks = len(kv_cache.keys[0])
+        longest = min(-(-model.max_model_len // kv_cache.block_size), blocks)
         # Rows may share what they begin with, so all together may be longer than the cache.
-        attention, most = self.attention, 2 * blocks * pool.block_size
-        buffers = attention.buffers(size, longest, pool.block_size, most)
+        attention, most = self.attention, 2 * blocks * kv_cache.block_size
+        buffers = attention.buffers(size, longest, kv_cache.block_size, most)
         metadata = buffers.metadata
         ids, positions, rows, out = (tensor[:size] for tensor in (self._ids, self._positions, self._rows, self._logits))
 
         def run() -> Tensor:  # holds nothing of this object, so that the cache goes when its engine does
-            return model.compute(ids, positions, metadata.slots, rows, metadata, pool, attention, out)
+            return model.compute(ids, positions, metadata.slots, rows, metadata, kv_cache, attention, out)
 
         return _Recording(buffers, run)
 

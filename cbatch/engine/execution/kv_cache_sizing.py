@@ -178,7 +178,7 @@ class Trial:
         self._longest = max(min(model.max_model_len, cache_tokens), 1)
         self._ids = [0] * self._longest
         self._runner = Runner(model, attention, 1, block_size)
-        for layer in (*self._runner.pool.keys, *self._runner.pool.values):
+        for layer in (*self._runner.kv_cache.keys, *self._runner.kv_cache.values):
             layer.zero_()  # rows that are no numbers would go another way
 
     def peak(self, memory: DeviceMemory) -> int:
@@ -207,7 +207,7 @@ class Trial:
         few = [length for length in _lengths(rows, tokens, self._longest, least=0) if length]
         many = [min(tokens // rows + (row < tokens % rows), self._longest) for row in range(rows)]
         # Where attention copies the past of a chunk, the last one of a long text takes most.
-        past = self._longest - few[0] if self._runner.attention.copies_past else 0
+        past = self._longest - few[0] if self._runner.attention.gathers_kv else 0
         return [
             self._plan([(past, past + few[0]), *((0, length) for length in few[1:])]),
             self._plan([(0, length) for length in many]),
@@ -226,12 +226,12 @@ class Trial:
             request.counts = counts_for(_EVERYTHING, [])
             if request.counts is not None:
                 request.counts.add(0)
-            request.blocks = [0] * -(-stop // self._runner.pool.block_size)
+            request.blocks = [0] * -(-stop // self._runner.kv_cache.block_size)
             slices.append(Slice(request, start, stop, True, request.blocks))
         return StepPlan(slices)
 
     def _forward(self, plan: StepPlan) -> tuple[RaggedBatch, Logits]:
-        batch = RaggedBatch.build(plan, self._runner.pool.block_size, self._model.device)
+        batch = RaggedBatch.build(plan, self._runner.kv_cache.block_size, self._model.device)
         return batch, self._runner.forward(batch)
 
     def _compute(self, plan: StepPlan) -> None:

@@ -112,7 +112,7 @@ class Loop:
         else:
             coming = self._flight.coming
         with span("build"):
-            batch = RaggedBatch.build(plan, runner.pool.block_size, runner.model.device, self._tables, coming)
+            batch = RaggedBatch.build(plan, runner.kv_cache.block_size, runner.model.device, self._tables, coming)
         with span("forward"):
             return _Started(plan, batch, runner.forward(batch))
 

@@ -9,7 +9,7 @@ from cbatch.engine.base.errors import EngineError
 from cbatch.engine.execution.cuda_graphs import DecodeGraphs, Recordable, is_recordable
 from cbatch.engine.models.base import Model
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
-from cbatch.engine.runtime.kv_cache import KVPool
+from cbatch.engine.runtime.kv_cache import KVCache
 
 Part = TypeVar("Part")
 
@@ -29,20 +29,20 @@ class Runner:
         self.attention = attention
         self.num_blocks = num_blocks
         shapes = [attention.block_shapes(layer, block_size, model.dtype) for layer in model.layers]
-        pool = KVPool(shapes, num_blocks, block_size, model.dtype, model.device)
+        kv_cache = KVCache(shapes, num_blocks, block_size, model.dtype, model.device)
         self._model: Model | None = model
-        self._pool: KVPool | None = pool
+        self._kv_cache: KVCache | None = kv_cache
         self._graphs: DecodeGraphs | None = None
         if takes_graphs(model, attention, graph_rows > 0):
-            self._graphs = DecodeGraphs(model, attention, pool, graph_rows)
+            self._graphs = DecodeGraphs(model, attention, kv_cache, graph_rows)
 
     @property
     def model(self) -> Model:
         return _open(self._model)
 
     @property
-    def pool(self) -> KVPool:
-        return _open(self._pool)
+    def kv_cache(self) -> KVCache:
+        return _open(self._kv_cache)
 
     @property
     def is_closed(self) -> bool:
@@ -56,11 +56,11 @@ class Runner:
         """Logits [R, vocabulary] of the rows that get a token; the batch's keys and values are in the cache then."""
         if self._graphs is not None and (logits := self._graphs.forward(batch)) is not None:
             return Logits(logits)
-        return self.model.forward(batch, self.pool, self.attention)
+        return self.model.forward(batch, self.kv_cache, self.attention)
 
     def close(self) -> None:
         """Lets go of the model, the cache and the graphs. Whoever asks for one of them then gets an EngineError."""
-        self._graphs = self._pool = self._model = None
+        self._graphs = self._kv_cache = self._model = None
 
 
 def _open(part: Part | None) -> Part:

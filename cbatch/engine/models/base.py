@@ -9,11 +9,11 @@ import torch
 
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
-from cbatch.engine.runtime.kv_cache import KVPool, LayerShape
+from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 
 
 @dataclass(frozen=True, slots=True)
-class Linears:
+class LinearCost:
     """What a step has to read and multiply, for estimates of what a device could do at best.
 
     weight_bytes:    of the matrices that every step reads
@@ -57,7 +57,7 @@ class Model(Protocol):
     def weight_bytes(self) -> int: ...
 
     @property
-    def linears(self) -> Linears: ...
+    def linear_cost(self) -> LinearCost: ...
 
-    def forward(self, batch: RaggedBatch, pool: KVPool, attention: AttentionBackend) -> Logits:
+    def forward(self, batch: RaggedBatch, kv_cache: KVCache, attention: AttentionBackend) -> Logits:
         """Logits [R, vocabulary] of the rows to sample; a model of torch's enters its inference mode by itself."""

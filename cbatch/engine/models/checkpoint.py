@@ -13,13 +13,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cbatch.engine.base.errors import ConfigError, ModelError
-from cbatch.engine.models.family import Unfit, read_family
+from cbatch.engine.models.llama_spec import UnsupportedConfig, read_llama_spec
 from cbatch.engine.runtime.dtypes import choose_dtype
 from cbatch.engine.runtime.memory import is_shortage
 
 if TYPE_CHECKING:
-    from cbatch.engine.models.cpu import Decoder
-    from cbatch.engine.models.cuda import GpuDecoder
+    from cbatch.engine.models.cpu import CpuModel
+    from cbatch.engine.models.cuda import CudaModel
 
 _log = logging.getLogger("cbatch")
 
@@ -47,12 +47,12 @@ class Tensors(Mapping[str, Tensor]):
         return len(self._files)
 
 
-def load_decoder(
+def load_fast_model(
     source: str, revision: str | None, device: torch.device, dtype: str, *, quantize: bool = False
-) -> Decoder | GpuDecoder | None:
+) -> CpuModel | CudaModel | None:
     """The model on the fast path; None where it has none, and where anything about its files is unusual.
 
-    Then the other path loads it, or says what is wrong. For `quantize` see `Decoder`. Raises ModelError where memory
+    Then the other path loads it, or says what is wrong. For `quantize` see `CpuModel`. Raises ModelError where memory
     does not suffice, for the other path takes no less.
     """
     try:
@@ -61,7 +61,7 @@ def load_decoder(
         if not is_shortage(error):
             raise
         trouble = str(error).partition(". ")[0].rstrip(".")
-    except (Unfit, ImportError, OSError, SafetensorError) as error:
+    except (UnsupportedConfig, ImportError, OSError, SafetensorError) as error:
         if quantize:
             raise ConfigError(f"{source} cannot be quantized to int8: {error}.") from error
         _log.info("%s goes without the fast path: %s.", source, error)
@@ -70,22 +70,22 @@ def load_decoder(
     raise ModelError(f"Cannot load {source}: its weights do not fit into the memory of {device} ({trouble}).")
 
 
-def _load(source: str, revision: str | None, device: torch.device, dtype: str, quantize: bool) -> Decoder | GpuDecoder:
+def _load(source: str, revision: str | None, device: torch.device, dtype: str, quantize: bool) -> CpuModel | CudaModel:
     folder = _folder(source, revision, ["config.json"])
     config = _read_json(folder / "config.json")
-    read_family(config)  # before weights are downloaded
+    read_llama_spec(config)  # before weights are downloaded
     names = ["generation_config.json", "model.safetensors", "model-*.safetensors", INDEX]
     folder = _folder(source, revision, ["config.json", *names])
     if "eos_token_id" not in config | _read_json(folder / "generation_config.json"):
-        raise Unfit("neither of its configs says what ends an output")
+        raise UnsupportedConfig("neither of its configs says what ends an output")
     number = torch.bfloat16 if quantize and dtype == "auto" else choose_dtype(dtype, _dtype_of(config), device)
     if device.type == "cuda":
-        from cbatch.engine.models.cuda import GpuDecoder
+        from cbatch.engine.models.cuda import CudaModel
 
-        return GpuDecoder(config, Tensors(folder), number, device)
-    from cbatch.engine.models.cpu import Decoder
+        return CudaModel(config, Tensors(folder), number, device)
+    from cbatch.engine.models.cpu import CpuModel
 
-    return Decoder(config, Tensors(folder), number, quantize=quantize)
+    return CpuModel(config, Tensors(folder), number, quantize=quantize)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -95,9 +95,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise Unfit(f"{path.name} is not valid JSON") from error
+        raise UnsupportedConfig(f"{path.name} is not valid JSON") from error
     if not isinstance(content, dict):
-        raise Unfit(f"{path.name} is no object")
+        raise UnsupportedConfig(f"{path.name} is no object")
     return content
 
 

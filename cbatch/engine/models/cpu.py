@@ -15,28 +15,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.engine.attention.base import AttentionBackend
-from cbatch.engine.kernels.cpu.decoder import Buffers, Inputs, Outputs, Sizes, step
-from cbatch.engine.kernels.cpu.linear import new_tiles
-from cbatch.engine.kernels.cpu.pages import cut, new_workspace
-from cbatch.engine.kernels.cpu.team import shared_team
-from cbatch.engine.kernels.cpu.tensors import block_shapes, fits, pages_of
-from cbatch.engine.kernels.cpu.tile import COLUMNS, LANES, filled_up
-from cbatch.engine.models.base import Linears
-from cbatch.engine.models.family import Unfit, check_tensors, read_family
+from cbatch.engine.kernels.cpu.decoder import Activations, DecoderParams, StepInputs, StepOutputs, decoder_step
+from cbatch.engine.kernels.cpu.linear import new_linear_workspace
+from cbatch.engine.kernels.cpu.microkernel import COLUMNS, LANES, pad_columns
+from cbatch.engine.kernels.cpu.paged_kv import new_attention_workspace, plan_attention
+from cbatch.engine.kernels.cpu.tensors import block_shapes, fits, paged_kv_of
+from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
+from cbatch.engine.models.base import LinearCost
+from cbatch.engine.models.llama_spec import UnsupportedConfig, check_weights, read_llama_spec
 from cbatch.engine.models.packing import pack_weights
 from cbatch.engine.runtime.aligned import empty
 from cbatch.engine.runtime.batch import Likeliest, Logits, RaggedBatch
-from cbatch.engine.runtime.kv_cache import KVPool, LayerShape
+from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 from cbatch.engine.runtime.threads import num_threads
 
-_KEPT_ROWS = 256
+_KEPT_LOGIT_ROWS = 256
 """Rows of logits for which room is kept from step to step."""
 
-_Room = tuple[NDArray[np.float32], Tensor]
+_LogitBuffer = tuple[NDArray[np.float32], Tensor]
 """Memory for logits [R, columns of a packed matrix], and what of it are logits [R, vocabulary]."""
 
 
-class Decoder:
+class CpuModel:
     """A model of the Llama family, ready to run ragged batches over a paged cache."""
 
     has_own_threads = True
@@ -44,42 +44,42 @@ class Decoder:
     def __init__(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: torch.dtype, *, quantize: bool = False
     ) -> None:
-        """Raises Unfit where another path has to serve the model.
+        """Raises UnsupportedConfig where another path has to serve the model.
 
         tensors:  the weights by their names in the files
         quantize: keep matrices as int8, and compute in bfloat16
         """
         self.config = config
-        self.family = family = read_family(config)
-        self.name = str((config.get("architectures") or [family.kind])[0])
-        self.kind = family.kind
+        self.spec = spec = read_llama_spec(config)
+        self.name = str((config.get("architectures") or [spec.model_type])[0])
+        self.kind = spec.model_type
         self.dtype = dtype
         self.device = torch.device("cpu")
-        self.vocab_size = family.vocabulary
-        self.max_model_len = family.max_model_len
-        self.layers = [LayerShape(family.kv_heads, family.head_dim, family.head_dim)] * family.layers
-        self.windows: list[int | None] = [window or None for window in family.windows]
-        if not fits(self.layers, LANES, dtype) or family.hidden % COLUMNS or family.inner % LANES:
-            raise Unfit(f"its sizes do not suit the kernels, or they do not compute in {dtype}")
+        self.vocab_size = spec.vocab_size
+        self.max_model_len = spec.max_model_len
+        self.layers = [LayerShape(spec.num_kv_heads, spec.head_dim, spec.head_dim)] * spec.num_layers
+        self.windows: list[int | None] = [window or None for window in spec.windows]
+        if not fits(self.layers, LANES, dtype) or spec.hidden_size % COLUMNS or spec.intermediate_size % LANES:
+            raise UnsupportedConfig(f"its sizes do not suit the kernels, or they do not compute in {dtype}")
         if quantize and dtype != torch.bfloat16:
-            raise Unfit(f"int8 weights are multiplied in bfloat16, not in {dtype}")
-        self.num_parameters = check_tensors(family, tensors)
-        self._weights = pack_weights(family, tensors, dtype, quantize)
-        self._sizes = Sizes(family.heads, family.eps, family.head_dim**-0.5, np.array(family.windows))
-        self._team = shared_team(num_threads())
+            raise UnsupportedConfig(f"int8 weights are multiplied in bfloat16, not in {dtype}")
+        self.num_parameters = check_weights(spec, tensors)
+        self._weights = pack_weights(spec, tensors, dtype, quantize)
+        self._params = DecoderParams(spec.num_heads, spec.rms_norm_eps, spec.head_dim**-0.5, np.array(spec.windows))
+        self._thread_pool = shared_thread_pool(num_threads())
         self._element = np.dtype(np.float32 if dtype == torch.float32 else np.uint16)
-        self._work = new_workspace(
-            self._team.size, family.heads // family.kv_heads, family.head_dim, family.head_dim, self._element
+        self._attention_workspace = new_attention_workspace(
+            self._thread_pool.size, spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.head_dim, self._element
         )
-        self._tiles = new_tiles(
-            self._team.size,
+        self._linear_workspace = new_linear_workspace(
+            self._thread_pool.size,
             self._weights.matrices.dtype,
-            max(family.hidden, family.inner, family.heads * family.head_dim),
+            max(spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim),
         )
-        self._buffers = self._make_buffers(16)
+        self._activations = self._new_activations(16)
         self._logits = np.empty((0, 0), np.float32)
-        self._rooms: dict[int, _Room] = {}
-        self._cosines, self._sines = self._rotations(16)
+        self._logit_buffers: dict[int, _LogitBuffer] = {}
+        self._cos, self._sin = self._rotary_tables(16)
         self._warm_up()
 
     @property
@@ -87,86 +87,96 @@ class Decoder:
         return sum(array.nbytes for array in self._weights if isinstance(array, np.ndarray))
 
     @property
-    def linears(self) -> Linears:
-        family, weights = self.family, self._weights
-        head = family.vocabulary * family.hidden
+    def linear_cost(self) -> LinearCost:
+        spec, weights = self.spec, self._weights
+        head = spec.vocab_size * spec.hidden_size
         bytes_ = weights.matrices.nbytes
-        return Linears(bytes_, self.num_parameters - head * (1 if family.is_tied else 2), head)
+        return LinearCost(bytes_, self.num_parameters - head * (1 if spec.is_tied else 2), head)
 
-    def forward(self, batch: RaggedBatch, pool: KVPool, attention: AttentionBackend) -> Logits:
+    def forward(self, batch: RaggedBatch, kv_cache: KVCache, attention: AttentionBackend) -> Logits:
         """Logits [R, vocabulary] float32 of the rows that are wanted, which hold until the next step."""
-        outputs, logits = self._room_for_outputs(len(batch.rows))
-        self._team.run(step, *self._arguments(batch, pool, outputs))
+        outputs, logits = self._outputs_for(len(batch.rows))
+        self._thread_pool.run(decoder_step, *self._arguments(batch, kv_cache, outputs))
         return Logits(logits, Likeliest(outputs.tokens, outputs.largest))
 
     def _warm_up(self) -> None:
         """Compiles the kernels, or finds them in their cache."""
         one = np.zeros(1, np.int64)
         batch = RaggedBatch(one, one, one, one, np.zeros((1, 1), np.int32), [0], [1], self.device)
-        pool = KVPool([block_shapes(self.layers[0], LANES, self.dtype)] * 2, 1, LANES, self.dtype, self.device)
-        self._team.prepare(step, *self._arguments(batch, pool, self._room_for_outputs(1)[0]))
+        kv_cache = KVCache([block_shapes(self.layers[0], LANES, self.dtype)] * 2, 1, LANES, self.dtype, self.device)
+        self._thread_pool.compile(decoder_step, *self._arguments(batch, kv_cache, self._outputs_for(1)[0]))
 
-    def _arguments(self, batch: RaggedBatch, pool: KVPool, outputs: Outputs) -> tuple[Any, ...]:
+    def _arguments(self, batch: RaggedBatch, kv_cache: KVCache, outputs: StepOutputs) -> tuple[Any, ...]:
         """What the kernel of a step takes behind the board and the thread."""
-        family, length, furthest = self.family, len(batch.ids), max(batch.stops)
-        if length > len(self._buffers.stream):
-            self._buffers = self._make_buffers(length)
-        if furthest > len(self._cosines):
-            self._cosines, self._sines = self._rotations(2 * furthest)
-        inputs = Inputs(
+        spec, length, furthest = self.spec, len(batch.ids), max(batch.stops)
+        if length > len(self._activations.residual):
+            self._activations = self._new_activations(length)
+        if furthest > len(self._cos):
+            self._cos, self._sin = self._rotary_tables(2 * furthest)
+        inputs = StepInputs(
             batch.ids,
             batch.positions,
-            self._cosines,
-            self._sines,
+            self._cos,
+            self._sin,
             np.arange(length),
             batch.rows,
         )
-        shape = family.heads, family.heads // family.kv_heads, family.head_dim
-        slices = cut(batch.tables, batch.starts, batch.stops, batch.slots, *shape)
-        buffers = Buffers(*(array[:length] for array in self._buffers))
-        if pool.kept is None:
-            if pool.stacks is None:
+        shape = spec.num_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim
+        slices = plan_attention(batch.tables, batch.starts, batch.stops, batch.slots, *shape)
+        buffers = Activations(*(array[:length] for array in self._activations))
+        if kv_cache.kept is None:
+            if kv_cache.stacked is None:
                 raise ValueError("The layers' caches have to lie in one tensor.")
-            pool.kept = pages_of(*pool.stacks)
-        return self._weights, self._sizes, pool.kept, slices, inputs, buffers, self._tiles, self._work, outputs
+            kv_cache.kept = paged_kv_of(*kv_cache.stacked)
+        return (
+            self._weights,
+            self._params,
+            kv_cache.kept,
+            slices,
+            inputs,
+            buffers,
+            self._linear_workspace,
+            self._attention_workspace,
+            outputs,
+        )
 
-    def _rotations(self, places: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def _rotary_tables(self, places: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Cosines and sines of the angles of so many places, by which queries and keys are turned."""
-        angles = torch.arange(places)[:, None].float() * self.family.frequencies
+        angles = torch.arange(places)[:, None].float() * self.spec.inv_freq
         return angles.cos().numpy(), angles.sin().numpy()
 
-    def _room_for_outputs(self, rows: int) -> tuple[Outputs, Tensor]:
+    def _outputs_for(self, rows: int) -> tuple[StepOutputs, Tensor]:
         """What so many rows give, and its logits [R, vocabulary] as a tensor."""
-        room, logits = self._room_for_logits(rows)
-        return Outputs(room, self.vocab_size, np.empty(rows, np.int64), np.empty(rows, np.float32)), logits
+        room, logits = self._logits_for(rows)
+        return StepOutputs(room, self.vocab_size, np.empty(rows, np.int64), np.empty(rows, np.float32)), logits
 
-    def _room_for_logits(self, rows: int) -> _Room:
+    def _logits_for(self, rows: int) -> _LogitBuffer:
         """Room for so many rows of logits, which is kept.
 
         Fresh memory would have to be cleared by the system in every step, which takes as long as the product, and even
         a view of torch's takes a while where the weights have just gone through the processor's caches. Steps of more
         rows than are kept, for prompts that are scored or very many seats, pay that.
         """
-        if rows > _KEPT_ROWS:
-            return self._as_room(empty((rows, filled_up(self.vocab_size)), np.float32))
+        if rows > _KEPT_LOGIT_ROWS:
+            return self._as_logit_buffer(empty((rows, pad_columns(self.vocab_size)), np.float32))
         if rows > len(self._logits):
-            self._logits, self._rooms = empty((rows, filled_up(self.vocab_size)), np.float32), {}
-        if rows not in self._rooms:
-            self._rooms[rows] = self._as_room(self._logits[:rows])
-        return self._rooms[rows]
+            self._logits, self._logit_buffers = empty((rows, pad_columns(self.vocab_size)), np.float32), {}
+        if rows not in self._logit_buffers:
+            self._logit_buffers[rows] = self._as_logit_buffer(self._logits[:rows])
+        return self._logit_buffers[rows]
 
-    def _as_room(self, memory: NDArray[np.float32]) -> _Room:
+    def _as_logit_buffer(self, memory: NDArray[np.float32]) -> _LogitBuffer:
         return memory, torch.from_numpy(memory)[:, : self.vocab_size]
 
-    def _make_buffers(self, length: int) -> Buffers:
-        family = self.family
-        attended = family.heads * family.head_dim
-        mixed = filled_up(attended + 2 * family.kv_heads * family.head_dim)
-        return Buffers(
-            empty((length, family.hidden), np.float32),
-            empty((length, family.hidden), self._element),
+    def _new_activations(self, length: int) -> Activations:
+        spec = self.spec
+        attended = spec.num_heads * spec.head_dim
+        mixed = pad_columns(attended + 2 * spec.num_kv_heads * spec.head_dim)
+        return Activations(
+            empty((length, spec.hidden_size), np.float32),
+            empty((length, spec.hidden_size), self._element),
             empty((length, mixed), np.float32),
             empty((length, attended), self._element),
             empty((length, attended), self._element),
-            empty((length, family.inner), self._element),
+            empty((length, spec.intermediate_size), self._element),
         )

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.base.errors import ModelError
-from cbatch.engine.models.base import Linears
-from cbatch.engine.models.linears import linears_of
-from cbatch.engine.models.masks import Reach, reach_of, stand_in_mask
+from cbatch.engine.models.base import LinearCost
+from cbatch.engine.models.linear_cost import linear_cost_of
+from cbatch.engine.models.mask_patterns import MaskPattern, pattern_of, probe_mask
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
-from cbatch.engine.runtime.kv_cache import KVPool, LayerShape
+from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 
 ATTENTION_NAME = "cbatch"
 PROBE_NAME = "cbatch_probe"
@@ -45,19 +45,19 @@ SERVED_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attent
 class PagedContext:
     """What the layers of one step share: the cache, and how to attend over it."""
 
-    pool: KVPool
+    kv_cache: KVCache
     backend: AttentionBackend
     metadata: Any
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """Writes the step's keys and values [T, heads, dim] of a layer, then attends with query [T, heads, dim]."""
-        keys, values = self.pool.keys[layer], self.pool.values[layer]
-        self.backend.write(keys, values, key, value, self.metadata)
+        keys, values = self.kv_cache.keys[layer], self.kv_cache.values[layer]
+        self.backend.store_kv(keys, values, key, value, self.metadata)
         return self.backend.attend(query, keys, values, self.metadata, **options)
 
 
 @dataclass(slots=True)
-class Step:
+class AttentionCalls:
     """The attention calls of one forward pass. Their order tells them apart, and each has a cache of its own.
 
     A layer may attend twice, or be run again and again: what matters is that every step makes the same calls.
@@ -77,19 +77,19 @@ class Step:
 
 
 @dataclass(slots=True)
-class Probe:
+class AttentionProbe:
     """Stands in for a Step in the first pass of a model and writes down what each call stores and may see."""
 
     shapes: list[LayerShape] = field(default_factory=list)
-    reaches: list[Reach] = field(default_factory=list)
+    patterns: list[MaskPattern] = field(default_factory=list)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
         self.shapes.append(LayerShape(key.shape[1], key.shape[2], value.shape[2]))
-        self.reaches.append(reach_of(mask))
+        self.patterns.append(pattern_of(mask))
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
-_current: ContextVar[Step | Probe] = ContextVar("cbatch_step")
+_current: ContextVar[AttentionCalls | AttentionProbe] = ContextVar("cbatch_step")
 """The pass that is being made. Not a keyword through the model's forward, for not every family hands those on."""
 
 
@@ -141,7 +141,7 @@ class TransformersModel:
 
         AttentionInterface.register(ATTENTION_NAME, paged_attention)
         AttentionInterface.register(PROBE_NAME, paged_attention)
-        AttentionMaskInterface.register(PROBE_NAME, stand_in_mask)
+        AttentionMaskInterface.register(PROBE_NAME, probe_mask)
         self._network = network
         self.name = type(network).__name__
         self.config = network.config.get_text_config()
@@ -167,14 +167,14 @@ class TransformersModel:
         return sum(p.numel() * p.element_size() for p in self._network.parameters())
 
     @property
-    def linears(self) -> Linears:
-        return linears_of(self._network, self.config)
+    def linear_cost(self) -> LinearCost:
+        return linear_cost_of(self._network, self.config)
 
     @torch.inference_mode()
-    def forward(self, batch: RaggedBatch, pool: KVPool, attention: AttentionBackend) -> Logits:
+    def forward(self, batch: RaggedBatch, kv_cache: KVCache, attention: AttentionBackend) -> Logits:
         """Logits [R, vocabulary] of the rows to sample, in the model's dtype."""
-        context = PagedContext(pool, attention, attention.prepare(batch, pool.block_size))
-        step = Step(context, self.windows)
+        context = PagedContext(kv_cache, attention, attention.prepare(batch, kv_cache.block_size))
+        step = AttentionCalls(context, self.windows)
         logits = self._call(batch, step)
         if step.calls != len(self.layers):
             raise ModelError(
@@ -182,7 +182,7 @@ class TransformersModel:
             )
         return Logits(logits)
 
-    def _call(self, batch: RaggedBatch, step: Step | Probe) -> Tensor:
+    def _call(self, batch: RaggedBatch, step: AttentionCalls | AttentionProbe) -> Tensor:
         token = _current.set(step)
         try:
             output = self._network(
@@ -210,7 +210,7 @@ class TransformersModel:
 
     def _probe(self) -> tuple[list[LayerShape], list[int | None]]:
         """The shape of what each attention call stores, and its window."""
-        probe = Probe()
+        probe = AttentionProbe()
         four, table = np.arange(4), np.arange(4, dtype=np.int32)[None]
         batch = RaggedBatch(four % self.vocab_size, four, four, four[-1:], table, [0], [4], self.device)
         self._network.set_attn_implementation(PROBE_NAME)
@@ -223,10 +223,10 @@ class TransformersModel:
                 f"{len(probe.shapes)} of its {layers} layers keep their past in attention that can be paged; "
                 "the others (recurrent, convolutional or built in) would be silently wrong"
             )
-        _check_reaches(self.config, probe.reaches)
-        chunks = [reach.chunk for reach in probe.reaches if reach.chunk]
+        _check_patterns(self.config, probe.patterns)
+        chunks = [pattern.chunk for pattern in probe.patterns if pattern.chunk]
         self.max_model_len = min([self.max_model_len, *chunks])  # within its first chunk a layer sees all
-        return probe.shapes, [reach.window for reach in probe.reaches]
+        return probe.shapes, [pattern.window for pattern in probe.patterns]
 
 
 def _max_model_len(config: Any) -> int:
@@ -269,15 +269,15 @@ def _check_config(config: Any, text_config: Any) -> None:
         raise ModelError(f"it has layers of kind {', '.join(sorted(kinds))}, which this engine does not know")
 
 
-def _check_reaches(config: Any, reaches: list[Reach]) -> None:
+def _check_patterns(config: Any, patterns: list[MaskPattern]) -> None:
     """What the masks show must be what the config says: `generate` sizes its cache by the config."""
     kinds = getattr(config, "layer_types", None)
     if not kinds:
         in_use = bool(getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True))
-        kinds = ["sliding_attention" if in_use and _knows_windows(config) else "full_attention"] * len(reaches)
-    if len(kinds) != len(reaches):
-        raise ModelError(f"it attends {len(reaches)} times in {len(kinds)} layers of several kinds")
-    wrong = [layer for layer, reach in enumerate(reaches) if reach.kind != kinds[layer]]
+        kinds = ["sliding_attention" if in_use and _knows_windows(config) else "full_attention"] * len(patterns)
+    if len(kinds) != len(patterns):
+        raise ModelError(f"it attends {len(patterns)} times in {len(kinds)} layers of several kinds")
+    wrong = [layer for layer, pattern in enumerate(patterns) if pattern.kind != kinds[layer]]
     if wrong:
         raise ModelError(f"the sliding window of its layers {wrong} is not what its config says")
 

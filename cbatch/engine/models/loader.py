@@ -15,7 +15,7 @@ import torch
 from cbatch.engine.base.errors import ConfigError, EngineError, ModelError, RequestError
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.models.base import Model
-from cbatch.engine.models.checkpoint import load_decoder
+from cbatch.engine.models.checkpoint import load_fast_model
 from cbatch.engine.models.fingerprint import fingerprint
 from cbatch.engine.runtime.dtypes import choose_dtype
 from cbatch.engine.text.fast_loader import from_folder, from_transformers
@@ -115,7 +115,7 @@ def load_model(
     template = tokenizer.chat_template if tokenizer else None
     make_network: Callable[[], Any] = partial(_load_network, source, revision, device, dtype)
     with TemplateTrial(template) if template else nullcontext():
-        decoder = load_decoder(source, revision, device, dtype, quantize=quantize) if fast else None
+        decoder = load_fast_model(source, revision, device, dtype, quantize=quantize) if fast else None
         if decoder is not None:
             config = decoder.config
         else:

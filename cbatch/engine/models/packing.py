@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.engine.kernels.cpu.decoder import Weights
-from cbatch.engine.kernels.cpu.linear import pack
+from cbatch.engine.kernels.cpu.linear import pack_weight
+from cbatch.engine.kernels.cpu.microkernel import LANES, pad_columns
 from cbatch.engine.kernels.cpu.tensors import as_array
-from cbatch.engine.kernels.cpu.tile import LANES, filled_up
-from cbatch.engine.models.family import Family
+from cbatch.engine.models.llama_spec import LlamaSpec
 from cbatch.engine.runtime.aligned import empty
 
 
@@ -34,11 +34,11 @@ class _Packer:
     def add(self, weight: Tensor) -> tuple[int, int]:
         """Takes a weight [columns, depth]; returns where it begins, and where its columns do among all columns."""
         place = self.used, self.columns
-        columns = filled_up(len(weight))
+        columns = pad_columns(len(weight))
         if self.quantize:
             weight, scale = quantized(weight)
             self.scales.append(np.pad(scale.numpy(), (0, columns - len(scale))))
-        packed = pack(as_array(weight))
+        packed = pack_weight(as_array(weight))
         self.matrices[self.used : self.used + packed.size] = packed
         self.used += packed.size
         self.columns += columns
@@ -59,23 +59,23 @@ def interleave(gate: Tensor, up: Tensor) -> Tensor:
     return both.view(2, -1, LANES, gate.shape[1]).transpose(0, 1).reshape(-1, gate.shape[1])
 
 
-def _size(family: Family) -> int:
+def _size(spec: LlamaSpec) -> int:
     """Numbers in all matrices, their columns filled up."""
-    query, cache = family.heads * family.head_dim, family.kv_heads * family.head_dim
-    layer = family.hidden * (filled_up(query + 2 * cache) + filled_up(2 * family.inner))
-    layer += filled_up(family.hidden) * (query + family.inner)
-    return family.layers * layer + filled_up(family.vocabulary) * family.hidden
+    query, cache = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    layer = spec.hidden_size * (pad_columns(query + 2 * cache) + pad_columns(2 * spec.intermediate_size))
+    layer += pad_columns(spec.hidden_size) * (query + spec.intermediate_size)
+    return spec.num_layers * layer + pad_columns(spec.vocab_size) * spec.hidden_size
 
 
-def pack_weights(family: Family, tensors: Mapping[str, Tensor], dtype: torch.dtype, quantize: bool) -> Weights:
-    """tensors: by their names in the files, of the shapes that `check_tensors` has seen."""
+def pack_weights(spec: LlamaSpec, tensors: Mapping[str, Tensor], dtype: torch.dtype, quantize: bool) -> Weights:
+    """tensors: by their names in the files, of the shapes that `check_weights` has seen."""
 
     def read(name: str) -> Tensor:
         return tensors[name].to(dtype)
 
-    packer = _Packer(_size(family), dtype, quantize)
+    packer = _Packer(_size(spec), dtype, quantize)
     places = []
-    for layer in range(family.layers):
+    for layer in range(spec.num_layers):
         attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
         places.append(
             [
@@ -86,20 +86,20 @@ def pack_weights(family: Family, tensors: Mapping[str, Tensor], dtype: torch.dty
             ]
         )
     embedding = "model.embed_tokens.weight"
-    head = packer.add(read(embedding if family.is_tied else "lm_head.weight"))
+    head = packer.add(read(embedding if spec.is_tied else "lm_head.weight"))
     nothing = np.empty(0, np.float32)
     return Weights(
         matrices=packer.matrices,
-        starts=np.array([[start for start, _ in layer] for layer in places]),
-        head=head[0],
+        offsets=np.array([[start for start, _ in layer] for layer in places]),
+        lm_head=head[0],
         scales=np.concatenate(packer.scales) if quantize else nothing,
-        columns=np.array([[column for _, column in layer] for layer in [*places, [head] * 4]]),
-        bias=_biases(family, tensors),
-        norms=_stack(tensors, family, ["input_layernorm", "post_attention_layernorm"]),
-        last_norm=_plain(tensors, "model.norm.weight"),
-        head_norms=_stack(tensors, family, ["self_attn.q_norm", "self_attn.k_norm"]),
-        embedding=as_array(torch.empty(0, family.hidden, dtype=dtype) if family.is_tied else read(embedding).clone()),
-        nothing=nothing,
+        scale_offsets=np.array([[column for _, column in layer] for layer in [*places, [head] * 4]]),
+        qkv_bias=_biases(spec, tensors),
+        norms=_stack(tensors, spec, ["input_layernorm", "post_attention_layernorm"]),
+        final_norm=_plain(tensors, "model.norm.weight"),
+        qk_norms=_stack(tensors, spec, ["self_attn.q_norm", "self_attn.k_norm"]),
+        embedding=as_array(torch.empty(0, spec.hidden_size, dtype=dtype) if spec.is_tied else read(embedding).clone()),
+        empty=nothing,
     )
 
 
@@ -108,21 +108,21 @@ def _plain(tensors: Mapping[str, Tensor], name: str) -> NDArray[np.float32]:
     return array
 
 
-def _stack(tensors: Mapping[str, Tensor], family: Family, names: list[str]) -> NDArray[np.float32]:
+def _stack(tensors: Mapping[str, Tensor], spec: LlamaSpec, names: list[str]) -> NDArray[np.float32]:
     """Vectors of each layer: [layers, names, size], or no layers where the family has none."""
     if f"model.layers.0.{names[0]}.weight" not in tensors:
         return np.empty((0, len(names), 1), np.float32)
     rows = [
-        [_plain(tensors, f"model.layers.{layer}.{name}.weight") for name in names] for layer in range(family.layers)
+        [_plain(tensors, f"model.layers.{layer}.{name}.weight") for name in names] for layer in range(spec.num_layers)
     ]
     return np.array(rows)
 
 
-def _biases(family: Family, tensors: Mapping[str, Tensor]) -> NDArray[np.float32]:
+def _biases(spec: LlamaSpec, tensors: Mapping[str, Tensor]) -> NDArray[np.float32]:
     """Those of queries, keys and values: [layers, columns], filled up; no layers where the family has none."""
-    names = [[f"model.layers.{layer}.self_attn.{part}_proj.bias" for part in "qkv"] for layer in range(family.layers)]
+    names = [[f"model.layers.{layer}.self_attn.{part}_proj.bias" for part in "qkv"] for layer in range(spec.num_layers)]
     if names[0][0] not in tensors:
         return np.empty((0, 1), np.float32)
     rows = np.array([np.concatenate([_plain(tensors, name) for name in layer]) for layer in names])
-    padding = filled_up(rows.shape[1]) - rows.shape[1]
+    padding = pad_columns(rows.shape[1]) - rows.shape[1]
     return np.pad(rows, ((0, 0), (0, padding)))

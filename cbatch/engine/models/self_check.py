@@ -13,7 +13,7 @@ from cbatch.engine.base.errors import ModelError
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.models.hf_adapter import TransformersModel
 from cbatch.engine.runtime.batch import RaggedBatch
-from cbatch.engine.runtime.kv_cache import KVPool
+from cbatch.engine.runtime.kv_cache import KVCache
 from cbatch.engine.scheduler.output import Slice, StepPlan
 from cbatch.engine.scheduler.request import Request
 
@@ -79,7 +79,7 @@ def _paged_logits(
     requests[0].blocks, requests[1].blocks = [4, 1, 3], [0, 2]
     attention = ReferenceAttention()
     shapes = [attention.block_shapes(layer, _BLOCK_SIZE, model.dtype) for layer in model.layers]
-    pool = KVPool(shapes, 5, _BLOCK_SIZE, model.dtype, model.device)
+    kv_cache = KVCache(shapes, 5, _BLOCK_SIZE, model.dtype, model.device)
     for bounds in chunks:
         slices = []
         for request, (start, stop) in zip(requests, bounds, strict=True):
@@ -88,7 +88,7 @@ def _paged_logits(
         batch = RaggedBatch.build(StepPlan(slices), _BLOCK_SIZE, model.device)
         if far:
             batch.position_ids[slices[0].num_tokens :] += max(model.max_model_len - _LENGTHS[1], 0)
-        logits = model.forward(batch, pool, attention).values
+        logits = model.forward(batch, kv_cache, attention).values
     return logits
 
 

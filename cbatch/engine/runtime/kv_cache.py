@@ -29,7 +29,7 @@ class LayerShape:
 Shape = tuple[int, ...]
 
 
-class KVPool:
+class KVCache:
     """Keys and values of every layer, in blocks, as the attention backend lays them out.
 
     shapes         [layers] shapes of the keys and of the values of a block
@@ -47,12 +47,12 @@ class KVPool:
         device: torch.device,
     ) -> None:
         self.block_size = block_size
-        self.stacks: tuple[Tensor, Tensor] | None = None
+        self.stacked: tuple[Tensor, Tensor] | None = None
         self.kept: Any = None
         make = partial(_empty, dtype=dtype, device=device)
         if len(set(shapes)) == 1:
             keys, values = (make(len(shapes), num_blocks, *shape) for shape in shapes[0])
-            self.stacks = keys, values
+            self.stacked = keys, values
             self.keys, self.values = list(keys), list(values)
         else:
             self.keys = [make(num_blocks, *shape) for shape, _ in shapes]

@@ -152,15 +152,15 @@ def _gpu_kernel() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
 
 def _draw_on_host(logits: Tensor, rows: list[int], draw: Draw) -> NDArray[np.int64]:
     try:
-        from cbatch.engine.kernels.cpu.sampling import Rules, draw_tokens
-        from cbatch.engine.kernels.cpu.team import shared_team
+        from cbatch.engine.kernels.cpu.sampling import DrawParams, draw_tokens
+        from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
     except ImportError:  # numba is not made for every Python
         return _draw(logits[rows], draw).numpy()
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     stride, vocabulary = logits.stride(0), logits.shape[1]
     flat = logits.detach().as_strided(((len(logits) - 1) * stride + vocabulary,), (1,)).numpy()
-    rules = Rules(
+    rules = DrawParams(
         np.array(rows, np.int64) * stride,
         draw.temperature.numpy(),
         draw.top_k.numpy(),
@@ -168,7 +168,7 @@ def _draw_on_host(logits: Tensor, rows: list[int], draw: Draw) -> NDArray[np.int
         draw.min_p.numpy(),
         draw.keys.numpy().astype(np.uint32),
     )
-    return draw_tokens(shared_team(num_threads()), flat, vocabulary, rules)
+    return draw_tokens(shared_thread_pool(num_threads()), flat, vocabulary, rules)
 
 
 def _draw(logits: Tensor, draw: Draw) -> Tensor:

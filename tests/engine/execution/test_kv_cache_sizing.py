@@ -24,7 +24,7 @@ from cbatch.engine.execution.kv_cache_sizing import RESERVE, Limits, Trial, Wish
 from cbatch.engine.models.hf_adapter import TransformersModel
 from cbatch.engine.models.self_check import checked_model
 from cbatch.engine.runtime.batch import RaggedBatch
-from cbatch.engine.runtime.kv_cache import KVPool
+from cbatch.engine.runtime.kv_cache import KVCache
 from cbatch.engine.runtime.memory import DeviceMemory
 from tests.support.tiny_models import VOCABULARY, loaded, make_engine, make_network, make_prompts, no_collector
 
@@ -196,7 +196,7 @@ def test_every_row_of_the_trial_asks_for_everything(gpu: Gpu, monkeypatch: pytes
 def test_what_lay_in_memory_before_is_not_computed_with(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the trial against rows that are no numbers, whose sampling goes another way."""
 
-    class Dirty(KVPool):
+    class Dirty(KVCache):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             for layer in (*self.keys, *self.values):
@@ -209,7 +209,7 @@ def test_what_lay_in_memory_before_is_not_computed_with(gpu: Gpu, monkeypatch: p
         errors.extend(sample.error for sample in done.get().samples)
         return done
 
-    monkeypatch.setattr("cbatch.engine.execution.model_runner.KVPool", Dirty)
+    monkeypatch.setattr("cbatch.engine.execution.model_runner.KVCache", Dirty)
     monkeypatch.setattr(sizing, "Evaluation", watch)
     make(max_batch_tokens=2)
     assert len(errors) == 5 and not any(errors)
@@ -225,18 +225,18 @@ def test_graphs_are_reckoned_with(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_trial_leaves_nothing_behind(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the memory of the small cache, the real one's blocks, and outputs: all as without a trial."""
-    pools: list[weakref.ref[KVPool]] = []
+    pools: list[weakref.ref[KVCache]] = []
 
-    class Watched(KVPool):
+    class Watched(KVCache):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             pools.append(weakref.ref(self))
 
-    monkeypatch.setattr("cbatch.engine.execution.model_runner.KVPool", Watched)
+    monkeypatch.setattr("cbatch.engine.execution.model_runner.KVCache", Watched)
     with no_collector():
         engine = make(kv_cache_memory="20%")
         assert [pool() is None for pool in pools] == [True, False]
-    assert len(engine.runner.pool.keys[0]) == engine.blocks.num_blocks
+    assert len(engine.runner.kv_cache.keys[0]) == engine.blocks.num_blocks
     assert engine.blocks.num_used == 0 and engine.blocks.match([0] * 40) == []
     assert engine.scheduler.num_prompt_tokens == 0 and not engine.has_work
     prompts, params = make_prompts([30, 5, 17]), SamplingParams(max_tokens=12, temperature=1.0, logprobs=2)
@@ -249,14 +249,14 @@ def test_a_cache_that_cannot_be_made_is_a_sentence(gpu: Gpu, monkeypatch: pytest
     """Guards the moment between measuring and taking: figures, and nothing held of the half that was made."""
     halves: list[weakref.ref[torch.Tensor]] = []
 
-    class Full(KVPool):
+    class Full(KVCache):
         def __init__(self, shapes: Any, num_blocks: int, *others: Any) -> None:
             super().__init__(shapes, num_blocks, *others)
             if num_blocks > 1:
                 halves.append(weakref.ref(self.keys[0]))
                 raise error
 
-    monkeypatch.setattr("cbatch.engine.execution.model_runner.KVPool", Full)
+    monkeypatch.setattr("cbatch.engine.execution.model_runner.KVCache", Full)
     with pytest.raises(
         ConfigError, match=r"A KV cache of 360.0 KiB could not be made on gpu:7, where 10.0 GiB are"
     ) as e:

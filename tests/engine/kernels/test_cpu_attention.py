@@ -13,10 +13,10 @@ from torch import Tensor
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.attention.cpu import CpuAttention
 from cbatch.engine.attention.reference import ReferenceAttention
-from cbatch.engine.kernels.cpu.pages import SEGMENT, cut
+from cbatch.engine.kernels.cpu.paged_kv import SPLIT, plan_attention
 from cbatch.engine.kernels.cpu.tensors import fits
 from cbatch.engine.runtime.batch import RaggedBatch
-from cbatch.engine.runtime.kv_cache import KVPool, LayerShape
+from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 from tests.support.attention_cases import Case
 
 CPU = torch.device("cpu")
@@ -76,8 +76,10 @@ def run(
     backend: AttentionBackend, case: Case, batches: list[RaggedBatch], dtype: torch.dtype, of: torch.dtype
 ) -> list[Tensor]:
     """Outputs [T, heads, value_dim] of each step, computed in a type from the same random numbers of another."""
-    pool = KVPool([backend.block_shapes(case.layer, case.block_size, dtype)], NUM_BLOCKS, case.block_size, dtype, CPU)
-    for tensor in (*pool.keys, *pool.values):
+    kv_cache = KVCache(
+        [backend.block_shapes(case.layer, case.block_size, dtype)], NUM_BLOCKS, case.block_size, dtype, CPU
+    )
+    for tensor in (*kv_cache.keys, *kv_cache.values):
         tensor.fill_(float("nan"))
     generator = torch.Generator().manual_seed(0)
     heads = case.layer.heads * case.group
@@ -89,9 +91,9 @@ def run(
         key = torch.randn(tokens, case.layer.heads, case.layer.key_dim, generator=generator).to(of).to(dtype)
         value = torch.randn(tokens, case.layer.heads, case.layer.value_dim, generator=generator).to(of).to(dtype)
         metadata = backend.prepare(batch, case.block_size)
-        backend.write(pool.keys[0], pool.values[0], key, value, metadata)
+        backend.store_kv(kv_cache.keys[0], kv_cache.values[0], key, value, metadata)
         options = case.options | {"sinks": sinks}
-        outputs.append(backend.attend(query, pool.keys[0], pool.values[0], metadata, **options).float())  # type: ignore[arg-type]
+        outputs.append(backend.attend(query, kv_cache.keys[0], kv_cache.values[0], metadata, **options).float())  # type: ignore[arg-type]
     return outputs
 
 
@@ -114,25 +116,25 @@ def test_equals_the_reference(name: str, dtype: torch.dtype) -> None:
 def test_pieces_cover_every_token_once(seed: int) -> None:
     """Guards the cut: each token sees all before it, one long row in parts that lie side by side, dear pieces first."""
     chance, group = random.Random(seed), random.Random(seed).choice([1, 3, 8, 100])
-    starts = [chance.choice([0, 3, SEGMENT - 1, SEGMENT, 2 * SEGMENT, 1300]) for _ in range(chance.randint(1, 30))]
+    starts = [chance.choice([0, 3, SPLIT - 1, SPLIT, 2 * SPLIT, 1300]) for _ in range(chance.randint(1, 30))]
     stops = [start + chance.choice([1, 1, 1, 2, chance.randint(3, 200)]) for start in starts]
     total = sum(stops) - sum(starts)
-    slices = cut(np.zeros((len(starts), 1), np.int32), starts, stops, np.arange(total), group, group, 4)
+    plan = plan_attention(np.zeros((len(starts), 1), np.int32), starts, stops, np.arange(total), group, group, 4)
     seen: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for sequence, first, tokens, begin, end, part in slices.pieces.tolist():
+    for sequence, first, tokens, begin, end, part in plan.tasks.tolist():
         for token in range(first, first + tokens):
             seen.setdefault((sequence, token), []).append((begin, end - (first + tokens - 1 - token), part))
     wanted = {(number, token) for number in range(len(starts)) for token in range(stops[number] - starts[number])}
     ends = np.cumsum(np.subtract(stops, starts))
-    assert seen.keys() == wanted and np.flatnonzero(slices.lasts).tolist() == (ends - 1).tolist()
-    parts = {int(row): list(range(first, first + count)) for row, first, count in slices.merges.tolist()}
+    assert seen.keys() == wanted and np.flatnonzero(plan.is_last).tolist() == (ends - 1).tolist()
+    parts = {int(row): list(range(first, first + count)) for row, first, count in plan.merges.tolist()}
     for (sequence, token), found in seen.items():
         found.sort()
         assert found[0][0] == 0 and found[-1][1] == starts[sequence] + token + 1
         assert all(before[1] == after[0] for before, after in pairwise(found))
         numbers = [part for _, _, part in found]
-        assert numbers == parts.pop(int(slices.firsts[sequence]) + token, [-1])
-    costs = (slices.pieces[:, 4] - slices.pieces[:, 3]) * slices.pieces[:, 2]
+        assert numbers == parts.pop(int(plan.first_rows[sequence]) + token, [-1])
+    costs = (plan.tasks[:, 4] - plan.tasks[:, 3]) * plan.tasks[:, 2]
     assert not parts and (np.diff(costs) <= 0).all()
 
 
@@ -148,13 +150,13 @@ def test_a_token_has_the_same_bits_however_its_sequence_was_cut(window: int | No
     results = []
     for cuts in ([0, 150], [0, 1, 64, 65, 149, 150], [0, 100, 150], list(range(151))):
         shapes = backend.block_shapes(case.layer, 16, torch.bfloat16)
-        pool = KVPool([shapes], NUM_BLOCKS, 16, torch.bfloat16, CPU)
+        kv_cache = KVCache([shapes], NUM_BLOCKS, 16, torch.bfloat16, CPU)
         parts = []
         for start, stop in pairwise(cuts):
             metadata = backend.prepare(make_batch([(0, start, stop)], [list(range(10))], 16), 16)
-            backend.write(pool.keys[0], pool.values[0], key[start:stop], value[start:stop], metadata)
+            backend.store_kv(kv_cache.keys[0], kv_cache.values[0], key[start:stop], value[start:stop], metadata)
             options = {"scale": 0.125, "window": window}
-            parts.append(backend.attend(query[start:stop], pool.keys[0], pool.values[0], metadata, **options))  # type: ignore[arg-type]
+            parts.append(backend.attend(query[start:stop], kv_cache.keys[0], kv_cache.values[0], metadata, **options))  # type: ignore[arg-type]
         results.append(torch.cat(parts))
     assert results[0].isfinite().all()
     assert all(torch.equal(result, results[0]) for result in results)
@@ -176,12 +178,12 @@ def test_long_rows_are_seen_in_parts(window: int | None) -> None:
         (CpuAttention(), [0, length]),
         (CpuAttention(), [0, 512, 513, 1023, 1024, 1025, 1698, 1699, 1700]),
     ):
-        pool = KVPool([backend.block_shapes(layer, 32, torch.float32)], NUM_BLOCKS, 32, torch.float32, CPU)
+        kv_cache = KVCache([backend.block_shapes(layer, 32, torch.float32)], NUM_BLOCKS, 32, torch.float32, CPU)
         parts = []
         for start, stop in pairwise(cuts):
             metadata = backend.prepare(make_batch([(0, start, stop)], table, 32), 32)
-            backend.write(pool.keys[0], pool.values[0], key[start:stop], value[start:stop], metadata)
-            parts.append(backend.attend(query[start:stop], pool.keys[0], pool.values[0], metadata, **options))  # type: ignore[arg-type]
+            backend.store_kv(kv_cache.keys[0], kv_cache.values[0], key[start:stop], value[start:stop], metadata)
+            parts.append(backend.attend(query[start:stop], kv_cache.keys[0], kv_cache.values[0], metadata, **options))  # type: ignore[arg-type]
         results.append(torch.cat(parts))
     torch.testing.assert_close(results[1], results[0], atol=2e-5, rtol=2e-5)
     assert torch.equal(results[1], results[2])
@@ -190,13 +192,15 @@ def test_long_rows_are_seen_in_parts(window: int | None) -> None:
 def test_a_part_that_is_no_number_shows() -> None:
     """Guards NaN in an early segment of a long row, which must come out as NaN."""
     layer, backend = LayerShape(1, 16, 16), CpuAttention()
-    pool = KVPool([backend.block_shapes(layer, 16, torch.float32)], NUM_BLOCKS, 16, torch.float32, CPU)
+    kv_cache = KVCache([backend.block_shapes(layer, 16, torch.float32)], NUM_BLOCKS, 16, torch.float32, CPU)
     key = torch.ones(601, 1, 16)
     key[3] = float("nan")
     for start, stop in ((0, 600), (600, 601)):
         metadata = backend.prepare(make_batch([(0, start, stop)], [list(range(38))], 16), 16)
-        backend.write(pool.keys[0], pool.values[0], key[start:stop], torch.ones(stop - start, 1, 16), metadata)
-    out = backend.attend(torch.ones(1, 1, 16), pool.keys[0], pool.values[0], metadata, scale=1.0)
+        backend.store_kv(
+            kv_cache.keys[0], kv_cache.values[0], key[start:stop], torch.ones(stop - start, 1, 16), metadata
+        )
+    out = backend.attend(torch.ones(1, 1, 16), kv_cache.keys[0], kv_cache.values[0], metadata, scale=1.0)
     assert out.isnan().all()
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from cbatch.engine.kernels.cpu.board import finish, new_board, take
+from cbatch.engine.kernels.cpu.fast_math import exp, round_to_bfloat16, silu, tanh
 from cbatch.engine.kernels.cpu.jit import entry
-from cbatch.engine.kernels.cpu.linear import multiply, multiply_gated, new_tiles, pack
-from cbatch.engine.kernels.cpu.numbers import exp, round_to_bfloat16, silu, tanh
-from cbatch.engine.kernels.cpu.team import Team
-from cbatch.engine.kernels.cpu.tile import MAX_ROWS
+from cbatch.engine.kernels.cpu.linear import gated_matmul, matmul, new_linear_workspace, pack_weight
+from cbatch.engine.kernels.cpu.microkernel import MAX_ROWS
+from cbatch.engine.kernels.cpu.thread_pool import ThreadPool
+from cbatch.engine.kernels.cpu.work_queue import claim, complete, new_work_queue
 from cbatch.engine.models.packing import interleave, quantized
 
 NOTHING = np.empty(0, np.float32)
@@ -33,7 +33,18 @@ def draw(shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 0) -> NDArray
 def product(a: NDArray[Any], weight: NDArray[Any]) -> NDArray[np.float32]:
     columns = -(-len(weight) // 32) * 32
     out = np.full((len(a), columns), np.nan, np.float32)
-    multiply(new_board(), 0, 0, a, pack(weight), 0, NOTHING, out, 0, new_tiles(1, weight.dtype, weight.shape[1]))
+    matmul(
+        new_work_queue(),
+        0,
+        0,
+        a,
+        pack_weight(weight),
+        0,
+        NOTHING,
+        out,
+        0,
+        new_linear_workspace(1, weight.dtype, weight.shape[1]),
+    )
     return out[:, : len(weight)]
 
 
@@ -63,7 +74,7 @@ def test_products_that_are_added(scaled: bool) -> None:
     weight, a, before = draw((32, 16), dtype, 1), draw((5, 16), dtype, 2), draw((5, 32), dtype, 3)
     scale = draw((32,), dtype, 4) if scaled else NOTHING
     out = before.copy()
-    multiply(new_board(), 0, 0, a, pack(weight), 0, scale, out, 1, new_tiles(1, dtype, 32))
+    matmul(new_work_queue(), 0, 0, a, pack_weight(weight), 0, scale, out, 1, new_linear_workspace(1, dtype, 32))
     expected = before + (a @ weight.T) * (scale if scaled else 1)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
 
@@ -80,8 +91,8 @@ def test_products_with_quantized_weights(depth: int) -> None:
     results = []
     for rows in (40, 5):
         out = np.full((rows, 96), np.nan, np.float32)
-        packed, tiles = pack(steps.numpy()), new_tiles(1, np.dtype(np.int8), depth)
-        multiply(new_board(), 0, 0, a[:rows].copy(), packed, 0, factors, out, 0, tiles)
+        packed, tiles = pack_weight(steps.numpy()), new_linear_workspace(1, np.dtype(np.int8), depth)
+        matmul(new_work_queue(), 0, 0, a[:rows].copy(), packed, 0, factors, out, 0, tiles)
         results.append(out[:, :70])
     expected = as_float(a) @ (steps.float() * scale[:, None]).numpy().T
     errors = np.abs(results[0] - expected).max(axis=1)
@@ -96,8 +107,8 @@ def test_quantized_products_of_what_is_no_number() -> None:
     for row, value in enumerate([float("nan"), float("inf"), 1e-38, 1.0]):
         a[row, 5] = torch.tensor([value]).bfloat16().view(torch.uint16).item()
     out = np.empty((4, 32), np.float32)
-    packed, tiles = pack(np.ones((32, 64), np.int8)), new_tiles(1, np.dtype(np.int8), 64)
-    multiply(new_board(), 0, 0, a, packed, 0, np.ones(32, np.float32), out, 0, tiles)
+    packed, tiles = pack_weight(np.ones((32, 64), np.int8)), new_linear_workspace(1, np.dtype(np.int8), 64)
+    matmul(new_work_queue(), 0, 0, a, packed, 0, np.ones(32, np.float32), out, 0, tiles)
     assert np.isnan(out[:2]).all() and (out[2] == 0).all() and np.allclose(out[3], 1)
 
 
@@ -106,8 +117,8 @@ def test_gated_products() -> None:
     dtype = DTYPES[0]
     gate, up, a = draw((48, 32), dtype, 1), draw((48, 32), dtype, 2), draw((30, 32), dtype, 3)
     out = np.full((30, 48), np.nan, np.float32)
-    packed = pack(interleave(torch.from_numpy(gate), torch.from_numpy(up)).numpy())
-    multiply_gated(new_board(), 0, 0, a, packed, 0, NOTHING, out, new_tiles(1, dtype, 32))
+    packed = pack_weight(interleave(torch.from_numpy(gate), torch.from_numpy(up)).numpy())
+    gated_matmul(new_work_queue(), 0, 0, a, packed, 0, NOTHING, out, new_linear_workspace(1, dtype, 32))
     left = a @ gate.T
     np.testing.assert_allclose(out, left / (1 + np.exp(-left)) * (a @ up.T), rtol=1e-4, atol=1e-5)
 
@@ -142,18 +153,18 @@ def test_rounding_to_bfloat16() -> None:
 
 
 @entry
-def count_pieces(board: Any, thread: int, done: Any) -> None:
+def count_pieces(queue: Any, thread: int, done: Any) -> None:
     for phase in range(len(done)):
-        piece = take(board, phase, done.shape[1])
-        while piece >= 0:
-            done[phase, piece] += 1
-            finish(board, phase, done.shape[1])
-            piece = take(board, phase, done.shape[1])
+        task = claim(queue, phase, done.shape[1])
+        while task >= 0:
+            done[phase, task] += 1
+            complete(queue, phase, done.shape[1])
+            task = claim(queue, phase, done.shape[1])
 
 
 def test_every_piece_is_done_once() -> None:
     """Guards the board against pieces that are lost or done twice, with more threads than processors."""
-    team = Team(4)
+    team = ThreadPool(4)
     for _ in range(20):
         done = np.zeros((50, 7), np.int64)
         team.run(count_pieces, done)

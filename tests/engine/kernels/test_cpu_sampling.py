@@ -12,18 +12,18 @@ import torch
 from numpy.typing import NDArray
 
 from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.kernels.cpu.argmax import BLOCK, argmax
 from cbatch.engine.kernels.cpu.jit import entry
-from cbatch.engine.kernels.cpu.largest import BLOCK, find_largest
 from cbatch.engine.kernels.cpu.sampling import (
+    block_maxima,
     divide,
-    find_tops,
     is_kept,
-    kth_logit,
+    kth_largest_logit,
     mass_before,
     noise,
-    room_for,
+    sampling_workspace,
 )
-from cbatch.engine.kernels.cpu.team import shared_team
+from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.sampling import sampler
 from cbatch.engine.sampling.sampler import Draw, gumbel_noise, sample
 from cbatch.engine.scheduler.request import Request
@@ -95,7 +95,7 @@ def test_draws_are_those_of_torch(shape: str) -> None:
 def largest_of(rows: Any, places: Any, numbers: Any) -> None:
     """Fills in the place of the largest number of each of R rows [R], and that number [R]."""
     for row in range(len(rows)):
-        places[row], numbers[row] = find_largest(rows[row])
+        places[row], numbers[row] = argmax(rows[row])
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 1000])
@@ -116,8 +116,8 @@ def test_the_largest_is_that_of_numpy(length: int) -> None:
 @entry
 def keep(row: Any, temperature: Any, top_k: int, top_p: Any, min_p: Any, tops: Any, room: Any, kept: Any) -> None:
     """Fills in which tokens of a row are kept [V] bool."""
-    first = find_tops(row, temperature, tops)
-    limit = kth_logit(row, temperature, top_k, tops, room)
+    first = block_maxima(row, temperature, tops)
+    limit = kth_largest_logit(row, temperature, top_k, tops, room)
     total = mass_before(row, temperature, tops, divide(row[first], temperature), limit, len(row))
     for i in range(len(row)):
         kept[i] = divide(row[i], temperature) >= limit and is_kept(
@@ -209,4 +209,4 @@ def test_rows_without_meaning_harm_nobody(bad: float) -> None:
 
 def test_room_and_threads_are_kept() -> None:
     """Guards against megabytes and threads that come and go with every step."""
-    assert shared_team(2) is shared_team(2) and room_for(2, 500) is room_for(2, 500)
+    assert shared_thread_pool(2) is shared_thread_pool(2) and sampling_workspace(2, 500) is sampling_workspace(2, 500)

@@ -19,8 +19,8 @@ from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.attention.triton import TritonAttention, fits
 from cbatch.engine.kernels.triton.attention_decode import DecodeTuning
+from cbatch.engine.kernels.triton.attention_metadata import list_query_tiles, list_splits
 from cbatch.engine.kernels.triton.attention_prefill import PrefillTuning
-from cbatch.engine.kernels.triton.metadata import list_tiles, list_work
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import LayerShape
 from tests.support import triton_interpreter as interpreter
@@ -120,7 +120,7 @@ class World:
         batch = self.batch(slices, device)
         metadata = attention.prepare(batch, self.case.block_size)
         new = (self.rows(of, slices, dtype, device) for of in (self.keys, self.values))
-        attention.write(*cache, *new, metadata)
+        attention.store_kv(*cache, *new, metadata)
         return batch, metadata
 
     def run(
@@ -260,7 +260,7 @@ def test_padding_rows_write_nothing_and_get_zeros() -> None:
     batch = world.batch([(0, 39, 40), (1, 19, 20)], DEVICE)
     padded = replace(batch, slots=np.array([-1, -1]), starts=[39, -1], stops=[40, 0])
     metadata = attention.prepare(padded, 16)
-    attention.write(*cache, torch.ones(2, 2, 64, device=DEVICE), torch.ones(2, 2, 64, device=DEVICE), metadata)
+    attention.store_kv(*cache, torch.ones(2, 2, 64, device=DEVICE), torch.ones(2, 2, 64, device=DEVICE), metadata)
     assert all(
         torch.equal(one.nan_to_num(9e9), other.nan_to_num(9e9)) for one, other in zip(cache, before, strict=True)
     )
@@ -278,7 +278,7 @@ def test_rows_may_be_parts_of_wider_ones() -> None:
     _, metadata = world.write(attention, cache, slices)
     wide = torch.cat([world.query[0], world.keys[0]], 1).to(DEVICE)
     other = world.cache(attention, torch.float32, DEVICE)
-    attention.write(
+    attention.store_kv(
         *other, wide[:, 4:], world.values[0].transpose(0, 1).contiguous().transpose(0, 1).to(DEVICE), metadata
     )
     assert all(torch.equal(a.nan_to_num(9e9), b.nan_to_num(9e9)) for a, b in zip(cache, other, strict=True))
@@ -292,7 +292,7 @@ def test_work_is_listed_once_and_windows_are_a_beginning(seed: int) -> None:
     chooser = np.random.default_rng(seed)
     lengths = chooser.choice([0, 1, 31, 32, 33, 64, 65, 300, 1000], int(chooser.integers(1, 9)))
     rows = np.arange(len(lengths))
-    work = list_work(rows, lengths, rows * 7, SPLIT)
+    work = list_splits(rows, lengths, rows * 7, SPLIT)
     items = [tuple(item) for item in work.items.tolist()]
     splits = [max(-(-length // SPLIT), 1) for length in lengths.tolist()]
     assert sorted(items) == [(row, split) for row in rows.tolist() for split in range(splits[row])]
@@ -301,13 +301,13 @@ def test_work_is_listed_once_and_windows_are_a_beginning(seed: int) -> None:
         assert {splits[row] - 1 - split <= back for row, split in items[:total]} == {True}
         assert all(splits[row] - 1 - split > back for row, split in items[total:])
     parts = [work.sequences[row, 3] + split for row, split in items if splits[row] > 1]
-    assert sorted(parts) == list(range(work.parts))
+    assert sorted(parts) == list(range(work.partials))
 
 
 def test_tiles_cover_each_token_once() -> None:
     """Guards the list of query tiles: no token is left out or computed twice."""
     ranges = np.array([[0, 50], [7, 9], [100, 116]], np.int32)
-    tiles = list_tiles(ranges, 8)
+    tiles = list_query_tiles(ranges, 8)
     found = [
         (one, place) for one, first in tiles.tolist() for place in range(first, min(first + 8, np.diff(ranges)[one, 0]))
     ]

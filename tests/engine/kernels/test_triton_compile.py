@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 EXPECTED = {
-    "_choose", "_combine_kernel", "_decode_kernel", "_gate_kernel", "_norm_kernel", "_place_kernel", "_prefill_kernel",
-    "_survey", "_write_kernel",
+    "_choose_kernel", "_combine_kernel", "_decode_kernel", "_norm_kernel", "_prefill_kernel",
+    "_rope_and_store_kv_kernel", "_scan_kernel", "_silu_and_mul_kernel", "_store_kv_kernel",
 }  # fmt: skip
 
 

@@ -11,7 +11,13 @@ from tests.support.cuda_model import DEVICE
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
-from cbatch.engine.kernels.triton.layer import add_norm, begin, end, gate, place
+from cbatch.engine.kernels.triton.layer import (
+    add_and_norm,
+    embed_and_norm,
+    rope_and_store_kv,
+    select_and_norm,
+    silu_and_mul,
+)
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -35,16 +41,16 @@ def test_norms(hidden: int, dtype: torch.dtype) -> None:
     embedding, weight = draw(7, hidden, dtype=dtype), 1 + draw(hidden, dtype=dtype, seed=1)
     ids, stream = torch.tensor([3, 0, 6, 3], device=DEVICE), draw(4, hidden)
     out = torch.empty(4, hidden, dtype=dtype, device=DEVICE)
-    begin(embedding, ids, stream, weight, 0.01, out)
+    embed_and_norm(embedding, ids, stream, weight, 0.01, out)
     assert torch.equal(stream, embedding[ids].float())
     check(out, normed(stream, weight))
     added = draw(4, hidden, dtype=dtype, seed=2)
     expected = stream + added.float()
-    add_norm(stream, added, weight, 0.01, out)
+    add_and_norm(stream, added, weight, 0.01, out)
     assert torch.equal(stream, expected)
     check(out, normed(expected, weight))
     rows = torch.tensor([2, 0], device=DEVICE)
-    end(stream, added, rows, weight, 0.01, out[:2])
+    select_and_norm(stream, added, rows, weight, 0.01, out[:2])
     check(out[:2], normed((stream + added.float())[rows], weight))
     assert torch.equal(stream, expected)
 
@@ -61,7 +67,9 @@ def turned(heads: Tensor, angles: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("kv_heads", "group", "dim", "block_size"), [(2, 2, 16, 4), (1, 5, 10, 5), (3, 1, 40, 1)], ids=str
 )
-def test_place(kv_heads: int, group: int, dim: int, block_size: int, has_norms: bool, dtype: torch.dtype) -> None:
+def test_rope_and_store_kv(
+    kv_heads: int, group: int, dim: int, block_size: int, has_norms: bool, dtype: torch.dtype
+) -> None:
     """Guards queries, and the places of keys and values in the cache, of which nothing else may change."""
     slots, heads = torch.tensor([7, -1, 0, 11], device=DEVICE), group * kv_heads
     mixed = draw(4, (group + 2) * kv_heads * dim, dtype=dtype)
@@ -69,7 +77,7 @@ def test_place(kv_heads: int, group: int, dim: int, block_size: int, has_norms: 
     norms = 1 + draw(2 * dim, dtype=dtype, seed=2) if has_norms else None
     cache = torch.full((2, -(-12 // block_size), kv_heads, block_size, dim), torch.nan, dtype=dtype, device=DEVICE)
     query = torch.empty(4, heads, dim, dtype=dtype, device=DEVICE)
-    place(mixed, angles.cos().float(), angles.sin().float(), slots, norms, 0.01, query, *cache)
+    rope_and_store_kv(mixed, angles.cos().float(), angles.sin().float(), slots, norms, 0.01, query, *cache)
 
     queries, keys, values = mixed.view(4, -1, dim).split([heads, kv_heads, kv_heads], 1)
     weights = (None, None) if norms is None else norms.chunk(2)
@@ -95,5 +103,5 @@ def test_gate(inner: int, dtype: torch.dtype) -> None:
     both = draw(3, 2 * inner, dtype=dtype)
     both[0, 0], both[1, 1], both[2, inner - 1] = -100, 100, -20
     out = torch.empty(3, inner, dtype=dtype, device=DEVICE)
-    gate(both, out)
+    silu_and_mul(both, out)
     check(out, silu(both[:, :inner].double()) * both[:, inner:].double())

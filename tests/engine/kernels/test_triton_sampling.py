@@ -21,7 +21,7 @@ from tests.engine.kernels.test_cpu_sampling import SHAPES, in_torch, is_on_edge,
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 tl = pytest.importorskip("triton.language")
 
-from cbatch.engine.kernels.triton.numbers import most_noise, noise, uniform_of  # noqa: E402
+from cbatch.engine.kernels.triton.gumbel import noise, noise_bound, uniform_of  # noqa: E402
 from cbatch.engine.kernels.triton.sampling import Tiling, sample_rows  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -141,7 +141,7 @@ def _noise_kernel(ids: tl.tensor, keys: tl.tensor, drawn: tl.tensor, bounds: tl.
     i = tl.arange(0, 64)
     uniform = uniform_of(tl.load(ids + i), (tl.load(keys).to(tl.uint32), tl.load(keys + 1).to(tl.uint32)))
     tl.store(drawn + i, noise(uniform))
-    tl.store(bounds + i, most_noise(uniform))
+    tl.store(bounds + i, noise_bound(uniform))
 
 
 def test_noise_is_that_of_torch() -> None:

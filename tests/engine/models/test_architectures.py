@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from cbatch.engine.models.hf_adapter import Step
+from cbatch.engine.models.hf_adapter import AttentionCalls
 from tests.engine.test_parity import leak_neighbour, shift_positions, widen_window
 from tests.support.architectures import CLASSES, NOT_BUILT_HERE
 from tests.support.model_verdicts import (
@@ -55,11 +55,11 @@ def test_the_table_names_every_architecture_once() -> None:
 def share_caches(patch: pytest.MonkeyPatch) -> None:
     """Calls that follow each other keep their keys and values in one place."""
 
-    def attend(self: Step, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> torch.Tensor:
+    def attend(self: AttentionCalls, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> torch.Tensor:
         call, self.calls = self.calls, self.calls + 1
         return self.context.attend(call // 2, query, key, value, window=self.windows[call], **options)
 
-    patch.setattr(Step, "attend", attend)
+    patch.setattr(AttentionCalls, "attend", attend)
 
 
 # Learned positions, rotary ones on all or half of a head, latent attention, sinks, shared keys, loops over layers.

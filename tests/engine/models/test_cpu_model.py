@@ -12,8 +12,8 @@ import torch
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.engine import Engine
-from cbatch.engine.models.cpu import Decoder
-from cbatch.engine.models.family import Unfit
+from cbatch.engine.models.cpu import CpuModel
+from cbatch.engine.models.llama_spec import UnsupportedConfig
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from tests.support.tiny_models import (
     VOCABULARY,
@@ -174,7 +174,7 @@ def test_requests_get_what_they_ask_for(name: str) -> None:
 
 def test_more_rows_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards steps whose logits find no room that is kept: prompts that are scored, and very many rows."""
-    monkeypatch.setattr("cbatch.engine.models.cpu._KEPT_ROWS", 2)
+    monkeypatch.setattr("cbatch.engine.models.cpu._KEPT_LOGIT_ROWS", 2)
     assert run(make_fast_engine(network_of("llama"))) == expected_of("llama")
 
 
@@ -202,7 +202,7 @@ def test_a_row_that_is_no_number_fails_alone() -> None:
     prompts = make_prompts([20, 33])
     broken, other = (engine.add(prompt, SamplingParams(max_tokens=6)) for prompt in prompts)
     events = engine.step()
-    for values in engine.runner.pool.values:
+    for values in engine.runner.kv_cache.values:
         values[engine._requests[broken].blocks[0]] = math.nan
     while engine.has_work:
         events += engine.step()
@@ -214,7 +214,7 @@ def test_what_is_not_of_the_family_is_refused() -> None:
     """Guards against a model that would be computed wrongly: every deviation sends it the other way."""
     network = network_of("llama")
     config, tensors = network.config.to_dict(), network.state_dict()
-    Decoder(config, tensors, torch.float32)
+    CpuModel(config, tensors, torch.float32)
     deviations: list[dict[str, Any]] = [
         {"model_type": "gemma2"},
         {"hidden_act": "gelu"},
@@ -232,18 +232,18 @@ def test_what_is_not_of_the_family_is_refused() -> None:
     ]
     mistral = network_of("mistral, window").config.to_dict()
     del mistral["sliding_window"]  # which is 4,096 then
-    with pytest.raises(Unfit, match="no sliding_window"):
-        Decoder(mistral, network_of("mistral, window").state_dict(), torch.float32)
+    with pytest.raises(UnsupportedConfig, match="no sliding_window"):
+        CpuModel(mistral, network_of("mistral, window").state_dict(), torch.float32)
     tied = network_of("llama, tied").state_dict()
-    with pytest.raises(Unfit, match="differ"):
-        Decoder(
+    with pytest.raises(UnsupportedConfig, match="differ"):
+        CpuModel(
             config | {"tie_word_embeddings": True}, tied | {"lm_head.weight": tied["lm_head.weight"] + 1}, torch.float32
         )
     for deviation in deviations:
-        with pytest.raises(Unfit):
-            Decoder(config | deviation, tensors, torch.float32)
+        with pytest.raises(UnsupportedConfig):
+            CpuModel(config | deviation, tensors, torch.float32)
     for spare in ("model.layers.0.self_attn.q_proj.bias", "model.layers.1.mlp.down_proj.scale"):
-        with pytest.raises(Unfit):
-            Decoder(config, tensors | {spare: torch.zeros(64)}, torch.float32)
-    with pytest.raises(Unfit):
-        Decoder(config, tensors, torch.float16)
+        with pytest.raises(UnsupportedConfig):
+            CpuModel(config, tensors | {spare: torch.zeros(64)}, torch.float32)
+    with pytest.raises(UnsupportedConfig):
+        CpuModel(config, tensors, torch.float16)

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cbatch.engine.attention.reference import ReferenceAttention
-from cbatch.engine.models.family import Unfit
-from cbatch.engine.runtime.kv_cache import KVPool
+from cbatch.engine.models.llama_spec import UnsupportedConfig
+from cbatch.engine.runtime.kv_cache import KVCache
 from tests.support.cuda_model import (
     DEVICE,
     MODELS,
@@ -24,9 +24,9 @@ from tests.support.cuda_model import (
     decoder_of,
     engine_around,
     expected_of,
+    kv_cache_of,
     logits_of,
     network_of,
-    pool_of,
     run,
 )
 from tests.support.tiny_models import draw_weights, make_network, make_prompts
@@ -34,8 +34,8 @@ from tests.support.tiny_models import draw_weights, make_network, make_prompts
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.engine.attention.triton import TritonAttention
-from cbatch.engine.models import cuda as gpu_decoder
-from cbatch.engine.models.cuda import GpuDecoder
+from cbatch.engine.models import cuda
+from cbatch.engine.models.cuda import CudaModel
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -64,7 +64,7 @@ def test_half_precision_is_near_float32(name: str, dtype: torch.dtype) -> None:
     halves = halves.to(dtype)
     decoder, batch = decoder_of(network, dtype), batch_of(prompts)
     batch = replace(batch, rows=np.arange(len(batch.ids)))
-    ours = logits_of(decoder, batch, pool_of(decoder)).cpu()
+    ours = logits_of(decoder, batch, kv_cache_of(decoder)).cpu()
     with torch.inference_mode():
         exact, theirs = (
             torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in prompts]).float().log_softmax(-1)
@@ -76,8 +76,8 @@ def test_half_precision_is_near_float32(name: str, dtype: torch.dtype) -> None:
 def test_padded_rows_change_nothing() -> None:
     """Guards a step that is filled up for a graph: rows without a slot write nothing, and the others are the same."""
     decoder, prompts = decoder_of(network_of("qwen3, norms")), make_prompts([9, 9])
-    attention, pool, other = TritonAttention(DEVICE), pool_of(decoder), pool_of(decoder)
-    for each in (pool, other):
+    attention, kv_cache, other = TritonAttention(DEVICE), kv_cache_of(decoder), kv_cache_of(decoder)
+    for each in (kv_cache, other):
         logits_of(decoder, batch_of([prompt[:8] for prompt in prompts]), each)
     step = batch_of(prompts, start=8)
     expected = logits_of(decoder, step, other)
@@ -86,21 +86,21 @@ def test_padded_rows_change_nothing() -> None:
     inputs = [torch.cat([part, torch.zeros_like(part)]) for part in (step.input_ids, step.position_ids)]
     rows = torch.arange(4, device=DEVICE)
     with torch.inference_mode():
-        found = decoder.compute(*inputs, buffers.metadata.slots, rows, buffers.metadata, pool, attention)
+        found = decoder.compute(*inputs, buffers.metadata.slots, rows, buffers.metadata, kv_cache, attention)
     torch.testing.assert_close(found[:2], expected)
-    for mine, theirs in zip(pool.keys + pool.values, other.keys + other.values, strict=True):
+    for mine, theirs in zip(kv_cache.keys + kv_cache.values, other.keys + other.values, strict=True):
         torch.testing.assert_close(mine, theirs, equal_nan=True)
 
 
 def test_chunk_without_logits() -> None:
     """Guards a step that only computes parts of prompts: no rows of logits, and the cache is written."""
     decoder = decoder_of(network_of("llama"))
-    pool, prompts = pool_of(decoder), make_prompts([12])
+    kv_cache, prompts = kv_cache_of(decoder), make_prompts([12])
     batch = batch_of([prompts[0][:7]])
     nothing = replace(batch, rows=batch.rows[:0])
-    assert logits_of(decoder, nothing, pool).shape == (0, decoder.vocab_size)
-    found = logits_of(decoder, batch_of(prompts, start=7), pool)
-    torch.testing.assert_close(found, logits_of(decoder, batch_of(prompts), pool_of(decoder)))
+    assert logits_of(decoder, nothing, kv_cache).shape == (0, decoder.vocab_size)
+    found = logits_of(decoder, batch_of(prompts, start=7), kv_cache)
+    torch.testing.assert_close(found, logits_of(decoder, batch_of(prompts), kv_cache_of(decoder)))
 
 
 class Operations(TorchDispatchMode):
@@ -123,20 +123,26 @@ class NoAttention(TritonAttention):
 def operations_of(layers: int) -> list[str]:
     """Names of torch's operations in a decode step, attention left out."""
     decoder = decoder_of(make_network("qwen2", num_hidden_layers=layers), torch.float16)
-    batch, pool = batch_of(make_prompts([1, 1])), pool_of(decoder)
+    batch, kv_cache = batch_of(make_prompts([1, 1])), kv_cache_of(decoder)
     inputs = batch.input_ids, batch.position_ids, batch.slot_mapping, batch.logit_rows
     with torch.inference_mode(), Operations() as noted:
-        decoder.compute(*inputs, None, pool, NoAttention(DEVICE))
+        decoder.compute(*inputs, None, kv_cache, NoAttention(DEVICE))
     return noted.names
 
 
 def test_launches_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the time of a decode step: four products and four kernels for a layer, and no waiting for the device."""
     launches: list[str] = []
-    for name in ("begin", "add_norm", "place", "gate", "end"):
-        monkeypatch.setattr(gpu_decoder, name, lambda *_, name=name: launches.append(name))
+    for name in ("embed_and_norm", "add_and_norm", "rope_and_store_kv", "silu_and_mul", "select_and_norm"):
+        monkeypatch.setattr(cuda, name, lambda *_, name=name: launches.append(name))
     of_two = operations_of(2)
-    assert Counter(launches) == {"begin": 1, "add_norm": 3, "place": 2, "gate": 2, "end": 1}
+    assert Counter(launches) == {
+        "embed_and_norm": 1,
+        "add_and_norm": 3,
+        "rope_and_store_kv": 2,
+        "silu_and_mul": 2,
+        "select_and_norm": 1,
+    }
     assert not {"item", "_local_scalar_dense", "is_nonzero", "nonzero"} & set(of_two)
     assert Counter(operations_of(3)) - Counter(of_two) == {"linear": 4, "flatten": 1}  # the latter only a view
 
@@ -168,15 +174,15 @@ def test_weights_are_held_once(is_tied: bool) -> None:
     network = make_network("qwen2", tie_word_embeddings=is_tied)
     tensors = {name: tensor for name, tensor in network.state_dict().items() if not is_tied or name != "lm_head.weight"}
     files = Files(tensors)
-    decoder = GpuDecoder(network.config.to_dict(), files, torch.float16, DEVICE)
+    decoder = CudaModel(network.config.to_dict(), files, torch.float16, DEVICE)
     assert files.most <= 2
     parameters = sum(tensor.numel() for tensor in tensors.values())
     assert decoder.num_parameters == parameters and decoder.weight_bytes == 2 * parameters
     head = network.lm_head.weight.numel()
     matrices = sum(tensor.numel() for name, tensor in tensors.items() if tensor.dim() == 2 and "embed" not in name)
-    assert decoder.linears.weight_bytes == 2 * (matrices + (head if is_tied else 0))
-    assert decoder.linears.head_parameters == head
-    assert decoder.linears.parameters == parameters - head * (1 if is_tied else 2)
+    assert decoder.linear_cost.weight_bytes == 2 * (matrices + (head if is_tied else 0))
+    assert decoder.linear_cost.head_parameters == head
+    assert decoder.linear_cost.parameters == parameters - head * (1 if is_tied else 2)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -188,12 +194,12 @@ def test_what_does_not_fit_is_refused() -> None:
         (config | {"head_dim": 512}, torch.float16),
         (config, torch.float64),
     ):
-        with pytest.raises(Unfit):
-            GpuDecoder(other, tensors, dtype, DEVICE)
-    with pytest.raises(Unfit):
-        GpuDecoder(config, tensors | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}, torch.float16, DEVICE)
+        with pytest.raises(UnsupportedConfig):
+            CudaModel(other, tensors, dtype, DEVICE)
+    with pytest.raises(UnsupportedConfig):
+        CudaModel(config, tensors | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}, torch.float16, DEVICE)
     decoder, reference = decoder_of(network), ReferenceAttention()
     shapes = [reference.block_shapes(layer, 16, decoder.dtype) for layer in decoder.layers]
-    pool = KVPool(shapes, 8, 16, decoder.dtype, DEVICE)
+    kv_cache = KVCache(shapes, 8, 16, decoder.dtype, DEVICE)
     with pytest.raises(ValueError, match="laid out"):
-        decoder.forward(batch_of(make_prompts([3])), pool, reference)
+        decoder.forward(batch_of(make_prompts([3])), kv_cache, reference)

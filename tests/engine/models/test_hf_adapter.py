@@ -12,7 +12,7 @@ from transformers import masking_utils
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.models.hf_adapter import TransformersModel
-from cbatch.engine.models.masks import Reach, reach_of, stand_in_mask
+from cbatch.engine.models.mask_patterns import MaskPattern, pattern_of, probe_mask
 from cbatch.engine.models.self_check import check_ragged
 from tests.support.tiny_models import COMMON, draw_weights, generate_alone, make_engine, make_network, make_prompts
 
@@ -129,37 +129,37 @@ def chunked(chunk: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("mask_function", "local_size", "reach"),
+    ("mask_function", "local_size", "pattern"),
     [
-        (masking_utils.causal_mask_function, None, Reach()),
-        (masking_utils.sliding_window_causal_mask_function(4096), 4096, Reach(window=4096)),
+        (masking_utils.causal_mask_function, None, MaskPattern()),
+        (masking_utils.sliding_window_causal_mask_function(4096), 4096, MaskPattern(window=4096)),
         (masking_utils.sliding_window_causal_mask_function(4097), 4096, None),
         (masking_utils.sliding_window_causal_mask_function(3), None, None),
         (masking_utils.causal_mask_function, 4096, None),
-        (chunked(8192), 8192, Reach(chunk=8192)),
+        (chunked(8192), 8192, MaskPattern(chunk=8192)),
         (masking_utils.bidirectional_mask_function, None, None),
         (masking_utils.sliding_window_bidirectional_mask_function(12), 12, None),
     ],
 )
-def test_reach_of_masks(mask_function: Any, local_size: int | None, reach: Reach | None) -> None:
+def test_reach_of_masks(mask_function: Any, local_size: int | None, pattern: MaskPattern | None) -> None:
     """Guards what a layer is taken to see: exactly its mask, far beyond the few tokens of the probe."""
-    mask = stand_in_mask(
+    mask = probe_mask(
         q_length=4, kv_length=4, mask_function=mask_function, local_size=local_size, allow_is_causal_skip=True
     )
-    if reach is None:
+    if pattern is None:
         with pytest.raises(ModelError, match="mask"):
-            reach_of(mask)
+            pattern_of(mask)
     else:
-        assert reach_of(mask) == reach
+        assert pattern_of(mask) == pattern
 
 
-@pytest.mark.parametrize(("block", "reach"), [([-1] * 4, Reach(window=12)), ([-1, 0, 0, -1], None)])
-def test_reach_of_a_mask_that_looks_at_tokens(block: list[int], reach: Reach | None) -> None:
+@pytest.mark.parametrize(("block", "pattern"), [([-1] * 4, MaskPattern(window=12)), ([-1, 0, 0, -1], None)])
+def test_reach_of_a_mask_that_looks_at_tokens(block: list[int], pattern: MaskPattern | None) -> None:
     """Guards models of text and pictures: text alone is causal, and tokens that see what follows are not."""
     overlay = masking_utils.blockwise_overlay(torch.tensor([block]))
     mask_function = masking_utils.or_masks(masking_utils.sliding_window_causal_mask_function(12), overlay)
-    mask = stand_in_mask(q_length=4, kv_length=4, mask_function=mask_function, local_size=12)
-    assert mask.reach == reach
+    mask = probe_mask(q_length=4, kv_length=4, mask_function=mask_function, local_size=12)
+    assert mask.pattern == pattern
 
 
 LONGROPE = {

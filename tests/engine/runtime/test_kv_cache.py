@@ -7,7 +7,7 @@ import torch
 
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.base.units import format_bytes, parse_memory
-from cbatch.engine.runtime.kv_cache import KVPool, LayerShape
+from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 
 GIB = 2**30
 
@@ -35,10 +35,12 @@ def test_bytes_of_a_token() -> None:
 
 def test_layers_that_are_alike_lie_side_by_side() -> None:
     """Guards what the fast path reads: all layers in one tensor where they are alike, and each its own part of it."""
-    pool = KVPool([((4, 3), (4, 5))] * 3, num_blocks=2, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
-    assert pool.stacks is not None and pool.stacks[1].shape == (3, 2, 4, 5)
-    pool.stacks[0].zero_()
-    pool.keys[1].fill_(1)
-    assert [int(part.sum()) for part in pool.stacks[0]] == [0, 24, 0]
-    unlike = KVPool([((4, 3), (4, 5)), ((4, 2), (4, 2))], 2, 4, torch.float32, torch.device("cpu"))
-    assert unlike.stacks is None and unlike.values[1].shape == (2, 4, 2)
+    kv_cache = KVCache(
+        [((4, 3), (4, 5))] * 3, num_blocks=2, block_size=4, dtype=torch.float32, device=torch.device("cpu")
+    )
+    assert kv_cache.stacked is not None and kv_cache.stacked[1].shape == (3, 2, 4, 5)
+    kv_cache.stacked[0].zero_()
+    kv_cache.keys[1].fill_(1)
+    assert [int(part.sum()) for part in kv_cache.stacked[0]] == [0, 24, 0]
+    unlike = KVCache([((4, 3), (4, 5)), ((4, 2), (4, 2))], 2, 4, torch.float32, torch.device("cpu"))
+    assert unlike.stacked is None and unlike.values[1].shape == (2, 4, 2)

@@ -18,7 +18,7 @@ from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.engine import Engine
 from cbatch.engine.engine_thread import Driver
-from cbatch.engine.models.cpu import Decoder
+from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.runtime.memory import device_memory, is_shortage, let_go
 from tests.support.tiny_models import fast, loaded, make_engine, make_network, make_prompts, no_collector
 
@@ -33,9 +33,9 @@ def test_a_closed_engine_holds_neither_weights_nor_cache(path: str, model_folder
     model = str(model_folder) if path == "transformers" else None  # the demo model
     with no_collector():
         engine = Engine(EngineConfig(model=model, device="cpu", kv_blocks=40))
-        assert isinstance(engine.model, Decoder) == (path == "fast")
+        assert isinstance(engine.model, CpuModel) == (path == "fast")
         engine.generate([[1, 2, 3]], FEW)
-        held = [weakref.ref(one) for one in (*engine.runner.pool.keys, engine.runner.pool, engine.model)]
+        held = [weakref.ref(one) for one in (*engine.runner.kv_cache.keys, engine.runner.kv_cache, engine.model)]
         engine.close()
         assert [one() for one in held] == [None] * len(held)
     assert engine.num_steps > 0 and engine.blocks.num_blocks == 40 and engine.loaded.eos_ids is not None
@@ -50,11 +50,11 @@ def test_a_model_that_was_handed_in_stays_its_givers(path: str) -> None:
     with no_collector():
         with Engine(config, given) as first:
             expected = first.generate([[1, 2, 3]], FEW)[0].token_ids
-            cache = weakref.ref(first.runner.pool.keys[0])
+            cache = weakref.ref(first.runner.kv_cache.keys[0])
         assert cache() is None
     with Engine(config, given) as second:
         assert second.generate([[1, 2, 3]], FEW)[0].token_ids == expected
-        assert isinstance(second.model, Decoder) == (path == "fast")
+        assert isinstance(second.model, CpuModel) == (path == "fast")
 
 
 def test_whoever_took_the_model_keeps_it(model_folder: Path) -> None:
@@ -74,7 +74,7 @@ def test_whoever_took_the_model_keeps_it(model_folder: Path) -> None:
         lambda engine: engine.step(),
         lambda engine: engine.generate([[1, 2]], FEW),
         lambda engine: engine.model,
-        lambda engine: engine.runner.pool,
+        lambda engine: engine.runner.kv_cache,
         lambda engine: engine.loaded.network,
     ],
     ids=["add", "add nothing", "step", "generate", "model", "pool", "network"],
@@ -117,7 +117,7 @@ def test_the_memory_of_a_cache_falls_back_to_the_system() -> None:
     per_block = 4 * 384
     engine = make_engine(make_network("llama"), kv_blocks=200 * MIB // per_block)
     resident = psutil.Process().memory_info
-    for layer in (*engine.runner.pool.keys, *engine.runner.pool.values):
+    for layer in (*engine.runner.kv_cache.keys, *engine.runner.kv_cache.values):
         layer.zero_()
     del layer
     before = resident().rss

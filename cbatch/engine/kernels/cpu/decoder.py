@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.engine.kernels.cpu.attention import attend, store
-from cbatch.engine.kernels.cpu.board import finish, take
+from cbatch.engine.kernels.cpu.argmax import argmax
+from cbatch.engine.kernels.cpu.attention import attend, store_kv
+from cbatch.engine.kernels.cpu.fast_math import from_float32, to_float32
 from cbatch.engine.kernels.cpu.jit import entry, kernel
-from cbatch.engine.kernels.cpu.largest import find_largest
-from cbatch.engine.kernels.cpu.linear import Tiles, multiply, multiply_gated
-from cbatch.engine.kernels.cpu.numbers import narrow, widen
-from cbatch.engine.kernels.cpu.pages import Pages, Rule, Slices, Workspace
-from cbatch.engine.kernels.cpu.tile import COLUMNS
+from cbatch.engine.kernels.cpu.linear import LinearWorkspace, gated_matmul, matmul
+from cbatch.engine.kernels.cpu.microkernel import COLUMNS
+from cbatch.engine.kernels.cpu.paged_kv import AttentionParams, AttentionPlan, AttentionWorkspace, PagedKV
+from cbatch.engine.kernels.cpu.work_queue import claim, complete
 
-_ROWS = 8
+_ROWS_PER_TASK = 8
 """Rows in a piece of what is done row by row."""
 
 
@@ -25,7 +25,7 @@ class Weights(NamedTuple):
 
     matrices:  every linear, packed (see `linear.pack`), one after the other
     starts:    [layers, 4] where those of a layer begin: queries with keys and values, output, gate with up, down
-    head:      where that of the logits begins
+    lm_head:  where that of the logits begins
     scales:    flat float32, a factor for each column of each matrix; of no size where they are not quantized
     columns:   [layers + 1, 4] where the factors of each matrix begin; those of the logits in the last row
     bias:      [layers, columns] of queries, keys and values; no layers where there is none
@@ -37,19 +37,19 @@ class Weights(NamedTuple):
     """
 
     matrices: NDArray[Any]
-    starts: NDArray[np.int64]
-    head: int
+    offsets: NDArray[np.int64]
+    lm_head: int
     scales: NDArray[np.float32]
-    columns: NDArray[np.int64]
-    bias: NDArray[np.float32]
+    scale_offsets: NDArray[np.int64]
+    qkv_bias: NDArray[np.float32]
     norms: NDArray[np.float32]
-    last_norm: NDArray[np.float32]
-    head_norms: NDArray[np.float32]
+    final_norm: NDArray[np.float32]
+    qk_norms: NDArray[np.float32]
     embedding: NDArray[Any]
-    nothing: NDArray[np.float32]
+    empty: NDArray[np.float32]
 
 
-class Sizes(NamedTuple):
+class DecoderParams(NamedTuple):
     """heads: of queries; eps: of all norms; windows: [layers], 0 for none; scale: of the scores."""
 
     heads: int
@@ -58,7 +58,7 @@ class Sizes(NamedTuple):
     windows: NDArray[np.int64]
 
 
-class Inputs(NamedTuple):
+class StepInputs(NamedTuple):
     """What changes from step to step.
 
     ids:  [T] token ids
@@ -75,24 +75,24 @@ class Inputs(NamedTuple):
     rows: NDArray[np.int64]
 
 
-class Buffers(NamedTuple):
+class Activations(NamedTuple):
     """Room for T tokens of a step, used by every layer again.
 
     stream:  [T, hidden] float32, the residual stream
-    input:   [T, hidden] what goes into a linear; `attended` [T, heads * head_dim] and `inner` [T, ...] likewise
+    input:   [T, hidden] what goes into a linear; `attended` [T, heads * head_dim] and `intermediate` [T, ...] likewise
     mixed:   [T, ...] float32, queries, keys and values
     query:   [T, heads * head_dim]
     """
 
-    stream: NDArray[np.float32]
-    input: NDArray[Any]
-    mixed: NDArray[np.float32]
+    residual: NDArray[np.float32]
+    linear_input: NDArray[Any]
+    qkv: NDArray[np.float32]
     query: NDArray[Any]
     attended: NDArray[Any]
-    inner: NDArray[Any]
+    intermediate: NDArray[Any]
 
 
-class Outputs(NamedTuple):
+class StepOutputs(NamedTuple):
     """What a step gives for R rows.
 
     logits:  [R, columns] float32, of which the first `vocabulary` mean something
@@ -107,31 +107,31 @@ class Outputs(NamedTuple):
 
 
 @kernel
-def _embed(board: Any, phase: int, weights: Any, ids: Any, out: Any) -> int:
-    pieces = -(-len(ids) // _ROWS)
+def _embed(queue: Any, phase: int, weights: Any, ids: Any, out: Any) -> int:
+    num_tasks = -(-len(ids) // _ROWS_PER_TASK)
     hidden = out.shape[1]
     pair = 1 if weights.matrices.itemsize == 4 else 2
-    piece = take(board, phase, pieces)
-    while piece >= 0:
-        for row in range(piece * _ROWS, min(len(ids), (piece + 1) * _ROWS)):
+    task = claim(queue, phase, num_tasks)
+    while task >= 0:
+        for row in range(task * _ROWS_PER_TASK, min(len(ids), (task + 1) * _ROWS_PER_TASK)):
             if len(weights.embedding):
                 for i in range(hidden):
-                    out[row, i] = widen(weights.embedding[ids[row], i])
+                    out[row, i] = to_float32(weights.embedding[ids[row], i])
             else:
                 group, column = ids[row] // COLUMNS, ids[row] % COLUMNS
-                base = weights.head + group * hidden * COLUMNS + column * pair
+                base = weights.lm_head + group * hidden * COLUMNS + column * pair
                 factor = np.float32(1)
                 if len(weights.scales):
-                    factor = weights.scales[weights.columns[-1, 0] + ids[row]]
+                    factor = weights.scales[weights.scale_offsets[-1, 0] + ids[row]]
                 for i in range(hidden):
-                    out[row, i] = factor * widen(weights.matrices[base + i // pair * COLUMNS * pair + i % pair])
-        finish(board, phase, pieces)
-        piece = take(board, phase, pieces)
+                    out[row, i] = factor * to_float32(weights.matrices[base + i // pair * COLUMNS * pair + i % pair])
+        complete(queue, phase, num_tasks)
+        task = claim(queue, phase, num_tasks)
     return phase + 1
 
 
 @kernel
-def _one_over_rms(x: Any, eps: float) -> Any:
+def _inverse_rms(x: Any, eps: float) -> Any:
     """What brings x to a root mean square of 1 (RMSNorm, Zhang and Sennrich, 2019)."""
     squares = np.float32(0)
     for i in range(len(x)):
@@ -140,26 +140,26 @@ def _one_over_rms(x: Any, eps: float) -> Any:
 
 
 @kernel
-def _norm(board: Any, phase: int, x: Any, rows: Any, weight: Any, eps: float, out: Any) -> int:
+def _rms_norm(queue: Any, phase: int, x: Any, rows: Any, weight: Any, eps: float, out: Any) -> int:
     """out [R, hidden] = x [T, hidden] of those rows, brought to a root mean square of 1, times weight."""
-    pieces = -(-len(rows) // _ROWS)
-    piece = take(board, phase, pieces)
-    while piece >= 0:
-        for i in range(piece * _ROWS, min(len(rows), (piece + 1) * _ROWS)):
+    num_tasks = -(-len(rows) // _ROWS_PER_TASK)
+    task = claim(queue, phase, num_tasks)
+    while task >= 0:
+        for i in range(task * _ROWS_PER_TASK, min(len(rows), (task + 1) * _ROWS_PER_TASK)):
             row = x[rows[i]]
-            factor = _one_over_rms(row, eps)
+            factor = _inverse_rms(row, eps)
             for j in range(len(row)):
-                out[i, j] = narrow(row[j] * factor * weight[j], out)
-        finish(board, phase, pieces)
-        piece = take(board, phase, pieces)
+                out[i, j] = from_float32(row[j] * factor * weight[j], out)
+        complete(queue, phase, num_tasks)
+        task = claim(queue, phase, num_tasks)
     return phase + 1
 
 
 @kernel
-def _turn(head: Any, norm: Any, eps: float, cosines: Any, sines: Any) -> None:
+def _norm_and_rope(head: Any, norm: Any, eps: float, cosines: Any, sines: Any) -> None:
     """Norm of a head's query or key, where it has one, and its rotation by the token's place (RoPE), in place."""
     if len(norm):
-        factor = _one_over_rms(head, eps)
+        factor = _inverse_rms(head, eps)
         for i in range(len(head)):
             head[i] = head[i] * factor * norm[i]
     half = len(cosines)
@@ -170,89 +170,139 @@ def _turn(head: Any, norm: Any, eps: float, cosines: Any, sines: Any) -> None:
 
 
 @kernel
-def _place(
-    board: Any, phase: int, layer: int, pages: Any, slices: Any, sizes: Any, inputs: Any, weights: Any, mixed: Any,
+def _rope_and_store_kv(
+    queue: Any, phase: int, layer: int, kv: Any, plan: Any, params: Any, inputs: Any, weights: Any, qkv: Any,
     query: Any,
 ) -> int:  # fmt: skip
     """Turns queries and keys, and puts keys and values into the cache."""
-    pieces = -(-len(mixed) // _ROWS)
-    width = pages.key_dim
-    piece = take(board, phase, pieces)
-    while piece >= 0:
-        for row in range(piece * _ROWS, min(len(mixed), (piece + 1) * _ROWS)):
+    num_tasks = -(-len(qkv) // _ROWS_PER_TASK)
+    width = kv.key_dim
+    task = claim(queue, phase, num_tasks)
+    while task >= 0:
+        for row in range(task * _ROWS_PER_TASK, min(len(qkv), (task + 1) * _ROWS_PER_TASK)):
             place = inputs.positions[row]
             cosines, sines = inputs.cosines[place], inputs.sines[place]
-            if len(weights.bias):
-                for i in range(mixed.shape[1]):
-                    mixed[row, i] += weights.bias[layer, i]
-            for head in range(sizes.heads + pages.heads):
-                is_key = head >= sizes.heads
-                norm = weights.head_norms[layer, 1 if is_key else 0] if len(weights.head_norms) else weights.nothing
-                _turn(mixed[row, head * width : (head + 1) * width], norm, sizes.eps, cosines, sines)
-            for i in range(sizes.heads * width):
-                query[row, i] = narrow(mixed[row, i], query)
-            for head in range(pages.heads):
-                left = (sizes.heads + head) * width
-                right = (sizes.heads + pages.heads + head) * width
-                store(
-                    pages, layer, slices.slots[row], head, mixed[row, left : left + width],
-                    mixed[row, right : right + width], slices.lasts[row],
+            if len(weights.qkv_bias):
+                for i in range(qkv.shape[1]):
+                    qkv[row, i] += weights.qkv_bias[layer, i]
+            for head in range(params.heads + kv.heads):
+                is_key = head >= params.heads
+                norm = weights.qk_norms[layer, 1 if is_key else 0] if len(weights.qk_norms) else weights.empty
+                _norm_and_rope(qkv[row, head * width : (head + 1) * width], norm, params.eps, cosines, sines)
+            for i in range(params.heads * width):
+                query[row, i] = from_float32(qkv[row, i], query)
+            for head in range(kv.heads):
+                left = (params.heads + head) * width
+                right = (params.heads + kv.heads + head) * width
+                store_kv(
+                    kv, layer, plan.slots[row], head, qkv[row, left : left + width],
+                    qkv[row, right : right + width], plan.is_last[row],
                 )  # fmt: skip
-        finish(board, phase, pieces)
-        piece = take(board, phase, pieces)
+        complete(queue, phase, num_tasks)
+        task = claim(queue, phase, num_tasks)
     return phase + 1
 
 
 @kernel
-def _factors(weights: Any, layer: int) -> Any:
+def _layer_scales(weights: Any, layer: int) -> Any:
     """Factors for the columns of a layer's four matrices; nothing for those that are not quantized."""
-    scales, columns = weights.scales, weights.columns[layer]
+    scales, scale_offsets = weights.scales, weights.scale_offsets[layer]
     if len(scales) == 0:
         return scales, scales, scales, scales
-    return scales[columns[0] :], scales[columns[1] :], scales[columns[2] :], scales[columns[3] :]
+    return (
+        scales[scale_offsets[0] :],
+        scales[scale_offsets[1] :],
+        scales[scale_offsets[2] :],
+        scales[scale_offsets[3] :],
+    )
 
 
 @kernel
-def _find_likeliest(board: Any, phase: int, outputs: Any) -> None:
-    pieces = len(outputs.tokens)
-    piece = take(board, phase, pieces)
-    while piece >= 0:
-        outputs.tokens[piece], outputs.largest[piece] = find_largest(outputs.logits[piece, : outputs.vocabulary])
-        finish(board, phase, pieces)
-        piece = take(board, phase, pieces)
+def _argmax_rows(queue: Any, phase: int, outputs: Any) -> None:
+    num_tasks = len(outputs.tokens)
+    task = claim(queue, phase, num_tasks)
+    while task >= 0:
+        outputs.tokens[task], outputs.largest[task] = argmax(outputs.logits[task, : outputs.vocabulary])
+        complete(queue, phase, num_tasks)
+        task = claim(queue, phase, num_tasks)
 
 
 @entry
-def step(
-    board: Any, thread: int, weights: Weights, sizes: Sizes, pages: Pages, slices: Slices, inputs: Inputs,
-    buffers: Buffers, tiles: Tiles, work: Workspace, outputs: Outputs,
-) -> None:  # fmt: skip
+def decoder_step(
+    queue: Any,
+    thread: int,
+    weights: Weights,
+    params: DecoderParams,
+    kv: PagedKV,
+    plan: AttentionPlan,
+    inputs: StepInputs,
+    activations: Activations,
+    linear_workspace: LinearWorkspace,
+    attention_workspace: AttentionWorkspace,
+    outputs: StepOutputs,
+) -> None:
     """Computes what is wanted of a step; its keys and values are in the cache then.
 
     Called in every thread of a team: each phase returns when all of its pieces are done.
     """
-    x, nothing = buffers.stream, weights.nothing
-    phase = _embed(board, 0, weights, inputs.ids, x)
-    for layer in range(len(weights.starts)):
-        starts = weights.starts[layer]
-        mixing, output, gated, down = _factors(weights, layer)
-        rule = Rule(sizes.scale, sizes.windows[layer], 0.0, nothing)
-        phase = _norm(board, phase, x, inputs.every, weights.norms[layer, 0], sizes.eps, buffers.input)
-        phase = multiply(
-            board, phase, thread, buffers.input, weights.matrices, starts[0], mixing, buffers.mixed, 0, tiles
+    x, empty = activations.residual, weights.empty
+    phase = _embed(queue, 0, weights, inputs.ids, x)
+    for layer in range(len(weights.offsets)):
+        offsets = weights.offsets[layer]
+        mixing, output, gated, down = _layer_scales(weights, layer)
+        attention = AttentionParams(params.scale, params.windows[layer], 0.0, empty)
+        phase = _rms_norm(queue, phase, x, inputs.every, weights.norms[layer, 0], params.eps, activations.linear_input)
+        phase = matmul(
+            queue,
+            phase,
+            thread,
+            activations.linear_input,
+            weights.matrices,
+            offsets[0],
+            mixing,
+            activations.qkv,
+            0,
+            linear_workspace,
         )
-        phase = _place(board, phase, layer, pages, slices, sizes, inputs, weights, buffers.mixed, buffers.query)
-        phase = attend(board, phase, thread, pages, layer, slices, rule, buffers.query, buffers.attended, work)
-        phase = multiply(board, phase, thread, buffers.attended, weights.matrices, starts[1], output, x, 1, tiles)
-        phase = _norm(board, phase, x, inputs.every, weights.norms[layer, 1], sizes.eps, buffers.input)
-        phase = multiply_gated(
-            board, phase, thread, buffers.input, weights.matrices, starts[2], gated, buffers.inner, tiles
+        phase = _rope_and_store_kv(
+            queue, phase, layer, kv, plan, params, inputs, weights, activations.qkv, activations.query
         )
-        phase = multiply(board, phase, thread, buffers.inner, weights.matrices, starts[3], down, x, 1, tiles)
+        phase = attend(
+            queue,
+            phase,
+            thread,
+            kv,
+            layer,
+            plan,
+            attention,
+            activations.query,
+            activations.attended,
+            attention_workspace,
+        )
+        phase = matmul(
+            queue, phase, thread, activations.attended, weights.matrices, offsets[1], output, x, 1, linear_workspace
+        )
+        phase = _rms_norm(queue, phase, x, inputs.every, weights.norms[layer, 1], params.eps, activations.linear_input)
+        phase = gated_matmul(
+            queue,
+            phase,
+            thread,
+            activations.linear_input,
+            weights.matrices,
+            offsets[2],
+            gated,
+            activations.intermediate,
+            linear_workspace,
+        )
+        phase = matmul(
+            queue, phase, thread, activations.intermediate, weights.matrices, offsets[3], down, x, 1, linear_workspace
+        )
     if len(inputs.rows) == 0:  # chunks of prompts only; a phase has one piece at least
         return
-    chosen = buffers.input[: len(inputs.rows)]
-    phase = _norm(board, phase, x, inputs.rows, weights.last_norm, sizes.eps, chosen)
-    factors = weights.scales[weights.columns[-1, 0] :] if len(weights.scales) else nothing
-    phase = multiply(board, phase, thread, chosen, weights.matrices, weights.head, factors, outputs.logits, 0, tiles)
-    _find_likeliest(board, phase, outputs)
+    chosen = activations.linear_input[: len(inputs.rows)]
+    phase = _rms_norm(queue, phase, x, inputs.rows, weights.final_norm, params.eps, chosen)
+    factors = weights.scales[weights.scale_offsets[-1, 0] :] if len(weights.scales) else empty
+    phase = matmul(
+        queue, phase, thread, chosen, weights.matrices, weights.lm_head, factors, outputs.logits, 0, linear_workspace
+    )
+    _argmax_rows(queue, phase, outputs)

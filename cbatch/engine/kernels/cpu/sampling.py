@@ -22,25 +22,25 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from cbatch.engine.kernels.cpu.board import finish, take
+from cbatch.engine.kernels.cpu.argmax import BLOCK, from_ordered_int, max_of, to_ordered_int
+from cbatch.engine.kernels.cpu.fast_math import bits_of, exp
 from cbatch.engine.kernels.cpu.jit import entry, kernel
-from cbatch.engine.kernels.cpu.largest import BLOCK, largest_of, of_order, order_of
-from cbatch.engine.kernels.cpu.numbers import bits_of, exp
-from cbatch.engine.kernels.cpu.team import Team
+from cbatch.engine.kernels.cpu.thread_pool import ThreadPool
+from cbatch.engine.kernels.cpu.work_queue import claim, complete
 
 _INFINITY = np.float32(np.inf)
 _LN2 = math.log(2)
 _SLACK = 1e-3
 """Above what rounding can do to a bound of the noise."""
 
-_MOST_NOISE = np.float32(33 * _LN2 + _SLACK)
+_MAX_NOISE = np.float32(33 * _LN2 + _SLACK)
 _STEEPNESS = np.float32(-_LN2 * 2.0**-23)
 _OFFSET = np.float32(127 * _LN2 + _SLACK)
 _NEGLIGIBLE = np.float32(32)
 """So far below the largest, all tokens of a vocabulary together are less than what rounding does to the sum."""
 
 
-class Rules(NamedTuple):
+class DrawParams(NamedTuple):
     """How the D rows are drawn.
 
     starts:      [D] where the logits of a row begin
@@ -58,32 +58,34 @@ class Rules(NamedTuple):
     keys: NDArray[np.uint32]
 
 
-class Room(NamedTuple):
+class SamplingWorkspace(NamedTuple):
     """Room for one row in each thread: [threads, blocks] the largest of each block, [threads, V] what top-k looks at.
 
     Both float32.
     """
 
-    tops: NDArray[np.float32]
+    block_max: NDArray[np.float32]
     candidates: NDArray[np.float32]
 
 
 @lru_cache(maxsize=2)
-def room_for(threads: int, vocabulary: int) -> Room:
+def sampling_workspace(threads: int, vocabulary: int) -> SamplingWorkspace:
     """The same room again where there is one: it is not given back to the system after every step."""
     blocks = -(-vocabulary // BLOCK)
-    return Room(np.empty((threads, blocks), np.float32), np.empty((threads, vocabulary), np.float32))
+    return SamplingWorkspace(np.empty((threads, blocks), np.float32), np.empty((threads, vocabulary), np.float32))
 
 
-_is_in_use = Lock()
+_workspace_lock = Lock()
 """The room; two engines may work in two threads."""
 
 
-def draw_tokens(team: Team, logits: NDArray[np.float32], vocabulary: int, rules: Rules) -> NDArray[np.int64]:
+def draw_tokens(
+    thread_pool: ThreadPool, logits: NDArray[np.float32], vocabulary: int, params: DrawParams
+) -> NDArray[np.int64]:
     """Draws a token for each row of the rules; returns tokens [D]. See `draw_rows`."""
-    tokens = np.zeros(len(rules.starts), np.int64)
-    with _is_in_use:
-        team.run(draw_rows, logits, vocabulary, rules, room_for(team.size, vocabulary), tokens)
+    tokens = np.zeros(len(params.starts), np.int64)
+    with _workspace_lock:
+        thread_pool.run(draw_rows, logits, vocabulary, params, sampling_workspace(thread_pool.size, vocabulary), tokens)
     return tokens
 
 
@@ -122,23 +124,23 @@ def noise(token: int, key: Any) -> Any:
 
 
 @kernel
-def _most_noise(token: int, key: Any) -> Any:
+def _noise_bound(token: int, key: Any) -> Any:
     """A number that the token's noise does not reach: -log(u) is never less, and u's bits, read as an integer, nearly
     are its logarithm, and never more."""
     return np.float32(np.int32(bits_of(_uniform(token, key)))) * _STEEPNESS + _OFFSET
 
 
 @kernel
-def find_tops(row: Any, temperature: Any, tops: Any) -> Any:
+def block_maxima(row: Any, temperature: Any, block_max: Any) -> Any:
     """Fills in the largest logit, divided by the temperature, of each block; returns where the largest of all is."""
     place = 0
-    for block in range(len(tops)):
-        tops[block] = divide(largest_of(row[block * BLOCK : (block + 1) * BLOCK]), temperature)
-        if not tops[block] <= tops[place]:
+    for block in range(len(block_max)):
+        block_max[block] = divide(max_of(row[block * BLOCK : (block + 1) * BLOCK]), temperature)
+        if not block_max[block] <= block_max[place]:
             place = block
     part = row[place * BLOCK : (place + 1) * BLOCK]
     for i in range(len(part)):
-        if divide(part[i], temperature) == tops[place]:
+        if divide(part[i], temperature) == block_max[place]:
             return place * BLOCK + i
     return 0  # it is no number
 
@@ -146,10 +148,10 @@ def find_tops(row: Any, temperature: Any, tops: Any) -> Any:
 @kernel
 def _kth_largest(values: Any, k: int) -> Any:
     """Halves the range where it must be, 32 times, by how many are as large."""
-    low, high = np.int64(order_of(-_INFINITY)), np.int64(order_of(_INFINITY))
+    low, high = np.int64(to_ordered_int(-_INFINITY)), np.int64(to_ordered_int(_INFINITY))
     while low < high:
         middle = (low + high + 1) >> 1
-        value = of_order(np.int32(middle))
+        value = from_ordered_int(np.int32(middle))
         count = np.int32(0)
         for i in range(len(values)):
             count = np.int32(count + (values[i] >= value))
@@ -157,19 +159,19 @@ def _kth_largest(values: Any, k: int) -> Any:
             low = middle
         else:
             high = middle - 1
-    return of_order(np.int32(low))
+    return from_ordered_int(np.int32(low))
 
 
 @kernel
-def kth_logit(row: Any, temperature: Any, k: int, tops: Any, candidates: Any) -> Any:
+def kth_largest_logit(row: Any, temperature: Any, k: int, block_max: Any, candidates: Any) -> Any:
     """The k-th largest logit, divided by the temperature.
 
     The k-th largest of the blocks' largest is not larger than it, so it is among those that are not less than that.
     """
-    least = _kth_largest(tops, k) if k <= len(tops) else -_INFINITY
+    least = _kth_largest(block_max, k) if k <= len(block_max) else -_INFINITY
     count = 0
-    for block in range(len(tops)):
-        if tops[block] >= least:
+    for block in range(len(block_max)):
+        if block_max[block] >= least:
             part = row[block * BLOCK : (block + 1) * BLOCK]
             for i in range(len(part)):
                 x = divide(part[i], temperature)
@@ -179,11 +181,11 @@ def kth_logit(row: Any, temperature: Any, k: int, tops: Any, candidates: Any) ->
 
 
 @kernel
-def mass_before(row: Any, temperature: Any, tops: Any, most: Any, limit: Any, end: int) -> float:
+def mass_before(row: Any, temperature: Any, block_max: Any, most: Any, limit: Any, end: int) -> float:
     """The sum of e^(x - most) of the tokens before the token `end`, whose x, logit over temperature, is `limit`."""
     total = 0.0
-    for block in range(len(tops)):
-        if tops[block] >= limit and tops[block] >= most - _NEGLIGIBLE:
+    for block in range(len(block_max)):
+        if block_max[block] >= limit and block_max[block] >= most - _NEGLIGIBLE:
             part, stop, mass = row[block * BLOCK : (block + 1) * BLOCK], np.int32(end - block * BLOCK), np.float32(0)
             for i in range(len(part)):
                 x = divide(part[i], temperature)
@@ -193,25 +195,25 @@ def mass_before(row: Any, temperature: Any, tops: Any, most: Any, limit: Any, en
 
 
 @kernel
-def _best(row: Any, temperature: Any, key: Any, tops: Any, first: int, limit: Any, end: int) -> int:
+def _noisy_argmax(row: Any, temperature: Any, key: Any, block_max: Any, first: int, limit: Any, end: int) -> int:
     """The token with the largest logit plus noise of those before the token `end` (see `mass_before`), or the first.
 
     Logarithms are taken only of those that a bound does not rule out, which are few.
     """
     token = first
     best = divide(row[first], temperature) + noise(first, key)
-    for block in range(len(tops)):
-        if tops[block] < limit or tops[block] + _MOST_NOISE < best:
+    for block in range(len(block_max)):
+        if block_max[block] < limit or block_max[block] + _MAX_NOISE < best:
             continue
         part, start, hits = row[block * BLOCK : (block + 1) * BLOCK], block * BLOCK, np.int32(0)
         for i in range(len(part)):
             x = divide(part[i], temperature)
-            hits = np.int32(hits + ((x + _most_noise(start + i, key) >= best) & (x >= limit)))
+            hits = np.int32(hits + ((x + _noise_bound(start + i, key) >= best) & (x >= limit)))
         if hits == 0:
             continue
         for i in range(len(part)):
             x = divide(part[i], temperature)
-            if x + _most_noise(start + i, key) >= best and (x > limit or (x == limit and start + i < end)):
+            if x + _noise_bound(start + i, key) >= best and (x > limit or (x == limit and start + i < end)):
                 score = x + noise(start + i, key)
                 if score > best:
                     token, best = start + i, score
@@ -220,7 +222,7 @@ def _best(row: Any, temperature: Any, key: Any, tops: Any, first: int, limit: An
 
 @kernel
 def is_kept(
-    row: Any, temperature: Any, top_p: Any, min_p: Any, tops: Any, first: int, total: float, token: int
+    row: Any, temperature: Any, top_p: Any, min_p: Any, block_max: Any, first: int, total: float, token: int
 ) -> bool:  # fmt: skip
     """Whether top-p and min-p keep a token that top-k keeps; total: of what top-k keeps, as `mass_before`."""
     if token == first:
@@ -228,31 +230,33 @@ def is_kept(
     most, x = divide(row[first], temperature), divide(row[token], temperature)
     if exp(x - most) < min_p:
         return False
-    return bool(top_p >= 1 or mass_before(row, temperature, tops, most, x, token) < top_p * total)
+    return bool(top_p >= 1 or mass_before(row, temperature, block_max, most, x, token) < top_p * total)
 
 
 @entry
-def draw_rows(board: Any, thread: int, logits: Any, vocabulary: int, rules: Rules, room: Room, tokens: Any) -> None:
+def draw_rows(
+    queue: Any, thread: int, logits: Any, vocabulary: int, params: DrawParams, workspace: SamplingWorkspace, tokens: Any
+) -> None:
     """Draws tokens [D] int64 from the rows that lie in logits, flat float32; called in every thread of a team.
 
     A row whose largest logit is not finite gets a token that means nothing.
     """
-    tops, candidates, pieces = room.tops[thread], room.candidates[thread], len(tokens)
-    piece = take(board, 0, pieces)
-    while piece >= 0:
-        row = logits[rules.starts[piece] : rules.starts[piece] + vocabulary]
-        temperature, top_k, top_p = rules.temperature[piece], rules.top_k[piece], rules.top_p[piece]
-        first = find_tops(row, temperature, tops)
+    block_max, candidates, num_tasks = workspace.block_max[thread], workspace.candidates[thread], len(tokens)
+    task = claim(queue, 0, num_tasks)
+    while task >= 0:
+        row = logits[params.starts[task] : params.starts[task] + vocabulary]
+        temperature, top_k, top_p = params.temperature[task], params.top_k[task], params.top_p[task]
+        first = block_maxima(row, temperature, block_max)
         limit, end, total = -_INFINITY, vocabulary, 1.0
         if 0 < top_k < vocabulary:
-            limit = kth_logit(row, temperature, top_k, tops, candidates)
+            limit = kth_largest_logit(row, temperature, top_k, block_max, candidates)
         if top_p < 1:
-            total = mass_before(row, temperature, tops, divide(row[first], temperature), limit, end)
+            total = mass_before(row, temperature, block_max, divide(row[first], temperature), limit, end)
         while True:
-            token = _best(row, temperature, rules.keys[piece], tops, first, limit, end)
-            if is_kept(row, temperature, top_p, rules.min_p[piece], tops, first, total, token):
+            token = _noisy_argmax(row, temperature, params.keys[task], block_max, first, limit, end)
+            if is_kept(row, temperature, top_p, params.min_p[task], block_max, first, total, token):
                 break
             limit, end = divide(row[token], temperature), token
-        tokens[piece] = token
-        finish(board, 0, pieces)
-        piece = take(board, 0, pieces)
+        tokens[task] = token
+        complete(queue, 0, num_tasks)
+        task = claim(queue, 0, num_tasks)

@@ -11,9 +11,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cbatch.engine.kernels.cpu.jit import HAS_BFLOAT16
-from cbatch.engine.kernels.cpu.tile import LANES, BFloat16
+from cbatch.engine.kernels.cpu.microkernel import LANES, BFloat16
 
-CHUNK = 64
+TILE_TOKENS = 64
 """Scores that go through the softmax at once."""
 
 _SLACK = 8.0
@@ -39,7 +39,7 @@ class _Vectors:
     def __init__(self, builder: Any) -> None:
         self.builder = builder
 
-    def spread(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         kind = ir.VectorType(value.type, LANES)
         first = self.builder.insert_element(ir.Constant(kind, ir.Undefined), value, _INT32(0))
         return self.builder.shuffle_vector(first, first, _words(0))
@@ -53,7 +53,7 @@ class _Vectors:
         """Of two, of which the second is taken where the first is no number."""
         return self.builder.select(self.builder.fcmp_ordered(">", one, other), one, other)
 
-    def folded(self, vector: Any, combine: Any) -> Any:
+    def reduce(self, vector: Any, combine: Any) -> Any:
         """All lanes combined, always in the same order."""
         width = LANES // 2
         while width:
@@ -97,7 +97,9 @@ class _Vectors:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def weigh(context: Any, like: Any, scores: Any, weights: Any, scale: Any, first: Any, stop: Any, before: Any) -> Any:
+def softmax_weights(
+    context: Any, like: Any, scores: Any, weights: Any, scale: Any, first: Any, stop: Any, before: Any
+) -> Any:
     """Of 64 scores times `scale`, of which those from `first` up to `stop` count: e^(score - another).
 
     like:    an element of the weights: float32, or uint16 for bfloat16
@@ -112,27 +114,27 @@ def weigh(context: Any, like: Any, scores: Any, weights: Any, scale: Any, first:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, scores, weights, scale, first, stop, before = args
         vectors = _Vectors(builder)
-        low, high = (vectors.spread(builder.trunc(bound, _INT32)) for bound in (first, stop))
+        low, high = (vectors.broadcast(builder.trunc(bound, _INT32)) for bound in (first, stop))
         lowest = _floats(float("-inf"))
         rows, most = [], lowest
-        for part in range(CHUNK // LANES):
+        for part in range(TILE_TOKENS // LANES):
             pointer = builder.inttoptr(builder.add(scores, _INT64(part * LANES * 4)), _FLOATS.as_pointer())
-            row = builder.fmul(builder.load(pointer, align=4), vectors.spread(scale))
+            row = builder.fmul(builder.load(pointer, align=4), vectors.broadcast(scale))
             places = ir.Constant(_WORDS, [part * LANES + lane for lane in range(LANES)])
             counts = builder.and_(builder.icmp_signed(">=", places, low), builder.icmp_signed("<", places, high))
             rows.append(builder.select(counts, row, lowest))
             most = vectors.larger(rows[-1], most)
-        largest = vectors.folded(most, vectors.larger)
+        largest = vectors.reduce(most, vectors.larger)
         far = builder.fcmp_ordered(">", largest, builder.fadd(before, _FLOAT(_SLACK)))
         largest = builder.select(far, largest, before)
         is_lowest = builder.fcmp_ordered("==", largest, _FLOAT(float("-inf")))
         base = builder.select(is_lowest, _FLOAT(0.0), largest)  # nothing counts, or nothing that is a number
         total = _floats(0.0)
         for part, row in enumerate(rows):
-            weight = vectors.exp(builder.fsub(row, vectors.spread(base)))
+            weight = vectors.exp(builder.fsub(row, vectors.broadcast(base)))
             total = builder.fadd(total, weight)
             vectors.store(weight, weights, part, like)
-        return context.make_tuple(builder, signature.return_type, [largest, vectors.folded(total, builder.fadd)])
+        return context.make_tuple(builder, signature.return_type, [largest, vectors.reduce(total, builder.fadd)])
 
     arguments = (like, types.int64, types.int64, types.float32, types.int64, types.int64, types.float32)
     return types.UniTuple(types.float32, 2)(*arguments), generate

@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.engine.kernels.cpu.pages import Pages
-from cbatch.engine.kernels.cpu.tile import LANES, tile_code
+from cbatch.engine.kernels.cpu.microkernel import LANES, microkernel_address
+from cbatch.engine.kernels.cpu.paged_kv import PagedKV
 from cbatch.engine.runtime.kv_cache import LayerShape, Shape
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -34,11 +34,11 @@ def block_shapes(layer: LayerShape, block_size: int, dtype: torch.dtype) -> tupl
     return keys, (layer.heads, layer.value_dim // LANES, block_size // pair, LANES, pair)
 
 
-def pages_of(keys: Tensor, values: Tensor) -> Pages:
+def paged_kv_of(keys: Tensor, values: Tensor) -> PagedKV:
     """The cache of several layers: keys and values [layers, num_blocks, *block shape]."""
     heads, panels, steps, _, pair = keys.shape[2:]
-    return Pages(
-        tile_code(as_array(keys).dtype),
+    return PagedKV(
+        microkernel_address(as_array(keys).dtype),
         as_array(keys).reshape(len(keys), -1),
         as_array(values).reshape(len(values), -1),
         heads,

@@ -14,8 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.engine.kernels.triton.metadata import Decode
-from cbatch.engine.kernels.triton.tile import Rule, absorb, cache_rows, load_rows, score, sizes
+from cbatch.engine.kernels.triton.attention_metadata import DecodeMetadata
+from cbatch.engine.kernels.triton.attention_tile import (
+    AttentionParams,
+    cache_layout,
+    kv_rows,
+    load_kv,
+    online_softmax_update,
+    scaled_scores,
+)
 
 
 class DecodeTuning(NamedTuple):
@@ -51,8 +58,8 @@ def attend_decode(
     keys: Tensor,
     values: Tensor,
     out: Tensor,
-    decode: Decode,
-    rule: Rule,
+    decode: DecodeMetadata,
+    params: AttentionParams,
     multiprocessors: int,
     tuning: DecodeTuning,
 ) -> None:
@@ -63,32 +70,32 @@ def attend_decode(
     multiprocessors  how many the device has; how many programs are launched does not depend on the rows, unless they
                      could never occupy so many
     """
-    layer, options = sizes(query, keys, values), rule.arguments(query)
+    layer, options = cache_layout(query, keys, values), params.arguments(query)
     levels = len(decode.totals)
-    if rule.window is not None:
-        levels = min(levels, -(-(rule.window - 1) // decode.split) + 1)
+    if params.window is not None:
+        levels = min(levels, -(-(params.window - 1) // decode.split) + 1)
     heads, value_dim = out.shape[1:]
-    num_parts = decode.parts if levels > 1 else 0
-    parts = query.new_empty(num_parts, heads, value_dim, dtype=torch.float32)
+    num_parts = decode.partials if levels > 1 else 0
+    partials = query.new_empty(num_parts, heads, value_dim, dtype=torch.float32)
     sums = query.new_empty(num_parts, heads, dtype=torch.float32)
     programs = tuning.programs(multiprocessors, max(layer["KEY_TILE"], layer["VALUE_TILE"]))
     _decode_kernel[(min(programs, decode.capacity * layer["KV_HEADS"]),)](
-        query, keys, values, out, parts, sums, decode.sequences, decode.items, decode.totals, decode.pages,
+        query, keys, values, out, partials, sums, decode.sequences, decode.items, decode.totals, decode.block_ids,
         levels, query.stride(0), query.stride(1), **options, **layer, SPLIT=decode.split,
         ROWS=max(16, triton.next_power_of_2(layer["GROUP"])),
         TOKENS=tuning.tile_tokens(layer["KEY_TILE"], keys.dtype), num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
     if num_parts:
         _combine_kernel[(len(decode.sequences), heads)](
-            out, parts, sums, decode.sequences, options["window"], HAS_WINDOW=options["HAS_WINDOW"], HEADS=heads,
+            out, partials, sums, decode.sequences, options["window"], HAS_WINDOW=options["HAS_WINDOW"], HEADS=heads,
             VALUE_DIM=value_dim, VALUE_TILE=layer["VALUE_TILE"], SPLIT=decode.split, CHUNK=tuning.chunk,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["levels", "window"])
 def _decode_kernel(
-    query: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, parts: tl.tensor, sums: tl.tensor,
-    sequences: tl.tensor, items: tl.tensor, totals: tl.tensor, pages: tl.tensor, levels: tl.tensor,
+    query: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, partials: tl.tensor, sums: tl.tensor,
+    sequences: tl.tensor, items: tl.tensor, totals: tl.tensor, block_ids: tl.tensor, levels: tl.tensor,
     query_row: tl.tensor, query_head: tl.tensor, scale: tl.tensor, window: tl.tensor, softcap: tl.tensor,
     sinks: tl.tensor, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr,
@@ -108,7 +115,7 @@ def _decode_kernel(
         first = seen // SPLIT
         begin, end = tl.maximum(split * SPLIT, seen), tl.minimum(split * SPLIT + SPLIT, length)
         result, log_sum = _attend_split(
-            query + tl.load(sequence).to(tl.int64) * query_row, keys, values, pages + tl.load(sequence + 2), head,
+            query + tl.load(sequence).to(tl.int64) * query_row, keys, values, block_ids + tl.load(sequence + 2), head,
             begin, end, split == first, query_head, scale, softcap, sinks, HAS_SOFTCAP, HAS_SINKS, KV_HEADS, GROUP,
             BLOCK_SIZE, KEY_DIM, VALUE_DIM, KEY_TILE, VALUE_TILE, ROWS, TOKENS,
         )  # fmt: skip
@@ -123,13 +130,13 @@ def _decode_kernel(
             tl.store(there + place, result.to(out.dtype.element_ty), mask=kept)
         else:
             part = (tl.load(sequence + 3) + split).to(tl.int64) * (KV_HEADS * GROUP)
-            tl.store(parts + part * VALUE_DIM + place, result, mask=kept)
+            tl.store(partials + part * VALUE_DIM + place, result, mask=kept)
             tl.store(sums + part + row, log_sum, mask=member < members)
 
 
 @triton.jit
 def _attend_split(
-    query: tl.tensor, keys: tl.tensor, values: tl.tensor, pages: tl.tensor, head: tl.tensor, begin: tl.tensor,
+    query: tl.tensor, keys: tl.tensor, values: tl.tensor, block_ids: tl.tensor, head: tl.tensor, begin: tl.tensor,
     end: tl.tensor, is_first: tl.tensor, query_head: tl.tensor, scale: tl.tensor, softcap: tl.tensor, sinks: tl.tensor,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr,
@@ -153,19 +160,19 @@ def _attend_split(
     for place in range(begin, end, TOKENS):
         tokens = place + tl.arange(0, TOKENS)
         there = tokens < end
-        rows = cache_rows(pages, tokens, there, head, KV_HEADS, BLOCK_SIZE)
-        k = load_rows(keys, rows, there, KEY_DIM, KEY_TILE, True)
-        scores = score(q, k, scale, softcap, HAS_SOFTCAP)
+        rows = kv_rows(block_ids, tokens, there, head, KV_HEADS, BLOCK_SIZE)
+        k = load_kv(keys, rows, there, KEY_DIM, KEY_TILE, True)
+        scores = scaled_scores(q, k, scale, softcap, HAS_SOFTCAP)
         scores = tl.where(there[None, :], scores, float("-inf"))
-        v = load_rows(values, rows, there, VALUE_DIM, VALUE_TILE, True)
-        acc, largest, total = absorb(scores, v, acc, largest, total)
+        v = load_kv(values, rows, there, VALUE_DIM, VALUE_TILE, True)
+        acc, largest, total = online_softmax_update(scores, v, acc, largest, total)
     total = tl.where(total == 0, 1.0, total)  # a row of padding
     return acc / total[:, None], largest + tl.log2(total)
 
 
 @triton.jit(do_not_specialize=["window"])
 def _combine_kernel(
-    out: tl.tensor, parts: tl.tensor, sums: tl.tensor, sequences: tl.tensor, window: tl.tensor,
+    out: tl.tensor, partials: tl.tensor, sums: tl.tensor, sequences: tl.tensor, window: tl.tensor,
     HAS_WINDOW: tl.constexpr, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_TILE: tl.constexpr,
     SPLIT: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -184,7 +191,7 @@ def _combine_kernel(
             row = (base + split) * HEADS + head
             weight = tl.load(sums + row, mask=split <= last, other=float("-inf"))
             kept = (split <= last)[:, None] & (column < VALUE_DIM)[None, :]
-            part = tl.load(parts + row[:, None] * VALUE_DIM + column[None, :], mask=kept, other=0.0)
+            part = tl.load(partials + row[:, None] * VALUE_DIM + column[None, :], mask=kept, other=0.0)
             peak = tl.maximum(largest, tl.max(weight, 0))
             weight = tl.exp2(weight - peak)
             fade = tl.exp2(largest - peak)

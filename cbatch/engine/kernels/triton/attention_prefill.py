@@ -13,8 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.engine.kernels.triton.metadata import Prefill
-from cbatch.engine.kernels.triton.tile import Rule, absorb, cache_rows, load_rows, score, sizes
+from cbatch.engine.kernels.triton.attention_metadata import PrefillMetadata
+from cbatch.engine.kernels.triton.attention_tile import (
+    AttentionParams,
+    cache_layout,
+    kv_rows,
+    load_kv,
+    online_softmax_update,
+    scaled_scores,
+)
 
 
 class PrefillTuning(NamedTuple):
@@ -42,19 +49,25 @@ class PrefillTuning(NamedTuple):
 
 
 def attend_prefill(
-    query: Tensor, keys: Tensor, values: Tensor, out: Tensor, prefill: Prefill, rule: Rule, tuning: PrefillTuning
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    prefill: PrefillMetadata,
+    params: AttentionParams,
+    tuning: PrefillTuning,
 ) -> None:
     """Writes the rows of out [T, query heads, value_dim] that belong to prefill slices; others are not touched.
 
     query         [T, query heads, key_dim], any strides between rows and heads
     keys, values  [num_blocks, kv_heads, block_size, dim]
     """
-    layer = sizes(query, keys, values)
+    layer = cache_layout(query, keys, values)
     tuning = tuning.fitted(max(layer["KEY_TILE"], layer["VALUE_TILE"]), keys.dtype, layer["GROUP"])
     tiles = prefill.tiles(tuning.rows // layer["GROUP"])
     _prefill_kernel[(len(tiles) * layer["KV_HEADS"],)](
-        query, keys, values, out, tiles, prefill.sequences, prefill.pages, query.stride(0), query.stride(1),
-        **rule.arguments(query), **layer, ROWS=tuning.rows, TOKENS=tuning.tokens, num_warps=tuning.warps,
+        query, keys, values, out, tiles, prefill.sequences, prefill.block_ids, query.stride(0), query.stride(1),
+        **params.arguments(query), **layer, ROWS=tuning.rows, TOKENS=tuning.tokens, num_warps=tuning.warps,
         num_stages=tuning.stages,
     )  # fmt: skip
 
@@ -62,7 +75,7 @@ def attend_prefill(
 @triton.jit(do_not_specialize=["window"])
 def _prefill_kernel(
     query: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, tiles: tl.tensor, sequences: tl.tensor,
-    pages: tl.tensor, query_row: tl.tensor, query_head: tl.tensor, scale: tl.tensor, window: tl.tensor,
+    block_ids: tl.tensor, query_row: tl.tensor, query_head: tl.tensor, scale: tl.tensor, window: tl.tensor,
     softcap: tl.tensor, sinks: tl.tensor, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
@@ -90,7 +103,7 @@ def _prefill_kernel(
     edges = (visited, shared, whole, stop)
     for phase in tl.static_range(0 if HAS_WINDOW else 1, 3):
         acc, largest, total = _visit(
-            acc, largest, total, q, keys, values, pages + tl.load(sequence + 3), head, position, edges[phase],
+            acc, largest, total, q, keys, values, block_ids + tl.load(sequence + 3), head, position, edges[phase],
             edges[phase + 1], stop, scale, window, softcap, phase != 1, HAS_WINDOW, HAS_SOFTCAP, KV_HEADS, BLOCK_SIZE,
             KEY_DIM, VALUE_DIM, KEY_TILE, VALUE_TILE, TOKENS,
         )  # fmt: skip
@@ -103,7 +116,7 @@ def _prefill_kernel(
 @triton.jit
 def _visit(
     acc: tl.tensor, largest: tl.tensor, total: tl.tensor, q: tl.tensor, keys: tl.tensor, values: tl.tensor,
-    pages: tl.tensor, head: tl.tensor, position: tl.tensor, begin: tl.tensor, end: tl.tensor, stop: tl.tensor,
+    block_ids: tl.tensor, head: tl.tensor, position: tl.tensor, begin: tl.tensor, end: tl.tensor, stop: tl.tensor,
     scale: tl.tensor, window: tl.tensor, softcap: tl.tensor, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr, TOKENS: tl.constexpr,
@@ -112,14 +125,14 @@ def _visit(
     for place in range(begin, end, TOKENS):
         tokens = place + tl.arange(0, TOKENS)
         there = tokens < stop
-        rows = cache_rows(pages, tokens, there, head, KV_HEADS, BLOCK_SIZE)
-        k = load_rows(keys, rows, there, KEY_DIM, KEY_TILE, MASKED)
-        scores = score(q, k, scale, softcap, HAS_SOFTCAP)
+        rows = kv_rows(block_ids, tokens, there, head, KV_HEADS, BLOCK_SIZE)
+        k = load_kv(keys, rows, there, KEY_DIM, KEY_TILE, MASKED)
+        scores = scaled_scores(q, k, scale, softcap, HAS_SOFTCAP)
         if MASKED:
             seen = tokens[None, :] <= position[:, None]
             if HAS_WINDOW:
                 seen = seen & (tokens[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
-        v = load_rows(values, rows, there, VALUE_DIM, VALUE_TILE, MASKED)
-        acc, largest, total = absorb(scores, v, acc, largest, total)
+        v = load_kv(values, rows, there, VALUE_DIM, VALUE_TILE, MASKED)
+        acc, largest, total = online_softmax_update(scores, v, acc, largest, total)
     return acc, largest, total

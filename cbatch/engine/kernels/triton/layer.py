@@ -16,7 +16,7 @@ from torch import Tensor
 
 @triton.jit(do_not_specialize_on_alignment=["rows"])
 def _norm_kernel(
-    stream: tl.tensor,
+    residual: tl.tensor,
     added: tl.tensor,
     rows: tl.tensor,
     weight: tl.tensor,
@@ -24,61 +24,61 @@ def _norm_kernel(
     eps: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
-    BEGINS: tl.constexpr,
-    ENDS: tl.constexpr,
+    EMBEDS: tl.constexpr,
+    SELECTS: tl.constexpr,
 ) -> None:
-    """One program per row of `out`; see `begin`, `add_norm` and `end`."""
-    place = tl.program_id(0).to(tl.int64)
-    source = place
-    if BEGINS or ENDS:
-        source = tl.load(rows + place).to(tl.int64)
+    """One program per row of `out`; see `embed_and_norm`, `add_and_norm` and `select_and_norm`."""
+    row = tl.program_id(0).to(tl.int64)
+    source = row
+    if EMBEDS or SELECTS:
+        source = tl.load(rows + row).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
     x = tl.load(added + source * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
-    if not BEGINS:
-        x += tl.load(stream + source * HIDDEN + column, mask=inside, other=0.0)
-    if not ENDS:
-        tl.store(stream + place * HIDDEN + column, x, mask=inside)
+    if not EMBEDS:
+        x += tl.load(residual + source * HIDDEN + column, mask=inside, other=0.0)
+    if not SELECTS:
+        tl.store(residual + row * HIDDEN + column, x, mask=inside)
     x *= tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps)
     x *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place * HIDDEN + column, x.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * HIDDEN + column, x.to(out.dtype.element_ty), mask=inside)
 
 
-def begin(embedding: Tensor, ids: Tensor, stream: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+def embed_and_norm(embedding: Tensor, ids: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     """stream [T, hidden] float32 = embedding[ids]; out [T, hidden] = its RMSNorm (Zhang and Sennrich, 2019)."""
-    _norm(stream, embedding, ids, weight, eps, out, begins=True)
+    _norm(residual, embedding, ids, weight, eps, out, embeds=True)
 
 
-def add_norm(stream: Tensor, added: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+def add_and_norm(residual: Tensor, added: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     """stream [T, hidden] float32 += added [T, hidden]; out [T, hidden] = its RMSNorm."""
-    _norm(stream, added, stream, weight, eps, out)
+    _norm(residual, added, residual, weight, eps, out)
 
 
-def end(stream: Tensor, added: Tensor, rows: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+def select_and_norm(residual: Tensor, added: Tensor, rows: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     """out [R, hidden] = RMSNorm of (stream + added)[rows]; the stream is left as it is."""
-    _norm(stream, added, rows, weight, eps, out, ends=True)
+    _norm(residual, added, rows, weight, eps, out, selects=True)
 
 
 def _norm(
-    stream: Tensor,
+    residual: Tensor,
     added: Tensor,
     rows: Tensor,
     weight: Tensor,
     eps: float,
     out: Tensor,
     *,
-    begins: bool = False,
-    ends: bool = False,
+    embeds: bool = False,
+    selects: bool = False,
 ) -> None:
     hidden = out.shape[1]
     block = triton.next_power_of_2(hidden)
     _norm_kernel[(len(out),)](
-        stream, added, rows, weight, out, eps, hidden, block, begins, ends, num_warps=_warps(block // 16)
+        residual, added, rows, weight, out, eps, hidden, block, embeds, selects, num_warps=_warps(block // 16)
     )
 
 
 @triton.jit
-def _turn(
+def _norm_and_rope(
     row: tl.tensor,
     part: tl.tensor,
     inside: tl.tensor,
@@ -105,8 +105,8 @@ def _turn(
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
-def _place_kernel(
-    mixed: tl.tensor,
+def _rope_and_store_kv_kernel(
+    qkv: tl.tensor,
     cosines: tl.tensor,
     sines: tl.tensor,
     slots: tl.tensor,
@@ -123,17 +123,17 @@ def _place_kernel(
     HALF_TILE: tl.constexpr,
     HAS_NORMS: tl.constexpr,
 ) -> None:
-    """One program per token and head of keys, with the query heads that share it; see `place`."""
+    """One program per token and head of keys, with the query heads that share it; see `rope_and_store_kv`."""
     half: tl.constexpr = DIM // 2
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     member, column = tl.arange(0, GROUP_TILE)[:, None], tl.arange(0, HALF_TILE)[None, :]
     inside = column < half
     cosine = tl.load(cosines + token * half + column, mask=inside, other=0.0)
     sine = tl.load(sines + token * half + column, mask=inside, other=0.0)
-    row = mixed + token * ((GROUP + 2) * KV_HEADS * DIM)
+    row = qkv + token * ((GROUP + 2) * KV_HEADS * DIM)
 
     part, there = (head * GROUP + member) * DIM + column, (member < GROUP) & inside
-    left, right = _turn(row, part, there, norms, cosine, sine, eps, DIM, HAS_NORMS)
+    left, right = _norm_and_rope(row, part, there, norms, cosine, sine, eps, DIM, HAS_NORMS)
     to = query + token * (GROUP * KV_HEADS * DIM) + part
     tl.store(to, left.to(query.dtype.element_ty), mask=there)
     tl.store(to + half, right.to(query.dtype.element_ty), mask=there)
@@ -142,7 +142,7 @@ def _place_kernel(
     if slot >= 0:
         cell = ((slot // BLOCK_SIZE * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE) * DIM + column
         key = (GROUP * KV_HEADS + head) * DIM + column
-        key_left, key_right = _turn(row, key, inside, norms + DIM, cosine, sine, eps, DIM, HAS_NORMS)
+        key_left, key_right = _norm_and_rope(row, key, inside, norms + DIM, cosine, sine, eps, DIM, HAS_NORMS)
         tl.store(keys + cell, key_left.to(keys.dtype.element_ty), mask=inside)
         tl.store(keys + cell + half, key_right.to(keys.dtype.element_ty), mask=inside)
         value = key + KV_HEADS * DIM
@@ -150,8 +150,8 @@ def _place_kernel(
         tl.store(values + cell + half, tl.load(row + value + half, mask=inside), mask=inside)
 
 
-def place(
-    mixed: Tensor,
+def rope_and_store_kv(
+    qkv: Tensor,
     cosines: Tensor,
     sines: Tensor,
     slots: Tensor,
@@ -173,28 +173,30 @@ def place(
     _, kv_heads, block_size, dim = keys.shape
     group = query.shape[1] // kv_heads
     tile, half = triton.next_power_of_2(group), triton.next_power_of_2(dim // 2)
-    _place_kernel[(len(query), kv_heads)](
-        mixed, cosines, sines, slots, mixed if norms is None else norms, query, keys, values, eps,
+    _rope_and_store_kv_kernel[(len(query), kv_heads)](
+        qkv, cosines, sines, slots, qkv if norms is None else norms, query, keys, values, eps,
         kv_heads, group, dim, block_size, tile, half, norms is not None, num_warps=_warps(tile * half // 8),
     )  # fmt: skip
 
 
 @triton.jit
-def _gate_kernel(both: tl.tensor, out: tl.tensor, INNER: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _silu_and_mul_kernel(gate_up: tl.tensor, out: tl.tensor, INNER: tl.constexpr, BLOCK: tl.constexpr) -> None:
     """One program per row and block of columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < INNER
-    gate = tl.load(both + row * (2 * INNER) + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(both + row * (2 * INNER) + INNER + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * INNER + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+    silu_and_mul = tl.load(gate_up + row * (2 * INNER) + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * (2 * INNER) + INNER + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(
+        out + row * INNER + column, (silu_and_mul * tl.sigmoid(silu_and_mul) * up).to(out.dtype.element_ty), mask=inside
+    )
 
 
-def gate(both: Tensor, out: Tensor) -> None:
+def silu_and_mul(gate_up: Tensor, out: Tensor) -> None:
     """out [T, inner] = silu(gate) * up (SwiGLU, Shazeer, 2020), with both [T, 2 * inner] = gate, then up."""
     rows, inner = out.shape
     block = min(triton.next_power_of_2(inner), 1024)
-    _gate_kernel[(rows, triton.cdiv(inner, block))](both, out, inner, block, num_warps=_warps(block // 8))
+    _silu_and_mul_kernel[(rows, triton.cdiv(inner, block))](gate_up, out, inner, block, num_warps=_warps(block // 8))
 
 
 def _warps(threads: int) -> int:

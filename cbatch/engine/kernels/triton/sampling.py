@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.engine.kernels.triton.rows import best_of, least_of, mass_before, most_of, reached_by, sum_of
+from cbatch.engine.kernels.triton.vocab_scan import kth_largest, mass_before, max_of, min_of, noisy_argmax, sum_of
 
 _INFINITY = tl.constexpr(math.inf)
 _NAN = tl.constexpr(math.nan)
@@ -68,17 +68,17 @@ def sample_rows(logits: Tensor, words: Tensor, tiling: Tiling = TILING) -> tuple
     chunks = triton.cdiv(blocks, tiling.chunk)
     found = torch.empty((rows, 3, chunks), dtype=torch.float32, device=logits.device)
     places = torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)
-    tops = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
+    block_max = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
     lists = torch.empty((rows, blocks), dtype=torch.int32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     largest = torch.empty(rows, dtype=torch.float32, device=logits.device)
     stride, (first_warps, second_warps) = logits.stride(0), tiling.warps
-    _survey[(chunks, rows)](
-        logits, stride, length, words, rows, blocks, tops, found, places,
+    _scan_kernel[(chunks, rows)](
+        logits, stride, length, words, rows, blocks, block_max, found, places,
         CHUNK=tiling.chunk, PART=tiling.part, BLOCK=tiling.block, num_warps=first_warps,
     )  # fmt: skip
-    _choose[(rows,)](
-        logits, stride, length, words, rows, blocks, tops, found, places, chunks, lists, tokens, largest,
+    _choose_kernel[(rows,)](
+        logits, stride, length, words, rows, blocks, block_max, found, places, chunks, lists, tokens, largest,
         CHUNKS=triton.next_power_of_2(chunks), BLOCKS=triton.next_power_of_2(blocks),
         GROUP=tiling.group, BLOCK=tiling.block, num_warps=second_warps,
     )  # fmt: skip
@@ -86,7 +86,7 @@ def sample_rows(logits: Tensor, words: Tensor, tiling: Tiling = TILING) -> tuple
 
 
 @triton.jit
-def _rules(words: tl.tensor, row: tl.tensor, rows: tl.tensor, length: tl.tensor) -> tl.tensor:
+def _row_params(words: tl.tensor, row: tl.tensor, rows: tl.tensor, length: tl.tensor) -> tl.tensor:
     """A row's temperature (0: greedy), k (0: no top-k), top-p and min-p, and whether any of them filters."""
     temperature = tl.load(words + row).to(tl.float32, bitcast=True)
     top_p = tl.load(words + rows + row).to(tl.float32, bitcast=True)
@@ -98,7 +98,7 @@ def _rules(words: tl.tensor, row: tl.tensor, rows: tl.tensor, length: tl.tensor)
 
 
 @triton.jit
-def _key(words: tl.tensor, row: tl.tensor, rows: tl.tensor) -> tl.tensor:
+def _noise_key(words: tl.tensor, row: tl.tensor, rows: tl.tensor) -> tl.tensor:
     """The two words of a row's noise."""
     high = tl.load(words + 4 * rows + row).to(tl.uint32, bitcast=True)
     low = tl.load(words + 5 * rows + row).to(tl.uint32, bitcast=True)
@@ -106,12 +106,12 @@ def _key(words: tl.tensor, row: tl.tensor, rows: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _list_blocks(
-    tops: tl.tensor, lists: tl.tensor, blocks: tl.tensor, least: tl.tensor, BLOCKS: tl.constexpr
+def _select_blocks(
+    block_max: tl.tensor, lists: tl.tensor, blocks: tl.tensor, least: tl.tensor, BLOCKS: tl.constexpr
 ) -> tl.tensor:
     """Lists the blocks whose largest x reaches `least` and is possible, in their order; returns how many there are."""
     block = tl.arange(0, BLOCKS)
-    top = tl.load(tops + block, mask=block < blocks, other=-_INFINITY)
+    top = tl.load(block_max + block, mask=block < blocks, other=-_INFINITY)
     is_there = (top >= least) & (top > -_INFINITY)
     tl.store(lists + tl.cumsum(is_there.to(tl.int32), 0) - 1, block, mask=is_there)
     tl.debug_barrier()  # other threads of the program read the list
@@ -119,7 +119,7 @@ def _list_blocks(
 
 
 @triton.jit
-def _floor(length: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, most: tl.tensor) -> tl.tensor:
+def _logit_floor(length: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, most: tl.tensor) -> tl.tensor:
     """What x of tokens that top-p and min-p keep is not below."""
     floor = tl.full((), -_INFINITY, tl.float32)
     if top_p < 1:  # all tokens below it together are less likely than 1 - top-p: the likeliest alone has e^0
@@ -150,7 +150,7 @@ def _draw_kept(
     values, length, temperature = row[0], row[1], row[2]
     limit, end, token, is_kept = tl.full((), -_INFINITY, tl.float32), length, first, False
     while not is_kept:
-        _score, token = best_of(row, 0, key, first, (floor, limit, end), True, GROUP, BLOCK)
+        _score, token = noisy_argmax(row, 0, key, first, (floor, limit, end), True, GROUP, BLOCK)
         limit, end = tl.div_rn(tl.load(values + token).to(tl.float32), temperature), token
         is_kept = (token == first) | (tl.exp(limit - most) >= min_p)
         if is_kept & (token != first) & (top_p < 1):
@@ -159,13 +159,13 @@ def _draw_kept(
 
 
 @triton.jit
-def _filtered(
+def _draw_filtered(
     values: tl.tensor,
     length: tl.tensor,
-    tops: tl.tensor,
+    block_max: tl.tensor,
     blocks: tl.tensor,
     lists: tl.tensor,
-    rules: tl.tensor,
+    params: tl.tensor,
     key: tl.tensor,
     first: tl.tensor,
     most: tl.tensor,
@@ -175,17 +175,17 @@ def _filtered(
     BLOCKS: tl.constexpr,
 ) -> tl.tensor:
     """A row's token. first, most: the likeliest token and its x; total: the sum of e^(x - most) of all tokens."""
-    temperature, k, top_p, min_p = rules[0], rules[1], rules[2], rules[3]
-    floor = _floor(length, top_p, min_p, most)
+    temperature, k, top_p, min_p = params[0], params[1], params[2], params[3]
+    floor = _logit_floor(length, top_p, min_p, most)
     least = floor
     if k > 0:
         least = tl.full((), -_INFINITY, tl.float32)
         if k <= blocks:  # k blocks have a token as large as the k-th largest of the blocks' largest
-            summary = (tops, blocks, 1.0, lists, tl.cdiv(blocks, BLOCK))
-            least = reached_by(summary, k, least, most, False, GROUP, BLOCK)
-    row = (values, length, temperature, lists, _list_blocks(tops, lists, blocks, least, BLOCKS))
+            summary = (block_max, blocks, 1.0, lists, tl.cdiv(blocks, BLOCK))
+            least = kth_largest(summary, k, least, most, False, GROUP, BLOCK)
+    row = (values, length, temperature, lists, _select_blocks(block_max, lists, blocks, least, BLOCKS))
     if k > 0:
-        least = reached_by(row, k, least, most, True, GROUP, BLOCK)
+        least = kth_largest(row, k, least, most, True, GROUP, BLOCK)
         floor = tl.maximum(floor, least)
         if top_p < 1:
             total = mass_before(row, most, least, length, GROUP, BLOCK)
@@ -193,14 +193,14 @@ def _filtered(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _survey(
+def _scan_kernel(
     logits: tl.tensor,
     stride: tl.tensor,
     length: tl.tensor,
     words: tl.tensor,
     rows: tl.tensor,
     blocks: tl.tensor,
-    tops: tl.tensor,
+    block_max: tl.tensor,
     found: tl.tensor,
     places: tl.tensor,
     CHUNK: tl.constexpr,
@@ -212,40 +212,42 @@ def _survey(
     The score of a token is its x = logit / temperature, and its noise too where the row is drawn without filters.
     """
     chunk, row, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    rules = _rules(words, row, rows, length)
-    temperature, filters = rules[0], rules[4]
+    params = _row_params(words, row, rows, length)
+    temperature, filters = params[0], params[4]
     values, place = logits + row.to(tl.int64) * stride, found + row * 3 * chunks + chunk
     block = chunk * CHUNK + tl.arange(0, CHUNK)
     ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     raw = tl.load(values + ids, mask=ids < length, other=-_INFINITY).to(tl.float32)
     is_nan = raw != raw
     raw = tl.where(is_nan, -_INFINITY, raw)
-    tl.store(place + 2 * chunks, tl.where(most_of(is_nan.to(tl.int32)) > 0, _NAN, most_of(raw)))
+    tl.store(place + 2 * chunks, tl.where(max_of(is_nan.to(tl.int32)) > 0, _NAN, max_of(raw)))
     divisor = tl.where(temperature > 0, temperature, 1.0)
     x = tl.div_rn(raw, divisor)
-    score = most_of(x)
-    token = least_of(tl.where(x == score, ids, length))
+    score = max_of(x)
+    token = min_of(tl.where(x == score, ids, length))
     if filters:
-        tl.store(tops + row * blocks + block, tl.max(x, 1), mask=block < blocks)
+        tl.store(block_max + row * blocks + block, tl.max(x, 1), mask=block < blocks)
         base = tl.where((score > -_INFINITY) & (score < _INFINITY), score, 0.0)
         tl.store(place + chunks, sum_of(tl.exp(x - base)))
     elif temperature > 0:
         whole = (values, length, divisor, places, tl.minimum(chunk * CHUNK + CHUNK, blocks))
         bounds = (-_INFINITY, -_INFINITY, length)
-        score, token = best_of(whole, chunk * CHUNK, _key(words, row, rows), token, bounds, False, PART, BLOCK)
+        score, token = noisy_argmax(
+            whole, chunk * CHUNK, _noise_key(words, row, rows), token, bounds, False, PART, BLOCK
+        )
     tl.store(place, score)
     tl.store(places + row * chunks + chunk, token)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _choose(
+def _choose_kernel(
     logits: tl.tensor,
     stride: tl.tensor,
     length: tl.tensor,
     words: tl.tensor,
     rows: tl.tensor,
     blocks: tl.tensor,
-    tops: tl.tensor,
+    block_max: tl.tensor,
     found: tl.tensor,
     places: tl.tensor,
     chunks: tl.tensor,
@@ -257,7 +259,7 @@ def _choose(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row, by what `_survey` found in its chunks: its token [R] and its largest logit [R]."""
+    """One row, by what `_scan_kernel` found in its chunks: its token [R] and its largest logit [R]."""
     row, chunk = tl.program_id(0), tl.arange(0, CHUNKS)
     place, is_there = found + row * 3 * chunks + chunk, chunk < chunks
     peaks = tl.load(place + 2 * chunks, mask=is_there, other=-_INFINITY)
@@ -268,10 +270,12 @@ def _choose(
     ids = tl.load(places + row * chunks + chunk, mask=is_there, other=0)
     most = tl.max(scores, 0)
     token = tl.min(tl.where(is_there & (scores == most), ids, length), 0)
-    rules = _rules(words, row, rows, length)
-    if rules[4] & (most > -_INFINITY) & (most < _INFINITY):
+    params = _row_params(words, row, rows, length)
+    if params[4] & (most > -_INFINITY) & (most < _INFINITY):
         total = tl.sum(tl.load(place + chunks, mask=is_there, other=0.0) * tl.exp(scores - most), 0)
-        values, tops, lists = logits + row.to(tl.int64) * stride, tops + row * blocks, lists + row * blocks
-        key = _key(words, row, rows)
-        token = _filtered(values, length, tops, blocks, lists, rules, key, token, most, total, GROUP, BLOCK, BLOCKS)
+        values, block_max, lists = logits + row.to(tl.int64) * stride, block_max + row * blocks, lists + row * blocks
+        key = _noise_key(words, row, rows)
+        token = _draw_filtered(
+            values, length, block_max, blocks, lists, params, key, token, most, total, GROUP, BLOCK, BLOCKS
+        )
     tl.store(tokens + row, token)

@@ -29,25 +29,25 @@ def from_bits(context: Any, bits: Any) -> Any:
     return types.float32(types.uint32), lambda _, builder, signature, args: builder.bitcast(args[0], ir.FloatType())
 
 
-def widen(x: Any) -> Any:
+def to_float32(x: Any) -> Any:
     """An element of a tensor as float32."""
     raise TypeError("Only kernels can call this.")
 
 
-@overload(widen, strict=False)  # type: ignore[untyped-decorator]
-def _widen(x: Any) -> Any:
+@overload(to_float32, strict=False)  # type: ignore[untyped-decorator]
+def _to_float32(x: Any) -> Any:
     if x == types.uint16:
         return lambda x: from_bits(np.uint32(x) << np.uint32(16))
     return lambda x: np.float32(x)
 
 
-def narrow(x: Any, like: Any) -> Any:
+def from_float32(x: Any, like: Any) -> Any:
     """A float32 as an element of the tensor `like`: itself, or rounded to the nearest bfloat16."""
     raise TypeError("Only kernels can call this.")
 
 
-@overload(narrow, strict=False)  # type: ignore[untyped-decorator]
-def _narrow(x: Any, like: Any) -> Any:
+@overload(from_float32, strict=False)  # type: ignore[untyped-decorator]
+def _from_float32(x: Any, like: Any) -> Any:
     if like.dtype == types.uint16:
         return lambda x, like: round_to_bfloat16(x)
     return lambda x, like: np.float32(x)

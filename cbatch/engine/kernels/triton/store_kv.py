@@ -7,14 +7,14 @@ import triton.language as tl
 from torch import Tensor
 
 
-def write_cache(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, slots: Tensor) -> None:
+def store_kv(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, slots: Tensor) -> None:
     """Stores new_keys [T, kv_heads, key_dim] and new_values by slot; rows with a negative slot are left out.
 
     keys, values: [num_blocks, kv_heads, block_size, dim]
     """
     _, heads, block_size, key_dim = keys.shape
     value_dim = values.shape[-1]
-    _write_kernel[(len(slots),)](
+    _store_kv_kernel[(len(slots),)](
         keys, values, new_keys, new_values, slots, *new_keys.stride()[:2], *new_values.stride()[:2], HEADS=heads,
         BLOCK_SIZE=block_size, KEY_DIM=key_dim, VALUE_DIM=value_dim, HEADS_TILE=triton.next_power_of_2(heads),
         KEY_TILE=triton.next_power_of_2(key_dim), VALUE_TILE=triton.next_power_of_2(value_dim),
@@ -22,7 +22,7 @@ def write_cache(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tens
 
 
 @triton.jit
-def _write_kernel(
+def _store_kv_kernel(
     keys: tl.tensor, values: tl.tensor, new_keys: tl.tensor, new_values: tl.tensor, slots: tl.tensor,
     key_row: tl.tensor, key_head: tl.tensor, value_row: tl.tensor, value_head: tl.tensor, HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEADS_TILE: tl.constexpr,

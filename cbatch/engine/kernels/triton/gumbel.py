@@ -16,14 +16,14 @@ _OFFSET = tl.constexpr(127 * math.log(2) + 1e-3)
 
 
 @triton.jit
-def order_of(x: tl.tensor) -> tl.tensor:
+def to_ordered_int(x: tl.tensor) -> tl.tensor:
     """An integer for a float32, in the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
-def of_order(order: tl.tensor) -> tl.tensor:
+def from_ordered_int(order: tl.tensor) -> tl.tensor:
     """The float32 of such an integer."""
     bits = order.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -58,6 +58,6 @@ def noise(uniform: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def most_noise(uniform: tl.tensor) -> tl.tensor:
+def noise_bound(uniform: tl.tensor) -> tl.tensor:
     """A number that the noise does not reach: see `cpu/sampling.py`."""
     return uniform.to(tl.int32, bitcast=True).to(tl.float32) * _STEEPNESS + _OFFSET

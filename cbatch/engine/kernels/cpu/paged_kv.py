@@ -1,6 +1,6 @@
 """Where keys and values lie for the CPU's attention, and what it is told of a step.
 
-A page is the keys or values of one block, for one head, in panels (see `tile`):
+A page is the keys or values of one block, for one head, in panels (see `multiply_tile`):
 
     keys    [num_blocks, heads, block_size / 16, key_dim / pair, 16, pair]      16 tokens are the columns of a panel
     values  [num_blocks, heads, value_dim / 16, block_size / pair, 16, pair]    16 numbers of a value are
@@ -15,25 +15,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.engine.kernels.cpu.jit import entry
-from cbatch.engine.kernels.cpu.softmax import CHUNK
-from cbatch.engine.kernels.cpu.tile import COLUMNS, LANES, MAX_ROWS, filled_up
+from cbatch.engine.kernels.cpu.microkernel import COLUMNS, LANES, MAX_ROWS, pad_columns
+from cbatch.engine.kernels.cpu.softmax import TILE_TOKENS
 from cbatch.engine.runtime.aligned import empty
 
-_QUERIES = 96
+_MAX_QUERY_ROWS = 96
 """Query rows (tokens times heads that share keys) for which a chunk of keys is used while it is in the cache."""
 
 
-SEGMENT = 512
+SPLIT = 512
 """Tokens of a sequence that are seen one after the other; what each such part gives is added up in their order.
 
 So several threads may look at one sequence, and a token's result is the same however many they are.
 """
 
 
-class Pages(NamedTuple):
+class PagedKV(NamedTuple):
     """Where the cache of a model's layers lies, all with the same heads and sizes.
 
-    code:          of the tiles (see `tile_code`)
+    code:          of the tiles (see `microkernel_address`)
     keys, values:  [layers, all pages of a layer] float32, or uint16 for bfloat16
     """
 
@@ -46,7 +46,7 @@ class Pages(NamedTuple):
     block_size: int
 
 
-class Slices(NamedTuple):
+class AttentionPlan(NamedTuple):
     """The sequences of a step, and the pieces in which they attend.
 
     tables:  [S, B] int32 blocks of each sequence
@@ -62,15 +62,15 @@ class Slices(NamedTuple):
 
     tables: NDArray[np.int32]
     starts: NDArray[np.int64]
-    firsts: NDArray[np.int64]
-    pieces: NDArray[np.int64]
+    first_rows: NDArray[np.int64]
+    tasks: NDArray[np.int64]
     merges: NDArray[np.int64]
-    parts: NDArray[np.float32]
+    partials: NDArray[np.float32]
     slots: NDArray[np.int64]
-    lasts: NDArray[np.bool_]
+    is_last: NDArray[np.bool_]
 
 
-def cut(
+def plan_attention(
     tables: NDArray[np.int32],
     starts: Sequence[int],
     stops: Sequence[int],
@@ -78,64 +78,68 @@ def cut(
     heads: int,
     group: int,
     value_dim: int,
-) -> Slices:
+) -> AttentionPlan:
     """A step's slices, cut into pieces of which none is too large.
 
     heads: of queries, of which each `group` shares one head of the cache
     """
-    begins, ends, most = np.array(starts), np.array(stops), max(1, _QUERIES // group)
+    begins, ends, most = np.array(starts), np.array(stops), max(1, _MAX_QUERY_ROWS // group)
     rows = len(begins)
-    room = len(slots) // most + 2 * rows + sum(starts) // SEGMENT
-    pieces, order, costs = np.empty((room, 6), np.int64), np.empty(room, np.int64), np.empty(room, np.int64)
-    firsts, merges, lasts = np.empty(rows, np.int64), np.empty((rows, 3), np.int64), np.zeros(len(slots), np.bool_)
-    count, alone, parts = _cut(begins, ends, most, pieces, order, costs, firsts, merges, lasts)
-    states = np.empty((parts, heads, value_dim + 2), np.float32)
-    return Slices(tables, begins, firsts, pieces[order[:count]], merges[:alone], states, slots, lasts)
+    room = len(slots) // most + 2 * rows + sum(starts) // SPLIT
+    tasks, order, costs = np.empty((room, 6), np.int64), np.empty(room, np.int64), np.empty(room, np.int64)
+    first_rows, merges, is_last = (
+        np.empty(rows, np.int64),
+        np.empty((rows, 3), np.int64),
+        np.zeros(len(slots), np.bool_),
+    )
+    count, alone, partials = _plan_tasks(begins, ends, most, tasks, order, costs, first_rows, merges, is_last)
+    states = np.empty((partials, heads, value_dim + 2), np.float32)
+    return AttentionPlan(tables, begins, first_rows, tasks[order[:count]], merges[:alone], states, slots, is_last)
 
 
 @entry
-def _cut(
-    begins: Any, ends: Any, most: int, pieces: Any, order: Any, costs: Any, firsts: Any, merges: Any, lasts: Any
+def _plan_tasks(
+    begins: Any, ends: Any, most: int, tasks: Any, order: Any, costs: Any, first_rows: Any, merges: Any, is_last: Any
 ) -> tuple[int, int, int]:
     """Writes down the pieces, and in which order they are to be taken: those that cost most come first.
 
     In one call, because a dozen operations of numpy take longer than all of it, where the weights of a step have just
     gone through the processor's caches. Returns how many pieces, sequences with parts, and parts there are.
     """
-    count = alone = parts = row = 0
+    count = alone = partials = row = 0
     for sequence in range(len(begins)):
         begin, tokens = begins[sequence], ends[sequence] - begins[sequence]
-        firsts[sequence] = row
+        first_rows[sequence] = row
         row += tokens
-        lasts[row - 1] = True
-        if tokens == 1 and begin >= SEGMENT:
-            merges[alone] = row - 1, parts, begin // SEGMENT + 1
+        is_last[row - 1] = True
+        if tokens == 1 and begin >= SPLIT:
+            merges[alone] = row - 1, partials, begin // SPLIT + 1
             alone += 1
-            for start in range(0, begin + 1, SEGMENT):
-                pieces[count] = sequence, 0, 1, start, min(begin + 1, start + SEGMENT), parts
-                parts += 1
+            for start in range(0, begin + 1, SPLIT):
+                tasks[count] = sequence, 0, 1, start, min(begin + 1, start + SPLIT), partials
+                partials += 1
                 count += 1
         else:
             for first in range(0, tokens, most):
                 taken = min(most, tokens - first)
-                pieces[count] = sequence, first, taken, 0, begin + first + taken, -1
+                tasks[count] = sequence, first, taken, 0, begin + first + taken, -1
                 count += 1
-    for piece in range(count):
-        cost = (pieces[piece, 4] - pieces[piece, 3]) * pieces[piece, 2]
-        low, high = 0, piece
+    for task in range(count):
+        cost = (tasks[task, 4] - tasks[task, 3]) * tasks[task, 2]
+        low, high = 0, task
         while low < high:
             middle = (low + high) // 2
             if costs[middle] >= cost:
                 low = middle + 1
             else:
                 high = middle
-        for place in range(piece, low, -1):
+        for place in range(task, low, -1):
             order[place], costs[place] = order[place - 1], costs[place - 1]
-        order[low], costs[low] = piece, cost
-    return count, alone, parts
+        order[low], costs[low] = task, cost
+    return count, alone, partials
 
 
-class Rule(NamedTuple):
+class AttentionParams(NamedTuple):
     """How a layer attends. window, softcap: 0 for none; sinks: [query heads] float32, empty for none."""
 
     scale: float
@@ -144,7 +148,7 @@ class Rule(NamedTuple):
     sinks: NDArray[np.float32]
 
 
-class Workspace(NamedTuple):
+class AttentionWorkspace(NamedTuple):
     """What each thread needs for one piece: [threads, ...], rows for query tokens times the heads of a group.
 
     states: [threads, 2, rows, filled up value_dim + 32], of the first segment and of a later one
@@ -158,13 +162,15 @@ class Workspace(NamedTuple):
     states: NDArray[np.float32]
 
 
-def new_workspace(threads: int, group: int, key_dim: int, value_dim: int, dtype: np.dtype[Any]) -> Workspace:
-    rows = max(_QUERIES, group)
-    return Workspace(
-        empty((threads, 2, CHUNK // LANES), np.int64),
-        empty((threads, CHUNK // LANES, 2), np.int64),
+def new_attention_workspace(
+    threads: int, group: int, key_dim: int, value_dim: int, dtype: np.dtype[Any]
+) -> AttentionWorkspace:
+    rows = max(_MAX_QUERY_ROWS, group)
+    return AttentionWorkspace(
+        empty((threads, 2, TILE_TOKENS // LANES), np.int64),
+        empty((threads, TILE_TOKENS // LANES, 2), np.int64),
         empty((threads, rows, key_dim), dtype),
-        empty((threads, MAX_ROWS, CHUNK), np.float32),
-        empty((threads, MAX_ROWS, CHUNK), dtype),
-        empty((threads, 2, rows, filled_up(value_dim) + COLUMNS), np.float32),
+        empty((threads, MAX_ROWS, TILE_TOKENS), np.float32),
+        empty((threads, MAX_ROWS, TILE_TOKENS), dtype),
+        empty((threads, 2, rows, pad_columns(value_dim) + COLUMNS), np.float32),
     )

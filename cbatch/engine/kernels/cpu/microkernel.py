@@ -32,12 +32,12 @@ LANES = 16
 COLUMNS = 2 * LANES
 """Columns of a tile."""
 
-ROWS = (1, 2, 3, 4, 6, 8, 12) if HAS_AVX512 else (1, 2)
+ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12) if HAS_AVX512 else (1, 2)
 """Numbers of rows there is code for. The sums of the most of them fill the registers that the columns leave."""
 
-MAX_ROWS = max(ROWS)
+MAX_ROWS = max(ROW_COUNTS)
 
-BLOCK = 256
+QUANT_BLOCK = 256
 """Numbers of a left-hand row that share a unit, where the weights are int8: their products fit into an int32."""
 
 _FLOAT, _INT8, _INT16 = ir.FloatType(), ir.IntType(8), ir.IntType(16)
@@ -47,7 +47,7 @@ _WORDS = ir.VectorType(_INT32, LANES)
 _SHORTS = ir.VectorType(_INT16, 2 * LANES)
 
 
-def filled_up(columns: int) -> int:
+def pad_columns(columns: int) -> int:
     """Columns of a matrix with those that fill up its last tile."""
     return -(-columns // COLUMNS) * COLUMNS
 
@@ -68,7 +68,7 @@ class BFloat16(ir.Type):  # type: ignore[misc]
 _PAIRS = ir.VectorType(BFloat16(), 2 * LANES)
 
 
-class _Emitter:
+class _TileEmitter:
     """Writes the loop for one kind of element and one number of rows."""
 
     def __init__(self, builder: Any, element: Any, most: int) -> None:
@@ -82,15 +82,15 @@ class _Emitter:
     def weights(self, at: Any, offset: Any) -> Any:
         """One vector of a panel, ready to be multiplied."""
         if self.element == types.int8:
-            narrow = self.builder.load(self.address(at, offset, ir.VectorType(_INT8, 2 * LANES)), align=1)
-            return self.builder.sext(narrow, _SHORTS)
+            from_float32 = self.builder.load(self.address(at, offset, ir.VectorType(_INT8, 2 * LANES)), align=1)
+            return self.builder.sext(from_float32, _SHORTS)
         if self.element == types.float32:
             return self.builder.load(self.address(at, offset, _SUMS), align=4)
         if HAS_BFLOAT16:
             return self.builder.load(self.address(at, offset, _PAIRS), align=4)
         return self.halves(self.builder.load(self.address(at, offset, _WORDS), align=4))
 
-    def spread(self, at: Any, offset: Any, kind: Any) -> Any:
+    def broadcast(self, at: Any, offset: Any, kind: Any) -> Any:
         """A float32 or a word, in all lanes."""
         word = self.builder.load(self.address(at, offset, kind), align=2)
         vector = ir.VectorType(kind, LANES)
@@ -100,8 +100,8 @@ class _Emitter:
     def left(self, at: Any, offset: Any) -> Any:
         """A number of a row, or a pair, ready to be multiplied with a vector of weights."""
         if self.element == types.float32:
-            return self.spread(at, offset, _FLOAT)
-        words = self.spread(at, offset, _INT32)
+            return self.broadcast(at, offset, _FLOAT)
+        words = self.broadcast(at, offset, _INT32)
         if self.element == types.int8:
             return self.builder.bitcast(words, _SHORTS)
         return self.builder.bitcast(words, _PAIRS) if HAS_BFLOAT16 else self.halves(words)
@@ -114,7 +114,7 @@ class _Emitter:
 
     def multiply_add(self, total: Any, left: Any, right: Any) -> Any:
         if self.element == types.int8:
-            return self.multiply_add_whole(total, left, right)
+            return self.multiply_add_int16(total, left, right)
         if self.element != types.float32 and HAS_BFLOAT16:
             return self.call("llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, total, left, right)
         both = [(left, right)] if self.element == types.float32 else zip(left, right, strict=True)
@@ -122,7 +122,7 @@ class _Emitter:
             total = self.fma(one, other, total)
         return total
 
-    def multiply_add_whole(self, total: Any, left: Any, right: Any) -> Any:
+    def multiply_add_int16(self, total: Any, left: Any, right: Any) -> Any:
         """Pairs of int16, added to int32."""
         builder = self.builder
         if HAS_INT16:
@@ -142,7 +142,17 @@ class _Emitter:
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), arguments)
 
     def emit(
-        self, count: Any, a: Any, lda: Any, pages: Any, run: Any, stride: Any, depth: Any, out: Any, ldo: Any, add: Any
+        self,
+        count: Any,
+        a: Any,
+        lda: Any,
+        panel_table: Any,
+        run_length: Any,
+        stride: Any,
+        depth: Any,
+        out: Any,
+        ldo: Any,
+        add: Any,
     ) -> None:
         """Code for up to so many rows; where there are fewer, the last one is computed several times."""
         builder = self.builder
@@ -158,27 +168,27 @@ class _Emitter:
         with builder.if_then(builder.icmp_signed("!=", add, _INT64(0))):
             for place in places:
                 builder.store(builder.load(targets[place], align=4), sums[place])
-        is_whole = self.element == types.int8
-        whole = {place: cgutils.alloca_once(builder, _WORDS) for place in places} if is_whole else sums
-        with cgutils.for_range_slice(builder, _INT64(0), depth, run, inc=True) as (first, page):
-            if is_whole:
+        is_int8 = self.element == types.int8
+        int_sums = {place: cgutils.alloca_once(builder, _WORDS) for place in places} if is_int8 else sums
+        with cgutils.for_range_slice(builder, _INT64(0), depth, run_length, inc=True) as (first, run):
+            if is_int8:
                 for place in places:
-                    builder.store(ir.Constant(_WORDS, None), whole[place])
+                    builder.store(ir.Constant(_WORDS, None), int_sums[place])
             left = builder.sub(depth, first)
-            steps = builder.select(builder.icmp_signed("<", left, run), left, run)
-            at = builder.mul(page, _INT64(16))
-            panels = [builder.load(self.address(pages, builder.add(at, _INT64(8 * i)), _INT64)) for i in (0, 1)]
-            self.emit_page(rows, panels, builder.mul(first, _INT64(4)), steps, stride, whole)
-            if is_whole:
-                unit = builder.mul(builder.add(depth, page), _INT64(4))
+            steps = builder.select(builder.icmp_signed("<", left, run_length), left, run_length)
+            at = builder.mul(run, _INT64(16))
+            panels = [builder.load(self.address(panel_table, builder.add(at, _INT64(8 * i)), _INT64)) for i in (0, 1)]
+            self.emit_run(rows, panels, builder.mul(first, _INT64(4)), steps, stride, int_sums)
+            if is_int8:
+                unit = builder.mul(builder.add(depth, run), _INT64(4))
                 for row, panel in places:
-                    total = builder.sitofp(builder.load(whole[row, panel]), _SUMS)
-                    total = self.fma(total, self.spread(rows[row], unit, _FLOAT), builder.load(sums[row, panel]))
+                    total = builder.sitofp(builder.load(int_sums[row, panel]), _SUMS)
+                    total = self.fma(total, self.broadcast(rows[row], unit, _FLOAT), builder.load(sums[row, panel]))
                     builder.store(total, sums[row, panel])
         for place in places:
             builder.store(builder.load(sums[place]), targets[place], align=4)
 
-    def emit_page(self, rows: list[Any], panels: list[Any], start: Any, steps: Any, stride: Any, sums: Any) -> None:
+    def emit_run(self, rows: list[Any], panels: list[Any], start: Any, steps: Any, stride: Any, sums: Any) -> None:
         """Code for the steps of one page. start: bytes from the beginning of a left-hand row."""
         builder = self.builder
         with cgutils.for_range(builder, steps) as loop:
@@ -193,20 +203,30 @@ class _Emitter:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _emit_tile(
-    context: Any, like: Any, rows: Any, a: Any, lda: Any, pages: Any, run: Any, stride: Any, depth: Any, out: Any,
-    ldo: Any, add: Any,
-) -> Any:  # fmt: skip
+    context: Any,
+    like: Any,
+    rows: Any,
+    a: Any,
+    lda: Any,
+    panel_table: Any,
+    run_length: Any,
+    stride: Any,
+    depth: Any,
+    out: Any,
+    ldo: Any,
+    add: Any,
+) -> Any:
     """The loop for each number of rows there is code for, and the choice among them."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         end = builder.append_basic_block("end")
-        blocks = {most: builder.append_basic_block(f"rows.{most}") for most in ROWS}
+        blocks = {most: builder.append_basic_block(f"rows.{most}") for most in ROW_COUNTS}
         switch = builder.switch(args[1], end)
         for count in range(1, MAX_ROWS + 1):
-            switch.add_case(_INT64(count), blocks[min(most for most in ROWS if most >= count)])
+            switch.add_case(_INT64(count), blocks[min(most for most in ROW_COUNTS if most >= count)])
         for most, block in blocks.items():
             with builder.goto_block(block):
-                _Emitter(builder, like, most).emit(*args[1:])
+                _TileEmitter(builder, like, most).emit(*args[1:])
                 builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()
@@ -214,23 +234,33 @@ def _emit_tile(
     return types.void(like, *[types.int64] * 10), generate
 
 
-def _loop(
-    like: Any, rows: int, a: int, lda: int, pages: int, run: int, stride: int, depth: int, out: int, ldo: int, add: int
+def _tile_loop(
+    like: Any,
+    rows: int,
+    a: int,
+    lda: int,
+    panel_table: int,
+    run_length: int,
+    stride: int,
+    depth: int,
+    out: int,
+    ldo: int,
+    add: int,
 ) -> None:
-    _emit_tile(like, rows, a, lda, pages, run, stride, depth, out, ldo, add)
+    _emit_tile(like, rows, a, lda, panel_table, run_length, stride, depth, out, ldo, add)
 
 
 @cache
-def tile_code(dtype: np.dtype[Any]) -> int:
+def microkernel_address(dtype: np.dtype[Any]) -> int:
     """The address of the loop for right-hand matrices of float32, uint16 (bfloat16) or int8.
 
     It is compiled by itself: as a part of every kernel that calls it, it would be compiled as often.
     """
-    return address_of(_loop, types.void(from_dtype(dtype), *[types.int64] * 10))
+    return address_of(_tile_loop, types.void(from_dtype(dtype), *[types.int64] * 10))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _call(context: Any, code: Any, like: Any, arguments: Any) -> Any:
+def _call_tile(context: Any, code: Any, like: Any, arguments: Any) -> Any:
     """Calls the loop at an address. `like`: an element of the right-hand matrix."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -244,21 +274,31 @@ def _call(context: Any, code: Any, like: Any, arguments: Any) -> Any:
 
 
 @kernel
-def tile(
-    code: int, like: Any, rows: int, a: int, lda: int, pages: int, run: int, stride: int, depth: int, out: int,
-    ldo: int, add: int,
-) -> None:  # fmt: skip
+def multiply_tile(
+    code: int,
+    like: Any,
+    rows: int,
+    a: int,
+    lda: int,
+    panel_table: int,
+    run_length: int,
+    stride: int,
+    depth: int,
+    out: int,
+    ldo: int,
+    add: int,
+) -> None:
     """out[rows, 32] = a[rows, depth] times two panels, added to what `out` holds where `add` is not 0.
 
-    code:    see `tile_code`; like: an element of the right-hand matrix
+    code:    see `microkernel_address`; like: an element of the right-hand matrix
     rows:    1 to MAX_ROWS
     a, out:  addresses; their rows lie `lda` and `ldo` bytes apart. `a` has the type of the right-hand matrix; for int8
              a row is int16, and behind it are the units of its blocks, float32
-    pages:   address of [N, 2] int64 addresses of the panels, in pages of `run` steps that lie `stride` bytes apart;
-             for int8 a page is a block
+    pages:   address of [N, 2] int64 addresses of the panels, in pages of `run_length` steps that lie `stride` bytes
+             apart; for int8 a page is a block
     depth:   steps to take: numbers in float32, pairs otherwise
     """
-    _call(code, like, (rows, a, lda, pages, run, stride, depth, out, ldo, add))
+    _call_tile(code, like, (rows, a, lda, panel_table, run_length, stride, depth, out, ldo, add))
 
 
 @intrinsic  # type: ignore[untyped-decorator]

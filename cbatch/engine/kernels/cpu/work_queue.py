@@ -23,10 +23,10 @@ from cbatch.engine.kernels.cpu.jit import IS_X86, kernel
 
 _INT64 = ir.IntType(64)
 _NEXT, _DONE = 0, 8
-_PHASE = 32
+_PHASE_SHIFT = 32
 """Bits of a ticket that hold the piece; those above hold the phase."""
 
-_PATIENCE = 4096
+_SPINS_BEFORE_YIELD = 4096
 """Looks at a phase that is about to end before the processor is offered to others."""
 
 if sys.platform == "win32":
@@ -35,7 +35,7 @@ else:
     _yield = types.ExternalFunction("sched_yield", types.int32())
 
 
-def new_board() -> NDArray[np.int64]:
+def new_work_queue() -> NDArray[np.int64]:
     return np.zeros(16, np.int64)
 
 
@@ -45,41 +45,41 @@ def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _load(context: Any, board: Any, index: Any) -> Any:
+def _load(context: Any, queue: Any, index: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load_atomic(_pointer(context, builder, board, *args), "acquire", 8)
+        return builder.load_atomic(_pointer(context, builder, queue, *args), "acquire", 8)
 
-    return types.int64(board, types.int64), generate
+    return types.int64(queue, types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _store(context: Any, board: Any, index: Any, value: Any) -> Any:
+def _store(context: Any, queue: Any, index: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store_atomic(args[2], _pointer(context, builder, board, args[0], args[1]), "release", 8)
+        builder.store_atomic(args[2], _pointer(context, builder, queue, args[0], args[1]), "release", 8)
         return context.get_dummy_value()
 
-    return types.void(board, types.int64, types.int64), generate
+    return types.void(queue, types.int64, types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _add(context: Any, board: Any, index: Any, value: Any) -> Any:
+def _fetch_add(context: Any, queue: Any, index: Any, value: Any) -> Any:
     """Returns what was there before."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", _pointer(context, builder, board, args[0], args[1]), args[2], "acq_rel")
+        return builder.atomic_rmw("add", _pointer(context, builder, queue, args[0], args[1]), args[2], "acq_rel")
 
-    return types.int64(board, types.int64, types.int64), generate
+    return types.int64(queue, types.int64, types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _exchange(context: Any, board: Any, index: Any, before: Any, after: Any) -> Any:
+def _compare_exchange(context: Any, queue: Any, index: Any, before: Any, after: Any) -> Any:
     """Whether `before` was there, and was replaced."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _pointer(context, builder, board, args[0], args[1])
+        pointer = _pointer(context, builder, queue, args[0], args[1])
         return builder.extract_value(builder.cmpxchg(pointer, args[2], args[3], "acq_rel", "acquire"), 1)
 
-    return types.boolean(board, types.int64, types.int64, types.int64), generate
+    return types.boolean(queue, types.int64, types.int64, types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -96,27 +96,27 @@ def _pause(context: Any) -> Any:
 
 
 @kernel
-def take(board: Any, phase: int, pieces: int) -> int:
+def claim(queue: Any, phase: int, num_tasks: int) -> int:
     """The next of a phase's pieces (one at least), for the calling thread to do; -1 once all are done."""
-    looks = 0
+    spins = 0
     while True:
-        ticket = _load(board, _NEXT)
-        if ticket >> _PHASE != phase:
+        ticket = _load(queue, _NEXT)
+        if ticket >> _PHASE_SHIFT != phase:
             return -1
-        piece: int = ticket & 0xFFFFFFFF
-        if piece < pieces:
-            if _exchange(board, _NEXT, ticket, ticket + 1):
-                return piece
+        task: int = ticket & 0xFFFFFFFF
+        if task < num_tasks:
+            if _compare_exchange(queue, _NEXT, ticket, ticket + 1):
+                return task
         else:
-            looks += 1
-            if looks % _PATIENCE == 0:
+            spins += 1
+            if spins % _SPINS_BEFORE_YIELD == 0:
                 _yield()
             _pause()
 
 
 @kernel
-def finish(board: Any, phase: int, pieces: int) -> None:
+def complete(queue: Any, phase: int, num_tasks: int) -> None:
     """Says that a piece is done; with the last one the next phase begins."""
-    if _add(board, _DONE, 1) == pieces - 1:
-        _store(board, _DONE, 0)
-        _store(board, _NEXT, (phase + 1) << _PHASE)
+    if _fetch_add(queue, _DONE, 1) == num_tasks - 1:
+        _store(queue, _DONE, 0)
+        _store(queue, _NEXT, (phase + 1) << _PHASE_SHIFT)

@@ -13,7 +13,7 @@ import math
 import triton
 import triton.language as tl
 
-from cbatch.engine.kernels.triton.numbers import most_noise, noise, of_order, order_of, uniform_of
+from cbatch.engine.kernels.triton.gumbel import from_ordered_int, noise, noise_bound, to_ordered_int, uniform_of
 
 _INFINITY = tl.constexpr(math.inf)
 
@@ -40,12 +40,12 @@ def _tile(
 
 
 @triton.jit
-def most_of(x: tl.tensor) -> tl.tensor:
+def max_of(x: tl.tensor) -> tl.tensor:
     return tl.max(tl.max(x, 1), 0)
 
 
 @triton.jit
-def least_of(x: tl.tensor) -> tl.tensor:
+def min_of(x: tl.tensor) -> tl.tensor:
     return tl.min(tl.min(x, 1), 0)
 
 
@@ -55,7 +55,7 @@ def sum_of(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def best_of(
+def noisy_argmax(
     row: tl.tensor,
     start: tl.tensor,
     key: tl.tensor,
@@ -79,12 +79,12 @@ def best_of(
         x, ids = _tile(row, group, LISTED, GROUP, BLOCK)
         x = tl.where((x >= floor) & ((x > limit) | ((x == limit) & (ids < end))), x, -_INFINITY)
         uniform = uniform_of(ids, key)
-        if most_of(x + most_noise(uniform)) > best:
+        if max_of(x + noise_bound(uniform)) > best:
             score = x + noise(uniform)
-            most = most_of(score)
+            most = max_of(score)
             if most > best:
                 best = most
-                token = least_of(tl.where(score == most, ids, length))
+                token = min_of(tl.where(score == most, ids, length))
         group += GROUP
     return best, token
 
@@ -104,7 +104,7 @@ def mass_before(
 
 
 @triton.jit
-def reached_by(
+def kth_largest(
     row: tl.tensor,
     k: tl.tensor,
     least: tl.tensor,
@@ -117,25 +117,25 @@ def reached_by(
 
     Halves the range where it must be, and draws its ends in to the next x: many can be equal in half precision.
     """
-    low, high = order_of(least), order_of(most)
+    low, high = to_ordered_int(least), to_ordered_int(most)
     while low < high:
         middle = (low + high + 1) >> 1
-        pivot = of_order(middle)
+        pivot = from_ordered_int(middle)
         reached = tl.zeros([GROUP, BLOCK], tl.int32)
         above = tl.full([GROUP, BLOCK], _INFINITY, tl.float32)
         below = tl.full([GROUP, BLOCK], -_INFINITY, tl.float32)
         group = 0
         while group < row[4]:
             x, _ids = _tile(row, group, LISTED, GROUP, BLOCK)
-            reaches = x >= pivot
-            reached += reaches.to(tl.int32)
-            above = tl.minimum(above, tl.where(reaches, x, _INFINITY))
-            below = tl.maximum(below, tl.where(reaches, -_INFINITY, x))
+            patterns = x >= pivot
+            reached += patterns.to(tl.int32)
+            above = tl.minimum(above, tl.where(patterns, x, _INFINITY))
+            below = tl.maximum(below, tl.where(patterns, -_INFINITY, x))
             group += GROUP
         count = sum_of(reached)
         if count >= k:
-            low = tl.maximum(order_of(least_of(above)), middle)
+            low = tl.maximum(to_ordered_int(min_of(above)), middle)
             high = tl.where(count == k, low, high)
         else:
-            high = tl.minimum(order_of(most_of(below)), middle - 1)
-    return of_order(low)
+            high = tl.minimum(to_ordered_int(max_of(below)), middle - 1)
+    return from_ordered_int(low)

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from cbatch.engine.models.base import Linears
+from cbatch.engine.models.base import LinearCost
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """What configs call the number of experts of a layer."""
 
 
-def linears_of(network: Any, config: Any) -> Linears:
+def linear_cost_of(network: Any, config: Any) -> LinearCost:
     """Matrices are all parameters of two dimensions or more, except embeddings, of which only rows are read.
 
     An embedding that is the head as well counts once, for it is read as a head. Experts are all read in each step,
@@ -29,7 +29,7 @@ def linears_of(network: Any, config: Any) -> Linears:
         if parameter is not head:
             parameters += parameter.numel() * (share if is_expert else 1)
     assumed = _assumed(network, head, experts, in_experts)
-    return Linears(weight_bytes, parameters, head.numel() if head is not None else 0, assumed)
+    return LinearCost(weight_bytes, parameters, head.numel() if head is not None else 0, assumed)
 
 
 def _head_weight(network: Any) -> nn.Parameter | None:

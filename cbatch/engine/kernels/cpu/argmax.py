@@ -18,7 +18,7 @@ _INFINITY = np.float32(np.inf)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def order_of(context: Any, x: Any) -> Any:
+def to_ordered_int(context: Any, x: Any) -> Any:
     """An int32 for a float32: in the same order, and the compiler can find the largest of many."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -28,7 +28,7 @@ def order_of(context: Any, x: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def of_order(context: Any, order: Any) -> Any:
+def from_ordered_int(context: Any, order: Any) -> Any:
     """The float32 of such an int32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -44,24 +44,24 @@ def _flip(builder: Any, bits: Any) -> Any:
 
 
 @kernel
-def largest_of(part: Any) -> Any:
+def max_of(part: Any) -> Any:
     """The largest of some numbers; where one of them is none, a number that means nothing."""
-    most = order_of(-_INFINITY)
+    most = to_ordered_int(-_INFINITY)
     for i in range(len(part)):
-        order = order_of(part[i])
+        order = to_ordered_int(part[i])
         most = order if order > most else most
-    return of_order(most)
+    return from_ordered_int(most)
 
 
 @kernel
-def find_largest(row: Any) -> Any:
+def argmax(row: Any) -> Any:
     """The place of a row's largest number, the first of equal ones, and that number; NaN where any of them is none."""
     place, most, wrong = 0, -_INFINITY, np.int32(0)
     for start in range(0, len(row), BLOCK):
         part = row[start : start + BLOCK]
         for i in range(len(part)):
             wrong = np.int32(wrong + (part[i] != part[i]))
-        top = largest_of(part)
+        top = max_of(part)
         if top > most:
             place, most = start, top
     if wrong > 0:

@@ -16,7 +16,7 @@ LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class AttentionParams:
     """How to attend, as in `AttentionBackend.attend`."""
 
     scale: float
@@ -37,7 +37,7 @@ class Rule:
         }
 
 
-def sizes(query: Tensor, keys: Tensor, values: Tensor) -> dict[str, int]:
+def cache_layout(query: Tensor, keys: Tensor, values: Tensor) -> dict[str, int]:
     """Arguments that say how a layer's cache lies; the sizes of a tile are powers of 2, the rest of it is masked."""
     _, kv_heads, block_size, key_dim = keys.shape
     return {
@@ -52,17 +52,17 @@ def sizes(query: Tensor, keys: Tensor, values: Tensor) -> dict[str, int]:
 
 
 @triton.jit
-def cache_rows(
-    pages: tl.tensor, tokens: tl.tensor, there: tl.tensor, head: tl.tensor, KV_HEADS: tl.constexpr,
+def kv_rows(
+    block_ids: tl.tensor, tokens: tl.tensor, there: tl.tensor, head: tl.tensor, KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Rows of the cache, seen as [num_blocks * kv_heads * block_size, dim], that hold tokens of a sequence."""
-    page = tl.load(pages + tokens // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+    page = tl.load(block_ids + tokens // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
     return (page * KV_HEADS + head) * BLOCK_SIZE + tokens % BLOCK_SIZE
 
 
 @triton.jit
-def load_rows(
+def load_kv(
     cache: tl.tensor, rows: tl.tensor, there: tl.tensor, DIM: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """[tokens, TILE] keys or values; zero beyond the head's size, and for tokens that are not there."""
@@ -76,7 +76,9 @@ def load_rows(
 
 
 @triton.jit
-def score(q: tl.tensor, k: tl.tensor, scale: tl.tensor, softcap: tl.tensor, HAS_SOFTCAP: tl.constexpr) -> tl.tensor:
+def scaled_scores(
+    q: tl.tensor, k: tl.tensor, scale: tl.tensor, softcap: tl.tensor, HAS_SOFTCAP: tl.constexpr
+) -> tl.tensor:
     """[queries, tokens] scores in base 2."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if HAS_SOFTCAP:
@@ -87,7 +89,9 @@ def score(q: tl.tensor, k: tl.tensor, scale: tl.tensor, softcap: tl.tensor, HAS_
 
 
 @triton.jit
-def absorb(scores: tl.tensor, v: tl.tensor, acc: tl.tensor, largest: tl.tensor, total: tl.tensor) -> tl.tensor:
+def online_softmax_update(
+    scores: tl.tensor, v: tl.tensor, acc: tl.tensor, largest: tl.tensor, total: tl.tensor
+) -> tl.tensor:
     """One step of the online softmax: acc [queries, dim], largest and total [queries] with a tile more in them."""
     peak = tl.maximum(largest, tl.max(scores, 1))
     # A row that has seen nothing yet has no largest score to subtract.

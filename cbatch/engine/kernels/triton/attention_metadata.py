@@ -23,11 +23,11 @@ Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Decode:
+class DecodeMetadata:
     """Slices of one token, on the device.
 
     sequences  [S, 4] int32: row in the ragged batch, length with the row's own token (0 is padding), place of its
-               first block in `pages`, and of its first part among the partial results
+               first block in `block_ids`, and of its first part among the partial results
     items      [capacity, 2] int32: sequence and split; what is behind the last item is never read
     totals     [levels] int32: totals[k] items are at most k splits away from the end of their sequence
     pages      [P] int32: block ids
@@ -38,8 +38,8 @@ class Decode:
     sequences: Tensor
     items: Tensor
     totals: Tensor
-    pages: Tensor
-    parts: int
+    block_ids: Tensor
+    partials: int
     split: int
 
     @property
@@ -48,54 +48,54 @@ class Decode:
 
 
 @dataclass(slots=True)
-class Prefill:
+class PrefillMetadata:
     """Slices of several tokens.
 
     sequences  [S, 4] int32 on the device: first row in the ragged batch, first token, end of the slice's tokens, and
-               place of its first block in `pages`
+               place of its first block in `block_ids`
     pages      [P] int32: block ids
     ranges     [S, 2] int32 on the host: first token and end of each slice
     """
 
     sequences: Tensor
-    pages: Tensor
+    block_ids: Tensor
     ranges: Ints
     _tiles: dict[int, Tensor] = field(default_factory=dict)
 
     def tiles(self, tokens: int) -> Tensor:
         """Tiles of that many tokens, [N, 2] int32 on the device: sequence, and first token within its slice."""
         if tokens not in self._tiles:
-            self._tiles[tokens] = to_device([list_tiles(self.ranges, tokens)], self.pages.device)[0]
+            self._tiles[tokens] = to_device([list_query_tiles(self.ranges, tokens)], self.block_ids.device)[0]
         return self._tiles[tokens]
 
 
 @dataclass(frozen=True, slots=True)
-class Metadata:
+class AttentionMetadata:
     """What the layers of a step share. slots [T]: place of each token in the cache, negative for none."""
 
     slots: Tensor
-    decode: Decode | None
-    prefill: Prefill | None
+    decode: DecodeMetadata | None
+    prefill: PrefillMetadata | None
 
 
-class Work(NamedTuple):
-    """Decode rows on the host, as `Decode` has them on the device."""
+class DecodeSplits(NamedTuple):
+    """Decode rows on the host, as `DecodeMetadata` has them on the device."""
 
     sequences: Ints
     items: Ints
     totals: Ints
 
     @property
-    def parts(self) -> int:
+    def partials(self) -> int:
         """Partial results in all: one for each split of a sequence that has several."""
         return len(self.items) - int(2 * self.totals[0] - self.totals[1]) if len(self.totals) > 1 else 0
 
 
-def list_work(rows: Ints, lengths: Ints, first_pages: Ints, split: int) -> Work:
+def list_splits(rows: Ints, lengths: Ints, first_pages: Ints, split: int) -> DecodeSplits:
     """The splits of decode rows [S]; a row of length 0 has one too, which writes zeros."""
     splits = np.maximum(-(-lengths // split), 1)
-    parts = np.where(splits > 1, splits, 0)
-    sequences = np.stack([rows, lengths, first_pages, parts.cumsum() - parts], 1)
+    partials = np.where(splits > 1, splits, 0)
+    sequences = np.stack([rows, lengths, first_pages, partials.cumsum() - partials], 1)
     counts = len(splits) - np.searchsorted(np.sort(splits), np.arange(splits.max()), side="right")
     totals = counts.cumsum()
     back = np.repeat(np.arange(len(counts)), counts)
@@ -104,10 +104,10 @@ def list_work(rows: Ints, lengths: Ints, first_pages: Ints, split: int) -> Work:
     # The last splits are of all sizes. Programs take items in turns, so neighbours in the list should be alike.
     sequence[: counts[0]] = np.argsort((splits - 1) * split - lengths, kind="stable")
     items = np.stack([sequence, splits[sequence] - 1 - back], 1)
-    return Work(sequences.astype(np.int32), items.astype(np.int32), totals.astype(np.int32))
+    return DecodeSplits(sequences.astype(np.int32), items.astype(np.int32), totals.astype(np.int32))
 
 
-def list_tiles(ranges: Ints, tokens: int) -> Ints:
+def list_query_tiles(ranges: Ints, tokens: int) -> Ints:
     """Tiles of query tokens [N, 2]: sequence and first token; those that look at the longest past begin first."""
     counts = -(-(ranges[:, 1] - ranges[:, 0]) // tokens)
     sequence = np.repeat(np.arange(len(counts)), counts)
@@ -137,14 +137,14 @@ class DecodeBuffers:
         self.max_tokens = most if max_tokens is None else min(max_tokens, most)
         self.rows, self.max_blocks, self.block_size, self.split = rows, max_blocks, block_size, split
         self._levels = -(-max_blocks * block_size // split)
-        items, pages = self.max_tokens // split + rows, self.max_tokens // block_size + rows
+        items, block_ids = self.max_tokens // split + rows, self.max_tokens // block_size + rows
         # The pages come last, so that a copy ends with those that are used.
-        shapes: list[tuple[int, ...]] = [(rows, 4), (items, 2), (self._levels,), (rows,), (pages,)]
+        shapes: list[tuple[int, ...]] = [(rows, 4), (items, 2), (self._levels,), (rows,), (block_ids,)]
         self._room = [np.empty(shape, np.int32) for shape in shapes]
         self._packed = torch.zeros(size_of(self._room), dtype=torch.uint8, device=device)
         sequences, listed, totals, slots, ids = views(self._packed, self._room)
-        decode = Decode(sequences, listed, totals, ids, 0 if self._levels == 1 else items, split)
-        self.metadata = Metadata(slots, decode, None)
+        decode = DecodeMetadata(sequences, listed, totals, ids, 0 if self._levels == 1 else items, split)
+        self.metadata = AttentionMetadata(slots, decode, None)
         self.fill(np.zeros((0, 1), np.int32), [])
 
     def holds(self, stops: Sequence[int]) -> bool:
@@ -165,10 +165,10 @@ class DecodeBuffers:
         lengths = np.zeros(self.rows, np.int32)
         lengths[: len(stops)] = stops
         blocks = -(-lengths // self.block_size)
-        work = list_work(np.arange(self.rows), lengths, blocks.cumsum() - blocks, self.split)
+        work = list_splits(np.arange(self.rows), lengths, blocks.cumsum() - blocks, self.split)
         totals = np.pad(work.totals, (0, self._levels - len(work.totals)), mode="edge")
-        pages = tables[np.arange(tables.shape[1]) < blocks[: len(stops), None]]
-        arrays = [work.sequences, work.items, totals, self._slots(tables, lengths), pages]
+        block_ids = tables[np.arange(tables.shape[1]) < blocks[: len(stops), None]]
+        arrays = [work.sequences, work.items, totals, self._slots(tables, lengths), block_ids]
         arrays = [array.astype(np.int32, copy=False) for array in arrays]
         filled = packed(arrays, self._room, pin=self._packed.device.type == "cuda")
         self._packed[: len(filled)].copy_(filled, non_blocking=True)
@@ -182,7 +182,9 @@ class DecodeBuffers:
         return slots
 
 
-def prepare(slots: Tensor, tables: Tensor, starts: Sequence[int], stops: Sequence[int], split: int) -> Metadata:
+def build_metadata(
+    slots: Tensor, tables: Tensor, starts: Sequence[int], stops: Sequence[int], split: int
+) -> AttentionMetadata:
     """Metadata of one step: slices of one token are decode rows, longer ones prefill, and those that end at 0 padding.
 
     slots [T] and tables [S, B] int32 are on the device already.
@@ -191,16 +193,16 @@ def prepare(slots: Tensor, tables: Tensor, starts: Sequence[int], stops: Sequenc
     counts = np.where(ends == 0, 1, ends - np.array(starts, np.int32))
     rows = counts.cumsum() - counts
     first_pages = np.arange(len(ends)) * tables.shape[1]
-    pages = tables.contiguous().view(-1)
+    block_ids = tables.contiguous().view(-1)
     one = counts == 1
     arrays: list[Ints] = []
     if one.any():
-        work = list_work(rows[one], ends[one], first_pages[one], split)
+        work = list_splits(rows[one], ends[one], first_pages[one], split)
         arrays += work
     if not one.all():
         ranges = np.stack([ends - counts, ends], 1)[~one]
         arrays.append(np.stack([rows[~one], ranges[:, 0], ranges[:, 1], first_pages[~one]], 1).astype(np.int32))
     there = to_device(arrays, tables.device)
-    decode = Decode(there[0], there[1], there[2], pages, work.parts, split) if one.any() else None
-    prefill = None if one.all() else Prefill(there[-1], pages, ranges.astype(np.int32))
-    return Metadata(slots, decode, prefill)
+    decode = DecodeMetadata(there[0], there[1], there[2], block_ids, work.partials, split) if one.any() else None
+    prefill = None if one.all() else PrefillMetadata(there[-1], block_ids, ranges.astype(np.int32))
+    return AttentionMetadata(slots, decode, prefill)

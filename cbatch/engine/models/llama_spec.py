@@ -14,73 +14,73 @@ FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Values of `model_type` whose layers are all: norm, attention with rotary places, norm, gated feed-forward part."""
 
 
-class Unfit(Exception):
+class UnsupportedConfig(Exception):
     """Why a model has to go another way."""
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class LlamaSpec:
     """The sizes and settings of a decoder of the Llama family.
 
-    windows:       for each layer how many tokens back it sees, itself included; 0 for all
-    frequencies:   [rotary_dim / 2] float32, radians from one token to the next
+    windows:   for each layer how many tokens back it sees, itself included; 0 for all
+    inv_freq:   [rotary_dim / 2] float32, radians from one token to the next
     """
 
-    kind: str
-    hidden: int
-    inner: int
-    heads: int
-    kv_heads: int
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
-    vocabulary: int
+    vocab_size: int
     max_model_len: int
-    eps: float
+    rms_norm_eps: float
     windows: tuple[int, ...]
-    frequencies: Tensor
+    inv_freq: Tensor
     is_tied: bool
 
     @property
-    def layers(self) -> int:
+    def num_layers(self) -> int:
         return len(self.windows)
 
 
-def read_family(config: Mapping[str, Any]) -> Family:
-    """Reads a config.json, as transformers does. Raises Unfit for what the fast path does not do."""
+def read_llama_spec(config: Mapping[str, Any]) -> LlamaSpec:
+    """Reads a config.json, as transformers does. Raises UnsupportedConfig for the rest."""
     try:
         return _read(config)
-    except Unfit:
+    except UnsupportedConfig:
         raise
     except KeyError as error:
-        raise Unfit(f"its config.json has no {error.args[0]}") from error
+        raise UnsupportedConfig(f"its config.json has no {error.args[0]}") from error
     except Exception as error:  # whatever comes of values that nobody expects there
-        raise Unfit(f"its config.json is unusual ({error})") from error
+        raise UnsupportedConfig(f"its config.json is unusual ({error})") from error
 
 
-def _read(config: Mapping[str, Any]) -> Family:
+def _read(config: Mapping[str, Any]) -> LlamaSpec:
     kind = config.get("model_type")
     if kind not in FAMILIES:
-        raise Unfit(f"models of type {kind} are not of the Llama family")
+        raise UnsupportedConfig(f"models of type {kind} are not of the Llama family")
     if config.get("hidden_act", "silu") != "silu":
-        raise Unfit(f"its activation is {config['hidden_act']}")
+        raise UnsupportedConfig(f"its activation is {config['hidden_act']}")
     if config.get("quantization_config"):
-        raise Unfit("its weights are quantized")
+        raise UnsupportedConfig("its weights are quantized")
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or hidden // heads)
     kv_heads = int(config.get("num_key_value_heads") or heads)
     if heads % kv_heads or min(heads, kv_heads, head_dim, int(config["num_hidden_layers"])) < 1:
-        raise Unfit(f"its {heads} query heads cannot share {kv_heads} heads of keys")
-    return Family(
-        kind=str(kind),
-        hidden=hidden,
-        inner=int(config["intermediate_size"]),
-        heads=heads,
-        kv_heads=kv_heads,
+        raise UnsupportedConfig(f"its {heads} query heads cannot share {kv_heads} heads of keys")
+    return LlamaSpec(
+        model_type=str(kind),
+        hidden_size=hidden,
+        intermediate_size=int(config["intermediate_size"]),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
-        vocabulary=int(config["vocab_size"]),
+        vocab_size=int(config["vocab_size"]),
         max_model_len=int(config["max_position_embeddings"]),
-        eps=float(config["rms_norm_eps"]),
+        rms_norm_eps=float(config["rms_norm_eps"]),
         windows=_windows(config),
-        frequencies=_frequencies(config, head_dim),
+        inv_freq=_frequencies(config, head_dim),
         is_tied=bool(config["tie_word_embeddings"]),
     )
 
@@ -91,9 +91,9 @@ def _windows(config: Mapping[str, Any]) -> tuple[int, ...]:
     window = int(config["sliding_window"] or 0) if has_window else 0  # one that is absent has a default
     if kinds is not None:
         if not set(kinds) <= {"full_attention", "sliding_attention"} or len(kinds) != layers:
-            raise Unfit("its layers are of other kinds")
+            raise UnsupportedConfig("its layers are of other kinds")
         if not has_window and "sliding_attention" in kinds:
-            raise Unfit("it has sliding windows that its family does not know")
+            raise UnsupportedConfig("it has sliding windows that its family does not know")
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     first = int(config["max_window_layers"]) if window and config["model_type"].startswith("qwen") else 0
     return tuple(window if layer >= first else 0 for layer in range(layers))
@@ -107,7 +107,7 @@ def _frequencies(config: Mapping[str, Any], head_dim: int) -> Tensor:
     kind = rope.get("rope_type", rope.get("type", "default"))
     part = float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0))
     if part != 1 or head_dim % 2:
-        raise Unfit("its rotary places turn a part of a head")
+        raise UnsupportedConfig("its rotary places turn a part of a head")
     width = head_dim
     frequencies: Tensor = 1.0 / rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width)
     if kind == "default":
@@ -116,7 +116,7 @@ def _frequencies(config: Mapping[str, Any], head_dim: int) -> Tensor:
         return frequencies / float(rope["factor"])
     if kind == "llama3":
         return _llama3(frequencies, rope)
-    raise Unfit(f"its rotary places are of type {kind}")
+    raise UnsupportedConfig(f"its rotary places are of type {kind}")
 
 
 def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
@@ -130,17 +130,17 @@ def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
     return torch.where(lengths < context / high, frequencies, stretched)
 
 
-def shapes_of(family: Family) -> dict[str, tuple[int, ...]]:
+def weight_shapes(spec: LlamaSpec) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all weights that a model of the family has, those that it may have left out."""
-    hidden, inner = family.hidden, family.inner
-    query, cache = family.heads * family.head_dim, family.kv_heads * family.head_dim
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    query, cache = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (family.vocabulary, hidden),
+        "model.embed_tokens.weight": (spec.vocab_size, hidden),
         "model.norm.weight": (hidden,),
     }
-    if not family.is_tied:
-        shapes["lm_head.weight"] = (family.vocabulary, hidden)
-    for layer in range(family.layers):
+    if not spec.is_tied:
+        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
         shapes |= {
             prefix + "input_layernorm.weight": (hidden,),
@@ -153,29 +153,29 @@ def shapes_of(family: Family) -> dict[str, tuple[int, ...]]:
             prefix + "mlp.up_proj.weight": (inner, hidden),
             prefix + "mlp.down_proj.weight": (hidden, inner),
         }
-        if family.kind == "qwen2":
+        if spec.model_type == "qwen2":
             shapes |= {
                 prefix + "self_attn.q_proj.bias": (query,),
                 prefix + "self_attn.k_proj.bias": (cache,),
                 prefix + "self_attn.v_proj.bias": (cache,),
             }
-        if family.kind == "qwen3":
+        if spec.model_type == "qwen3":
             norms = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
-            shapes |= {prefix + name: (family.head_dim,) for name in norms}
+            shapes |= {prefix + name: (spec.head_dim,) for name in norms}
     return shapes
 
 
-def check_tensors(family: Family, tensors: Mapping[str, Tensor]) -> int:
-    """The number of parameters, when the files hold just the weights of the family. Raises Unfit where they do not."""
-    shapes = shapes_of(family)
+def check_weights(spec: LlamaSpec, tensors: Mapping[str, Tensor]) -> int:
+    """The number of parameters, when the files hold just its weights. Raises UnsupportedConfig where they do not."""
+    shapes = weight_shapes(spec)
     head = "lm_head.weight"
-    spare = {head} if family.is_tied else set()
+    spare = {head} if spec.is_tied else set()
     odd = ({name for name in tensors if not name.endswith("rotary_emb.inv_freq")} - spare) ^ shapes.keys()
     if odd:
-        raise Unfit(f"its weights are not those of its family: {min(odd)}")
+        raise UnsupportedConfig(f"its weights are not those of its family: {min(odd)}")
     wrong = [name for name, shape in shapes.items() if tuple(tensors[name].shape) != shape]
     if wrong:
-        raise Unfit(f"the shape of {wrong[0]} is not what its config says")
+        raise UnsupportedConfig(f"the shape of {wrong[0]} is not what its config says")
     if head in spare and head in tensors and not torch.equal(tensors[head], tensors["model.embed_tokens.weight"]):
-        raise Unfit("its embedding is tied to its head, and both are in its files and differ")
+        raise UnsupportedConfig("its embedding is tied to its head, and both are in its files and differ")
     return sum(math.prod(shape) for shape in shapes.values())

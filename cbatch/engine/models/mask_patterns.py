@@ -16,7 +16,7 @@ MaskFunction = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class MaskPattern:
     """A token sees itself and what comes before it: all of it, the last window-1 tokens, or those of its chunk."""
 
     window: int | None = None
@@ -37,7 +37,7 @@ class Reach:
         return seen
 
 
-def stand_in_mask(
+def probe_mask(
     *,
     q_length: int,
     kv_length: int,
@@ -49,31 +49,31 @@ def stand_in_mask(
 ) -> Tensor:
     """A mask function of transformers for the probe: a mask [1, 1, q_length, kv_length] that carries its Reach.
 
-    A mask that no Reach describes, or one that the model computes from this one, is refused by `reach_of` if a layer
+    A mask that no Reach describes, or one that the model computes from this one, is refused by `pattern_of` if a layer
     uses it.
     """
     mask = torch.zeros(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
     # Where transformers lays something over its own pattern, that may look at what the tokens of this pass are, and
     # has no answer beyond them. Their being text then shows that among them it is causal.
     length = 2 * (local_size or q_length) + 4 if allow_is_causal_skip else q_length
-    mask.reach = _reach(mask_function, length, local_size, device)  # type: ignore[attr-defined]
+    mask.pattern = _pattern(mask_function, length, local_size, device)  # type: ignore[attr-defined]
     return mask
 
 
-def reach_of(mask: Tensor | None) -> Reach:
-    """The Reach of what `stand_in_mask` gave; all that came before where there is no mask.
+def pattern_of(mask: Tensor | None) -> MaskPattern:
+    """The Reach of what `probe_mask` gave; all that came before where there is no mask.
 
     Raises ModelError for any other mask.
     """
-    reach = Reach() if mask is None else getattr(mask, "reach", None)
-    if not isinstance(reach, Reach):
+    pattern = MaskPattern() if mask is None else getattr(mask, "pattern", None)
+    if not isinstance(pattern, MaskPattern):
         raise ModelError("its attention layers use a mask of their own")
-    return reach
+    return pattern
 
 
-def _reach(
+def _pattern(
     mask_function: MaskFunction, length: int, local_size: int | None, device: torch.device | str
-) -> Reach | None:
+) -> MaskPattern | None:
     """The Reach that a mask function has in a text of `length` tokens, looked at around every border; None for none.
 
     local_size: the window or chunk, where there is one
@@ -84,5 +84,5 @@ def _reach(
     keys = torch.arange(length, device=device)[None, :]
     zero = torch.zeros(1, dtype=torch.long, device=device)
     seen = mask_function(zero, zero, queries, keys).expand(len(queries), length)
-    candidates = [Reach(window=local_size), Reach(chunk=local_size)] if local_size else [Reach()]
-    return next((reach for reach in candidates if torch.equal(seen, reach.allows(queries, keys))), None)
+    candidates = [MaskPattern(window=local_size), MaskPattern(chunk=local_size)] if local_size else [MaskPattern()]
+    return next((pattern for pattern in candidates if torch.equal(seen, pattern.allows(queries, keys))), None)
