@@ -15,7 +15,7 @@ from click.core import ParameterSource
 
 from cbatch.cli.chat.session.files import as_path
 from cbatch.cli.common.console import notice
-from cbatch.cli.common.exits import Interrupted, ReaderGone
+from cbatch.cli.common.exits import Interrupted, ReaderGone, UserError
 from cbatch.cli.common.options import ENGINE_FIELDS
 from cbatch.cli.run.command import check_usage, run
 from cbatch.cli.run.files import open_input, open_output, stats_file
@@ -47,12 +47,15 @@ class BackgroundRun:
     def start(self, driver: Driver, command_line: str) -> str:
         """Begins with what the options of `cbatch run` say, and returns the name of the output.
 
-        Raises ConfigError where they are wrong, or where a batch is running.
+        Raises UserError where they are wrong, or where a batch is running.
         """
         if self.is_running:
-            raise ConfigError("A batch is running; /run stop ends it.")
+            raise UserError("A batch is running; /run stop ends it.")
         options = parse(command_line)
-        check_usage(options)
+        try:
+            check_usage(options)
+        except ConfigError as error:
+            raise UserError(f"/run: {error}") from error
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, args=(driver, options), name="cbatch-run", daemon=True)
         self._thread.start()
@@ -139,25 +142,25 @@ class BackgroundProgress:
 
 
 def parse(command_line: str) -> dict[str, Any]:
-    """The options of `cbatch run` from what was typed. Raises ConfigError where they cannot serve here."""
+    """The options of `cbatch run` from what was typed. Raises UserError where they cannot serve here."""
     try:
         words = [str(as_path(word)) if word.startswith("~") else word for word in shlex.split(command_line)]
         context = run.make_context("run", words, auto_envvar_prefix="CBATCH_RUN")
     except ValueError as error:
-        raise ConfigError(f"/run: {error}.") from error
+        raise UserError(f"/run: {error}.") from error
     except click.exceptions.Exit as error:  # of --help, which has no screen to print on here
-        raise ConfigError("/run FILE -o OUT takes the options of `cbatch run`; its --help shows them.") from error
+        raise UserError("/run FILE -o OUT takes the options of `cbatch run`; its --help shows them.") from error
     except click.ClickException as error:
-        raise ConfigError(f"/run: {error.format_message()}") from error
+        raise UserError(f"/run: {error.format_message()}") from error
     options = context.params
     if "-" in (options["input"], options["output"]):
-        raise ConfigError("/run needs a file of rows and a file for the output: /run FILE -o OUT.")
+        raise UserError("/run needs a file of rows and a file for the output: /run FILE -o OUT.")
     for name in (options["input"], options["output"]):
         if Path(name).exists() and not Path(name).is_file():  # a pipe could not be stopped
-            raise ConfigError(f"/run reads and writes files, and {name} is none.")
+            raise UserError(f"/run reads and writes files, and {name} is none.")
     if options["check"]:
-        raise ConfigError("--check is for the shell: cbatch run FILE --check.")
+        raise UserError("--check is for the shell: cbatch run FILE --check.")
     for name in (*ENGINE_FIELDS, "trace"):
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise ConfigError(f"--{name.replace('_', '-')} cannot be changed here: the engine is there already.")
+            raise UserError(f"--{name.replace('_', '-')} cannot be changed here: the engine is there already.")
     return options

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from cbatch.cli.common.console import notice
+from cbatch.cli.common.exits import UserError
 from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.options import (
     check_chat_params,
@@ -23,7 +24,7 @@ from cbatch.cli.common.options import (
     trace_option,
 )
 from cbatch.cli.common.tracing import tracing
-from cbatch.engine import ConfigError, with_overrides
+from cbatch.engine import with_overrides
 
 if TYPE_CHECKING:
     from cbatch.cli.chat.controller import ChatController
@@ -51,11 +52,11 @@ def chat(**options: Any) -> Literal[0, 1]:
     check_sampling(options)
     check_chat_params(options)
     if (options["source"] is None) != (options["index"] is None):
-        raise ConfigError("--from OUT.jsonl and --index K go together.")
+        raise UserError("--from OUT.jsonl and --index K go together.")
     if options["prompts"] is not None and options["source"] is None:
-        raise ConfigError("--prompts goes with --from OUT.jsonl --index K.")
+        raise UserError("--prompts goes with --from OUT.jsonl --index K.")
     if sys.stdin is None or sys.stdout is None:
-        raise ConfigError("A chat needs stdin and stdout, and one of them is closed.")
+        raise UserError("A chat needs stdin and stdout, and one of them is closed.")
     with tracing(options, ("source", "prompts")) as trace:
         if sys.stdin.isatty() and sys.stdout.isatty():
             return _on_terminal(options, trace)

@@ -11,7 +11,8 @@ from cbatch.cli.chat.engine_client import EngineClient, ReplyRequest
 from cbatch.cli.chat.session.session import CONTEXT_FULL, Notice, Reply, Session, Turn
 from cbatch.cli.chat.session.session_list import SessionList
 from cbatch.cli.chat.session.store import SessionStore
-from cbatch.engine import ConfigError, RequestError, TokenEvent, derive_seed
+from cbatch.cli.common.exits import UserError
+from cbatch.engine import RequestError, TokenEvent, derive_seed
 
 RETRY_TEMPERATURE = 0.7
 """Of another answer where the session is greedy, and would give the same one."""
@@ -23,7 +24,7 @@ TokenCallback = Callable[[Session, Reply, str], None]
 class ChatController(SessionList):
     """Opens and closes sessions, has their turns answered, and keeps them on disk.
 
-    Methods raise ConfigError with a sentence for the user where something cannot be done.
+    Methods raise UserError with a sentence for the user where something cannot be done.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class ChatController(SessionList):
     def retry(self, session: Session, count: int) -> int:
         """Has the last turn answered again, `count` times. Returns the number of the first of those answers."""
         if self.client.driver is None:
-            raise ConfigError("The model is still being loaded.")
+            raise UserError("The model is still being loaded.")
         turn = self._require_last_turn(session)
         self._stop_replies(session)
         turn.first_compared = 0
@@ -119,7 +120,7 @@ class ChatController(SessionList):
         """Keeps one of several answers, counted from 0."""
         turn = self._require_last_turn(session)
         if not 0 <= number < len(turn.replies):
-            raise ConfigError(f"There are answers 0 to {len(turn.replies) - 1} to pick from.")
+            raise UserError(f"There are answers 0 to {len(turn.replies) - 1} to pick from.")
         self._stop_replies(session)
         turn.pick(number)
         self.save(session)
@@ -129,9 +130,9 @@ class ChatController(SessionList):
         turn = self._require_last_turn(session)
         reply = turn.reply
         if turn.is_open:
-            raise ConfigError("An answer is coming; /stop cuts it off.")
+            raise UserError("An answer is coming; /stop cuts it off.")
         if reply is None or not reply.can_continue:
-            raise ConfigError("The last answer is complete; there is nothing to continue.")
+            raise UserError("The last answer is complete; there is nothing to continue.")
         params = reply.params if reply.generated else session.params
         self._request_reply(session, turn, reply, params, may_trim=may_trim)
 
@@ -150,7 +151,7 @@ class ChatController(SessionList):
     def replace(self, session: Session, turn: Turn, text: str) -> None:
         """Asks something else in the place of a turn, which must still be the last one."""
         if session.last is not turn or session.queue:
-            raise ConfigError("The conversation has gone on since; nothing is changed.")
+            raise UserError("The conversation has gone on since; nothing is changed.")
         self._stop_replies(session)
         session.remove(turn)
         self._send(session, text)
@@ -169,7 +170,7 @@ class ChatController(SessionList):
         elif reply is not None and reply.code in ("prompt_too_long", CONTEXT_FULL):
             self.continue_reply(session, may_trim=True)
         else:
-            raise ConfigError("The context is not full; /trim N leaves out the N oldest turns all the same.")
+            raise UserError("The context is not full; /trim N leaves out the N oldest turns all the same.")
         return 0
 
     def save(self, session: Session) -> None:
@@ -217,10 +218,10 @@ class ChatController(SessionList):
     def _require_last_turn(self, session: Session) -> Turn:
         """The one that commands are about."""
         if session.queue:
-            raise ConfigError("A message waits for its turn; /undo takes it back.")
+            raise UserError("A message waits for its turn; /undo takes it back.")
         turn = session.last
         if turn is None:
-            raise ConfigError("There is no message yet.")
+            raise UserError("There is no message yet.")
         return turn
 
     def _request_reply(

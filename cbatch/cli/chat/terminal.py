@@ -40,7 +40,7 @@ from cbatch.cli.chat.tui.transcript_view import TranscriptView
 from cbatch.cli.common.console import safe, without_bidi
 from cbatch.cli.common.exits import Interrupted
 from cbatch.cli.common.signals import SIGNALS, raise_interrupted
-from cbatch.engine import ConfigError
+from cbatch.engine import CbatchError
 
 REDRAW_SECONDS = 1 / 40
 REFRESH_SECONDS = 0.5
@@ -286,7 +286,7 @@ class Terminal:
     def _run_shown(self, action: Callable[[], object]) -> None:
         try:
             action()
-        except ConfigError as error:
+        except CbatchError as error:
             self.controller.current.add_notice(str(error), is_error=True)
         except Exception as error:  # a mistake of ours costs a sentence, and not the conversations
             self.controller.current.add_notice(f"Something went wrong: {error!r}", is_error=True)

@@ -7,6 +7,10 @@ from cbatch.engine import CbatchError
 EXIT_USAGE, EXIT_FATAL, EXIT_PIPE = 2, 3, 141
 
 
+class UserError(CbatchError):
+    """What the user typed cannot be done. The message says why, in a sentence for the terminal."""
+
+
 class RunFailed(CbatchError):
     """A run that ends before its time. What was finished is written."""
 

@@ -22,8 +22,8 @@ from cbatch.cli.chat.session.session_file import read_session
 from cbatch.cli.chat.session.store import SessionStore
 from cbatch.cli.chat.tui.status import Status
 from cbatch.cli.chat.tui.transcript import Transcript
+from cbatch.cli.common.exits import UserError
 from cbatch.cli.main import run_command
-from cbatch.engine import ConfigError
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.engine import Engine
 
@@ -113,7 +113,7 @@ def test_stopped_and_continued_is_the_whole_answer(harness: ChatHarness, params:
         controller.continue_reply(controller.current)
     harness.settle(controller)
     assert reply_of(controller.current).text == whole
-    with pytest.raises(ConfigError, match="complete"):
+    with pytest.raises(UserError, match="complete"):
         controller.continue_reply(controller.current)
 
 
@@ -165,7 +165,7 @@ def test_retry_keeps_the_answer_before(harness: ChatHarness) -> None:
     assert reply_of(session).text == texts[2], "stopped before its first token, it is no answer"
     controller.pick(session, 0)
     assert reply_of(session).text == first
-    with pytest.raises(ConfigError, match="answers 0 to 4"):
+    with pytest.raises(UserError, match="answers 0 to 4"):
         controller.pick(session, 5)
 
 
@@ -192,7 +192,7 @@ def test_retries_and_trims_in_any_order(harness: ChatHarness) -> None:
         for text in ("word " * 900, "Hello.") if number % 2 else ("Hello.", "word " * 150, "word " * 1200):
             harness.ask(controller, text)
         for _ in range(8):
-            with suppress(ConfigError):
+            with suppress(UserError):
                 do_something(controller, session, chance)
             if chance.random() < 0.5:
                 harness.settle(controller)
@@ -209,9 +209,9 @@ def test_a_refused_command_stops_nothing(harness: ChatHarness) -> None:
     controller.send(controller.current, "Tell me a story.")
     session = controller.current
     for action in (lambda: controller.continue_reply(session), lambda: controller.trim(session, None)):
-        with pytest.raises(ConfigError):
+        with pytest.raises(UserError):
             action()
-    with pytest.raises(ConfigError, match="answers 0 to 0"):
+    with pytest.raises(UserError, match="answers 0 to 0"):
         controller.pick(controller.current, 3)
     assert controller.current.is_busy
     controller.end_all()
@@ -248,7 +248,7 @@ def test_a_batch_that_ends_early_leaves_the_engine_to_the_chat(harness: ChatHarn
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     background = BackgroundRun()
     background.start(driver, f"{source} -o {out} --window 50")
-    with pytest.raises(ConfigError, match="A batch is running"):
+    with pytest.raises(UserError, match="A batch is running"):
         background.start(driver, f"{source} -o {out}")
     end = time.monotonic() + PATIENCE
     while not (out.exists() and out.read_bytes()):
@@ -282,7 +282,7 @@ def test_a_batch_that_ends_early_leaves_the_engine_to_the_chat(harness: ChatHarn
 def test_what_run_refuses(harness: ChatHarness, line: str, message: str) -> None:
     """Guards `/run` against options that make no sense under a chat: a sentence, at once."""
     assert harness.client.driver is not None
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(UserError, match=message):
         BackgroundRun().start(harness.client.driver, line)
 
 
@@ -308,7 +308,7 @@ def test_what_waits_is_said_in_order_and_can_be_taken_back(harness: ChatHarness)
         lambda: controller.continue_reply(session),
         lambda: controller.trim(session, None),
     ):
-        with pytest.raises(ConfigError, match="waits for its turn"):
+        with pytest.raises(UserError, match="waits for its turn"):
             action()
     assert session.is_busy, "a command that is refused stops nothing"
     assert controller.undo(session) == "Hello."
@@ -317,7 +317,7 @@ def test_what_waits_is_said_in_order_and_can_be_taken_back(harness: ChatHarness)
     harness.settle(controller)
     assert [turn.text for turn in session.turns] == ["Tell me a story.", "Spell the word lamp."]
     assert reply_of(session).text == "l-a-m-p"
-    with pytest.raises(ConfigError, match="has gone on"):
+    with pytest.raises(UserError, match="has gone on"):
         controller.replace(session, session.turns[0], "Hello.")
     controller.replace(session, session.turns[1], "Spell the word tree.")
     harness.settle(controller)
@@ -338,7 +338,7 @@ def test_a_full_context_is_a_message_and_can_be_trimmed(harness: ChatHarness) ->
     assert reply_of(session).state in ("stop", "length") and 0 < session.dropped < 8
     assert session.system_messages == [{"role": "system", "content": "be brief"}]
     assert controller.trim(session, 100) > 0 and session.dropped == len(session.turns) - 1
-    with pytest.raises(ConfigError, match="not full"):
+    with pytest.raises(UserError, match="not full"):
         harness.ask(controller, "Hello.")
         controller.trim(session, None)
 
@@ -383,7 +383,7 @@ def test_an_exported_session_is_a_row_with_the_same_answer(harness: ChatHarness,
     alone = from_result(out, 1, None)
     assert alone.prelude == [{"role": "assistant", "content": told}]
     for index, name, message in [(7, out, "no row with index 7"), (0, tmp_path / "none", "Cannot read")]:
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(UserError, match=message):
             from_result(name, index, None)
 
 
@@ -421,10 +421,10 @@ def test_saving_never_overwrites_another_session(harness: ChatHarness, tmp_path:
     harness.ask(controller, "Hello.")
     (tmp_path / "precious.txt").write_text("x")
     for name in ("mine", str(tmp_path / "precious.txt"), str(path)):
-        with pytest.raises(ConfigError, match="exists already"):
+        with pytest.raises(UserError, match="exists already"):
             store.save_as(other, name)
     for name in ("", ".hidden", "a\nb"):
-        with pytest.raises(ConfigError, match="cannot be a name"):
+        with pytest.raises(UserError, match="cannot be a name"):
             store.save_as(other, name)
 
 
@@ -492,7 +492,7 @@ def test_a_damaged_session_is_refused_with_a_reason(change: dict[str, Any], tmp_
     path.write_text(json.dumps(GOOD))
     assert read_session(path).turns[0].text == "u"
     path.write_text(json.dumps(GOOD | change))
-    with pytest.raises(ConfigError, match=r"s\.json"):
+    with pytest.raises(UserError, match=r"s\.json"):
         read_session(path)
 
 
@@ -501,5 +501,5 @@ def test_what_is_no_session_is_refused(data: bytes, tmp_path: Path) -> None:
     """Guards `/load` against files of other kinds."""
     path = tmp_path / "s.json"
     path.write_bytes(data)
-    with pytest.raises(ConfigError, match=r"s\.json"):
+    with pytest.raises(UserError, match=r"s\.json"):
         read_session(path)

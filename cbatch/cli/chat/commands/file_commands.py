@@ -12,7 +12,7 @@ from cbatch.cli.chat.session.files import as_path, read_text
 from cbatch.cli.chat.session.prompt import takes_messages
 from cbatch.cli.chat.session.session_file import read_session
 from cbatch.cli.chat.session.store import SavedSession
-from cbatch.engine import ConfigError
+from cbatch.cli.common.exits import UserError
 
 
 @command("save", "[NAME]", "saved")
@@ -20,7 +20,7 @@ def do_save(context: CommandContext, name: str) -> None:
     """keeps this session under a name"""
     path = context.store.save_as(context.session, name or context.session.name)
     if path.parent == context.store.sessions_folder.resolve() and path.stem != context.session.name:
-        with suppress(ConfigError):  # a name of more than one word, or that of another session
+        with suppress(UserError):  # a name of more than one word, or that of another session
             context.controller.rename(context.session, path.stem)
             context.store.save_as(context.session, str(path))
     is_kept = context.controller.store is not None
@@ -54,7 +54,7 @@ def do_export(context: CommandContext, name: str) -> None:
     path, session = as_path(name), context.session
     driver = context.controller.client.driver
     if session.last is None or driver is None:
-        raise ConfigError("There is no message yet." if session.last is None else "The model is still being loaded.")
+        raise UserError("There is no message yet." if session.last is None else "The model is still being loaded.")
     if path.suffix == ".md":
         write_markdown(path, to_markdown(session, driver.engine.loaded.name))
     elif path.suffix == ".jsonl":
@@ -64,7 +64,7 @@ def do_export(context: CommandContext, name: str) -> None:
         row = to_row(session, params, engine.model.max_model_len, as_messages=takes_messages(engine))
         append_row(path, row)
     else:
-        raise ConfigError(f"{name} ends neither in .md nor in .jsonl.")
+        raise UserError(f"{name} ends neither in .md nor in .jsonl.")
     context.show(f"written to {path}")
 
 
@@ -74,10 +74,10 @@ def do_run(context: CommandContext, line: str) -> None:
     driver = context.controller.client.driver
     if line == "stop":
         if not context.background.is_running:
-            raise ConfigError("No batch is running.")
+            raise UserError("No batch is running.")
         context.background.stop()
     elif driver is None:
-        raise ConfigError("The model is still being loaded.")
+        raise UserError("The model is still being loaded.")
     else:
         context.show(f"it writes into {context.background.start(driver, line)}; answers here go before it")
 
@@ -101,10 +101,10 @@ def _find_saved(context: CommandContext, which: str) -> Path:
         path = context.store.path_of(which)
         if path.exists():
             return path
-    except ConfigError as error:
+    except UserError as error:
         refusal = error
     except OSError as error:
-        raise ConfigError(f"Cannot read {which[:80]}: {error.strerror}.") from error
+        raise UserError(f"Cannot read {which[:80]}: {error.strerror}.") from error
     for saved in context.store.saved():
         if saved.name == which:
             return saved.path

@@ -12,7 +12,7 @@ from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.chat.session.session import Session
 from cbatch.cli.chat.session.store import SavedSession, SessionStore
 from cbatch.cli.chat.tui.status import Status
-from cbatch.engine import ConfigError
+from cbatch.cli.common.exits import UserError
 
 
 class CommandUI(Protocol):
@@ -85,27 +85,27 @@ def command(name: str, usage: str = "", argument: str = "") -> Callable[[Command
 
 
 def execute_command(context: CommandContext, line: str) -> None:
-    """Does what a line says that begins with a slash. Raises ConfigError, a sentence for whoever typed it."""
+    """Does what a line says that begins with a slash. Raises UserError, a sentence for whoever typed it."""
     name, argument = [*line[1:].split(maxsplit=1), "", ""][:2]
     found = COMMANDS.get(ALIASES.get(name, name))
     if found is None:
         close = difflib.get_close_matches(name, COMMANDS, 1)
         context.ui.set_input(line)
         meant = f"did you mean /{close[0]}?" if close else "/help shows them."
-        raise ConfigError(f"There is no command /{name[:40]}; {meant} (// at the beginning says it to the model.)")
+        raise UserError(f"There is no command /{name[:40]}; {meant} (// at the beginning says it to the model.)")
     found.handler(context, argument.strip())
 
 
 def require_argument(argument: str, usage: str) -> None:
-    """Raises ConfigError where nothing was given."""
+    """Raises UserError where nothing was given."""
     if not argument:
-        raise ConfigError(f"Something is missing: {usage}")
+        raise UserError(f"Something is missing: {usage}")
 
 
 def parse_number(text: str, low: int, high: int) -> int:
-    """A number that was typed. Raises ConfigError where it is none, or out of range."""
+    """A number that was typed. Raises UserError where it is none, or out of range."""
     if not (text.isascii() and text.isdecimal() and len(text) < 10 and low <= int(text) <= high):
-        raise ConfigError(f"A number from {low} to {high} is needed, not {text or 'nothing'}.")
+        raise UserError(f"A number from {low} to {high} is needed, not {text or 'nothing'}.")
     return int(text)
 
 

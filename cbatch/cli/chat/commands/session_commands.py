@@ -15,8 +15,9 @@ from cbatch.cli.chat.commands.registry import (
     require_argument,
 )
 from cbatch.cli.chat.controller import RETRY_TEMPERATURE
+from cbatch.cli.common.exits import UserError
 from cbatch.cli.common.options import RUN_ONLY_PARAMS
-from cbatch.engine import PARAM_NAMES, ConfigError, RequestError, SamplingParams, with_overrides
+from cbatch.engine import PARAM_NAMES, RequestError, SamplingParams, with_overrides
 
 SETTABLE = tuple(name for name in PARAM_NAMES if name not in ("seed", *RUN_ONLY_PARAMS))
 
@@ -34,7 +35,7 @@ KEYS = (
 def do_help(context: CommandContext, name: str) -> None:
     """this list"""
     if name and name.lstrip("/") not in COMMANDS:
-        raise ConfigError(f"There is no command /{name.lstrip('/')[:40]}; /help alone shows them all.")
+        raise UserError(f"There is no command /{name.lstrip('/')[:40]}; /help alone shows them all.")
     shown = [COMMANDS[name.lstrip("/")]] if name.lstrip("/") in COMMANDS else list(COMMANDS.values())
     shown.sort(key=lambda item: item.name)
     lines = [f"/{item.name} {item.usage}".ljust(25) + f" {item.description}" for item in shown]
@@ -126,12 +127,12 @@ def do_edit(context: CommandContext, _: str) -> None:
     """the last message in $EDITOR, asked anew"""
     session, last = context.session, context.session.last
     if last is None:
-        raise ConfigError("There is no message yet.")
+        raise UserError("There is no message yet.")
 
     def ask(text: str) -> None:
         try:
             context.controller.replace(session, last, text)
-        except ConfigError:
+        except UserError:
             context.ui.set_input(text)
             raise
 
@@ -144,7 +145,7 @@ def do_stop(context: CommandContext, which: str) -> None:
     sessions = list(context.controller.sessions) if which == "all" else [context.session]
     stopped = [context.controller.stop(session) for session in sessions]
     if not any(stopped):
-        raise ConfigError("Nothing is being answered.")
+        raise UserError("Nothing is being answered.")
 
 
 @command("continue")
@@ -179,7 +180,7 @@ def do_set(context: CommandContext, text: str) -> None:
     params = context.session.params
     if name and name not in SETTABLE:
         close = difflib.get_close_matches(name, SETTABLE, 1)
-        raise ConfigError(f"There is no parameter {name}" + (f"; did you mean {close[0]}?" if close else "."))
+        raise UserError(f"There is no parameter {name}" + (f"; did you mean {close[0]}?" if close else "."))
     if value.strip() in ("default", "null"):
         params.pop(name, None)
     elif value:
@@ -223,4 +224,4 @@ def _value(name: str, text: str) -> SamplingParams:
     try:
         return SamplingParams().merged({name: value})
     except RequestError as error:
-        raise ConfigError(str(error)) from error
+        raise UserError(str(error)) from error

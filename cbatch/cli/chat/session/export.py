@@ -9,10 +9,11 @@ from typing import Any
 
 from cbatch.cli.chat.session.prompt import as_plain_text
 from cbatch.cli.chat.session.session import Reply, ReplyState, Session
+from cbatch.cli.common.exits import UserError
 from cbatch.cli.run.input.jsonl import format_row, parse_json_object, parse_line
 from cbatch.cli.run.input.lines import Line, read_lines
 from cbatch.cli.run.input.row import InputRow
-from cbatch.engine import ConfigError, RequestError, SamplingParams, derive_seed
+from cbatch.engine import RequestError, SamplingParams, derive_seed
 
 
 def to_markdown(session: Session, model: str) -> str:
@@ -44,16 +45,16 @@ def to_row(session: Session, params: SamplingParams, context: int, *, as_message
 
 
 def write_markdown(path: Path, text: str) -> None:
-    """Raises ConfigError where a file is there already, or cannot be written."""
+    """Raises UserError where a file is there already, or cannot be written."""
     try:
         with path.open("x", encoding="utf-8", errors="replace") as file:
             file.write(text)
     except OSError as error:
-        raise ConfigError(f"Cannot write {path}: {error.strerror}.") from error
+        raise UserError(f"Cannot write {path}: {error.strerror}.") from error
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:
-    """Adds a row to a JSONL file, which may be new. Raises ConfigError where that cannot be done."""
+    """Adds a row to a JSONL file, which may be new. Raises UserError where that cannot be done."""
     try:
         with path.open("ab+") as file:
             size = file.seek(0, os.SEEK_END)
@@ -61,7 +62,7 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
             starts_line = file.read(1) in (b"", b"\n")
             file.write((b"" if starts_line else b"\n") + format_row(row))
     except OSError as error:
-        raise ConfigError(f"Cannot write {path}: {error.strerror}.") from error
+        raise UserError(f"Cannot write {path}: {error.strerror}.") from error
 
 
 def from_result(path: Path, index: int, prompts: Path | None, run_seed: int = 0) -> Session:
@@ -69,7 +70,7 @@ def from_result(path: Path, index: int, prompts: Path | None, run_seed: int = 0)
 
     run_seed: that of the batch, from which the row's seed comes where it has none
 
-    Raises ConfigError where there is no such row, or it is an error.
+    Raises UserError where there is no such row, or it is an error.
     """
     result = _find_result(path, index)
     reply = Reply(_text_of(result, f"row {index} of {path}"), state=_state_of(result))
@@ -100,7 +101,7 @@ def _find_result(path: Path, index: int) -> dict[str, Any]:
         if type(fields.get("index")) is int and fields["index"] == index:
             found = fields  # in a journal the last row of an index counts
     if found is None:
-        raise ConfigError(f"There is no row with index {index} in {path}.")
+        raise UserError(f"There is no row with index {index} in {path}.")
     return found
 
 
@@ -113,11 +114,11 @@ def _find_row(path: Path, index: int) -> InputRow:
             except RequestError as error:
                 row.error = row.invalid(str(error))
             if row.error is not None:
-                raise ConfigError(f"{path}: {row.error}.")
+                raise UserError(f"{path}: {row.error}.")
             if row.messages is None and row.prompt is None:
-                raise ConfigError(f"{path}: line {index + 1} asks with token ids, which are no conversation.")
+                raise UserError(f"{path}: line {index + 1} asks with token ids, which are no conversation.")
             return row
-    raise ConfigError(f"{path} has no line {index + 1}, which index {index} means.")
+    raise UserError(f"{path} has no line {index + 1}, which index {index} means.")
 
 
 def _lines(path: Path) -> Iterator[Line]:
@@ -125,7 +126,7 @@ def _lines(path: Path) -> Iterator[Line]:
         with path.open("rb") as file:
             yield from read_lines(file)
     except OSError as error:
-        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
+        raise UserError(f"Cannot read {path}: {error.strerror}.") from error
 
 
 def _text_of(result: dict[str, Any], where: str) -> str:
@@ -139,9 +140,9 @@ def _text_of(result: dict[str, Any], where: str) -> str:
         except (KeyError, IndexError, TypeError):
             text = None
     if isinstance(error, dict):
-        raise ConfigError(f"{where} is an error: {error.get('message')}")
+        raise UserError(f"{where} is an error: {error.get('message')}")
     if not isinstance(text, str):
-        raise ConfigError(f"{where} holds no text.")
+        raise UserError(f"{where} holds no text.")
     return text
 
 

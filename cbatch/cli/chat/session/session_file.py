@@ -7,8 +7,9 @@ from typing import Any
 
 from cbatch.cli.chat.session.files import read_text
 from cbatch.cli.chat.session.session import FINAL_STATES, Reply, Session, Turn, finished_copy, unanswered_turn
+from cbatch.cli.common.exits import UserError
 from cbatch.cli.run.input.jsonl import parse_json_object
-from cbatch.engine import ConfigError, RequestError, SamplingParams
+from cbatch.engine import RequestError, SamplingParams
 
 VERSION = 1
 MAX_BYTES = 256 * 2**20
@@ -44,19 +45,19 @@ def to_json(session: Session) -> dict[str, Any]:
 
 
 def read_session(path: Path) -> Session:
-    """Reads what `SessionStore.save` has written. Raises ConfigError that says what is wrong with the file."""
+    """Reads what `SessionStore.save` has written. Raises UserError that says what is wrong with the file."""
     try:
         fields = parse_json_object(read_text(path, MAX_BYTES), str(path), "a saved session")
     except RequestError as error:
-        raise ConfigError(f"{error}.") from error
+        raise UserError(f"{error}.") from error
     if fields.get("cbatch_session") != VERSION:
-        raise ConfigError(f"{path} is not a session saved by this version.")
+        raise UserError(f"{path} is not a session saved by this version.")
     try:
         return _from_json(fields)
     except RequestError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise UserError(f"{path}: {error}") from error
     except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ConfigError(f"{path} is damaged: {error!r}.") from error
+        raise UserError(f"{path} is damaged: {error!r}.") from error
 
 
 def _from_json(fields: dict[str, Any]) -> Session:

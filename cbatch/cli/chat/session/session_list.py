@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cbatch.cli.chat.session.session import Session
 from cbatch.cli.common.console import safe
-from cbatch.engine import ConfigError
+from cbatch.cli.common.exits import UserError
 
 
 def is_name(text: str) -> bool:
@@ -15,7 +15,7 @@ def is_name(text: str) -> bool:
 class SessionList:
     """Open sessions in order. `current` is the one in front, once there is any.
 
-    Methods raise ConfigError with a sentence for the user.
+    Methods raise UserError with a sentence for the user.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class SessionList:
                 return session
         if which in map(str, range(1, len(self.sessions) + 1)):
             return self.sessions[int(which) - 1]
-        raise ConfigError(f"There is no session {which}; /list shows them.")
+        raise UserError(f"There is no session {which}; /list shows them.")
 
     def new_name(self, name: str | None) -> str:
         """A name that is free: this one, or without one the next number."""
@@ -62,7 +62,7 @@ class SessionList:
                 number += 1
             return f"s{number}"
         if name in taken:
-            raise ConfigError(f"There is a session {name} already.")
+            raise UserError(f"There is a session {name} already.")
         if not is_name(name):
-            raise ConfigError("A name is one word of at most 60 characters, and not a number.")
+            raise UserError("A name is one word of at most 60 characters, and not a number.")
         return name

@@ -20,7 +20,7 @@ from cbatch.cli.chat.session.files import as_path
 from cbatch.cli.chat.session.session import Session
 from cbatch.cli.chat.session.session_file import read_session, to_json
 from cbatch.cli.common.console import safe
-from cbatch.engine import ConfigError
+from cbatch.cli.common.exits import UserError
 
 HISTORY_BYTES = 2**20
 """How much of the history's end is read."""
@@ -76,12 +76,12 @@ class SessionStore:
     def path_of(self, name: str) -> Path:
         """Where a session is saved under this name; a name with a slash or a suffix is a path.
 
-        Raises ConfigError for a name that cannot be one of a file.
+        Raises UserError for a name that cannot be one of a file.
         """
         if "/" in name or name.endswith(".json"):
             return as_path(name).resolve()
         if not _NAME.fullmatch(name):
-            raise ConfigError(f"{name!r} cannot be a name: letters, digits, blanks and .+@-_ can.")
+            raise UserError(f"{name!r} cannot be a name: letters, digits, blanks and .+@-_ can.")
         return self.sessions_folder.resolve() / f"{name}.json"
 
     def saved_path(self, session: Session) -> Path | None:
@@ -94,15 +94,15 @@ class SessionStore:
         self._known_versions[path] = _file_version(path)
 
     def save_as(self, session: Session, name: str) -> Path:
-        """Writes a session under a name, and from now on there. Raises ConfigError where that cannot be done."""
+        """Writes a session under a name, and from now on there. Raises UserError where that cannot be done."""
         path, before = self.path_of(name), self.saved_path(session)
         self.wait()
         try:
             if path.exists() and path != before:
-                raise ConfigError(f"{path} exists already; choose another name: /save NAME.")
+                raise UserError(f"{path} exists already; choose another name: /save NAME.")
             self._write(path, to_json(session))
         except OSError as error:
-            raise ConfigError(f"Cannot write {path}: {error.strerror}.") from error
+            raise UserError(f"Cannot write {path}: {error.strerror}.") from error
         if before is not None and before != path and before.name.startswith(self._stamp):
             before.unlink(missing_ok=True)
             self._written.discard(before)
@@ -127,7 +127,7 @@ class SessionStore:
         """The sessions in the folder, newest first; what cannot be read, or holds nothing, is left out."""
         found = []
         for path in self.sessions_folder.glob("*.json"):
-            with suppress(OSError, ConfigError):
+            with suppress(OSError, UserError):
                 session = read_session(path)
                 turns = session.turns
                 preview = " ".join(turns[0].text.split())[:60] if turns else ""

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TextIO
 
-from cbatch.engine import ConfigError
+from cbatch.cli.common.exits import UserError
 
 
 class Editor:
@@ -20,16 +20,16 @@ class Editor:
         self._process: subprocess.Popen[bytes] | None = None
 
     def edit(self, text: str, terminal: TextIO) -> str:
-        """What the user makes of a text in $VISUAL or $EDITOR. Raises ConfigError where that comes to nothing."""
+        """What the user makes of a text in $VISUAL or $EDITOR. Raises UserError where that comes to nothing."""
         name = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
         try:
             return self._edit(shlex.split(name), text, terminal)
         except OSError as error:
-            raise ConfigError(f"Cannot open the editor {name}: {error.strerror}; $EDITOR may name another.") from error
+            raise UserError(f"Cannot open the editor {name}: {error.strerror}; $EDITOR may name another.") from error
         except UnicodeDecodeError as error:
-            raise ConfigError(f"The editor {name} left what is not UTF-8 text; nothing is changed.") from error
+            raise UserError(f"The editor {name} left what is not UTF-8 text; nothing is changed.") from error
         except ValueError as error:
-            raise ConfigError(f"$EDITOR is no command: {error}.") from error
+            raise UserError(f"$EDITOR is no command: {error}.") from error
 
     @property
     def is_open(self) -> bool:
@@ -49,7 +49,7 @@ class Editor:
             code = self._process.wait()
             self._process = None
             if code != 0:
-                raise ConfigError(f"The editor {command[0]} ended with an error; nothing is changed.")
+                raise UserError(f"The editor {command[0]} ended with an error; nothing is changed.")
             return Path(name).read_text(encoding="utf-8")
         finally:
             Path(name).unlink(missing_ok=True)
