@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from cbatch.engine.engine import Engine
     from cbatch.engine.engine_thread import Driver, Ticket
     from cbatch.engine.models.loader import LoadedModel
-    from cbatch.engine.text.reasoning import AnswerFormat, check_tools
+    from cbatch.engine.text.output_parser import OutputParser
     from cbatch.engine.text.tokenizer import FIXED_DATE, Prompt
-    from cbatch.engine.text.tool_calls import ToolCall
+    from cbatch.engine.text.tool_calls import ToolCall, check_tools
     from cbatch.engine.tracing.trace import Trace
 
 _HOME = {
-    "AnswerFormat": "text.reasoning",
+    "OutputParser": "text.output_parser",
     "CbatchError": "base.errors",
     "Completion": "base.outputs",
     "ConfigError": "base.errors",
@@ -40,7 +40,7 @@ _HOME = {
     "TokenLogprobs": "base.outputs",
     "ToolCall": "text.tool_calls",
     "Trace": "tracing.trace",
-    "check_tools": "text.reasoning",
+    "check_tools": "text.tool_calls",
     "derive_seed": "base.params",
     "format_bytes": "base.units",
     "with_overrides": "base.params",
@@ -49,7 +49,6 @@ _HOME = {
 __all__ = [
     "FIXED_DATE",
     "PARAM_NAMES",
-    "AnswerFormat",
     "CbatchError",
     "Completion",
     "ConfigError",
@@ -59,6 +58,7 @@ __all__ = [
     "EngineError",
     "LoadedModel",
     "ModelError",
+    "OutputParser",
     "Prompt",
     "RequestError",
     "SamplingParams",

@@ -28,7 +28,8 @@ from cbatch.engine.scheduler.output import StepPlan
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.scheduler.scheduler import Scheduler
 from cbatch.engine.scheduler.step_time import LEAST, Pacer
-from cbatch.engine.structured.compiler import Constraints, Grammar, Guide
+from cbatch.engine.structured.compiler import ConstraintCompiler
+from cbatch.engine.structured.grammar import CompiledGrammar, GrammarState
 from cbatch.engine.text.tokenizer import FIXED_DATE, Prompt, encode_prompt
 
 
@@ -65,7 +66,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.scheduler = Scheduler(self.blocks, max_seqs, budget, model.max_model_len, prefix_cache=config.prefix_cache)
         runs_ahead = on_gpu if config.run_ahead is None else config.run_ahead
         self._loop = Loop(self.scheduler, self.runner, pacer, runs_ahead=runs_ahead)
-        self._constraints = Constraints(self.tokenizer, model.vocab_size) if self.tokenizer else None
+        self._constraint_compiler = ConstraintCompiler(self.tokenizer, model.vocab_size) if self.tokenizer else None
         self._requests: dict[int, Request] = {}
         self._next_id = 0
 
@@ -117,7 +118,7 @@ class Engine(AbstractContextManager["Engine"]):
         seed:         of its randomness, where the parameters give none
         sample_index: which of several outputs of one prompt and seed this is; each has randomness of its own, and
                       is a request of its own, whatever `n` the parameters ask for
-        tags:         what tells the parts of a conversation's answer apart (`AnswerFormat`); in the text in any case
+        tags:         what tells the parts of a conversation's answer apart (`OutputParser`); in the text in any case
 
         Raises RequestError for a prompt that is empty, too long, or has tokens the model does not know, and EngineError
         when the engine is closed.
@@ -137,7 +138,7 @@ class Engine(AbstractContextManager["Engine"]):
             stop_ids=stop_ids,
             text=self.tokenizer.stream(token_ids, params, tags) if self.tokenizer else None,
             bad_words=self.tokenizer.bad_word_ids(params.bad_words) if self.tokenizer else (),
-            guide=self._guide(token_ids, params, stop_ids, tags),
+            grammar_state=self._guide(token_ids, params, stop_ids, tags),
             counts=counts_for(params, token_ids),
         )
         self._next_id += 1
@@ -158,7 +159,7 @@ class Engine(AbstractContextManager["Engine"]):
         room = self.scheduler.room.after(len(prompt_ids), at_least=0 if params.max_tokens == 0 else 1)
         return room if params.max_tokens is None else min(params.max_tokens, room)
 
-    def compile(self, params: SamplingParams) -> Grammar | None:
+    def compile(self, params: SamplingParams) -> CompiledGrammar | None:
         """The form that outputs are to have, ready for use; None where none is given. May be called in any thread.
 
         The engine finds it for as long as somebody holds it; else it may have to compile once more. Raises
@@ -167,9 +168,9 @@ class Engine(AbstractContextManager["Engine"]):
         constraint = params.constraint
         if constraint is None:
             return None
-        if self._constraints is None:
+        if self._constraint_compiler is None:
             raise RequestError("invalid_row", "The form of an output needs a tokenizer, and this model has none.")
-        return self._constraints.compile(constraint)
+        return self._constraint_compiler.compile(constraint)
 
     def cancel(self, request_id: int) -> None:
         """Drops a request and frees its memory; one that is finished or unknown is left alone."""
@@ -258,8 +259,8 @@ class Engine(AbstractContextManager["Engine"]):
         if self.runner.is_closed:
             return
         self._loop.close()
-        if self._constraints is not None:
-            self._constraints.close()
+        if self._constraint_compiler is not None:
+            self._constraint_compiler.close()
         with suppress(RuntimeError):  # a device that is lost has nothing to give back
             self.synchronize()
         self.runner.close()
@@ -272,13 +273,13 @@ class Engine(AbstractContextManager["Engine"]):
 
     def _guide(
         self, prompt_ids: list[int], params: SamplingParams, stop_ids: frozenset[int], tags: Sequence[str]
-    ) -> Guide | None:
+    ) -> GrammarState | None:
         """Where an output stands in its form, which begins behind the reasoning where the prompt has opened that."""
         grammar = self.compile(params)
         if grammar is None or self.tokenizer is None:
             return None
         thinks = bool(tags) and self.tokenizer.opens_thinking(prompt_ids)
-        return Guide(grammar, stop_ids, self.tokenizer.ends_thinking if thinks else None)
+        return GrammarState(grammar, stop_ids, self.tokenizer.ends_thinking if thinks else None)
 
     def _check_tokens(self, what: str, token_ids: Sequence[int]) -> None:
         vocabulary = self.model.vocab_size

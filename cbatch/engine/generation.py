@@ -44,7 +44,7 @@ class Together:
         is_chat = isinstance(prompt, Mapping) or (
             isinstance(prompt, str) and bool(tokenizer and tokenizer.chat_template)
         )
-        tags = tokenizer.answer_format.think or () if tokenizer is not None and is_chat else ()
+        tags = tokenizer.output_parser.think_tags or () if tokenizer is not None and is_chat else ()
         seed = derive_seed(0, "index", index)
         for number in range(params.n):
             asked = params.for_sample(number)

@@ -17,7 +17,7 @@ from cbatch.engine.kernels.triton.sampling import sample_rows
 from cbatch.engine.models.cuda import CudaModel
 from cbatch.engine.runtime.kv_cache import KVCache
 from cbatch.engine.runtime.transfer import to_device
-from cbatch.engine.sampling.sampler import Draw, _draw, row_words
+from cbatch.engine.sampling.sampler import SamplingMetadata, _draw, pack_sampling_params
 from cbatch.engine.scheduler.request import Request
 from gpu.clock import make_batch
 from gpu.shapes import Config, RandomTensors, make_network
@@ -127,8 +127,8 @@ def check_sampling(rows: int, vocabulary: int, device: torch.device) -> Check:
         ],
     )
     logits = 3 * torch.randn(rows, vocabulary, device=device, generator=torch.Generator(device).manual_seed(0))
-    tokens, _ = sample_rows(logits, to_device([row_words(requests)], device)[0])
-    expected = _draw(logits, Draw.build(list(range(rows)), requests, device))
+    tokens, _ = sample_rows(logits, to_device([pack_sampling_params(requests)], device)[0])
+    expected = _draw(logits, SamplingMetadata.build(list(range(rows)), requests, device))
     same = int((tokens == expected).sum())
     return "sampling", same >= 0.99 * rows, f"{same} of {rows} tokens are those of the definition"
 

@@ -14,7 +14,7 @@ import torch
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.engine_thread import Driver
-from cbatch.engine.sampling.output import Evaluation
+from cbatch.engine.sampling.output import PendingSample
 from tests.support.tiny_models import make_engine, make_network, make_prompts, no_collector
 
 
@@ -133,7 +133,7 @@ def test_another_driver_may_follow_one_that_failed(driver: Driver) -> None:
 def test_what_was_finished_is_told_of(run_ahead: bool, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a row whose last token was computed against the failure of a step that was begun before that was known."""
     engine = make_engine(make_network("llama"), run_ahead=run_ahead)
-    owner, name = (engine.runner, "forward") if where == "forward" else (Evaluation, "__init__")
+    owner, name = (engine.runner, "forward") if where == "forward" else (PendingSample, "__init__")
     works, calls = getattr(owner, name), count()
 
     def lost(*args: Any) -> Any:
@@ -157,10 +157,10 @@ def test_what_was_finished_is_told_of(run_ahead: bool, where: str, monkeypatch: 
 def test_a_step_that_can_never_be_taken_in_ends_every_request(run_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against trying for ever: where the engine runs ahead, a step can be begun after each that failed."""
 
-    def get(evaluation: Evaluation) -> None:
+    def get(evaluation: PendingSample) -> None:
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(Evaluation, "get", get)
+    monkeypatch.setattr(PendingSample, "get", get)
     driver = Driver(make_engine(make_network("llama"), run_ahead=run_ahead))
     (event,) = until_end(collect(driver, [1, 2]))
     assert event.error is not None and str(driver.failure) == "device lost"

@@ -21,7 +21,7 @@ from cbatch.cli.chat.session.session import Message
 from cbatch.engine import RequestError, SamplingParams, TokenEvent
 
 if TYPE_CHECKING:
-    from cbatch.engine import AnswerFormat, Driver, Engine, Ticket, Trace
+    from cbatch.engine import Driver, Engine, OutputParser, Ticket, Trace
 
 PRIORITY = -(2**64)
 """Of answers: before every row of a batch that runs beside them."""
@@ -99,11 +99,11 @@ class EngineClient:
         return self.driver.failure if self.driver is not None else None
 
     @property
-    def form(self) -> AnswerFormat | None:
+    def form(self) -> OutputParser | None:
         """How answers are to be read; None while that is not known, or where the model takes no messages."""
         if self.driver is None or self.driver.engine.tokenizer is None:
             return None
-        return self.driver.engine.tokenizer.answer_format
+        return self.driver.engine.tokenizer.output_parser
 
     def params(self, params: dict[str, Any]) -> SamplingParams:
         """The effective sampling parameters of a session; the model's own stand only once it is loaded."""
@@ -146,7 +146,7 @@ class EngineClient:
         def take(event: TokenEvent) -> None:
             self._post(partial(_run_unless_cancelled, request, partial(request.on_event, event, time.monotonic())))
 
-        tags = self.form.think or () if self.form is not None else ()
+        tags = self.form.think_tags or () if self.form is not None else ()
         request.ticket = driver.submit(prompt_ids, params, take, seed=request.seed, priority=PRIORITY, tags=tags)
         if request.is_cancelled:  # in the meantime; whoever cancelled it saw no ticket
             driver.cancel(request.ticket)

@@ -135,8 +135,8 @@ class RequestBuilder:
         if request.params.echo and tokenizer is not None and request.prompt_ids:
             request.echo = tokenizer.decode(request.prompt_ids, skip_special_tokens=request.params.skip_special_tokens)
         if tokenizer is not None and isinstance(request.asked, Mapping) and request.prompt_ids:
-            form = tokenizer.answer_format
-            request.tags = form.special_tags if request.row.tools else form.think or ()
+            form = tokenizer.output_parser
+            request.tags = form.special_tags if request.row.tools else form.think_tags or ()
             request.is_thinking = tokenizer.opens_thinking(request.prompt_ids)
 
     def fail(self, request: RowRequest, error: RequestError, sample_index: int = 0) -> None:
@@ -235,7 +235,7 @@ class RequestBuilder:
         if (tokenizer := self._engine.tokenizer) is not None:
             fields["text"] = done.text
             if request.tags:
-                form = tokenizer.answer_format
+                form = tokenizer.output_parser
                 answer = form.parse(done.text, is_thinking=request.is_thinking, tools=request.row.tools)
                 fields["text"] = answer.text
                 if answer.reasoning is not None:

@@ -50,11 +50,11 @@ def to_lark(constraint: Constraint) -> str:
     """The constraint as a grammar of llguidance. Raises RequestError (`invalid_row`) where it is none."""
     source = constraint.source
     if len(source) > MAX_SOURCE:
-        raise invalid(constraint, f"It has {len(source)} characters; at most {MAX_SOURCE} are read.")
+        raise constraint_error(constraint, f"It has {len(source)} characters; at most {MAX_SOURCE} are read.")
     try:
         source.encode()
     except UnicodeEncodeError:
-        raise invalid(constraint, "It holds half of a character (a lone surrogate).") from None
+        raise constraint_error(constraint, "It holds half of a character (a lone surrogate).") from None
     if constraint.kind == "json_object":
         return _json_grammar({"type": "object"})
     if constraint.kind == "json_schema":
@@ -65,14 +65,14 @@ def to_lark(constraint: Constraint) -> str:
         return _HEADER + f"start: /{'|'.join(map(_escape, _read_choices(constraint)))}/"
     if constraint.kind == "grammar":
         if "%llguidance" in source:
-            raise invalid(constraint, "The directive %llguidance is not for rows.")
+            raise constraint_error(constraint, "The directive %llguidance is not for rows.")
         return _HEADER + source
     raise RequestError("invalid_row", f"There is no constraint of the kind {constraint.kind!r}.")
 
 
-def invalid(constraint: Constraint, what: str) -> RequestError:
+def constraint_error(constraint: Constraint, what: str) -> RequestError:
     """The error of a row whose constraint is wrong; `what` is a sentence, or what the library says."""
-    return RequestError("invalid_row", f"{_NAMES[constraint.kind]} cannot be used: {_tidy(constraint, what)}")
+    return RequestError("invalid_row", f"{_NAMES[constraint.kind]} cannot be used: {_shorten(constraint, what)}")
 
 
 def _json_grammar(schema: dict[str, Any]) -> str:
@@ -84,18 +84,18 @@ def _read_schema(constraint: Constraint) -> dict[str, Any]:
     if schema is True:
         return {}
     if not isinstance(schema, dict):
-        raise invalid(constraint, "It must be a JSON object.")
+        raise constraint_error(constraint, "It must be a JSON object.")
     if "x-guidance" in schema:
-        raise invalid(constraint, "The keyword x-guidance is not for rows.")
+        raise constraint_error(constraint, "The keyword x-guidance is not for rows.")
     return schema
 
 
 def _read_choices(constraint: Constraint) -> list[str]:
     choices = _read_json(constraint)
     if not isinstance(choices, list) or not choices or not all(isinstance(item, str) and item for item in choices):
-        raise invalid(constraint, "It must be a list of strings that are not empty, at least one.")
+        raise constraint_error(constraint, "It must be a list of strings that are not empty, at least one.")
     if any("\ud800" <= character <= "\udfff" for character in "".join(choices)):
-        raise invalid(constraint, "It holds half of a character (a lone surrogate).")
+        raise constraint_error(constraint, "It holds half of a character (a lone surrogate).")
     return choices
 
 
@@ -103,9 +103,9 @@ def _read_json(constraint: Constraint) -> Any:
     try:
         return json.loads(constraint.source)
     except ValueError as error:
-        raise invalid(constraint, f"It is not valid JSON: {error}.") from error
+        raise constraint_error(constraint, f"It is not valid JSON: {error}.") from error
     except RecursionError as error:
-        raise invalid(constraint, "It is nested too deeply.") from error
+        raise constraint_error(constraint, "It is nested too deeply.") from error
 
 
 def _regex_body(pattern: str) -> str:
@@ -134,7 +134,7 @@ def _escape(text: str) -> str:
     )
 
 
-def _tidy(constraint: Constraint, what: str) -> str:
+def _shorten(constraint: Constraint, what: str) -> str:
     """The library's message as the end of a sentence: the line that says why, without a picture of the place."""
     lines = [line.strip() for line in what.splitlines() if line.strip()]
     reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])

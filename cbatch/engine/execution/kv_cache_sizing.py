@@ -22,11 +22,11 @@ from cbatch.engine.models.base import Model
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.memory import DeviceMemory, device_memory, is_shortage
 from cbatch.engine.runtime.transfer import current
-from cbatch.engine.sampling.output import Evaluation
+from cbatch.engine.sampling.output import PendingSample
 from cbatch.engine.sampling.processors import counts_for
 from cbatch.engine.scheduler.output import Slice, StepPlan
 from cbatch.engine.scheduler.request import Request
-from cbatch.engine.structured.compiler import Masks
+from cbatch.engine.structured.masks import TokenMasks
 
 RESERVE = 256 * 2**20
 """Bytes that stay free beside a step's peak: for gaps between tensors of changing sizes, and what graphs consist of."""
@@ -222,7 +222,7 @@ class Trial:
         """Slices start .. stop-1, after each of which a token is sampled."""
         slices = []
         for number, (start, stop) in enumerate(bounds):
-            request = Request(number, self._ids, _EVERYTHING, 1, seed=number, guide=_Anything())
+            request = Request(number, self._ids, _EVERYTHING, 1, seed=number, grammar_state=_Anything())
             request.counts = counts_for(_EVERYTHING, [])
             if request.counts is not None:
                 request.counts.add(0)
@@ -238,8 +238,8 @@ class Trial:
         """A step as the engine computes it, every row with a form, filters, a penalty and log-probabilities."""
         batch, logits = self._forward(plan)
         rows = len(plan.to_sample)
-        masks = Masks(torch.ones(rows, self._model.vocab_size, dtype=torch.bool), [None] * rows)
-        Evaluation(plan, logits, batch.scored, masks).get()
+        masks = TokenMasks(torch.ones(rows, self._model.vocab_size, dtype=torch.bool), [None] * rows)
+        PendingSample(plan, logits, batch.scored, masks).get()
 
 
 class _Anything:

@@ -17,12 +17,12 @@ from cbatch.engine.execution.model_runner import Runner
 from cbatch.engine.runtime.batch import BlockTables, Logits, RaggedBatch
 from cbatch.engine.runtime.threads import one_thread
 from cbatch.engine.runtime.transfer import current
-from cbatch.engine.sampling.output import Evaluation, guides
+from cbatch.engine.sampling.output import PendingSample, grammar_states
 from cbatch.engine.scheduler.output import StepPlan
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.scheduler.scheduler import Scheduler
 from cbatch.engine.scheduler.step_time import Pacer
-from cbatch.engine.structured.compiler import MaskFiller
+from cbatch.engine.structured.masks import MaskFiller
 from cbatch.engine.tracing.spans import span
 
 
@@ -47,7 +47,7 @@ class Loop:
         self.runs_ahead = runs_ahead
         self.num_steps = 0
         self.last_plan = StepPlan()
-        self._flight: Evaluation | None = None
+        self._flight: PendingSample | None = None
         self._events: list[TokenEvent] = []
         """Of what has been taken in, not yet returned: something raised after that."""
         self._tables = BlockTables()
@@ -73,7 +73,7 @@ class Loop:
                 started = self._start(plan) if plan.slices else None
                 if self._flight is not None:  # the step before
                     self._land()
-                    self._masks.begin(guides(plan))
+                    self._masks.begin(grammar_states(plan))
                 self._flight = self._sample(started) if started is not None else None
             except BaseException:
                 self._masks.result()
@@ -108,7 +108,7 @@ class Loop:
         """Starts the model, and on other threads those who find out what the forms of outputs leave."""
         runner, coming = self.runner, None
         if self._flight is None:
-            self._masks.begin(guides(plan))
+            self._masks.begin(grammar_states(plan))
         else:
             coming = self._flight.coming
         with span("build"):
@@ -132,14 +132,14 @@ class Loop:
             self._events += self.scheduler.commit(flight.plan, result)
         self.num_steps += 1
 
-    def _sample(self, started: _Started) -> Evaluation | None:
+    def _sample(self, started: _Started) -> PendingSample | None:
         """Has tokens chosen from the logits; None where all have ended that the step was for."""
         plan, batch, logits = started
         masks = self._masks.result()
         if all(slice_.request.has_ended for slice_ in plan.slices):
             return None
         with span("sample"):
-            return Evaluation(plan, logits, batch.scored, masks)
+            return PendingSample(plan, logits, batch.scored, masks)
 
     def _on_device(self) -> AbstractContextManager[object]:
         model = self.runner.model

@@ -19,7 +19,7 @@ from cbatch.engine.models.checkpoint import load_fast_model
 from cbatch.engine.models.fingerprint import fingerprint
 from cbatch.engine.runtime.dtypes import choose_dtype
 from cbatch.engine.text.fast_loader import from_folder, from_transformers
-from cbatch.engine.text.template_sandbox import TemplateTrial
+from cbatch.engine.text.template_sandbox import TemplateSandbox
 from cbatch.engine.text.tokenizer import ChatTokenizer
 
 NOT_APPLIED = {
@@ -114,7 +114,7 @@ def load_model(
     tokenizer = _load_tokenizer(source, revision)
     template = tokenizer.chat_template if tokenizer else None
     make_network: Callable[[], Any] = partial(_load_network, source, revision, device, dtype)
-    with TemplateTrial(template) if template else nullcontext():
+    with TemplateSandbox(template) if template else nullcontext():
         decoder = load_fast_model(source, revision, device, dtype, quantize=quantize) if fast else None
         if decoder is not None:
             config = decoder.config

@@ -10,14 +10,14 @@ from torch import Tensor
 from cbatch.engine.base.outputs import TokenLogprobs
 from cbatch.engine.runtime.transfer import ToHost
 
-LEAST = -9999.0
+MIN_LOGPROB = -9999.0
 """What stands for minus infinity, which JSON does not have; OpenAI's own number."""
 
 MAX_ELEMENTS = 2**26
 """Logits that are turned into float32 at once: 256 MiB."""
 
 
-class Scores:
+class PendingLogprobs:
     """Log-probabilities that a device is computing: of each row's token, and the likeliest tokens with theirs."""
 
     def __init__(self, logits: Tensor, token_ids: Tensor, counts: Sequence[int]) -> None:
@@ -46,6 +46,6 @@ class Scores:
 def _score(logits: Tensor, token_ids: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of rows [N, V]: log-probability of the token [N], and the `most` likeliest tokens with theirs [N, most]."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
-    logprobs.clamp_(min=LEAST)
+    logprobs.clamp_(min=MIN_LOGPROB)
     top = logprobs.topk(most, dim=-1)
     return logprobs.gather(1, token_ids[:, None]).squeeze(1), top.indices, top.values

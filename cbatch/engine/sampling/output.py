@@ -13,24 +13,25 @@ from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.outputs import Sample, TokenLogprobs
 from cbatch.engine.runtime.batch import Coming, Logits
 from cbatch.engine.runtime.transfer import to_device
-from cbatch.engine.sampling.logprobs import Scores
+from cbatch.engine.sampling.logprobs import PendingLogprobs
 from cbatch.engine.sampling.processors import Processors
-from cbatch.engine.sampling.sampler import Chosen, sample
+from cbatch.engine.sampling.sampler import SampledTokens, sample
 from cbatch.engine.scheduler.output import StepPlan, StepResult
 from cbatch.engine.scheduler.request import Request
-from cbatch.engine.structured.compiler import Guide, Masks
+from cbatch.engine.structured.grammar import GrammarState
+from cbatch.engine.structured.masks import TokenMasks
 
 NAN = RequestError("nan_logits", "The model's output for this request is not a number.")
-NOTHING_LEFT = RequestError(
+NO_ALLOWED_TOKEN = RequestError(
     "invalid_row", "No token is left to choose from: bad_words, min_tokens or logit_bias forbid what the form needs."
 )
 
 
-class Evaluation:
+class PendingSample:
     """A step whose tokens are being chosen; what the host is to know of them is on its way."""
 
     def __init__(
-        self, plan: StepPlan, logits: Logits, scored: NDArray[np.bool_] | None = None, masks: Masks | None = None
+        self, plan: StepPlan, logits: Logits, scored: NDArray[np.bool_] | None = None, masks: TokenMasks | None = None
     ) -> None:
         """Begins to sample a token for each request of a step that gets one, and to score prompts.
 
@@ -38,37 +39,37 @@ class Evaluation:
 
         logits:  of R rows in the order of the ragged batch
         scored:  [R] bool, which of them score prompts; None where none does
-        masks:   what the forms of outputs leave to the plan's `guides`; None where there are none
+        masks:   what the forms of outputs leave to the plan's `grammar_states`; None where there are none
         """
         self.plan = plan
-        self._scores: Scores | None = None
+        self._scores: PendingLogprobs | None = None
         if scored is not None:
             self._scores = _begin_scores(plan, _pick(logits.values, np.flatnonzero(scored)))
             logits = Logits(_pick(logits.values, np.flatnonzero(~scored)))
         self._requests = requests = [slice_.request for slice_ in plan.to_sample]
-        self._guided = _guided(requests)
+        self._constrained_rows = _constrained_rows(requests)
         self._masks = masks
         allowed = masks.allowed if masks is not None else None
-        self._chosen: Chosen | None = None
-        self._logprobs: Scores | None = None
+        self._sampled: SampledTokens | None = None
+        self._logprobs: PendingLogprobs | None = None
         if requests:
             processed = values = logits.values
             likeliest = logits.likeliest
             if allowed is not None or any(request.changes_logits for request in requests):
-                processed = Processors.build(requests, values.device).apply(values, allowed, self._guided)
+                processed = Processors.build(requests, values.device).apply(values, allowed, self._constrained_rows)
                 likeliest = None
-            self._chosen = sample(processed, requests, likeliest)
-            self._logprobs = _begin_logprobs(requests, values, self._chosen)
+            self._sampled = sample(processed, requests, likeliest)
+            self._logprobs = _begin_logprobs(requests, values, self._sampled)
 
     @property
     def coming(self) -> Coming:
         """The tokens on the device, for the next step."""
-        tokens = self._chosen.tokens if self._chosen is not None else torch.empty(0, dtype=torch.int64)
+        tokens = self._sampled.tokens if self._sampled is not None else torch.empty(0, dtype=torch.int64)
         return Coming(tokens, {request: row for row, request in enumerate(self._requests)})
 
     def get(self) -> StepResult:
         """What came of it, as soon as it is there."""
-        token_ids, largest = self._chosen.get() if self._chosen is not None else ([], [])
+        token_ids, largest = self._sampled.get() if self._sampled is not None else ([], [])
         scores = self._get_scores()
         found = iter(self._logprobs.get() if self._logprobs is not None else ())
         logprobs = [next(found) if request.params.logprobs is not None else None for request in self._requests]
@@ -77,11 +78,13 @@ class Evaluation:
             for value, request in zip(largest, self._requests, strict=True)
         ]
         errors = self._masks.errors if self._masks is not None else ()
-        for row, sentence in zip(self._guided, errors, strict=True):
-            guide = self._requests[row].guide
+        for row, sentence in zip(self._constrained_rows, errors, strict=True):
+            grammar_state = self._requests[row].grammar_state
             if sentence is not None:
                 wrong[row] = RequestError("invalid_row", sentence)
-            elif guide is not None and guide.is_finished:  # nothing is left because nothing more may come
+            elif (
+                grammar_state is not None and grammar_state.is_finished
+            ):  # nothing is left because nothing more may come
                 wrong[row] = None
         _mark_broken_scores(self.plan, scores, wrong)
         return StepResult([Sample(*row) for row in zip(token_ids, logprobs, wrong, strict=True)], scores)
@@ -94,15 +97,15 @@ class Evaluation:
         return [[next(found) for _ in slice_.to_score] for slice_ in self.plan.to_score]
 
 
-def guides(plan: StepPlan) -> list[Guide]:
+def grammar_states(plan: StepPlan) -> list[GrammarState]:
     """Those of the requests that get a token from a plan, in their order."""
     requests = [slice_.request for slice_ in plan.to_sample]
-    return [requests[row].guide for row in _guided(requests)]  # type: ignore[misc]
+    return [requests[row].grammar_state for row in _constrained_rows(requests)]  # type: ignore[misc]
 
 
-def _guided(requests: list[Request]) -> list[int]:
+def _constrained_rows(requests: list[Request]) -> list[int]:
     """Rows whose outputs have a form, and go on."""
-    return [row for row, request in enumerate(requests) if request.guide is not None and not request.has_ended]
+    return [row for row, request in enumerate(requests) if request.grammar_state is not None and not request.has_ended]
 
 
 def _pick(rows: Tensor, places: NDArray[np.int64]) -> Tensor:
@@ -112,27 +115,27 @@ def _pick(rows: Tensor, places: NDArray[np.int64]) -> Tensor:
 def _what_is_wrong(largest: float, request: Request) -> RequestError:
     """Why no token can be chosen, where the largest logit is not finite after all that was asked for."""
     params = request.params
-    forbids = request.guide is not None or params.logit_bias or request.bad_words or request.min_tokens > 0
-    return NOTHING_LEFT if largest == -math.inf and forbids else NAN
+    forbids = request.grammar_state is not None or params.logit_bias or request.bad_words or request.min_tokens > 0
+    return NO_ALLOWED_TOKEN if largest == -math.inf and forbids else NAN
 
 
-def _begin_scores(plan: StepPlan, logits: Tensor) -> Scores:
+def _begin_scores(plan: StepPlan, logits: Tensor) -> PendingLogprobs:
     """Log-probabilities of the prompt tokens that follow the rows of logits [N, V]."""
     token_ids, counts = [], []
     for slice_ in plan.to_score:
         places, request = slice_.to_score, slice_.request
         token_ids += request.token_ids[places.start + 1 : places.stop + 1]
         counts += [request.params.prompt_logprobs or 0] * len(places)
-    return Scores(logits, to_device([np.array(token_ids, np.int64)], logits.device)[0], counts)
+    return PendingLogprobs(logits, to_device([np.array(token_ids, np.int64)], logits.device)[0], counts)
 
 
-def _begin_logprobs(requests: list[Request], logits: Tensor, chosen: Chosen) -> Scores | None:
+def _begin_logprobs(requests: list[Request], logits: Tensor, chosen: SampledTokens) -> PendingLogprobs | None:
     """Log-probabilities of the tokens that were chosen, for requests that ask for them; None where none does."""
     rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
     if not rows:
         return None
     places = np.array(rows)
-    return Scores(
+    return PendingLogprobs(
         _pick(logits, places), _pick(chosen.tokens, places), [requests[row].params.logprobs or 0 for row in rows]
     )
 

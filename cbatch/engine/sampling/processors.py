@@ -20,11 +20,11 @@ from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.runtime.transfer import to_device
 from cbatch.engine.scheduler.request import Request, TokenCounts
 
-Places = tuple[Tensor, Tensor]
+LogitIndices = tuple[Tensor, Tensor]
 """Places in logits [R, V]: rows and token ids, each [N] int64."""
 
 
-def _places(rows: Sequence[int], tokens: Sequence[Sequence[int]], device: torch.device) -> Places:
+def _logit_indices(rows: Sequence[int], tokens: Sequence[Sequence[int]], device: torch.device) -> LogitIndices:
     """`tokens[i]` are those of row `rows[i]`."""
     counts = [len(ids) for ids in tokens]
     ids = np.fromiter(chain.from_iterable(tokens), np.int64, sum(counts))
@@ -38,7 +38,7 @@ class Penalties:
     generated, and the row's three factors.
     """
 
-    places: Places
+    places: LogitIndices
     counts: Tensor
     repetition: Tensor
     presence: Tensor
@@ -83,9 +83,9 @@ class Processors:
     forbidden:  tokens that may not come now: the ends of bad words, and end tokens before min_tokens
     """
 
-    bias: tuple[Places, Tensor] | None
+    bias: tuple[LogitIndices, Tensor] | None
     penalties: Penalties | None
-    forbidden: Places | None
+    forbidden: LogitIndices | None
 
     @classmethod
     def build(cls, requests: Sequence[Request], device: torch.device) -> Processors:
@@ -95,13 +95,13 @@ class Processors:
         return cls(
             bias=_bias(biased, requests, device) if biased else None,
             penalties=Penalties.build(counts, requests, device) if counts else None,
-            forbidden=_places(list(forbidden), list(forbidden.values()), device) if forbidden else None,
+            forbidden=_logit_indices(list(forbidden), list(forbidden.values()), device) if forbidden else None,
         )
 
-    def apply(self, logits: Tensor, allowed: Tensor | None = None, guided: Sequence[int] = ()) -> Tensor:
+    def apply(self, logits: Tensor, allowed: Tensor | None = None, constrained_rows: Sequence[int] = ()) -> Tensor:
         """Logits [R, V] as the rows want them, in float32 where any of them wants something; the given ones stay.
 
-        allowed: [G, V] bool, tokens that the forms of rows `guided` leave
+        allowed: [G, V] bool, tokens that the forms of rows `constrained_rows` leave
         """
         if all(part is None for part in (self.bias, self.penalties, self.forbidden, allowed)):
             return logits
@@ -114,12 +114,12 @@ class Processors:
         if self.forbidden is not None:
             logits[self.forbidden] = float("-inf")
         if allowed is not None:
-            rows, left = to_device([np.array(guided, np.int64), allowed.numpy()], logits.device)
+            rows, left = to_device([np.array(constrained_rows, np.int64), allowed.numpy()], logits.device)
             logits[rows] = logits[rows].masked_fill(~left, float("-inf"))
         return logits
 
 
-def _bias(rows: list[int], requests: Sequence[Request], device: torch.device) -> tuple[Places, Tensor]:
+def _bias(rows: list[int], requests: Sequence[Request], device: torch.device) -> tuple[LogitIndices, Tensor]:
     pairs = [_as_arrays(requests[row].params.logit_bias) for row in rows]
     repeated = np.repeat(np.array(rows, np.int64), [len(tokens) for tokens, _ in pairs])
     tokens, values = (np.concatenate(arrays) for arrays in zip(*pairs, strict=True))

@@ -32,7 +32,7 @@ _MASK64 = 0xFFFFFFFFFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class SamplingMetadata:
     """The D rows of a step that are drawn at random.
 
     restricted  whether any of them filters its tokens
@@ -47,9 +47,9 @@ class Draw:
     keys: Tensor
 
     @classmethod
-    def build(cls, rows: list[int], requests: list[Request], device: torch.device) -> Draw:
+    def build(cls, rows: list[int], requests: list[Request], device: torch.device) -> SamplingMetadata:
         params = [requests[row].params for row in rows]
-        (words,) = to_device([row_words([requests[row] for row in rows])], device)
+        (words,) = to_device([pack_sampling_params([requests[row] for row in rows])], device)
         return cls(
             restricted=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
             temperature=words[0].view(torch.float32),
@@ -60,7 +60,7 @@ class Draw:
         )
 
 
-def row_words(requests: list[Request]) -> NDArray[np.int32]:
+def pack_sampling_params(requests: list[Request]) -> NDArray[np.int32]:
     """How each of R rows is drawn, as [6, R] int32, so that one copy brings it to a device.
 
     temperature (0 for greedy rows), top_p and min_p, as the bits of a float32; top_k (0: all); the noise key
@@ -75,7 +75,7 @@ def row_words(requests: list[Request]) -> NDArray[np.int32]:
     return np.concatenate([shares.view(np.int32), top_k, noise_keys(seeds, samples, positions).view(np.int32)])
 
 
-class Chosen(Protocol):
+class SampledTokens(Protocol):
     """Tokens that were chosen, on their way to the host."""
 
     @property
@@ -114,7 +114,7 @@ class _OnDevice:
         return pair[0].long().tolist(), pair[1].tolist()
 
 
-def sample(logits: Tensor, requests: list[Request], likeliest: Likeliest | None = None) -> Chosen:
+def sample(logits: Tensor, requests: list[Request], likeliest: Likeliest | None = None) -> SampledTokens:
     """Chooses a token for each row of logits [R, V]. On a GPU nobody waits for that.
 
     likeliest: of these logits, where they are known
@@ -124,13 +124,13 @@ def sample(logits: Tensor, requests: list[Request], likeliest: Likeliest | None 
         tokens, largest = likeliest or _likeliest(logits)
         if drawn:
             tokens = tokens.copy()
-            tokens[drawn] = _draw_on_host(logits, drawn, Draw.build(drawn, requests, logits.device))
+            tokens[drawn] = _draw_on_host(logits, drawn, SamplingMetadata.build(drawn, requests, logits.device))
         return _OnHost(tokens, largest)
     if drawn and logits.device.type == "cuda" and (sample_rows := _gpu_kernel()):
-        return _OnDevice(*sample_rows(logits, to_device([row_words(requests)], logits.device)[0]))
+        return _OnDevice(*sample_rows(logits, to_device([pack_sampling_params(requests)], logits.device)[0]))
     most, best = logits.max(dim=-1)
     if drawn:
-        best[drawn] = _draw(logits[drawn].float(), Draw.build(drawn, requests, logits.device))
+        best[drawn] = _draw(logits[drawn].float(), SamplingMetadata.build(drawn, requests, logits.device))
     return _OnDevice(best, most)
 
 
@@ -150,7 +150,7 @@ def _gpu_kernel() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
     return sample_rows
 
 
-def _draw_on_host(logits: Tensor, rows: list[int], draw: Draw) -> NDArray[np.int64]:
+def _draw_on_host(logits: Tensor, rows: list[int], draw: SamplingMetadata) -> NDArray[np.int64]:
     try:
         from cbatch.engine.kernels.cpu.sampling import DrawParams, draw_tokens
         from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
@@ -171,7 +171,7 @@ def _draw_on_host(logits: Tensor, rows: list[int], draw: Draw) -> NDArray[np.int
     return draw_tokens(shared_thread_pool(num_threads()), flat, vocabulary, rules)
 
 
-def _draw(logits: Tensor, draw: Draw) -> Tensor:
+def _draw(logits: Tensor, draw: SamplingMetadata) -> Tensor:
     logits = logits / draw.temperature[:, None]
     if not draw.restricted:
         noise = gumbel_noise(draw.keys, torch.arange(logits.shape[-1], device=logits.device)[None])
@@ -184,7 +184,7 @@ def _draw(logits: Tensor, draw: Draw) -> Tensor:
     return ids.gather(1, noisy.argmax(dim=-1, keepdim=True)).squeeze(1)
 
 
-def _kept(logits: Tensor, draw: Draw) -> Tensor:
+def _kept(logits: Tensor, draw: SamplingMetadata) -> Tensor:
     """Which of the sorted tokens [D, V] pass top-k, then top-p, then min-p, each on what the one before left."""
     vocabulary = logits.shape[-1]
     top_k = torch.where(draw.top_k > 0, draw.top_k, vocabulary)

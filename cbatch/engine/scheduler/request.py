@@ -13,7 +13,7 @@ from cbatch.engine.base.params import SamplingParams
 
 
 class TextSink(Protocol):
-    """Turns a request's tokens into text as they come (see `detokenizer.TextStream` and `detokenizer.LateText`)."""
+    """Turns a request's tokens into text as they come (see `text.detokenizer`)."""
 
     @property
     def stop_reason(self) -> str | None:
@@ -26,8 +26,8 @@ class TextSink(Protocol):
         """What was still held back, at the end of the output."""
 
 
-class TokenGuide(Protocol):
-    """Follows an output whose form is given (see `structured.Guide`)."""
+class TokenConstraint(Protocol):
+    """Follows an output whose form is given (see `structured.GrammarState`)."""
 
     @property
     def is_finished(self) -> bool:
@@ -70,7 +70,7 @@ class Request:
     `num_tokens` before anybody on the host knows which one it is.
 
     bad_words: sequences of tokens that may not be generated
-    guide:     follows the output where its form is given
+    grammar_state: follows the output where its form is given
     counts:    tokens that penalties look at
     changes_logits: whether its parameters ask for that, before a token is chosen; most do not
     num_coming: tokens that steps in flight will give it; `token_ids` holds those that are known
@@ -89,7 +89,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     text: TextSink | None = None
     bad_words: Sequence[Sequence[int]] = ()
-    guide: TokenGuide | None = None
+    grammar_state: TokenConstraint | None = None
     counts: TokenCounts | None = None
     changes_logits: bool = field(init=False)
     num_prompt: int = field(init=False)
@@ -138,7 +138,7 @@ class Request:
     @property
     def min_tokens(self) -> int:
         """Tokens before which nothing ends the output; a form that is given says itself when it is whole."""
-        return 0 if self.guide is not None else self.params.min_tokens
+        return 0 if self.grammar_state is not None else self.params.min_tokens
 
     @property
     def scores_prompt(self) -> bool:
@@ -161,7 +161,7 @@ class Request:
     def _accept(self, sample: Sample) -> TokenEvent:
         if sample.error is not None:
             return self.fail(sample.error)
-        if self.max_new_tokens == 0 or (self.guide is not None and self.guide.is_finished):
+        if self.max_new_tokens == 0 or (self.grammar_state is not None and self.grammar_state.is_finished):
             reason: FinishReason = "length" if self.max_new_tokens == 0 else "stop"
             return self._last(None, "", reason)
         token_id = sample.token_id
@@ -174,9 +174,9 @@ class Request:
         text = self.text.push(token_id, may_stop=may_stop) if self.text is not None else ""
         if self.text is not None and self.text.stop_reason is not None:
             return self._event(sample, text, "stop", self.text.stop_reason)
-        if self.guide is not None:
-            self.guide.accept(token_id)
-            if self.guide.is_finished:
+        if self.grammar_state is not None:
+            self.grammar_state.accept(token_id)
+            if self.grammar_state.is_finished:
                 return self._last(sample, text, "stop")
         if self.num_generated >= self.max_new_tokens:
             return self._last(sample, text, "length")

@@ -14,8 +14,8 @@ FAILED = "The output's constraint could not be kept: "
 TOO_COMPLEX = "it is too complex at this place."
 
 
-class Grammar:
-    """A compiled constraint; made by `Constraints.compile`, and any number of requests share it."""
+class CompiledGrammar:
+    """A compiled constraint; made by `ConstraintCompiler.compile`, and any number of requests share it."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -26,14 +26,17 @@ class Grammar:
         return self._matcher.deep_copy()
 
 
-class Guide:
+class GrammarState:
     """Where one request's output stands in its grammar. One thread uses it at a time.
 
     `error` is a sentence once something has failed; nothing more comes of it then.
     """
 
     def __init__(
-        self, grammar: Grammar, stop_ids: Collection[int], begins_after: Callable[[list[int]], bool] | None = None
+        self,
+        grammar: CompiledGrammar,
+        stop_ids: Collection[int],
+        starts_after: Callable[[list[int]], bool] | None = None,
     ) -> None:
         """
         stop_ids:     allowed where the output may end
@@ -44,14 +47,14 @@ class Guide:
         self._stop_ids = frozenset(stop_ids)
         self._stops = np.array(sorted(self._stop_ids), dtype=np.int64)
         self._matcher = grammar.new_matcher()
-        self._begins_after = begins_after
+        self._starts_after = starts_after
         self._before: list[int] = []
         self._is_ended = False
 
     @property
     def is_complete(self) -> bool:
         """Whether the text so far is a whole match, so that an end token may come."""
-        return self.error is None and self._begins_after is None and bool(self._matcher.is_accepting())
+        return self.error is None and self._starts_after is None and bool(self._matcher.is_accepting())
 
     @property
     def is_finished(self) -> bool:
@@ -63,10 +66,10 @@ class Guide:
 
         Raises RequestError (`invalid_row`) for a token that the grammar does not allow here.
         """
-        if self._begins_after is not None:
+        if self._starts_after is not None:
             self._before.append(token_id)
-            if self._begins_after(self._before):
-                self._begins_after = None
+            if self._starts_after(self._before):
+                self._starts_after = None
             return
         if self.error is None and token_id in self._stop_ids and self.is_complete:
             self._is_ended = True
@@ -83,7 +86,7 @@ class Guide:
         Stop ids may come exactly where the text is complete, other special tokens never. Where the output is finished
         and there are no stop ids, nothing may come.
         """
-        if self._begins_after is not None:
+        if self._starts_after is not None:
             allowed[:] = True
             allowed[self._stops] = False
             return None

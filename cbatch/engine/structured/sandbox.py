@@ -66,7 +66,7 @@ def is_dead_end(matcher: Any) -> bool:
     return str(matcher.get_error()).startswith("NoExtension")
 
 
-class GrammarTrial:
+class GrammarSandbox:
     """The child and what is said to it; thread-safe. It starts with the first grammar and stays for the next ones."""
 
     def __init__(self, library_folder: str, cpu_limit: float = CPU_LIMIT) -> None:

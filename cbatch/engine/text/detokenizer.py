@@ -10,9 +10,8 @@ from tokenizers.decoders import DecodeStream
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.outputs import Text
-from cbatch.engine.text.partial_match import overlap
 
-PROMPT_TAIL = 8
+NUM_CONTEXT_TOKENS = 8
 """Tokens of the prompt that the decoding of the output can depend on; what it begins with may stand in them, too."""
 
 
@@ -54,9 +53,9 @@ class LateText:
 
     stop_reason = None
 
-    def __init__(self, make: Callable[[], TextStream]) -> None:
+    def __init__(self, make: Callable[[], IncrementalDetokenizer]) -> None:
         self._make = make
-        self._stream: TextStream | None = None
+        self._stream: IncrementalDetokenizer | None = None
         self._tokens: list[int | None] = []
         """None stands for what is held back at the end."""
         self._deltas: list[str] = []
@@ -118,7 +117,7 @@ class LatePiece:
         return str, (self.read(),)
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """The text of one output, in deltas that are safe to show.
 
     Bytes of an unfinished character are held back until it is whole, and the longest tail that could be the
@@ -139,13 +138,13 @@ class TextStream:
         """
         self._tokenizer = tokenizer
         self._hidden = hidden
-        tail = [token for token in prompt[-PROMPT_TAIL:] if token not in hidden]
+        tail = [token for token in prompt[-NUM_CONTEXT_TOKENS:] if token not in hidden]
         # Where the prompt ends inside a character, its end would be taken for the beginning of the output.
         if self._decode(tail).endswith("\ufffd"):
             tail = []
         self._stream = DecodeStream(ids=tail, skip_special_tokens=False)
-        self._unsaid: list[int] = []
-        self._held = ""
+        self._undecoded: list[int] = []
+        self._held_back = ""
         self._stop = tuple(stop)
         self.stop_reason: str | None = None
 
@@ -156,18 +155,18 @@ class TextStream:
         try:
             chunk = self._stream.step(self._tokenizer, token_id)
         except Exception:  # tokenizers raises plain Exception where bytes that are no character rewrite earlier text
-            chunk = self._decode([*self._unsaid, token_id])
+            chunk = self._decode([*self._undecoded, token_id])
             self._stream = DecodeStream(skip_special_tokens=False)
         if chunk is None:
-            self._unsaid.append(token_id)
+            self._undecoded.append(token_id)
             return ""
-        self._unsaid.clear()
+        self._undecoded.clear()
         return self._release(chunk, may_stop)
 
     def flush(self) -> str:
         """What was held back, at the end of the output: a character that stayed unfinished becomes U+FFFD."""
-        text = self._held + (self._decode(self._unsaid) if self._unsaid else "")
-        self._held, self._unsaid = "", []
+        text = self._held_back + (self._decode(self._undecoded) if self._undecoded else "")
+        self._held_back, self._undecoded = "", []
         return text
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -177,12 +176,17 @@ class TextStream:
     def _release(self, chunk: str, may_stop: bool) -> str:
         if not self._stop:
             return chunk
-        text = self._held + chunk
+        text = self._held_back + chunk
         found = [(place, stop) for stop in self._stop if (place := text.find(stop)) >= 0] if may_stop else []
         if found:
             place, self.stop_reason = min(found, key=lambda pair: pair[0])
-            self._held = ""
+            self._held_back = ""
             return text[:place]
-        keep = max((overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - keep :]
+        keep = max((partial_match_length(text, stop) for stop in self._stop), default=0)
+        self._held_back = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+
+def partial_match_length(text: str, whole: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `whole`."""
+    return next((n for n in range(min(len(whole) - 1, len(text)), 0, -1) if text.endswith(whole[:n])), 0)

@@ -19,14 +19,14 @@ from tokenizers.normalizers import NFC
 from tokenizers.pre_tokenizers import ByteLevel, Split
 from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 
-AS_WRITTEN = frozenset(("TokenizersBackend", "PreTrainedTokenizerFast"))
+VERBATIM_CLASSES = frozenset(("TokenizersBackend", "PreTrainedTokenizerFast"))
 """Classes of transformers that take `tokenizer.json` as it is: one class with a new name and an old one."""
 
-AS_WRITTEN_TYPES = frozenset(("granite", "llama", "mistral", "olmo2", "smollm3"))
+VERBATIM_MODEL_TYPES = frozenset(("granite", "llama", "mistral", "olmo2", "smollm3"))
 """Types of models for which transformers never puts another class in the place of these two."""
 
-QWEN2 = AS_WRITTEN | {"Qwen2Tokenizer", "Qwen2TokenizerFast"}
-QWEN2_TYPES = frozenset(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"))
+QWEN2_CLASSES = VERBATIM_CLASSES | {"Qwen2Tokenizer", "Qwen2TokenizerFast"}
+QWEN2_MODEL_TYPES = frozenset(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"))
 """For these it may be Qwen2Tokenizer, whatever the folder says, which builds all but the vocabulary by itself."""
 
 QWEN2_PATTERN = (
@@ -38,7 +38,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 LISTED_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 MUST_BE_OFF = ("add_prefix_space", "split_special_tokens", "model_specific_special_tokens")
 
-WITHOUT_EFFECT = frozenset(
+IGNORED_KEYS = frozenset(
     "add_bos_token add_eos_token backend clean_up_tokenization_spaces errors is_local legacy local_files_only "
     "model_input_names model_max_length name_or_path padding_side processor_class sp_model_kwargs "
     "spaces_between_special_tokens special_tokens_map_file tokenizer_class tokenizer_file truncation_side "
@@ -46,7 +46,7 @@ WITHOUT_EFFECT = frozenset(
 )
 """Keys of `tokenizer_config.json` that change neither tokens nor templates where there is a `tokenizer.json`."""
 
-KNOWN_KEYS = WITHOUT_EFFECT.union(NAMED_TOKENS, LISTED_TOKENS, MUST_BE_OFF, ("added_tokens_decoder", "chat_template"))
+KNOWN_KEYS = IGNORED_KEYS.union(NAMED_TOKENS, LISTED_TOKENS, MUST_BE_OFF, ("added_tokens_decoder", "chat_template"))
 
 OLDER_FILES = ("special_tokens_map.json", "added_tokens.json")
 
@@ -102,7 +102,9 @@ def from_folder(folder: Path) -> TextTokenizer | None:
         template = _chat_template(folder, settings.get("chat_template"))
         special_tokens = {name: _content(settings[name]) for name in NAMED_TOKENS if settings.get(name) is not None}
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        if not _takes_as_written(config.get("model_type"), settings, backend) or not _is_whole(settings, backend):
+        if not _is_read_verbatim(config.get("model_type"), settings, backend) or not _has_all_special_tokens(
+            settings, backend
+        ):
             return None
     except Exception:  # tokenizers raises plain Exception, and values of any type may stand in the files
         return None
@@ -135,12 +137,12 @@ def _is_known(folder: Path, settings: dict[str, Any]) -> bool:
     return not older and not any(folder.glob("*tekken*.json"))
 
 
-def _takes_as_written(model_type: Any, settings: dict[str, Any], backend: Tokenizer) -> bool:
+def _is_read_verbatim(model_type: Any, settings: dict[str, Any], backend: Tokenizer) -> bool:
     """Whether transformers takes `tokenizer.json` as it is, or builds the very same from its vocabulary."""
     name = settings.get("tokenizer_class")
-    if model_type in AS_WRITTEN_TYPES:
-        return name in AS_WRITTEN
-    return model_type in QWEN2_TYPES and name in QWEN2 and _is_qwen2(settings, backend)
+    if model_type in VERBATIM_MODEL_TYPES:
+        return name in VERBATIM_CLASSES
+    return model_type in QWEN2_MODEL_TYPES and name in QWEN2_CLASSES and _is_qwen2(settings, backend)
 
 
 def _is_qwen2(settings: dict[str, Any], backend: Tokenizer) -> bool:
@@ -155,20 +157,20 @@ def _is_qwen2(settings: dict[str, Any], backend: Tokenizer) -> bool:
     split = Split(Regex(QWEN2_PATTERN), behavior="isolated", invert=False)
     expected = PreTokenizers([split, ByteLevel(add_prefix_space=False, use_regex=False)])
     return (
-        _state(backend.normalizer) == _state(NFC())
-        and _state(backend.pre_tokenizer) == _state(expected)
-        and _state(backend.decoder).startswith('{"type":"ByteLevel"')
+        _as_json(backend.normalizer) == _as_json(NFC())
+        and _as_json(backend.pre_tokenizer) == _as_json(expected)
+        and _as_json(backend.decoder).startswith('{"type":"ByteLevel"')
         # It has defaults of its own for tokens that the folder does not name.
         and {"eos_token", "pad_token", "unk_token"} <= settings.keys()
     )
 
 
-def _state(part: Any) -> str:
+def _as_json(part: Any) -> str:
     """A part of a tokenizer as JSON. Where offsets begin is left out: only post-processors look at it."""
     return "" if part is None else part.__getstate__().decode().replace('"trim_offsets":false', '"trim_offsets":true')
 
 
-def _is_whole(settings: dict[str, Any], backend: Tokenizer) -> bool:
+def _has_all_special_tokens(settings: dict[str, Any], backend: Tokenizer) -> bool:
     """Whether all tokens that the settings name are special ones of the tokenizer already, and nothing is cut off."""
     added = backend.get_added_tokens_decoder()
     listed = settings.get("added_tokens_decoder")

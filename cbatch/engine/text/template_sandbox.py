@@ -56,7 +56,7 @@ except Exception:
 """
 
 
-class TemplateTrial:
+class TemplateSandbox:
     """A rendering of the template that runs beside the loading of the weights; ends with the `with` block.
 
     Leaving the block raises ModelError where the template takes too long or too much memory.
@@ -75,7 +75,7 @@ class TemplateTrial:
         except BrokenPipeError:
             pass  # the child could not run
 
-    def __enter__(self) -> TemplateTrial:
+    def __enter__(self) -> TemplateSandbox:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -12,9 +12,10 @@ from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.scheduler.request import TextSink
 from cbatch.engine.text.chat_template import render_chat
-from cbatch.engine.text.detokenizer import PROMPT_TAIL, LateText, TextStream, TokenBytes
+from cbatch.engine.text.detokenizer import NUM_CONTEXT_TOKENS, IncrementalDetokenizer, LateText, TokenBytes
 from cbatch.engine.text.fast_loader import TextTokenizer
-from cbatch.engine.text.reasoning import AnswerFormat, template_messages
+from cbatch.engine.text.output_parser import OutputParser
+from cbatch.engine.text.tool_calls import template_messages
 
 FIXED_DATE = date(2024, 7, 26)
 """What templates are told is today where nobody says: the date that Llama's own falls back on without a clock."""
@@ -38,7 +39,7 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self.backend = tokenizer.backend
         self._pieces = TokenBytes(self.backend)
-        self._spellings = lru_cache(maxsize=256)(self._spell_out)
+        self._encode_bad_words = lru_cache(maxsize=256)(self._encode_words)
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
         special = sorted((added[number].content for number in self.special_ids), key=len, reverse=True)
@@ -56,10 +57,10 @@ class ChatTokenizer:
         return template.get("default") if isinstance(template, dict) else template
 
     @cached_property
-    def answer_format(self) -> AnswerFormat:
+    def output_parser(self) -> OutputParser:
         """The form of the model's output; a template of its own for tools counts too."""
         template = self.templates
-        return AnswerFormat.of_template("\n".join(template.values()) if isinstance(template, dict) else template)
+        return OutputParser.from_template("\n".join(template.values()) if isinstance(template, dict) else template)
 
     @property
     def takes_tools(self) -> bool:
@@ -89,7 +90,7 @@ class ChatTokenizer:
     ) -> list[int]:
         """Token ids of a conversation through the chat template, ready for the assistant's turn.
 
-        tools:  functions that the model may ask for (see `answer.check_tools`); a template may know nothing of them
+        tools:  functions that the model may ask for (see `check_tools`); a template may know nothing of them
         today:  the date in templates that write one down; no clock runs, so that the same messages are the same ids.
         answer: the beginning of the assistant's turn, where it is to go on from there
 
@@ -116,7 +117,7 @@ class ChatTokenizer:
         hidden = self.special_ids if params.skip_special_tokens else frozenset()
         if tags:
             hidden -= {self.backend.token_to_id(tag) for tag in tags}
-        make = partial(TextStream, self.backend, prompt[-PROMPT_TAIL:], params.stop, hidden)
+        make = partial(IncrementalDetokenizer, self.backend, prompt[-NUM_CONTEXT_TOKENS:], params.stop, hidden)
         return make() if params.stop else LateText(make)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -126,26 +127,26 @@ class ChatTokenizer:
 
     def opens_thinking(self, prompt: Sequence[int]) -> bool:
         """Whether these prompt tokens end with an opening think tag, so that the output begins within it."""
-        form = self.answer_format
-        if form.think is None:
+        form = self.output_parser
+        if form.think_tags is None:
             return False
-        return form.opens_thinking(self.decode(prompt[-PROMPT_TAIL:], skip_special_tokens=False))
+        return form.opens_thinking(self.decode(prompt[-NUM_CONTEXT_TOKENS:], skip_special_tokens=False))
 
     def ends_thinking(self, token_ids: Sequence[int]) -> bool:
         """Whether the closing think tag stands at the end of an output so far, or just before that."""
-        think = self.answer_format.think
-        tail = self.decode(token_ids[-PROMPT_TAIL:], skip_special_tokens=False)
-        return think is not None and think[1] in tail
+        think_tags = self.output_parser.think_tags
+        tail = self.decode(token_ids[-NUM_CONTEXT_TOKENS:], skip_special_tokens=False)
+        return think_tags is not None and think_tags[1] in tail
 
     def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
         """Token sequences that spell these words, at the beginning of a text and behind a space."""
-        return self._spellings(tuple(words))
+        return self._encode_bad_words(tuple(words))
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token stands for in a text, also where that is a part of a character."""
         return self._pieces.bytes_of(token_id)
 
-    def _spell_out(self, words: tuple[str, ...]) -> list[list[int]]:
+    def _encode_words(self, words: tuple[str, ...]) -> list[list[int]]:
         texts = [text for word in words for text in (word, f" {word}")]
         spelt = [tuple(self._tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
         return [list(ids) for ids in dict.fromkeys(spelt) if ids]
@@ -162,22 +163,22 @@ class ChatTokenizer:
     def _encode_with_text_specials(self, messages: _Objects, tools: _Objects, today: date, answer: str) -> list[int]:
         """Encodes messages and tools, or the beginning of an answer, in which someone wrote special tokens.
 
-        A wedge, one private-use character that occurs nowhere in them, goes behind the first character of each,
-        so that the tokenizer does not see it; the tokens that stand for a wedge are then left out.
+        A separator, one private-use character that occurs nowhere in them, goes behind the first character of each,
+        so that the tokenizer does not see it; the tokens that stand for a separator are then left out.
         """
         written = list(_strings([messages, tools, answer]))
         characters = set().union(*written)
-        wedges = (chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in characters)
-        wedge = next((wedge for wedge in wedges if not any(_escape(wedge) in text for text in written)), None)
-        if wedge is None:
+        separators = (chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in characters)
+        separator = next((one for one in separators if not any(_escape(one) in text for text in written)), None)
+        if separator is None:
             raise RequestError("invalid_row", "The messages hold every private-use character of Unicode.")
-        hide = partial(self._special_pattern.sub, partial(_drive_in, wedge))
+        hide = partial(self._special_pattern.sub, partial(_insert_separator, separator))
         rendered = self._render(_map_strings(messages, hide), _map_strings(tools, hide), today) + hide(answer)
-        # Templates that print an object as Python does, or as JSON in ASCII, print the wedge as an escape.
-        rendered = rendered.replace(_escape(wedge), wedge)
+        # Templates that print an object as Python does, or as JSON in ASCII, print the separator as an escape.
+        rendered = rendered.replace(_escape(separator), separator)
         encoding = self._tokenizer.encode(rendered, add_special_tokens=False)
         pairs = zip(encoding.ids, encoding.offsets, strict=True)
-        return [token for token, (start, stop) in pairs if rendered[start:stop] != wedge]
+        return [token for token, (start, stop) in pairs if rendered[start:stop] != separator]
 
 
 def encode_prompt(tokenizer: ChatTokenizer | None, prompt: Prompt, *, raw: bool, today: date, answer: str) -> list[int]:
@@ -195,12 +196,12 @@ def encode_prompt(tokenizer: ChatTokenizer | None, prompt: Prompt, *, raw: bool,
     return tokenizer.encode_chat([{"role": "user", "content": prompt}], today=today)
 
 
-def _escape(wedge: str) -> str:
-    return f"\\u{ord(wedge):04x}"
+def _escape(separator: str) -> str:
+    return f"\\u{ord(separator):04x}"
 
 
-def _drive_in(wedge: str, match: re.Match[str]) -> str:
-    return match[0][0] + wedge + match[0][1:]
+def _insert_separator(separator: str, match: re.Match[str]) -> str:
+    return match[0][0] + separator + match[0][1:]
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""Reads the tool calls in a model's text, in the forms that models of public families write them in.
+"""Tools of a request and tool calls in a model's text, in the formats of the public model families.
 
-What is not a whole call, valid JSON with a name, is none: no reader here raises.
+A call counts only if it is whole: valid JSON with a name. No reader of calls raises.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
+from cbatch.engine.base.errors import RequestError
+
 HERMES, MISTRAL, LLAMA = "<tool_call>", "[TOOL_CALLS]", "<|python_tag|>"
-"""The tags that tool calls begin with: Hermes and Qwen, Mistral, and Llama 3, which mostly leaves its own out."""
+"""The tags that tool calls begin with: Hermes and Qwen, Mistral, and Llama 3, which mostly leaves its tag out."""
 
 TOOL_TAGS = {HERMES: (HERMES, "</tool_call>"), MISTRAL: (MISTRAL, "[CALL_ID]", "[ARGS]"), LLAMA: (LLAMA,)}
-"""For each form, every tag that reading it needs."""
+"""For each format, every tag that is needed to read it."""
 
-MAX_BROKEN = 100
-"""Tags without a call behind them, after which an output is one that repeats itself, and the rest is text.
+MAX_INVALID_CALLS = 100
+"""After so many tags without a call, the rest of an output counts as text: the model is repeating itself.
 
-Each costs time in proportion to the length of the output.
+Each such tag costs time in proportion to the length of the output.
 """
 
 _SPACE = re.compile(r"\s*")
@@ -40,28 +42,73 @@ class ToolCall:
     arguments: str
 
 
-def take_tool_calls(text: str, tag: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
-    """The text that is left where each call has been cut out of it, and the calls in their order.
+def check_tools(value: Any) -> list[dict[str, Any]]:
+    """The `tools` field of a row. Raises RequestError (`invalid_row`) unless it is a list of OpenAI's functions."""
+    if not isinstance(value, list):
+        raise RequestError("invalid_row", "tools must be a list of functions.")
+    for number, tool in enumerate(value, start=1):
+        if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+            sentence = f'Tool {number} must be an object {{"type": "function", "function": {{"name": ...}}}}.'
+            raise RequestError("invalid_row", sentence)
+        function = tool["function"]
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise RequestError("invalid_row", f"The function of tool {number} must have a name.")
+        if not isinstance(function.get("parameters"), dict | None):
+            raise RequestError("invalid_row", f"The parameters of tool {number} must be a JSON schema, an object.")
+    return value
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of messages in the form that chat templates expect.
+
+    The arguments of earlier tool calls, JSON text in OpenAI's format, become objects. A missing content beside tool
+    calls becomes empty text.
+    """
+    return [
+        _with_parsed_calls(message) if message.get("role") == "assistant" else dict(message) for message in messages
+    ]
+
+
+def _with_parsed_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not calls:
+        return dict(message)
+    changed = [_with_parsed_arguments(call) for call in calls] if isinstance(calls, list) else calls
+    content = message.get("content")
+    return {**message, "content": "" if content is None else content, "tool_calls": changed}
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    parsed = whole_json(arguments) if isinstance(arguments, str) else None
+    if not parsed or not isinstance(parsed[0], dict):
+        return call
+    return {**call, "function": {**call["function"], "arguments": parsed[0]}}
+
+
+def extract_tool_calls(text: str, tag: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
+    """The text without its tool calls, and the calls in their order.
 
     tag:   HERMES, MISTRAL or LLAMA
-    tools: those of the row; their schemas give the types of arguments that are written as text
+    tools: the request's tools; their schemas give the types of arguments that are written as text
 
-    Where there was a call, white space around the text that is left goes too; without one the text is as it was.
+    If there was a call, white space around the remaining text goes too. Otherwise the text is unchanged.
     """
     if tag == LLAMA:
-        return _take_llama(text)
-    return _take_calls(text, tag, _read_mistral if tag == MISTRAL else partial(_read_hermes, tools))
+        return _extract_llama(text)
+    return _extract_calls(text, tag, _read_mistral if tag == MISTRAL else partial(_read_hermes, tools))
 
 
 _Reader = Callable[[str, int], tuple[list[ToolCall], int] | None]
-"""Reads the calls behind a tag, from a place in a text on: they and the place where they end, or None."""
+"""Reads the calls after a tag, from a position in a text on. Returns them and the position where they end, or None."""
 
 
-def _take_calls(text: str, tag: str, read: _Reader) -> tuple[str, list[ToolCall]]:
+def _extract_calls(text: str, tag: str, read: _Reader) -> tuple[str, list[ToolCall]]:
     pieces: list[str] = []
     calls: list[ToolCall] = []
-    begin = place = broken = 0
-    while broken < MAX_BROKEN and (found := text.find(tag, place)) >= 0:
+    begin = place = num_invalid = 0
+    while num_invalid < MAX_INVALID_CALLS and (found := text.find(tag, place)) >= 0:
         place = found + len(tag)
         block = read(text, _skip_space(text, place))
         if block:
@@ -69,14 +116,14 @@ def _take_calls(text: str, tag: str, read: _Reader) -> tuple[str, list[ToolCall]
             pieces.append(text[begin:found])
             begin = place = block[1]
         else:
-            broken += 1
+            num_invalid += 1
     pieces.append(text[begin:])
     if not calls:
         return text, []
     return "\n".join(piece.strip() for piece in pieces if piece.strip()), calls
 
 
-def _take_llama(text: str) -> tuple[str, list[ToolCall]]:
+def _extract_llama(text: str) -> tuple[str, list[ToolCall]]:
     before, tag, after = text.partition(LLAMA)
     parsed = whole_json(after if tag else text)
     if parsed and isinstance(parsed[0], dict) and parsed[0].keys() & {"parameters", "arguments"}:
@@ -102,7 +149,7 @@ def _read_mistral(text: str, at: int) -> tuple[list[ToolCall], int] | None:
 
 
 def _read_json_calls(text: str, at: int) -> tuple[list[ToolCall], int] | None:
-    """One call or a list of them as JSON; a list in which one is not a call is none at all."""
+    """One call or a list of calls as JSON. If one item of the list is not a call, the whole list is none."""
     parsed = _json_at(text, at)
     if parsed is None:
         return None
@@ -112,7 +159,7 @@ def _read_json_calls(text: str, at: int) -> tuple[list[ToolCall], int] | None:
 
 
 def _read_function(tools: Sequence[Mapping[str, Any]], text: str, at: int) -> tuple[list[ToolCall], int] | None:
-    """Qwen3-Coder's `<function=name>`, with one tag for each parameter."""
+    """Qwen3-Coder's format: `<function=name>`, with one tag for each parameter."""
     function = _FUNCTION.match(text, at)
     if function is None:
         return None
@@ -136,11 +183,11 @@ def _properties(tools: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]
 
 
 def _typed(value: str, schema: Any) -> Any:
-    """A parameter written as text. It is JSON where its schema knows a type and that is no string, else a string."""
+    """A parameter written as text. It is JSON if its schema gives a type other than string; otherwise a string."""
     kinds = schema.get("type") if isinstance(schema, dict) else None
     if not isinstance(kinds, str | list) or "string" in kinds:
         return value
-    # Templates write earlier calls back through str(), so models say these as Python does.
+    # Templates write earlier calls back through str(), so models write these words as Python does.
     parsed = whole_json({"True": "true", "False": "false", "None": "null"}.get(value.strip(), value))
     return parsed[0] if parsed else value
 
@@ -170,7 +217,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 def _json_at(text: str, at: int) -> tuple[Any, int] | None:
-    """The JSON value at a place of a text, and the place where it ends; None where there is none."""
+    """The JSON value at a position of a text, and the position where it ends. None if there is none."""
     try:
         return _DECODER.raw_decode(text, at)
     except (ValueError, RecursionError):
@@ -178,7 +225,7 @@ def _json_at(text: str, at: int) -> tuple[Any, int] | None:
 
 
 def whole_json(text: str) -> tuple[Any] | None:
-    """The value of a text that is JSON and nothing else but white space, in a tuple of one."""
+    """The value of a text that is JSON with nothing but white space around it, in a tuple of one. None otherwise."""
     parsed = _json_at(text, _skip_space(text, 0))
     return (parsed[0],) if parsed and _skip_space(text, parsed[1]) == len(text) else None
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from cbatch.cli.main import run_command
 from cbatch.cli.run.output.writer import FileWriter
 from cbatch.engine import engine_thread as driver
-from cbatch.engine.text.detokenizer import TextStream
+from cbatch.engine.text.detokenizer import IncrementalDetokenizer
 from tests.support.model_folder import save_model
 
 ROWS = [
@@ -381,14 +381,14 @@ def test_a_text_that_cannot_be_made_is_its_row_s_error(run: Any, monkeypatch: py
     """Guards the other rows, whose texts are made on the thread that writes."""
     rows = [{"prompt": "a", "max_tokens": 6, "temperature": 1.0, "seed": n} for n in range(8)]
     _, expected = run(rows, "--token-ids")
-    push, victim = TextStream.push, expected[0]["token_ids"][2]
+    push, victim = IncrementalDetokenizer.push, expected[0]["token_ids"][2]
 
-    def failing(self: TextStream, token_id: int, *, may_stop: bool = True) -> str:
+    def failing(self: IncrementalDetokenizer, token_id: int, *, may_stop: bool = True) -> str:
         if token_id == victim:
             raise RuntimeError("no such byte")
         return push(self, token_id, may_stop=may_stop)
 
-    monkeypatch.setattr(TextStream, "push", failing)
+    monkeypatch.setattr(IncrementalDetokenizer, "push", failing)
     code, found = run(rows, "--token-ids")
     assert code == 1 and {"error" in row for row in found} == {True, False}
     for row, wanted in zip(found, expected, strict=True):

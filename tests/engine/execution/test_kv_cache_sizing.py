@@ -143,7 +143,7 @@ def test_other_errors_of_the_trial_are_not_hidden(monkeypatch: pytest.MonkeyPatc
     def broken(*_: Any) -> Any:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(sizing, "Evaluation", broken)
+    monkeypatch.setattr(sizing, "PendingSample", broken)
     with pytest.raises(RuntimeError, match="no such kernel"):
         choose()
 
@@ -178,13 +178,13 @@ def test_long_budgets_are_tried_in_several_rows() -> None:
 
 def test_every_row_of_the_trial_asks_for_everything(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the memory of sampling: logits of all seats through forms, penalties, filters and log-probabilities."""
-    evaluation, seen = sizing.Evaluation, []
+    evaluation, seen = sizing.PendingSample, []
 
     def watch(*arguments: Any) -> Any:
         seen.append((arguments, evaluation(*arguments)))
         return seen[-1][1]
 
-    monkeypatch.setattr(sizing, "Evaluation", watch)
+    monkeypatch.setattr(sizing, "PendingSample", watch)
     make()
     (plan, logits, _, masks), done = seen[1]
     assert logits.values.shape == masks.allowed.shape == (6, VOCABULARY)
@@ -202,7 +202,7 @@ def test_what_lay_in_memory_before_is_not_computed_with(gpu: Gpu, monkeypatch: p
             for layer in (*self.keys, *self.values):
                 layer.fill_(torch.nan)
 
-    evaluation, errors = sizing.Evaluation, []
+    evaluation, errors = sizing.PendingSample, []
 
     def watch(*arguments: Any) -> Any:
         done = evaluation(*arguments)
@@ -210,7 +210,7 @@ def test_what_lay_in_memory_before_is_not_computed_with(gpu: Gpu, monkeypatch: p
         return done
 
     monkeypatch.setattr("cbatch.engine.execution.model_runner.KVCache", Dirty)
-    monkeypatch.setattr(sizing, "Evaluation", watch)
+    monkeypatch.setattr(sizing, "PendingSample", watch)
     make(max_batch_tokens=2)
     assert len(errors) == 5 and not any(errors)
 

@@ -14,7 +14,7 @@ from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.engine import Engine
 from cbatch.engine.models.loader import LoadedModel
-from cbatch.engine.sampling.output import Evaluation
+from cbatch.engine.sampling.output import PendingSample
 from tests.support.tiny_models import make_engine, make_network, make_prompts
 
 QUESTION = "Tell me a story about a dog and a cat in a garden."
@@ -178,7 +178,7 @@ def test_steps_that_fail_lose_nothing(where: str, settings: dict[str, Any], monk
         monkeypatch.setattr(engine.runner, "forward", every(5, engine.runner.forward))
     else:
         name = "__init__" if where == "sample" else "get"
-        monkeypatch.setattr(Evaluation, name, every(5, getattr(Evaluation, name)))
+        monkeypatch.setattr(PendingSample, name, every(5, getattr(PendingSample, name)))
     names = add_all(engine)
     found: dict[str, list[tuple[Any, ...]]] = {name: [] for name in names.values()}
     failures = 0
@@ -202,8 +202,8 @@ def keep_events(monkeypatch: pytest.MonkeyPatch, *lengths: int) -> tuple[Engine,
     ids = [engine.add(prompt, SamplingParams(max_tokens=length)) for prompt, length in asked]
     assert engine.step() == []
     with monkeypatch.context() as patched:
-        patched.setattr(Evaluation, "__init__", every(2, lambda *_: None))
-        Evaluation.__init__(None)  # type: ignore[arg-type,misc]
+        patched.setattr(PendingSample, "__init__", every(2, lambda *_: None))
+        PendingSample.__init__(None)  # type: ignore[arg-type,misc]
         with pytest.raises(Hiccup):
             engine.step()
     return engine, ids
@@ -229,13 +229,13 @@ def test_the_model_is_started_before_the_last_step_is_taken_in(monkeypatch: pyte
     """Guards the overlap: while a step's tokens are waited for, the device has the next; none is for nothing."""
     engine = make_engine(make_network("llama"), run_ahead=True)
     done: list[str] = []
-    forward, get = engine.runner.forward, Evaluation.get
+    forward, get = engine.runner.forward, PendingSample.get
 
     def note(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: (done.append(name), function(*args))[1]
 
     monkeypatch.setattr(engine.runner, "forward", note("forward", forward))
-    monkeypatch.setattr(Evaluation, "get", note("get", get))
+    monkeypatch.setattr(PendingSample, "get", note("get", get))
     engine.generate(make_prompts([5]), SamplingParams(max_tokens=4))
     assert done == ["forward", *["forward", "get"] * 3, "get"], "the end of the output is known when it is planned"
     assert engine.num_steps == 4

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.sampling.sampler import gumbel_noise, noise_key, row_words, sample
+from cbatch.engine.sampling.sampler import gumbel_noise, noise_key, pack_sampling_params, sample
 from cbatch.engine.scheduler.request import Request
 from tests.engine.kernels.test_cpu_sampling import SHAPES, in_torch, is_on_edge, make_logits, make_requests, score
 
@@ -32,7 +32,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # infi
 
 
 def draw(logits: Tensor, requests: list[Request], tiling: Tiling = SMALL) -> tuple[list[int], Tensor]:
-    tokens, largest = sample_rows(logits.to(DEVICE), torch.from_numpy(row_words(requests)).to(DEVICE), tiling)
+    tokens, largest = sample_rows(
+        logits.to(DEVICE), torch.from_numpy(pack_sampling_params(requests)).to(DEVICE), tiling
+    )
     return tokens.tolist(), largest.cpu()
 
 

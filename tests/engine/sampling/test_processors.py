@@ -12,7 +12,7 @@ from transformers.generation import logits_process
 
 from cbatch.engine.base.outputs import Sample
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.sampling.logprobs import LEAST, Scores
+from cbatch.engine.sampling.logprobs import MIN_LOGPROB, PendingLogprobs
 from cbatch.engine.sampling.processors import Processors, counts_for
 from cbatch.engine.scheduler.request import Request
 
@@ -127,9 +127,9 @@ def test_logprobs_are_a_softmax_in_float32(dtype: torch.dtype) -> None:
     """Guards values, the likeliest tokens in order, different counts side by side, and what JSON cannot say."""
     logits = random_logits(3).to(dtype)
     logits[1, 4] = -math.inf
-    found = Scores(logits, torch.tensor([7, 4, 0]), [3, 0, VOCABULARY + 5]).get()
+    found = PendingLogprobs(logits, torch.tensor([7, 4, 0]), [3, 0, VOCABULARY + 5]).get()
     expected = logits.double().log_softmax(-1)
-    assert abs(found[0].logprob - float(expected[0, 7])) < 1e-5 and found[1].logprob == LEAST
+    assert abs(found[0].logprob - float(expected[0, 7])) < 1e-5 and found[1].logprob == MIN_LOGPROB
     assert [len(one.top) for one in found] == [3, 0, VOCABULARY]
     assert [token for token, _ in found[0].top] == logits[0].float().topk(3).indices.tolist()
     assert all(abs(value - float(expected[2, token])) < 1e-5 for token, value in found[2].top)
@@ -138,6 +138,6 @@ def test_logprobs_are_a_softmax_in_float32(dtype: torch.dtype) -> None:
 def test_logprobs_of_many_rows_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a long prompt with a large vocabulary against a float32 copy of all its logits at once."""
     logits = random_logits(7)
-    whole = Scores(logits, torch.arange(7), [2] * 7).get()
+    whole = PendingLogprobs(logits, torch.arange(7), [2] * 7).get()
     monkeypatch.setattr("cbatch.engine.sampling.logprobs.MAX_ELEMENTS", 3 * VOCABULARY)
-    assert Scores(logits, torch.arange(7), [2] * 7).get() == whole
+    assert PendingLogprobs(logits, torch.arange(7), [2] * 7).get() == whole

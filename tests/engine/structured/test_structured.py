@@ -23,12 +23,14 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from cbatch.engine.base.constraint import to_lark
+from cbatch.engine.base.constraint import Constraint, Kind, to_lark
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.models.loader import DEMO_MODEL
-from cbatch.engine.structured import compiler as structured
-from cbatch.engine.structured.compiler import Constraint, Constraints, Guide, Kind, MaskFiller, fill
-from cbatch.engine.structured.sandbox import TOO_COMPLEX, GrammarTrial
+from cbatch.engine.structured import compiler as compiler_module
+from cbatch.engine.structured.compiler import ConstraintCompiler
+from cbatch.engine.structured.grammar import GrammarState
+from cbatch.engine.structured.masks import MaskFiller, fill_masks
+from cbatch.engine.structured.sandbox import TOO_COMPLEX, GrammarSandbox
 from cbatch.engine.text.fast_loader import from_transformers
 from cbatch.engine.text.tokenizer import ChatTokenizer
 
@@ -62,22 +64,22 @@ def demo() -> ChatTokenizer:
 
 
 @pytest.fixture(scope="module")
-def constraints(demo: ChatTokenizer) -> Iterator[Constraints]:
+def compiler(demo: ChatTokenizer) -> Iterator[ConstraintCompiler]:
     library()
-    made = Constraints(demo, WIDTH)
+    made = ConstraintCompiler(demo, WIDTH)
     yield made
     made.close()
 
 
-def start(constraints: Constraints, kind: Kind, source: Any = "") -> Guide:
+def start(compiler: ConstraintCompiler, kind: Kind, source: Any = "") -> GrammarState:
     text = source if isinstance(source, str) else json.dumps(source)
-    return Guide(constraints.compile(Constraint(kind, text)), [STOP])
+    return GrammarState(compiler.compile(Constraint(kind, text)), [STOP])
 
 
-def allowed_tokens(guide: Guide) -> list[int]:
-    masks = fill([guide])
+def allowed_tokens(state: GrammarState) -> list[int]:
+    masks = fill_masks([state])
     assert masks.errors == [None]
-    assert masks.allowed.shape == (1, guide.vocab_size)
+    assert masks.allowed.shape == (1, state.vocab_size)
     return masks.allowed[0].nonzero()[:, 0].tolist()
 
 
@@ -88,18 +90,18 @@ def closing(allowed: list[int], rng: random.Random) -> int:
     return STOP if STOP in allowed else next((places[text] for text in order if text in places), rng.choice(allowed))
 
 
-def draw(guide: Guide, rng: random.Random, soft_limit: int = 40) -> bytes:
+def draw(state: GrammarState, rng: random.Random, soft_limit: int = 40) -> bytes:
     """A random output under the masks; past `soft_limit` tokens, the ones that lead to an end are preferred."""
     output = b""
     for step in range(soft_limit + 400):
-        allowed = allowed_tokens(guide)
-        assert (STOP in allowed) == guide.is_complete
+        allowed = allowed_tokens(state)
+        assert (STOP in allowed) == state.is_complete
         assert not {0, 1, *range(1024, WIDTH)} & set(allowed), "a special token, or one that is none, is allowed"
         token = rng.choice(allowed)
         if step > soft_limit:
             token = closing(allowed, rng)
-        guide.accept(token)
-        if token == STOP or guide.is_finished:
+        state.accept(token)
+        if token == STOP or state.is_finished:
             return output if token == STOP else output + TOKENS[token]
         output += TOKENS[token]
     raise AssertionError(f"no end: {output[:300]!r}")
@@ -144,49 +146,49 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_random_outputs_are_valid_for_random_schemas(constraints: Constraints, seed: int) -> None:
+def test_random_outputs_are_valid_for_random_schemas(compiler: ConstraintCompiler, seed: int) -> None:
     """Guards every keyword we say is kept, in combination, against a second opinion on what is valid."""
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema, of the extra `dev`, is not installed")
     rng = random.Random(seed)
     schema = random_schema(rng)
     for _ in range(3):
-        text = draw(start(constraints, "json_schema", schema), rng).decode()
+        text = draw(start(compiler, "json_schema", schema), rng).decode()
         jsonschema.Draft202012Validator(schema).validate(json.loads(text))
 
 
-def test_random_json_objects_parse(constraints: Constraints) -> None:
+def test_random_json_objects_parse(compiler: ConstraintCompiler) -> None:
     """Guards json_object: any object, and nothing but one."""
     for seed in range(20):
-        text = draw(start(constraints, "json_object"), random.Random(seed)).decode()
+        text = draw(start(compiler, "json_object"), random.Random(seed)).decode()
         assert isinstance(json.loads(text), dict)
 
 
-def test_a_schema_that_refers_to_itself(constraints: Constraints) -> None:
+def test_a_schema_that_refers_to_itself(compiler: ConstraintCompiler) -> None:
     """Guards recursion, which regexes cannot do."""
     tree = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#"}}, "required": ["v"]}
     tree["additionalProperties"] = False
-    value = json.loads(draw(start(constraints, "json_schema", tree), random.Random(3)))
+    value = json.loads(draw(start(compiler, "json_schema", tree), random.Random(3)))
     while "next" in value:
         assert value.keys() == {"v", "next"}
         value = value["next"]
     assert value.keys() == {"v"}
 
 
-def test_blanks_in_json_end(constraints: Constraints) -> None:
+def test_blanks_in_json_end(compiler: ConstraintCompiler) -> None:
     """Guards the token budget against a model that only writes blanks, wherever JSON has room for them."""
     schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}}
-    guide = start(constraints, "json_schema", schema | {"required": ["a"], "additionalProperties": False})
+    state = start(compiler, "json_schema", schema | {"required": ["a"], "additionalProperties": False})
     blanks = {token for token, text in enumerate(TOKENS) if text and not text.strip()}
     run, output, rng = 0, b"", random.Random(0)
     for _ in range(300):
-        allowed = allowed_tokens(guide)
+        allowed = allowed_tokens(state)
         choice = [token for token in allowed if token in blanks and len(TOKENS[token]) == 1]
         run = run + 1 if choice else 0
         assert run <= 43, output
         token = choice[0] if choice else closing(allowed, rng)
         output += TOKENS[token]
-        guide.accept(token)
-        if guide.is_finished:
+        state.accept(token)
+        if state.is_finished:
             return
     raise AssertionError("the output did not end")
 
@@ -204,25 +206,25 @@ PATTERNS = [
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_random_outputs_match_their_regex(constraints: Constraints, pattern: str) -> None:
+def test_random_outputs_match_their_regex(compiler: ConstraintCompiler, pattern: str) -> None:
     """Guards regexes, with slashes, line breaks and characters of many bytes: the whole text matches."""
     for seed in range(6):
-        text = draw(start(constraints, "regex", pattern), random.Random(seed), soft_limit=12).decode()
+        text = draw(start(compiler, "regex", pattern), random.Random(seed), soft_limit=12).decode()
         assert re.fullmatch(pattern, text), text
 
 
-def test_random_outputs_are_one_of_the_choices(constraints: Constraints) -> None:
+def test_random_outputs_are_one_of_the_choices(compiler: ConstraintCompiler) -> None:
     """Guards choices, with whatever characters patterns give a meaning to, and one that begins another."""
     choices = ["yes", "yes, please", "a.b*c|d", "\\n\n\t", "(?i)[x]", "/", "é", "ê😀", '"', " ", "#-&~"]
-    seen = {draw(start(constraints, "choice", choices), random.Random(seed)).decode() for seed in range(80)}
+    seen = {draw(start(compiler, "choice", choices), random.Random(seed)).decode() for seed in range(80)}
     assert seen <= set(choices) and len(seen) > 6
 
 
-def test_random_outputs_follow_a_grammar(constraints: Constraints) -> None:
+def test_random_outputs_follow_a_grammar(compiler: ConstraintCompiler) -> None:
     """Guards context-free grammars: parentheses that close."""
     grammar = 'start: sum\nsum: term ("+" term)*\nterm: NUMBER | "(" sum ")"\nNUMBER: /[1-9][0-9]{0,2}/\n'
     for seed in range(10):
-        text = draw(start(constraints, "grammar", grammar), random.Random(seed), soft_limit=20).decode()
+        text = draw(start(compiler, "grammar", grammar), random.Random(seed), soft_limit=20).decode()
         assert isinstance(eval(text), int)
 
 
@@ -235,22 +237,22 @@ FINITE = [r"a{0,3}b?", r"(ab|é)(ab|é)?", r"(e|é|ê){2}", r"a(b(a(b)?)?)?", r"
 
 
 @pytest.mark.parametrize("pattern", FINITE)
-def test_masks_equal_brute_force(constraints: Constraints, pattern: str) -> None:
+def test_masks_equal_brute_force(compiler: ConstraintCompiler, pattern: str) -> None:
     """Guards the masks against a token too many or too few, inside characters too: some completion must match."""
     words = [text.encode() for text in strings("abeéê", 5) if re.fullmatch(pattern, text)]
     rng = random.Random(0)
     for _ in range(6):
-        guide, prefix = start(constraints, "regex", pattern), b""
+        state, prefix = start(compiler, "regex", pattern), b""
         while True:
             expected = {t for t, b in enumerate(TOKENS) if b and any(word.startswith(prefix + b) for word in words)}
             ends = {STOP} if prefix in words else set()
-            assert set(allowed_tokens(guide)) == expected | ends
-            assert guide.is_complete == bool(ends)
+            assert set(allowed_tokens(state)) == expected | ends
+            assert state.is_complete == bool(ends)
             if not expected:
-                assert guide.is_finished
+                assert state.is_finished
                 break
             token = rng.choice(sorted(expected))
-            guide.accept(token)
+            state.accept(token)
             prefix += TOKENS[token]
 
 
@@ -261,48 +263,50 @@ def test_byte_fallback_tokens(tmp_path: Path) -> None:
     backend = Tokenizer(models.BPE({name: n for n, name in enumerate(names)}, [], byte_fallback=True, unk_token="<s>"))
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     backend.add_special_tokens([AddedToken("<s>", special=True)])
-    made = Constraints(ChatTokenizer(from_transformers(PreTrainedTokenizerFast(tokenizer_object=backend))), len(names))
+    made = ConstraintCompiler(
+        ChatTokenizer(from_transformers(PreTrainedTokenizerFast(tokenizer_object=backend))), len(names)
+    )
     for seed in range(10):
-        guide, ids, rng = start_with(made, ["hi é\n", "日 x"]), [], random.Random(seed)
-        while not guide.is_finished:
-            ids.append(rng.choice(allowed_tokens(guide)))
-            guide.accept(ids[-1])
+        state, ids, rng = start_with(made, ["hi é\n", "日 x"]), [], random.Random(seed)
+        while not state.is_finished:
+            ids.append(rng.choice(allowed_tokens(state)))
+            state.accept(ids[-1])
         assert backend.decode(ids) in ("hi é\n", "日 x")
     made.close()
 
 
-def start_with(constraints: Constraints, choices: list[str]) -> Guide:
-    return Guide(constraints.compile(Constraint("choice", json.dumps(choices))), [])
+def start_with(compiler: ConstraintCompiler, choices: list[str]) -> GrammarState:
+    return GrammarState(compiler.compile(Constraint("choice", json.dumps(choices))), [])
 
 
 def test_a_vocabulary_wider_than_the_model(demo: ChatTokenizer) -> None:
     """Guards the other mismatch: a tokenizer with tokens that the model has no logits for."""
     library()
-    made = Constraints(demo, 300)
-    assert fill([start(made, "regex", "[a-z]*")]).allowed.shape == (1, 300)
+    made = ConstraintCompiler(demo, 300)
+    assert fill_masks([start(made, "regex", "[a-z]*")]).allowed.shape == (1, 300)
     made.close()
 
 
-def test_an_output_that_is_begun_anew(constraints: Constraints) -> None:
-    """Guards preemption and several samples: a second guide takes the same tokens, and stands in the same place."""
-    first = start(constraints, "regex", ".{200}")
+def test_an_output_that_is_begun_anew(compiler: ConstraintCompiler) -> None:
+    """Guards preemption and several samples: a second state takes the same tokens, and stands in the same place."""
+    first = start(compiler, "regex", ".{200}")
     rng, tokens = random.Random(1), []
     for _ in range(10):
         tokens.append(rng.choice(allowed_tokens(first)))
         first.accept(tokens[-1])
-    second = start(constraints, "regex", ".{200}")
+    second = start(compiler, "regex", ".{200}")
     for token in tokens:
         second.accept(token)
     assert allowed_tokens(second) == allowed_tokens(first)
 
 
-def test_a_token_that_is_not_allowed_fails_its_guide_only(constraints: Constraints) -> None:
+def test_a_token_that_is_not_allowed_fails_its_request_only(compiler: ConstraintCompiler) -> None:
     """Guards the other outputs of a grammar, and says what happened."""
-    wrong, right = (start(constraints, "choice", ["yes", "no"]) for _ in range(2))
+    wrong, right = (start(compiler, "choice", ["yes", "no"]) for _ in range(2))
     with pytest.raises(RequestError, match="token 67 is not allowed") as caught:
         wrong.accept(67)
     assert caught.value.code == "invalid_row"
-    masks = fill([wrong, right])
+    masks = fill_masks([wrong, right])
     assert masks.errors[0] is not None and masks.errors[1] is None
     assert masks.allowed[0].all() and masks.allowed[1].sum() == len(
         [b for b in TOKENS if b in (b"y", b"ye", b"yes", b"n", b"no")]
@@ -310,38 +314,38 @@ def test_a_token_that_is_not_allowed_fails_its_guide_only(constraints: Constrain
     assert not wrong.is_complete and not wrong.is_finished
 
 
-def test_the_text_of_a_special_token_is_text(constraints: Constraints) -> None:
+def test_the_text_of_a_special_token_is_text(compiler: ConstraintCompiler) -> None:
     """Guards control tokens: a pattern that spells one is matched by plain tokens only."""
-    guide = Guide(constraints.compile(Constraint("regex", r"(<\|im_end\|>)+")), [])
+    state = GrammarState(compiler.compile(Constraint("regex", r"(<\|im_end\|>)+")), [])
     for byte in b"<|im_end|><":
-        assert not {0, 1, 2} & set(allowed_tokens(guide))
-        guide.accept(TOKENS.index(bytes([byte])))
+        assert not {0, 1, 2} & set(allowed_tokens(state))
+        state.accept(TOKENS.index(bytes([byte])))
 
 
-def test_a_stop_token_that_is_text(constraints: Constraints) -> None:
+def test_a_stop_token_that_is_text(compiler: ConstraintCompiler) -> None:
     """Guards stop_token_ids of the row's own: they end the output, so they may come where it is complete only."""
     a, y = TOKENS.index(b"a"), TOKENS.index(b"y")
-    guide = Guide(constraints.compile(Constraint("regex", "(a|y)a?")), [a])
-    assert allowed_tokens(guide) == [y]
-    guide.accept(y)
-    assert allowed_tokens(guide) == [a] and guide.is_finished
-    guide.accept(a)
-    assert guide.is_finished
+    state = GrammarState(compiler.compile(Constraint("regex", "(a|y)a?")), [a])
+    assert allowed_tokens(state) == [y]
+    state.accept(y)
+    assert allowed_tokens(state) == [a] and state.is_finished
+    state.accept(a)
+    assert state.is_finished
 
 
-def test_an_empty_output(constraints: Constraints) -> None:
+def test_an_empty_output(compiler: ConstraintCompiler) -> None:
     """Guards a pattern that only the empty text matches, where no end token may come to say so (ignore_eos)."""
-    guide = Guide(constraints.compile(Constraint("regex", "")), [])
-    assert guide.is_complete and allowed_tokens(guide) == [] and guide.is_finished
+    state = GrammarState(compiler.compile(Constraint("regex", "")), [])
+    assert state.is_complete and allowed_tokens(state) == [] and state.is_finished
 
 
-def test_nothing_follows_an_end_token(constraints: Constraints) -> None:
+def test_nothing_follows_an_end_token(compiler: ConstraintCompiler) -> None:
     """Guards the end: it finishes the output, and the mask says no more than that."""
-    guide = start(constraints, "regex", "a*")
-    guide.accept(STOP)
-    assert guide.is_finished and allowed_tokens(guide) == [STOP]
+    state = start(compiler, "regex", "a*")
+    state.accept(STOP)
+    assert state.is_finished and allowed_tokens(state) == [STOP]
     with pytest.raises(RequestError):
-        guide.accept(TOKENS.index(b"a"))
+        state.accept(TOKENS.index(b"a"))
 
 
 WRONG: list[tuple[Kind, str, str]] = [
@@ -371,11 +375,11 @@ WRONG: list[tuple[Kind, str, str]] = [
 
 
 @pytest.mark.parametrize(("kind", "source", "sentence"), WRONG)
-def test_what_is_wrong_is_said(constraints: Constraints, kind: Kind, source: str, sentence: str) -> None:
+def test_what_is_wrong_is_said(compiler: ConstraintCompiler, kind: Kind, source: str, sentence: str) -> None:
     """Guards rows with a mistake: an error of the row, in a sentence, the first time and from the cache."""
     for _ in range(2):
         with pytest.raises(RequestError, match=re.escape(sentence)) as caught:
-            constraints.compile(Constraint(kind, source))
+            compiler.compile(Constraint(kind, source))
         assert caught.value.code == "invalid_row" and len(str(caught.value)) < 300 and str(caught.value)[-1] in ".…"
 
 
@@ -386,10 +390,10 @@ KEYWORDS = (
 
 
 @pytest.mark.parametrize("keyword", KEYWORDS)
-def test_keywords_that_are_not_kept_are_refused(constraints: Constraints, keyword: str) -> None:
+def test_keywords_that_are_not_kept_are_refused(compiler: ConstraintCompiler, keyword: str) -> None:
     """Guards against output that looks valid for a schema of which a part was left out in silence."""
     with pytest.raises(RequestError, match=re.escape(f'Unimplemented keys: ["{keyword}"]')):
-        constraints.compile(Constraint("json_schema", json.dumps({"properties": {"a": {keyword: {}}}})))
+        compiler.compile(Constraint("json_schema", json.dumps({"properties": {"a": {keyword: {}}}})))
 
 
 def chain(count: int) -> dict[str, Any]:
@@ -423,29 +427,29 @@ TERRIBLE: dict[str, tuple[Kind, Any]] = {
 
 
 @pytest.mark.parametrize("name", TERRIBLE)
-def test_nothing_hangs_or_ends_the_process(constraints: Constraints, name: str) -> None:
+def test_nothing_hangs_or_ends_the_process(compiler: ConstraintCompiler, name: str) -> None:
     """Guards the engine against patterns made to break it: refused, or served at an ordinary pace."""
     kind, source = TERRIBLE[name]
     begun = time.thread_time()
     try:
-        guide = start(constraints, kind, source)
+        state = start(compiler, kind, source)
     except RequestError as error:
         assert error.code == "invalid_row"
     else:
         rng = random.Random(0)
         for _ in range(40):
-            masks = fill([guide])
-            if masks.errors[0] or guide.is_finished:
+            masks = fill_masks([state])
+            if masks.errors[0] or state.is_finished:
                 break
-            guide.accept(rng.choice(masks.allowed[0].nonzero()[:, 0].tolist()))
+            state.accept(rng.choice(masks.allowed[0].nonzero()[:, 0].tolist()))
     assert time.thread_time() - begun < 3
-    assert allowed_tokens(start(constraints, "choice", ["y"])) == [TOKENS.index(b"y")]
+    assert allowed_tokens(start(compiler, "choice", ["y"])) == [TOKENS.index(b"y")]
 
 
 def test_a_trial_that_takes_too_long_ends() -> None:
     """Guards the limit of time on what the library's own limits do not reach; the next grammar is tried as ever."""
     good = to_lark(Constraint("regex", "a"))
-    trial = GrammarTrial(str(Path(library().__file__).parent.parent), cpu_limit=0.2)
+    trial = GrammarSandbox(str(Path(library().__file__).parent.parent), cpu_limit=0.2)
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     assert trial.check(to_lark(Constraint("regex", ".?" * 8000))) == TOO_COMPLEX
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2
@@ -460,8 +464,8 @@ def test_a_trial_that_takes_too_long_ends() -> None:
 def test_constraints_are_compiled_once(demo: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a batch in which every row has the same schema, and the memory of one in which each has its own."""
     library()
-    monkeypatch.setattr(structured, "CACHE_SIZE", 2)
-    made = Constraints(demo, WIDTH)
+    monkeypatch.setattr(compiler_module, "CACHE_SIZE", 2)
+    made = ConstraintCompiler(demo, WIDTH)
     a, b, c = (Constraint("choice", f'["{text}"]') for text in "abc")
     first, second = made.compile(a), made.compile(b)
     assert made.compile(a) is first
@@ -478,7 +482,7 @@ def test_constraints_are_compiled_once(demo: ChatTokenizer, monkeypatch: pytest.
 def test_what_is_known_waits_for_nothing(demo: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the engine's thread, which asks for a grammar while another thread compiles something slow."""
     library()
-    made = Constraints(demo, WIDTH)
+    made = ConstraintCompiler(demo, WIDTH)
     known, slow = Constraint("choice", '["a"]'), Constraint("choice", '["b"]')
     grammar, begun, go = made.compile(known), threading.Event(), threading.Event()
     compile_ = made._compile
@@ -502,17 +506,17 @@ def test_the_missing_extra_is_said(demo: ChatTokenizer, monkeypatch: pytest.Monk
     """Guards an installation without the library: rows that ask for it are told what to install."""
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestError, match=re.escape("needs the extra: pip install 'cbatch[structured]'.")) as caught:
-        Constraints(demo, WIDTH).compile(Constraint("json_object"))
+        ConstraintCompiler(demo, WIDTH).compile(Constraint("json_object"))
     assert caught.value.code == "invalid_row"
 
 
-def test_many_threads_share_one_grammar(constraints: Constraints) -> None:
+def test_many_threads_share_one_grammar(compiler: ConstraintCompiler) -> None:
     """Guards the locks: compiling and drawing in several threads at once gives what one thread gives."""
-    expected = [draw(start(constraints, "json_object"), random.Random(seed)) for seed in range(8)]
+    expected = [draw(start(compiler, "json_object"), random.Random(seed)) for seed in range(8)]
     found: dict[int, bytes] = {}
 
     def work(seed: int) -> None:
-        found[seed] = draw(start(constraints, "json_object"), random.Random(seed))
+        found[seed] = draw(start(compiler, "json_object"), random.Random(seed))
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
     for thread in threads:
@@ -523,52 +527,52 @@ def test_many_threads_share_one_grammar(constraints: Constraints) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_the_filler_gives_what_fill_gives(constraints: Constraints, num_threads: int) -> None:
+def test_the_filler_gives_what_fill_gives(compiler: ConstraintCompiler, num_threads: int) -> None:
     """Guards the masks of a step that threads fill, row by row, over many steps and changing numbers of rows."""
     filler, rng = MaskFiller(num_threads), random.Random(0)
     filler.begin([])
     assert filler.result() is None
-    pairs = [[start(constraints, "regex", pattern) for _ in range(2)] for pattern in [*PATTERNS, "[a-z]*"]]
+    pairs = [[start(compiler, "regex", pattern) for _ in range(2)] for pattern in [*PATTERNS, "[a-z]*"]]
     for _ in range(8):
         filler.begin([mine for mine, _ in pairs])
-        masks, expected = filler.result(), fill([theirs for _, theirs in pairs])
+        masks, expected = filler.result(), fill_masks([theirs for _, theirs in pairs])
         assert masks.allowed.equal(expected.allowed) and masks.errors == expected.errors
         for row, pair in enumerate(pairs):
             token = rng.choice(masks.allowed[row].nonzero()[:, 0].tolist())
-            for guide in pair:
-                guide.accept(token)
+            for state in pair:
+                state.accept(token)
         pairs = [pair for pair in pairs if not pair[0].is_finished]
     filler.close()
 
 
 def test_nobody_waits_for_a_thread_that_cannot_be_started(
-    constraints: Constraints, monkeypatch: pytest.MonkeyPatch
+    compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards a step against waiting for ever where the system has no thread left; it can be tried again."""
-    filler, guide = MaskFiller(1), start(constraints, "choice", '["y"]')
+    filler, state = MaskFiller(1), start(compiler, "choice", '["y"]')
     with monkeypatch.context() as patched:
         patched.setattr(threading, "Thread", lambda **_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
-            filler.begin([guide])
+            filler.begin([state])
     assert filler.result() is None
-    filler.begin([guide])
+    filler.begin([state])
     masks = filler.result()
-    assert masks is not None and masks.allowed.equal(fill([guide]).allowed)
+    assert masks is not None and masks.allowed.equal(fill_masks([state]).allowed)
     filler.close()
 
 
-def test_a_form_may_begin_behind_something_else(constraints: Constraints) -> None:
+def test_a_form_may_begin_behind_something_else(compiler: ConstraintCompiler) -> None:
     """Guards reasoning before JSON: anything but an end until the tag is closed, then the form from its beginning."""
-    guide = Guide(constraints.compile(Constraint("choice", '["y"]')), [STOP], lambda ids: ids[-1:] == [7])
-    allowed = fill([guide]).allowed[0]
-    assert int(allowed.sum()) == WIDTH - 1 and not allowed[STOP] and not guide.is_complete
+    state = GrammarState(compiler.compile(Constraint("choice", '["y"]')), [STOP], lambda ids: ids[-1:] == [7])
+    allowed = fill_masks([state]).allowed[0]
+    assert int(allowed.sum()) == WIDTH - 1 and not allowed[STOP] and not state.is_complete
     for token in (5, 9, 7):
-        guide.accept(token)
-    assert int(fill([guide]).allowed.sum()) == 1 and not guide.is_finished
+        state.accept(token)
+    assert int(fill_masks([state]).allowed.sum()) == 1 and not state.is_finished
 
 
-class Broken(Guide):
-    """A guide whose mask fails as told."""
+class Broken(GrammarState):
+    """A state whose mask fails as told."""
 
     wait: threading.Event | None = None
 
@@ -584,22 +588,22 @@ def filling_threads() -> set[threading.Thread]:
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_guide_that_fails_or_stalls_harms_no_other(constraints: Constraints) -> None:
+def test_a_state_that_fails_or_stalls_harms_no_other(compiler: ConstraintCompiler) -> None:
     """Guards a step: an exception or a mask without end is an error of that request, and the thread is replaced."""
-    grammar = constraints.compile(Constraint("choice", '["y"]'))
+    grammar = compiler.compile(Constraint("choice", '["y"]'))
     stalled, broken = Broken(grammar, [STOP]), Broken(grammar, [STOP])
     stalled.wait = threading.Event()
     filler, before = MaskFiller(num_threads=1, limit=0.05), filling_threads()
     for _ in range(3):
-        good = [start(constraints, "choice", ["y"]) for _ in range(3)]
+        good = [start(compiler, "choice", ["y"]) for _ in range(3)]
         filler.begin([good[0], stalled, good[1], broken, good[2]])
         masks = filler.result()
         assert [error is None for error in masks.errors] == [True, False, True, False, True]
         assert "took longer than 0.05 s" in str(masks.errors[1]) and "it broke" in str(masks.errors[3])
         assert masks.allowed.sum(dim=1).tolist() == [1, WIDTH, 1, WIDTH, 1]
-    assert len(filling_threads() - before) == 2, "a guide that stalled was filled again"
+    assert len(filling_threads() - before) == 2, "a state that stalled was filled again"
     stalled.wait.set()
-    filler.begin([start(constraints, "choice", ["y"])])
+    filler.begin([start(compiler, "choice", ["y"])])
     assert filler.result().allowed.sum() == 1 and stalled.error is not None
     filler.close()
     deadline = time.monotonic() + 5

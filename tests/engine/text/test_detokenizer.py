@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.outputs import Completion
-from cbatch.engine.text.detokenizer import LateText, TextStream
+from cbatch.engine.text.detokenizer import IncrementalDetokenizer, LateText
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def tokenizer() -> Tokenizer:
 
 def stream_all(tokenizer: Tokenizer, ids: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], str | None]:
     special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    stream = TextStream(tokenizer, stop=stop, hidden=special)
+    stream = IncrementalDetokenizer(tokenizer, stop=stop, hidden=special)
     deltas = []
     for token in ids:
         deltas.append(stream.push(token))
@@ -101,14 +101,14 @@ def test_a_prompt_that_ends_in_no_character_stays_out(tokenizer: Tokenizer, prom
     """Guards the output against text of the prompt, where that ends inside a character or in U+FFFD."""
     before = tokenizer.encode(prompt).ids
     for cut in (len(before), len(before) - 1):
-        stream = TextStream(tokenizer, before[:cut])
+        stream = IncrementalDetokenizer(tokenizer, before[:cut])
         text = "".join(stream.push(token) for token in tokenizer.encode("answer").ids)
         assert text + stream.flush() == "answer"
 
 
 def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
     """Guards min_tokens against a stop string that comes too early."""
-    stream = TextStream(tokenizer, stop=("b",))
+    stream = IncrementalDetokenizer(tokenizer, stop=("b",))
     early = "".join(stream.push(token, may_stop=False) for token in tokenizer.encode("abc").ids)
     assert early == "abc" and stream.stop_reason is None
     assert stream.push(tokenizer.encode("b").ids[0]) == "" and stream.stop_reason == "b"
@@ -126,7 +126,7 @@ def test_a_tag_may_be_text_between_words() -> None:
     made.decoder = decoders.Metaspace()
     made.add_special_tokens(["</think>", "<|end|>"])
     ids = [0, made.token_to_id("</think>"), made.token_to_id("<|end|>"), 1]
-    stream = TextStream(made, hidden={made.token_to_id("<|end|>")})
+    stream = IncrementalDetokenizer(made, hidden={made.token_to_id("<|end|>")})
     text = "".join(map(stream.push, ids)) + stream.flush()
     assert text == made.decode([ids[0], ids[1], ids[3]], skip_special_tokens=False) and text.endswith("</think> b")
 
@@ -135,8 +135,8 @@ def test_a_tag_may_be_text_between_words() -> None:
 def test_late_text_is_the_same_in_any_order(tokenizer: Tokenizer, text: str) -> None:
     """Guards texts that are made when they are read: nothing before that, and the deltas that come at once."""
     ids = tokenizer.encode(text).ids
-    made: list[TextStream] = []
-    late = LateText(lambda: made.append(TextStream(tokenizer)) or made[0])  # type: ignore[func-returns-value]
+    made: list[IncrementalDetokenizer] = []
+    late = LateText(lambda: made.append(IncrementalDetokenizer(tokenizer)) or made[0])  # type: ignore[func-returns-value]
     pieces = [*(late.push(token) for token in ids), late.flush()]
     assert not made
     expected, _ = stream_all(tokenizer, ids)
@@ -161,7 +161,7 @@ def test_an_event_without_text_reads_none() -> None:
 
 def test_a_copy_is_the_text_alone(tokenizer: Tokenizer) -> None:
     """Guards outputs that are pickled or made dicts of: they take no tokenizer along, whether they were read or not."""
-    late = LateText(lambda: TextStream(tokenizer))
+    late = LateText(lambda: IncrementalDetokenizer(tokenizer))
     pieces = [late.push(token) for token in tokenizer.encode("ab").ids]
     output = Completion(pieces[0] + pieces[1])
     copies = [pickle.loads(pickle.dumps(output)), copy.deepcopy(output)]

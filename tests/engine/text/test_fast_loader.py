@@ -16,11 +16,11 @@ from transformers import AutoTokenizer
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.models.loader import DEMO_MODEL, _load_tokenizer
 from cbatch.engine.text.fast_loader import (
-    AS_WRITTEN,
-    AS_WRITTEN_TYPES,
-    QWEN2,
+    QWEN2_CLASSES,
+    QWEN2_MODEL_TYPES,
     QWEN2_PATTERN,
-    QWEN2_TYPES,
+    VERBATIM_CLASSES,
+    VERBATIM_MODEL_TYPES,
     TransformersTokenizer,
     from_folder,
 )
@@ -142,14 +142,14 @@ def test_equals_what_transformers_makes(kind: str, tmp_path: Path) -> None:
     check_equal(save(tmp_path, make(), model_type, settings | {"tokenizer_class": name}))
 
 
-TYPES = [(kind, name) for kind in sorted(AS_WRITTEN_TYPES) for name in sorted(AS_WRITTEN)]
-TYPES += [(kind, name) for kind in sorted(QWEN2_TYPES) for name in sorted(QWEN2)]
+TYPES = [(kind, name) for kind in sorted(VERBATIM_MODEL_TYPES) for name in sorted(VERBATIM_CLASSES)]
+TYPES += [(kind, name) for kind in sorted(QWEN2_MODEL_TYPES) for name in sorted(QWEN2_CLASSES)]
 
 
 @pytest.mark.parametrize(("model_type", "name"), TYPES)
 def test_every_type_and_class_equals_too(model_type: str, name: str, tmp_path: Path) -> None:
     """Guards the lists against a transformers that puts another class in place of the one that is named."""
-    make = qwen2 if model_type in QWEN2_TYPES else byte_level
+    make = qwen2 if model_type in QWEN2_MODEL_TYPES else byte_level
     check_equal(save(tmp_path, make(), model_type, NAMED | {"unk_token": None, "tokenizer_class": name}))
 
 

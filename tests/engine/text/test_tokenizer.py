@@ -8,7 +8,7 @@ import pytest
 
 from cbatch.engine.base.errors import ModelError, RequestError
 from cbatch.engine.text.fast_loader import from_transformers
-from cbatch.engine.text.template_sandbox import TemplateTrial
+from cbatch.engine.text.template_sandbox import TemplateSandbox
 from cbatch.engine.text.tokenizer import ChatTokenizer
 from tests.support.model_folder import TEMPLATE, make_tokenizer
 
@@ -151,7 +151,7 @@ def test_a_template_of_its_own_for_tools_is_used() -> None:
     messages = [{"role": "user", "content": "hello"}]
     assert decode(tokenizer, tokenizer.encode_chat(messages)) == "plain"
     assert decode(tokenizer, tokenizer.encode_chat(messages, tools=[tool_with("x")])) == "<tool_call>"
-    assert tokenizer.answer_format.tool_tag == "<tool_call>"
+    assert tokenizer.output_parser.tool_call_tag == "<tool_call>"
 
 
 def test_plain_text_has_bos_once(ours: ChatTokenizer) -> None:
@@ -187,12 +187,12 @@ LATER = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}" + WITH_
 @pytest.mark.parametrize("template", [ENDLESS, "{{ 'x' * 10 ** 10 }}", WITH_TOOLS, LATER])
 def test_a_template_that_never_ends_is_refused_at_load(template: str) -> None:
     """Guards the engine against a template that hangs, or eats all memory, with every first message."""
-    with pytest.raises(ModelError, match="chat template"), TemplateTrial(template, timeout=2.0):
+    with pytest.raises(ModelError, match="chat template"), TemplateSandbox(template, timeout=2.0):
         pass
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, "{{ raise_exception('roles must alternate') }}", "{% unknown %}"])
 def test_other_templates_pass_their_trial(template: str) -> None:
     """Guards against refusing a model for what only its rows can decide."""
-    with TemplateTrial(template):
+    with TemplateSandbox(template):
         pass

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from cbatch.engine import AnswerFormat
+    from cbatch.engine import OutputParser
 
 ReplyState = Literal["asked", "streaming", "stop", "length", "stopped", "error"]
 """Of an answer: waiting for its first token, coming, or how it ended; `stopped` is by the user."""
@@ -56,9 +56,9 @@ class Reply:
         """What the model wrote, to go on from there."""
         return self.raw or self.text
 
-    def append(self, delta: str, form: AnswerFormat | None, *, is_whole: bool) -> str:
+    def append(self, delta: str, form: OutputParser | None, *, is_whole: bool) -> str:
         """Adds what has come, and returns what of it is the answer proper."""
-        if form is None or form.think is None:
+        if form is None or form.think_tags is None:
             self.text += delta
             return delta
         before = len(self.text)

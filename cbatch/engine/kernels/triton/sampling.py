@@ -57,7 +57,7 @@ def sample_rows(logits: Tensor, words: Tensor, tiling: Tiling = TILING) -> tuple
     """Tokens [R] int64 and the largest logit of each row [R] float32, without waiting for the device.
 
     logits: [R, V] float32, float16 or bfloat16
-    words:  [6, R] int32 on the same device, see `sampler.row_words`
+    words:  [6, R] int32 on the same device, see `sampler.pack_sampling_params`
 
     A row whose largest logit is not finite gets a token that means nothing.
     """

@@ -10,8 +10,16 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cbatch.engine.base.errors import RequestError
-from cbatch.engine.text.reasoning import Answer, AnswerFormat, check_tools, template_messages
-from cbatch.engine.text.tool_calls import HERMES, LLAMA, MAX_BROKEN, MISTRAL, ToolCall
+from cbatch.engine.text.output_parser import OutputParser, ParsedOutput
+from cbatch.engine.text.tool_calls import (
+    HERMES,
+    LLAMA,
+    MAX_INVALID_CALLS,
+    MISTRAL,
+    ToolCall,
+    check_tools,
+    template_messages,
+)
 
 QWEN3 = (
     "{% if tools %}Answer with <tool_call>\n{'name': ..., 'arguments': ...}\n</tool_call>{% endif %}"
@@ -25,7 +33,7 @@ LLAMA32 = (
     """{{ '{"name": "' + call.name + '", ' }}{{ '"parameters": ' }}{{ call.arguments | tojson }}"""
 )
 
-THINKING = AnswerFormat.of_template(QWEN3)
+THINKING = OutputParser.from_template(QWEN3)
 LOOK: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -44,8 +52,8 @@ LOOK: dict[str, Any] = {
 }
 
 
-def parse_calls(template_or_tag: str, text: str) -> Answer:
-    return AnswerFormat.of_template(template_or_tag).parse(text, tools=[LOOK])
+def parse_calls(template_or_tag: str, text: str) -> ParsedOutput:
+    return OutputParser.from_template(template_or_tag).parse(text, tools=[LOOK])
 
 
 def call_text(**arguments: Any) -> str:
@@ -53,7 +61,7 @@ def call_text(**arguments: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("template", "think", "tool_tag"),
+    ("template", "think_tags", "tool_call_tag"),
     [
         (None, None, None),
         ("{{ messages }}", None, None),
@@ -72,18 +80,20 @@ def call_text(**arguments: Any) -> str:
         ("""{{ '"name": ' }} and much else {{ '"parameters": ' }}""", None, None),
     ],
 )
-def test_template_shows_the_form(template: str | None, think: tuple[str, str] | None, tool_tag: str | None) -> None:
+def test_template_shows_the_format(
+    template: str | None, think_tags: tuple[str, str] | None, tool_call_tag: str | None
+) -> None:
     """Guards against tags that a model never writes, and against those it does that are not looked for."""
-    form = AnswerFormat.of_template(template)
-    assert (form.think, form.tool_tag) == (think, tool_tag)
+    form = OutputParser.from_template(template)
+    assert (form.think_tags, form.tool_call_tag) == (think_tags, tool_call_tag)
 
 
 def test_special_tags_are_all_that_parse_needs() -> None:
     """Guards tags that are special tokens, and that a decoder would drop before they are looked for."""
-    assert AnswerFormat.of_template(QWEN3).special_tags == ("<think>", "</think>", "<tool_call>", "</tool_call>")
-    assert AnswerFormat.of_template(MISTRAL_OLD).special_tags == ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
-    assert AnswerFormat.of_template(LLAMA32).special_tags == ("<|python_tag|>",)
-    assert AnswerFormat().special_tags == ()
+    assert OutputParser.from_template(QWEN3).special_tags == ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    assert OutputParser.from_template(MISTRAL_OLD).special_tags == ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+    assert OutputParser.from_template(LLAMA32).special_tags == ("<|python_tag|>",)
+    assert OutputParser().special_tags == ()
 
 
 @pytest.mark.parametrize(
@@ -100,7 +110,7 @@ def test_special_tags_are_all_that_parse_needs() -> None:
 def test_prompt_that_opens_thinking(prompt_end: str, opens: bool) -> None:
     """Guards both ways in which a template steers thinking, and a person who writes the tag in a message."""
     assert THINKING.opens_thinking(prompt_end) is opens
-    assert not AnswerFormat().opens_thinking(prompt_end)
+    assert not OutputParser().opens_thinking(prompt_end)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +136,7 @@ def test_prompt_that_opens_thinking(prompt_end: str, opens: bool) -> None:
 )
 def test_reasoning(text: str, is_thinking: bool, reasoning: str | None, rest: str) -> None:
     """Guards what counts as reasoning: one block at the beginning, also one cut off, and nothing later."""
-    assert THINKING.parse(text, is_thinking=is_thinking) == Answer(rest, reasoning, ())
+    assert THINKING.parse(text, is_thinking=is_thinking) == ParsedOutput(rest, reasoning, ())
 
 
 @pytest.mark.parametrize(
@@ -151,8 +161,8 @@ def test_split_holds_back_what_may_be_a_tag(text: str, is_thinking: bool, expect
 def test_without_think_tags_text_is_text() -> None:
     """Guards models that do not think: what looks like tags is theirs to write."""
     text = "\n<think>a</think>b"
-    assert AnswerFormat().parse(text, is_thinking=True) == Answer(text, None, ())
-    assert AnswerFormat().split(text, is_thinking=True) == (None, text)
+    assert OutputParser().parse(text, is_thinking=True) == ParsedOutput(text, None, ())
+    assert OutputParser().split(text, is_thinking=True) == (None, text)
 
 
 def test_hermes_calls() -> None:
@@ -162,7 +172,7 @@ def test_hermes_calls() -> None:
         '<tool_call>{"name": "now"}</tool_call>\nDone.'
     )
     calls = (ToolCall("look", '{"place": "é</tool_call>"}'), ToolCall("now", "{}"))
-    assert parse_calls(QWEN3, text) == Answer("I look.\nDone.", "hm", calls)
+    assert parse_calls(QWEN3, text) == ParsedOutput("I look.\nDone.", "hm", calls)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +187,7 @@ def test_hermes_calls() -> None:
 )
 def test_hermes_variants(text: str) -> None:
     """Guards a closing tag that the stop took away, lists, and arguments that are JSON within JSON."""
-    assert parse_calls(QWEN3, text) == Answer("", None, (ToolCall("look", '{"a": 1}'),))
+    assert parse_calls(QWEN3, text) == ParsedOutput("", None, (ToolCall("look", '{"a": 1}'),))
 
 
 @pytest.mark.parametrize(
@@ -207,22 +217,22 @@ def test_hermes_variants(text: str) -> None:
 def test_what_is_no_call_stays_text(block: str) -> None:
     """Guards a broken call against being lost, or repaired into something the model did not say."""
     for text in (f"I look.\n<tool_call>{block}</tool_call>\n", f" <tool_call>{block}"):
-        assert parse_calls(QWEN3, text) == Answer(text, None, ())
+        assert parse_calls(QWEN3, text) == ParsedOutput(text, None, ())
 
 
 def test_a_good_call_after_a_broken_one_is_found() -> None:
     """Guards the calls behind a broken one, which itself stays text."""
     text = f"<tool_call>{{oops</tool_call>\n<tool_call>{call_text()}</tool_call>"
-    assert parse_calls(QWEN3, text) == Answer("<tool_call>{oops</tool_call>", None, (ToolCall("look", "{}"),))
+    assert parse_calls(QWEN3, text) == ParsedOutput("<tool_call>{oops</tool_call>", None, (ToolCall("look", "{}"),))
 
 
 def test_endless_repetition_is_given_up() -> None:
     """Guards the run against minutes spent on an output that says nothing but the tag; good calls have no limit."""
     call = f"<tool_call>{call_text()}</tool_call>"
-    text = "<tool_call>" * MAX_BROKEN + call
-    assert parse_calls(QWEN3, text) == Answer(text, None, ())
+    text = "<tool_call>" * MAX_INVALID_CALLS + call
+    assert parse_calls(QWEN3, text) == ParsedOutput(text, None, ())
     assert len(parse_calls(QWEN3, text.removeprefix("<tool_call>")).tool_calls) == 1
-    assert len(parse_calls(QWEN3, call * (2 * MAX_BROKEN)).tool_calls) == 2 * MAX_BROKEN
+    assert len(parse_calls(QWEN3, call * (2 * MAX_INVALID_CALLS)).tool_calls) == 2 * MAX_INVALID_CALLS
 
 
 def test_qwen_coder_calls() -> None:
@@ -253,8 +263,8 @@ def test_qwen_coder_calls() -> None:
 def test_mistral_calls(text: str) -> None:
     """Guards the list of the older models, and the names before their arguments of the newer ones."""
     calls = (ToolCall("look", '{"a": 1}'), ToolCall("now", "{}"))
-    assert parse_calls(MISTRAL_OLD, text) == Answer("", None, calls)
-    assert parse_calls(MISTRAL_OLD, f"I look. {text}") == Answer("I look.", None, calls)
+    assert parse_calls(MISTRAL_OLD, text) == ParsedOutput("", None, calls)
+    assert parse_calls(MISTRAL_OLD, f"I look. {text}") == ParsedOutput("I look.", None, calls)
 
 
 @pytest.mark.parametrize(
@@ -262,14 +272,14 @@ def test_mistral_calls(text: str) -> None:
 )
 def test_broken_mistral_calls_stay_text(text: str) -> None:
     """Guards a call that was cut off, or has no name."""
-    assert parse_calls(MISTRAL_OLD, text) == Answer(text, None, ())
+    assert parse_calls(MISTRAL_OLD, text) == ParsedOutput(text, None, ())
 
 
 @pytest.mark.parametrize("before", ["", "<|python_tag|>", "I look.\n<|python_tag|>"])
 def test_llama_call(before: str) -> None:
     """Guards a call that is the whole output, with or without Llama's tag, and text before the tag."""
     answer = parse_calls(LLAMA32, before + '\n{"name": "look", "parameters": {"a": 1}} ')
-    assert answer == Answer(before.partition("\n")[0].replace(LLAMA, ""), None, (ToolCall("look", '{"a": 1}'),))
+    assert answer == ParsedOutput(before.partition("\n")[0].replace(LLAMA, ""), None, (ToolCall("look", '{"a": 1}'),))
 
 
 @pytest.mark.parametrize(
@@ -284,7 +294,7 @@ def test_llama_call(before: str) -> None:
 )
 def test_other_llama_output_stays_text(text: str) -> None:
     """Guards JSON that was asked for as an answer."""
-    assert parse_calls(LLAMA32, text) == Answer(text, None, ())
+    assert parse_calls(LLAMA32, text) == ParsedOutput(text, None, ())
 
 
 @pytest.mark.parametrize(
@@ -293,8 +303,8 @@ def test_other_llama_output_stays_text(text: str) -> None:
 def test_without_tools_calls_are_text(template: str, call: str) -> None:
     """Guards rows without tools, and models without a known form of calls."""
     for tools in (None, []):
-        assert AnswerFormat.of_template(template).parse(call, tools=tools) == Answer(call, None, ())
-    assert AnswerFormat().parse(call, tools=[LOOK]) == Answer(call, None, ())
+        assert OutputParser.from_template(template).parse(call, tools=tools) == ParsedOutput(call, None, ())
+    assert OutputParser().parse(call, tools=[LOOK]) == ParsedOutput(call, None, ())
 
 
 def test_lone_surrogates_in_arguments_stay_escapes() -> None:
@@ -304,7 +314,7 @@ def test_lone_surrogates_in_arguments_stay_escapes() -> None:
 
 
 FORMATS = [
-    AnswerFormat.of_template(template)
+    OutputParser.from_template(template)
     for template in (None, QWEN3, R1, MISTRAL_OLD, LLAMA32, "[THINK][/THINK][TOOL_CALLS]")
 ]
 PIECES = [
@@ -317,7 +327,7 @@ formats = st.sampled_from(FORMATS)
 
 
 @given(formats, texts, st.booleans())
-def test_every_output_can_be_parsed(form: AnswerFormat, text: str, is_thinking: bool) -> None:
+def test_every_output_can_be_parsed(form: OutputParser, text: str, is_thinking: bool) -> None:
     """Guards a run against an output that no model was expected to write, and an output file against bad JSON."""
     answer = form.parse(text, is_thinking=is_thinking, tools=[LOOK])
     for call in answer.tool_calls:
@@ -330,28 +340,28 @@ def test_every_output_can_be_parsed(form: AnswerFormat, text: str, is_thinking: 
 
 
 @given(formats, texts)
-def test_text_without_tags_is_not_changed(form: AnswerFormat, text: str) -> None:
+def test_text_without_tags_is_not_changed(form: OutputParser, text: str) -> None:
     """Guards all other outputs: not a space of them is lost."""
     for tag in form.special_tags:
         text = text.replace(tag[:-1], "")
     assume(not any(tag in text for tag in form.special_tags))
-    if form.tool_tag == LLAMA:
+    if form.tool_call_tag == LLAMA:
         text += "."
-    assert form.parse(text, tools=[LOOK]) == Answer(text, None, ())
+    assert form.parse(text, tools=[LOOK]) == ParsedOutput(text, None, ())
 
 
 @given(formats, texts, st.booleans())
-def test_think_blocks_lose_only_tags_and_white_space(form: AnswerFormat, text: str, is_thinking: bool) -> None:
+def test_think_blocks_lose_only_tags_and_white_space(form: OutputParser, text: str, is_thinking: bool) -> None:
     """Guards every visible character of reasoning and text."""
     answer = form.parse(text, is_thinking=is_thinking)
     kept = "".join(((answer.reasoning or "") + answer.text).split())
     left = "".join(text.split())
     assert left.endswith("".join(answer.text.split()))
-    assert len(left) - len(kept) <= sum(map(len, form.think or ()))
+    assert len(left) - len(kept) <= sum(map(len, form.think_tags or ()))
 
 
 @given(formats, texts, st.booleans())
-def test_every_split_is_the_beginning_of_the_final_one(form: AnswerFormat, text: str, is_thinking: bool) -> None:
+def test_every_split_is_the_beginning_of_the_final_one(form: OutputParser, text: str, is_thinking: bool) -> None:
     """Guards the screen: what is shown while the answer grows is never taken back."""
     final = form.parse(text, is_thinking=is_thinking)
     last = ("", "")
@@ -391,7 +401,7 @@ def test_tools_pass() -> None:
     assert check_tools([LOOK, *bare]) == [LOOK, *bare]
     text = "<tool_call><function=now><parameter=a>1</parameter></function></tool_call>"
     for tool in bare:
-        assert AnswerFormat(None, HERMES).parse(text, tools=[tool]).tool_calls == (ToolCall("now", '{"a": "1"}'),)
+        assert OutputParser(None, HERMES).parse(text, tools=[tool]).tool_calls == (ToolCall("now", '{"a": "1"}'),)
 
 
 def test_messages_become_what_templates_want() -> None:

@@ -1,0 +1,158 @@
+"""The token masks of a step, filled on threads of their own while the model runs."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cbatch.engine.structured.grammar import FAILED, GrammarState
+
+STEP_LIMIT = 5.0
+"""Seconds that one request's mask may take; real ones take milliseconds."""
+
+
+class TokenMasks(NamedTuple):
+    """What may come next for G guides.
+
+    allowed  [G, V] bool, on the CPU; all true in the row of a guide that failed
+    errors   for each guide a sentence, or None; it is the guide's `error` from then on
+    """
+
+    allowed: Tensor
+    errors: list[str | None]
+
+
+class _MaskJob:
+    """The masks of one step, which several threads fill."""
+
+    def __init__(self, states: Sequence[GrammarState]) -> None:
+        self.states = states
+        self.allowed = np.ones((len(states), states[0].vocab_size if states else 0), dtype=np.bool_)
+        self.is_done = threading.Event()
+        self._lock = threading.Lock()
+        self._begun: dict[int, float] = {}
+        self._waited = 0.0
+        self._next = 0
+        self._num_left = len(states)
+        if not states:
+            self.is_done.set()
+
+    def run(self) -> bool:
+        """Fills until nothing is left to take; False where one took so long that nobody waits for this thread."""
+        while (index := self._take()) is not None:
+            state = self.states[index]
+            row = np.empty(self.allowed.shape[1], dtype=np.bool_)
+            try:
+                error = state.error or state.fill(row)
+            except BaseException as raised:  # a panic of the library is no Exception
+                error = f"{FAILED}{raised!r}"
+            if not self._finish(index, row, error):
+                return False
+        return True
+
+    def give_up(self, waited: float, limit: float) -> int:
+        """Fails the guides that have been taking longer than `limit` seconds, and returns how many.
+
+        waited: seconds that somebody has waited since the last call; no clock, which goes on for a stopped process
+        """
+        with self._lock:
+            self._waited += waited
+            late = [index for index, begun in self._begun.items() if self._waited - begun > limit]
+            for index in late:
+                self._close(index, f"{FAILED}the step took longer than {limit:g} s.")
+        return len(late)
+
+    def result(self) -> TokenMasks:
+        return TokenMasks(torch.from_numpy(self.allowed), [state.error for state in self.states])
+
+    def _take(self) -> int | None:
+        with self._lock:
+            if self._next == len(self.states):
+                return None
+            self._next += 1
+            self._begun[self._next - 1] = self._waited
+            return self._next - 1
+
+    def _finish(self, index: int, row: np.ndarray, error: str | None) -> bool:
+        with self._lock:
+            if index not in self._begun:
+                return False
+            if error is None:
+                self.allowed[index] = row
+            self._close(index, error)
+        return True
+
+    def _close(self, index: int, error: str | None) -> None:
+        del self._begun[index]
+        self.states[index].error = error
+        self._num_left -= 1
+        if self._num_left == 0:
+            self.is_done.set()
+
+
+def fill_masks(states: Sequence[GrammarState]) -> TokenMasks:
+    """The masks of some guides of one model, in this thread and without a limit of time."""
+    job = _MaskJob(states)
+    job.run()
+    return job.result()
+
+
+class MaskFiller:
+    """Fills masks on threads of its own while the caller does something else, such as running the model."""
+
+    def __init__(self, num_threads: int | None = None, limit: float = STEP_LIMIT) -> None:
+        """num_threads: None is half of the processors, 8 at most.
+
+        limit: seconds that one guide's mask may take
+        """
+        self._limit = limit
+        self._jobs: queue.SimpleQueue[_MaskJob | None] = queue.SimpleQueue()
+        self._job: _MaskJob | None = None
+        self._num_threads = num_threads or max(1, min(8, (os.cpu_count() or 1) // 2))
+        self._num_started = 0
+
+    def begin(self, states: Sequence[GrammarState]) -> None:
+        """Starts filling; until `result` has returned, nobody else may use these guides."""
+        if not states:
+            return
+        job = _MaskJob(states)
+        for _ in range(min(self._num_threads, len(states))):
+            self._put(job)
+            self._job = job  # only now: nobody is to wait for what no thread will do
+
+    def result(self) -> TokenMasks | None:
+        """The masks of the guides that `begin` was given, as soon as they are there; None where it was given none."""
+        job, self._job = self._job, None
+        if job is None:
+            return None
+        patience = min(self._limit, 0.1)
+        while not job.is_done.wait(patience):
+            for _ in range(job.give_up(patience, self._limit)):
+                self._num_started -= 1
+                self._put(job)
+        return job.result()
+
+    def close(self) -> None:
+        """Ends the threads."""
+        for _ in range(self._num_started):
+            self._jobs.put(None)
+        self._num_started = 0
+
+    def _put(self, job: _MaskJob) -> None:
+        if self._num_started < self._num_threads:
+            threading.Thread(target=_work, args=(self._jobs,), name="cbatch-masks", daemon=True).start()
+            self._num_started += 1
+        self._jobs.put(job)
+
+
+def _work(jobs: queue.SimpleQueue[_MaskJob | None]) -> None:
+    while (job := jobs.get()) is not None:
+        if not job.run():
+            return  # another thread has taken this one's place
