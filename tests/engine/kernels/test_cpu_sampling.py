@@ -25,7 +25,7 @@ from cbatch.engine.kernels.cpu.sampling import (
 )
 from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.sampling import sampler
-from cbatch.engine.sampling.sampler import Draw, gumbel_noise, sample
+from cbatch.engine.sampling.sampler import SamplingMetadata, gumbel_noise, sample
 from cbatch.engine.scheduler.request import Request
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def make_requests(count: int, seed: int = 0, **fixed: Any) -> list[Request]:
 
 
 def in_torch(logits: torch.Tensor, requests: list[Request]) -> list[int]:
-    return sampler._draw(logits, Draw.build(list(range(len(requests))), requests, CPU)).tolist()
+    return sampler._draw(logits, SamplingMetadata.build(list(range(len(requests))), requests, CPU)).tolist()
 
 
 def score(logits: torch.Tensor, request: Request, token: int) -> float:
@@ -139,7 +139,7 @@ def test_kept_tokens_are_those_of_torch(shape: str) -> None:
     """Guards the filters at their edges: a token that only one of both keeps is on the edge to 1e-5 of all."""
     for seed, vocabulary in enumerate([5, 130, 700]):
         logits, requests = make_logits(shape, 60, vocabulary, seed), make_requests(60, seed)
-        draw = Draw.build(list(range(60)), requests, CPU)
+        draw = SamplingMetadata.build(list(range(60)), requests, CPU)
         ordered, ids = (logits / draw.temperature[:, None]).sort(dim=-1, descending=True, stable=True)
         theirs = torch.zeros(60, vocabulary, dtype=torch.bool).scatter(1, ids, sampler._kept(ordered, draw))
         for row in range(60):
