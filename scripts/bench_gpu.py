@@ -26,8 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent
-sys.path[:0] = [str(ROOT), str(ROOT.parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `cbatch` and `scripts`, installed or not
 
 
 class Report:
@@ -77,18 +76,19 @@ def main(arguments: list[str] | None = None) -> int:
     if options.device == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
     import torch
-    from gpu.shapes import SHAPES, TINY
+
+    from scripts.benchmarks.shapes import GPU_SHAPES, TINY
 
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda" and not torch.cuda.is_available():
         print("There is no CUDA device here; --tiny --device cpu tries the script without one.", file=sys.stderr)
         return 2
-    unknown = sorted(set(names) - SHAPES.keys())
+    unknown = sorted(set(names) - GPU_SHAPES.keys())
     if unknown:
-        print(f"There is no shape {unknown[0]!r}; choose of {', '.join(SHAPES)}.", file=sys.stderr)
+        print(f"There is no shape {unknown[0]!r}; choose of {', '.join(GPU_SHAPES)}.", file=sys.stderr)
         return 2
     report = Report()
-    shapes = {name: SHAPES[name] | (TINY if options.tiny else {}) for name in names}
+    shapes = {name: GPU_SHAPES[name] | (TINY if options.tiny else {}) for name in names}
     measure(report, shapes, device, options)
     if options.json:
         options.json.write_text(json.dumps(report.results, indent=1) + "\n")
@@ -99,9 +99,9 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(report: Report, shapes: dict[str, Any], device: Any, options: argparse.Namespace) -> None:
     import torch
     import triton
-    from gpu import checks, speed
 
     from cbatch.cli.bench.roofline import measure_rates
+    from scripts.gpu import checks, speed
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     dtype = torch.bfloat16
@@ -137,14 +137,15 @@ def measure(report: Report, shapes: dict[str, Any], device: Any, options: argpar
 def model_lines(name: str, config: Any, rates: Any, device: Any, options: argparse.Namespace) -> Iterator[Any]:
     """Steps and whole runs of one model."""
     import torch
-    from gpu import runs, shapes, speed
 
     from cbatch.engine.models.cuda import CudaModel
+    from scripts.benchmarks.models import RandomTensors, load_random
+    from scripts.gpu import runs, speed
 
-    loaded = shapes.load(name, config, device)
+    loaded = load_random(name, config, device, fast_path=device.type == "cuda")
     decoder = loaded.decoder
     if not isinstance(decoder, CudaModel):  # on a CPU
-        tensors = shapes.RandomTensors(config, device, torch.float32)
+        tensors = RandomTensors(config, device, torch.float32)
         decoder = CudaModel(config, tensors, torch.float32, device)
     yield from speed.step_lines(name, decoder, rates)
     runs.free(device)
@@ -156,10 +157,11 @@ def model_lines(name: str, config: Any, rates: Any, device: Any, options: argpar
 
 def load_lines(name: str, config: Any, device: Any, options: argparse.Namespace) -> Iterator[Any]:
     """One model under load."""
-    from gpu import load, shapes
+    from scripts.benchmarks.models import load_random
+    from scripts.gpu import load
 
     sizes = load.TINY if options.tiny else load.FULL
-    loaded = shapes.load(name, config, device)
+    loaded = load_random(name, config, device, fast_path=device.type == "cuda")
     yield from load.load_lines(name, loaded, device, options.seats, options.budget, sizes)
 
 

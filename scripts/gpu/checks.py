@@ -19,8 +19,9 @@ from cbatch.engine.runtime.kv_cache import KVCache
 from cbatch.engine.runtime.transfer import to_device
 from cbatch.engine.sampling.sampler import SamplingMetadata, _draw, pack_sampling_params
 from cbatch.engine.scheduler.request import Request
-from gpu.clock import make_batch
-from gpu.shapes import Config, RandomTensors, make_network
+from scripts.benchmarks.models import RandomTensors, make_network
+from scripts.benchmarks.shapes import Config
+from scripts.gpu.clock import make_batch
 
 BLOCK_SIZE = 16
 

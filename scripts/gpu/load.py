@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-import fairness
 import torch
 
 from cbatch.cli.bench.load.generator import Capacity, LoadResult, find_capacity, run_load
@@ -18,6 +17,7 @@ from cbatch.cli.bench.load.users import SLO, Scenario
 from cbatch.cli.bench.workload import LengthDistribution
 from cbatch.engine import Driver, Engine, EngineConfig, SamplingParams, TokenEvent, Trace
 from cbatch.engine.models.loader import LoadedModel
+from scripts.benchmarks import long_prompt
 
 SLO_TARGET = SLO(ttft_s=0.5, tps=50.0)
 """What each user is to get: the first token within half a second, and fifty tokens a second from then on."""
@@ -42,7 +42,7 @@ class Sizes:
     probe_s: float
     inputs: LengthDistribution
     outputs: LengthDistribution
-    fair: fairness.Sizes
+    fair: long_prompt.Sizes
 
 
 FULL = Sizes(
@@ -54,7 +54,7 @@ FULL = Sizes(
     probe_s=16.0,
     inputs=LengthDistribution(128, 1024, "loguniform"),
     outputs=LengthDistribution(64, 256, "uniform"),
-    fair=fairness.Sizes(64, 256, 32768, 64, 40, 2048),
+    fair=long_prompt.Sizes(64, 256, 32768, 64, 40, 2048),
 )
 TINY = Sizes(
     rows=4,
@@ -65,7 +65,7 @@ TINY = Sizes(
     probe_s=4.0,
     inputs=LengthDistribution(4, 8, "uniform"),
     outputs=LengthDistribution(4, 8, "uniform"),
-    fair=fairness.Sizes(2, 8, 200, 8, 8, 32),
+    fair=long_prompt.Sizes(2, 8, 200, 8, 8, 32),
 )
 
 
@@ -189,7 +189,7 @@ def load_lines(
         what = f"{name}, {sizes.rows} rows, {'running ahead' if ahead else 'step by step'}"
         with make_engine(loaded, device, max(seats, sizes.rows), budget, ahead=ahead) as engine:
             yield steady(what, engine, sizes)
-    for gaps in fairness.run(loaded, sizes.fair, [None, "auto"], 1, device):
+    for gaps in long_prompt.measure_targets(loaded, sizes.fair, [None, "auto"], 1, device):
         yield f"{name}, {sizes.fair.rows} rows, then {sizes.fair.prompt_tokens:,} tokens: {gaps}"
     seats = max(seats, sizes.most)
     with make_engine(loaded, device, seats, budget, target=TARGET_MS) as engine, closing(Driver(engine)) as driver:

@@ -19,8 +19,8 @@ from cbatch.engine.kernels.triton.attention_decode import DecodeTuning
 from cbatch.engine.kernels.triton.attention_prefill import PrefillTuning
 from cbatch.engine.models.cuda import CudaModel
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
-from gpu.clock import make_batch, seconds
-from gpu.shapes import Config
+from scripts.benchmarks.shapes import Config
+from scripts.gpu.clock import make_batch, seconds
 
 BLOCK_SIZE = 16
 

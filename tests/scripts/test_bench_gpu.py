@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,8 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import bench_gpu
-from gpu import checks
+from scripts import bench_gpu
+from scripts.gpu import checks
 
 
 def test_every_part_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import bench_host
+from scripts.benchmarks.harness import main
 
 
 def test_every_phase_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the names of the phases, with and without running ahead, from end to end."""
-    bench_host.main(["--rows", "3", "--context", "9", "--steps", "14"])
+    main(["host", "--rows", "3", "--context", "9", "--steps", "14"])
     lines = capsys.readouterr().out.splitlines()
     assert ["running ahead" in line for line in lines] == [False, True]
     assert all(phase in line for line in lines for phase in ("schedule", "build", "sample", "land", "commit", "step"))
@@ -22,7 +17,7 @@ def test_every_phase_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_share_beside_a_real_model_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the other way of measuring, on a small shape: rounds, and a share that is one."""
-    bench_host.main(["--share", "--shape", "tiny", "--rounds", "3"])
+    main(["host", "--share", "--shape", "tiny", "--rounds", "3"])
     *rounds, last = capsys.readouterr().out.splitlines()
     assert len(rounds) == 2 and all("ms a step" in line for line in rounds)
     assert 0 < float(last.removesuffix("%").rpartition(" ")[2]) < 100

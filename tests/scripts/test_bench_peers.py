@@ -14,16 +14,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-SCRIPTS = str(Path(__file__).parents[2] / "scripts")
-sys.path.insert(0, SCRIPTS)
-try:
-    import bench_peers
-    from peers import llama_cpp_peer, worker
-    from peers.table import System, disturbance, in_columns, ratio, table
-    from peers.work import OUTPUT_LENGTHS, PROMPT_LENGTHS, SHAPES, Job, Work, make_model, make_once, make_work
-    from peers.worker import PEERS
-finally:
-    sys.path.remove(SCRIPTS)
+from scripts.benchmarks.harness import in_columns, main, parse
+from scripts.benchmarks.peers import llama_cpp_peer, worker
+from scripts.benchmarks.peers.table import System, disturbance, ratio, table
+from scripts.benchmarks.peers.work import (
+    OUTPUT_LENGTHS,
+    PROMPT_LENGTHS,
+    Job,
+    Work,
+    make_model,
+    make_once,
+    make_work,
+)
+from scripts.benchmarks.peers.worker import PEERS
+from scripts.benchmarks.shapes import PEER_SHAPES
 
 SMALL = Work([[5, 6, 7], [8] * 20, [9, 10]], [4, 9, 1])
 
@@ -40,15 +44,15 @@ def made_up(name: str, seconds: list[float], outputs: list[list[int]] | None = N
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("peers")
-    make_model(folder / "model", SHAPES["tiny"])
+    make_model(folder / "model", PEER_SHAPES["tiny"])
     return Job(str(folder), "float32", threads=1, seats=2, budget=16, work=SMALL)
 
 
 def test_the_work_is_the_same_everywhere() -> None:
     """Guards figures that are compared over time: the default work has the same requests on every machine."""
-    work = make_work(32, 7, SHAPES["135m"]["vocab_size"])
-    assert work == make_work(32, 7, SHAPES["135m"]["vocab_size"])
-    assert work != make_work(32, 8, SHAPES["135m"]["vocab_size"])
+    work = make_work(32, 7, PEER_SHAPES["135m"]["vocab_size"])
+    assert work == make_work(32, 7, PEER_SHAPES["135m"]["vocab_size"])
+    assert work != make_work(32, 8, PEER_SHAPES["135m"]["vocab_size"])
     assert (work.prompt_tokens, work.output_tokens) == (3708, 2049)
 
 
@@ -183,7 +187,7 @@ def test_weights_for_llama_cpp(tmp_path: Path) -> None:
 
 def test_names_of_systems(capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the command line: one word for all of transformers, and sentences for what is wrong."""
-    options = bench_peers.parse(["--peers", "openvino,transformers,openvino", "--python", "openvino=~/bin/python"])
+    options = parse(["peers", "--peers", "openvino,transformers,openvino", "--python", "openvino=~/bin/python"])
     assert options.peers == ["openvino", "transformers-one", "transformers-static", "transformers-cb"]
     assert options.python == [("openvino", str(Path.home() / "bin/python"))]
     for wrong, sentence in {
@@ -192,7 +196,7 @@ def test_names_of_systems(capsys: pytest.CaptureFixture[str]) -> None:
         "--rounds=0": "'0' is not a number from 1 on",
     }.items():
         with pytest.raises(SystemExit):
-            bench_peers.parse([wrong])
+            parse(["peers", wrong])
         assert sentence in capsys.readouterr().err
 
 
@@ -201,7 +205,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
     """Guards hours of rounds against a path that is wrong: it is seen before the first of them."""
     (tmp_path / "file").touch()
     options = ["--work-dir", str(tmp_path / "work"), option, str(tmp_path / "file" / "inside")]
-    assert bench_peers.main([*options, "--shape", "tiny"]) == 2
+    assert main(["peers", *options, "--shape", "tiny"]) == 2
     assert "Not a directory." in capsys.readouterr().err and not (tmp_path / "work" / "tiny" / "model").exists()
 
 
@@ -213,7 +217,7 @@ def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     options = ["--shape", "tiny", "--requests", "3", "--rounds", "1", "--threads", "1", "--dtype", "float32"]
     options += ["--work-dir", str(tmp_path / "work"), "--peers", "cbatch,openvino,llama.cpp", "--markdown"]
     options += ["--python", f"llama.cpp={bare}", "--python", f"openvino={tmp_path / 'nowhere'}"]
-    assert bench_peers.main([*options, "--json", str(tmp_path / "figures.json")]) == 0
+    assert main(["peers", *options, "--json", str(tmp_path / "figures.json")]) == 0
     shown = capsys.readouterr().out
     assert "not installed (No module named 'llama_cpp'): pip install llama-cpp-python gguf |" in shown
     assert f"failed: {tmp_path / 'nowhere'} cannot be run: No such file or directory |" in shown

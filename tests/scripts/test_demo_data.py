@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import Any
-
-import pytest
+from scripts.demo import data
 
 
-@pytest.fixture(scope="module")
-def data() -> Any:
-    folder = str(Path(__file__).parents[2] / "scripts" / "demo")
-    sys.path.insert(0, folder)
-    try:
-        import demo_data  # type: ignore[import-not-found]
-    finally:
-        sys.path.remove(folder)
-    return demo_data
-
-
-def test_the_same_seed_gives_the_same_dialogues(data: Any) -> None:
+def test_the_same_seed_gives_the_same_dialogues() -> None:
     """Guards the reproduction of a training run and of the score table."""
     first, again = (list(data.training_dialogues(5, 50)) for _ in range(2))
     assert first == again != list(data.training_dialogues(6, 50))
     assert data.held_out(per_skill=5) == data.held_out(per_skill=5)
 
 
-def test_training_holds_nothing_of_the_test(data: Any) -> None:
+def test_training_holds_nothing_of_the_test() -> None:
     """Guards the honesty of the table: what the trainer keeps has no held-out operand, word, name or question."""
     cases = data.held_out() + data.own_wording()
     overlap = data.Overlap(cases)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,20 +10,14 @@ import pytest
 import torch
 
 from cbatch.engine.base.config import EngineConfig
-
-SCRIPTS = str(Path(__file__).parents[2] / "scripts")
-sys.path.insert(0, SCRIPTS)
-try:
-    import bench_fair
-    import fairness
-    from fairness import Clients, Gap, Pause, Sizes, ratio_of
-finally:
-    sys.path.remove(SCRIPTS)
+from scripts.benchmarks import long_prompt
+from scripts.benchmarks.harness import main
+from scripts.benchmarks.long_prompt import Clients, Gap, Pause, Sizes, ratio_of
 
 
 def test_all_targets_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the whole run with tiny sizes: rows, long and short prompts under each target, as JSON."""
-    assert bench_fair.main(["--tiny", "--json", "--fixed-ms", "7.5"]) == 0
+    assert main(["fairness", "--tiny", "--json", "--fixed-ms", "7.5"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["sizes"]["rows"] == 2 and data["device"] == "cpu"
     assert [one["target"] for one in data["found"]] == ["none", "auto", "7.5 ms"]
@@ -39,7 +31,7 @@ def test_all_targets_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_text_names_every_target(capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the lines that people read."""
-    assert bench_fair.main(["--tiny", "--rounds", "2"]) == 0
+    assert main(["fairness", "--tiny", "--rounds", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("135m on cpu, torch ") and "prompt_tokens 200" in lines[0]
     assert [line.split(":")[0].strip() for line in lines[1:]] == ["none", "auto", "100 ms"] * 2
@@ -72,7 +64,7 @@ class AsyncEngine:
 def test_a_pause_is_what_has_no_prompt(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards engines that run ahead: what was in flight with a prompt is not in the pause, nor is a pause outside."""
     engine: Any = AsyncEngine(ahead)
-    monkeypatch.setattr(fairness.time, "perf_counter", lambda: engine.now)
+    monkeypatch.setattr(long_prompt.time, "perf_counter", lambda: engine.now)
     clients = Clients(engine)
     for _ in range(3):
         clients.step()
@@ -95,4 +87,4 @@ def test_a_machine_without_a_gpu_is_told_so(
 ) -> None:
     """Guards the sentence for a missing device."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert bench_fair.main(["--device", "cuda"]) == 2 and "no CUDA device" in capsys.readouterr().err
+    assert main(["fairness", "--device", "cuda"]) == 2 and "no CUDA device" in capsys.readouterr().err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import random
-import sys
 import threading
 import time
 import tracemalloc
@@ -27,8 +26,7 @@ from cbatch.cli.run.pipeline import Pipeline, Window
 from cbatch.cli.run.requests import RequestBuilder, RowOptions
 from cbatch.cli.run.stats import RunStats
 from cbatch.engine import Driver, Engine, EngineConfig, SamplingParams
-
-ROOT = Path(__file__).parents[3]
+from scripts.benchmarks.rows import measure_apart
 
 
 @pytest.fixture(scope="module")
@@ -226,10 +224,5 @@ def test_company_changes_no_text(texts: dict[str, str], model_folder: Path, tmp_
 
 def test_memory_does_not_grow_with_the_input() -> None:
     """Guards flat memory: 60,000 rows more cost no more than a million may, which is 200 MiB, in proportion."""
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        from bench_rows import run_apart
-    finally:
-        sys.path.pop(0)
-    few, many = (run_apart(rows, 64) for rows in (1_000, 61_000))
+    few, many = (measure_apart(rows, 64) for rows in (1_000, 61_000))
     assert many["peak_mib"] - few["peak_mib"] < 200 * 60_000 / 1_000_000

@@ -1,0 +1,181 @@
+"""What all benchmarks share: rounds by turns, processes of their own, and results as lines, tables and JSON."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol, TypeVar, cast
+
+ROOT = Path(__file__).resolve().parents[2]
+
+BENCHMARKS = {
+    "chat": "scripts.benchmarks.chat",
+    "fairness": "scripts.benchmarks.fairness",
+    "host": "scripts.benchmarks.host",
+    "peers": "scripts.benchmarks.peers.benchmark",
+    "rows": "scripts.benchmarks.rows",
+    "startup": "scripts.benchmarks.startup",
+    "structured": "scripts.benchmarks.structured",
+}
+
+Way = TypeVar("Way")
+Result = TypeVar("Result")
+
+
+class Benchmark(Protocol):
+    """What each module of BENCHMARKS offers; its docstring is its help."""
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, options: argparse.Namespace, report: Report) -> int:
+        """Measures, tells the report, and returns the exit code."""
+
+
+class Report:
+    """Prints results for people as they come, and writes them as one JSON object at the end.
+
+    json_file: where the JSON goes; with `-` it goes to stdout, and nothing else does
+    markdown:  print tables as Markdown
+    """
+
+    def __init__(self, json_file: str | None = None, *, markdown: bool = False) -> None:
+        self.figures: dict[str, Any] = {}
+        self._json_file = json_file
+        self._markdown = markdown
+        if json_file not in (None, "-"):
+            Path(json_file).touch()  # better to fail now than after all rounds
+
+    def line(self, text: object = "") -> None:
+        if self._json_file != "-":
+            print(text, flush=True)
+
+    def table(self, rows: Sequence[Sequence[str]]) -> None:
+        """The first row is the head."""
+        for line in in_columns(rows, self._markdown):
+            self.line(line)
+
+    def facts(self, named: Mapping[str, str]) -> None:
+        """What was measured on what: a name and a sentence a line."""
+        width = max(map(len, named)) + 2
+        for name, text in named.items():
+            self.line(f"- {name.strip()}: {text}" if self._markdown else f"{name:{width}}{text}")
+
+    def note(self, text: str) -> None:
+        """Progress, on stderr."""
+        print(text, file=sys.stderr, flush=True)
+
+    def write(self) -> None:
+        if self._json_file is None:
+            return
+        text = json.dumps(self.figures, indent=1, default=_plain) + "\n"
+        if self._json_file == "-":
+            sys.stdout.write(text)
+        else:
+            Path(self._json_file).write_text(text)
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
+
+
+def by_turns(ways: Mapping[Way, Callable[[], Result]], rounds: int) -> dict[Way, list[Result]]:
+    """Runs each way once a round, so that a machine that gets slower meanwhile slows all ways down alike."""
+    results: dict[Way, list[Result]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, run in ways.items():
+            results[way].append(run())
+    return results
+
+
+def median_by_name(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The median of each figure over rounds that all have the same figures."""
+    return {name: median(one[name] for one in rounds) for name in rounds[0]}
+
+
+def cpu_seconds_elsewhere() -> float:
+    """CPU seconds since the machine was started that neither this process nor its finished children have used.
+
+    They include what the host of a virtual machine took from it.
+    """
+    import psutil
+
+    spent, own = psutil.cpu_times(), os.times()
+    waiting = spent.idle + getattr(spent, "iowait", 0.0)
+    counted_twice = getattr(spent, "guest", 0.0) + getattr(spent, "guest_nice", 0.0)
+    return sum(spent) - waiting - counted_twice - sum(own[:4])
+
+
+def in_columns(rows: Sequence[Sequence[str]], markdown: bool) -> list[str]:
+    """A table as Markdown or as columns; figures are aligned right, the first and the last column left."""
+    last = len(rows[0]) - 1
+    widths = [max(len(row[column]) for row in rows) for column in range(last)]
+
+    def text(row: Sequence[str]) -> str:
+        cells = [
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=False))
+        ]
+        return f"| {' | '.join([*cells, row[last]])} |" if markdown else "  ".join([*cells, row[last]]).rstrip()
+
+    rules = ["-" * width + ("-" if column == 0 else ":") for column, width in enumerate(widths)]
+    rule = f"|-{'|-'.join([*rules, '---'])}|" if markdown else "-" * (sum(widths) + 2 * last + len(rows[0][last]))
+    return [text(rows[0]), rule, *map(text, rows[1:])]
+
+
+def at_least_one(text: str) -> int:
+    """The type of an option that counts something."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on.")
+    return int(text)
+
+
+def load_benchmark(name: str) -> Benchmark:
+    return cast(Benchmark, import_module(BENCHMARKS[name]))
+
+
+def summary(name: str) -> str:
+    """The first line of a benchmark's docstring, without importing what it measures."""
+    source = ROOT / (BENCHMARKS[name].replace(".", "/") + ".py")
+    return (ast.get_docstring(ast.parse(source.read_text())) or "").partition("\n")[0]
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of the benchmark whose name comes first, as `benchmark`, and those of all benchmarks."""
+    name = arguments[0]
+    benchmark = load_benchmark(name)
+    parser = argparse.ArgumentParser(
+        f"python -m scripts.benchmarks {name}",
+        description=sys.modules[BENCHMARKS[name]].__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    benchmark.add_options(parser)
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write the figures as JSON (to stdout)")
+    parser.add_argument("--markdown", action="store_true", help="print tables as Markdown")
+    return parser.parse_args(arguments[1:])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] not in BENCHMARKS:
+        width = max(map(len, BENCHMARKS))
+        names = "\n".join(f"  {name:{width}}  {summary(name)}" for name in BENCHMARKS)
+        print(f"usage: python -m scripts.benchmarks NAME [OPTIONS]\n\n{names}", file=sys.stderr)
+        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
+    options = parse(arguments)
+    try:
+        report = Report(options.json, markdown=options.markdown)
+    except OSError as error:
+        print(f"Cannot write {error.filename}: {error.strerror}.", file=sys.stderr)
+        return 2
+    code = load_benchmark(arguments[0]).run(options, report)
+    if code != 2:
+        report.write()
+    return code

@@ -1,0 +1,257 @@
+"""The experiment of the benchmark `fairness`: rows decode while a long prompt and short ones come in.
+
+A short prompt follows at each quarter of the long one. At each eighth of it prompts are held back for some steps, which
+tells how long steady gaps are there: rows grow longer, and machines get faster and slower.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from cbatch.engine import Engine, EngineConfig, LoadedModel, SamplingParams
+from cbatch.engine.scheduler.step_time import LEAST
+from scripts.benchmarks.harness import cpu_seconds_elsewhere
+
+Target = float | Literal["auto"] | None
+
+QUARTERS, EIGHTHS = 4, 8
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tokens, but for `rows` and `steady_steps`, those of a pause. budget: of a step."""
+
+    rows: int
+    row_tokens: int
+    prompt_tokens: int
+    short_tokens: int
+    steady_steps: int
+    budget: int
+
+    def blocks(self, block_size: int, least: int) -> int:
+        """Of a cache in which nobody is preempted, though a prompt advance by no more than `least` tokens a step."""
+        steps = (EIGHTHS + 1) * self.steady_steps + 2 * -(-(self.prompt_tokens + QUARTERS * self.short_tokens) // least)
+        tokens = self.rows * (self.row_tokens + steps) + self.prompt_tokens + QUARTERS * self.short_tokens
+        return tokens // block_size + 2 * (self.rows + QUARTERS + 1)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Seconds, of one target. A gap lies between two tokens of a row.
+
+    steady:      p50 and p99 of the gaps before the long prompt, and after it, when rows are longer
+    gaps:        p50, p99 and the largest while it comes in
+    ratio:       p99 of those, each to the median of the steady ones of rows as long; between pauses, that grows evenly
+    steady_ratio: the same of all steady gaps
+    prompt_s:    to the first token of the long prompt, without the pauses
+    times_alone: that, to what it takes while nothing else runs
+    short_s:     to the first token of each short prompt
+    cores_elsewhere: how many other processes took meanwhile, on average: figures of a busy machine say little
+    """
+
+    target: str
+    steady: list[list[float]]
+    gaps: list[float]
+    ratio: float
+    steady_ratio: float
+    prompt_s: float
+    times_alone: float
+    short_s: list[float]
+    cores_elsewhere: float
+
+    def __str__(self) -> str:
+        (before, before_p99), (after, after_p99) = ([1e3 * gap for gap in gaps] for gaps in self.steady)
+        p50, p99, most = (1e3 * gap for gap in self.gaps)
+        busy = f"; other processes took {self.cores_elsewhere:.1f} cores" if self.cores_elsewhere >= 0.1 else ""
+        return (
+            f"{self.target:>8}: gaps before {before:.1f} (p99 {before_p99:.1f}) and after {after:.1f} "
+            f"({after_p99:.1f}) ms, beside the prompt {p50:.1f} ({p99:.1f}, max {most:.1f}) ms: "
+            f"p99 {self.ratio:.2f} x steady (steady {self.steady_ratio:.2f} x); "
+            f"prompt {self.prompt_s:.1f} s, {self.times_alone:.1f} x alone; "
+            f"short prompts {statistics.median(self.short_s):.2f}, worst {max(self.short_s):.2f} s{busy}"
+        )
+
+
+class Gap(NamedTuple):
+    """The number of a token in its row, and how long it came after the one before it."""
+
+    number: int
+    seconds: float
+
+
+class Pause(NamedTuple):
+    """Steps without prompts: from when to when, and the gaps between tokens in them."""
+
+    begin: float
+    end: float
+    gaps: list[Gap]
+
+
+class Clients:
+    """Asks an engine, and writes down when tokens come."""
+
+    def __init__(self, engine: Engine, seed: int = 0) -> None:
+        self.engine = engine
+        self.times: defaultdict[int, list[float]] = defaultdict(list)
+        asked = engine.config.run_ahead
+        self.is_ahead = engine.device.type == "cuda" if asked is None else asked
+        self._chance = random.Random(seed)
+
+    def ask(self, tokens: int, answer: int | None = None) -> int:
+        """The id of a new request of random tokens; its answer goes on for as long as there is room if None."""
+        prompt = [self._chance.randrange(10, self.engine.model.vocab_size) for _ in range(tokens)]
+        params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
+        return self.engine.add(prompt, params)
+
+    def step(self) -> None:
+        events = self.engine.step()
+        now = time.perf_counter()
+        for event in events:
+            if event.error is not None:
+                raise event.error
+            assert event.request_id is not None
+            self.times[event.request_id].append(now)
+
+    def step_until(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            self.step()
+
+    def gaps(self, rows: Sequence[int], since: float, until: float) -> list[Gap]:
+        """Of all tokens of these rows that came in this time."""
+        found = []
+        for row in rows:
+            for number, (before, after) in enumerate(pairwise(self.times[row])):
+                if since < after <= until:
+                    found.append(Gap(number, after - before))
+        return found
+
+    def pause(self, rows: Sequence[int], steps: int) -> Pause:
+        """So many steps from now on, in which prompts are held.
+
+        An engine that runs ahead has one more step in flight, at the beginning with a prompt, at the end without.
+        """
+        if self.is_ahead:
+            self._hold()
+        begin = time.perf_counter()
+        for _ in range(steps - self.is_ahead):
+            self._hold()
+        if self.is_ahead:
+            self.step()
+        end = time.perf_counter()
+        return Pause(begin, end, self.gaps(rows, begin, end))
+
+    def _hold(self) -> None:
+        self.engine.scheduler.prompt_limit = 0
+        self.step()
+
+
+def percentiles(gaps: Sequence[Gap], *shares: float) -> list[float]:
+    """Seconds that so many of a hundred gaps do not exceed."""
+    return [float(value) for value in np.percentile([gap.seconds for gap in gaps], shares)]
+
+
+def ratio_of(gaps: Sequence[Gap], pauses: Sequence[Pause]) -> float:
+    """p99 of gaps, each to the median of steady ones, which grows evenly with the rows from pause to pause."""
+    places = [statistics.median(gap.number for gap in pause.gaps) for pause in pauses]
+    medians = [statistics.median(gap.seconds for gap in pause.gaps) for pause in pauses]
+    steady = np.interp([gap.number for gap in gaps], places, medians)
+    return float(np.percentile(np.array([gap.seconds for gap in gaps]) / steady, 99))
+
+
+def measure_alone(engine: Engine, sizes: Sizes) -> float:
+    """Seconds to the first token of the long prompt, while nothing else runs."""
+    clients = Clients(engine)
+    start = time.perf_counter()
+    prompt = clients.ask(sizes.prompt_tokens, 1)
+    clients.step_until(lambda: prompt in clients.times)
+    return clients.times[prompt][0] - start
+
+
+def bring_in(clients: Clients, rows: Sequence[int], sizes: Sizes) -> tuple[list[Pause], list[float], list[float]]:
+    """Brings in the long prompt, and short ones on the way.
+
+    Returns the pauses, from one before it to one after it; when it was asked, when each pause between began and ended,
+    and when its first token came; and the seconds to the first token of each short one.
+    """
+    pauses = [clients.pause(rows, sizes.steady_steps)]
+    asked = time.perf_counter()
+    prompt = clients.ask(sizes.prompt_tokens, 1)
+    request = clients.engine.scheduler.waiting[-1]
+    shorts: dict[int, float] = {}
+    for eighth in range(1, EIGHTHS):
+        mark = sizes.prompt_tokens * eighth // EIGHTHS
+        clients.step_until(lambda mark=mark: request.num_computed >= mark)  # type: ignore[misc]
+        pauses.append(clients.pause(rows, sizes.steady_steps))
+        if eighth % (EIGHTHS // QUARTERS) == 0:
+            shorts[clients.ask(sizes.short_tokens, 1)] = time.perf_counter()
+    clients.step_until(lambda: clients.times.keys() >= {prompt, *shorts})
+    edges = [asked, *(edge for pause in pauses[1:] for edge in (pause.begin, pause.end)), clients.times[prompt][0]]
+    pauses.append(clients.pause(rows, sizes.steady_steps))
+    return pauses, edges, [clients.times[short][0] - since for short, since in shorts.items()]
+
+
+def measure(engine: Engine, sizes: Sizes, target: Target, alone_s: float) -> Found:
+    """Rows, then a long prompt, then short ones; the rows are dropped in the end."""
+    clients = Clients(engine)
+    started, elsewhere = time.perf_counter(), cpu_seconds_elsewhere()
+    rows = [clients.ask(sizes.row_tokens) for _ in range(sizes.rows)]
+    clients.step_until(lambda: all(len(clients.times[row]) > 2 for row in rows))
+    pauses, edges, short_s = bring_in(clients, rows, sizes)
+    beside = [gap for begin, end in zip(edges[::2], edges[1::2], strict=True) for gap in clients.gaps(rows, begin, end)]
+    prompt_s = sum(edges[1::2]) - sum(edges[::2])
+    for row in rows:
+        engine.cancel(row)
+    if engine.scheduler.num_preemptions:
+        raise RuntimeError("Rows were preempted: the cache is too small for these sizes.")
+    return Found(
+        target="none" if target is None else f"{target:g} ms" if target != "auto" else target,
+        steady=[percentiles(pauses[0].gaps, 50, 99), percentiles(pauses[-1].gaps, 50, 99)],
+        gaps=percentiles(beside, 50, 99, 100),
+        ratio=ratio_of(beside, pauses),
+        steady_ratio=ratio_of([gap for pause in pauses for gap in pause.gaps], pauses),
+        prompt_s=prompt_s,
+        times_alone=prompt_s / alone_s,
+        short_s=short_s,
+        cores_elsewhere=(cpu_seconds_elsewhere() - elsewhere) / (time.perf_counter() - started),
+    )
+
+
+def open_engine(loaded: LoadedModel, sizes: Sizes, target: Target, device: torch.device) -> Engine:
+    config = EngineConfig(
+        device=device.type,
+        max_seqs=sizes.rows + QUARTERS + 1,
+        max_batch_tokens=sizes.budget,
+        kv_blocks=sizes.blocks(16, LEAST[device.type]),
+        prefix_cache=False,
+        target_step_ms=target,
+    )
+    return Engine(config, loaded)
+
+
+def measure_targets(
+    loaded: LoadedModel, sizes: Sizes, targets: Sequence[Target], rounds: int, device: torch.device
+) -> list[Found]:
+    """All targets, by turns. Each gets an engine of its own, and so learns anew."""
+    found = []
+    warm = replace(sizes, prompt_tokens=min(sizes.prompt_tokens, 4 * sizes.budget), steady_steps=4)
+    engine = open_engine(loaded, sizes, None, device)
+    measure(engine, warm, None, 1.0)  # kernels are compiled
+    alone_s = measure_alone(engine, sizes)
+    engine.close()
+    del engine
+    for target in [*targets] * rounds:
+        engine = open_engine(loaded, sizes, target, device)
+        found.append(measure(engine, sizes, target, alone_s))
+        engine.close()
+        del engine  # and with it its cache
+    return found

@@ -1,0 +1,106 @@
+"""Models to measure with: random ones of real shapes, and one that costs nothing. Nothing has to be downloaded."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cbatch.engine import LoadedModel, SamplingParams
+from cbatch.engine.attention.base import AttentionBackend
+from cbatch.engine.models.base import LinearCost, Model
+from cbatch.engine.models.llama_spec import read_llama_spec, weight_shapes
+from cbatch.engine.runtime.batch import Logits, RaggedBatch
+from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
+from scripts.benchmarks.shapes import Config
+
+
+class RandomTensors(Mapping[str, Tensor]):
+    """The weights of a model by name, each made when it is asked for, and always the same.
+
+    Norms are near 1, and matrices keep the size of what goes through them.
+    """
+
+    def __init__(self, config: Config, device: torch.device, dtype: torch.dtype) -> None:
+        self.shapes = weight_shapes(read_llama_spec(config))
+        self.device = device
+        self.dtype = dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape = self.shapes[name]
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
+        tensor = torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
+        if len(shape) == 1:
+            return 1 + tensor / 10 if name.endswith("norm.weight") else tensor / 10
+        return tensor if "embed" in name else tensor * (1.5 / shape[1] ** 0.5)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+def make_network(config: Config, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Any:
+    """The transformers model with these weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind = config["model_type"]
+    settings = {key: value for key, value in config.items() if key not in ("model_type", "dtype", "architectures")}
+    with device:
+        network = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            parameter.copy_(tensors[name])
+    return network.eval().requires_grad_(False)
+
+
+def load_random(name: str, config: Config, device: torch.device, *, fast_path: bool = True) -> LoadedModel:
+    """A random bfloat16 model as an engine takes it.
+
+    fast_path: with the kernels of the device; without, transformers computes it
+    """
+    tensors = RandomTensors(config, device, torch.bfloat16)
+    return LoadedModel(
+        name=name,
+        make_network=lambda: make_network(config, tensors, torch.bfloat16, device),
+        tokenizer=None,
+        defaults=SamplingParams(),
+        eos_ids=frozenset(),
+        decoder=_make_decoder(config, tensors, device) if fast_path else None,
+    )
+
+
+def _make_decoder(config: Config, tensors: Mapping[str, Tensor], device: torch.device) -> Model:
+    if device.type == "cuda":
+        from cbatch.engine.models.cuda import CudaModel  # which needs Triton
+
+        return CudaModel(config, tensors, torch.bfloat16, device)
+    from cbatch.engine.models.cpu import CpuModel  # which needs numba
+
+    return CpuModel(config, tensors, torch.bfloat16)
+
+
+class FreeModel:
+    """A model that costs nothing: it says the same logits for every token, and reads and stores nothing."""
+
+    def __init__(self, vocab_size: int, max_model_len: int, likeliest: int = 0) -> None:
+        self.name = self.kind = "free"
+        self.dtype, self.device = torch.float32, torch.device("cpu")
+        self.vocab_size, self.max_model_len = vocab_size, max_model_len
+        self.layers = [LayerShape(1, 1, 1)]
+        self.windows: list[int | None] = [None]
+        self.num_parameters = self.weight_bytes = 0
+        self.linear_cost = LinearCost(0, 0.0, 0)
+        self.has_own_threads = False
+        self._logits = torch.zeros(1, vocab_size)
+        self._logits[0, likeliest] = 1
+
+    def forward(self, batch: RaggedBatch, pool: KVCache, attention: AttentionBackend) -> Logits:
+        return Logits(self._logits.expand(len(batch.rows), -1))
+
+    def loaded(self, eos_ids: frozenset[int] = frozenset()) -> LoadedModel:
+        return LoadedModel("free", lambda: None, None, SamplingParams(), eos_ids, decoder=self)

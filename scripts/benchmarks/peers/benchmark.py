@@ -1,0 +1,209 @@
+"""cbatch beside the engines that people would otherwise run on a CPU: the same model, the same work, by turns.
+
+    python -m scripts.benchmarks peers --python openvino=~/ov/bin/python --python llama.cpp=~/lc/bin/python
+
+The model is a Llama of 135 million parameters with random weights, made once. The work is greedy and has no end token:
+all requests are there at the start, prompts have 16 to 512 tokens and outputs 8 to 256, log-uniform. In each round each
+system has a process of its own, which loads, does a little that does not count, then does the whole work once. Nothing
+else should run on the machine meanwhile; if something does, the report says so.
+
+Systems: cbatch; transformers-one, transformers-static, transformers-cb (or transformers for all three); openvino;
+llama.cpp. A system that is not installed gets a line that says how to install it. Packages of several systems may not
+go together, so each system can have an interpreter of its own (--python). The one that runs this benchmark needs what
+cbatch needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from scripts.benchmarks.harness import ROOT, Report, at_least_one, cpu_seconds_elsewhere
+from scripts.benchmarks.peers.table import OURS, System, disturbance, table
+from scripts.benchmarks.peers.work import Job, make_model, make_once, make_work
+from scripts.benchmarks.peers.worker import PEERS
+from scripts.benchmarks.shapes import PEER_SHAPES
+
+SEATS, BUDGET = 32, 512
+LIMIT_S = 3600
+"""Seconds that one system may take for one task."""
+
+Interpreters = dict[str, str]
+
+
+def call(name: str, task: str, job: Job, interpreters: Interpreters) -> dict[str, Any]:
+    """Has a task done in the interpreter of a system, and returns its reply; `trouble` if there is none."""
+    python = interpreters.get(name) or interpreters.get(name.partition("-")[0]) or sys.executable
+    file, log = Path(job.folder) / "job.json", Path(job.folder) / f"{name}-{task}.log"
+    job.write(file)
+    threads = str(job.threads)
+    settings = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
+    command = [python, "-m", "scripts.benchmarks.peers.worker", name, task, str(file)]
+    before, started = cpu_seconds_elsewhere(), time.perf_counter()
+    try:
+        with log.open("wb") as errors:
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=errors, env=os.environ | settings, timeout=LIMIT_S, cwd=ROOT
+            )
+    except OSError as error:
+        return {"trouble": f"{python} cannot be run: {error.strerror}"}
+    except subprocess.TimeoutExpired:
+        return {"trouble": f"it took more than {LIMIT_S // 60} minutes; see {log}"}
+    if not done.stdout:
+        return {"trouble": f"its process ended with code {done.returncode}; see {log}"}
+    reply: dict[str, Any] = json.loads(done.stdout)
+    return reply | {"cores_elsewhere": (cpu_seconds_elsewhere() - before) / (time.perf_counter() - started)}
+
+
+class Comparison:
+    """All rounds of all systems; Ctrl-C ends them early."""
+
+    def __init__(self, names: list[str], job: Job, interpreters: Interpreters, report: Report) -> None:
+        self.systems = [System(name, PEERS[name].title) for name in names]
+        self.floors: list[dict[str, Any]] = []
+        self._job, self._interpreters, self._report = job, interpreters, report
+
+    @property
+    def floor(self) -> dict[str, Any]:
+        """The lowest of all rounds."""
+        return min(self.floors, key=lambda floor: floor.get("seconds", float("inf")), default={})
+
+    def run(self, rounds: int) -> None:
+        note = self._report.note
+        try:
+            note("preparing; the first time, some convert the model, which takes minutes")
+            for system in self.systems:
+                self._do(system, "prepare")
+            for number in range(1, rounds + 1):
+                note(f"round {number} of {rounds}")
+                self.floors.append(call(OURS, "floor", self._job, self._interpreters))
+                for system in self.systems:
+                    if not system.trouble:
+                        self._do(system, "run")
+        except KeyboardInterrupt:
+            note("interrupted; this is what there is so far")
+
+    def _do(self, system: System, task: str) -> None:
+        """Has a system do a task, and says what came of it."""
+        reply = call(system.name, task, self._job, self._interpreters)
+        system.take(reply, PEERS[system.name].install, self._job.work.lengths)
+        done = "ready" if task == "prepare" else f"{system.speeds[-1]:,.1f} output tokens/s" if system.runs else ""
+        self._report.note(f"  {system.title}: {system.trouble or done}")
+
+
+def machine_facts(threads: int) -> dict[str, Any]:
+    """What the work runs on."""
+    import psutil
+
+    name = platform.processor() or platform.machine()
+    file = Path("/proc/cpuinfo")
+    for line in file.read_text().splitlines() if file.exists() else ():
+        if line.startswith("model name"):
+            name = line.partition(":")[2].strip()
+    return {"cpu": name, "cores": psutil.cpu_count(logical=False) or os.cpu_count(), "threads": threads}
+
+
+def default_threads() -> int:
+    """One for each core that this process may use, however many it can do at once."""
+    import psutil
+
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(psutil.cpu_count(logical=False) or allowed, allowed)
+
+
+def describe(job: Job, shape: str, facts: dict[str, Any], floor: dict[str, Any]) -> dict[str, str]:
+    """What was done on what, and how the floor is computed."""
+    work, config = job.work, job.model_config
+    size = f"{config['num_hidden_layers']} layers of {config['hidden_size']}, vocabulary {config['vocab_size']:,}"
+    tokens = f"{work.prompt_tokens:,} prompt tokens, {work.output_tokens:,} output tokens"
+    limits = f"at most {job.seats} requests and {job.budget} tokens in a step"
+    lines = {
+        "machine": f"{facts['cpu']}, {facts['cores']} cores, {facts['threads']} threads for each system",
+        "model": f"random Llama, {shape} ({size}), computed in {job.dtype}",
+        "work": f"{len(work.prompts)} requests at once: {tokens}; {limits}",
+    }
+    if "seconds" not in floor:
+        return lines | {"floor": f"not measured: {floor.get('trouble', 'interrupted')}"}
+    rates = f"{floor['flops_per_s'] / 1e12:.2f} TFLOP/s (matrix product in {job.dtype}), "
+    rates += f"{floor['bytes_per_s'] / 1e9:.1f} GB/s (copy)"
+    weights, products, context = (f"{floor[part]:.3g} s" for part in ("weights_s", "compute_s", "cache_s"))
+    return lines | {
+        "measured": rates,
+        "floor": f"max(weights {weights}, products {products}) + context {context} = {floor['seconds']:.3g} s",
+        "  weights": f"output tokens / {floor['rows_per_step']} × bytes of all matrices / bandwidth",
+        "  products": "2 × parameters × tokens / matrix rate",
+        "  context": "bytes of the keys and values that each output token reads / bandwidth",
+    }
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cbatch-peers"
+    add = parser.add_argument
+    add("--rounds", type=at_least_one, default=3, help="how often each system runs (3); medians count")
+    add("--peers", type=peer_names, default=list(PEERS), metavar="NAME,...", help="systems to run (all)")
+    add(
+        "--python",
+        type=interpreter,
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="interpreter of a system whose packages are not in this one; can be repeated",
+    )
+    add("--requests", type=at_least_one, default=32, help="number of requests (32)")
+    add("--seed", type=int, default=7, help="of the requests (7)")
+    shapes = "size of the model (135m); tiny only shows that all is set up"
+    add("--shape", choices=PEER_SHAPES, default="135m", help=shapes)
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="what is computed in (bfloat16)")
+    threads = "threads of each system (%(default)s, one for each core)"
+    add("--threads", type=at_least_one, default=default_threads(), help=threads)
+    add("--work-dir", type=Path, default=cache, help="where models are kept (%(default)s); the first run takes minutes")
+
+
+def peer_names(text: str) -> list[str]:
+    """Names of systems; `transformers` means all three of them."""
+    names = [name for part in text.split(",") for name in PEERS if part.strip() in (name, name.partition("-")[0])]
+    unknown = [part for part in text.split(",") if part.strip() not in {*PEERS, "transformers"}]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"there is no system {unknown[0]!r}; there are {', '.join(PEERS)}.")
+    return list(dict.fromkeys(names))
+
+
+def interpreter(text: str) -> tuple[str, str]:
+    name, _, path = text.partition("=")
+    if name not in {*PEERS, "transformers"} or not path:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH with one of {', '.join(PEERS)}, transformers.")
+    return name, str(Path(path).expanduser().absolute())
+
+
+def run(options: argparse.Namespace, report: Report) -> int:
+    folder, shape = options.work_dir.absolute() / options.shape, PEER_SHAPES[options.shape]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        report.note(f"Cannot write {error.filename}: {error.strerror}.")
+        return 2
+    report.note(f"models are in {folder}")
+    make_once(folder / "model", lambda target: make_model(target, shape))
+    work = make_work(options.requests, options.seed, shape["vocab_size"])
+    job = Job(str(folder), options.dtype, options.threads, SEATS, BUDGET, work)
+    comparison = Comparison(options.peers, job, dict(options.python), report)
+    comparison.run(options.rounds)
+    systems, floor, facts = comparison.systems, comparison.floor, machine_facts(options.threads)
+    report.facts(describe(job, options.shape, facts, floor))
+    report.line()
+    report.table(table(systems, work.output_tokens / floor["seconds"] if "seconds" in floor else None))
+    report.line()
+    known = [", ".join(f"{name} {version}" for name, version in system.versions.items()) for system in systems]
+    report.line(f"Versions: {'; '.join(dict.fromkeys(filter(None, known))) or 'none'}")
+    for line in disturbance(systems):
+        report.line(line)
+    asked = vars(options) | {"prompt_tokens": work.prompt_tokens, "output_tokens": work.output_tokens}
+    report.figures |= {"machine": facts, "work": asked, "floor": floor, "systems": list(map(vars, systems))}
+    return 0 if any(system.speed is not None for system in systems) else 1

@@ -1,0 +1,181 @@
+"""llama.cpp through llama-cpp-python: one unified KV cache, and a loop that batches continuously around it."""
+# mypy: disable-error-code="import-not-found, import-untyped"
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.benchmarks.peers.work import Done, Job, Peer, Work, make_once
+
+PADDING = 256
+"""llama.cpp makes contexts of multiples of this many tokens."""
+
+
+def prepare(job: Job) -> None:
+    make_once(job.converted("gguf"), lambda target: write_gguf(job, target))
+
+
+def write_gguf(job: Job, target: Path) -> None:
+    """Converts the model: names of its own, and the rows of queries and keys in the order of its rotary embedding."""
+    import gguf
+
+    config = job.model_config
+    as_bfloat16 = job.dtype == "bfloat16"
+    kinds = gguf.GGMLQuantizationType
+    writer = gguf.GGUFWriter(str(target), "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("none")
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16 if as_bfloat16 else gguf.LlamaFileType.ALL_F32)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    for name, bits in read_bfloat16(job.model / "model.safetensors"):
+        bits = reorder(name, bits, config)
+        name = names.get_name(name, try_suffixes=(".weight",)) or name
+        if as_bfloat16 and bits.ndim == 2:
+            writer.add_tensor(name, bits.view("uint8"), raw_dtype=kinds.BF16)
+        else:
+            writer.add_tensor(name, (bits.astype("uint32") << 16).view("float32"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def read_bfloat16(file: Path) -> Iterator[tuple[str, Any]]:
+    """Names and bits of the tensors of a safetensors file, as uint16: numpy has no bfloat16."""
+    import numpy as np
+
+    content = np.memmap(file, dtype=np.uint8, mode="r")
+    start = 8 + int(content[:8].view("<u8")[0])
+    header = json.loads(bytes(content[8:start]))
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        first, end = entry["data_offsets"]
+        yield name, np.array(content[start + first : start + end]).view("<u2").reshape(entry["shape"])
+
+
+def reorder(name: str, bits: Any, config: dict[str, Any]) -> Any:
+    """Rotary embedding turns value i of a head with i + half in transformers, with its neighbour in a GGUF Llama."""
+    if not name.endswith(("q_proj.weight", "k_proj.weight")):
+        return bits
+    halves = bits.reshape(-1, 2, config["head_dim"] // 2, config["hidden_size"])
+    return halves.swapaxes(1, 2).reshape(bits.shape)
+
+
+@dataclass
+class Context:
+    """A loaded model with its cache, and the batch that is handed to it in each step."""
+
+    handle: Any
+    batch: Any
+    seats: int
+    budget: int
+    vocabulary: int
+
+
+@dataclass(eq=False)
+class Row:
+    """A request: all its tokens that are known, how many of them are computed, and its sequence in the cache."""
+
+    known: list[int]
+    goal: int
+    computed: int = 0
+    seat: int = 0
+
+
+@contextmanager
+def session(job: Job) -> Iterator[Callable[[Work], Done]]:
+    import llama_cpp
+
+    llama_cpp.llama_backend_init()
+    settings = llama_cpp.llama_model_default_params()
+    model = llama_cpp.llama_model_load_from_file(str(job.converted("gguf")).encode(), settings)
+    sizes = llama_cpp.llama_context_default_params()
+    sizes.n_ctx = -(-job.most_tokens // PADDING) * PADDING
+    sizes.n_batch = sizes.n_ubatch = job.budget
+    sizes.n_seq_max = job.seats
+    sizes.n_threads = sizes.n_threads_batch = job.threads
+    sizes.kv_unified = True
+    if job.dtype == "float32":
+        sizes.type_k = sizes.type_v = llama_cpp.GGML_TYPE_F32
+    handle = llama_cpp.llama_init_from_model(model, sizes)
+    if not handle:
+        raise RuntimeError("llama.cpp could not make a context.")
+    batch = llama_cpp.llama_batch_init(job.budget, 0, 1)
+    context = Context(handle, batch, job.seats, job.budget, job.model_config["vocab_size"])
+    yield lambda work: generate(context, work)
+
+
+def generate(context: Context, work: Work) -> Done:
+    """Steps over all requests that run, until none is left; who is finished makes room for who waits."""
+    import llama_cpp
+
+    rows = [Row(list(prompt), total) for prompt, total in zip(work.prompts, work.totals, strict=True)]
+    waiting, running = deque(rows), list[Row]()
+    free = list(range(context.seats))
+    memory = llama_cpp.llama_get_memory(context.handle)
+    steps = 0
+    while waiting or running:
+        while waiting and free:
+            running.append(waiting.popleft())
+            running[-1].seat = free.pop()
+        ends = fill(context, running)
+        if llama_cpp.llama_decode(context.handle, context.batch) != 0:
+            raise RuntimeError("llama.cpp could not compute a step.")
+        steps += 1
+        for row, place in ends:
+            row.known.append(likeliest(context, place))
+            if len(row.known) == row.goal:
+                llama_cpp.llama_memory_seq_rm(memory, row.seat, -1, -1)
+                free.append(row.seat)
+                running.remove(row)
+    return Done([row.known[len(prompt) :] for row, prompt in zip(rows, work.prompts, strict=True)], steps)
+
+
+def fill(context: Context, running: list[Row]) -> list[tuple[Row, int]]:
+    """Puts the next tokens into the batch, as many as fit; returns rows that get an output, and its place.
+
+    The oldest come first. Only the youngest are not through their prompts, so one token of each row that decodes is in
+    every step, and prompts take what is left.
+    """
+    batch, place = context.batch, 0
+    ends = []
+    for row in running:
+        end = min(len(row.known), row.computed + context.budget - place)
+        for position in range(row.computed, end):
+            batch.token[place] = row.known[position]
+            batch.pos[place] = position
+            batch.n_seq_id[place] = 1
+            batch.seq_id[place][0] = row.seat
+            batch.logits[place] = position + 1 == len(row.known)
+            place += 1
+        if end > row.computed and end == len(row.known):
+            ends.append((row, place - 1))
+        row.computed = end
+    batch.n_tokens = place
+    return ends
+
+
+def likeliest(context: Context, place: int) -> int:
+    import llama_cpp
+    import numpy as np
+
+    logits = llama_cpp.llama_get_logits_ith(context.handle, place)
+    return int(np.ctypeslib.as_array(logits, shape=(context.vocabulary,)).argmax())
+
+
+PEER = Peer("llama.cpp", ("llama_cpp", "gguf"), "pip install llama-cpp-python gguf", session, prepare)

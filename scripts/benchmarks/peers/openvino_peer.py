@@ -1,0 +1,89 @@
+"""OpenVINO GenAI's continuous batching, on a model that optimum-cli exports."""
+# mypy: disable-error-code="import-not-found, import-untyped"
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from scripts.benchmarks.peers.work import Done, Job, Peer, Work, make_once
+
+WEIGHTS = {"bfloat16": "fp16", "float32": "fp32"}
+"""In files; where they are computed with in bfloat16, they are converted when they are loaded."""
+
+HINTS = {"bfloat16": "bf16", "float32": "f32"}
+
+
+def prepare(job: Job) -> None:
+    def export(target: Path) -> None:
+        if importlib.util.find_spec("optimum.intel") is None:
+            raise ImportError("optimum-intel exports the model.")
+        command = [sys.executable, "-m", "optimum.commands.optimum_cli", "export", "openvino", "-m", str(job.model)]
+        command += ["--task", "text-generation-with-past", "--weight-format", WEIGHTS[job.dtype]]
+        subprocess.run([*command, "--disable-convert-tokenizer", str(target)], check=True)
+
+    make_once(job.converted("openvino"), export)
+
+
+@contextmanager
+def session(job: Job) -> Iterator[Callable[[Work], Done]]:
+    import openvino_genai
+
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.max_num_batched_tokens = job.budget
+    scheduler.max_num_seqs = job.seats
+    scheduler.cache_size = cache_gib(job)
+    scheduler.dynamic_split_fuse = True
+    scheduler.enable_prefix_caching = False
+    settings = {"INFERENCE_PRECISION_HINT": HINTS[job.dtype], "INFERENCE_NUM_THREADS": job.threads}
+    pipeline = openvino_genai.ContinuousBatchingPipeline(job.converted("openvino"), scheduler, "CPU", settings)
+    ids = itertools.count()
+    yield lambda work: generate(pipeline, work, ids)
+
+
+def cache_gib(job: Job) -> int:
+    """Whole GiB that hold all requests that run at once, with some to spare, for blocks are not filled to the end."""
+    config = job.model_config
+    values: int = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    return 2 + 4 * values * job.most_tokens // 2**30
+
+
+def generate(pipeline: Any, work: Work, ids: Iterator[int]) -> Done:
+    import numpy as np
+    import openvino
+
+    handles = []
+    for prompt, length in zip(work.prompts, work.lengths, strict=True):
+        tokens = openvino.Tensor(np.array([prompt], dtype=np.int64))
+        handles.append(pipeline.add_request(next(ids), tokens, greedy(length)))
+    steps = 0
+    while pipeline.has_non_finished_requests():
+        pipeline.step()
+        steps += 1
+    return Done([list(handle.read_all()[0].generated_ids) for handle in handles], steps)
+
+
+def greedy(length: int) -> Any:
+    import openvino_genai
+
+    config = openvino_genai.GenerationConfig()
+    config.do_sample = False
+    config.max_new_tokens = length
+    config.ignore_eos = True
+    config.set_eos_token_id(0)  # there has to be one, even where it is ignored
+    return config
+
+
+PEER = Peer(
+    "OpenVINO GenAI",
+    ("openvino_genai", "openvino"),
+    "pip install torch openvino-genai optimum-intel nncf",
+    session,
+    prepare,
+)

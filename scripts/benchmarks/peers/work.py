@@ -1,0 +1,181 @@
+"""What every system gets: a model of random weights, requests of random tokens, and the limits of a step.
+
+Systems run in interpreters of their own, which may have little installed: nothing but Python is imported at the top.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PROMPT_LENGTHS, OUTPUT_LENGTHS = (16, 512), (8, 256)
+"""Tokens, log-uniform; the high end is not reached."""
+
+FIRST_TOKEN = 10
+"""The ids below stand for special tokens in most vocabularies."""
+
+WARM_ROWS, WARM_PROMPT, WARM_OUTPUT = 4, 64, 4
+
+
+@dataclass(frozen=True)
+class Work:
+    """Requests that are all there at the start: token ids of prompts, and how many tokens each is to get."""
+
+    prompts: list[list[int]]
+    lengths: list[int]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def totals(self) -> list[int]:
+        """Tokens of each request, prompt and output."""
+        return [len(prompt) + length for prompt, length in zip(self.prompts, self.lengths, strict=True)]
+
+    def warm_up(self) -> Work:
+        """A little of it, for what a system does only once: compiling, and touching memory first."""
+        prompts = [prompt[:WARM_PROMPT] for prompt in self.prompts[:WARM_ROWS]]
+        return Work(prompts, [min(length, WARM_OUTPUT) for length in self.lengths[:WARM_ROWS]])
+
+
+def make_work(requests: int, seed: int, vocabulary: int) -> Work:
+    """The same requests for the same seed, on any machine."""
+    chance = random.Random(seed)
+
+    def draw(ends: tuple[int, int]) -> int:
+        return int(math.exp(chance.uniform(math.log(ends[0]), math.log(ends[1]))))
+
+    prompts, lengths = [], []
+    for _ in range(requests):
+        size, length = draw(PROMPT_LENGTHS), draw(OUTPUT_LENGTHS)
+        prompts.append([chance.randrange(FIRST_TOKEN, vocabulary) for _ in range(size)])
+        lengths.append(length)
+    return Work(prompts, lengths)
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a system is told.
+
+    folder:  where the model is, and what systems make of it
+    dtype:   bfloat16 or float32
+    threads: how many a system may use
+    seats:   most requests that run at once
+    budget:  most tokens in a step
+    """
+
+    folder: str
+    dtype: str
+    threads: int
+    seats: int
+    budget: int
+    work: Work
+
+    @property
+    def model(self) -> Path:
+        """The folder in transformers' format, weights in bfloat16."""
+        return Path(self.folder) / "model"
+
+    @property
+    def model_config(self) -> dict[str, Any]:
+        config: dict[str, Any] = json.loads((self.model / "config.json").read_text())
+        return config
+
+    @property
+    def most_tokens(self) -> int:
+        """No more can be in a cache at once."""
+        return sum(sorted(self.work.totals)[-self.seats :])
+
+    def converted(self, name: str) -> Path:
+        """Where a system keeps the model in a format of its own."""
+        return Path(self.folder) / f"{name}-{self.dtype}"
+
+    def write(self, file: Path) -> None:
+        file.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, file: Path) -> Job:
+        fields = json.loads(file.read_text())
+        return cls(**fields | {"work": Work(**fields["work"])})
+
+
+class Done(NamedTuple):
+    """What a system gave: the output tokens of each request, and in how many steps where that is known."""
+
+    outputs: list[list[int]]
+    steps: int | None
+
+
+Session = AbstractContextManager[Callable[[Work], Done]]
+"""A system that is loaded for as long as the context lasts, ready to do work."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A system to compare.
+
+    title:    what tables call it
+    packages: what has to be importable, the system itself first
+    install:  the command that installs them
+    open:     loads it
+    prepare:  makes, once, the model in its own format; raises ImportError where a package for that is missing
+    """
+
+    title: str
+    packages: tuple[str, ...]
+    install: str
+    open: Callable[[Job], Session]
+    prepare: Callable[[Job], None] = lambda job: None
+
+
+def make_once(target: Path, make: Callable[[Path], None]) -> None:
+    """Has a file or folder made unless it is there; one that was cut off half-way is made anew."""
+    if target.exists():
+        return
+    part = target.with_name(target.name + ".part")
+    if part.is_dir():
+        shutil.rmtree(part)
+    part.unlink(missing_ok=True)
+    make(part)
+    part.rename(target)
+
+
+def make_model(folder: Path, shape: dict[str, int]) -> None:
+    """Writes a Llama of that shape: random weights in bfloat16, the head tied to the embedding, no end token.
+
+    What transformers would draw makes a model that says its last token again and again, whatever came before. Larger
+    layers make every token of the context count, so that equal outputs mean something.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **shape,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    network = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if "proj" in name:
+                parameter.normal_(std=parameter.shape[1] ** -0.5)
+    network.to(torch.bfloat16).save_pretrained(folder)

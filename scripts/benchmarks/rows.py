@@ -1,0 +1,90 @@
+"""What everything but the model costs: many short rows through the reader, the engine's thread and the output file.
+
+    python -m scripts.benchmarks rows --rows 1000000 --compare 1000
+
+The model costs nothing, and rows are token ids, so no template or tokenizer runs. Each number of rows runs in a process
+of its own. Prints rows per second and peak memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from cbatch import Engine, EngineConfig, SamplingParams
+from cbatch.cli.common.loading import tune_process
+from cbatch.cli.run.input.lines import read_lines
+from cbatch.cli.run.output.journal import Journal
+from cbatch.cli.run.output.writer import FileWriter
+from cbatch.cli.run.pipeline import Pipeline
+from cbatch.cli.run.requests import RequestBuilder, RowOptions
+from cbatch.cli.run.stats import RunStats
+from cbatch.engine import Driver
+from scripts.benchmarks.harness import ROOT, Report
+from scripts.benchmarks.models import FreeModel
+
+VOCABULARY, END = 64, 1
+
+
+def measure(folder: Path, rows: int, max_seqs: int) -> dict[str, float]:
+    """One run in this process: rows per second, and the peak of its memory in MiB."""
+    torch.set_num_threads(1)
+    source = folder / "in.jsonl"
+    with source.open("w") as file:
+        for number in range(rows):
+            file.write(json.dumps({"id": f"row-{number}", "prompt_token_ids": [5, 6, 7, 8 + number % 50]}) + "\n")
+    model = FreeModel(VOCABULARY, max_model_len=64, likeliest=END).loaded(eos_ids=frozenset([END]))
+    engine = Engine(EngineConfig(device="cpu", max_seqs=max_seqs, kv_blocks=4 * max_seqs), model)
+    driver, stats = Driver(engine), RunStats()
+    builder = RequestBuilder(engine, RowOptions(params=SamplingParams()))
+    with FileWriter(folder / "out.jsonl", input_order=True) as output, source.open("rb") as stream:
+        output.start(Journal())
+        pipeline = Pipeline(driver, output, builder, stats, window=4 * max_seqs)
+        tune_process()
+        started = time.perf_counter()
+        pipeline.run(read_lines(stream), lambda: None)
+        elapsed = time.perf_counter() - started
+    driver.close()
+    engine.close()
+    assert stats.rows == rows and not stats.errors, "rows were lost"
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+    return {"rows": rows, "rows_per_s": rows / elapsed, "peak_mib": peak, "steps": engine.num_steps}
+
+
+def measure_apart(rows: int, max_seqs: int) -> dict[str, float]:
+    """The same in a process of its own, whose memory nothing else has touched."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", __name__, folder, str(rows), str(max_seqs)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=ROOT)
+    figures: dict[str, float] = json.loads(done.stdout)
+    return figures
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--rows", type=int, default=1_000_000, help="(%(default)s)")
+    add("--compare", type=int, default=1_000, help="number of rows whose peak memory is the base (%(default)s)")
+    add("--max-seqs", type=int, default=256, help="(%(default)s)")
+
+
+def run(options: argparse.Namespace, report: Report) -> int:
+    found = [measure_apart(rows, options.max_seqs) for rows in (options.compare, options.rows)]
+    for figures in found:
+        report.line("{rows:>9,} rows  {rows_per_s:>8,.0f} rows/s  peak {peak_mib:,.0f} MiB".format(**figures))
+    grown = found[1]["peak_mib"] - found[0]["peak_mib"]
+    report.line(f"memory for the others: {grown:.0f} MiB")
+    report.figures |= {"runs": found, "grown_mib": grown}
+    return 0
+
+
+if __name__ == "__main__":  # the process of one run
+    print(json.dumps(measure(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))

@@ -1,0 +1,53 @@
+"""Block pool, prefix cache and scheduler in many small random worlds, every step compared with a plain model.
+
+    python -m scripts.stress.soak_scheduler --steps 1000000
+
+Ends with 1 at the first violation, and says how to repeat it. Needs no model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections import Counter
+
+from tests.support.random_walk import Wanderer
+
+ACTIONS = 200
+"""Random actions in each world, before it runs until all is done."""
+
+
+def report(counts: Counter[str], worlds: int, violations: int, began: float) -> str:
+    figures = ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()) if name != "steps")
+    took = time.monotonic() - began
+    return f"{counts['steps']:,} steps in {worlds:,} worlds, {took:.0f} s: {figures}; violations {violations}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--world", type=int, default=0, help="number of the first world, to repeat one")
+    arguments = parser.parse_args()
+    counts: Counter[str] = Counter()
+    began, number, told = time.monotonic(), arguments.world, 0
+    while counts["steps"] < arguments.steps:
+        wanderer = Wanderer(arguments.seed, number)
+        try:
+            wanderer.live(ACTIONS)
+        except Exception:
+            traceback.print_exc()
+            print(report(counts, number - arguments.world, 1, began))
+            sys.exit(f"{wanderer.world.shape}\nTo repeat it: --seed {arguments.seed} --world {number} --steps 1")
+        counts += wanderer.world.counts + Counter(preemptions=wanderer.world.scheduler.num_preemptions)
+        number += 1
+        if counts["steps"] - told >= 100_000:
+            told = counts["steps"]
+            print(report(counts, number - arguments.world, 0, began), flush=True)
+    print(report(counts, number - arguments.world, 0, began))
+
+
+if __name__ == "__main__":
+    main()
