@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from cbatch.engine.base.params import PARAM_NAMES, SamplingParams, derive_seed, with_overrides
     from cbatch.engine.base.units import format_bytes
     from cbatch.engine.engine import Engine
-    from cbatch.engine.engine_thread import Driver, Ticket
+    from cbatch.engine.engine_thread import EngineThread, RequestHandle
     from cbatch.engine.models.loader import LoadedModel
     from cbatch.engine.text.output_parser import OutputParser
     from cbatch.engine.text.tokenizer import FIXED_DATE, Prompt
     from cbatch.engine.text.tool_calls import ToolCall, check_tools
-    from cbatch.engine.tracing.trace import Trace
+    from cbatch.engine.tracing.trace import StepTracer
 
 _HOME = {
     "OutputParser": "text.output_parser",
     "CbatchError": "base.errors",
     "Completion": "base.outputs",
     "ConfigError": "base.errors",
-    "Driver": "engine_thread",
+    "EngineThread": "engine_thread",
     "Engine": "engine",
     "EngineConfig": "base.config",
     "EngineError": "base.errors",
@@ -35,11 +35,11 @@ _HOME = {
     "Prompt": "text.tokenizer",
     "RequestError": "base.errors",
     "SamplingParams": "base.params",
-    "Ticket": "engine_thread",
+    "RequestHandle": "engine_thread",
     "TokenEvent": "base.outputs",
     "TokenLogprobs": "base.outputs",
     "ToolCall": "text.tool_calls",
-    "Trace": "tracing.trace",
+    "StepTracer": "tracing.trace",
     "check_tools": "text.tool_calls",
     "derive_seed": "base.params",
     "format_bytes": "base.units",
@@ -52,21 +52,21 @@ __all__ = [
     "CbatchError",
     "Completion",
     "ConfigError",
-    "Driver",
     "Engine",
     "EngineConfig",
     "EngineError",
+    "EngineThread",
     "LoadedModel",
     "ModelError",
     "OutputParser",
     "Prompt",
     "RequestError",
+    "RequestHandle",
     "SamplingParams",
-    "Ticket",
+    "StepTracer",
     "TokenEvent",
     "TokenLogprobs",
     "ToolCall",
-    "Trace",
     "check_tools",
     "derive_seed",
     "format_bytes",

@@ -15,19 +15,19 @@ from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.outputs import Completion, TokenEvent
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.execution.kv_cache_sizing import Limits, check_memory, make_runner
-from cbatch.engine.execution.loop import Loop
+from cbatch.engine.execution.kv_cache_sizing import StepLimits, check_memory_option, make_runner
+from cbatch.engine.execution.loop import EngineCore
 from cbatch.engine.generation import stream
 from cbatch.engine.models.base import Model
 from cbatch.engine.models.loader import LoadedModel, choose_device, load_model
 from cbatch.engine.models.self_check import checked_model
-from cbatch.engine.runtime.memory import give_back
+from cbatch.engine.runtime.memory import release_memory
 from cbatch.engine.sampling.processors import counts_for
 from cbatch.engine.scheduler.block_pool import BlockPool
-from cbatch.engine.scheduler.output import StepPlan
+from cbatch.engine.scheduler.output import SchedulerOutput
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.scheduler.scheduler import Scheduler
-from cbatch.engine.scheduler.step_time import LEAST, Pacer
+from cbatch.engine.scheduler.step_time import MIN_PREFILL_TOKENS, StepTimeController
 from cbatch.engine.structured.compiler import ConstraintCompiler
 from cbatch.engine.structured.grammar import CompiledGrammar, GrammarState
 from cbatch.engine.text.tokenizer import FIXED_DATE, Prompt, encode_prompt
@@ -47,10 +47,10 @@ class Engine(AbstractContextManager["Engine"]):
         self.config = config = config or EngineConfig()
         device = choose_device(config.device)
         check_attention(config.attention, device, config.block_size)
-        check_memory(config.kv_cache_memory)
+        check_memory_option(config.kv_cache_memory)
         fast = has_fast_path(config.attention, device, config.block_size)
         quantize = check_quantize(config.quantize, device, fast=fast)
-        pacer = Pacer(config.target_step_ms, LEAST[device.type])
+        step_time = StepTimeController(config.target_step_ms, MIN_PREFILL_TOKENS[device.type])
         self.loaded = loaded or load_model(
             config.model, config.revision, device, config.dtype, fast=fast, quantize=quantize
         )
@@ -61,11 +61,13 @@ class Engine(AbstractContextManager["Engine"]):
         max_seqs = config.max_seqs or (256 if on_gpu else 32)
         budget = config.max_batch_tokens or (2048 if on_gpu else 512)
         attention = select_attention(config.attention, self.device, model.layers, config.block_size, model.dtype)
-        self.runner = make_runner(config, model, attention, Limits(max_seqs, budget, config.cuda_graphs))
-        self.blocks = BlockPool(self.runner.num_blocks, config.block_size)
-        self.scheduler = Scheduler(self.blocks, max_seqs, budget, model.max_model_len, prefix_cache=config.prefix_cache)
+        self.runner = make_runner(config, model, attention, StepLimits(max_seqs, budget, config.cuda_graphs))
+        self.block_pool = BlockPool(self.runner.num_blocks, config.block_size)
+        self.scheduler = Scheduler(
+            self.block_pool, max_seqs, budget, model.max_model_len, prefix_cache=config.prefix_cache
+        )
         runs_ahead = on_gpu if config.run_ahead is None else config.run_ahead
-        self._loop = Loop(self.scheduler, self.runner, pacer, runs_ahead=runs_ahead)
+        self._core = EngineCore(self.scheduler, self.runner, step_time, runs_ahead=runs_ahead)
         self._constraint_compiler = ConstraintCompiler(self.tokenizer, model.vocab_size) if self.tokenizer else None
         self._requests: dict[int, Request] = {}
         self._next_id = 0
@@ -85,7 +87,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     @property
     def has_work(self) -> bool:
-        return self._loop.has_work
+        return self._core.has_work
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -138,7 +140,7 @@ class Engine(AbstractContextManager["Engine"]):
             stop_ids=stop_ids,
             text=self.tokenizer.stream(token_ids, params, tags) if self.tokenizer else None,
             bad_words=self.tokenizer.bad_word_ids(params.bad_words) if self.tokenizer else (),
-            grammar_state=self._guide(token_ids, params, stop_ids, tags),
+            grammar_state=self._make_grammar_state(token_ids, params, stop_ids, tags),
             counts=counts_for(params, token_ids),
         )
         self._next_id += 1
@@ -176,7 +178,7 @@ class Engine(AbstractContextManager["Engine"]):
         """Drops a request and frees its memory; one that is finished or unknown is left alone."""
         request = self._requests.pop(request_id, None)
         if request is not None:
-            self._loop.cancel(request)
+            self._core.cancel(request)
 
     def step(self) -> list[TokenEvent]:
         """Advances every scheduled request, and returns an event for each new token.
@@ -186,13 +188,13 @@ class Engine(AbstractContextManager["Engine"]):
         Raises what the model or the device raises. Nothing is lost then: the step may be tried again.
         """
         self.runner.check_open()
-        return self._told(self._loop.step())
+        return self._forget_finished(self._core.step())
 
     def finish(self) -> list[TokenEvent]:
         """Events of what was computed before a step failed, for whoever takes no further step."""
-        return self._told(self._loop.finish())
+        return self._forget_finished(self._core.finish())
 
-    def _told(self, events: list[TokenEvent]) -> list[TokenEvent]:
+    def _forget_finished(self, events: list[TokenEvent]) -> list[TokenEvent]:
         for event in events:
             if event.request_id is not None and event.finish_reason is not None:
                 del self._requests[event.request_id]
@@ -201,12 +203,12 @@ class Engine(AbstractContextManager["Engine"]):
     @property
     def num_steps(self) -> int:
         """How many steps have given their tokens."""
-        return self._loop.num_steps
+        return self._core.num_steps
 
     @property
-    def last_plan(self) -> StepPlan:
+    def last_scheduled(self) -> SchedulerOutput:
         """Of the step that was begun last."""
-        return self._loop.last_plan
+        return self._core.last_scheduled
 
     def synchronize(self) -> None:
         """Waits until the device has done what it was given, for whoever measures its time."""
@@ -215,11 +217,11 @@ class Engine(AbstractContextManager["Engine"]):
 
     def free_memory(self) -> None:
         """Gives back what the last step took of the device's memory, as far as nothing holds it any more."""
-        give_back(self.device)
+        release_memory(self.device)
 
     def shrink(self) -> bool:
         """Makes steps half as large as the last one, for which memory did not suffice; False where it cannot."""
-        return self.scheduler.shrink(self.last_plan.num_tokens)
+        return self.scheduler.shrink(self.last_scheduled.num_tokens)
 
     def grow(self) -> bool:
         """Takes back a part of what `shrink` did; True when nothing of it is left."""
@@ -258,7 +260,7 @@ class Engine(AbstractContextManager["Engine"]):
         """
         if self.runner.is_closed:
             return
-        self._loop.close()
+        self._core.close()
         if self._constraint_compiler is not None:
             self._constraint_compiler.close()
         with suppress(RuntimeError):  # a device that is lost has nothing to give back
@@ -266,12 +268,12 @@ class Engine(AbstractContextManager["Engine"]):
         self.runner.close()
         self.loaded = self.loaded.without_weights()
         with suppress(RuntimeError):
-            give_back(self.device)
+            release_memory(self.device)
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _guide(
+    def _make_grammar_state(
         self, prompt_ids: list[int], params: SamplingParams, stop_ids: frozenset[int], tags: Sequence[str]
     ) -> GrammarState | None:
         """Where an output stands in its form, which begins behind the reasoning where the prompt has opened that."""

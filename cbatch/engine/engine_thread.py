@@ -13,22 +13,22 @@ from cbatch.engine.base.errors import EngineError, RequestError
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.engine import Engine
-from cbatch.engine.runtime.memory import is_shortage, let_go
+from cbatch.engine.runtime.memory import clear_frames, is_out_of_memory
 from cbatch.engine.text.tokenizer import Prompt
 from cbatch.engine.tracing.spans import span
-from cbatch.engine.tracing.trace import Trace
+from cbatch.engine.tracing.trace import StepTracer
 
-Sink = Callable[[TokenEvent], None]
+EventCallback = Callable[[TokenEvent], None]
 """Takes the events of one request; called on the driver's thread, so it must be quick (a queue's put is)."""
 
 
 @dataclass(slots=True)
-class Ticket:
+class RequestHandle:
     """One submitted request, as the front end holds it; `request_id` is the engine's once it is queued there."""
 
     prompt: Prompt
     params: SamplingParams
-    sink: Sink
+    on_event: EventCallback
     seed: int = 0
     priority: int = 0
     sample_index: int = 0
@@ -46,16 +46,16 @@ class Load:
 
 
 @dataclass(slots=True)
-class _Tries:
+class _Retries:
     """What failed since a step was taken in last; num_steps: how many were, then. futile: in vain also when smaller."""
 
     num_steps: int = -1
     failures: int = 0
-    shortages: int = 0
+    out_of_memory: int = 0
     futile: int = 0
 
 
-class Driver:
+class EngineThread:
     """Runs `engine.step()` for as long as there is work. Submissions and cancellations come through an inbox.
 
     Every submitted request ends with one event that has a finish_reason, unless it is cancelled or the driver
@@ -69,27 +69,27 @@ class Driver:
     """
 
     MAX_RETRIES = 3
-    CALM_STEPS = 32
+    GROW_AFTER_STEPS = 32
 
-    def __init__(self, engine: Engine, trace: Trace | None = None) -> None:
+    def __init__(self, engine: Engine, trace: StepTracer | None = None) -> None:
         """`trace`: records some of the steps; it is whole after `close`."""
         self.engine = engine
         self._trace = trace
         if trace is not None:
             trace.prepare()
         self.failure: Exception | None = None
-        self.last_trouble = ""
+        self.last_error = ""
         self.num_retries = 0
         self.num_shrinks = 0
         self._idle_s = 0.0
         self._idle_since: float | None = None
         self.num_tokens = 0
         self._is_shrunk = False
-        self._calm_steps, self._patience = 0, self.CALM_STEPS
-        self._tries = _Tries()
+        self._good_steps, self._patience = 0, self.GROW_AFTER_STEPS
+        self._retries = _Retries()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._tickets: dict[int, Ticket] = {}
-        self._left_behind: list[int] = []
+        self._handles: dict[int, RequestHandle] = {}
+        self._orphaned: list[int] = []
         """Requests that the engine still has, and that were told that it failed."""
         self._thread = threading.Thread(target=self._run, name="cbatch-engine", daemon=True)
         self._thread.start()
@@ -98,21 +98,21 @@ class Driver:
         self,
         prompt: Prompt,
         params: SamplingParams,
-        sink: Sink,
+        on_event: EventCallback,
         *,
         seed: int = 0,
         priority: int = 0,
         sample_index: int = 0,
         tags: Sequence[str] = (),
-    ) -> Ticket:
-        """Queues a request as `Engine.add` does; its events go to `sink`."""
-        ticket = Ticket(prompt, params, sink, seed, priority, sample_index, tags)
-        self._inbox.put(lambda: self._add(ticket))
-        return ticket
+    ) -> RequestHandle:
+        """Queues a request as `Engine.add` does; its events go to `on_event`."""
+        handle = RequestHandle(prompt, params, on_event, seed, priority, sample_index, tags)
+        self._inbox.put(lambda: self._add(handle))
+        return handle
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, handle: RequestHandle) -> None:
         """Stops a request; at most the events of the step in flight still come."""
-        self._inbox.put(lambda: self._drop(ticket))
+        self._inbox.put(lambda: self._cancel(handle))
 
     def close(self) -> None:
         """Stops after the step in flight and waits for the thread to end. Unfinished requests get no event.
@@ -121,9 +121,9 @@ class Driver:
         """
         self._inbox.put(None)
         self._thread.join()
-        for request_id in (*self._tickets, *self._left_behind):
+        for request_id in (*self._handles, *self._orphaned):
             self.engine.cancel(request_id)
-        self._tickets, self._left_behind = {}, []
+        self._handles, self._orphaned = {}, []
 
     @property
     def idle_s(self) -> float:
@@ -139,7 +139,7 @@ class Driver:
         return Load(len(scheduler.running), len(scheduler.waiting), used)
 
     def _run(self) -> None:
-        while self._take_orders():
+        while self._process_inbox():
             try:
                 for event in self._step():
                     self._deliver(event)
@@ -155,116 +155,116 @@ class Driver:
                 with self._trace.step() if self._trace is not None else nullcontext():
                     events = self.engine.step()
             except Exception as error:
-                self.last_trouble = f"{type(error).__name__}: {error}"
-                is_memory = is_shortage(error)
-                tried = self._tries_since(self.engine.num_steps)
-                if not is_memory and tried.failures == self.MAX_RETRIES:
+                self.last_error = f"{type(error).__name__}: {error}"
+                is_memory = is_out_of_memory(error)
+                retries = self._retries_since(self.engine.num_steps)
+                if not is_memory and retries.failures == self.MAX_RETRIES:
                     raise
             else:
-                self._after_calm_step()
+                self._after_good_step()
                 return events
             # Only here, where the exception no longer holds the tensors of the step, can their memory be freed.
             self.num_retries += 1
             if not is_memory:
-                tried.failures += 1
+                retries.failures += 1
                 continue
-            tried.shortages += 1
+            retries.out_of_memory += 1
             self.engine.free_memory()
-            if tried.shortages > 1 and not self._shrink():  # the first may have been somebody else's moment
-                tried.futile += 1
-                if tried.futile > self.MAX_RETRIES:
-                    raise EngineError(f"the device's memory does not suffice for one token ({self.last_trouble})")
+            if retries.out_of_memory > 1 and not self._shrink():  # the first may have been somebody else's moment
+                retries.futile += 1
+                if retries.futile > self.MAX_RETRIES:
+                    raise EngineError(f"the device's memory does not suffice for one token ({self.last_error})")
 
-    def _tries_since(self, num_steps: int) -> _Tries:
+    def _retries_since(self, num_steps: int) -> _Retries:
         """Counted anew where a step was taken in since the last failure: that one could be begun says too little."""
-        if self._tries.num_steps != num_steps:
-            self._tries = _Tries(num_steps)
-        return self._tries
+        if self._retries.num_steps != num_steps:
+            self._retries = _Retries(num_steps)
+        return self._retries
 
     def _shrink(self) -> bool:
         if not self.engine.shrink():
             return False
         self.num_shrinks += 1
-        self._calm_steps, self._patience = 0, 2 * self._patience
+        self._good_steps, self._patience = 0, 2 * self._patience
         self._is_shrunk = True
         return True
 
-    def _after_calm_step(self) -> None:
+    def _after_good_step(self) -> None:
         """Tries larger steps again after a while, which is longer each time that did not go well."""
         if self._is_shrunk:
-            self._calm_steps += 1
-            if self._calm_steps >= self._patience:
-                self._calm_steps = 0
+            self._good_steps += 1
+            if self._good_steps >= self._patience:
+                self._good_steps = 0
                 self._is_shrunk = not self.engine.grow()
 
-    def _take_orders(self) -> bool:
+    def _process_inbox(self) -> bool:
         """Carries out what is in the inbox, and waits there when idle. False when it is time to end."""
         while True:
             try:
-                order = self._inbox.get_nowait()
+                command = self._inbox.get_nowait()
             except queue.Empty:
                 if self.failure is None and self.engine.has_work:
                     return True
                 self._idle_since = time.monotonic()
                 with span("wait"):
-                    order = self._inbox.get()
+                    command = self._inbox.get()
                 self._idle_s += time.monotonic() - self._idle_since
                 self._idle_since = None
-            if order is None:
+            if command is None:
                 return False
-            order()
+            command()
 
-    def _add(self, ticket: Ticket) -> None:
+    def _add(self, handle: RequestHandle) -> None:
         if self.failure is not None:
-            self._refuse(ticket, _lost(self.failure))
+            self._reject(handle, _engine_failed(self.failure))
             return
         try:
             request_id = self.engine.add(
-                ticket.prompt,
-                ticket.params,
-                seed=ticket.seed,
-                priority=ticket.priority,
-                sample_index=ticket.sample_index,
-                tags=ticket.tags,
+                handle.prompt,
+                handle.params,
+                seed=handle.seed,
+                priority=handle.priority,
+                sample_index=handle.sample_index,
+                tags=handle.tags,
             )
         except RequestError as error:
-            self._refuse(ticket, error)
+            self._reject(handle, error)
         except Exception as error:  # one request that breaks in a way nobody foresaw harms no other
-            self._refuse(ticket, RequestError("internal_error", f"The request failed: {error!r}"))
+            self._reject(handle, RequestError("internal_error", f"The request failed: {error!r}"))
         else:
-            ticket.request_id = request_id
-            self._tickets[request_id] = ticket
+            handle.request_id = request_id
+            self._handles[request_id] = handle
 
-    def _drop(self, ticket: Ticket) -> None:
-        if ticket.request_id in self._tickets:
-            del self._tickets[ticket.request_id]
-            self.engine.cancel(ticket.request_id)
+    def _cancel(self, handle: RequestHandle) -> None:
+        if handle.request_id in self._handles:
+            del self._handles[handle.request_id]
+            self.engine.cancel(handle.request_id)
 
     def _deliver(self, event: TokenEvent) -> None:
         assert event.request_id is not None
-        ticket = self._tickets[event.request_id]
+        handle = self._handles[event.request_id]
         if event.finish_reason is not None:
-            del self._tickets[event.request_id]
+            del self._handles[event.request_id]
         self.num_tokens += event.token_id is not None
-        ticket.sink(event)
+        handle.on_event(event)
 
-    def _refuse(self, ticket: Ticket, error: RequestError) -> None:
+    def _reject(self, handle: RequestHandle, error: RequestError) -> None:
         event = TokenEvent(
-            ticket.request_id, None, finish_reason="error", error=error, sample_index=ticket.sample_index
+            handle.request_id, None, finish_reason="error", error=error, sample_index=handle.sample_index
         )
-        ticket.sink(event)
+        handle.on_event(event)
 
     def _fail(self, error: Exception) -> None:
-        let_go(error)
+        clear_frames(error)
         with suppress(Exception):  # what is finished is told as such, unless it is a sink that failed
             for event in self.engine.finish():
                 self._deliver(event)
         self.failure = error
-        tickets, self._tickets = self._tickets, {}
-        self._left_behind = list(tickets)
-        for ticket in tickets.values():
-            self._refuse(ticket, _lost(error))
+        handles, self._handles = self._handles, {}
+        self._orphaned = list(handles)
+        for handle in handles.values():
+            self._reject(handle, _engine_failed(error))
 
 
-def _lost(error: Exception) -> RequestError:
+def _engine_failed(error: Exception) -> RequestError:
     return RequestError("internal_error", f"The engine failed: {error}")

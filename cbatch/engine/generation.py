@@ -27,7 +27,7 @@ class Steppable(Protocol):
     def cancel(self, request_id: int) -> None: ...
 
 
-class Together:
+class Generation:
     """Prompts that an engine completes side by side, and the events that come of them."""
 
     def __init__(self, engine: Steppable) -> None:
@@ -76,7 +76,7 @@ def stream(
 ) -> Iterator[tuple[int, TokenEvent]]:
     """See `Engine.stream`."""
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-    together = Together(engine)
+    together = Generation(engine)
     try:
         for index, (prompt, asked) in enumerate(zip(prompts, each, strict=True)):
             try:

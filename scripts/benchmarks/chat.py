@@ -20,7 +20,7 @@ from statistics import median
 from cbatch import Engine, EngineConfig, SamplingParams
 from cbatch.cli.chat.engine_client import PRIORITY
 from cbatch.cli.common.loading import tune_process
-from cbatch.engine import Driver, TokenEvent
+from cbatch.engine import EngineThread, TokenEvent
 from scripts.benchmarks.harness import Report, at_least_one, by_turns
 from scripts.benchmarks.terminal import Terminal
 
@@ -46,56 +46,56 @@ class Round:
     step_s: float
 
 
-def ask(driver: Driver, prompt: list[int]) -> FirstToken:
+def ask(engine_thread: EngineThread, prompt: list[int]) -> FirstToken:
     events: queue.SimpleQueue[tuple[TokenEvent, float, int]] = queue.SimpleQueue()
-    engine = driver.engine
+    engine = engine_thread.engine
 
     def take(event: TokenEvent) -> None:
         events.put((event, time.monotonic(), engine.num_steps))
 
     started, before = time.monotonic(), engine.num_steps
-    driver.submit(prompt, SamplingParams(max_tokens=4), take, priority=PRIORITY)
+    engine_thread.submit(prompt, SamplingParams(max_tokens=4), take, priority=PRIORITY)
     _, came, after = events.get()
     time.sleep(0.05)
     return FirstToken(came - started, after - before)
 
 
 @contextmanager
-def batch_underneath(driver: Driver, prompt: list[int]) -> Iterator[None]:
+def batch_underneath(engine_thread: EngineThread, prompt: list[int]) -> Iterator[None]:
     """Rows that decode until the context ends."""
     params = SamplingParams(max_tokens=900, ignore_eos=True)
-    tickets = [driver.submit(prompt, params, lambda event: None, seed=row) for row in range(ROWS)]
-    while driver.load.running < min(ROWS, driver.engine.scheduler.max_seqs):
+    tickets = [engine_thread.submit(prompt, params, lambda event: None, seed=row) for row in range(ROWS)]
+    while engine_thread.load.running < min(ROWS, engine_thread.engine.scheduler.max_seqs):
         time.sleep(0.01)
     yield
-    assert driver.load.running > 1, "the batch ended before the measurement did"
+    assert engine_thread.load.running > 1, "the batch ended before the measurement did"
     for ticket in tickets:
-        driver.cancel(ticket)
-    while driver.load.running:
+        engine_thread.cancel(ticket)
+    while engine_thread.load.running:
         time.sleep(0.01)
 
 
 def measure_first_tokens(rounds: int) -> dict[str, list[Round]]:
     """Rounds with nothing else to do, and rounds beside a batch."""
-    driver = Driver(Engine(EngineConfig(max_seqs=ROWS)))
-    engine = driver.engine
+    engine_thread = EngineThread(Engine(EngineConfig(max_seqs=ROWS)))
+    engine = engine_thread.engine
     tune_process()
     # The prompts differ in their beginning, so that none is in the prefix cache.
     prompts = iter([engine.encode(f"{n}: {QUESTION}") for n in range(2 * rounds * ASKS + 5)])
     for _ in range(5):
-        ask(driver, next(prompts))
+        ask(engine_thread, next(prompts))
 
     def idle() -> Round:
         since, steps = time.monotonic(), engine.num_steps
-        first_tokens = [ask(driver, next(prompts)) for _ in range(ASKS)]
+        first_tokens = [ask(engine_thread, next(prompts)) for _ in range(ASKS)]
         return Round(first_tokens, (time.monotonic() - since) / (engine.num_steps - steps))
 
     def loaded() -> Round:
-        with batch_underneath(driver, engine.encode(STORY)):
+        with batch_underneath(engine_thread, engine.encode(STORY)):
             return idle()
 
     found = by_turns({"idle": idle, f"beside {ROWS} rows": loaded}, rounds)
-    driver.close()
+    engine_thread.close()
     engine.close()
     return found
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from cbatch.engine import Engine, EngineConfig, LoadedModel, SamplingParams
-from cbatch.engine.scheduler.step_time import LEAST
+from cbatch.engine.scheduler.step_time import MIN_PREFILL_TOKENS
 from scripts.benchmarks.harness import cpu_seconds_elsewhere
 
 Target = float | Literal["auto"] | None
@@ -151,7 +151,7 @@ class Clients:
         return Pause(begin, end, self.gaps(rows, begin, end))
 
     def _hold(self) -> None:
-        self.engine.scheduler.prompt_limit = 0
+        self.engine.scheduler.prefill_limit = 0
         self.step()
 
 
@@ -231,7 +231,7 @@ def open_engine(loaded: LoadedModel, sizes: Sizes, target: Target, device: torch
         device=device.type,
         max_seqs=sizes.rows + QUARTERS + 1,
         max_batch_tokens=sizes.budget,
-        kv_blocks=sizes.blocks(16, LEAST[device.type]),
+        kv_blocks=sizes.blocks(16, MIN_PREFILL_TOKENS[device.type]),
         prefix_cache=False,
         target_step_ms=target,
     )

@@ -27,7 +27,7 @@ from cbatch.cli.run.output.writer import FileWriter
 from cbatch.cli.run.pipeline import Pipeline
 from cbatch.cli.run.requests import RequestBuilder, RowOptions
 from cbatch.cli.run.stats import RunStats
-from cbatch.engine import Driver
+from cbatch.engine import EngineThread
 from scripts.benchmarks.harness import ROOT, Report
 from scripts.benchmarks.models import FreeModel
 
@@ -43,16 +43,16 @@ def measure(folder: Path, rows: int, max_seqs: int) -> dict[str, float]:
             file.write(json.dumps({"id": f"row-{number}", "prompt_token_ids": [5, 6, 7, 8 + number % 50]}) + "\n")
     model = FreeModel(VOCABULARY, max_model_len=64, likeliest=END).loaded(eos_ids=frozenset([END]))
     engine = Engine(EngineConfig(device="cpu", max_seqs=max_seqs, kv_blocks=4 * max_seqs), model)
-    driver, stats = Driver(engine), RunStats()
+    engine_thread, stats = EngineThread(engine), RunStats()
     builder = RequestBuilder(engine, RowOptions(params=SamplingParams()))
     with FileWriter(folder / "out.jsonl", input_order=True) as output, source.open("rb") as stream:
         output.start(Journal())
-        pipeline = Pipeline(driver, output, builder, stats, window=4 * max_seqs)
+        pipeline = Pipeline(engine_thread, output, builder, stats, window=4 * max_seqs)
         tune_process()
         started = time.perf_counter()
         pipeline.run(read_lines(stream), lambda: None)
         elapsed = time.perf_counter() - started
-    driver.close()
+    engine_thread.close()
     engine.close()
     assert stats.rows == rows and not stats.errors, "rows were lost"
     unit = 1 if sys.platform == "darwin" else 1024

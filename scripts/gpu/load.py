@@ -15,7 +15,7 @@ import torch
 from cbatch.cli.bench.load.generator import Capacity, LoadResult, find_capacity, run_load
 from cbatch.cli.bench.load.users import SLO, Scenario
 from cbatch.cli.bench.workload import LengthDistribution
-from cbatch.engine import Driver, Engine, EngineConfig, SamplingParams, TokenEvent, Trace
+from cbatch.engine import Engine, EngineConfig, EngineThread, SamplingParams, TokenEvent, Trace
 from cbatch.engine.models.loader import LoadedModel
 from scripts.benchmarks import long_prompt
 
@@ -154,11 +154,11 @@ def decode_all(engine: Engine, sizes: Sizes, trace: Trace | None = None) -> floa
     """Seconds that it takes until all rows have all of their tokens. Raises RuntimeError where one gets fewer."""
     done: SimpleQueue[TokenEvent] = SimpleQueue()
     params = SamplingParams(max_tokens=sizes.tokens, ignore_eos=True)
-    with closing(Driver(engine, trace)) as driver:
+    with closing(EngineThread(engine, trace)) as engine_thread:
         begun = time.perf_counter()
         for row in range(sizes.rows):
             prompt = [10 + (row + place) % 200 for place in range(16)]
-            driver.submit(prompt, params, lambda event: done.put(event) if event.finish_reason else None)
+            engine_thread.submit(prompt, params, lambda event: done.put(event) if event.finish_reason else None)
         reasons = {done.get().finish_reason for _ in range(sizes.rows)}
         elapsed = time.perf_counter() - begun
     if reasons != {"length"}:
@@ -192,12 +192,15 @@ def load_lines(
     for gaps in long_prompt.measure_targets(loaded, sizes.fair, [None, "auto"], 1, device):
         yield f"{name}, {sizes.fair.rows} rows, then {sizes.fair.prompt_tokens:,} tokens: {gaps}"
     seats = max(seats, sizes.most)
-    with make_engine(loaded, device, seats, budget, target=TARGET_MS) as engine, closing(Driver(engine)) as driver:
+    with (
+        make_engine(loaded, device, seats, budget, target=TARGET_MS) as engine,
+        closing(EngineThread(engine)) as engine_thread,
+    ):
         asked = scenario(engine, sizes)
-        run_load(driver, asked.probe(1, min(3.0, sizes.probe_s)), SLO_TARGET)  # kernels are compiled
-        yield Served.of(name, sizes.users, run_load(driver, asked, SLO_TARGET))
+        run_load(engine_thread, asked.probe(1, min(3.0, sizes.probe_s)), SLO_TARGET)  # kernels are compiled
+        yield Served.of(name, sizes.users, run_load(engine_thread, asked, SLO_TARGET))
         found = find_capacity(
-            lambda users: run_load(driver, asked.probe(users, sizes.probe_s), SLO_TARGET),
+            lambda users: run_load(engine_thread, asked.probe(users, sizes.probe_s), SLO_TARGET),
             most=sizes.most,
             precision=0.1,
         )

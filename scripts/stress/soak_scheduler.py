@@ -13,7 +13,7 @@ import time
 import traceback
 from collections import Counter
 
-from tests.support.random_walk import Wanderer
+from tests.support.random_walk import RandomWalk
 
 ACTIONS = 200
 """Random actions in each world, before it runs until all is done."""
@@ -34,14 +34,14 @@ def main() -> None:
     counts: Counter[str] = Counter()
     began, number, told = time.monotonic(), arguments.world, 0
     while counts["steps"] < arguments.steps:
-        wanderer = Wanderer(arguments.seed, number)
+        walk = RandomWalk(arguments.seed, number)
         try:
-            wanderer.live(ACTIONS)
+            walk.live(ACTIONS)
         except Exception:
             traceback.print_exc()
             print(report(counts, number - arguments.world, 1, began))
-            sys.exit(f"{wanderer.world.shape}\nTo repeat it: --seed {arguments.seed} --world {number} --steps 1")
-        counts += wanderer.world.counts + Counter(preemptions=wanderer.world.scheduler.num_preemptions)
+            sys.exit(f"{walk.simulation.shape}\nTo repeat it: --seed {arguments.seed} --world {number} --steps 1")
+        counts += walk.simulation.counts + Counter(preemptions=walk.simulation.scheduler.num_preemptions)
         number += 1
         if counts["steps"] - told >= 100_000:
             told = counts["steps"]

@@ -13,7 +13,7 @@ from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.engine import Engine
 from cbatch.engine.runtime.batch import Logits
-from cbatch.engine.scheduler.step_time import LEAST, Pace
+from cbatch.engine.scheduler.step_time import MIN_PREFILL_TOKENS, AdaptivePrefillLimit
 from tests.support.tiny_models import VOCABULARY, loaded, make_engine, make_network, make_prompts
 
 
@@ -116,7 +116,7 @@ def test_streaming_yields_tokens_as_they_come_and_cleans_up(prompt: list[int]) -
     assert [event.finish_reason for _, event in events] == [None] * 4 + ["length"]
     for _ in engine.stream([prompt, prompt], SamplingParams(max_tokens=50)):
         break
-    assert not engine.has_work and engine.blocks.num_used == 0
+    assert not engine.has_work and engine.block_pool.num_used == 0
 
 
 def test_cancel_at_every_step_leaks_nothing() -> None:
@@ -129,7 +129,7 @@ def test_cancel_at_every_step_leaks_nothing() -> None:
                 engine.cancel(requests[cancel_at % 3])
             engine.step()
             engine.scheduler.check_integrity()
-        assert not engine.has_work and engine.blocks.num_used == 0
+        assert not engine.has_work and engine.block_pool.num_used == 0
     engine.cancel(12345)
 
 
@@ -147,7 +147,7 @@ def test_a_row_that_is_not_finite_fails_alone(monkeypatch: pytest.MonkeyPatch) -
     first, second = make_prompts([3, 5])
     outputs = engine.generate([first, second], SamplingParams(max_tokens=4))
     assert outputs[0].error is not None and outputs[0].error.code == "nan_logits"
-    assert outputs[1].token_ids == greedy(second, 4) and engine.blocks.num_used == 0
+    assert outputs[1].token_ids == greedy(second, 4) and engine.block_pool.num_used == 0
 
 
 def test_a_common_beginning_is_computed_once() -> None:
@@ -213,7 +213,7 @@ def test_nothing_of_a_row_that_is_not_finite_stays_behind() -> None:
     assert not engine.runner.kv_cache.values[0].isfinite().all(), "the fault did not reach the cache"
     expected = make_engine(network).generate([healthy], SamplingParams(max_tokens=4))[0]
     after = engine.generate([healthy], SamplingParams(max_tokens=4))[0]
-    assert after.error is None and after.token_ids == expected.token_ids and engine.blocks.num_used == 0
+    assert after.error is None and after.token_ids == expected.token_ids and engine.block_pool.num_used == 0
 
 
 @pytest.mark.parametrize(
@@ -248,13 +248,13 @@ def test_parameters_out_of_range_are_named(name: str, value: Any) -> None:
 def test_a_target_for_steps_paces_prompts_and_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards --target-step-ms end to end: what steps held and took is learnt, limits are kept, outputs stay."""
     seen: list[tuple[int, int, float]] = []
-    observe = Pace.observe
+    observe = AdaptivePrefillLimit.observe
 
-    def watch(self: Pace, decode_rows: int, prompt_tokens: int, seconds: float) -> int | None:
+    def watch(self: AdaptivePrefillLimit, decode_rows: int, prompt_tokens: int, seconds: float) -> int | None:
         seen.append((decode_rows, prompt_tokens, seconds))
         return observe(self, decode_rows, prompt_tokens, seconds)
 
-    monkeypatch.setattr(Pace, "observe", watch)
+    monkeypatch.setattr(AdaptivePrefillLimit, "observe", watch)
     prompts, lengths = make_prompts([5, 40, 23]), [30, 4, 4]
     params = [SamplingParams(max_tokens=length) for length in lengths]
     expected = make_engine(network(), max_batch_tokens=16).generate(prompts, params)
@@ -263,4 +263,8 @@ def test_a_target_for_steps_paces_prompts_and_changes_no_token(monkeypatch: pyte
     done = paced.generate(prompts, params)
     assert [one.token_ids for one in done] == [one.token_ids for one in expected]
     mixed = [tokens for rows, tokens, _ in seen if rows and tokens]
-    assert len(mixed) > 10 and set(mixed[:-1]) == {LEAST["cpu"]} and all(seconds > 0 for _, _, seconds in seen)
+    assert (
+        len(mixed) > 10
+        and set(mixed[:-1]) == {MIN_PREFILL_TOKENS["cpu"]}
+        and all(seconds > 0 for _, _, seconds in seen)
+    )

@@ -13,22 +13,22 @@ import torch
 
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.engine_thread import Driver
+from cbatch.engine.engine_thread import EngineThread
 from cbatch.engine.sampling.output import PendingSample
 from tests.support.tiny_models import make_engine, make_network, make_prompts, no_collector
 
 
 @pytest.fixture
-def driver() -> Any:
+def engine_thread() -> Any:
     with make_engine(make_network("llama")) as engine:
-        made = Driver(engine)
+        made = EngineThread(engine)
         yield made
         made.close()
 
 
-def collect(driver: Driver, prompt: list[int], **params: Any) -> queue.SimpleQueue[TokenEvent]:
+def collect(engine_thread: EngineThread, prompt: list[int], **params: Any) -> queue.SimpleQueue[TokenEvent]:
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-    driver.submit(prompt, SamplingParams(**params), events.put)
+    engine_thread.submit(prompt, SamplingParams(**params), events.put)
     return events
 
 
@@ -39,13 +39,13 @@ def until_end(events: queue.SimpleQueue[TokenEvent]) -> list[TokenEvent]:
     return taken
 
 
-def test_many_threads_share_one_engine(driver: Driver) -> None:
+def test_many_threads_share_one_engine(engine_thread: EngineThread) -> None:
     """Guards submission from any thread: each request gets its own tokens, as the engine alone gives them."""
     prompts = make_prompts([3, 9, 14, 5, 7, 2])
     results: dict[int, list[int | None]] = {}
 
     def work(number: int) -> None:
-        results[number] = [e.token_id for e in until_end(collect(driver, prompts[number], max_tokens=10))]
+        results[number] = [e.token_id for e in until_end(collect(engine_thread, prompts[number], max_tokens=10))]
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
     for thread in threads:
@@ -56,33 +56,33 @@ def test_many_threads_share_one_engine(driver: Driver) -> None:
     assert [results[number] for number in range(6)] == [output.token_ids for output in expected]
 
 
-def test_a_refused_request_ends_with_its_error(driver: Driver) -> None:
+def test_a_refused_request_ends_with_its_error(engine_thread: EngineThread) -> None:
     """Guards against waiting for ever on a prompt that the engine refuses."""
-    (event,) = until_end(collect(driver, []))
+    (event,) = until_end(collect(engine_thread, []))
     assert event.error is not None and event.error.code == "invalid_row"
 
 
-def test_cancelling_frees_memory_and_sends_no_more(driver: Driver) -> None:
+def test_cancelling_frees_memory_and_sends_no_more(engine_thread: EngineThread) -> None:
     """Guards Ctrl-C on one answer while another goes on."""
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-    ticket = driver.submit([1, 2, 3], SamplingParams(max_tokens=140), events.put)
+    ticket = engine_thread.submit([1, 2, 3], SamplingParams(max_tokens=140), events.put)
     events.get(timeout=30)
-    driver.cancel(ticket)
-    until_end(collect(driver, [4, 5], max_tokens=3))
-    assert driver.engine.blocks.num_used == 0
+    engine_thread.cancel(ticket)
+    until_end(collect(engine_thread, [4, 5], max_tokens=3))
+    assert engine_thread.engine.block_pool.num_used == 0
     while not events.empty():
         assert events.get().finish_reason is None
-    assert driver.load.running == driver.load.waiting == 0
+    assert engine_thread.load.running == engine_thread.load.waiting == 0
 
 
 class Trouble:
     """A model's forward that raises the errors it is given, one a call, and then works again."""
 
-    def __init__(self, driver: Driver, *errors: Exception) -> None:
-        self._forward = driver.engine.runner.forward
+    def __init__(self, engine_thread: EngineThread, *errors: Exception) -> None:
+        self._forward = engine_thread.engine.runner.forward
         self._errors = list(errors)
         self.sizes: list[int] = []
-        driver.engine.runner.forward = self  # type: ignore[assignment,method-assign]
+        engine_thread.engine.runner.forward = self  # type: ignore[assignment,method-assign]
 
     def __call__(self, batch: Any) -> Any:
         self.sizes.append(len(batch.ids))
@@ -95,34 +95,34 @@ def greedy(prompt: list[int], count: int) -> list[int]:
     return make_engine(make_network("llama")).generate([prompt], SamplingParams(max_tokens=count))[0].token_ids
 
 
-def test_a_step_that_fails_is_tried_again(driver: Driver) -> None:
+def test_a_step_that_fails_is_tried_again(engine_thread: EngineThread) -> None:
     """Guards a night's run against one hiccup of a device, and its text against a step that counts twice."""
     prompt = make_prompts([9])[0]
-    Trouble(driver, *[RuntimeError("hiccup")] * Driver.MAX_RETRIES)
-    tokens = [event.token_id for event in until_end(collect(driver, prompt, max_tokens=6))]
+    Trouble(engine_thread, *[RuntimeError("hiccup")] * EngineThread.MAX_RETRIES)
+    tokens = [event.token_id for event in until_end(collect(engine_thread, prompt, max_tokens=6))]
     assert tokens == greedy(prompt, 6)
-    assert driver.num_retries == Driver.MAX_RETRIES and driver.last_trouble == "RuntimeError: hiccup"
-    assert driver.failure is None and driver.num_shrinks == 0
+    assert engine_thread.num_retries == EngineThread.MAX_RETRIES and engine_thread.last_error == "RuntimeError: hiccup"
+    assert engine_thread.failure is None and engine_thread.num_shrinks == 0
 
 
-def test_a_step_that_keeps_failing_ends_every_request(driver: Driver) -> None:
+def test_a_step_that_keeps_failing_ends_every_request(engine_thread: EngineThread) -> None:
     """Guards front ends against hanging when a kernel or the device fails for good."""
-    Trouble(driver, *[RuntimeError("device lost")] * (Driver.MAX_RETRIES + 1))
-    (event,) = until_end(collect(driver, [1, 2]))
+    Trouble(engine_thread, *[RuntimeError("device lost")] * (EngineThread.MAX_RETRIES + 1))
+    (event,) = until_end(collect(engine_thread, [1, 2]))
     assert event.error is not None and event.error.code == "internal_error"
-    assert str(driver.failure) == "device lost"
-    (late,) = until_end(collect(driver, [3]))
+    assert str(engine_thread.failure) == "device lost"
+    (late,) = until_end(collect(engine_thread, [3]))
     assert late.error is not None and "device lost" in str(late.error)
 
 
-def test_another_driver_may_follow_one_that_failed(driver: Driver) -> None:
+def test_another_driver_may_follow_one_that_failed(engine_thread: EngineThread) -> None:
     """Guards an engine that works again against requests of a driver that is gone, whose events nobody awaits."""
-    forward = driver.engine.runner.forward
-    Trouble(driver, *[RuntimeError("device lost")] * (Driver.MAX_RETRIES + 1))
-    until_end(collect(driver, [1, 2]))
-    driver.close()
-    driver.engine.runner.forward = forward  # type: ignore[method-assign]
-    follower = Driver(driver.engine)
+    forward = engine_thread.engine.runner.forward
+    Trouble(engine_thread, *[RuntimeError("device lost")] * (EngineThread.MAX_RETRIES + 1))
+    until_end(collect(engine_thread, [1, 2]))
+    engine_thread.close()
+    engine_thread.engine.runner.forward = forward  # type: ignore[method-assign]
+    follower = EngineThread(engine_thread.engine)
     tokens = [event.token_id for event in until_end(collect(follower, [3, 4], max_tokens=3))]
     assert tokens == greedy([3, 4], 3) and follower.failure is None
     follower.close()
@@ -142,15 +142,15 @@ def test_what_was_finished_is_told_of(run_ahead: bool, where: str, monkeypatch: 
         return works(*args)
 
     monkeypatch.setattr(owner, name, lost)
-    driver = Driver(engine)
+    engine_thread = EngineThread(engine)
     ready = threading.Event()
-    driver._inbox.put(lambda: ready.wait(10) and None)
-    short, long = (collect(driver, prompt, max_tokens=size) for prompt, size in (([1, 2], 1), ([3, 4], 5)))
+    engine_thread._inbox.put(lambda: ready.wait(10) and None)
+    short, long = (collect(engine_thread, prompt, max_tokens=size) for prompt, size in (([1, 2], 1), ([3, 4], 5)))
     ready.set()
     (event,) = until_end(short)
     assert event.finish_reason == "length" and event.token_id is not None
     assert [event.finish_reason for event in until_end(long)] == [None, "error"]
-    driver.close()
+    engine_thread.close()
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])
@@ -161,79 +161,81 @@ def test_a_step_that_can_never_be_taken_in_ends_every_request(run_ahead: bool, m
         raise RuntimeError("device lost")
 
     monkeypatch.setattr(PendingSample, "get", get)
-    driver = Driver(make_engine(make_network("llama"), run_ahead=run_ahead))
-    (event,) = until_end(collect(driver, [1, 2]))
-    assert event.error is not None and str(driver.failure) == "device lost"
-    assert driver.num_retries == Driver.MAX_RETRIES
-    driver.close()
+    engine_thread = EngineThread(make_engine(make_network("llama"), run_ahead=run_ahead))
+    (event,) = until_end(collect(engine_thread, [1, 2]))
+    assert event.error is not None and str(engine_thread.failure) == "device lost"
+    assert engine_thread.num_retries == EngineThread.MAX_RETRIES
+    engine_thread.close()
 
 
-def test_memory_that_does_not_suffice_makes_the_batch_smaller(driver: Driver) -> None:
+def test_memory_that_does_not_suffice_makes_the_batch_smaller(engine_thread: EngineThread) -> None:
     """Guards a run against the device's memory: steps are halved until they fit, and every row gets its own tokens."""
     prompts = make_prompts([30, 20, 9, 3, 5, 4])
     ready = threading.Event()
-    driver._inbox.put(lambda: ready.wait(10) and None)
-    trouble = Trouble(driver, *[torch.OutOfMemoryError("CUDA out of memory")] * 5)
-    events = [collect(driver, prompt, max_tokens=40) for prompt in prompts]
+    engine_thread._inbox.put(lambda: ready.wait(10) and None)
+    trouble = Trouble(engine_thread, *[torch.OutOfMemoryError("CUDA out of memory")] * 5)
+    events = [collect(engine_thread, prompt, max_tokens=40) for prompt in prompts]
     ready.set()
     tokens = [[event.token_id for event in until_end(queue)] for queue in events]
     assert tokens == [greedy(prompt, 40) for prompt in prompts]
     assert trouble.sizes[:6] == [71, 71, 35, 17, 8, 4] and max(trouble.sizes[6:60]) <= 4
-    assert driver.num_shrinks == 4 and driver.failure is None
-    driver.engine.scheduler.check_integrity()
+    assert engine_thread.num_shrinks == 4 and engine_thread.failure is None
+    engine_thread.engine.scheduler.check_integrity()
 
 
-def test_a_smaller_batch_grows_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_smaller_batch_grows_again(engine_thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the rest of a night against one short moment without memory: steps become as large as they were."""
-    monkeypatch.setattr(driver, "_patience", 1)
-    scheduler = driver.engine.scheduler
+    monkeypatch.setattr(engine_thread, "_patience", 1)
+    scheduler = engine_thread.engine.scheduler
     before = scheduler.max_batch_tokens, scheduler.max_seqs
-    Trouble(driver, *[torch.OutOfMemoryError("CUDA out of memory")] * 3)
-    until_end(collect(driver, make_prompts([9])[0], max_tokens=1))
+    Trouble(engine_thread, *[torch.OutOfMemoryError("CUDA out of memory")] * 3)
+    until_end(collect(engine_thread, make_prompts([9])[0], max_tokens=1))
     assert scheduler.max_batch_tokens < before[0]
-    until_end(collect(driver, make_prompts([9])[0], max_tokens=60))
-    assert (scheduler.max_batch_tokens, scheduler.max_seqs) == before and driver.num_shrinks == 2
+    until_end(collect(engine_thread, make_prompts([9])[0], max_tokens=60))
+    assert (scheduler.max_batch_tokens, scheduler.max_seqs) == before and engine_thread.num_shrinks == 2
 
 
-def test_one_short_moment_without_memory_changes_nothing(driver: Driver) -> None:
+def test_one_short_moment_without_memory_changes_nothing(engine_thread: EngineThread) -> None:
     """Guards the last row of a night, whose steps are of one token, against a moment that passes."""
     prompt = make_prompts([9])[0]
     expected = greedy(prompt, 6)
-    trouble = Trouble(driver)
-    events = collect(driver, prompt, max_tokens=6)
+    trouble = Trouble(engine_thread)
+    events = collect(engine_thread, prompt, max_tokens=6)
     events.get(timeout=30)
     trouble._errors.append(torch.OutOfMemoryError("CUDA out of memory"))
     assert [event.token_id for event in until_end(events)] == expected[1:]
-    assert driver.failure is None and driver.num_shrinks == 0
+    assert engine_thread.failure is None and engine_thread.num_shrinks == 0
 
 
-def test_memory_that_never_suffices_is_a_failure(driver: Driver) -> None:
+def test_memory_that_never_suffices_is_a_failure(engine_thread: EngineThread) -> None:
     """Guards against shrinking for ever."""
-    Trouble(driver, *[torch.OutOfMemoryError("CUDA out of memory")] * 50)
-    (event,) = until_end(collect(driver, [1, 2, 3]))
+    Trouble(engine_thread, *[torch.OutOfMemoryError("CUDA out of memory")] * 50)
+    (event,) = until_end(collect(engine_thread, [1, 2, 3]))
     assert event.error is not None and "memory does not suffice" in str(event.error)
 
 
-def test_other_troubles_do_not_count_as_full_memory(driver: Driver) -> None:
+def test_other_troubles_do_not_count_as_full_memory(engine_thread: EngineThread) -> None:
     """Guards the reason that people are told: three hiccups and then one moment without memory end nothing."""
-    prompt, hiccups = make_prompts([9])[0], [RuntimeError("hiccup")] * Driver.MAX_RETRIES
-    Trouble(driver, *hiccups, torch.OutOfMemoryError("CUDA out of memory"))
-    tokens = [event.token_id for event in until_end(collect(driver, prompt, max_tokens=6))]
-    assert tokens == greedy(prompt, 6) and driver.num_retries == Driver.MAX_RETRIES + 1
+    prompt, hiccups = make_prompts([9])[0], [RuntimeError("hiccup")] * EngineThread.MAX_RETRIES
+    Trouble(engine_thread, *hiccups, torch.OutOfMemoryError("CUDA out of memory"))
+    tokens = [event.token_id for event in until_end(collect(engine_thread, prompt, max_tokens=6))]
+    assert tokens == greedy(prompt, 6) and engine_thread.num_retries == EngineThread.MAX_RETRIES + 1
 
 
-def test_a_driver_s_word_for_full_memory_counts_too(driver: Driver) -> None:
+def test_a_driver_s_word_for_full_memory_counts_too(engine_thread: EngineThread) -> None:
     """Guards steps that fail outside of torch's allocator: libraries say it in words, and steps are made smaller."""
     prompt = make_prompts([30])[0]
-    trouble = Trouble(driver, *[RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")] * 4)
-    tokens = [event.token_id for event in until_end(collect(driver, prompt, max_tokens=6))]
+    trouble = Trouble(
+        engine_thread, *[RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")] * 4
+    )
+    tokens = [event.token_id for event in until_end(collect(engine_thread, prompt, max_tokens=6))]
     assert tokens == greedy(prompt, 6) and trouble.sizes[:5] == [30, 30, 15, 7, 3]
 
 
-def test_what_failed_holds_no_memory_when_it_is_tried_again(driver: Driver) -> None:
+def test_what_failed_holds_no_memory_when_it_is_tried_again(engine_thread: EngineThread) -> None:
     """Guards a retry: the tensors of the step that failed are gone, also where its exception is part of a cycle."""
     activations, left = weakref.WeakSet[torch.Tensor](), []
-    forward = driver.engine.runner.forward
+    forward = engine_thread.engine.runner.forward
 
     def full(batch: Any) -> Any:
         left.append(len(activations))
@@ -245,12 +247,12 @@ def test_what_failed_holds_no_memory_when_it_is_tried_again(driver: Driver) -> N
         trouble.me = trouble  # type: ignore[attr-defined]
         raise trouble
 
-    driver.engine.runner.forward = full  # type: ignore[method-assign]
-    until_end(collect(driver, make_prompts([9])[0], max_tokens=6))
+    engine_thread.engine.runner.forward = full  # type: ignore[method-assign]
+    until_end(collect(engine_thread, make_prompts([9])[0], max_tokens=6))
     assert left[:4] == [0, 0, 0, 0]
 
 
-def test_a_failure_that_is_kept_holds_no_memory(driver: Driver) -> None:
+def test_a_failure_that_is_kept_holds_no_memory(engine_thread: EngineThread) -> None:
     """Guards the device after an engine has failed: the driver keeps the reason, and not the tensors of that step."""
     activations = weakref.WeakSet[torch.Tensor]()
 
@@ -259,13 +261,13 @@ def test_a_failure_that_is_kept_holds_no_memory(driver: Driver) -> None:
         activations.add(tensor)
         raise RuntimeError("device lost")
 
-    driver.engine.runner.forward = lost  # type: ignore[method-assign]
+    engine_thread.engine.runner.forward = lost  # type: ignore[method-assign]
     with no_collector():
-        until_end(collect(driver, [1, 2]))
-        assert str(driver.failure) == "device lost" and not activations
+        until_end(collect(engine_thread, [1, 2]))
+        assert str(engine_thread.failure) == "device lost" and not activations
 
 
-def test_a_text_that_breaks_harms_no_other(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_breaks_harms_no_other(engine_thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards what a step commits: a search for stop strings that raises ends its own request, and nothing is redone."""
 
     class Broken:
@@ -275,24 +277,24 @@ def test_a_text_that_breaks_harms_no_other(driver: Driver, monkeypatch: pytest.M
             raise RuntimeError("no such byte")
 
     prompt = make_prompts([5])[0]
-    add = driver.engine.add
+    add = engine_thread.engine.add
 
     def adding(prompt_ids: Any, params: Any, **options: Any) -> int:
         request_id = add(prompt_ids, params, **options)
         if len(prompt_ids) == 2:
-            driver.engine._requests[request_id].text = Broken()  # type: ignore[assignment]
+            engine_thread.engine._requests[request_id].text = Broken()  # type: ignore[assignment]
         return request_id
 
-    monkeypatch.setattr(driver.engine, "add", adding)
-    broken, fine = collect(driver, [1, 2]), collect(driver, prompt, max_tokens=4)
+    monkeypatch.setattr(engine_thread.engine, "add", adding)
+    broken, fine = collect(engine_thread, [1, 2]), collect(engine_thread, prompt, max_tokens=4)
     (event,) = until_end(broken)
     assert event.error is not None and "no such byte" in str(event.error)
     assert [event.token_id for event in until_end(fine)] == greedy(prompt, 4)
-    assert driver.num_retries == 0
+    assert engine_thread.num_retries == 0
 
 
-def test_a_request_that_breaks_the_engine_in_a_new_way_harms_no_other(driver: Driver) -> None:
+def test_a_request_that_breaks_the_engine_in_a_new_way_harms_no_other(engine_thread: EngineThread) -> None:
     """Guards the thread itself: an exception that nobody foresaw ends one request."""
-    (event,) = until_end(collect(driver, ["no", "ids"]))  # type: ignore[list-item]
+    (event,) = until_end(collect(engine_thread, ["no", "ids"]))  # type: ignore[list-item]
     assert event.error is not None and event.error.code == "internal_error"
-    assert len(until_end(collect(driver, [1, 2], max_tokens=3))) == 3
+    assert len(until_end(collect(engine_thread, [1, 2], max_tokens=3))) == 3

@@ -50,12 +50,12 @@ class AsyncEngine:
     def __init__(self, ahead: bool) -> None:
         self.now = 0.0
         self.config, self.device = EngineConfig(run_ahead=ahead), torch.device("cpu")
-        self.scheduler = SimpleNamespace(prompt_limit=None)
+        self.scheduler = SimpleNamespace(prefill_limit=None)
         self._in_flight = [0.0] * ahead
 
     def step(self) -> list[SimpleNamespace]:
-        self._in_flight.append(1.0 if self.scheduler.prompt_limit == 0 else 10.0)
-        self.scheduler.prompt_limit = None
+        self._in_flight.append(1.0 if self.scheduler.prefill_limit == 0 else 10.0)
+        self.scheduler.prefill_limit = None
         self.now += self._in_flight.pop(0)
         return [SimpleNamespace(error=None, request_id=row) for row in (1, 2)]
 

@@ -22,7 +22,7 @@ class Colliding(int):
 
 
 @dataclass(slots=True)
-class Row:
+class OracleRequest:
     """A request, with what the oracle knows of it.
 
     tokens:  prompt and whole output
@@ -57,7 +57,7 @@ def next_token(stamp: int, vocabulary: int) -> int:
     return (stamp >> 7) % vocabulary
 
 
-def make_row(request: Request, stop_after: int | None, vocabulary: int, kind: type[int]) -> Row:
+def make_request(request: Request, stop_after: int | None, vocabulary: int, kind: type[int]) -> OracleRequest:
     """A new request and its output; token number `stop_after` of that, if there is one, becomes a stop token.
 
     kind: of its tokens, `int` or `Colliding`
@@ -71,4 +71,4 @@ def make_row(request: Request, stop_after: int | None, vocabulary: int, kind: ty
     stop = {output[stop_after - 1]} if stop_after is not None and stop_after <= limit else set()
     length = len(prompt) + next((place + 1 for place, token in enumerate(output) if token in stop), limit)
     request.stop_ids = frozenset(stop)
-    return Row(request, tokens[:length], np.array(stamps[:length], np.int64), "stop" if stop else "length")
+    return OracleRequest(request, tokens[:length], np.array(stamps[:length], np.int64), "stop" if stop else "length")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from tests.support.scheduler_simulation import Shape, World
+from tests.support.scheduler_simulation import SchedulerSimulation, SimulationSizes
 
 ACTIONS = {
     "step": 60,
@@ -24,7 +24,7 @@ ACTIONS = {
 MOST_LIVE = 20
 
 
-class Wanderer:
+class RandomWalk:
     """One world and its random life."""
 
     def __init__(self, seed: int, number: int) -> None:
@@ -34,8 +34,8 @@ class Wanderer:
         """All requests are equals, and steps keep their size: preemption is bounded then."""
         self._longest_tail = self._random.choice((2, 3, 5, 16))
         self._most_tokens = self._random.choice((3, 10, 24))
-        self.world = World(
-            Shape(
+        self.simulation = SchedulerSimulation(
+            SimulationSizes(
                 block_size=self._random.randint(1, 8),
                 num_blocks=self._random.randint(2, 24),
                 max_seqs=self._random.randint(1, 8),
@@ -47,51 +47,51 @@ class Wanderer:
             )
         )
 
-    def live(self, actions: int) -> World:
+    def live(self, actions: int) -> SchedulerSimulation:
         """So many random actions, then steps until all is done."""
         names, weights = list(ACTIONS), list(ACTIONS.values())
         for name in self._random.choices(names, weights, k=actions):
             self._act(name)
         if self._random.random() < 0.75:
             for _ in range(5):  # doubling 1 so often makes 32
-                self.world.grow()
-        self.world.drain()
-        return self.world
+                self.simulation.grow()
+        self.simulation.drain()
+        return self.simulation
 
     def _act(self, name: str) -> None:
-        world, draw = self.world, self._random.randrange
+        simulation, draw = self.simulation, self._random.randrange
         if self._is_level and name in ("urgent", "shrink"):
             name = "add" if name == "urgent" else "step"
         if name == "step":
-            world.step()
+            simulation.step()
         elif name == "cancel":
-            world.cancel(draw(MOST_LIVE))
+            simulation.cancel(draw(MOST_LIVE))
         elif name == "fail":
-            world.fail_step(garbage=draw(2) == 0, late=draw(2) == 0, shrink=draw(16) == 0 and not self._is_level)
+            simulation.fail_step(garbage=draw(2) == 0, late=draw(2) == 0, shrink=draw(16) == 0 and not self._is_level)
         elif name == "nan":
-            world.step(broken=[draw(8)])
+            simulation.step(broken=[draw(8)])
         elif name == "shrink":
-            world.shrink(draw(1, world.scheduler.max_batch_tokens + 1))
+            simulation.shrink(draw(1, simulation.scheduler.max_batch_tokens + 1))
         elif name == "grow":
-            world.grow()
+            simulation.grow()
         elif name == "limit":
-            world.limit_prompts(self._random.choice((None, 1, 2, 3, 8)))
-        elif len(world.rows) < MOST_LIVE:
+            simulation.limit_prompts(self._random.choice((None, 1, 2, 3, 8)))
+        elif len(simulation.rows) < MOST_LIVE:
             self._add(name)
 
     def _add(self, name: str) -> None:
-        world, draw = self.world, self._random.randrange
-        capacity = world.scheduler.pool.capacity
+        simulation, draw = self.simulation, self._random.randrange
+        capacity = simulation.scheduler.pool.capacity
         priority = 1 if self._is_level else draw(1, 4)
         if name == "evict":
             for _ in range(draw(1, 4)):
-                world.add(self._tail(capacity // 2 + 1, capacity), 1, priority)
+                simulation.add(self._tail(capacity // 2 + 1, capacity), 1, priority)
             return
         start = 0 if name == "add" else draw(3 * self._longest_tail)
         tail = self._tail(0, 3) if name == "fork" else self._tail(1, min(self._longest_tail, capacity))
-        prompt = world.prompt(draw(MOST_LIVE), start, tail, generated=name == "fork")
+        prompt = simulation.prompt(draw(MOST_LIVE), start, tail, generated=name == "fork")
         stop_after = draw(1, self._most_tokens + 1) if draw(3) == 0 else None
-        world.add(prompt, draw(1, self._most_tokens + 1), 0 if name == "urgent" else priority, stop_after)
+        simulation.add(prompt, draw(1, self._most_tokens + 1), 0 if name == "urgent" else priority, stop_after)
 
     def _tail(self, least: int, most: int) -> list[int]:
         return [self._random.randrange(3) for _ in range(self._random.randint(least, most))]

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from cbatch.engine.scheduler.admission import age
-from cbatch.engine.scheduler.output import StepPlan
+from cbatch.engine.scheduler.admission import priority_key
+from cbatch.engine.scheduler.output import SchedulerOutput
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.scheduler.scheduler import Scheduler
 
@@ -16,13 +16,13 @@ class Violation(AssertionError):
     """Something that must be true is not."""
 
 
-def demand(is_so: bool, otherwise: str) -> None:
+def require(is_so: bool, otherwise: str) -> None:
     if not is_so:
         raise Violation(otherwise)
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class StateBefore:
     """What was so before a step, of those who want more than what is coming to them already.
 
     first:    who is to advance in any case
@@ -38,93 +38,100 @@ class Moment:
     excused: frozenset[Request]
 
     @classmethod
-    def of(cls, scheduler: Scheduler, excused: Collection[Request] = ()) -> Moment:
-        running = [request for request in scheduler.running if not request.needs_no_step]
-        wanting = running + [request for request in scheduler.waiting if not request.needs_no_step]
+    def of(cls, scheduler: Scheduler, excused: Collection[Request] = ()) -> StateBefore:
+        running = [request for request in scheduler.running if not request.is_finishing]
+        wanting = running + [request for request in scheduler.waiting if not request.is_finishing]
         pushing = wanting
-        if running and (held := [age(request) for request in scheduler.waiting if request in excused]):
-            pushing = [request for request in wanting if request.is_running or age(request) < min(held)]
-        first = min(pushing, key=age, default=None)
+        if running and (held := [priority_key(request) for request in scheduler.waiting if request in excused]):
+            pushing = [request for request in wanting if request.is_running or priority_key(request) < min(held)]
+        first = min(pushing, key=priority_key, default=None)
         decoding = tuple(request for request in running if request.is_decoding)
         computed = {request: request.num_computed for request in running}
         return cls(first, frozenset(running), decoding, computed, frozenset(excused))
 
 
-def check_plan(scheduler: Scheduler, plan: StepPlan, before: Moment) -> None:
+def check_plan(scheduler: Scheduler, scheduled: SchedulerOutput, before: StateBefore) -> None:
     """Limits, slices, progress and the order of service of one step, before it is computed."""
-    requests = [slice_.request for slice_ in plan.slices]
-    planned, admitted = set(requests), set(plan.admitted)
-    demand(len(requests) == len(planned) <= scheduler.max_seqs, "more slices than seats, or two for one request")
-    demand(plan.num_tokens <= scheduler.max_batch_tokens, "more tokens than a step may have")
-    demand(planned <= set(scheduler.running), "a slice of a request that has no seat")
-    demand(admitted == planned - before.running, "who entered is not who was planned without having run")
-    for slice_ in plan.slices:
-        request, end = slice_.request, slice_.stop
-        wanted = request.num_tokens - slice_.is_last  # the token that this step gives has its place already
-        demand(before.computed.get(request, slice_.start) == slice_.start < end <= wanted, "a slice that does not fit")
-        demand(request.num_computed == end, "a slice that does not count as computed")
-        demand(slice_.is_last == (end == wanted), "a wrong is_last")
-        demand(request.num_generated + request.num_coming <= request.max_new_tokens, "a token too many is coming")
-        demand(end <= len(request.blocks) * scheduler.pool.block_size, "a token that has no place in the cache")
+    requests = [chunk.request for chunk in scheduled.chunks]
+    planned, admitted = set(requests), set(scheduled.admitted)
+    require(len(requests) == len(planned) <= scheduler.max_seqs, "more slices than seats, or two for one request")
+    require(scheduled.num_tokens <= scheduler.max_batch_tokens, "more tokens than a step may have")
+    require(planned <= set(scheduler.running), "a slice of a request that has no seat")
+    require(admitted == planned - before.running, "who entered is not who was planned without having run")
+    for chunk in scheduled.chunks:
+        request, end = chunk.request, chunk.stop
+        wanted = request.num_tokens - chunk.is_last  # the token that this step gives has its place already
+        require(before.computed.get(request, chunk.start) == chunk.start < end <= wanted, "a slice that does not fit")
+        require(request.num_computed == end, "a slice that does not count as computed")
+        require(chunk.is_last == (end == wanted), "a wrong is_last")
+        require(
+            request.num_generated + request.num_output_placeholders <= request.max_new_tokens,
+            "a token too many is coming",
+        )
+        require(end <= len(request.blocks) * scheduler.pool.block_size, "a token that has no place in the cache")
     first = before.first
-    if first is not None and not any(age(request) < age(first) for request in admitted & before.excused):
-        demand(first in planned, "the oldest of the highest priority does not advance")
-    is_spent = _check_prompt_limit(scheduler, plan, before)
-    if plan.num_tokens < scheduler.max_batch_tokens and not is_spent:
-        whole = {slice_.request for slice_ in plan.slices if slice_.is_last}
-        demand(whole == set(scheduler.running), "budget is left, and somebody did not get all he wants")
-    _check_oldest_prompts(plan, before)
+    if first is not None and not any(
+        priority_key(request) < priority_key(first) for request in admitted & before.excused
+    ):
+        require(first in planned, "the oldest of the highest priority does not advance")
+    is_spent = _check_prompt_limit(scheduler, scheduled, before)
+    if scheduled.num_tokens < scheduler.max_batch_tokens and not is_spent:
+        whole = {chunk.request for chunk in scheduled.chunks if chunk.is_last}
+        require(whole == set(scheduler.running), "budget is left, and somebody did not get all he wants")
+    _check_oldest_prompts(scheduled, before)
     for request in before.decoding:
         if request.is_running and request not in planned:
-            _check_passed_over(scheduler, plan, request)
+            _check_passed_over(scheduler, scheduled, request)
 
 
-def _check_prompt_limit(scheduler: Scheduler, plan: StepPlan, before: Moment) -> bool:
+def _check_prompt_limit(scheduler: Scheduler, scheduled: SchedulerOutput, before: StateBefore) -> bool:
     """Whether prompts have all that the limit allows; it holds for those no more urgent than a row that decodes."""
-    limit, decoding = scheduler.prompt_limit, set(before.decoding)
-    rows = [slice_.request.priority for slice_ in plan.slices if slice_.request in decoding]
-    prompts = [slice_ for slice_ in plan.slices if slice_.request not in decoding]
+    limit, decoding = scheduler.prefill_limit, set(before.decoding)
+    rows = [chunk.request.priority for chunk in scheduled.chunks if chunk.request in decoding]
+    prompts = [chunk for chunk in scheduled.chunks if chunk.request not in decoding]
     if limit is None or not rows:
         return False
-    total = sum(slice_.num_tokens for slice_ in prompts)
-    limited = any(slice_.request.priority >= min(rows) for slice_ in prompts)
-    demand(not limited or total <= limit, f"{total} tokens of prompts beside rows that decode, {limit} are allowed")
+    total = sum(chunk.num_tokens for chunk in prompts)
+    limited = any(chunk.request.priority >= min(rows) for chunk in prompts)
+    require(not limited or total <= limit, f"{total} tokens of prompts beside rows that decode, {limit} are allowed")
     return total >= limit
 
 
-def _check_oldest_prompts(plan: StepPlan, before: Moment) -> None:
+def _check_oldest_prompts(scheduled: SchedulerOutput, before: StateBefore) -> None:
     """The oldest prompt of a priority gets all it wants, or as much as all younger ones together, of those that ran."""
     prompts = before.running.difference(before.decoding)
-    counts = {slice_.request: slice_.num_tokens for slice_ in plan.slices if slice_.request not in before.decoding}
-    whole = {slice_.request for slice_ in plan.slices if slice_.is_last}
+    counts = {chunk.request: chunk.num_tokens for chunk in scheduled.chunks if chunk.request not in before.decoding}
+    whole = {chunk.request for chunk in scheduled.chunks if chunk.is_last}
     for oldest in prompts & counts.keys() - whole:
         rivals = [r for r in {*prompts, *counts} if r.priority == oldest.priority]
         if not any(r.id < oldest.id and r in prompts for r in rivals):
             younger = sum(counts.get(r, 0) for r in rivals if r.id > oldest.id)
-            demand(counts[oldest] >= younger, f"prompt {oldest.id} got {counts[oldest]} tokens, younger ones {younger}")
+            require(
+                counts[oldest] >= younger, f"prompt {oldest.id} got {counts[oldest]} tokens, younger ones {younger}"
+            )
 
 
-def _check_passed_over(scheduler: Scheduler, plan: StepPlan, request: Request) -> None:
+def _check_passed_over(scheduler: Scheduler, scheduled: SchedulerOutput, request: Request) -> None:
     """A decoding request gets no token only where higher priorities, and older ones of its own, took all of them."""
-    higher = sum(slice_.num_tokens for slice_ in plan.slices if slice_.request.priority < request.priority)
-    beside = [s for s in plan.slices if s.request.priority == request.priority and s.request.id < request.id]
-    taken = higher + sum(slice_.num_tokens for slice_ in beside if slice_.num_tokens == 1)
-    demand(higher > 0 and taken == scheduler.max_batch_tokens, f"request {request.id} is decoding and was passed over")
+    higher = sum(chunk.num_tokens for chunk in scheduled.chunks if chunk.request.priority < request.priority)
+    beside = [s for s in scheduled.chunks if s.request.priority == request.priority and s.request.id < request.id]
+    taken = higher + sum(chunk.num_tokens for chunk in beside if chunk.num_tokens == 1)
+    require(higher > 0 and taken == scheduler.max_batch_tokens, f"request {request.id} is decoding and was passed over")
 
 
 def check_between_steps(scheduler: Scheduler, live: Collection[Request]) -> None:
     """Every live request is in one place, every block is free or held, and what will be written has one owner."""
     scheduler.check_integrity()
-    pool, running, waiting, leaving = scheduler.pool, scheduler.running, scheduler.waiting, scheduler.leaving
-    demand(len(running) + len(waiting) + len(leaving) == len(live), "a request is in two places, or in none")
-    demand({*running, *waiting, *leaving} == set(live), "a request is lost, or is there and should not be")
-    demand(all(request.needs_no_step for request in leaving), "a request leaves that wants more")
-    demand(len(running) <= scheduler.max_seqs, "more requests run than there are seats")
+    pool, running, waiting, finishing = scheduler.pool, scheduler.running, scheduler.waiting, scheduler.finishing
+    require(len(running) + len(waiting) + len(finishing) == len(live), "a request is in two places, or in none")
+    require({*running, *waiting, *finishing} == set(live), "a request is lost, or is there and should not be")
+    require(all(request.is_finishing for request in finishing), "a request leaves that wants more")
+    require(len(running) <= scheduler.max_seqs, "more requests run than there are seats")
     held = Counter(block for request in running for block in request.blocks)
-    references = {block: count for block in range(pool.num_blocks) if (count := pool.references(block))}
-    demand(references == held, "references differ from who holds the blocks")
-    demand(pool.num_free + len(held) == pool.num_blocks, "free and held blocks are not all blocks")
+    references = {block: count for block in range(pool.num_blocks) if (count := pool.ref_count(block))}
+    require(references == held, "references differ from who holds the blocks")
+    require(pool.num_free + len(held) == pool.num_blocks, "free and held blocks are not all blocks")
     for request in running:
-        demand(0 < request.num_computed < request.num_tokens, "nothing computed, or nothing left to compute")
+        require(0 < request.num_computed < request.num_tokens, "nothing computed, or nothing left to compute")
         for block in request.blocks[request.num_computed // pool.block_size :]:
-            demand(held[block] == 1, f"block {block} will be written and has two owners")
+            require(held[block] == 1, f"block {block} will be written and has two owners")

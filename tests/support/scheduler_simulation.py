@@ -17,22 +17,22 @@ import torch
 
 from cbatch.engine.base.outputs import Sample, TokenEvent
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.runtime.batch import BlockTables, Coming, RaggedBatch
+from cbatch.engine.runtime.batch import BlockTables, InFlightTokens, RaggedBatch
 from cbatch.engine.sampling.output import NAN
 from cbatch.engine.scheduler.admission import MAX_PREEMPTIONS
 from cbatch.engine.scheduler.block_pool import BlockPool
-from cbatch.engine.scheduler.output import Slice, StepPlan, StepResult
+from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput, StepResult
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.scheduler.scheduler import Scheduler
-from tests.support.oracle import Colliding, Row, Stamps, make_row, next_token
-from tests.support.scheduler_invariants import Moment, check_between_steps, check_plan, demand
+from tests.support.oracle import Colliding, OracleRequest, Stamps, make_request, next_token
+from tests.support.scheduler_invariants import StateBefore, check_between_steps, check_plan, require
 
 UNWRITTEN, GARBAGE, FIRST_NAN = -1, -2, -3
 """What a slot can hold besides stamps, which are not negative. Each planted NaN has a number: -3, -4 and so on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class SimulationSizes:
     """The sizes of one world. vocabulary: of generated tokens; colliding: whether all tokens have one hash."""
 
     block_size: int
@@ -46,30 +46,30 @@ class Shape:
     runs_ahead: bool = False
 
 
-class Flight(NamedTuple):
+class StepInFlight(NamedTuple):
     """A step that is computed, of which nobody has told the scheduler yet.
 
     results: tokens, None for those that are no numbers
     nans:    the planted ones that are the reason for that
     """
 
-    plan: StepPlan
+    scheduled: SchedulerOutput
     results: list[int | None]
     nans: list[int]
 
     @property
-    def coming(self) -> Coming:
+    def in_flight_tokens(self) -> InFlightTokens:
         tokens = torch.tensor([int(token or 0) for token in self.results])
-        return Coming(tokens, {slice_.request: row for row, slice_ in enumerate(self.plan.to_sample)})
+        return InFlightTokens(tokens, {chunk.request: row for row, chunk in enumerate(self.scheduled.to_sample)})
 
 
-class World:
+class SchedulerSimulation:
     """A scheduler, its pool, the cache, and all that must be true of them; raises Violation where it is not.
 
     counts: steps, shared blocks, cancellations and so on, for people
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: SimulationSizes) -> None:
         self.shape = shape
         self.scheduler = Scheduler(
             BlockPool(shape.num_blocks, shape.block_size),
@@ -79,10 +79,10 @@ class World:
             prefix_cache=shape.prefix_cache,
         )
         self.cache = np.full((shape.num_blocks, shape.block_size), UNWRITTEN, np.int64)
-        self.rows: dict[Request, Row] = {}
-        self.past: deque[Row] = deque(maxlen=8)
+        self.rows: dict[Request, OracleRequest] = {}
+        self.past: deque[OracleRequest] = deque(maxlen=8)
         self.counts: Counter[str] = Counter()
-        self._flight: Flight | None = None
+        self._flight: StepInFlight | None = None
         self._tables = BlockTables()
         self._unseated: set[Request] = set()
         """Those who left early for a step that was to give them their last token, and was given up."""
@@ -113,7 +113,7 @@ class World:
         request = Request(self._next_id, list(prompt), params, max_new_tokens=limit, priority=priority)
         self._next_id += 1
         self._priorities.add(priority)
-        self.rows[request] = make_row(request, stop_after, self.shape.vocabulary, self._token)
+        self.rows[request] = make_request(request, stop_after, self.shape.vocabulary, self._token)
         self.scheduler.add(request)
         self.counts["requests"] += 1
         self.check()
@@ -130,9 +130,9 @@ class World:
 
     def step(self, *, broken: Collection[int] = ()) -> None:
         """One step. The slices whose numbers are in `broken` come out as NaN, in the cache too."""
-        plan, started = self._schedule(), None
-        if plan.slices:
-            started = self._compute(plan, {plan.slices[n % len(plan.slices)].request for n in broken})
+        scheduled, started = self._schedule(), None
+        if scheduled.chunks:
+            started = self._compute(scheduled, {scheduled.chunks[n % len(scheduled.chunks)].request for n in broken})
         self._take_in()
         self._flight = started
         if not self.shape.runs_ahead:
@@ -144,26 +144,26 @@ class World:
 
         late: the step before, if one is in flight, fails as well, and that is seen only then
         """
-        plan = self._schedule()
+        scheduled = self._schedule()
         if late and self._flight is not None:
-            self._unseated |= self.scheduler.leaving
-            self._give_up(self._flight.plan, garbage=garbage)
+            self._unseated |= self.scheduler.finishing
+            self._give_up(self._flight.scheduled, garbage=garbage)
             self._flight = None
             self.counts["failed late"] += 1
-        self._give_up(plan, garbage=garbage)
+        self._give_up(scheduled, garbage=garbage)
         self.counts["failed steps"] += 1
         self.check()
         if shrink:
-            self.shrink(plan.num_tokens)
+            self.shrink(scheduled.num_tokens)
 
     def shrink(self, num_tokens: int) -> None:
         """Makes steps half as large as one of `num_tokens`."""
         before = self.scheduler.max_batch_tokens
         size = min(before, num_tokens)
         done = self.scheduler.shrink(num_tokens)
-        demand(done == (size > 1), "a wrong word of shrink")
+        require(done == (size > 1), "a wrong word of shrink")
         wanted = size // 2 if size > 1 else before
-        demand(self.scheduler.max_batch_tokens == wanted, "a step that did not shrink, or too far")
+        require(self.scheduler.max_batch_tokens == wanted, "a step that did not shrink, or too far")
         self.counts["shrinks"] += done
         self.check()
 
@@ -171,14 +171,14 @@ class World:
         """Makes steps twice as large again, up to what they were; True when they are that."""
         done = self.scheduler.grow()
         limits = self.shape.max_batch_tokens, min(self.shape.max_seqs, self.shape.max_batch_tokens)
-        demand(done == ((self.scheduler.max_batch_tokens, self.scheduler.max_seqs) == limits), "a wrong word of grow")
-        demand(self.scheduler.max_batch_tokens <= limits[0], "a step that grew larger than it was")
+        require(done == ((self.scheduler.max_batch_tokens, self.scheduler.max_seqs) == limits), "a wrong word of grow")
+        require(self.scheduler.max_batch_tokens <= limits[0], "a step that grew larger than it was")
         self.check()
         return done
 
     def limit_prompts(self, limit: int | None) -> None:
         """From now on, so many tokens of prompts beside rows that decode."""
-        self.scheduler.prompt_limit = limit
+        self.scheduler.prefill_limit = limit
         self.counts["limits"] += limit is not None
 
     def drain(self) -> None:
@@ -190,139 +190,141 @@ class World:
         """
         bound = sum(len(row.tokens) - 1 + self.shape.runs_ahead for row in self.rows.values())
         while self.rows:
-            demand(bound > 0, f"{len(self.rows)} requests are not done within the bound of steps")
+            require(bound > 0, f"{len(self.rows)} requests are not done within the bound of steps")
             bound -= 1
             self.step()
-        demand(self.scheduler.pool.num_used == 0, "blocks are taken, and there are no requests")
+        require(self.scheduler.pool.num_used == 0, "blocks are taken, and there are no requests")
 
     def check(self) -> None:
         """All that must be true between two steps."""
         check_between_steps(self.scheduler, self.rows.keys())
         for request in self.scheduler.running:
             self._compare(self.rows[request], request.blocks, request.num_computed)
-        flight = self._flight.plan.to_sample if self._flight is not None else []
-        coming = {slice_.request for slice_ in flight}
-        wrong = [request.id for request in self.rows if request.num_coming != (request in coming)]
-        demand(not wrong, f"requests {wrong} count on other tokens than those that are coming")
+        flight = self._flight.scheduled.to_sample if self._flight is not None else []
+        in_flight_tokens = {chunk.request for chunk in flight}
+        wrong = [
+            request.id for request in self.rows if request.num_output_placeholders != (request in in_flight_tokens)
+        ]
+        require(not wrong, f"requests {wrong} count on other tokens than those that are coming")
         known = [*self.rows.values(), *self.past]
         if known:
             self._probe(known[(self.counts["steps"] + self.counts["requests"]) % len(known)])
         if len(self._priorities) == 1 and not self.counts["shrinks"]:
             often = max((request.num_preemptions for request in self.rows), default=0)
-            demand(often <= MAX_PREEMPTIONS, "a request was preempted too often by its equals")
+            require(often <= MAX_PREEMPTIONS, "a request was preempted too often by its equals")
         totals = self.scheduler.num_prompt_tokens, self.scheduler.num_cached_tokens
-        demand(totals == (self._prompt_tokens, self._cached_tokens), "wrong figures of the prefix cache")
+        require(totals == (self._prompt_tokens, self._cached_tokens), "wrong figures of the prefix cache")
 
     # How it is done
 
-    def _schedule(self) -> StepPlan:
-        moment = Moment.of(self.scheduler, self._unseated)
-        plan = self.scheduler.schedule()
-        check_plan(self.scheduler, plan, moment)
+    def _schedule(self) -> SchedulerOutput:
+        moment = StateBefore.of(self.scheduler, self._unseated)
+        scheduled = self.scheduler.schedule()
+        check_plan(self.scheduler, scheduled, moment)
         self.counts["steps"] += 1
-        self.counts["tokens"] += plan.num_tokens
-        self.counts["tokens coming"] += sum(s.stop > len(s.request.token_ids) for s in plan.slices)
-        for slice_ in plan.slices:
-            if slice_.request in plan.admitted:
-                self._enter(self.rows[slice_.request], slice_.start)
-        return plan
+        self.counts["tokens"] += scheduled.num_tokens
+        self.counts["tokens coming"] += sum(s.stop > len(s.request.token_ids) for s in scheduled.chunks)
+        for chunk in scheduled.chunks:
+            if chunk.request in scheduled.admitted:
+                self._enter(self.rows[chunk.request], chunk.start)
+        return scheduled
 
-    def _give_up(self, plan: StepPlan, *, garbage: bool) -> None:
+    def _give_up(self, scheduled: SchedulerOutput, *, garbage: bool) -> None:
         if garbage:
-            for slice_ in plan.slices:
-                places = np.arange(slice_.start, slice_.stop)
-                blocks = np.array(slice_.blocks)[places // self.shape.block_size]
+            for chunk in scheduled.chunks:
+                places = np.arange(chunk.start, chunk.stop)
+                blocks = np.array(chunk.blocks)[places // self.shape.block_size]
                 self.cache[blocks, places % self.shape.block_size] = GARBAGE
-        self.scheduler.abandon(plan)
+        self.scheduler.rollback(scheduled)
 
     def _take_in(self) -> None:
         """Tells the scheduler what the step in flight has given, and looks at what comes of it."""
         flight, self._flight = self._flight, None
         if flight is None:
             return
-        plan, results, nans = flight
-        live = [(slice_.request, result) for slice_, result in zip(plan.to_sample, results, strict=True)]
+        scheduled, results, nans = flight
+        live = [(chunk.request, result) for chunk, result in zip(scheduled.to_sample, results, strict=True)]
         live = [(request, result) for request, result in live if request in self.rows]
         self.counts["dropped tokens"] += len(results) - len(live)
         for nan in nans:
             self._seen_nans.setdefault(nan, self.counts["steps"])
-        events = self._commit(plan, results)
-        demand([event.request_id for event in events] == [request.id for request, _ in live], "not an event a token")
+        events = self._commit(scheduled, results)
+        require([event.request_id for event in events] == [request.id for request, _ in live], "not an event a token")
         for event, (_, result) in zip(events, live, strict=True):
             self._take(event, is_nan=result is None)
 
-    def _commit(self, plan: StepPlan, results: list[int | None]) -> list[TokenEvent]:
-        """The only place that knows what form `commit` wants a step's results in."""
+    def _commit(self, scheduled: SchedulerOutput, results: list[int | None]) -> list[TokenEvent]:
+        """The only place that knows what form `update_from_output` wants a step's results in."""
         samples = [Sample(0, error=NAN) if token is None else Sample(token) for token in results]
-        return self.scheduler.commit(plan, StepResult(samples))
+        return self.scheduler.update_from_output(scheduled, StepResult(samples))
 
-    def _batch(self, plan: StepPlan) -> RaggedBatch:
-        coming = self._flight.coming if self._flight is not None else None
-        return RaggedBatch.build(plan, self.shape.block_size, torch.device("cpu"), self._tables, coming)
+    def _batch(self, scheduled: SchedulerOutput) -> RaggedBatch:
+        in_flight_tokens = self._flight.in_flight_tokens if self._flight is not None else None
+        return RaggedBatch.build(scheduled, self.shape.block_size, torch.device("cpu"), self._tables, in_flight_tokens)
 
-    def _compute(self, plan: StepPlan, broken: Collection[Request]) -> Flight:
+    def _compute(self, scheduled: SchedulerOutput, broken: Collection[Request]) -> StepInFlight:
         """Writes the stamps of a plan, reads what attention would read, and samples from that."""
-        batch = self._batch(plan)
+        batch = self._batch(scheduled)
         slots = batch.slots
-        demand(len(set(slots.tolist())) == len(slots), "one slot for two tokens of a step")
+        require(len(set(slots.tolist())) == len(slots), "one slot for two tokens of a step")
         ids, positions = batch.ids, batch.positions
         at = 0
-        for slice_ in plan.slices:
-            part = slice(at, at := at + slice_.num_tokens)
-            row = self.rows[slice_.request]
-            tokens = row.tokens[slice_.start : slice_.stop]
-            is_right = tokens == ids[part].tolist() or self._is_doomed(slice_.request)
-            demand(is_right, "other tokens in the batch than the request has")
-            demand(list(range(slice_.start, slice_.stop)) == positions[part].tolist(), "wrong positions")
-            self.cache.reshape(-1)[slots[part]] = self._values(row, slice_, slice_.request in broken)
-        for slice_, table in zip(plan.slices, batch.tables.tolist(), strict=True):
-            self._compare(self.rows[slice_.request], table, slice_.stop)
+        for chunk in scheduled.chunks:
+            part = slice(at, at := at + chunk.num_tokens)
+            row = self.rows[chunk.request]
+            tokens = row.tokens[chunk.start : chunk.stop]
+            is_right = tokens == ids[part].tolist() or self._is_doomed(chunk.request)
+            require(is_right, "other tokens in the batch than the request has")
+            require(list(range(chunk.start, chunk.stop)) == positions[part].tolist(), "wrong positions")
+            self.cache.reshape(-1)[slots[part]] = self._values(row, chunk, chunk.request in broken)
+        for chunk, table in zip(scheduled.chunks, batch.tables.tolist(), strict=True):
+            self._compare(self.rows[chunk.request], table, chunk.stop)
         last = self.cache.reshape(-1)[slots[batch.rows]].tolist()
         results = [self._token(next_token(value, self.shape.vocabulary)) if value >= 0 else None for value in last]
-        failed = [slice_ for slice_, result in zip(plan.to_sample, results, strict=True) if result is None]
-        values = [self._read(slice_.blocks, slice_.stop) for slice_ in failed]
-        return Flight(plan, results, [nan for one in values for nan in one[one <= FIRST_NAN].tolist()])
+        failed = [chunk for chunk, result in zip(scheduled.to_sample, results, strict=True) if result is None]
+        values = [self._read(chunk.blocks, chunk.stop) for chunk in failed]
+        return StepInFlight(scheduled, results, [nan for one in values for nan in one[one <= FIRST_NAN].tolist()])
 
     def _is_doomed(self, request: Request) -> bool:
         """Whether the token that is coming to a request is no number, so that what it is computed from is dropped."""
         if self._flight is None:
             return False
-        pairs = zip(self._flight.plan.to_sample, self._flight.results, strict=True)
-        return any(slice_.request is request and result is None for slice_, result in pairs)
+        pairs = zip(self._flight.scheduled.to_sample, self._flight.results, strict=True)
+        return any(chunk.request is request and result is None for chunk, result in pairs)
 
-    def _values(self, row: Row, slice_: Slice, is_broken: bool) -> Any:
+    def _values(self, row: OracleRequest, chunk: ScheduledChunk, is_broken: bool) -> Any:
         """What a slice writes: its stamps, or a NaN where one is planted or comes before them."""
         if is_broken:
             self._num_nans += 1
             return FIRST_NAN + 1 - self._num_nans
         if self._num_nans:
-            before = self._read(row.request.blocks, slice_.start)
+            before = self._read(row.request.blocks, chunk.start)
             if (nans := before[before <= FIRST_NAN]).size:
                 return nans[0]
-        return row.stamps[slice_.start : slice_.stop]
+        return row.stamps[chunk.start : chunk.stop]
 
     def _read(self, table: Sequence[int], stop: int) -> Stamps:
         return self.cache[table].reshape(-1)[:stop]
 
-    def _compare(self, row: Row, table: Sequence[int], stop: int) -> None:
+    def _compare(self, row: OracleRequest, table: Sequence[int], stop: int) -> None:
         """Every slot a request reads holds what belongs there, or a NaN that was there when it entered."""
         values = self._read(table, stop)
         wrong = values[values != row.stamps[:stop]].tolist()
         if wrong:
-            demand(max(wrong) <= FIRST_NAN, f"request {row.request.id} reads what is not its own: {values}")
+            require(max(wrong) <= FIRST_NAN, f"request {row.request.id} reads what is not its own: {values}")
             known = [value for value in wrong if self._seen_nans.get(value, row.entered) < row.entered]
-            demand(not known, f"request {row.request.id} took over what is known to be NaN")
+            require(not known, f"request {row.request.id} took over what is known to be NaN")
 
-    def _probe(self, row: Row) -> None:
+    def _probe(self, row: OracleRequest) -> None:
         """What the pool offers for a sequence holds that sequence, and no NaN that is known."""
-        blocks = self.scheduler.pool.match(row.tokens)
+        blocks = self.scheduler.pool.get_cached_blocks(row.tokens)
         values = self._read(blocks, len(blocks) * self.shape.block_size)
         wrong = values[values != row.stamps[: len(values)]].tolist()
         if wrong:
-            demand(max(wrong) <= FIRST_NAN, f"blocks {blocks} are offered and hold something else: {values}")
-            demand(self._seen_nans.keys().isdisjoint(wrong), f"blocks {blocks} are offered and hold NaN")
+            require(max(wrong) <= FIRST_NAN, f"blocks {blocks} are offered and hold something else: {values}")
+            require(self._seen_nans.keys().isdisjoint(wrong), f"blocks {blocks} are offered and hold NaN")
 
-    def _enter(self, row: Row, start: int) -> None:
+    def _enter(self, row: OracleRequest, start: int) -> None:
         row.entered = self.counts["steps"]
         self.counts["shared blocks"] += start // self.shape.block_size
         if row.request.num_generated == 0 and row.request.num_preemptions == 0:
@@ -333,7 +335,7 @@ class World:
         request = next(request for request in self.rows if request.id == event.request_id)
         row, length = self.rows[request], len(request.token_ids)
         failed = event.error is not None and event.error.code == "nan_logits"
-        demand(failed == is_nan == (event.finish_reason == "error"), f"request {request.id}: a wrong end: {event}")
+        require(failed == is_nan == (event.finish_reason == "error"), f"request {request.id}: a wrong end: {event}")
         if length == row.request.num_prompt + (not is_nan):
             self._prompt_tokens += request.num_prompt
             self._cached_tokens += row.cached
@@ -341,11 +343,11 @@ class World:
             self.counts["NaN rows"] += 1
             self._forget(request)
             return
-        demand(request.token_ids == row.tokens[:length], f"request {request.id} has other tokens than alone")
-        demand(event.token_id == row.tokens[length - 1], f"request {request.id}: a wrong token in its event")
-        demand(event.cached_tokens == row.cached, f"request {request.id}: wrong count of cached tokens")
+        require(request.token_ids == row.tokens[:length], f"request {request.id} has other tokens than alone")
+        require(event.token_id == row.tokens[length - 1], f"request {request.id}: a wrong token in its event")
+        require(event.cached_tokens == row.cached, f"request {request.id}: wrong count of cached tokens")
         wanted = row.reason if length == len(row.tokens) else None
-        demand(event.finish_reason == wanted, f"request {request.id} ends by {event.finish_reason}, not {wanted}")
+        require(event.finish_reason == wanted, f"request {request.id} ends by {event.finish_reason}, not {wanted}")
         if wanted is not None:
             self.counts[f"finished by {wanted}"] += 1
             self._forget(request)

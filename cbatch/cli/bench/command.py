@@ -167,7 +167,7 @@ def _compare(strategies: dict[str, Strategy], options: dict[str, Any], on_progre
         work = _work(options, engine)
         device = DeviceProfile.of(engine)
         # The same cache for all, however many seats they have.
-        config = replace(engine.config, kv_blocks=engine.blocks.num_blocks, kv_cache_memory=None)
+        config = replace(engine.config, kv_blocks=engine.block_pool.num_blocks, kv_cache_memory=None)
         experiment = Experiment(engine.loaded, config, work, options["batch_size"])
     found = compare(experiment, device, strategies, options["peer"], options["rounds"], on_progress)
     data["work"] = {

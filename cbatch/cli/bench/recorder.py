@@ -115,7 +115,7 @@ class RunRecorder:
         """`lengths`: tokens that each row of the work wants. `clock`: seconds."""
         self.engine = engine
         self.record = RunRecord(
-            slots, [RecordedRequest(wanted) for wanted in lengths], num_blocks=engine.blocks.num_blocks
+            slots, [RecordedRequest(wanted) for wanted in lengths], num_blocks=engine.block_pool.num_blocks
         )
         self._clock = clock
         self._submissions: dict[int, _Submission] = {}
@@ -155,7 +155,7 @@ class RunRecorder:
 
     def _timed_forward(self, batch: Any) -> Any:
         self._keep_example()
-        self._blocks_used = self.engine.blocks.num_used
+        self._blocks_used = self.engine.block_pool.num_used
         self._sync()
         start = self._clock()
         try:
@@ -166,11 +166,11 @@ class RunRecorder:
 
     def _keep_example(self) -> None:
         """Keeps the blocks of the step that shows most so far; after it, rows that end give theirs back."""
-        slices = self.engine.last_plan.slices
-        found = example_score([(slice_.start, slice_.num_tokens) for slice_ in slices])
+        chunks = self.engine.last_scheduled.chunks
+        found = example_score([(chunk.start, chunk.num_tokens) for chunk in chunks])
         if self._best_score is None or found > self._best_score:
-            pool = self.engine.blocks
-            tables = tuple(tuple(slice_.request.blocks[: pool.blocks_for(slice_.stop)]) for slice_ in slices)
+            pool = self.engine.block_pool
+            tables = tuple(tuple(chunk.request.blocks[: pool.blocks_for(chunk.stop)]) for chunk in chunks)
             self._best_score = found
             self.record.example = ExampleStep(len(self.record.steps), pool.block_size, tables)
 
@@ -183,7 +183,7 @@ class RunRecorder:
         events = self.engine.step()
         now = self._clock()
         chunks = tuple(
-            self._part(slice_.request.id, slice_.start, slice_.stop) for slice_ in self.engine.last_plan.slices
+            self._part(chunk.request.id, chunk.start, chunk.stop) for chunk in self.engine.last_scheduled.chunks
         )
         began = self._began
         self.record.steps.append(RecordedStep(start - began, now - began, self._model_s, chunks, self._blocks_used))

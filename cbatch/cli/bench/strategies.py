@@ -43,7 +43,7 @@ def run_static(recorder: RunRecorder, work: Workload, slots: int) -> None:
 
 def _check_batch(engine: Engine, rows: int, width: int, longest: int) -> None:
     """Raises ConfigError for a padded batch that would not run as one."""
-    context, blocks = engine.model.max_model_len, engine.blocks
+    context, blocks = engine.model.max_model_len, engine.block_pool
     if width + longest > context:
         raise ConfigError(
             f"A static batch of prompts padded to {width} and outputs of {longest} tokens does not fit the context of "

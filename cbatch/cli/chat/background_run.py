@@ -24,7 +24,7 @@ from cbatch.engine import CbatchError, ConfigError
 if TYPE_CHECKING:
     from cbatch.cli.run.batch_run import ProgressState
     from cbatch.cli.run.pipeline import Pipeline
-    from cbatch.engine import Driver
+    from cbatch.engine import EngineThread
 
 CLOSE_SECONDS = 10.0
 """Longest time that leaving waits for a batch to write down what is finished."""
@@ -44,7 +44,7 @@ class BackgroundRun:
     def is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, driver: Driver, command_line: str) -> str:
+    def start(self, engine_thread: EngineThread, command_line: str) -> str:
         """Begins with what the options of `cbatch run` say, and returns the name of the output.
 
         Raises UserError where they are wrong, or where a batch is running.
@@ -57,7 +57,7 @@ class BackgroundRun:
         except ConfigError as error:
             raise UserError(f"/run: {error}") from error
         self._is_stopping = False
-        self._thread = threading.Thread(target=self._run, args=(driver, options), name="cbatch-run", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(engine_thread, options), name="cbatch-run", daemon=True)
         self._thread.start()
         return str(options["output"])
 
@@ -74,10 +74,10 @@ class BackgroundRun:
             self.stop()
             self._thread.join(CLOSE_SECONDS)
 
-    def _run(self, driver: Driver, options: dict[str, Any]) -> None:
+    def _run(self, engine_thread: EngineThread, options: dict[str, Any]) -> None:
         name = f"/run {options['input']}"
         try:
-            self._run_rows(driver, options)
+            self._run_rows(engine_thread, options)
         except ReaderGone:
             notice(f"{name}: nobody reads {options['output']} any more.")
         except (Interrupted, CbatchError) as error:
@@ -89,7 +89,7 @@ class BackgroundRun:
         finally:
             self.progress = ""
 
-    def _run_rows(self, driver: Driver, options: dict[str, Any]) -> None:
+    def _run_rows(self, engine_thread: EngineThread, options: dict[str, Any]) -> None:
         from cbatch.cli.run.batch_run import run_batch
         from cbatch.cli.run.stats import RunStats
 
@@ -98,7 +98,7 @@ class BackgroundRun:
             source = open_input(options)
             with source, open_output(options, source) as output:
                 run_batch(
-                    driver,
+                    engine_thread,
                     options,
                     source,
                     output,

@@ -29,7 +29,7 @@ from cbatch.engine import with_overrides
 if TYPE_CHECKING:
     from cbatch.cli.chat.controller import ChatController
     from cbatch.cli.chat.session.store import SessionStore
-    from cbatch.engine import Trace
+    from cbatch.engine import StepTracer
 
 
 @click.command("chat")
@@ -63,7 +63,7 @@ def chat(**options: Any) -> Literal[0, 1]:
         return _through_pipe(options, trace)
 
 
-def _on_terminal(options: dict[str, Any], trace: Trace | None) -> Literal[0]:
+def _on_terminal(options: dict[str, Any], trace: StepTracer | None) -> Literal[0]:
     from prompt_toolkit.history import InMemoryHistory
 
     from cbatch.cli.chat.session.store import InputHistory, SessionStore, default_folder
@@ -84,7 +84,7 @@ def _on_terminal(options: dict[str, Any], trace: Trace | None) -> Literal[0]:
     return 0
 
 
-def _through_pipe(options: dict[str, Any], trace: Trace | None) -> Literal[0, 1]:
+def _through_pipe(options: dict[str, Any], trace: StepTracer | None) -> Literal[0, 1]:
     from cbatch.cli.chat.pipe import Pipe
     from cbatch.cli.run.input.lines import read_lines
 
@@ -97,7 +97,7 @@ def _through_pipe(options: dict[str, Any], trace: Trace | None) -> Literal[0, 1]
         return 0 if Pipe(sys.stdout).run(controller, read_lines(sys.stdin.buffer)) else 1
 
 
-def _make_controller(options: dict[str, Any], store: SessionStore | None, trace: Trace | None) -> ChatController:
+def _make_controller(options: dict[str, Any], store: SessionStore | None, trace: StepTracer | None) -> ChatController:
     from cbatch.cli.chat.controller import ChatController
     from cbatch.cli.chat.engine_client import EngineClient
     from cbatch.cli.chat.session.export import from_result

@@ -99,7 +99,7 @@ class ChatController(SessionList):
 
     def retry(self, session: Session, count: int) -> int:
         """Has the last turn answered again, `count` times. Returns the number of the first of those answers."""
-        if self.client.driver is None:
+        if self.client.engine_thread is None:
             raise UserError("The model is still being loaded.")
         turn = self._require_last_turn(session)
         self._stop_replies(session)

@@ -21,7 +21,7 @@ from cbatch.cli.chat.session.session import Message
 from cbatch.engine import RequestError, SamplingParams, TokenEvent
 
 if TYPE_CHECKING:
-    from cbatch.engine import Driver, Engine, OutputParser, Ticket, Trace
+    from cbatch.engine import Engine, EngineThread, OutputParser, RequestHandle, StepTracer
 
 PRIORITY = -(2**64)
 """Of answers: before every row of a batch that runs beside them."""
@@ -53,7 +53,7 @@ class ReplyRequest:
     on_event: Callable[[TokenEvent, float], None]
     is_cancelled: bool = False
     grammar: object = None
-    ticket: Ticket | None = None
+    ticket: RequestHandle | None = None
 
     def messages(self, dropped: int) -> list[Message]:
         history = (message for group in self.history[dropped:] for message in group)
@@ -61,11 +61,11 @@ class ReplyRequest:
 
 
 class EngineClient:
-    """Submits calls to an engine that it opens itself. `driver` is None until that is done."""
+    """Submits calls to an engine that it opens itself. `engine_thread` is None until that is done."""
 
-    def __init__(self, open_engine: Callable[[], Engine], trace: Trace | None = None) -> None:
+    def __init__(self, open_engine: Callable[[], Engine], trace: StepTracer | None = None) -> None:
         """`trace`: records some of the engine's steps; it is whole after `close`."""
-        self.driver: Driver | None = None
+        self.engine_thread: EngineThread | None = None
         self._open_engine, self._trace = open_engine, trace
         self._requests: queue.SimpleQueue[ReplyRequest] = queue.SimpleQueue()
         self._post: Post = lambda request: None
@@ -81,8 +81,8 @@ class EngineClient:
 
     def close(self) -> None:
         """Ends the driver where its trace has to be written down; else nobody need wait for the step in flight."""
-        if self.driver is not None and self._trace is not None:
-            self.driver.close()
+        if self.engine_thread is not None and self._trace is not None:
+            self.engine_thread.close()
 
     def submit(self, request: ReplyRequest) -> None:
         self._requests.put(request)
@@ -90,34 +90,34 @@ class EngineClient:
     def cancel(self, request: ReplyRequest) -> None:
         """No event of this request comes any more."""
         request.is_cancelled = True
-        if request.ticket is not None and self.driver is not None:
-            self.driver.cancel(request.ticket)
+        if request.ticket is not None and self.engine_thread is not None:
+            self.engine_thread.cancel(request.ticket)
 
     @property
     def failure(self) -> Exception | None:
         """Why the engine has failed for good, if it has."""
-        return self.driver.failure if self.driver is not None else None
+        return self.engine_thread.failure if self.engine_thread is not None else None
 
     @property
     def form(self) -> OutputParser | None:
         """How answers are to be read; None while that is not known, or where the model takes no messages."""
-        if self.driver is None or self.driver.engine.tokenizer is None:
+        if self.engine_thread is None or self.engine_thread.engine.tokenizer is None:
             return None
-        return self.driver.engine.tokenizer.output_parser
+        return self.engine_thread.engine.tokenizer.output_parser
 
     def params(self, params: dict[str, Any]) -> SamplingParams:
         """The effective sampling parameters of a session; the model's own stand only once it is loaded."""
-        if self.driver is None:
+        if self.engine_thread is None:
             return SamplingParams(max_tokens=None).merged(params)
-        loaded = self.driver.engine.loaded
+        loaded = self.engine_thread.engine.loaded
         return replace(loaded.defaults, max_tokens=loaded.max_tokens).merged(params)
 
     def _run(self, on_open: Callable[[BaseException | None], None]) -> None:
         try:
             engine = self._open_engine()
-            from cbatch.engine import Driver
+            from cbatch.engine import EngineThread
 
-            self.driver = Driver(engine, self._trace)
+            self.engine_thread = EngineThread(engine, self._trace)
         except BaseException as error:  # a sentence for the user, and the end of the chat; never a thread's traceback
             self._post(partial(on_open, error))
             return
@@ -127,19 +127,19 @@ class EngineClient:
             if request.is_cancelled:
                 continue
             try:
-                self._submit_to_engine(request, self.driver)
+                self._submit_to_engine(request, self.engine_thread)
             except RequestError as error:
                 self._refuse(request, error)
             except Exception as unforeseen:  # one answer that breaks something harms no other
                 self._refuse(request, RequestError("internal_error", f"The message cannot be encoded: {unforeseen!r}"))
 
-    def _submit_to_engine(self, request: ReplyRequest, driver: Driver) -> None:
+    def _submit_to_engine(self, request: ReplyRequest, engine_thread: EngineThread) -> None:
         params = self.params(request.params)
         if request.reply_prefix and params.constraint is not None:
             raise RequestError("invalid_row", "An answer of a given form cannot be continued; /retry begins it anew.")
-        request.grammar = driver.engine.compile(params)
-        prompt_ids, dropped = self._encode(request, driver.engine, params)
-        tokenizer = driver.engine.tokenizer
+        request.grammar = engine_thread.engine.compile(params)
+        prompt_ids, dropped = self._encode(request, engine_thread.engine, params)
+        tokenizer = engine_thread.engine.tokenizer
         thinks = tokenizer is not None and not request.reply_prefix and tokenizer.opens_thinking(prompt_ids)
         self._post(partial(_run_unless_cancelled, request, partial(request.on_start, len(prompt_ids), dropped, thinks)))
 
@@ -147,9 +147,9 @@ class EngineClient:
             self._post(partial(_run_unless_cancelled, request, partial(request.on_event, event, time.monotonic())))
 
         tags = self.form.think_tags or () if self.form is not None else ()
-        request.ticket = driver.submit(prompt_ids, params, take, seed=request.seed, priority=PRIORITY, tags=tags)
+        request.ticket = engine_thread.submit(prompt_ids, params, take, seed=request.seed, priority=PRIORITY, tags=tags)
         if request.is_cancelled:  # in the meantime; whoever cancelled it saw no ticket
-            driver.cancel(request.ticket)
+            engine_thread.cancel(request.ticket)
 
     def _encode(self, request: ReplyRequest, engine: Engine, params: SamplingParams) -> tuple[list[int], int]:
         """Token ids of the conversation, and how many of its oldest turns had to go for them to fit."""

@@ -65,7 +65,7 @@ def tune_process() -> None:
 
 def describe(engine: Engine) -> dict[str, str]:
     """What was loaded and what it took, as lines for people."""
-    model, blocks, scheduler = engine.model, engine.blocks, engine.scheduler
+    model, blocks, scheduler = engine.model, engine.block_pool, engine.scheduler
     per_token = engine.kv_bytes_per_token
     return {
         "model": f"{engine.loaded.name} ({model.kind})",

@@ -10,11 +10,11 @@ from typing import Any
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import ReaderGone
 from cbatch.cli.common.files import check_distinct_file
-from cbatch.engine import Trace
+from cbatch.engine import StepTracer
 
 
 @contextmanager
-def tracing(options: dict[str, Any], others: Sequence[str]) -> Iterator[Trace | None]:
+def tracing(options: dict[str, Any], others: Sequence[str]) -> Iterator[StepTracer | None]:
     """What a driver is to record its steps with, where a trace is asked for; the driver must be closed in this context.
 
     others: names of the options whose files a trace may not replace
@@ -24,18 +24,18 @@ def tracing(options: dict[str, Any], others: Sequence[str]) -> Iterator[Trace | 
         yield None
         return
     check_distinct_file("trace", options, others)
-    trace = Trace(options["trace"])
+    trace = StepTracer(options["trace"])
     try:
         yield trace
     finally:
         error = sys.exception()
-        if trace.trouble:
-            notice(trace.trouble)
+        if trace.error:
+            notice(trace.error)
         elif not options["quiet"] and not isinstance(error, ReaderGone) and (trace.summary or error is None):
             notice(_told(trace))
 
 
-def _told(trace: Trace) -> str:
+def _told(trace: StepTracer) -> str:
     if trace.summary is None:
         steps = "1 step" if trace.num_steps == 1 else f"{trace.num_steps} steps"
         return f"no trace is written: it begins after {trace.warmup} steps, and there were {steps}"

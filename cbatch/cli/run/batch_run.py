@@ -19,7 +19,7 @@ from cbatch.cli.run.output.writer import FileWriter, RowWriter
 from cbatch.cli.run.pipeline import Pipeline
 from cbatch.cli.run.requests import RequestBuilder, RowOptions
 from cbatch.cli.run.stats import RunStats
-from cbatch.engine import FIXED_DATE, ConfigError, Driver, Engine
+from cbatch.engine import FIXED_DATE, ConfigError, Engine, EngineThread
 
 ProgressState = Callable[[], tuple[int, str]]
 """How many rows are done, and what is to stand behind that in a display."""
@@ -42,7 +42,7 @@ class DisplayFactory(Protocol):
 
 
 def run_batch(
-    driver: Driver,
+    engine_thread: EngineThread,
     options: dict[str, Any],
     source: IO[bytes],
     output: RowWriter,
@@ -55,9 +55,9 @@ def run_batch(
 
     while_running: a context for the time in which the batch may be interrupted
     """
-    engine, quiet = driver.engine, options["quiet"]
+    engine, quiet = engine_thread.engine, options["quiet"]
     total = count_lines(options)
-    stats.attach(driver)
+    stats.attach(engine_thread)
     builder = make_request_builder(engine, options)
     lines: LineSource = source
     kept: Container[int] = ()
@@ -65,20 +65,20 @@ def run_batch(
         lines, done = _start_file(output, options, source, builder, progress)
         stats.rows_kept, stats.errors_kept, kept = done.rows, done.errors, done
     pipeline = Pipeline(
-        driver,
+        engine_thread,
         output,
         builder,
         stats,
         window=options["window"] or 4 * engine.scheduler.max_seqs,
         on_error=notice if options["verbose"] else None,
     )
-    display = progress(total, quiet=quiet, state=lambda: _progress_state(stats, driver, total))
+    display = progress(total, quiet=quiet, state=lambda: _progress_state(stats, engine_thread, total))
     try:
         with while_running(pipeline), display:
             pipeline.run(read_lines(lines), display.tick, kept=kept, max_errors=options["max_errors"])
     finally:
         if not quiet and not isinstance(sys.exception(), ReaderGone):
-            for line in stats.summary(driver, pipeline.waited_for_output_s):
+            for line in stats.summary(engine_thread, pipeline.waited_for_output_s):
                 notice(line)
 
 
@@ -133,9 +133,9 @@ def _start_file(
     return spool, done
 
 
-def _progress_state(stats: RunStats, driver: Driver, total: int | None) -> tuple[int, str]:
+def _progress_state(stats: RunStats, engine_thread: EngineThread, total: int | None) -> tuple[int, str]:
     """How many rows are done, and what stands behind that in a progress display."""
-    done, load = stats.rows + stats.rows_kept, driver.load
+    done, load = stats.rows + stats.rows_kept, engine_thread.load
     left = stats.seconds_left(total - done) if total else None
     parts = [  # what matters most comes first: a narrow terminal shows no more
         f"{stats.output_tokens / max(stats.running_s, 1e-9):,.0f} tok/s",

@@ -60,7 +60,7 @@ class InputCheck:
 
     def _count_shared(self, prompt_ids: list[int]) -> int:
         """Tokens at the beginning of a prompt, in whole blocks, with which an earlier prompt began as well."""
-        size = self._engine.blocks.block_size
+        size = self._engine.block_pool.block_size
         shared, before = 0, 0
         for start in range(0, len(prompt_ids) - size + 1, size):
             before = hash((before, *prompt_ids[start : start + size]))
@@ -71,7 +71,7 @@ class InputCheck:
         return shared
 
     def _report(self) -> dict[str, Any]:
-        blocks, per_token = self._engine.blocks, self._engine.kv_bytes_per_token
+        blocks, per_token = self._engine.block_pool, self._engine.kv_bytes_per_token
         longest = max((p + o for p, o in zip(self._prompts, self._outputs, strict=True)), default=0)
         every = sum(self._prompts) + sum(self._outputs)
         return {

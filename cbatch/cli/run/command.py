@@ -20,7 +20,7 @@ from cbatch.engine import ConfigError
 if TYPE_CHECKING:
     from cbatch.cli.run.output.writer import RowWriter
     from cbatch.cli.run.stats import RunStats
-    from cbatch.engine import Engine, Trace
+    from cbatch.engine import Engine, StepTracer
 
 
 @click.command("run")
@@ -77,15 +77,17 @@ def check_usage(options: dict[str, Any]) -> None:
         raise ConfigError("--resume keeps what is in the output file, --overwrite does not; give one of them.")
 
 
-def _run(options: dict[str, Any], source: IO[bytes], output: RowWriter, stats: RunStats, trace: Trace | None) -> None:
+def _run(
+    options: dict[str, Any], source: IO[bytes], output: RowWriter, stats: RunStats, trace: StepTracer | None
+) -> None:
     engine = _load(options, stats)
 
     from cbatch.cli.run.batch_run import run_batch
-    from cbatch.engine import Driver
+    from cbatch.engine import EngineThread
 
-    with engine, closing(Driver(engine, trace)) as driver:
+    with engine, closing(EngineThread(engine, trace)) as engine_thread:
         run_batch(
-            driver,
+            engine_thread,
             options,
             source,
             output,

@@ -19,7 +19,7 @@ from cbatch.cli.run.input.lines import Line
 from cbatch.cli.run.output.writer import OutputRow, RowWriter
 from cbatch.cli.run.requests import RequestBuilder, RowRequest
 from cbatch.cli.run.stats import RunStats
-from cbatch.engine import CbatchError, Driver, EngineError, RequestError, Ticket, TokenEvent
+from cbatch.engine import CbatchError, EngineError, EngineThread, RequestError, RequestHandle, TokenEvent
 
 POLL_SECONDS = 0.2
 MAX_ROWS_PER_WRITE = 256
@@ -78,7 +78,7 @@ class PipelineItem:
 
     position: int
     request: RowRequest
-    tickets: list[Ticket] = field(default_factory=list)
+    tickets: list[RequestHandle] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Pipeline:
 
     def __init__(
         self,
-        driver: Driver,
+        engine_thread: EngineThread,
         output: RowWriter,
         builder: RequestBuilder,
         stats: RunStats,
@@ -108,7 +108,7 @@ class Pipeline:
         on_error: Callable[[str], None] | None = None,
     ) -> None:
         """`window`: most rows between being read and being written. `on_error`: told what is wrong with bad ones."""
-        self._driver = driver
+        self._engine_thread = engine_thread
         self._output = output
         self._builder = builder
         self._stats = stats
@@ -139,10 +139,10 @@ class Pipeline:
             end = self._write_until_end(on_progress, max_errors)
         finally:
             self._cancel_unfinished()
-        if self._driver.failure is not None:
+        if self._engine_thread.failure is not None:
             raise self._stopped_early(
-                EngineError, f"The engine failed: {self._driver.failure}."
-            ) from self._driver.failure
+                EngineError, f"The engine failed: {self._engine_thread.failure}."
+            ) from self._engine_thread.failure
         if end is not None and end.error is not None:
             raise self._stopped_early(RunFailed, f"Cannot read the input: {end.error}.") from end.error
         self._raise_if_interrupted()
@@ -164,7 +164,7 @@ class Pipeline:
             end = next((item for item in messages if isinstance(item, EndOfInput)), end)
             if StopRequested() in messages:  # in its turn: what was finished before it is written
                 self._raise_if_interrupted()
-            if not messages and self._driver.failure is not None:
+            if not messages and self._engine_thread.failure is not None:
                 break
         return end
 
@@ -233,7 +233,7 @@ class Pipeline:
                 if line.index in kept:
                     continue
                 is_closed = not self._window.acquire(position, len(line.data or b""))
-                if is_closed or self._is_stopping or self._driver.failure is not None:
+                if is_closed or self._is_stopping or self._engine_thread.failure is not None:
                     break
                 self._process(position, line)
                 position += 1
@@ -271,12 +271,12 @@ class Pipeline:
                 outputs_left -= 1
             if outputs_left == 0:
                 request.last = time.monotonic()
-                request.is_lost = self._driver.failure is not None
+                request.is_lost = self._engine_thread.failure is not None
                 self._messages.put(item)
 
         self._in_flight[item.position] = item
         for number in range(request.params.n):
-            ticket = self._driver.submit(
+            ticket = self._engine_thread.submit(
                 prompt_ids,
                 request.params.for_sample(number),
                 take,
@@ -287,7 +287,7 @@ class Pipeline:
             )
             item.tickets.append(ticket)
             if self._is_stopping:  # in the meantime; whoever dropped the others may not have seen this ticket
-                self._driver.cancel(ticket)
+                self._engine_thread.cancel(ticket)
 
     def _cancel_unfinished(self) -> None:
         """Ends the reader, and what the engine would compute for nobody; other front ends may go on with it."""
@@ -295,4 +295,4 @@ class Pipeline:
         self._window.close()
         for item in list(self._in_flight.values()):
             for ticket in item.tickets:
-                self._driver.cancel(ticket)
+                self._engine_thread.cancel(ticket)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cbatch.cli.run.requests import RowRequest
-from cbatch.engine import Driver, Engine
+from cbatch.engine import Engine, EngineThread
 
 PERCENTILES = (50, 90, 99)
 
@@ -27,14 +27,14 @@ class EngineCounters:
     held_back: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, driver: Driver) -> EngineCounters:
-        engine, scheduler = driver.engine, driver.engine.scheduler
+    def of(cls, engine_thread: EngineThread) -> EngineCounters:
+        engine, scheduler = engine_thread.engine, engine_thread.engine.scheduler
         return cls(
             engine.num_steps,
             scheduler.num_preemptions,
-            driver.num_retries,
-            driver.num_shrinks,
-            driver.idle_s,
+            engine_thread.num_retries,
+            engine_thread.num_shrinks,
+            engine_thread.idle_s,
             Counter(scheduler.held_back),
         )
 
@@ -53,7 +53,7 @@ class RunStats:
     """Counts rows and tokens of one run; eight bytes a row for the percentiles."""
 
     def __init__(self) -> None:
-        self._driver: Driver | None = None
+        self._engine_thread: EngineThread | None = None
         self._before = EngineCounters()
         self.rows = 0
         self.errors: Counter[str] = Counter()
@@ -69,15 +69,15 @@ class RunStats:
         self._ttft = array("f")
         self._tpot = array("f")
 
-    def attach(self, driver: Driver) -> None:
+    def attach(self, engine_thread: EngineThread) -> None:
         """The engine that runs the rows; what it has done before is not counted."""
-        self._driver = driver
-        self._before = EngineCounters.of(driver)
+        self._engine_thread = engine_thread
+        self._before = EngineCounters.of(engine_thread)
 
     @property
     def counters(self) -> EngineCounters:
         """What the engine has done since the run began."""
-        return EngineCounters.of(self._driver) - self._before if self._driver else EngineCounters()
+        return EngineCounters.of(self._engine_thread) - self._before if self._engine_thread else EngineCounters()
 
     def start(self, now: float) -> None:
         """The moment in which the first row is taken; later ones do not count."""
@@ -156,7 +156,7 @@ class RunStats:
             "tpot_s": percentiles(self._tpot),
         }
 
-    def summary(self, driver: Driver, waited_for_output_s: float) -> list[str]:
+    def summary(self, engine_thread: EngineThread, waited_for_output_s: float) -> list[str]:
         """Four lines for people; one where there was nothing left to do."""
         if not self.rows and self.rows_kept:
             return [f"nothing left to do: {self.rows_kept:,} rows are there, {self.errors_kept:,} of them errors"]
@@ -165,13 +165,13 @@ class RunStats:
         kept = f", {self.rows_kept:,} kept" if self.rows_kept else ""
         cached = f" ({self.cached_tokens:,} cached)" if self.cached_tokens else ""
         counters = self.counters
-        retried = f", {counters.retries:,} tried again ({driver.last_trouble})" if counters.retries else ""
+        retried = f", {counters.retries:,} tried again ({engine_thread.last_error})" if counters.retries else ""
         return [
             f"{self.rows - failed:,} rows ok, {failed:,} failed{f' ({kinds})' if kinds else ''}{kept}",
             f"{self.prompt_tokens:,} prompt tokens{cached}, {self.output_tokens:,} output tokens",
             f"{self.elapsed_s:,.1f} s, {self.output_tokens_per_s:,.0f} output tokens/s, "
             f"{counters.steps:,} steps{retried}",
-            f"limited by {bottleneck(driver.engine, counters, self.elapsed_s, waited_for_output_s)}",
+            f"limited by {bottleneck(engine_thread.engine, counters, self.elapsed_s, waited_for_output_s)}",
         ]
 
 
@@ -189,7 +189,7 @@ def bottleneck(engine: Engine, counters: EngineCounters, elapsed_s: float, waite
     if count < 0.3 * steps:
         return "the model: there were seldom more rows than could run at once"
     words = {
-        "seats": f"the model: all {scheduler.max_seqs} seats (--max-seqs) were taken",
+        "slots": f"the model: all {scheduler.max_seqs} seats (--max-seqs) were taken",
         "cache": f"the KV cache, which was full ({counters.preemptions:,} preemptions, --kv-cache-memory)",
         "budget": f"the model: steps were full (--max-batch-tokens {scheduler.max_batch_tokens}) while prompts waited",
         "target": "the time of a step (--target-step-ms), which made prompts wait",

@@ -36,13 +36,13 @@ class CpuMetadata:
     starts: Sequence[int]
     stops: Sequence[int]
     slots: NDArray[np.int64]
-    plans: dict[tuple[int, int, int], AttentionPlan] = field(default_factory=dict)
+    outputs: dict[tuple[int, int, int], AttentionPlan] = field(default_factory=dict)
 
     def plan(self, heads: int, group: int, value_dim: int) -> AttentionPlan:
         kind = heads, group, value_dim
-        if kind not in self.plans:
-            self.plans[kind] = plan_attention(self.tables, self.starts, self.stops, self.slots, *kind)
-        return self.plans[kind]
+        if kind not in self.outputs:
+            self.outputs[kind] = plan_attention(self.tables, self.starts, self.stops, self.slots, *kind)
+        return self.outputs[kind]
 
 
 class CpuAttention:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache
-from cbatch.engine.runtime.memory import is_shortage
+from cbatch.engine.runtime.memory import is_out_of_memory
 
 Run = Callable[[], Tensor]
 
@@ -60,7 +60,7 @@ class _Recording:
     replay: Run | None = None
 
 
-def size_for(rows: int) -> int:
+def graph_size_for(rows: int) -> int:
     """Rows of the graph that serves so many: few sizes in all, and few rows computed for nothing."""
     if rows <= 2:
         return rows
@@ -85,16 +85,16 @@ class DecodeGraphs:
         max_rows: int,
         record: Callable[[Run], Run] | None = None,
     ) -> None:
-        """attention: with `buffers`, as `attention/triton.py` has them; record: see `Recorder`"""
+        """attention: with `buffers`, as `attention/triton.py` has them; record: see `GraphRecorder`"""
         self.model = model
         self.attention = attention
         self.kv_cache = kv_cache
         self.max_rows = max_rows
-        self._smallest_failed = size_for(max_rows) + 1
+        self._smallest_failed = graph_size_for(max_rows) + 1
         """Rows of the smallest size for which memory did not suffice."""
-        self._record = record or Recorder(model.device)
+        self._record = record or GraphRecorder(model.device)
         self._recordings: dict[int, _Recording] = {}
-        widest = size_for(max_rows)
+        widest = graph_size_for(max_rows)
         self._ids = torch.zeros(widest, dtype=torch.int64, device=model.device)
         self._positions = torch.zeros_like(self._ids)
         self._rows = torch.arange(widest, device=model.device)
@@ -107,7 +107,7 @@ class DecodeGraphs:
         rows = len(batch.stops)
         if not len(batch.ids) == len(batch.rows) == rows <= self.max_rows:
             return None
-        size = size_for(rows)
+        size = graph_size_for(rows)
         if size >= self._smallest_failed and not self._is_recorded(size):
             return None
         recording = self._recording(size)
@@ -132,7 +132,7 @@ class DecodeGraphs:
             recording.replay = self._record(recording.run)
             return True
         except Exception as error:  # whatever a driver or a library does not allow while it is recorded
-            is_full, trouble = is_shortage(error), f"{error}"
+            is_full, trouble = is_out_of_memory(error), f"{error}"
         if is_full:
             self._smallest_failed = size
             del self._recordings[size]
@@ -167,7 +167,7 @@ class DecodeGraphs:
         return _Recording(buffers, run)
 
 
-class Recorder:
+class GraphRecorder:
     """Records what a function launches on the GPU; what it returns replays that, and returns the same tensor again."""
 
     def __init__(self, device: torch.device) -> None:

@@ -17,28 +17,28 @@ from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.units import format_bytes, parse_memory
-from cbatch.engine.execution.model_runner import Runner, takes_graphs
+from cbatch.engine.execution.model_runner import ModelRunner, uses_cuda_graphs
 from cbatch.engine.models.base import Model
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
-from cbatch.engine.runtime.memory import DeviceMemory, device_memory, is_shortage
-from cbatch.engine.runtime.transfer import current
+from cbatch.engine.runtime.memory import DeviceMemory, device_memory, is_out_of_memory
+from cbatch.engine.runtime.transfer import use_device
 from cbatch.engine.sampling.output import PendingSample
 from cbatch.engine.sampling.processors import counts_for
-from cbatch.engine.scheduler.output import Slice, StepPlan
+from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.structured.masks import TokenMasks
 
-RESERVE = 256 * 2**20
+RESERVED_BYTES = 256 * 2**20
 """Bytes that stay free beside a step's peak: for gaps between tensors of changing sizes, and what graphs consist of."""
 
-_EVERYTHING = SamplingParams(
+_ALL_FEATURES = SamplingParams(
     temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, presence_penalty=1.0, logit_bias=((0, 1.0),), logprobs=20
 )
 """What takes most memory of what a request can ask for its next token."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class StepLimits:
     """The largest steps: most rows and most tokens of one, and whether decode steps are recorded as graphs.
 
     Raises ConfigError for numbers below 1.
@@ -57,7 +57,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class CacheSizeRequest:
     """What was asked for a cache.
 
     memory:        `4GiB`, `512MiB`, or `90%` of what is free; None: the device's share
@@ -89,86 +89,97 @@ class Wish:
         return self.num_blocks is None and (self.memory is None or "%" in self.memory)
 
 
-def check_memory(text: str | None) -> None:
+def check_memory_option(text: str | None) -> None:
     """Raises ConfigError for an amount that cannot be read, so that nobody waits for a model to learn it."""
     if text is not None:
         parse_memory(text, free=0)
 
 
-def make_runner(config: EngineConfig, model: Model, attention: AttentionBackend, limits: Limits) -> Runner:
+def make_runner(config: EngineConfig, model: Model, attention: AttentionBackend, limits: StepLimits) -> ModelRunner:
     """A runner with a cache as large as the config asks for, or as the device allows.
 
     Raises ConfigError where the cache, or a step beside it, does not fit.
     """
     size = config.block_size
     per_token = sum(layer.bytes_per_token(model.dtype) for layer in model.layers)
-    wish = Wish(
+    cache_size = CacheSizeRequest(
         config.kv_cache_memory, config.kv_blocks, per_token * size, limits.rows * -(-model.max_model_len // size)
     )
     memory = device_memory(model.device)
-    num_blocks = choose_num_blocks(wish, model, attention, size, limits, memory)
+    num_blocks = choose_num_blocks(cache_size, model, attention, size, limits, memory)
     try:
-        return Runner(model, attention, num_blocks, size, limits.rows if limits.graphs else 0)
+        return ModelRunner(model, attention, num_blocks, size, limits.rows if limits.graphs else 0)
     except Exception as error:
-        if not is_shortage(error):
+        if not is_out_of_memory(error):
             raise
     # Here nothing holds the half of the cache any more that was made.
     raise ConfigError(
-        f"A KV cache of {format_bytes(num_blocks * wish.block_bytes)} could not be made on {memory.name}, where "
+        f"A KV cache of {format_bytes(num_blocks * cache_size.block_bytes)} could not be made on {memory.name}, where "
         f"{format_bytes(memory.free())} are free; give it less (--kv-cache-memory)."
     )
 
 
 def choose_num_blocks(
-    wish: Wish, model: Model, attention: AttentionBackend, block_size: int, limits: Limits, memory: DeviceMemory
+    cache_size: CacheSizeRequest,
+    model: Model,
+    attention: AttentionBackend,
+    block_size: int,
+    limits: StepLimits,
+    memory: DeviceMemory,
 ) -> int:
     """How many blocks the cache gets, after the weights are loaded. Raises ConfigError as `make_runner` does."""
     free = memory.free()
-    asked = wish.bytes_of(free, memory.share)
+    asked = cache_size.bytes_of(free, memory.share)
     if asked > free:
         raise ConfigError(
             f"A KV cache of {format_bytes(asked)} was asked for, and {format_bytes(free)} are free on {memory.name}."
         )
     room = free
-    if memory.peak_of is not None:
-        cache_tokens = free // max(wish.block_bytes // block_size, 1)
-        peak = Trial(model, attention, block_size, limits, cache_tokens).peak(memory)
-        room = memory.free() - peak - RESERVE  # kernels that were loaded meanwhile are no longer free
-        _check_room(room, asked, peak, free, wish, limits, memory.name)
-    if wish.num_blocks is not None:
-        return wish.num_blocks
-    fitting = min(asked, room) // wish.block_bytes
+    if memory.measure_peak is not None:
+        cache_tokens = free // max(cache_size.block_bytes // block_size, 1)
+        peak = MemoryProfiler(model, attention, block_size, limits, cache_tokens).peak(memory)
+        room = memory.free() - peak - RESERVED_BYTES  # kernels that were loaded meanwhile are no longer free
+        _check_fits(room, asked, peak, free, cache_size, limits, memory.name)
+    if cache_size.num_blocks is not None:
+        return cache_size.num_blocks
+    fitting = min(asked, room) // cache_size.block_bytes
     if fitting < 1:
-        text = wish.memory or memory.share
-        raise ConfigError(f"--kv-cache-memory {text} does not hold one block of {format_bytes(wish.block_bytes)}.")
-    return min(fitting, wish.blocks_wanted)
+        text = cache_size.memory or memory.share
+        raise ConfigError(
+            f"--kv-cache-memory {text} does not hold one block of {format_bytes(cache_size.block_bytes)}."
+        )
+    return min(fitting, cache_size.blocks_wanted)
 
 
-def _check_room(room: int, asked: int, peak: int, free: int, wish: Wish, limits: Limits, device: str) -> None:
+def _check_fits(
+    room: int, asked: int, peak: int, free: int, cache_size: CacheSizeRequest, limits: StepLimits, device: str
+) -> None:
     """Raises ConfigError where no cache fits beside a step, or not the one that was asked for."""
-    takes = f"{limits} takes {format_bytes(peak + RESERVE)} of the {format_bytes(free)} that are free on {device}"
-    if room < wish.block_bytes:
+    takes = (
+        f"{limits} takes {format_bytes(peak + RESERVED_BYTES)} of the {format_bytes(free)} that are free on {device}"
+    )
+    if room < cache_size.block_bytes:
         raise ConfigError(
             f"{takes} after the weights, which leaves no room for a KV cache; a smaller --max-batch-tokens makes it "
             "smaller, and so does a smaller --max-seqs."
         )
-    if asked > room and not wish.is_share:
+    if asked > room and not cache_size.is_share:
         raise ConfigError(
             f"A KV cache of {format_bytes(asked)} was asked for. {takes}, so {format_bytes(max(room, 0))} are left for "
             "the cache; a smaller --max-batch-tokens leaves more."
         )
 
 
-class Trial:
+class MemoryProfiler:
     """The largest steps of a model, computed over a cache of one block, in which all sequences have their tokens.
 
     A step's memory does not depend on what is in the cache. Nothing of this is known to a scheduler or a block pool,
     and no graph is recorded. Left out is what few steps have: scores of prompts, and penalties of long texts. Where
-    such a step does not fit, it is made smaller (`driver.py`).
+    such a step does not fit, it is made smaller (`engine_thread.py`).
     """
 
     def __init__(
-        self, model: Model, attention: AttentionBackend, block_size: int, limits: Limits, cache_tokens: int
+        self, model: Model, attention: AttentionBackend, block_size: int, limits: StepLimits, cache_tokens: int
     ) -> None:
         """cache_tokens: how many the largest cache could hold"""
         self._model = model
@@ -177,31 +188,32 @@ class Trial:
         self._cache_tokens = cache_tokens
         self._longest = max(min(model.max_model_len, cache_tokens), 1)
         self._ids = [0] * self._longest
-        self._runner = Runner(model, attention, 1, block_size)
+        self._runner = ModelRunner(model, attention, 1, block_size)
         for layer in (*self._runner.kv_cache.keys, *self._runner.kv_cache.values):
             layer.zero_()  # rows that are no numbers would go another way
 
     def peak(self, memory: DeviceMemory) -> int:
         """Most bytes that a step takes. Raises ConfigError where not even one fits."""
-        assert memory.peak_of is not None
+        assert memory.measure_peak is not None
         try:
-            with current(self._model.device):
+            with use_device(self._model.device):
                 decode = self.decode_step()
-                peaks = [memory.peak_of(partial(self._compute, plan)) for plan in (*self.prompt_steps(), decode)]
+                steps = (*self.prompt_steps(), decode)
+                peaks = [memory.measure_peak(partial(self._compute, step)) for step in steps]
                 kept = 0
-                if takes_graphs(self._model, self._runner.attention, self._limits.graphs):
+                if uses_cuda_graphs(self._model, self._runner.attention, self._limits.graphs):
                     # Graphs have their own memory, which other steps cannot use, and logits of their own in it.
-                    kept = memory.peak_of(partial(self._forward, decode))
+                    kept = memory.measure_peak(partial(self._forward, decode))
                 return max(peaks) + kept
         except Exception as error:
-            if not is_shortage(error):
+            if not is_out_of_memory(error):
                 raise
         raise ConfigError(
             f"{self._limits} takes more than the {format_bytes(memory.free())} that are free on {memory.name} after "
             "the weights; a smaller --max-batch-tokens makes it smaller, and so does a smaller --max-seqs."
         )
 
-    def prompt_steps(self) -> list[StepPlan]:
+    def prompt_steps(self) -> list[SchedulerOutput]:
         """As many tokens as a step can have: of few long prompts, and of as many as there are seats."""
         rows, tokens = self._rows, self._limits.tokens
         few = [length for length in _lengths(rows, tokens, self._longest, least=0) if length]
@@ -209,40 +221,40 @@ class Trial:
         # Where attention copies the past of a chunk, the last one of a long text takes most.
         past = self._longest - few[0] if self._runner.attention.gathers_kv else 0
         return [
-            self._plan([(past, past + few[0]), *((0, length) for length in few[1:])]),
-            self._plan([(0, length) for length in many]),
+            self._scheduled([(past, past + few[0]), *((0, length) for length in few[1:])]),
+            self._scheduled([(0, length) for length in many]),
         ]
 
-    def decode_step(self) -> StepPlan:
+    def decode_step(self) -> SchedulerOutput:
         """One token in every seat, behind as much text as the cache could hold."""
         lengths = _lengths(self._rows, self._cache_tokens, self._longest, least=1)
-        return self._plan([(length - 1, length) for length in lengths])
+        return self._scheduled([(length - 1, length) for length in lengths])
 
-    def _plan(self, bounds: list[tuple[int, int]]) -> StepPlan:
+    def _scheduled(self, bounds: list[tuple[int, int]]) -> SchedulerOutput:
         """Slices start .. stop-1, after each of which a token is sampled."""
-        slices = []
+        chunks = []
         for number, (start, stop) in enumerate(bounds):
-            request = Request(number, self._ids, _EVERYTHING, 1, seed=number, grammar_state=_Anything())
-            request.counts = counts_for(_EVERYTHING, [])
+            request = Request(number, self._ids, _ALL_FEATURES, 1, seed=number, grammar_state=_AnyToken())
+            request.counts = counts_for(_ALL_FEATURES, [])
             if request.counts is not None:
                 request.counts.add(0)
             request.blocks = [0] * -(-stop // self._runner.kv_cache.block_size)
-            slices.append(Slice(request, start, stop, True, request.blocks))
-        return StepPlan(slices)
+            chunks.append(ScheduledChunk(request, start, stop, True, request.blocks))
+        return SchedulerOutput(chunks)
 
-    def _forward(self, plan: StepPlan) -> tuple[RaggedBatch, Logits]:
-        batch = RaggedBatch.build(plan, self._runner.kv_cache.block_size, self._model.device)
+    def _forward(self, scheduled: SchedulerOutput) -> tuple[RaggedBatch, Logits]:
+        batch = RaggedBatch.build(scheduled, self._runner.kv_cache.block_size, self._model.device)
         return batch, self._runner.forward(batch)
 
-    def _compute(self, plan: StepPlan) -> None:
+    def _compute(self, scheduled: SchedulerOutput) -> None:
         """A step as the engine computes it, every row with a form, filters, a penalty and log-probabilities."""
-        batch, logits = self._forward(plan)
-        rows = len(plan.to_sample)
+        batch, logits = self._forward(scheduled)
+        rows = len(scheduled.to_sample)
         masks = TokenMasks(torch.ones(rows, self._model.vocab_size, dtype=torch.bool), [None] * rows)
-        PendingSample(plan, logits, batch.scored, masks).get()
+        PendingSample(scheduled, logits, batch.scored, masks).get()
 
 
-class _Anything:
+class _AnyToken:
     """A form that allows every token."""
 
     is_finished = False

@@ -13,46 +13,48 @@ from contextlib import AbstractContextManager, suppress
 from typing import NamedTuple
 
 from cbatch.engine.base.outputs import TokenEvent
-from cbatch.engine.execution.model_runner import Runner
+from cbatch.engine.execution.model_runner import ModelRunner
 from cbatch.engine.runtime.batch import BlockTables, Logits, RaggedBatch
-from cbatch.engine.runtime.threads import one_thread
-from cbatch.engine.runtime.transfer import current
+from cbatch.engine.runtime.threads import single_threaded
+from cbatch.engine.runtime.transfer import use_device
 from cbatch.engine.sampling.output import PendingSample, grammar_states
-from cbatch.engine.scheduler.output import StepPlan
+from cbatch.engine.scheduler.output import SchedulerOutput
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.scheduler.scheduler import Scheduler
-from cbatch.engine.scheduler.step_time import Pacer
+from cbatch.engine.scheduler.step_time import StepTimeController
 from cbatch.engine.structured.masks import MaskFiller
 from cbatch.engine.tracing.spans import span
 
 
-class _Started(NamedTuple):
+class _LaunchedStep(NamedTuple):
     """A step whose logits [R, V] the device is computing."""
 
-    plan: StepPlan
+    scheduled: SchedulerOutput
     batch: RaggedBatch
     logits: Logits
 
 
-class Loop:
+class EngineCore:
     """Steps of one scheduler on one runner.
 
     num_steps:  how many have been taken in
     last_plan:  of the step that was begun last
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, pacer: Pacer, *, runs_ahead: bool) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: ModelRunner, step_time: StepTimeController, *, runs_ahead: bool
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.runs_ahead = runs_ahead
         self.num_steps = 0
-        self.last_plan = StepPlan()
-        self._flight: PendingSample | None = None
+        self.last_scheduled = SchedulerOutput()
+        self._in_flight: PendingSample | None = None
         self._events: list[TokenEvent] = []
         """Of what has been taken in, not yet returned: something raised after that."""
-        self._tables = BlockTables()
+        self._block_tables = BlockTables()
         self._masks = MaskFiller()
-        self._pacer = pacer
+        self._step_time = step_time
 
     @property
     def has_work(self) -> bool:
@@ -65,28 +67,28 @@ class Loop:
         Raises what the model or the device raises. What was planned is taken back then, and may be tried again.
         """
         with span("schedule"):
-            plan = self.scheduler.schedule()
-        if plan.slices:
-            self.last_plan = plan
+            scheduled = self.scheduler.schedule()
+        if scheduled.chunks:
+            self.last_scheduled = scheduled
         with self._on_device():
             try:
-                started = self._start(plan) if plan.slices else None
-                if self._flight is not None:  # the step before
-                    self._land()
-                    self._masks.begin(grammar_states(plan))
-                self._flight = self._sample(started) if started is not None else None
+                launched = self._launch(scheduled) if scheduled.chunks else None
+                if self._in_flight is not None:  # the step before
+                    self._complete()
+                    self._masks.begin(grammar_states(scheduled))
+                self._in_flight = self._sample(launched) if launched is not None else None
             except BaseException:
                 self._masks.result()
-                self.scheduler.abandon(plan)
+                self.scheduler.rollback(scheduled)
                 raise
             if not self.runs_ahead:
-                self._land()
+                self._complete()
         return self._take_events()
 
     def finish(self) -> list[TokenEvent]:
         """Takes in the step in flight, unless that raises, and returns all events that are left."""
         with suppress(Exception), self._on_device():
-            self._land()
+            self._complete()
         return self._take_events()
 
     def _take_events(self) -> list[TokenEvent]:
@@ -102,45 +104,47 @@ class Loop:
     def close(self) -> None:
         """Ends the threads that forms of outputs took, and forgets the step in flight."""
         self._masks.close()
-        self._flight = None
+        self._in_flight = None
 
-    def _start(self, plan: StepPlan) -> _Started:
+    def _launch(self, scheduled: SchedulerOutput) -> _LaunchedStep:
         """Starts the model, and on other threads those who find out what the forms of outputs leave."""
-        runner, coming = self.runner, None
-        if self._flight is None:
-            self._masks.begin(grammar_states(plan))
+        runner, known_on_device = self.runner, None
+        if self._in_flight is None:
+            self._masks.begin(grammar_states(scheduled))
         else:
-            coming = self._flight.coming
+            known_on_device = self._in_flight.in_flight_tokens
         with span("build"):
-            batch = RaggedBatch.build(plan, runner.kv_cache.block_size, runner.model.device, self._tables, coming)
+            batch = RaggedBatch.build(
+                scheduled, runner.kv_cache.block_size, runner.model.device, self._block_tables, known_on_device
+            )
         with span("forward"):
-            return _Started(plan, batch, runner.forward(batch))
+            return _LaunchedStep(scheduled, batch, runner.forward(batch))
 
-    def _land(self) -> None:
+    def _complete(self) -> None:
         """Waits for the tokens of the step in flight, if there is one, and commits them."""
-        flight, self._flight = self._flight, None
-        if flight is None:
+        step, self._in_flight = self._in_flight, None
+        if step is None:
             return
         try:
             with span("land"):
-                result = flight.get()
+                result = step.get()
         except BaseException:
-            self.scheduler.abandon(flight.plan)
+            self.scheduler.rollback(step.scheduled)
             raise
-        self.scheduler.prompt_limit = self._pacer.land(flight.plan)
+        self.scheduler.prefill_limit = self._step_time.step_completed(step.scheduled)
         with span("commit"):
-            self._events += self.scheduler.commit(flight.plan, result)
+            self._events += self.scheduler.update_from_output(step.scheduled, result)
         self.num_steps += 1
 
-    def _sample(self, started: _Started) -> PendingSample | None:
+    def _sample(self, launched: _LaunchedStep) -> PendingSample | None:
         """Has tokens chosen from the logits; None where all have ended that the step was for."""
-        plan, batch, logits = started
+        scheduled, batch, logits = launched
         masks = self._masks.result()
-        if all(slice_.request.has_ended for slice_ in plan.slices):
+        if all(chunk.request.has_ended for chunk in scheduled.chunks):
             return None
         with span("sample"):
-            return PendingSample(plan, logits, batch.scored, masks)
+            return PendingSample(scheduled, logits, batch.scored, masks)
 
     def _on_device(self) -> AbstractContextManager[object]:
         model = self.runner.model
-        return one_thread() if model.has_own_threads else current(model.device)
+        return single_threaded() if model.has_own_threads else use_device(model.device)

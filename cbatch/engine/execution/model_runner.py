@@ -14,16 +14,16 @@ from cbatch.engine.runtime.kv_cache import KVCache
 Part = TypeVar("Part")
 
 
-def takes_graphs(model: Model, attention: AttentionBackend, wanted: bool) -> TypeGuard[Recordable]:
+def uses_cuda_graphs(model: Model, attention: AttentionBackend, wanted: bool) -> TypeGuard[Recordable]:
     """Whether decode steps become CUDA graphs: where that is wanted, and device, model and attention allow it."""
     return wanted and model.device.type == "cuda" and is_recordable(model, attention)
 
 
-class Runner:
+class ModelRunner:
     """Owns the model and the cache's tensors, until it is closed; knows nothing of requests."""
 
     def __init__(
-        self, model: Model, attention: AttentionBackend, num_blocks: int, block_size: int, graph_rows: int = 0
+        self, model: Model, attention: AttentionBackend, num_blocks: int, block_size: int, max_graph_rows: int = 0
     ) -> None:
         """graph_rows: decode steps of up to so many rows become CUDA graphs, where model and attention allow it"""
         self.attention = attention
@@ -33,8 +33,8 @@ class Runner:
         self._model: Model | None = model
         self._kv_cache: KVCache | None = kv_cache
         self._graphs: DecodeGraphs | None = None
-        if takes_graphs(model, attention, graph_rows > 0):
-            self._graphs = DecodeGraphs(model, attention, kv_cache, graph_rows)
+        if uses_cuda_graphs(model, attention, max_graph_rows > 0):
+            self._graphs = DecodeGraphs(model, attention, kv_cache, max_graph_rows)
 
     @property
     def model(self) -> Model:

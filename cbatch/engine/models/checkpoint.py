@@ -15,7 +15,7 @@ from torch import Tensor
 from cbatch.engine.base.errors import ConfigError, ModelError
 from cbatch.engine.models.llama_spec import UnsupportedConfig, read_llama_spec
 from cbatch.engine.runtime.dtypes import choose_dtype
-from cbatch.engine.runtime.memory import is_shortage
+from cbatch.engine.runtime.memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from cbatch.engine.models.cpu import CpuModel
@@ -58,7 +58,7 @@ def load_fast_model(
     try:
         return _load(source, revision, device, dtype, quantize)
     except (RuntimeError, MemoryError) as error:
-        if not is_shortage(error):
+        if not is_out_of_memory(error):
             raise
         trouble = str(error).partition(". ")[0].rstrip(".")
     except (UnsupportedConfig, ImportError, OSError, SafetensorError) as error:

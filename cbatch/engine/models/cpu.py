@@ -25,7 +25,7 @@ from cbatch.engine.models.base import LinearCost
 from cbatch.engine.models.llama_spec import UnsupportedConfig, check_weights, read_llama_spec
 from cbatch.engine.models.packing import pack_weights
 from cbatch.engine.runtime.aligned import empty
-from cbatch.engine.runtime.batch import Likeliest, Logits, RaggedBatch
+from cbatch.engine.runtime.batch import Argmax, Logits, RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 from cbatch.engine.runtime.threads import num_threads
 
@@ -97,7 +97,7 @@ class CpuModel:
         """Logits [R, vocabulary] float32 of the rows that are wanted, which hold until the next step."""
         outputs, logits = self._outputs_for(len(batch.rows))
         self._thread_pool.run(decoder_step, *self._arguments(batch, kv_cache, outputs))
-        return Logits(logits, Likeliest(outputs.tokens, outputs.largest))
+        return Logits(logits, Argmax(outputs.tokens, outputs.largest))
 
     def _warm_up(self) -> None:
         """Compiles the kernels, or finds them in their cache."""

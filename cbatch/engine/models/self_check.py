@@ -14,7 +14,7 @@ from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.models.hf_adapter import TransformersModel
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache
-from cbatch.engine.scheduler.output import Slice, StepPlan
+from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput
 from cbatch.engine.scheduler.request import Request
 
 _LENGTHS = (11, 7)
@@ -84,8 +84,8 @@ def _paged_logits(
         slices = []
         for request, (start, stop) in zip(requests, bounds, strict=True):
             request.num_computed = start
-            slices.append(Slice.of(request, stop - start))
-        batch = RaggedBatch.build(StepPlan(slices), _BLOCK_SIZE, model.device)
+            slices.append(ScheduledChunk.of(request, stop - start))
+        batch = RaggedBatch.build(SchedulerOutput(slices), _BLOCK_SIZE, model.device)
         if far:
             batch.position_ids[slices[0].num_tokens :] += max(model.max_model_len - _LENGTHS[1], 0)
         logits = model.forward(batch, kv_cache, attention).values

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.engine.runtime.transfer import to_device
-from cbatch.engine.scheduler.output import Slice, StepPlan
+from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput
 from cbatch.engine.scheduler.request import Request
 
 
-class Coming(NamedTuple):
+class InFlightTokens(NamedTuple):
     """Tokens that are on the device, and not yet known on the host.
 
     tokens: [R] int64, what the step before has sampled
@@ -80,7 +80,7 @@ class BlockTables:
             self._array = np.zeros((8 * rows, self._array.shape[1]), np.int32)
 
 
-class Likeliest(NamedTuple):
+class Argmax(NamedTuple):
     """The token with the largest logit of each of R rows, the first of equal ones, on the host.
 
     tokens: [R] int64
@@ -95,10 +95,10 @@ class Logits(NamedTuple):
     """What a model gives for R rows: logits [R, V], and the likeliest tokens where it found them on its way."""
 
     values: Tensor
-    likeliest: Likeliest | None = None
+    argmax: Argmax | None = None
 
 
-class Late(NamedTuple):
+class DeviceTokens(NamedTuple):
     """Tokens that only the device knows: [N] places among the step's, and the rows of `tokens` [R] that go there."""
 
     tokens: Tensor
@@ -134,7 +134,7 @@ class RaggedBatch:
     stops: Sequence[int]
     device: torch.device
     scored: NDArray[np.bool_] | None = None
-    late: Late | None = None
+    device_tokens: DeviceTokens | None = None
 
     @property
     def input_ids(self) -> Tensor:
@@ -159,27 +159,27 @@ class RaggedBatch:
     @cached_property
     def _there(self) -> list[Tensor]:
         arrays: list[NDArray[Any]] = [self.ids, self.positions, self.slots, self.rows, self.tables]
-        if self.late is None:
+        if self.device_tokens is None:
             return to_device(arrays, self.device)
-        *there, places, rows = to_device([*arrays, self.late.places, self.late.rows], self.device)
-        there[0].index_copy_(0, places, self.late.tokens.index_select(0, rows))
+        *there, places, rows = to_device([*arrays, self.device_tokens.places, self.device_tokens.rows], self.device)
+        there[0].index_copy_(0, places, self.device_tokens.tokens.index_select(0, rows))
         return there
 
     @classmethod
     def build(
         cls,
-        plan: StepPlan,
+        scheduled: SchedulerOutput,
         block_size: int,
         device: torch.device,
         tables: BlockTables | None = None,
-        coming: Coming | None = None,
+        in_flight_tokens: InFlightTokens | None = None,
     ) -> RaggedBatch:
         """
         tables: kept from step to step, so that not all of it is made anew
         coming: tokens of the slices that the host does not know; they go into `input_ids` on the device, on a CPU
                 into `ids` at once
         """
-        requests, starts, stops, are_last, blocks, _ = zip(*plan.slices, strict=True)
+        requests, starts, stops, are_last, blocks, _ = zip(*scheduled.chunks, strict=True)
         # numpy, because torch takes longer, and each of its operations lets other threads take the interpreter.
         furthest = np.array(stops)
         lengths = furthest - np.array(starts)
@@ -189,37 +189,41 @@ class RaggedBatch:
         positions = np.arange(ends[-1]) + (furthest - ends)[sequence]
         slots = table[sequence, positions // block_size] * np.int64(block_size) + positions % block_size
         rows = (ends - 1)[np.array(are_last)]
-        scored = _scored_rows(plan)
+        scored = _scored_rows(scheduled)
         if len(scored):
             rows = np.union1d(rows, scored)
-        ids, unknown = _token_ids(plan.slices)
-        late = None
+        ids, unknown = _token_ids(scheduled.chunks)
+        device_tokens = None
         if unknown:
-            assert coming is not None, "tokens that nobody knows"
-            late = Late(coming.tokens, ends[unknown] - 1, np.array([coming.rows[requests[one]] for one in unknown]))
+            assert in_flight_tokens is not None, "tokens that nobody knows"
+            device_tokens = DeviceTokens(
+                in_flight_tokens.tokens,
+                ends[unknown] - 1,
+                np.array([in_flight_tokens.rows[requests[one]] for one in unknown]),
+            )
             if device.type == "cpu":
-                ids[late.places], late = coming.tokens.numpy()[late.rows], None
+                ids[device_tokens.places], device_tokens = in_flight_tokens.tokens.numpy()[device_tokens.rows], None
         is_scored = np.isin(rows, scored) if len(scored) else None
-        return cls(ids, positions, slots, rows, table, starts, stops, device, is_scored, late)
+        return cls(ids, positions, slots, rows, table, starts, stops, device, is_scored, device_tokens)
 
 
-def _token_ids(slices: Sequence[Slice]) -> tuple[NDArray[np.int64], list[int]]:
+def _token_ids(chunks: Sequence[ScheduledChunk]) -> tuple[NDArray[np.int64], list[int]]:
     """The tokens of all slices as far as the host knows them, and the slices whose last one it does not know."""
-    known = [slice_.request.token_ids[slice_.start : slice_.stop] for slice_ in slices]
+    known = [chunk.request.token_ids[chunk.start : chunk.stop] for chunk in chunks]
     unknown = []
-    for number, (slice_, tokens) in enumerate(zip(slices, known, strict=True)):
-        if len(tokens) < slice_.stop - slice_.start:
+    for number, (chunk, tokens) in enumerate(zip(chunks, known, strict=True)):
+        if len(tokens) < chunk.stop - chunk.start:
             tokens.append(0)
             unknown.append(number)
     return np.fromiter(chain.from_iterable(known), np.int64), unknown
 
 
-def _scored_rows(plan: StepPlan) -> NDArray[np.int64]:
+def _scored_rows(scheduled: SchedulerOutput) -> NDArray[np.int64]:
     """Rows of the ragged batch whose logits score a prompt; most steps have none."""
     rows: list[int] = []
-    if any(slice_.request.scores_prompt for slice_ in plan.slices):
+    if any(chunk.request.scores_prompt for chunk in scheduled.chunks):
         first = 0
-        for slice_ in plan.slices:
-            rows += [first + place - slice_.start for place in slice_.to_score]
-            first += slice_.num_tokens
+        for chunk in scheduled.chunks:
+            rows += [first + place - chunk.start for place in chunk.to_score]
+            first += chunk.num_tokens
     return np.array(rows, np.int64)

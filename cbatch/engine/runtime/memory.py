@@ -27,7 +27,7 @@ class DeviceMemory:
     name: str
     share: str
     free: Callable[[], int]
-    peak_of: Callable[[Step], int] | None = None
+    measure_peak: Callable[[Step], int] | None = None
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
@@ -38,30 +38,30 @@ def device_memory(device: torch.device) -> DeviceMemory:
     seconds, for which everybody would wait at the start.
     """
     if device.type == "cuda":
-        return DeviceMemory(str(device), "90%", partial(_free_of_gpu, device), partial(_peak_of_gpu, device))
-    return DeviceMemory(str(device), "25%", _free_of_host)
+        return DeviceMemory(str(device), "90%", partial(_free_gpu_bytes, device), partial(_measure_gpu_peak, device))
+    return DeviceMemory(str(device), "25%", _free_host_bytes)
 
 
-def _free_of_host() -> int:
+def _free_host_bytes() -> int:
     import psutil
 
     return int(psutil.virtual_memory().available)
 
 
-def _free_of_gpu(device: torch.device) -> int:
+def _free_gpu_bytes(device: torch.device) -> int:
     """What the driver has left, when it has back whatever torch keeps for later: a cache is one or two large pieces."""
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info(device)[0])
 
 
-def _peak_of_gpu(device: torch.device, step: Step) -> int:
+def _measure_gpu_peak(device: torch.device, step: Step) -> int:
     # The host counts what it hands out, so nobody has to wait for the device.
     torch.cuda.reset_peak_memory_stats(device)
     step()
     return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
 
 
-def give_back(device: torch.device) -> None:
+def release_memory(device: torch.device) -> None:
     """Returns what nobody holds any more to the device, also what is held only by cycles of Python's objects."""
     gc.collect()
     if device.type == "cuda":
@@ -72,7 +72,7 @@ _SIGNS = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough 
 """In texts of drivers and libraries (CUDA, cuBLAS, Triton, torch on a CPU), which have no kind of error for it."""
 
 
-def is_shortage(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that memory did not suffice, or came up while such a one was handled."""
     return any(
         isinstance(one, torch.OutOfMemoryError | MemoryError)
@@ -81,7 +81,7 @@ def is_shortage(error: BaseException) -> bool:
     )
 
 
-def let_go(error: BaseException) -> None:
+def clear_frames(error: BaseException) -> None:
     """Empties the frames that an error was raised through, so that whoever keeps it does not keep their tensors."""
     for one in _chain(error):
         traceback.clear_frames(one.__traceback__)

@@ -12,13 +12,13 @@ _outside = threading.local()
 
 
 def num_threads() -> int:
-    """How many threads computing may take, also within `one_thread`."""
+    """How many threads computing may take, also within `single_threaded`."""
     count: int = getattr(_outside, "count", None) or torch.get_num_threads()
     return count
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def single_threaded() -> Iterator[None]:
     """Keeps torch's operations on the calling thread.
 
     When one of its parallel operations is over, its other threads look for more for about a millisecond, and so take

@@ -16,7 +16,7 @@ _ALIGNMENT = 16
 """Bytes: kernels are compiled for addresses that are multiples of it, or once more for others."""
 
 
-def current(device: torch.device) -> AbstractContextManager[object]:
+def use_device(device: torch.device) -> AbstractContextManager[object]:
     """Kernels of Triton are launched on torch's current device, wherever the tensors lie."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
@@ -25,10 +25,10 @@ def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tens
     """The arrays as tensors there, by one copy that nobody waits for. On the CPU they keep their memory."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    return views(packed(arrays, arrays, pin=True).to(device, non_blocking=True), arrays)
+    return unpack(pack(arrays, arrays, pin=True).to(device, non_blocking=True), arrays)
 
 
-class ToHost:
+class HostCopy:
     """Tensors on their way to the host. Nobody waits for them until they are asked for."""
 
     def __init__(self, *tensors: Tensor) -> None:
@@ -49,7 +49,7 @@ class ToHost:
         return self._tensors
 
 
-def packed(arrays: Sequence[NDArray[Any]], room: Sequence[NDArray[Any]], *, pin: bool) -> Tensor:
+def pack(arrays: Sequence[NDArray[Any]], room: Sequence[NDArray[Any]], *, pin: bool) -> Tensor:
     """The bytes of all arrays, each where that of `room` begins, in memory that ends with the last.
 
     room: the arrays themselves, or larger ones; each has an aligned place
@@ -62,8 +62,8 @@ def packed(arrays: Sequence[NDArray[Any]], room: Sequence[NDArray[Any]], *, pin:
     return buffer
 
 
-def views(buffer: Tensor, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-    """A buffer for arrays of these shapes and types (see `packed`), as tensors that share its memory."""
+def unpack(buffer: Tensor, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+    """A buffer for arrays of these shapes and types (see `pack`), as tensors that share its memory."""
     result = []
     for array, place in zip(arrays, _places(arrays), strict=False):
         kind = torch.from_numpy(np.empty(0, array.dtype)).dtype
@@ -71,7 +71,7 @@ def views(buffer: Tensor, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
     return result
 
 
-def size_of(arrays: Sequence[NDArray[Any]]) -> int:
+def packed_size(arrays: Sequence[NDArray[Any]]) -> int:
     """Bytes of a buffer for all arrays."""
     return _places(arrays)[-1]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cbatch.engine.base.outputs import TokenLogprobs
-from cbatch.engine.runtime.transfer import ToHost
+from cbatch.engine.runtime.transfer import HostCopy
 
 MIN_LOGPROB = -9999.0
 """What stands for minus infinity, which JSON does not have; OpenAI's own number."""
@@ -30,7 +30,7 @@ class PendingLogprobs:
         size = max(MAX_ELEMENTS // logits.shape[-1], 1)
         most = min(max(counts, default=0), logits.shape[-1])
         parts = [_score(logits[at : at + size], token_ids[at : at + size], most) for at in range(0, len(counts), size)]
-        self._parts = [ToHost(token_ids), *(ToHost(*part) for part in parts)]
+        self._parts = [HostCopy(token_ids), *(HostCopy(*part) for part in parts)]
 
     def get(self) -> list[TokenLogprobs]:
         """One for each row, when they are there. Not a number where the logits are none."""

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.outputs import Sample, TokenLogprobs
-from cbatch.engine.runtime.batch import Coming, Logits
+from cbatch.engine.runtime.batch import InFlightTokens, Logits
 from cbatch.engine.runtime.transfer import to_device
 from cbatch.engine.sampling.logprobs import PendingLogprobs
 from cbatch.engine.sampling.processors import Processors
 from cbatch.engine.sampling.sampler import SampledTokens, sample
-from cbatch.engine.scheduler.output import StepPlan, StepResult
+from cbatch.engine.scheduler.output import SchedulerOutput, StepResult
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.structured.grammar import GrammarState
 from cbatch.engine.structured.masks import TokenMasks
@@ -31,7 +31,11 @@ class PendingSample:
     """A step whose tokens are being chosen; what the host is to know of them is on its way."""
 
     def __init__(
-        self, plan: StepPlan, logits: Logits, scored: NDArray[np.bool_] | None = None, masks: TokenMasks | None = None
+        self,
+        scheduled: SchedulerOutput,
+        logits: Logits,
+        scored: NDArray[np.bool_] | None = None,
+        masks: TokenMasks | None = None,
     ) -> None:
         """Begins to sample a token for each request of a step that gets one, and to score prompts.
 
@@ -41,12 +45,12 @@ class PendingSample:
         scored:  [R] bool, which of them score prompts; None where none does
         masks:   what the forms of outputs leave to the plan's `grammar_states`; None where there are none
         """
-        self.plan = plan
+        self.scheduled = scheduled
         self._scores: PendingLogprobs | None = None
         if scored is not None:
-            self._scores = _begin_scores(plan, _pick(logits.values, np.flatnonzero(scored)))
+            self._scores = _begin_scores(scheduled, _pick(logits.values, np.flatnonzero(scored)))
             logits = Logits(_pick(logits.values, np.flatnonzero(~scored)))
-        self._requests = requests = [slice_.request for slice_ in plan.to_sample]
+        self._requests = requests = [chunk.request for chunk in scheduled.to_sample]
         self._constrained_rows = _constrained_rows(requests)
         self._masks = masks
         allowed = masks.allowed if masks is not None else None
@@ -54,18 +58,18 @@ class PendingSample:
         self._logprobs: PendingLogprobs | None = None
         if requests:
             processed = values = logits.values
-            likeliest = logits.likeliest
+            argmax = logits.argmax
             if allowed is not None or any(request.changes_logits for request in requests):
                 processed = Processors.build(requests, values.device).apply(values, allowed, self._constrained_rows)
-                likeliest = None
-            self._sampled = sample(processed, requests, likeliest)
+                argmax = None
+            self._sampled = sample(processed, requests, argmax)
             self._logprobs = _begin_logprobs(requests, values, self._sampled)
 
     @property
-    def coming(self) -> Coming:
+    def in_flight_tokens(self) -> InFlightTokens:
         """The tokens on the device, for the next step."""
         tokens = self._sampled.tokens if self._sampled is not None else torch.empty(0, dtype=torch.int64)
-        return Coming(tokens, {request: row for row, request in enumerate(self._requests)})
+        return InFlightTokens(tokens, {request: row for row, request in enumerate(self._requests)})
 
     def get(self) -> StepResult:
         """What came of it, as soon as it is there."""
@@ -86,7 +90,7 @@ class PendingSample:
                 grammar_state is not None and grammar_state.is_finished
             ):  # nothing is left because nothing more may come
                 wrong[row] = None
-        _mark_broken_scores(self.plan, scores, wrong)
+        _mark_broken_scores(self.scheduled, scores, wrong)
         return StepResult([Sample(*row) for row in zip(token_ids, logprobs, wrong, strict=True)], scores)
 
     def _get_scores(self) -> list[list[TokenLogprobs]]:
@@ -94,12 +98,12 @@ class PendingSample:
         if self._scores is None:
             return []
         found = iter(self._scores.get())
-        return [[next(found) for _ in slice_.to_score] for slice_ in self.plan.to_score]
+        return [[next(found) for _ in chunk.to_score] for chunk in self.scheduled.to_score]
 
 
-def grammar_states(plan: StepPlan) -> list[GrammarState]:
+def grammar_states(scheduled: SchedulerOutput) -> list[GrammarState]:
     """Those of the requests that get a token from a plan, in their order."""
-    requests = [slice_.request for slice_ in plan.to_sample]
+    requests = [chunk.request for chunk in scheduled.to_sample]
     return [requests[row].grammar_state for row in _constrained_rows(requests)]  # type: ignore[misc]
 
 
@@ -119,11 +123,11 @@ def _what_is_wrong(largest: float, request: Request) -> RequestError:
     return NO_ALLOWED_TOKEN if largest == -math.inf and forbids else NAN
 
 
-def _begin_scores(plan: StepPlan, logits: Tensor) -> PendingLogprobs:
+def _begin_scores(scheduled: SchedulerOutput, logits: Tensor) -> PendingLogprobs:
     """Log-probabilities of the prompt tokens that follow the rows of logits [N, V]."""
     token_ids, counts = [], []
-    for slice_ in plan.to_score:
-        places, request = slice_.to_score, slice_.request
+    for chunk in scheduled.to_score:
+        places, request = chunk.to_score, chunk.request
         token_ids += request.token_ids[places.start + 1 : places.stop + 1]
         counts += [request.params.prompt_logprobs or 0] * len(places)
     return PendingLogprobs(logits, to_device([np.array(token_ids, np.int64)], logits.device)[0], counts)
@@ -140,11 +144,13 @@ def _begin_logprobs(requests: list[Request], logits: Tensor, chosen: SampledToke
     )
 
 
-def _mark_broken_scores(plan: StepPlan, scores: list[list[TokenLogprobs]], wrong: list[RequestError | None]) -> None:
+def _mark_broken_scores(
+    scheduled: SchedulerOutput, scores: list[list[TokenLogprobs]], wrong: list[RequestError | None]
+) -> None:
     """A prompt with a score that is not a number, in this chunk or an earlier one, has none at all."""
-    now = {slice_.request: found for slice_, found in zip(plan.to_score, scores, strict=True)}
-    for row, slice_ in enumerate(plan.to_sample):
-        request = slice_.request
+    now = {chunk.request: found for chunk, found in zip(scheduled.to_score, scores, strict=True)}
+    for row, chunk in enumerate(scheduled.to_sample):
+        request = chunk.request
         if (
             request.scores_prompt
             and request.num_generated == 0

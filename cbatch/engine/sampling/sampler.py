@@ -22,9 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.engine.runtime.batch import Likeliest
+from cbatch.engine.runtime.batch import Argmax
 from cbatch.engine.runtime.threads import num_threads
-from cbatch.engine.runtime.transfer import ToHost, to_device
+from cbatch.engine.runtime.transfer import HostCopy, to_device
 from cbatch.engine.scheduler.request import Request
 
 _MASK32 = 0xFFFFFFFF
@@ -107,21 +107,21 @@ class _OnDevice:
 
     def __init__(self, tokens: Tensor, largest: Tensor) -> None:
         self.tokens = tokens
-        self._both = ToHost(torch.stack((tokens.double(), largest.double())))
+        self._both = HostCopy(torch.stack((tokens.double(), largest.double())))
 
     def get(self) -> tuple[list[int], list[float]]:
         (pair,) = self._both.get()
         return pair[0].long().tolist(), pair[1].tolist()
 
 
-def sample(logits: Tensor, requests: list[Request], likeliest: Likeliest | None = None) -> SampledTokens:
+def sample(logits: Tensor, requests: list[Request], argmax: Argmax | None = None) -> SampledTokens:
     """Chooses a token for each row of logits [R, V]. On a GPU nobody waits for that.
 
     likeliest: of these logits, where they are known
     """
     drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
-    if likeliest is not None or (logits.dtype == torch.float32 and logits.device.type == "cpu"):
-        tokens, largest = likeliest or _likeliest(logits)
+    if argmax is not None or (logits.dtype == torch.float32 and logits.device.type == "cpu"):
+        tokens, largest = argmax or _likeliest(logits)
         if drawn:
             tokens = tokens.copy()
             tokens[drawn] = _draw_on_host(logits, drawn, SamplingMetadata.build(drawn, requests, logits.device))
@@ -134,10 +134,10 @@ def sample(logits: Tensor, requests: list[Request], likeliest: Likeliest | None 
     return _OnDevice(best, most)
 
 
-def _likeliest(logits: Tensor) -> Likeliest:
+def _likeliest(logits: Tensor) -> Argmax:
     rows = logits.numpy()
     tokens = rows.argmax(axis=-1)  # many times faster than torch's
-    return Likeliest(tokens, rows[np.arange(len(rows)), tokens])
+    return Argmax(tokens, rows[np.arange(len(rows)), tokens])
 
 
 @cache

@@ -47,7 +47,7 @@ class BlockPool:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def references(self, block: int) -> int:
+    def ref_count(self, block: int) -> int:
         """How many requests hold a block."""
         return self._references[block]
 
@@ -56,7 +56,7 @@ class BlockPool:
         if count > len(self._free):
             raise AssertionError(f"{count} blocks asked for, {len(self._free)} free")
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
-        self.forget(blocks)
+        self.evict(blocks)
         for block in blocks:
             self._references[block] = 1
         return blocks
@@ -71,7 +71,7 @@ class BlockPool:
                 self._free[block] = None
                 self._free.move_to_end(block, last=self._keys[block] is not None)
 
-    def match(self, token_ids: Sequence[int]) -> list[int]:
+    def get_cached_blocks(self, token_ids: Sequence[int]) -> list[int]:
         """Published blocks that hold the beginning of a sequence, but for its last token: that is to be computed."""
         size = self.block_size
         blocks: list[int] = []
@@ -84,13 +84,13 @@ class BlockPool:
             content = self._contents[block]
         return blocks
 
-    def share(self, blocks: Sequence[int]) -> None:
-        """Takes one reference more to each block that `match` has found."""
+    def touch(self, blocks: Sequence[int]) -> None:
+        """Takes one reference more to each block that `get_cached_blocks` has found."""
         for block in blocks:
             self._references[block] += 1
             self._free.pop(block, None)
 
-    def publish(self, blocks: Sequence[int], token_ids: Sequence[int], start: int, stop: int) -> None:
+    def cache_full_blocks(self, blocks: Sequence[int], token_ids: Sequence[int], start: int, stop: int) -> None:
         """Makes known the blocks of a sequence that its tokens `start .. stop-1` fill up."""
         size = self.block_size
         for index in range(start // size, stop // size):
@@ -106,7 +106,7 @@ class BlockPool:
             else:  # computed twice, side by side: both lead to what follows
                 self._contents[block] = self._contents[same]
 
-    def forget(self, blocks: Sequence[int]) -> None:
+    def evict(self, blocks: Sequence[int]) -> None:
         """Takes back that these blocks hold something others can use."""
         for block in blocks:
             self._contents[block] = UNKNOWN

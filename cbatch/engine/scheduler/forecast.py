@@ -61,7 +61,7 @@ class OutputLengths:
         return self._sums[len(self._sorted) - index - 1]
 
 
-def peak(used: int, growing: Sequence[Growth], block_size: int) -> int:
+def projected_peak(used: int, growing: Sequence[Growth], block_size: int) -> int:
     """Most blocks that are held at once until all have ended, where each step gives each request a token.
 
     used:    blocks that are held now

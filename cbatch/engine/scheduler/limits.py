@@ -8,7 +8,7 @@ from cbatch.engine.base.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class SequenceLimits:
     """Longest sequences, in tokens: of the model's context, and of the KV cache when it is empty.
 
     The last token of an output needs no place in the cache.

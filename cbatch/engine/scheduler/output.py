@@ -10,7 +10,7 @@ from cbatch.engine.base.outputs import Sample, TokenLogprobs
 from cbatch.engine.scheduler.request import Request
 
 
-class Slice(NamedTuple):
+class ScheduledChunk(NamedTuple):
     """Tokens `start .. stop-1` of one request, computed in one step.
 
     is_last:  whether the request's last token is among them, so that its next one can be sampled
@@ -26,7 +26,7 @@ class Slice(NamedTuple):
     to_score: range = range(0)
 
     @classmethod
-    def of(cls, request: Request, most: int) -> Slice:
+    def of(cls, request: Request, most: int) -> ScheduledChunk:
         """The next tokens of a request, `most` at most."""
         start, wanted = request.num_computed, request.num_tokens
         stop = min(wanted, start + most)
@@ -41,30 +41,30 @@ class Slice(NamedTuple):
 
 
 @dataclass(slots=True)
-class StepPlan:
+class SchedulerOutput:
     """The slices of one step, at most one for a request, and the requests that entered with it."""
 
-    slices: list[Slice] = field(default_factory=list)
+    chunks: list[ScheduledChunk] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
-        return sum(slice_.num_tokens for slice_ in self.slices)
+        return sum(chunk.num_tokens for chunk in self.chunks)
 
     @property
     def num_decoding(self) -> int:
         """Rows that decode: a slice of one token that is not a prompt's first."""
-        return sum(slice_.is_last and slice_.num_tokens == 1 and slice_.start > 0 for slice_ in self.slices)
+        return sum(chunk.is_last and chunk.num_tokens == 1 and chunk.start > 0 for chunk in self.chunks)
 
     @property
-    def to_sample(self) -> list[Slice]:
+    def to_sample(self) -> list[ScheduledChunk]:
         """Slices whose requests get a token from this step, in slice order."""
-        return [slice_ for slice_ in self.slices if slice_.is_last]
+        return [chunk for chunk in self.chunks if chunk.is_last]
 
     @property
-    def to_score(self) -> list[Slice]:
+    def to_score(self) -> list[ScheduledChunk]:
         """Slices that hold tokens of a prompt to be scored, in slice order."""
-        return [slice_ for slice_ in self.slices if slice_.to_score]
+        return [chunk for chunk in self.chunks if chunk.to_score]
 
 
 @dataclass(frozen=True, slots=True)

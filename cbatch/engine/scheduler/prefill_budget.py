@@ -11,25 +11,25 @@ from collections.abc import Iterable
 
 from cbatch.engine.scheduler.request import Request
 
-Rank = tuple[int, int, int]
+ScheduleKey = tuple[int, int, int]
 
 
-def rank(request: Request) -> Rank:
+def schedule_key(request: Request) -> ScheduleKey:
     """The order of a step: priority, then decoding (0), entering (1) and prefill, the shortest first, then age."""
     if request.is_decoding:
         return request.priority, 0, request.id
     return request.priority, request.num_pending if request.is_running else 1, request.id
 
 
-class PromptShares:
-    """Says how many tokens of a step each prompt may have; asked in the order of `rank`.
+class PrefillBudget:
+    """Says how many tokens of a step each prompt may have; asked in the order of `schedule_key`.
 
     limit: most tokens of all prompts; None for no limit. It holds for those that come behind a row that decodes,
            which are no more urgent than that.
     is_limited: whether such a row has been planned
     """
 
-    def __init__(self, limit: int | None, running: Iterable[tuple[Rank, Request]]) -> None:
+    def __init__(self, limit: int | None, running: Iterable[tuple[ScheduleKey, Request]]) -> None:
         self.is_limited = False
         self._left = limit
         self._kept: dict[int, int] = {}
@@ -39,7 +39,7 @@ class PromptShares:
                 self._oldest[priority] = request
 
     @property
-    def is_spent(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether the limit leaves no more to prompts."""
         return self.is_limited and self._left == 0
 

@@ -94,10 +94,10 @@ class Request:
     changes_logits: bool = field(init=False)
     num_prompt: int = field(init=False)
     num_computed: int = 0
-    num_coming: int = 0
+    num_output_placeholders: int = 0
     num_cached: int = 0
     num_preemptions: int = 0
-    num_setbacks: int = 0
+    num_peer_preemptions: int = 0
     has_ended: bool = False
     scored: list[TokenLogprobs] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
@@ -109,12 +109,12 @@ class Request:
     @property
     def num_tokens(self) -> int:
         """Known and coming."""
-        return len(self.token_ids) + self.num_coming
+        return len(self.token_ids) + self.num_output_placeholders
 
     @property
     def num_pending(self) -> int:
         """Tokens that no step has been planned for, at least 1 between steps."""
-        return len(self.token_ids) + self.num_coming - self.num_computed
+        return len(self.token_ids) + self.num_output_placeholders - self.num_computed
 
     @property
     def num_generated(self) -> int:
@@ -123,12 +123,15 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """Whether one token of work gives the next token; true for the last token of a prefill too."""
-        return self.num_computed > 0 and self.num_computed + 1 == len(self.token_ids) + self.num_coming
+        return self.num_computed > 0 and self.num_computed + 1 == len(self.token_ids) + self.num_output_placeholders
 
     @property
-    def needs_no_step(self) -> bool:
+    def is_finishing(self) -> bool:
         """Whether the last token that it may have is coming."""
-        return self.num_coming > 0 and self.num_generated + self.num_coming >= self.max_new_tokens
+        return (
+            self.num_output_placeholders > 0
+            and self.num_generated + self.num_output_placeholders >= self.max_new_tokens
+        )
 
     @property
     def is_running(self) -> bool:
@@ -145,7 +148,7 @@ class Request:
         return self.params.prompt_logprobs is not None
 
     @property
-    def is_to_score(self) -> bool:
+    def has_unscored_prompt(self) -> bool:
         """Whether tokens of its prompt have no score yet that are to have one."""
         return self.scores_prompt and len(self.scored) < self.num_prompt - 1
 

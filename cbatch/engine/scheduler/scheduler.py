@@ -33,11 +33,11 @@ from collections.abc import Iterator, Sequence
 
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.base.outputs import Sample, TokenEvent
-from cbatch.engine.scheduler.admission import Admission, age
+from cbatch.engine.scheduler.admission import AdmissionPolicy, priority_key
 from cbatch.engine.scheduler.block_pool import BlockPool
-from cbatch.engine.scheduler.limits import Room
-from cbatch.engine.scheduler.output import Slice, StepPlan, StepResult
-from cbatch.engine.scheduler.prefill_budget import PromptShares, Rank, rank
+from cbatch.engine.scheduler.limits import SequenceLimits
+from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput, StepResult
+from cbatch.engine.scheduler.prefill_budget import PrefillBudget, ScheduleKey, schedule_key
 from cbatch.engine.scheduler.request import Request
 
 
@@ -59,53 +59,53 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         # With more seats than budget, decoding requests could leave a prefill no token, for ever.
         self.max_seqs = min(max_seqs, max_batch_tokens)
-        self.room = Room(max_model_len, pool.capacity)
+        self.room = SequenceLimits(max_model_len, pool.capacity)
         self.prefix_cache = prefix_cache
-        self._admission = Admission(pool, self.room)
+        self._admission = AdmissionPolicy(pool, self.room)
         self._limits = self.max_batch_tokens, self.max_seqs
-        self.prompt_limit: int | None = None
+        self.prefill_limit: int | None = None
         """Most tokens of prompts in a step beside rows that decode and are as urgent."""
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.leaving: set[Request] = set()
+        self.finishing: set[Request] = set()
         """Those whose last token is coming: they need neither seat nor blocks any more."""
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         """Tokens of the prompts that were computed, and those of them that were in the cache already."""
-        self.held_back: Counter[str] = Counter(seats=0, cache=0, budget=0, target=0)
-        """Steps that left requests waiting, by what was short: `seats`, `cache`, `budget` or the time of `target`."""
+        self.held_back: Counter[str] = Counter(slots=0, cache=0, budget=0, target=0)
+        """Steps that left requests waiting, by what was short: `slots`, `cache`, `budget` or the time of `target`."""
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self.leaving)
+        return bool(self.waiting or self.running or self.finishing)
 
     def add(self, request: Request) -> None:
-        insort(self.waiting, request, key=age)
+        insort(self.waiting, request, key=priority_key)
 
     def cancel(self, request: Request) -> None:
         """Takes a request out, wherever it is, and frees its blocks. What a step in flight gives it is dropped."""
         request.has_ended = True
         if request.is_running:
-            self._release(request)
-        elif request in self.leaving:
-            self.leaving.remove(request)
+            self._free_blocks(request)
+        elif request in self.finishing:
+            self.finishing.remove(request)
         else:
             self.waiting.remove(request)
 
-    def schedule(self) -> StepPlan:
+    def schedule(self) -> SchedulerOutput:
         """Plans one step and gives every planned token its place in the cache. It counts as computed from now on.
 
         Whoever is preempted comes later in the order than who preempts him, so nothing planned is taken back.
         """
-        plan = StepPlan()
-        self._let_leave()
+        scheduled = SchedulerOutput()
+        self._free_finishing()
         self._admission.running_changed()
         budget = self.max_batch_tokens
         preempted: set[Request] = set()
-        running = sorted([(rank(request), request) for request in self.running])
-        prompts = PromptShares(self.prompt_limit, running)
-        order = heapq.merge(running, self._heads_of_waiting(preempted)) if self.waiting else running
+        running = sorted([(schedule_key(request), request) for request in self.running])
+        prompts = PrefillBudget(self.prefill_limit, running)
+        order = heapq.merge(running, self._waiting_in_order(preempted)) if self.waiting else running
         for (_, pending, _), request in order:
             if budget == 0:
                 break
@@ -113,42 +113,42 @@ class Scheduler:
             if request in preempted or allowed == 0:
                 continue
             if request.is_running:
-                preempted.update(self._grow(request))
+                preempted.update(self._extend_blocks(request))
             elif request is self.waiting[0]:  # else someone older was sent back to wait just now
                 preempted.update(self._admit(request))
                 if request.is_running:
-                    plan.admitted.append(request)
+                    scheduled.admitted.append(request)
             if request.is_running:
-                slice_ = self._plan(request, allowed)
-                plan.slices.append(slice_)
-                budget -= slice_.stop - slice_.start
+                chunk = self._schedule_chunk(request, allowed)
+                scheduled.chunks.append(chunk)
+                budget -= chunk.stop - chunk.start
                 if pending:
-                    prompts.take(request, slice_.stop - slice_.start)
+                    prompts.take(request, chunk.stop - chunk.start)
                 else:
                     prompts.is_limited = True
         if self.waiting:
-            full = len(self.running) >= self.max_seqs
-            self.held_back["seats" if full else "target" if prompts.is_spent else "cache" if budget else "budget"] += 1
-        return plan
+            full, is_late = len(self.running) >= self.max_seqs, prompts.is_exhausted
+            self.held_back["slots" if full else "target" if is_late else "cache" if budget else "budget"] += 1
+        return scheduled
 
-    def _let_leave(self) -> None:
+    def _free_finishing(self) -> None:
         """Takes seats and blocks from requests whose last token is coming: others can have them from this step on."""
-        for request in [request for request in self.running if request.needs_no_step]:
-            self._send_back(request)
+        for request in [request for request in self.running if request.is_finishing]:
+            self._stop_running(request)
 
-    def _plan(self, request: Request, budget: int) -> Slice:
+    def _schedule_chunk(self, request: Request, budget: int) -> ScheduledChunk:
         """The request's next tokens, as many as the budget allows; they count as computed."""
-        slice_ = Slice.of(request, budget)
-        request.num_computed = slice_.stop
-        request.num_coming += slice_.is_last
-        self._publish(request, slice_.start)
-        return slice_
+        chunk = ScheduledChunk.of(request, budget)
+        request.num_computed = chunk.stop
+        request.num_output_placeholders += chunk.is_last
+        self._cache_full_blocks(request, chunk.start)
+        return chunk
 
-    def _publish(self, request: Request, start: int) -> None:
+    def _cache_full_blocks(self, request: Request, start: int) -> None:
         """Makes known the blocks that are full from token `start` on, as far as it is known what they hold."""
         stop, size = min(request.num_computed, len(request.token_ids)), self.pool.block_size
         if self.prefix_cache and start // size < stop // size:
-            self.pool.publish(request.blocks, request.token_ids, start, stop)
+            self.pool.cache_full_blocks(request.blocks, request.token_ids, start, stop)
 
     def shrink(self, num_tokens: int) -> bool:
         """Makes steps half as large as one of `num_tokens`, which memory could not hold; False where that was 1."""
@@ -157,7 +157,7 @@ class Scheduler:
             return False
         self.max_batch_tokens = num_tokens // 2
         self.max_seqs = min(self.max_seqs, self.max_batch_tokens)
-        for request in sorted(self.running, key=age)[self.max_seqs :]:
+        for request in sorted(self.running, key=priority_key)[self.max_seqs :]:
             self._preempt(request)
         return True
 
@@ -168,71 +168,71 @@ class Scheduler:
         self.max_seqs = min(2 * self.max_seqs, seqs, self.max_batch_tokens)
         return (self.max_batch_tokens, self.max_seqs) == self._limits
 
-    def _heads_of_waiting(self, preempted: set[Request]) -> Iterator[tuple[Rank, Request]]:
+    def _waiting_in_order(self, preempted: set[Request]) -> Iterator[tuple[ScheduleKey, Request]]:
         """The first waiting request, again and again, until one stays waiting or was preempted just now."""
         while self.waiting and self.waiting[0] not in preempted:
             head = self.waiting[0]
-            yield rank(head), head
+            yield schedule_key(head), head
             if not head.is_running:
                 return
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+    def update_from_output(self, scheduled: SchedulerOutput, result: StepResult) -> list[TokenEvent]:
         """Takes in what a step has computed, but for requests that have ended since it was planned."""
-        for slice_, scores in zip(plan.to_score, result.scores, strict=True):
-            known = slice_.request.scored
-            known += scores[len(known) - slice_.to_score.start :]
+        for chunk, scores in zip(scheduled.to_score, result.scores, strict=True):
+            known = chunk.request.scored
+            known += scores[len(known) - chunk.to_score.start :]
         events = []
-        for slice_, sample in zip(plan.to_sample, result.samples, strict=True):
+        for chunk, sample in zip(scheduled.to_sample, result.samples, strict=True):
             if sample.error is not None and sample.error.code == "nan_logits":
-                self.pool.forget(slice_.blocks)  # others must not take over what may be no numbers either
-            if not slice_.request.has_ended:
-                events.append(self._accept(slice_.request, sample))
+                self.pool.evict(chunk.blocks)  # others must not take over what may be no numbers either
+            if not chunk.request.has_ended:
+                events.append(self._accept(chunk.request, sample))
         return events
 
     def _accept(self, request: Request, sample: Sample) -> TokenEvent:
         """Gives a request the token that was coming."""
-        request.num_coming -= 1
+        request.num_output_placeholders -= 1
         if request.num_generated == 0:
             self.num_prompt_tokens += request.num_prompt
             self.num_cached_tokens += request.num_cached
         event = request.accept(sample)
         if event.finish_reason is not None:
             if event.token_id is not None:
-                self._admission.learn(request.num_generated)
+                self._admission.observe_length(request.num_generated)
             self.cancel(request)
         else:
-            self._publish(request, len(request.token_ids) - 1)
+            self._cache_full_blocks(request, len(request.token_ids) - 1)
         return event
 
-    def abandon(self, plan: StepPlan) -> None:
+    def rollback(self, scheduled: SchedulerOutput) -> None:
         """Takes back a plan that was not computed: what it published, and who entered relying on that.
 
         Steps that were planned later have to be taken back too.
         """
         size = self.pool.block_size
-        for slice_ in plan.slices:
-            request = slice_.request
-            self.pool.forget(slice_.blocks[slice_.start // size : slice_.stop // size])
-            request.num_coming -= slice_.is_last
-            if request.blocks is slice_.blocks:
-                request.num_computed = min(request.num_computed, slice_.start)
-            elif request in self.leaving:
-                self.leaving.remove(request)
+        for chunk in scheduled.chunks:
+            request = chunk.request
+            self.pool.evict(chunk.blocks[chunk.start // size : chunk.stop // size])
+            request.num_output_placeholders -= chunk.is_last
+            if request.blocks is chunk.blocks:
+                request.num_computed = min(request.num_computed, chunk.start)
+            elif request in self.finishing:
+                self.finishing.remove(request)
                 self.add(request)
-        for request in plan.admitted:
+        for request in scheduled.admitted:
             if request.is_running:
-                self._send_back(request)
+                self._stop_running(request)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where an invariant is broken; tests call it after every step."""
         self.pool.check_integrity()
         held = Counter(block for request in self.running for block in request.blocks)
-        assert all(self.pool.references(block) == count for block, count in held.items())
+        assert all(self.pool.ref_count(block) == count for block, count in held.items())
         assert len(held) == self.pool.num_used, "a block is taken that nobody holds"
         assert all(len(request.blocks) == len(set(request.blocks)) for request in self.running)
         assert not any(request.blocks or request.num_computed for request in self.waiting)
         assert not set(self.running) & set(self.waiting) and len(self.running) <= self.max_seqs
-        assert not any(request.blocks or request in self.waiting for request in self.leaving)
+        assert not any(request.blocks or request in self.waiting for request in self.finishing)
         for request in self.running:
             assert request.num_computed <= len(request.blocks) * self.pool.block_size
 
@@ -244,52 +244,56 @@ class Scheduler:
         if len(self.running) >= self.max_seqs and all(other.priority <= request.priority for other in self.running):
             return []
         # A prompt that is scored needs the logits of all its tokens.
-        shared = self.pool.match(request.token_ids) if self.prefix_cache and not request.is_to_score else []
-        victims = self._admission.make_room(request, shared, self.running, self.max_seqs)
+        shared = (
+            self.pool.get_cached_blocks(request.token_ids)
+            if self.prefix_cache and not request.has_unscored_prompt
+            else []
+        )
+        victims = self._admission.find_victims(request, shared, self.running, self.max_seqs)
         if victims is None:
             return []
         for victim in victims:
             self._preempt(victim)
         self.waiting.remove(request)
         self.running.append(request)
-        self.pool.share(shared)
+        self.pool.touch(shared)
         request.blocks = shared + self.pool.allocate(self.pool.blocks_for(request.num_tokens) - len(shared))
         request.num_computed = len(shared) * self.pool.block_size
         if request.num_generated == 0 and request.num_preemptions == 0:
             request.num_cached = request.num_computed
-        self._admission.entered(request)
+        self._admission.admit(request)
         return victims
 
-    def _grow(self, request: Request) -> Sequence[Request]:
+    def _extend_blocks(self, request: Request) -> Sequence[Request]:
         """Gives a running request blocks for all its known tokens. Returns whom that preempted, perhaps itself."""
         need = self.pool.blocks_for(request.num_tokens) - len(request.blocks)
         if need <= 0:
             return ()
         victims: list[Request] = []
         while self.pool.num_free < need and request not in victims:
-            victims.append(max(self.running, key=age))
-            victims[-1].num_setbacks += victims[-1].priority == request.priority
+            victims.append(max(self.running, key=priority_key))
+            victims[-1].num_peer_preemptions += victims[-1].priority == request.priority
             self._preempt(victims[-1])
         if request not in victims:
             request.blocks += self.pool.allocate(need)
         return victims
 
     def _preempt(self, request: Request) -> None:
-        self._send_back(request)
+        self._stop_running(request)
         self._admission.running_changed()
         request.num_preemptions += 1
         self.num_preemptions += 1
 
-    def _send_back(self, request: Request) -> None:
+    def _stop_running(self, request: Request) -> None:
         """Takes seat and blocks from a request; it waits for others, or only for its last token."""
-        self._release(request)
+        self._free_blocks(request)
         request.num_computed = 0
-        if request.needs_no_step:
-            self.leaving.add(request)
+        if request.is_finishing:
+            self.finishing.add(request)
         else:
             self.add(request)
 
-    def _release(self, request: Request) -> None:
+    def _free_blocks(self, request: Request) -> None:
         self.running.remove(request)
         self.pool.free(request.blocks)
         request.blocks = []

@@ -76,8 +76,8 @@ def summarize(events: Iterable[tuple[str, Interval] | None], *, on_device: bool)
     first = min((interval.begin for interval in whole), default=0.0)
     last = max((interval.end for interval in whole), default=0.0)
     waits = [Interval(max(begin, first), min(end, last)) for begin, end in found[WAIT]]
-    busy = covered(work)
-    waited = covered([*work, *waits]) - busy
+    busy = union_length(work)
+    waited = union_length([*work, *waits]) - busy
     length = last - first - waited
     return TraceSummary(
         num_steps=len(found[STEP]),
@@ -88,7 +88,7 @@ def summarize(events: Iterable[tuple[str, Interval] | None], *, on_device: bool)
     )
 
 
-def covered(intervals: Iterable[Interval]) -> float:
+def union_length(intervals: Iterable[Interval]) -> float:
     """How long at least one of the intervals lasts: what several streams do at once counts once."""
     total, until = 0.0, -math.inf
     for begin, end in sorted(intervals):

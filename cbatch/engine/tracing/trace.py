@@ -26,8 +26,8 @@ _profiler_is_taken = threading.Lock()
 """torch has one profiler for a process, and may crash where two are nested."""
 
 
-class Trace:
-    """Records steps for the `Driver` that it is given to, and writes them down once there are enough, or at the end.
+class StepTracer:
+    """Records steps of an `EngineThread`, and writes them down once there are enough, or at the end.
 
     The profiler records the thread that starts it, and what the device does for anybody. Whatever goes wrong with it
     ends the recording, and never a step.
@@ -44,7 +44,7 @@ class Trace:
         self.warmup = warmup
         self.num_steps = 0
         self.summary: TraceSummary | None = None
-        self.trouble = ""
+        self.error = ""
         self._last = warmup + steps
         self._profiler: torch.profiler.profile | None = None
         self._has_lock = self._is_recording = self._on_device = False
@@ -146,4 +146,4 @@ class Trace:
         except Exception as error:  # a trace is worth no step, whatever the profiler or the disk has
             self._give_back()
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            self.trouble = f"Cannot write the trace {self.path}: {reason or repr(error)}."
+            self.error = f"Cannot write the trace {self.path}: {reason or repr(error)}."

@@ -15,7 +15,7 @@ import pytest
 from cbatch.cli.bench.load.generator import LoadResult, find_capacity, run_load
 from cbatch.cli.bench.load.users import SLO, Scenario, Turn, parse_duration
 from cbatch.cli.bench.workload import LengthDistribution
-from cbatch.engine import ConfigError, Driver, Engine, RequestError, SamplingParams, TokenEvent
+from cbatch.engine import ConfigError, Engine, EngineThread, RequestError, SamplingParams, TokenEvent
 from tests.support.tiny_models import VOCABULARY, make_engine, make_network
 
 Submission = SimpleNamespace
@@ -368,7 +368,7 @@ def test_what_is_no_duration(text: str) -> None:
         parse_duration(text)
 
 
-class Watched(Driver):
+class Watched(EngineThread):
     """A real driver; and a clock that goes on by a millisecond at each look, and stands while answers are due."""
 
     def __init__(self, engine: Engine) -> None:
@@ -401,21 +401,24 @@ class Watched(Driver):
 
 def test_a_real_driver() -> None:
     """Guards the sink and its thread: tokens are the engine's, turns are found in its cache, and all is freed."""
-    driver = Watched(make_engine(make_network("llama"), prefix_cache=True))
+    engine_thread = Watched(make_engine(make_network("llama"), prefix_cache=True))
     asked = scenario(users=3, rate=1e6, duration_s=1.0, think_s=0.001, turns=3, vocabulary=VOCABULARY)
     try:
-        result = run_load(driver, asked, SLO(100.0, 1e-6), driver)
+        result = run_load(engine_thread, asked, SLO(100.0, 1e-6), engine_thread)
         events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-        driver.submit([1, 2, 3], SamplingParams(max_tokens=2), events.put)
+        engine_thread.submit([1, 2, 3], SamplingParams(max_tokens=2), events.put)
         while events.get(timeout=30).finish_reason is None:
             pass
-        assert driver.engine.blocks.num_used == 0 and driver.load.running == driver.load.waiting == 0
+        assert (
+            engine_thread.engine.block_pool.num_used == 0
+            and engine_thread.load.running == engine_thread.load.waiting == 0
+        )
     finally:
-        driver.close()
+        engine_thread.close()
     assert (result.users, result.users_served, result.errors) == (3, 1.0, 0)
     assert result.answers > 6 and result.output_tokens >= 5 * result.answers
     assert result.cached_tokens > 0
     alone = make_engine(make_network("llama"))
-    for prompt, tokens in driver.seen[:6]:
+    for prompt, tokens in engine_thread.seen[:6]:
         assert alone.generate([prompt], SamplingParams(max_tokens=5, ignore_eos=True))[0].token_ids == tokens
-    assert max(len(prompt) for prompt, _ in driver.seen) == 4 + 9 + 9
+    assert max(len(prompt) for prompt, _ in engine_thread.seen) == 4 + 9 + 9

@@ -147,7 +147,7 @@ def test_example_of_a_step() -> None:
     forward = engine.runner.forward
 
     def spy(batch: Any) -> Any:
-        held.append([list(slice_.request.blocks) for slice_ in engine.last_plan.slices])
+        held.append([list(chunk.request.blocks) for chunk in engine.last_scheduled.chunks])
         return forward(batch)
 
     engine.runner.forward = spy  # type: ignore[method-assign]

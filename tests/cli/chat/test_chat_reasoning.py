@@ -35,9 +35,9 @@ def make(change: str) -> ChatHarness:
 def harness(request: pytest.FixtureRequest) -> Iterator[ChatHarness]:
     made = make(request.param)
     yield made
-    assert made.client.driver is not None
-    made.client.driver.close()
-    made.client.driver.engine.close()
+    assert made.client.engine_thread is not None
+    made.client.engine_thread.close()
+    made.client.engine_thread.engine.close()
 
 
 def shown(controller: Any) -> list[str]:
@@ -63,9 +63,9 @@ def test_reasoning_is_shown_apart_and_not_told_again(tmp_path: Path) -> None:
     assert (kept.text, kept.reasoning, kept.generated) == (text, reply.reasoning, reply.raw)
     with pytest.raises(Exception, match="complete"):
         controller.continue_reply(controller.current)
-    assert harness.client.driver is not None
-    harness.client.driver.close()
-    harness.client.driver.engine.close()
+    assert harness.client.engine_thread is not None
+    harness.client.engine_thread.close()
+    harness.client.engine_thread.engine.close()
 
 
 def test_thoughts_that_are_cut_off_go_on(harness: ChatHarness) -> None:

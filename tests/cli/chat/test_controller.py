@@ -58,8 +58,8 @@ class ChatHarness:
         return session.last.reply.text
 
     def is_idle(self) -> bool:
-        assert self.client.driver is not None
-        load = self.client.driver.load
+        assert self.client.engine_thread is not None
+        load = self.client.engine_thread.load
         return load.running == load.waiting == 0
 
     def wait_idle(self) -> None:
@@ -73,9 +73,9 @@ class ChatHarness:
 def harness() -> Iterator[ChatHarness]:
     made = ChatHarness(Engine(EngineConfig(dtype="float32", device="cpu")))
     yield made
-    assert made.client.driver is not None
-    made.client.driver.close()
-    made.client.driver.engine.close()
+    assert made.client.engine_thread is not None
+    made.client.engine_thread.close()
+    made.client.engine_thread.engine.close()
 
 
 LONG = {"ignore_eos": True, "max_tokens": 300}
@@ -119,10 +119,10 @@ def test_stopped_and_continued_is_the_whole_answer(harness: ChatHarness, params:
 
 def test_500_cancelled_answers_leave_nothing_behind(harness: ChatHarness) -> None:
     """Guards memory: answers cut off at random moments, waiting, in their prefill or later, give their blocks back."""
-    driver = harness.client.driver
-    assert driver is not None
+    engine_thread = harness.client.engine_thread
+    assert engine_thread is not None
     harness.wait_idle()
-    free = driver.engine.blocks.num_free
+    free = engine_thread.engine.block_pool.num_free
     chance = random.Random(5)
     controller = harness.make(params=LONG)
     for number in range(49):
@@ -145,8 +145,8 @@ def test_500_cancelled_answers_leave_nothing_behind(harness: ChatHarness) -> Non
                 break
     controller.end_all()
     harness.wait_idle()
-    assert driver.engine.blocks.num_free == free
-    driver.engine.scheduler.check_integrity()
+    assert engine_thread.engine.block_pool.num_free == free
+    engine_thread.engine.scheduler.check_integrity()
 
 
 def test_retry_keeps_the_answer_before(harness: ChatHarness) -> None:
@@ -224,43 +224,43 @@ def test_an_engine_that_fails_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     controller = harness.make()
     controller.send(controller.current, "Tell me a story.")
     controller.send(controller.current, "Hello.")
-    assert harness.client.driver is not None
+    assert harness.client.engine_thread is not None
 
     def broken() -> None:
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(harness.client.driver.engine, "step", broken)
+    monkeypatch.setattr(harness.client.engine_thread.engine, "step", broken)
     harness.settle(controller)
     reply = reply_of(controller.current)
     assert "device lost" in reply.error and "/load opens it" in reply.remark
     assert controller.current.queue == ["Hello."]
     assert Status(controller, BackgroundRun()).lines() == ["the engine has failed: device lost"]
-    harness.client.driver.close()
-    harness.client.driver.engine.close()
+    harness.client.engine_thread.close()
+    harness.client.engine_thread.engine.close()
 
 
 def test_a_batch_that_ends_early_leaves_the_engine_to_the_chat(harness: ChatHarness, tmp_path: Path) -> None:
     """Guards `/run stop`: what is not finished is taken out of the engine, and nothing more is put in."""
-    driver = harness.client.driver
-    assert driver is not None
+    engine_thread = harness.client.engine_thread
+    assert engine_thread is not None
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows = [{"prompt": f"Tell me story {n}.", "ignore_eos": True, "max_tokens": 20 + 9 * n} for n in range(100)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     background = BackgroundRun()
-    background.start(driver, f"{source} -o {out} --window 50")
+    background.start(engine_thread, f"{source} -o {out} --window 50")
     with pytest.raises(UserError, match="A batch is running"):
-        background.start(driver, f"{source} -o {out}")
+        background.start(engine_thread, f"{source} -o {out}")
     end = time.monotonic() + PATIENCE
     while not (out.exists() and out.read_bytes()):
         assert time.monotonic() < end
         time.sleep(0.01)
     background.stop()
-    before = driver.num_tokens
+    before = engine_thread.num_tokens
     harness.wait_idle()
-    assert driver.num_tokens - before < 32 * 20, "it went on with rows that nobody waits for"
+    assert engine_thread.num_tokens - before < 32 * 20, "it went on with rows that nobody waits for"
     background.close()
     assert not background.is_running and 0 < len(out.read_bytes().splitlines()) < 100
-    assert driver.engine.blocks.num_used == 0
+    assert engine_thread.engine.block_pool.num_used == 0
 
 
 @pytest.mark.parametrize(
@@ -281,9 +281,9 @@ def test_a_batch_that_ends_early_leaves_the_engine_to_the_chat(harness: ChatHarn
 )
 def test_what_run_refuses(harness: ChatHarness, line: str, message: str) -> None:
     """Guards `/run` against options that make no sense under a chat: a sentence, at once."""
-    assert harness.client.driver is not None
+    assert harness.client.engine_thread is not None
     with pytest.raises(UserError, match=message):
-        BackgroundRun().start(harness.client.driver, line)
+        BackgroundRun().start(harness.client.engine_thread, line)
 
 
 def test_a_greedy_session_is_sampled_for_a_retry(harness: ChatHarness) -> None:

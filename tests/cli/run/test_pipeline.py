@@ -25,7 +25,7 @@ from cbatch.cli.run.output.writer import StreamWriter
 from cbatch.cli.run.pipeline import Pipeline, Window
 from cbatch.cli.run.requests import RequestBuilder, RowOptions
 from cbatch.cli.run.stats import RunStats
-from cbatch.engine import Driver, Engine, EngineConfig, SamplingParams
+from cbatch.engine import Engine, EngineConfig, EngineThread, SamplingParams
 from scripts.benchmarks.rows import measure_apart
 
 
@@ -38,14 +38,14 @@ def engine(model_folder: Path) -> Iterator[Engine]:
 def run(engine: Engine, data: bytes, window: int = 16) -> list[dict[str, Any]]:
     """What a run makes of an input, through the real reader, driver and output."""
     stream = io.BytesIO()
-    driver = Driver(engine)
+    engine_thread = EngineThread(engine)
     builder = RequestBuilder(engine, RowOptions(params=SamplingParams(max_tokens=2)))
     try:
-        pipeline = Pipeline(driver, StreamWriter(stream, input_order=True), builder, RunStats(), window=window)
+        pipeline = Pipeline(engine_thread, StreamWriter(stream, input_order=True), builder, RunStats(), window=window)
         pipeline.run(read_lines(io.BytesIO(data)), lambda: None)
     finally:
-        driver.close()
-    assert driver.failure is None and engine.blocks.num_used == 0
+        engine_thread.close()
+    assert engine_thread.failure is None and engine.block_pool.num_used == 0
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
@@ -146,7 +146,7 @@ def test_the_window_bounds_bytes_as_well_as_rows() -> None:
 def test_what_was_finished_before_a_signal_is_written(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards rows that are finished and still in the queue, more than one write takes, when the signal comes."""
     monkeypatch.setattr(batch_module, "MAX_ROWS_PER_WRITE", 4)
-    stream, driver = io.BytesIO(), Driver(engine)
+    stream, engine_thread = io.BytesIO(), EngineThread(engine)
     pipeline: Pipeline
 
     class Slow(StreamWriter):
@@ -160,10 +160,10 @@ def test_what_was_finished_before_a_signal_is_written(engine: Engine, monkeypatc
             return super().write(rows)
 
     builder = RequestBuilder(engine, RowOptions(params=SamplingParams()))
-    pipeline = Pipeline(driver, Slow(stream, input_order=True), builder, RunStats(), window=100)
+    pipeline = Pipeline(engine_thread, Slow(stream, input_order=True), builder, RunStats(), window=100)
     with pytest.raises(Interrupted):
         pipeline.run(read_lines(io.BytesIO(b"{bad\n" * 40)), lambda: None)
-    driver.close()
+    engine_thread.close()
     assert len(stream.getvalue().splitlines()) == 40
 
 

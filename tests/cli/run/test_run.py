@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from cbatch.cli.main import run_command
 from cbatch.cli.run.output.writer import FileWriter
-from cbatch.engine import engine_thread as driver
+from cbatch.engine import engine_thread as engine_thread
 from cbatch.engine.text.detokenizer import IncrementalDetokenizer
 from tests.support.model_folder import save_model
 
@@ -341,9 +341,9 @@ def test_a_failing_engine_is_exit_3_and_keeps_what_is_done(
     run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Guards finished rows, the slowly written ones too, against a crash in a later step; and against hanging."""
-    step, write = driver.Engine.step, FileWriter.write
+    step, write = engine_thread.Engine.step, FileWriter.write
 
-    def failing(self: driver.Engine) -> Any:
+    def failing(self: engine_thread.Engine) -> Any:
         if self.num_steps == 5:
             raise RuntimeError("the device is on fire")
         return step(self)
@@ -352,7 +352,7 @@ def test_a_failing_engine_is_exit_3_and_keeps_what_is_done(
         time.sleep(0.05)
         return write(self, rows)
 
-    monkeypatch.setattr(driver.Engine, "step", failing)
+    monkeypatch.setattr(engine_thread.Engine, "step", failing)
     monkeypatch.setattr(FileWriter, "write", slow)
     code, rows = run([{"prompt": "a", "max_tokens": 2}] * 6 + [{"prompt": "b", "max_tokens": 90}])
     assert code == 3 and sorted(row["index"] for row in rows) == [0, 1, 2, 3, 4, 5]
@@ -365,14 +365,14 @@ def test_a_hiccup_is_told_of_and_costs_no_row(
     """Guards a run against one step that fails: the same rows, exit code 0, and a word about it at the end."""
     rows = [{"id": n, "prompt": f"row {n}", "temperature": 1.0, "max_tokens": 9} for n in range(5)]
     expected = run(rows)
-    step, failures = driver.Engine.step, [RuntimeError("a hiccup")]
+    step, failures = engine_thread.Engine.step, [RuntimeError("a hiccup")]
 
-    def failing(self: driver.Engine) -> Any:
+    def failing(self: engine_thread.Engine) -> Any:
         if self.num_steps == 4 and failures:
             raise failures.pop()
         return step(self)
 
-    monkeypatch.setattr(driver.Engine, "step", failing)
+    monkeypatch.setattr(engine_thread.Engine, "step", failing)
     assert run(rows) == expected and not failures
     assert "1 tried again (RuntimeError: a hiccup)" in capfd.readouterr().err
 

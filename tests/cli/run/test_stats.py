@@ -64,7 +64,7 @@ def test_time_left_is_estimated_from_tokens(monkeypatch: pytest.MonkeyPatch) -> 
         ({"idle_s": 6.0}, 5.0, "the output, which took rows slowly"),
         ({"num_shrinks": 2}, 0.0, "the device's memory, which made the batch smaller 2 times"),
         ({}, 0.0, "the model: there were seldom more rows than could run at once"),
-        ({"held_back": {"seats": 90, "cache": 1}}, 0.0, "all 8 seats (--max-seqs) were taken in 90% of the steps"),
+        ({"held_back": {"slots": 90, "cache": 1}}, 0.0, "all 8 seats (--max-seqs) were taken in 90% of the steps"),
         ({"held_back": {"cache": 50}}, 0.0, "the KV cache, which was full (3 preemptions"),
         ({"held_back": {"budget": 50}}, 0.0, "(--max-batch-tokens 64) while prompts waited in 50%"),
         ({"held_back": {"target": 40}}, 0.0, "(--target-step-ms), which made prompts wait in 40% of the steps"),
@@ -80,7 +80,7 @@ def test_what_limited_a_run(state: dict[str, Any], waited: float, expected: str)
 
 def test_a_second_run_on_an_engine_counts_its_own() -> None:
     """Guards the figures of a batch under a chat, whose engine has worked, and waited, before."""
-    before = EngineCounters(100, 3, 1, 0, 60.0, Counter(seats=5))
-    assert EngineCounters(110, 3, 2, 0, 61.0, Counter(seats=7)) - before == EngineCounters(
-        10, 0, 1, 0, 1.0, Counter(seats=2)
+    before = EngineCounters(100, 3, 1, 0, 60.0, Counter(slots=5))
+    assert EngineCounters(110, 3, 2, 0, 61.0, Counter(slots=7)) - before == EngineCounters(
+        10, 0, 1, 0, 1.0, Counter(slots=2)
     )

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.engine_thread import Driver
-from cbatch.engine.execution.cuda_graphs import DecodeGraphs, Recorder, Run, size_for
+from cbatch.engine.engine_thread import EngineThread
+from cbatch.engine.execution.cuda_graphs import DecodeGraphs, GraphRecorder, Run, graph_size_for
 from tests.support.cuda_model import (
     DEVICE,
     LENGTHS,
@@ -54,13 +54,13 @@ class Repeater:
         return replay
 
 
-def recorder() -> Recorder | Repeater:
-    return Recorder(DEVICE) if DEVICE.type == "cuda" else Repeater()
+def recorder() -> GraphRecorder | Repeater:
+    return GraphRecorder(DEVICE) if DEVICE.type == "cuda" else Repeater()
 
 
 def test_sizes() -> None:
     """Guards the sizes of graphs: none too small, few of them, and little computed for nothing."""
-    sizes = {rows: size_for(rows) for rows in range(1, 513)}
+    sizes = {rows: graph_size_for(rows) for rows in range(1, 513)}
     assert all(rows <= size <= max(rows + 31, 4) for rows, size in sizes.items())
     assert len(set(sizes.values())) < 40 and sizes[1] == 1 and sizes[256] == 256
 
@@ -150,12 +150,12 @@ def test_a_driver_does_without_graphs_where_memory_does_not_suffice(monkeypatch:
     record.error = torch.OutOfMemoryError("CUDA out of memory")
     with engine_around(monkeypatch, decoder) as engine:
         engine.runner._graphs = DecodeGraphs(decoder, engine.runner.attention, engine.runner.kv_cache, 4, record)
-        driver, events = Driver(engine), [SimpleQueue[TokenEvent]() for _ in LENGTHS]
+        engine_thread, events = EngineThread(engine), [SimpleQueue[TokenEvent]() for _ in LENGTHS]
         for prompt, length, sink in zip(make_prompts(LENGTHS), OUTPUTS, events, strict=True):
-            driver.submit(prompt, SamplingParams(max_tokens=length), sink.put)
+            engine_thread.submit(prompt, SamplingParams(max_tokens=length), sink.put)
         found = [[sink.get(timeout=60).token_id for _ in range(n)] for n, sink in zip(OUTPUTS, events, strict=True)]
-        driver.close()
-    assert found == expected_of("qwen3, norms") and driver.num_retries == driver.num_shrinks == 0
+        engine_thread.close()
+    assert found == expected_of("qwen3, norms") and engine_thread.num_retries == engine_thread.num_shrinks == 0
 
 
 def test_the_first_run_has_to_come_through(monkeypatch: pytest.MonkeyPatch) -> None:

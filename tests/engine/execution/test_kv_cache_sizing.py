@@ -20,7 +20,13 @@ from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.engine import Engine
 from cbatch.engine.execution import kv_cache_sizing as sizing
-from cbatch.engine.execution.kv_cache_sizing import RESERVE, Limits, Trial, Wish, choose_num_blocks
+from cbatch.engine.execution.kv_cache_sizing import (
+    RESERVED_BYTES,
+    CacheSizeRequest,
+    MemoryProfiler,
+    StepLimits,
+    choose_num_blocks,
+)
 from cbatch.engine.models.hf_adapter import TransformersModel
 from cbatch.engine.models.self_check import checked_model
 from cbatch.engine.runtime.batch import RaggedBatch
@@ -79,7 +85,9 @@ def make(**config: Any) -> Engine:
     return Engine(EngineConfig(**settings), loaded(make_network("llama")))
 
 
-def choose(memory: str | None = None, num_blocks: int | None = None, limits: Limits | None = None, **gpu: int) -> int:
+def choose(
+    memory: str | None = None, num_blocks: int | None = None, limits: StepLimits | None = None, **gpu: int
+) -> int:
     """Blocks of 1 MiB, of which 100,000 would be of use, on such a device."""
     device = Gpu(**gpu)
     model = checked_model(make_network("llama"))
@@ -90,11 +98,11 @@ def choose(memory: str | None = None, num_blocks: int | None = None, limits: Lim
         return forward(batch, *others)
 
     model.forward = seen  # type: ignore[method-assign]
-    wish = Wish(memory, num_blocks, MIB, 100_000)
-    return choose_num_blocks(wish, model, ReferenceAttention(), 4, limits or Limits(2, 64), device.memory)
+    cache_size = CacheSizeRequest(memory, num_blocks, MIB, 100_000)
+    return choose_num_blocks(cache_size, model, ReferenceAttention(), 4, limits or StepLimits(2, 64), device.memory)
 
 
-STEP = 64 * A_TOKEN + RESERVE
+STEP = 64 * A_TOKEN + RESERVED_BYTES
 
 
 def test_the_cache_gets_what_is_asked_for_where_there_is_room() -> None:
@@ -156,24 +164,24 @@ def test_the_largest_steps_are_tried(gpu: Gpu) -> None:
     assert few == [64] and many == [11, 11, 11, 11, 10, 10] and decode == [1] * 6
     assert seen[0].stops == (160,), "attention that copies the past is tried at the end of the context"
     assert seen[2].stops == (160,) * 6 and [len(one.logit_rows) for one in seen] == [1, 6, 6]
-    assert engine.blocks.num_blocks == 6 * 40, "no more than every seat can use"
+    assert engine.block_pool.num_blocks == 6 * 40, "no more than every seat can use"
 
 
 def test_long_budgets_are_tried_in_several_rows() -> None:
     """Guards budgets beyond the context, caches that hold less than the context, and those of a single seat."""
     model = checked_model(make_network("llama"))
 
-    def bounds(limits: Limits, cache_tokens: int) -> list[list[tuple[int, int]]]:
-        trial = Trial(model, ReferenceAttention(), 4, limits, cache_tokens)
+    def bounds(limits: StepLimits, cache_tokens: int) -> list[list[tuple[int, int]]]:
+        trial = MemoryProfiler(model, ReferenceAttention(), 4, limits, cache_tokens)
         plans = [*trial.prompt_steps(), trial.decode_step()]
-        return [[(one.start, one.stop) for one in plan.slices] for plan in plans]
+        return [[(one.start, one.stop) for one in scheduled.chunks] for scheduled in plans]
 
-    few, many, decode = bounds(Limits(3, 400), 300)
+    few, many, decode = bounds(StepLimits(3, 400), 300)
     assert few == [(0, 160), (0, 160), (0, 80)] and many == [(0, 134), (0, 133), (0, 133)]
     assert decode == [(159, 160), (139, 140), (0, 1)]
-    assert bounds(Limits(1, 7), 50) == [[(43, 50)], [(0, 7)], [(49, 50)]]
-    assert bounds(Limits(1, 500), 50) == [[(0, 50)], [(0, 50)], [(49, 50)]]
-    assert bounds(Limits(4, 2), 0) == [[(0, 1), (0, 1)], [(0, 1), (0, 1)], [(0, 1), (0, 1)]]
+    assert bounds(StepLimits(1, 7), 50) == [[(43, 50)], [(0, 7)], [(49, 50)]]
+    assert bounds(StepLimits(1, 500), 50) == [[(0, 50)], [(0, 50)], [(49, 50)]]
+    assert bounds(StepLimits(4, 2), 0) == [[(0, 1), (0, 1)], [(0, 1), (0, 1)], [(0, 1), (0, 1)]]
 
 
 def test_every_row_of_the_trial_asks_for_everything(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,9 +194,9 @@ def test_every_row_of_the_trial_asks_for_everything(gpu: Gpu, monkeypatch: pytes
 
     monkeypatch.setattr(sizing, "PendingSample", watch)
     make()
-    (plan, logits, _, masks), done = seen[1]
+    (scheduled, logits, _, masks), done = seen[1]
     assert logits.values.shape == masks.allowed.shape == (6, VOCABULARY)
-    params = plan.to_sample[0].request.params
+    params = scheduled.to_sample[0].request.params
     assert not params.greedy and params.top_k and params.top_p < 1 and params.min_p and params.presence_penalty
     assert all(sample.error is None and len(sample.logprobs.top) == 20 for sample in done.get().samples)
 
@@ -217,10 +225,10 @@ def test_what_lay_in_memory_before_is_not_computed_with(gpu: Gpu, monkeypatch: p
 
 def test_graphs_are_reckoned_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the memory that recorded decode steps keep for themselves: once more what such a step takes."""
-    monkeypatch.setattr(sizing, "takes_graphs", lambda model, attention, wanted: wanted)
+    monkeypatch.setattr(sizing, "uses_cuda_graphs", lambda model, attention, wanted: wanted)
     expected = (10 * GIB - STEP - 2 * A_TOKEN) // MIB
-    assert choose("100%", limits=Limits(2, 64, graphs=True)) == expected
-    assert choose("100%", limits=Limits(2, 64, graphs=False)) > expected
+    assert choose("100%", limits=StepLimits(2, 64, graphs=True)) == expected
+    assert choose("100%", limits=StepLimits(2, 64, graphs=False)) > expected
 
 
 def test_the_trial_leaves_nothing_behind(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,8 +244,8 @@ def test_the_trial_leaves_nothing_behind(gpu: Gpu, monkeypatch: pytest.MonkeyPat
     with no_collector():
         engine = make(kv_cache_memory="20%")
         assert [pool() is None for pool in pools] == [True, False]
-    assert len(engine.runner.kv_cache.keys[0]) == engine.blocks.num_blocks
-    assert engine.blocks.num_used == 0 and engine.blocks.match([0] * 40) == []
+    assert len(engine.runner.kv_cache.keys[0]) == engine.block_pool.num_blocks
+    assert engine.block_pool.num_used == 0 and engine.block_pool.get_cached_blocks([0] * 40) == []
     assert engine.scheduler.num_prompt_tokens == 0 and not engine.has_work
     prompts, params = make_prompts([30, 5, 17]), SamplingParams(max_tokens=12, temperature=1.0, logprobs=2)
     expected = make_engine(make_network("llama")).generate(prompts, params)
@@ -280,9 +288,9 @@ def test_an_engine_that_was_refused_holds_no_memory(gpu: Gpu) -> None:
 
 def host(memory: str | None = None, num_blocks: int | None = None, per_block: int = 2**20) -> int:
     model = checked_model(make_network("llama"))
-    wish = Wish(memory, num_blocks, per_block, 50)
+    cache_size = CacheSizeRequest(memory, num_blocks, per_block, 50)
     return choose_num_blocks(
-        wish, model, ReferenceAttention(), 4, Limits(2, 64), DeviceMemory("cpu", "25%", lambda: 10 * GIB)
+        cache_size, model, ReferenceAttention(), 4, StepLimits(2, 64), DeviceMemory("cpu", "25%", lambda: 10 * GIB)
     )
 
 
@@ -313,8 +321,8 @@ def test_numbers_below_one_are_refused(settings: dict[str, int]) -> None:
 
 def test_no_step_is_tried_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the time to the first token there."""
-    monkeypatch.setattr(sizing, "Trial", None)
-    assert make_engine(make_network("llama"), kv_blocks=None).blocks.num_blocks == 8 * 40
+    monkeypatch.setattr(sizing, "MemoryProfiler", None)
+    assert make_engine(make_network("llama"), kv_blocks=None).block_pool.num_blocks == 8 * 40
 
 
 class Tracked(TorchDispatchMode):
@@ -344,7 +352,7 @@ class Tracked(TorchDispatchMode):
         self._known.discard(place)
         self.now -= size
 
-    def peak_of(self, step: Callable[[], object]) -> int:
+    def measure_peak(self, step: Callable[[], object]) -> int:
         with self:
             self.most = before = self.now
             step()
@@ -356,16 +364,18 @@ def test_no_step_takes_more_than_those_of_the_trial(settings: dict[str, Any], mo
     """Guards what the whole sizing stands on, by real steps of random work whose memory is measured in the same way."""
     peaks: list[int] = []
 
-    def peak_of(step: Callable[[], object]) -> int:
-        peaks.append(Tracked().peak_of(step))
+    def measure_peak(step: Callable[[], object]) -> int:
+        peaks.append(Tracked().measure_peak(step))
         return peaks[-1]
 
-    monkeypatch.setattr(sizing, "device_memory", lambda device: DeviceMemory("tracked", "90%", lambda: GIB, peak_of))
+    monkeypatch.setattr(
+        sizing, "device_memory", lambda device: DeviceMemory("tracked", "90%", lambda: GIB, measure_peak)
+    )
     engine = make(**settings)
     trial, chance, seen = max(peaks), random.Random(0), 0
     for prompt in make_prompts([chance.choice([3, 20, 60, 140]) for _ in range(40)]):
         asked = {"top_k": 50, "top_p": 0.9, "min_p": 0.01, "presence_penalty": 1.0, "logprobs": 20}
         engine.add(prompt, SamplingParams(max_tokens=chance.randint(1, 18), temperature=1.0, **asked))
     while engine.has_work:
-        seen = max(seen, Tracked().peak_of(engine.step))
+        seen = max(seen, Tracked().measure_peak(engine.step))
     assert 0.6 * trial < seen <= trial, "the trial is to be honest, and no larger than need be"

@@ -85,7 +85,7 @@ def run(engine: Engine, *, shaken: bool = False) -> dict[str, list[tuple[Any, ..
         for event in events:
             assert event.request_id is not None
             found[names[event.request_id]].append(outcome(event))
-    assert engine.blocks.num_used == 0 and not engine._requests
+    assert engine.block_pool.num_used == 0 and not engine._requests
     return found
 
 
@@ -148,7 +148,7 @@ def test_cancelling_at_any_step_changes_nobody_else(settings: dict[str, Any]) ->
         for request_id, name in names.items():
             wanted = expected()[name]
             assert found[request_id] == (wanted[: len(found[request_id])] if request_id in gone else wanted)
-        assert engine.blocks.num_used == 0 and not engine._requests
+        assert engine.block_pool.num_used == 0 and not engine._requests
 
 
 class Hiccup(RuntimeError):
@@ -192,7 +192,7 @@ def test_steps_that_fail_lose_nothing(where: str, settings: dict[str, Any], monk
                 assert event.request_id is not None
                 found[names[event.request_id]].append(outcome(event))
         engine.scheduler.check_integrity()
-    assert found == expected() and failures > 5 and engine.blocks.num_used == 0
+    assert found == expected() and failures > 5 and engine.block_pool.num_used == 0
 
 
 def keep_events(monkeypatch: pytest.MonkeyPatch, *lengths: int) -> tuple[Engine, list[int]]:
@@ -246,4 +246,4 @@ def test_a_shortage_while_a_step_is_taken_in_is_that_of_the_step() -> None:
     engine = make_engine(make_network("llama"), run_ahead=True)
     engine.add(make_prompts([5])[0], SamplingParams(max_tokens=1))
     assert engine.step() == [] and len(engine.step()) == 1
-    assert engine.last_plan.num_tokens == 5 and engine.shrink() and engine.scheduler.max_batch_tokens == 2
+    assert engine.last_scheduled.num_tokens == 5 and engine.shrink() and engine.scheduler.max_batch_tokens == 2

@@ -49,7 +49,7 @@ CASES = {
     "all at once": Case(LayerShape(1, 256, 192), group=2, block_size=32, window=70, softcap=20.0, sinks=True),
 }
 
-Slice = tuple[int, int, int]  # sequence, first token, end
+ScheduledChunk = tuple[int, int, int]  # sequence, first token, end
 
 
 def backend() -> TritonAttention:
@@ -85,10 +85,10 @@ class World:
         self.values = [numbers(length, layer.heads, layer.value_dim) for length in self.lengths]
         self.sinks = numbers(heads) if self.case.sinks else None
 
-    def rows(self, of: list[Tensor], slices: list[Slice], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def rows(self, of: list[Tensor], slices: list[ScheduledChunk], dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.cat([of[one][start:stop] for one, start, stop in slices]).to(device, dtype)
 
-    def batch(self, slices: list[Slice], device: torch.device) -> RaggedBatch:
+    def batch(self, slices: list[ScheduledChunk], device: torch.device) -> RaggedBatch:
         places = [(one, place) for one, start, stop in slices for place in range(start, stop)]
         size, width = self.case.block_size, max(len(self.tables[one]) for one, _, _ in slices)
         slots = [self.tables[one][place // size] * size + place % size for one, place in places]
@@ -113,7 +113,7 @@ class World:
         return keys, values
 
     def write(
-        self, attention: AttentionBackend, cache: tuple[Tensor, Tensor], slices: list[Slice]
+        self, attention: AttentionBackend, cache: tuple[Tensor, Tensor], slices: list[ScheduledChunk]
     ) -> tuple[RaggedBatch, object]:
         """Stores the tokens of the slices; returns their batch and metadata."""
         dtype, device = cache[0].dtype, cache[0].device
@@ -124,7 +124,7 @@ class World:
         return batch, metadata
 
     def run(
-        self, attention: AttentionBackend, steps: list[list[Slice]], dtype: torch.dtype, only_written: int = 0
+        self, attention: AttentionBackend, steps: list[list[ScheduledChunk]], dtype: torch.dtype, only_written: int = 0
     ) -> list[Tensor]:
         """What each step's slices attend to, [T, heads, value_dim], computed in a type; the first may be left out."""
         device = DEVICE if attention.name == "triton" else CPU
@@ -140,10 +140,10 @@ class World:
         return found
 
 
-def chunks_and_decodes(lengths: list[int], seed: int) -> list[list[Slice]]:
+def chunks_and_decodes(lengths: list[int], seed: int) -> list[list[ScheduledChunk]]:
     """Prompts alone, then decode rows among chunks, then decode rows alone; each sequence ends with its length."""
     chooser = random.Random(seed)
-    steps: list[list[Slice]] = [[], [], []]
+    steps: list[list[ScheduledChunk]] = [[], [], []]
     for one, length in enumerate(lengths):
         first = max(length - chooser.choice((2, 2, 9, 18)), 0)
         if first:

@@ -185,9 +185,9 @@ def test_the_likeliest_tokens_are_those_of_the_logits() -> None:
 
     def checked(batch: RaggedBatch) -> Logits:
         nonlocal seen
-        values, likeliest = logits = forward(batch)
-        assert likeliest is not None and likeliest.tokens.tolist() == values.argmax(-1).tolist()
-        assert likeliest.logits.tolist() == values.max(-1).values.tolist() if len(values) else True
+        values, argmax = logits = forward(batch)
+        assert argmax is not None and argmax.tokens.tolist() == values.argmax(-1).tolist()
+        assert argmax.logits.tolist() == values.max(-1).values.tolist() if len(values) else True
         seen += len(values)
         return logits
 

@@ -17,9 +17,9 @@ from cbatch.engine.base.errors import EngineError, ModelError
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.engine import Engine
-from cbatch.engine.engine_thread import Driver
+from cbatch.engine.engine_thread import EngineThread
 from cbatch.engine.models.cpu import CpuModel
-from cbatch.engine.runtime.memory import device_memory, is_shortage, let_go
+from cbatch.engine.runtime.memory import clear_frames, device_memory, is_out_of_memory
 from tests.support.tiny_models import fast, loaded, make_engine, make_network, make_prompts, no_collector
 
 MIB = 2**20
@@ -38,7 +38,7 @@ def test_a_closed_engine_holds_neither_weights_nor_cache(path: str, model_folder
         held = [weakref.ref(one) for one in (*engine.runner.kv_cache.keys, engine.runner.kv_cache, engine.model)]
         engine.close()
         assert [one() for one in held] == [None] * len(held)
-    assert engine.num_steps > 0 and engine.blocks.num_blocks == 40 and engine.loaded.eos_ids is not None
+    assert engine.num_steps > 0 and engine.block_pool.num_blocks == 40 and engine.loaded.eos_ids is not None
 
 
 @pytest.mark.parametrize("path", ["transformers", "fast"])
@@ -94,22 +94,22 @@ def test_an_engine_serves_several_drivers() -> None:
     expected = make_engine(make_network("llama")).generate([prompt], FEW)[0].token_ids
     with make_engine(make_network("llama")) as engine:
         for _ in range(2):
-            driver, events = Driver(engine), queue.SimpleQueue[TokenEvent]()
-            driver.submit(prompt, SamplingParams(max_tokens=100), events.put)
+            engine_thread, events = EngineThread(engine), queue.SimpleQueue[TokenEvent]()
+            engine_thread.submit(prompt, SamplingParams(max_tokens=100), events.put)
             assert [events.get(timeout=30).token_id for _ in range(4)] == expected
-            driver.close()
-            assert not engine.has_work and engine.blocks.num_used == 0 and driver.failure is None
+            engine_thread.close()
+            assert not engine.has_work and engine.block_pool.num_used == 0 and engine_thread.failure is None
 
 
 def test_requests_of_an_engine_that_was_closed_under_a_driver_end() -> None:
     """Guards front ends against waiting for ever where an engine is closed too early."""
     engine = make_engine(make_network("llama"))
-    driver, events = Driver(engine), queue.SimpleQueue[TokenEvent]()
-    driver._inbox.put(engine.close)
-    driver.submit([1, 2], FEW, events.put)
+    engine_thread, events = EngineThread(engine), queue.SimpleQueue[TokenEvent]()
+    engine_thread._inbox.put(engine.close)
+    engine_thread.submit([1, 2], FEW, events.put)
     event = events.get(timeout=30)
     assert event.error is not None and "The engine is closed" in str(event.error)
-    driver.close()
+    engine_thread.close()
 
 
 def test_the_memory_of_a_cache_falls_back_to_the_system() -> None:
@@ -123,7 +123,7 @@ def test_the_memory_of_a_cache_falls_back_to_the_system() -> None:
     before = resident().rss
     engine.close()
     assert before - resident().rss > 190 * MIB
-    assert engine.blocks.num_blocks == 200 * MIB // per_block
+    assert engine.block_pool.num_blocks == 200 * MIB // per_block
 
 
 def test_a_gpu_is_asked_in_the_right_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,8 +143,8 @@ def test_a_gpu_is_asked_in_the_right_order(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: state["allocated"])
     memory = device_memory(torch.device("cuda:1"))
     assert (memory.name, memory.share, memory.free()) == ("cuda:1", "90%", 1000)
-    assert memory.peak_of is not None and memory.peak_of(step) == 500
-    assert device_memory(torch.device("cpu")).peak_of is None
+    assert memory.measure_peak is not None and memory.measure_peak(step) == 500
+    assert device_memory(torch.device("cpu")).measure_peak is None
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_gpu_is_asked_in_the_right_order(monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_what_is_a_shortage(error: Exception, expected: bool) -> None:
     """Guards steps against being made smaller for what has nothing to do with memory, and the other way round."""
-    assert is_shortage(error) == expected
+    assert is_out_of_memory(error) == expected
 
 
 def test_an_error_that_follows_a_shortage_is_one() -> None:
@@ -172,7 +172,7 @@ def test_an_error_that_follows_a_shortage_is_one() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         finally:
             raise RuntimeError("operation failed due to a previous error during capture")
-    assert is_shortage(caught.value)
+    assert is_out_of_memory(caught.value)
 
 
 def test_an_error_that_is_kept_keeps_no_tensors() -> None:
@@ -198,7 +198,7 @@ def test_an_error_that_is_kept_keeps_no_tensors() -> None:
     except RuntimeError as error:
         kept = error
     assert [one() is None for one in held] == [False, False] and kept is not None
-    let_go(kept)
+    clear_frames(kept)
     assert [one() is None for one in held] == [True, True] and str(kept) == "cannot clean up"
 
 

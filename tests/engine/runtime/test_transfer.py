@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from cbatch.engine.runtime.transfer import packed, to_device, views
+from cbatch.engine.runtime.transfer import pack, to_device, unpack
 
 
 def test_what_is_packed_comes_out_again() -> None:
@@ -19,8 +19,8 @@ def test_what_is_packed_comes_out_again() -> None:
         np.empty(0, np.int64),
         np.float32([1.5]),
     ]
-    buffer = packed(arrays, arrays, pin=False)
-    for array, tensor in zip(arrays, views(buffer, arrays), strict=True):
+    buffer = pack(arrays, arrays, pin=False)
+    for array, tensor in zip(arrays, unpack(buffer, arrays), strict=True):
         assert tensor.shape == array.shape and tensor.data_ptr() % 16 == buffer.data_ptr() % 16
         assert np.array_equal(tensor.numpy(), array) and tensor.numpy().dtype == array.dtype
 

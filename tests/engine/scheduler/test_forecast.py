@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from cbatch.engine.scheduler.forecast import HISTORY, PRIOR, Growth, OutputLengths, peak
+from cbatch.engine.scheduler.forecast import HISTORY, PRIOR, Growth, OutputLengths, projected_peak
 
 
 def test_remaining_is_the_mean_of_the_longer_ones() -> None:
@@ -43,5 +43,5 @@ def test_peak_is_that_of_a_simulation() -> None:
     for _ in range(300):
         growing = [Growth(random_.randint(0, 40), random_.randint(1, 9)) for _ in range(random_.randint(1, 8))]
         used, size = sum(one.blocks for one in growing), random_.randint(1, 16)
-        assert peak(used, sorted(growing), size) == simulated_peak(used, growing, size)
-    assert peak(7, [], 4) == 7
+        assert projected_peak(used, sorted(growing), size) == simulated_peak(used, growing, size)
+    assert projected_peak(7, [], 4) == 7

@@ -11,10 +11,10 @@ import pytest
 from cbatch.engine.base.errors import ConfigError, RequestError
 from cbatch.engine.base.outputs import Sample
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.scheduler.admission import MAX_PREEMPTIONS, Admission
+from cbatch.engine.scheduler.admission import MAX_PREEMPTIONS, AdmissionPolicy
 from cbatch.engine.scheduler.block_pool import BlockPool
 from cbatch.engine.scheduler.forecast import OutputLengths
-from cbatch.engine.scheduler.output import StepPlan, StepResult
+from cbatch.engine.scheduler.output import SchedulerOutput, StepResult
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.scheduler.scheduler import Scheduler
 
@@ -38,16 +38,16 @@ def add(scheduler: Scheduler, *requests: Request) -> None:
         scheduler.add(request)
 
 
-def counts(plan: StepPlan) -> dict[int, int]:
-    return {slice_.request.id: slice_.num_tokens for slice_ in plan.slices}
+def counts(scheduled: SchedulerOutput) -> dict[int, int]:
+    return {chunk.request.id: chunk.num_tokens for chunk in scheduled.chunks}
 
 
 def step(scheduler: Scheduler) -> dict[int, int]:
-    plan = scheduler.schedule()
+    scheduled = scheduler.schedule()
     scheduler.check_integrity()
-    planned = counts(plan)
+    planned = counts(scheduled)
     assert sum(planned.values()) <= scheduler.max_batch_tokens
-    scheduler.commit(plan, StepResult([Sample(7)] * len(plan.to_sample)))
+    scheduler.update_from_output(scheduled, StepResult([Sample(7)] * len(scheduled.to_sample)))
     scheduler.check_integrity()
     return planned
 
@@ -77,19 +77,19 @@ def test_pool_finds_published_content_and_evicts_the_oldest() -> None:
     """Guards the prefix cache: tokens and what is before them decide, the longest unused goes first, ends first."""
     pool = BlockPool(5, 2)
     blocks = pool.allocate(3)
-    pool.publish(blocks, [1, 2, 3, 4, 5, 6], 0, 6)
-    assert pool.match([1, 2, 3, 4, 5, 6]) == blocks[:2], "the last token is left to compute"
-    assert pool.match([1, 2, 3, 4, 5, 6, 7]) == blocks
-    assert pool.match([3, 4, 5]) == [] and pool.match([1, 2, 9, 4, 5]) == blocks[:1]
-    pool.share(blocks[:2])
+    pool.cache_full_blocks(blocks, [1, 2, 3, 4, 5, 6], 0, 6)
+    assert pool.get_cached_blocks([1, 2, 3, 4, 5, 6]) == blocks[:2], "the last token is left to compute"
+    assert pool.get_cached_blocks([1, 2, 3, 4, 5, 6, 7]) == blocks
+    assert pool.get_cached_blocks([3, 4, 5]) == [] and pool.get_cached_blocks([1, 2, 9, 4, 5]) == blocks[:1]
+    pool.touch(blocks[:2])
     pool.free(blocks)
     pool.check_integrity()
-    assert pool.num_used == 2 and pool.match([1, 2, 3, 4, 5, 6, 7]) == blocks
+    assert pool.num_used == 2 and pool.get_cached_blocks([1, 2, 3, 4, 5, 6, 7]) == blocks
     pool.allocate(3)
-    assert pool.match([1, 2, 3, 4, 5, 6, 7]) == blocks[:2], "a block that is handed out anew holds nothing"
+    assert pool.get_cached_blocks([1, 2, 3, 4, 5, 6, 7]) == blocks[:2], "a block that is handed out anew holds nothing"
     pool.free(blocks[:2])
     pool.allocate(1)
-    assert pool.match([1, 2, 3, 4, 5]) == blocks[:1], "the end of a sequence goes before its beginning"
+    assert pool.get_cached_blocks([1, 2, 3, 4, 5]) == blocks[:1], "the end of a sequence goes before its beginning"
     pool.check_integrity()
 
 
@@ -97,13 +97,13 @@ def test_content_computed_twice_leads_on() -> None:
     """Guards two requests that fill the same block at the same time: what either adds to it is found."""
     pool = BlockPool(6, 2)
     one, other = pool.allocate(2), pool.allocate(3)
-    pool.publish(one, [1, 2, 3, 4], 0, 4)
-    pool.publish(other, [1, 2, 3, 4, 5, 6], 0, 6)
-    assert pool.match([1, 2, 3, 4, 5, 6, 7]) == [*one, other[2]]
+    pool.cache_full_blocks(one, [1, 2, 3, 4], 0, 4)
+    pool.cache_full_blocks(other, [1, 2, 3, 4, 5, 6], 0, 6)
+    assert pool.get_cached_blocks([1, 2, 3, 4, 5, 6, 7]) == [*one, other[2]]
     pool.free(other)
     pool.check_integrity()
     assert set(pool.allocate(3)) >= set(other[:2]), "the copies, which nobody can find, are handed out first"
-    assert pool.match([1, 2, 3, 4, 5, 6, 7]) == [*one, other[2]]
+    assert pool.get_cached_blocks([1, 2, 3, 4, 5, 6, 7]) == [*one, other[2]]
 
 
 def test_a_higher_priority_counts_shared_blocks_once() -> None:
@@ -172,7 +172,7 @@ def test_urgent_prompts_go_before_rows_of_a_batch_in_the_budget() -> None:
     """Guards the first token of a chat beside a batch: its prompt takes all of a step, also where a limit is set."""
     for limit in (None, 2):
         scheduler = make_scheduler(blocks=32, budget=8)
-        scheduler.prompt_limit = limit
+        scheduler.prefill_limit = limit
         add(scheduler, *(make_request(n, 2, 20, priority=5) for n in range(2)))
         step(scheduler)
         add(scheduler, make_request(2, 18, 20, priority=1), make_request(3, 9, 1, priority=5))
@@ -192,13 +192,13 @@ def test_an_urgent_prompt_takes_the_blocks_of_a_batch() -> None:
 def test_prompts_keep_to_their_limit_beside_rows_that_decode() -> None:
     """Guards the time of a step: all prompts share the limit, and it ends with the rows that decode."""
     scheduler = make_scheduler(blocks=40, budget=32, seqs=8)
-    scheduler.prompt_limit = 5
+    scheduler.prefill_limit = 5
     add(scheduler, *(make_request(n, 2, 4) for n in range(3)))
     assert step(scheduler) == {0: 2, 1: 2, 2: 2}
     add(scheduler, make_request(3, 40, 1), make_request(4, 40, 1))
     assert step(scheduler) == {0: 1, 1: 1, 2: 1, 3: 5}
     assert step(scheduler) == {0: 1, 1: 1, 2: 1, 3: 3, 4: 2}
-    assert scheduler.held_back == {"seats": 0, "cache": 0, "budget": 0, "target": 1}
+    assert scheduler.held_back == {"slots": 0, "cache": 0, "budget": 0, "target": 1}
     assert step(scheduler) == {0: 1, 1: 1, 2: 1, 3: 5}, "of two that are long, the one that is done sooner"
     assert step(scheduler) == {3: 27, 4: 5}
 
@@ -206,7 +206,7 @@ def test_prompts_keep_to_their_limit_beside_rows_that_decode() -> None:
 def test_a_limit_of_0_lets_rows_decode_alone() -> None:
     """Guards the step that measures what a step without prompts takes, and prompts where nothing decodes."""
     scheduler = make_scheduler(blocks=40)
-    scheduler.prompt_limit = 0
+    scheduler.prefill_limit = 0
     add(scheduler, make_request(0, 4, 3))
     assert step(scheduler) == {0: 4}
     add(scheduler, make_request(1, 40, 1))
@@ -238,7 +238,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
 def test_a_long_prompt_advances_by_half_of_each_step() -> None:
     """Guards long prompts against starving, however many short ones come behind them."""
     scheduler = make_scheduler(blocks=400, budget=17, seqs=8)
-    scheduler.prompt_limit = 8
+    scheduler.prefill_limit = 8
     add(scheduler, make_request(0, 2, 400), make_request(1, 400, 1))
     step(scheduler)
     start = scheduler.running[1].num_computed
@@ -342,7 +342,7 @@ def test_equals_preempt_each_other_a_bounded_number_of_times(monkeypatch: pytest
     """Guards against thrashing, however wrong the forecast; without the bound the same work must break it."""
     monkeypatch.setattr(OutputLengths, "remaining", lambda *_: 1)
     assert max(most_preempted(seed) for seed in range(5)) == MAX_PREEMPTIONS
-    monkeypatch.setattr(Admission, "_is_safe", lambda *_: True)
+    monkeypatch.setattr(AdmissionPolicy, "_fits_worst_case", lambda *_: True)
     assert max(most_preempted(seed) for seed in range(5)) > MAX_PREEMPTIONS
 
 
@@ -350,7 +350,7 @@ def test_a_request_that_was_preempted_often_enters_for_good() -> None:
     """Guards the bound itself: it waits until nothing that goes before it can take its blocks."""
     scheduler = make_scheduler(blocks=10, block_size=4, seqs=4, budget=64)
     old, often = make_request(0, 4, 24), make_request(1, 4, 17)
-    often.num_setbacks = MAX_PREEMPTIONS
+    often.num_peer_preemptions = MAX_PREEMPTIONS
     add(scheduler, old, often)
     assert step(scheduler) == {0: 4}, "7 blocks for the one and 5 for the other are not there"
     often.max_new_tokens = 8
@@ -375,7 +375,7 @@ def test_rows_enter_by_what_outputs_were_like() -> None:
     for length in (2, 400):
         scheduler = make_scheduler(blocks=100, block_size=4, seqs=32, budget=512)
         for _ in range(50):
-            scheduler._admission.learn(length)
+            scheduler._admission.observe_length(length)
         add(scheduler, *(make_request(n, 4, 300) for n in range(32)))
         seated[length] = len(step(scheduler))
     assert seated[2] == 32 and 3 < seated[400] < 8

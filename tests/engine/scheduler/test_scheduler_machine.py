@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from cbatch.engine.scheduler.block_pool import BlockPool
-from cbatch.engine.scheduler.output import StepPlan
-from cbatch.engine.scheduler.prefill_budget import PromptShares
+from cbatch.engine.scheduler.output import SchedulerOutput
+from cbatch.engine.scheduler.prefill_budget import PrefillBudget
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.scheduler.scheduler import Scheduler
-from tests.support.random_walk import Wanderer
+from tests.support.random_walk import RandomWalk
 from tests.support.scheduler_invariants import Violation
-from tests.support.scheduler_simulation import Shape, World
+from tests.support.scheduler_simulation import SchedulerSimulation, SimulationSizes
 
 MOST_LIVE = 12
 
 shapes = st.builds(
-    Shape,
+    SimulationSizes,
     block_size=st.integers(1, 8),
     num_blocks=st.sampled_from([9, 5, 12, 16, 24, 14, 7, 2]),
     max_seqs=st.sampled_from([3, 5, 8, 2, 6, 4, 8, 1]),
@@ -44,79 +44,79 @@ stops = st.none() | lengths
 class SchedulerMachine(RuleBasedStateMachine):
     """Everything that can happen to a scheduler; the world checks what must be true after each of it."""
 
-    world: World
+    simulation: SchedulerSimulation
 
     @initialize(shape=shapes)
-    def begin(self, shape: Shape) -> None:
-        self.world = World(shape)
+    def begin(self, shape: SimulationSizes) -> None:
+        self.simulation = SchedulerSimulation(shape)
 
     @rule(several=st.lists(tails, min_size=1, max_size=5), tokens=lengths, priority=priorities, stop=stops)
     def add(self, several: list[list[int]], tokens: int, priority: int, stop: int | None) -> None:
         for tail in several:
-            self._add(self.world.prompt(0, 0, tail), tokens, priority, stop)
+            self._add(self.simulation.prompt(0, 0, tail), tokens, priority, stop)
 
     @rule(row=which, cut=st.integers(1, 16), tail=tails, tokens=lengths, priority=priorities, stop=stops)
     def share(self, row: int, cut: int, tail: list[int], tokens: int, priority: int, stop: int | None) -> None:
-        self._add(self.world.prompt(row, cut, tail), tokens, priority, stop)
+        self._add(self.simulation.prompt(row, cut, tail), tokens, priority, stop)
 
     @rule(row=which, tail=st.just([]) | tails, tokens=lengths, priority=priorities)
     def fork(self, row: int, tail: list[int], tokens: int, priority: int) -> None:
-        self._add(self.world.prompt(row, 0, tail, generated=True), tokens, priority)
+        self._add(self.simulation.prompt(row, 0, tail, generated=True), tokens, priority)
 
     @rule(row=which, cut=st.integers(0, 16), tail=tails, tokens=lengths)
     def add_urgent(self, row: int, cut: int, tail: list[int], tokens: int) -> None:
-        self._add(self.world.prompt(row, cut, tail), tokens, 0)
+        self._add(self.simulation.prompt(row, cut, tail), tokens, 0)
 
     @rule(first=st.integers(0, 9), parts=st.integers(1, 5), priority=priorities)
     def fill_the_cache(self, first: int, parts: int, priority: int) -> None:
-        length = self.world.scheduler.pool.capacity // parts
+        length = self.simulation.scheduler.pool.capacity // parts
         for start in range(first, first + parts):
-            self._add(self.world.prompt(0, 0, [start + place % 10 for place in range(length)]), 1, priority)
+            self._add(self.simulation.prompt(0, 0, [start + place % 10 for place in range(length)]), 1, priority)
 
     @rule()
     def step_once(self) -> None:
-        self.world.step()
+        self.simulation.step()
 
     @rule(count=st.integers(2, 9))
     def step_on(self, count: int) -> None:
         for _ in range(count):
-            self.world.step()
+            self.simulation.step()
 
     @rule(broken=st.sets(st.integers(0, 7), min_size=1, max_size=2))
     def step_with_nan(self, broken: set[int]) -> None:
-        self.world.step(broken=broken)
+        self.simulation.step(broken=broken)
 
     @rule(garbage=st.booleans(), late=st.booleans(), shrink=st.sampled_from([False] * 7 + [True]))
     def fail_step(self, garbage: bool, late: bool, shrink: bool) -> None:
-        self.world.fail_step(garbage=garbage, late=late, shrink=shrink)
+        self.simulation.fail_step(garbage=garbage, late=late, shrink=shrink)
 
     @rule(row=which)
     def cancel(self, row: int) -> None:
-        self.world.cancel(row)
+        self.simulation.cancel(row)
 
     @rule(part=st.sampled_from([1.0, 0.7, 0.3]), grow=st.booleans())
     def shrink(self, part: float, grow: bool) -> None:
-        self.world.shrink(max(1, int(part * self.world.scheduler.max_batch_tokens)))
+        self.simulation.shrink(max(1, int(part * self.simulation.scheduler.max_batch_tokens)))
         if grow:
             self.grow()
 
     @rule(limit=st.sampled_from([None, 1, 2, 5]))
     def limit_prompts(self, limit: int | None) -> None:
-        self.world.limit_prompts(limit)
+        self.simulation.limit_prompts(limit)
 
     @rule()
     def grow(self) -> None:
-        while not self.world.grow():
-            self.world.step()
+        while not self.simulation.grow():
+            self.simulation.step()
 
     def teardown(self) -> None:
-        if hasattr(self, "world"):
-            self.world.grow()
-            self.world.drain()
+        if hasattr(self, "simulation"):
+            self.simulation.grow()
+            self.simulation.drain()
 
     def _add(self, prompt: list[int], tokens: int, priority: int, stop: int | None = None) -> None:
-        if len(self.world.rows) < MOST_LIVE:
-            self.world.add(prompt, tokens, priority, stop)
+        if len(self.simulation.rows) < MOST_LIVE:
+            self.simulation.add(prompt, tokens, priority, stop)
 
 
 def test_whatever_happens() -> None:
@@ -142,8 +142,8 @@ def wander(worlds: int) -> Counter[str]:
     """What happened in so many worlds of the random walk."""
     counts: Counter[str] = Counter()
     for number in range(worlds):
-        world = Wanderer(0, number).live(150)
-        counts += world.counts + Counter(preemptions=world.scheduler.num_preemptions)
+        simulation = RandomWalk(0, number).live(150)
+        counts += simulation.counts + Counter(preemptions=simulation.scheduler.num_preemptions)
     return counts
 
 
@@ -164,7 +164,7 @@ def free_too_early(self: BlockPool, blocks: Sequence[int]) -> None:
 
 def publish_too_early(self: BlockPool, blocks: Sequence[int], token_ids: Sequence[int], start: int, stop: int) -> None:
     """Publishes what later steps will compute."""
-    publish(self, blocks, token_ids, start, min(len(token_ids), len(blocks) * self.block_size))
+    cache_full_blocks(self, blocks, token_ids, start, min(len(token_ids), len(blocks) * self.block_size))
 
 
 def match_hashes(self: BlockPool, token_ids: Sequence[int]) -> list[int]:
@@ -181,41 +181,41 @@ def match_hashes(self: BlockPool, token_ids: Sequence[int]) -> list[int]:
     return blocks
 
 
-def abandon_and_leave_published(self: Scheduler, plan: StepPlan) -> None:
+def abandon_and_leave_published(self: Scheduler, scheduled: SchedulerOutput) -> None:
     """Leaves known what an abandoned step was to compute."""
-    forget = self.pool.forget
-    self.pool.forget = lambda blocks: None  # type: ignore[method-assign]
-    abandon(self, plan)
-    self.pool.forget = forget  # type: ignore[method-assign]
+    evict = self.pool.evict
+    self.pool.evict = lambda blocks: None  # type: ignore[method-assign]
+    rollback(self, scheduled)
+    self.pool.evict = evict  # type: ignore[method-assign]
 
 
-def commit_and_stay(self: Scheduler, plan: StepPlan, results: Iterable[Any]) -> Any:
+def commit_and_stay(self: Scheduler, scheduled: SchedulerOutput, results: Iterable[Any]) -> Any:
     """Forgets that a decoding request's last token is in the cache now."""
-    events = commit(self, plan, results)
-    for slice_ in plan.slices:
-        if slice_.request.blocks is slice_.blocks:
-            slice_.request.num_computed = max(slice_.start, 1)
+    events = update_from_output(self, scheduled, results)
+    for chunk in scheduled.chunks:
+        if chunk.request.blocks is chunk.blocks:
+            chunk.request.num_computed = max(chunk.start, 1)
     return events
 
 
-def commit_what_ended(self: Scheduler, plan: StepPlan, results: Iterable[Any]) -> Any:
+def commit_what_ended(self: Scheduler, scheduled: SchedulerOutput, results: Iterable[Any]) -> Any:
     """Gives requests that have ended what a step in flight has computed for them all the same."""
-    for slice_ in plan.slices:
-        slice_.request.has_ended = False
-    return commit(self, plan, results)
+    for chunk in scheduled.chunks:
+        chunk.request.has_ended = False
+    return update_from_output(self, scheduled, results)
 
 
-def commit_and_overlook_what_it_lost(self: Scheduler, plan: StepPlan, results: Iterable[Any]) -> Any:
+def commit_and_overlook_what_it_lost(self: Scheduler, scheduled: SchedulerOutput, results: Iterable[Any]) -> Any:
     """Looks for what a request with a NaN has left behind only where that request is now."""
-    slices = [slice_._replace(blocks=slice_.request.blocks) for slice_ in plan.slices]
-    return commit(self, StepPlan(slices, plan.admitted), results)
+    chunks = [chunk._replace(blocks=chunk.request.blocks) for chunk in scheduled.chunks]
+    return update_from_output(self, SchedulerOutput(chunks, scheduled.admitted), results)
 
 
-def abandon_and_count_on_it(self: Scheduler, plan: StepPlan) -> None:
+def abandon_and_count_on_it(self: Scheduler, scheduled: SchedulerOutput) -> None:
     """Goes on counting on the tokens of a step that was given up."""
-    abandon(self, plan)
-    for slice_ in plan.slices:
-        slice_.request.num_coming += slice_.is_last
+    rollback(self, scheduled)
+    for chunk in scheduled.chunks:
+        chunk.request.num_output_placeholders += chunk.is_last
 
 
 def plan_a_token_too_many(request: Request) -> bool:
@@ -223,38 +223,42 @@ def plan_a_token_too_many(request: Request) -> bool:
     return False
 
 
-def commit_and_offer_nan(self: Scheduler, plan: StepPlan, results: Iterable[Any]) -> Any:
+def commit_and_offer_nan(self: Scheduler, scheduled: SchedulerOutput, results: Iterable[Any]) -> Any:
     """Leaves known what a request has computed that came out as NaN."""
-    forget = self.pool.forget
-    self.pool.forget = lambda blocks: None  # type: ignore[method-assign]
-    events = commit(self, plan, results)
-    self.pool.forget = forget  # type: ignore[method-assign]
+    evict = self.pool.evict
+    self.pool.evict = lambda blocks: None  # type: ignore[method-assign]
+    events = update_from_output(self, scheduled, results)
+    self.pool.evict = evict  # type: ignore[method-assign]
     return events
 
 
-def take_and_forget(self: PromptShares, request: Request, count: int) -> None:
+def take_and_forget(self: PrefillBudget, request: Request, count: int) -> None:
     """Takes nothing off the limit."""
 
 
-def allow_everything(self: PromptShares, request: Request, budget: int) -> int:
+def allow_everything(self: PrefillBudget, request: Request, budget: int) -> int:
     """Leaves nothing to the oldest prompt."""
     return budget if self._left is None or not self.is_limited else min(self._left, budget)
 
 
-publish, abandon, commit = BlockPool.publish, Scheduler.abandon, Scheduler.commit
+cache_full_blocks, rollback, update_from_output = (
+    BlockPool.cache_full_blocks,
+    Scheduler.rollback,
+    Scheduler.update_from_output,
+)
 FAULTS: list[tuple[type, str, Any, str]] = [
     (BlockPool, "free", free_too_early, "free and held blocks"),
-    (BlockPool, "publish", publish_too_early, "hold something else|not its own"),
-    (BlockPool, "match", match_hashes, "hold something else|not its own"),
-    (Scheduler, "abandon", abandon_and_leave_published, "hold something else|not its own"),
-    (Scheduler, "commit", commit_and_stay, "two owners|bound of steps|does not fit"),
-    (Scheduler, "commit", commit_what_ended, "not an event a token|two places|not in list"),
-    (Scheduler, "commit", commit_and_overlook_what_it_lost, "NaN"),
-    (Scheduler, "abandon", abandon_and_count_on_it, "count on other tokens"),
-    (Request, "needs_no_step", property(plan_a_token_too_many), "too many is coming"),
-    (Scheduler, "commit", commit_and_offer_nan, "NaN"),
-    (PromptShares, "take", take_and_forget, "tokens of prompts"),
-    (PromptShares, "allow", allow_everything, "does not advance|younger ones"),
+    (BlockPool, "cache_full_blocks", publish_too_early, "hold something else|not its own"),
+    (BlockPool, "get_cached_blocks", match_hashes, "hold something else|not its own"),
+    (Scheduler, "rollback", abandon_and_leave_published, "hold something else|not its own"),
+    (Scheduler, "update_from_output", commit_and_stay, "two owners|bound of steps|does not fit"),
+    (Scheduler, "update_from_output", commit_what_ended, "not an event a token|two places|not in list"),
+    (Scheduler, "update_from_output", commit_and_overlook_what_it_lost, "NaN"),
+    (Scheduler, "rollback", abandon_and_count_on_it, "count on other tokens"),
+    (Request, "is_finishing", property(plan_a_token_too_many), "too many is coming"),
+    (Scheduler, "update_from_output", commit_and_offer_nan, "NaN"),
+    (PrefillBudget, "take", take_and_forget, "tokens of prompts"),
+    (PrefillBudget, "allow", allow_everything, "does not advance|younger ones"),
 ]
 
 

@@ -14,7 +14,14 @@ import pytest
 
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.scheduler import step_time as pace
-from cbatch.engine.scheduler.step_time import RECENT, STEADY_MULTIPLE, WINDOW, Pace, Pacer, Target
+from cbatch.engine.scheduler.step_time import (
+    RECENT,
+    STEADY_MULTIPLE,
+    WINDOW,
+    AdaptivePrefillLimit,
+    StepTimeController,
+    Target,
+)
 
 Model = Callable[[int, int, int], float]
 """Seconds of a step by its rows that decode, its tokens of a prompt, and how deep in the prompt those are."""
@@ -60,7 +67,7 @@ class Device:
     """Tokens of the prompt, and seconds, of each step since rows decode."""
 
     def __post_init__(self) -> None:
-        self.pace = Pace(self.target, self.least)
+        self.pace = AdaptivePrefillLimit(self.target, self.least)
         self.limit: int | None = self.pace.limit
         self._chance = random.Random(self.seed)
         self._in_flight: deque[tuple[int, int, float]] = deque()
@@ -284,41 +291,43 @@ class Clock:
         self.now = 100.0
         monkeypatch.setattr(pace.time, "perf_counter", lambda: self.now)
 
-    def land(self, pacer: Pacer, seconds: float, *, decoding: int, tokens: int = 0, entered: int = 0) -> int | None:
+    def step_completed(
+        self, step_time: StepTimeController, seconds: float, *, decoding: int, tokens: int = 0, entered: int = 0
+    ) -> int | None:
         self.now += seconds
-        plan: Any = SimpleNamespace(
+        scheduled: Any = SimpleNamespace(
             admitted=[None] * entered,
-            slices=[None] * (decoding + entered + (tokens > 0)),
+            chunks=[None] * (decoding + entered + (tokens > 0)),
             num_decoding=decoding,
             num_tokens=decoding + tokens,
         )
-        return pacer.land(plan)
+        return step_time.step_completed(scheduled)
 
 
 def test_pauses_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the seconds of a step: from one landing to the next, and none where there was nothing to do before."""
     seen: list[tuple[int, int, float]] = []
-    monkeypatch.setattr(Pace, "observe", lambda self, *step: seen.append(step))
-    clock, pacer = Clock(monkeypatch), Pacer("auto", 4)
-    clock.land(pacer, 500.0, decoding=0, entered=2)
-    clock.land(pacer, 2.0, decoding=2)
-    clock.land(pacer, 3.0, decoding=2, tokens=7)
-    clock.land(pacer, 900.0, decoding=0, entered=1)
-    clock.land(pacer, 4.0, decoding=1)
+    monkeypatch.setattr(AdaptivePrefillLimit, "observe", lambda self, *step: seen.append(step))
+    clock, step_time = Clock(monkeypatch), StepTimeController("auto", 4)
+    clock.step_completed(step_time, 500.0, decoding=0, entered=2)
+    clock.step_completed(step_time, 2.0, decoding=2)
+    clock.step_completed(step_time, 3.0, decoding=2, tokens=7)
+    clock.step_completed(step_time, 900.0, decoding=0, entered=1)
+    clock.step_completed(step_time, 4.0, decoding=1)
     assert seen == [(2, 0, 2.0), (2, 7, 3.0), (1, 0, 4.0)]
 
 
 def test_milliseconds_become_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the unit of the option, and that without a target nothing is measured."""
-    clock, pacer = Clock(monkeypatch), Pacer(50.0, 4)
-    assert clock.land(pacer, 0.040, decoding=1, tokens=4) == 4
-    assert clock.land(pacer, 0.005, decoding=1, tokens=4) == 8
-    assert clock.land(pacer, 0.060, decoding=1, tokens=8) == 6
-    assert clock.land(Pacer(None, 4), 9.0, decoding=1, tokens=900) is None
+    clock, step_time = Clock(monkeypatch), StepTimeController(50.0, 4)
+    assert clock.step_completed(step_time, 0.040, decoding=1, tokens=4) == 4
+    assert clock.step_completed(step_time, 0.005, decoding=1, tokens=4) == 8
+    assert clock.step_completed(step_time, 0.060, decoding=1, tokens=8) == 6
+    assert clock.step_completed(StepTimeController(None, 4), 9.0, decoding=1, tokens=900) is None
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, math.nan, math.inf, "fast", "20"])
 def test_a_target_that_is_no_time_is_refused(wrong: Any) -> None:
     """Guards the sentence for a wrong target from Python."""
     with pytest.raises(ConfigError, match="target_step_ms must be milliseconds, 'auto' or None"):
-        Pacer(wrong, 4)
+        StepTimeController(wrong, 4)

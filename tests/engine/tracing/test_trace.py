@@ -26,19 +26,19 @@ from cbatch.cli.main import run_command
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.engine_thread import Driver
-from cbatch.engine.execution.model_runner import Runner
+from cbatch.engine.engine_thread import EngineThread
+from cbatch.engine.execution.model_runner import ModelRunner
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.tracing.spans import span
-from cbatch.engine.tracing.summary import Interval, covered, read_summary
-from cbatch.engine.tracing.trace import Trace
+from cbatch.engine.tracing.summary import Interval, read_summary, union_length
+from cbatch.engine.tracing.trace import StepTracer
 from tests.cli.run.test_run import ROWS, write_rows
 from tests.support.tiny_models import make_engine, make_network
 
 PHASES = ["schedule", "build", "forward", "sample", "land", "commit"]
 
 
-def generate(trace: Trace | None, count: int, meanwhile: Callable[[int], None] = lambda place: None) -> list[int]:
+def generate(trace: StepTracer | None, count: int, meanwhile: Callable[[int], None] = lambda place: None) -> list[int]:
     """Tokens that a driver with a trace gives to one prompt; `meanwhile` is called with the place of each of them."""
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
     tokens: list[int] = []
@@ -49,8 +49,8 @@ def generate(trace: Trace | None, count: int, meanwhile: Callable[[int], None] =
         tokens.append(event.token_id)
         events.put(event)
 
-    with closing(Driver(make_engine(make_network("llama")), trace)) as driver:
-        driver.submit([5, 6, 7], SamplingParams(max_tokens=count), take)
+    with closing(EngineThread(make_engine(make_network("llama")), trace)) as engine_thread:
+        engine_thread.submit([5, 6, 7], SamplingParams(max_tokens=count), take)
         while events.get(timeout=30).finish_reason is None:
             pass
     return tokens
@@ -67,7 +67,7 @@ def spans_in(path: Path) -> list[dict[str, Any]]:
 
 def test_a_trace_shows_the_phases_of_each_step(tmp_path: Path) -> None:
     """Guards what a trace is for: the spans of the driver's thread, each phase once in each recorded step."""
-    trace = Trace(tmp_path / "trace.json", warmup=2, steps=3)
+    trace = StepTracer(tmp_path / "trace.json", warmup=2, steps=3)
     assert generate(trace, 9) == generate(None, 9)
     spans = spans_in(trace.path)
     assert len({(one["pid"], one["tid"]) for one in spans}) == 1
@@ -77,7 +77,7 @@ def test_a_trace_shows_the_phases_of_each_step(tmp_path: Path) -> None:
         end = step["ts"] + step["dur"]
         inside = [one for one in spans if step["ts"] < one["ts"] and one["ts"] + one["dur"] <= end]
         assert sorted(one["name"] for one in inside) == sorted(PHASES)
-    assert trace.summary is not None and not trace.trouble
+    assert trace.summary is not None and not trace.error
     forward = sum(one["dur"] for one in spans if one["name"] == "forward")
     wall = steps[-1]["ts"] + steps[-1]["dur"] - steps[0]["ts"]
     assert trace.summary.num_steps == 3 and not trace.summary.on_device
@@ -90,30 +90,30 @@ def test_spans_are_nothing_while_nothing_is_recorded(tmp_path: Path) -> None:
     nothing = span("schedule")
     assert span("forward") is nothing
     during: list[bool] = []
-    generate(Trace(tmp_path / "t.json", warmup=2, steps=2), 9, lambda place: during.append(span("x") is nothing))
+    generate(StepTracer(tmp_path / "t.json", warmup=2, steps=2), 9, lambda place: during.append(span("x") is nothing))
     assert during[0] and not all(during) and during[-1]
     assert span("forward") is nothing
 
 
 def test_a_step_that_fails_while_it_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the error of a step, which the trace must let through: the step is tried again."""
-    forward, calls = Runner.forward, itertools.count()
+    forward, calls = ModelRunner.forward, itertools.count()
 
-    def failing(self: Runner, batch: RaggedBatch) -> torch.Tensor:
+    def failing(self: ModelRunner, batch: RaggedBatch) -> torch.Tensor:
         if next(calls) == 3:
             raise RuntimeError("hiccup")
         return forward(self, batch)
 
     expected = generate(None, 6)
-    monkeypatch.setattr(Runner, "forward", failing)
-    trace = Trace(tmp_path / "trace.json", warmup=2, steps=3)
+    monkeypatch.setattr(ModelRunner, "forward", failing)
+    trace = StepTracer(tmp_path / "trace.json", warmup=2, steps=3)
     assert generate(trace, 6) == expected and next(calls) > 6
     assert trace.summary is not None and trace.summary.num_steps == 3
 
 
 def test_a_run_that_ends_early_leaves_what_was_recorded(tmp_path: Path) -> None:
     """Guards short runs: the steps there were are written when the driver is closed."""
-    trace = Trace(tmp_path / "trace.json", warmup=2)
+    trace = StepTracer(tmp_path / "trace.json", warmup=2)
     generate(trace, 6)
     assert trace.summary is not None and trace.summary.num_steps == trace.num_steps - 2
     assert Counter(one["name"] for one in spans_in(trace.path))["step"] == trace.num_steps - 2
@@ -124,24 +124,24 @@ def test_fewer_steps_than_warm_up(tmp_path: Path) -> None:
     """Guards an older trace against a run too short for one, and the profiler for whoever comes next."""
     path = tmp_path / "trace.json"
     path.write_text("older")
-    short = Trace(path, warmup=20)
+    short = StepTracer(path, warmup=20)
     generate(short, 6)
-    assert short.summary is None and 0 < short.num_steps < 20 and not short.trouble
+    assert short.summary is None and 0 < short.num_steps < 20 and not short.error
     assert path.read_text() == "older" and names(tmp_path) == ["trace.json"]
-    trace = Trace(path, warmup=5)
+    trace = StepTracer(path, warmup=5)
     generate(trace, 6)
     assert trace.summary is not None and trace.summary.num_steps > 0
 
 
 def test_time_without_requests_is_not_idle_time(tmp_path: Path) -> None:
     """Guards a chat's share: while nobody asks anything, the engine is not slow."""
-    trace = Trace(tmp_path / "trace.json", warmup=0)
+    trace = StepTracer(tmp_path / "trace.json", warmup=0)
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-    with closing(Driver(make_engine(make_network("llama")), trace)) as driver:
+    with closing(EngineThread(make_engine(make_network("llama")), trace)) as engine_thread:
         for _ in range(2):
-            driver.submit([5, 6, 7], SamplingParams(max_tokens=1), events.put)
+            engine_thread.submit([5, 6, 7], SamplingParams(max_tokens=1), events.put)
             events.get(timeout=30)
-            while driver._idle_since is None:  # until it waits
+            while engine_thread._idle_since is None:  # until it waits
                 time.sleep(0.001)
     assert trace.summary is not None
     (wait, *_) = (one for one in spans_in(trace.path) if one["name"] == "wait")
@@ -231,7 +231,7 @@ def test_a_gpu_whose_work_is_not_in_the_trace(tmp_path: Path) -> None:
 def test_covered_time(pairs: list[tuple[int, int]]) -> None:
     """Guards the union of intervals, nested, equal, touching and empty ones, against counting units."""
     units = {unit for begin, length in pairs for unit in range(begin, begin + length)}
-    assert covered(Interval(begin, begin + length) for begin, length in pairs) == len(units)
+    assert union_length(Interval(begin, begin + length) for begin, length in pairs) == len(units)
 
 
 def test_a_trace_cut_off_is_an_error(tmp_path: Path) -> None:
@@ -246,18 +246,18 @@ def test_a_folder_that_goes_away_harms_no_run(tmp_path: Path) -> None:
     """Guards the tokens of a run whose trace cannot be written when it comes to that."""
     folder = tmp_path / "folder"
     folder.mkdir()
-    trace = Trace(folder / "trace.json", warmup=1, steps=3)
+    trace = StepTracer(folder / "trace.json", warmup=1, steps=3)
     tokens = generate(trace, 8, lambda place: folder.rmdir() if place == 0 else None)
     assert tokens == generate(None, 8)
     assert trace.summary is None
-    assert trace.trouble == f"Cannot write the trace {folder}/trace.json: No such file or directory."
+    assert trace.error == f"Cannot write the trace {folder}/trace.json: No such file or directory."
 
 
 def test_a_disk_that_is_full_harms_no_run(tmp_path: Path) -> None:
     """Guards a run, and the trace that was there before, against a disk that takes only the beginning."""
     path = tmp_path / "trace.json"
     path.write_text("older")
-    trace = Trace(path, warmup=1, steps=3)
+    trace = StepTracer(path, warmup=1, steps=3)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
@@ -265,23 +265,23 @@ def test_a_disk_that_is_full_harms_no_run(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert tokens == generate(None, 8)
-    assert trace.summary is None and "the disk may be full" in trace.trouble
+    assert trace.summary is None and "the disk may be full" in trace.error
     assert path.read_text() == "older" and names(tmp_path) == ["trace.json"]
 
 
 def test_one_profiler_for_a_process(tmp_path: Path) -> None:
     """Guards against a crash of torch, whose profilers cannot be nested: the second says that it has none."""
-    first = Trace(tmp_path / "first", warmup=3, steps=3)
-    others: dict[int, Trace] = {place: Trace(tmp_path / f"beside{place}") for place in (0, 3)}
+    first = StepTracer(tmp_path / "first", warmup=3, steps=3)
+    others: dict[int, StepTracer] = {place: StepTracer(tmp_path / f"beside{place}") for place in (0, 3)}
     generate(first, 12, lambda place: others[place].prepare() if place in others else None)
-    assert all("at work for somebody else" in other.trouble for other in others.values())
-    assert first.summary is not None and first.summary.num_steps == 3 and not first.trouble
+    assert all("at work for somebody else" in other.error for other in others.values())
+    assert first.summary is not None and first.summary.num_steps == 3 and not first.error
     assert Counter(one["name"] for one in spans_in(first.path))["forward"] == 3
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        third = Trace(tmp_path / "third")
+        third = StepTracer(tmp_path / "third")
         third.prepare()
-    assert "at work for somebody else" in third.trouble
-    fourth = Trace(tmp_path / "fourth", warmup=0)
+    assert "at work for somebody else" in third.error
+    fourth = StepTracer(tmp_path / "fourth", warmup=0)
     generate(fourth, 2)
     assert fourth.summary is not None and names(tmp_path) == ["first", "fourth"]
 
@@ -290,20 +290,20 @@ def test_one_profiler_for_a_process(tmp_path: Path) -> None:
 def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path, name: str) -> None:
     """Guards against a model that is loaded for a trace that cannot be written."""
     with pytest.raises(ConfigError, match="Cannot write the trace"):
-        Trace(tmp_path / name)
+        StepTracer(tmp_path / name)
 
 
 def test_devices_are_not_replaced() -> None:
     """Guards /dev/null, over which a file could be moved by whoever may do all."""
     with pytest.raises(ConfigError, match="regular file"):
-        Trace("/dev/null")
+        StepTracer("/dev/null")
 
 
 def test_a_link_leads_to_the_trace(tmp_path: Path) -> None:
     """Guards a link against being replaced itself."""
     link = tmp_path / "link.json"
     link.symlink_to("target.json")
-    generate(Trace(link, warmup=1), 3)
+    generate(StepTracer(link, warmup=1), 3)
     assert link.is_symlink() and len(spans_in(tmp_path / "target.json")) > 2
 
 

@@ -19,7 +19,7 @@ from cbatch.cli.run.stats import percentiles
 from cbatch.engine import ConfigError, SamplingParams
 
 if TYPE_CHECKING:
-    from cbatch.engine import Driver, TokenEvent
+    from cbatch.engine import EngineThread, TokenEvent
 
 
 class Clock(Protocol):
@@ -82,7 +82,7 @@ class LoadResult:
 
 
 def run_load(
-    driver: Driver,
+    engine_thread: EngineThread,
     scenario: Scenario,
     slo: SLO,
     clock: Clock | None = None,
@@ -94,7 +94,7 @@ def run_load(
     Raises ConfigError where a question would not fit the context.
     """
     scenario.check()
-    run = _Run(driver, scenario, clock or RealClock(), rng)
+    run = _Run(engine_thread, scenario, clock or RealClock(), rng)
     try:
         run.go()
     finally:
@@ -105,8 +105,10 @@ def run_load(
 class _Run:
     """One run: who is due when, and who waits for an answer."""
 
-    def __init__(self, driver: Driver, scenario: Scenario, clock: Clock, rng: Callable[[str], random.Random]) -> None:
-        self._driver, self._scenario, self._clock = driver, scenario, clock
+    def __init__(
+        self, engine_thread: EngineThread, scenario: Scenario, clock: Clock, rng: Callable[[str], random.Random]
+    ) -> None:
+        self._engine_thread, self._scenario, self._clock = engine_thread, scenario, clock
         self._inbox: queue.SimpleQueue[Turn] = queue.SimpleQueue()
         self._waiting: set[Turn] = set()
         self._users: list[User] = []
@@ -140,7 +142,7 @@ class _Run:
         user.answers.append(answer)
         self._waiting.add(answer)
         params = SamplingParams(max_tokens=length, ignore_eos=True)
-        answer.ticket = self._driver.submit(prompt, params, lambda event: self._take(answer, event))
+        answer.ticket = self._engine_thread.submit(prompt, params, lambda event: self._take(answer, event))
 
     def _take(self, answer: Turn, event: TokenEvent) -> None:
         """The sink: called on the driver's thread. Of the step that was in flight at the end nothing counts."""
@@ -163,7 +165,7 @@ class _Run:
         self._end, self._is_over = self._clock.now(), True
         for answer in self._waiting:
             if answer.ticket is not None:
-                self._driver.cancel(answer.ticket)
+                self._engine_thread.cancel(answer.ticket)
 
     def result(self, slo: SLO) -> LoadResult:
         """What has come of it, judged."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.cli.bench.load.generator import Capacity, LoadResult, find_capacity, run_load
 from cbatch.cli.bench.load.users import SLO, LoadPoint, Scenario
-from cbatch.engine import Driver
+from cbatch.engine import EngineThread
 
 if TYPE_CHECKING:
     from cbatch.engine import Engine
@@ -22,14 +22,14 @@ def serve(
     engine: Engine, scenario: Scenario, slo: SLO, *, search: bool, on_progress: Callable[[str], None]
 ) -> dict[str, Any]:
     """Runs the load, or searches for the most users that the level holds for."""
-    with closing(Driver(engine)) as driver:
+    with closing(EngineThread(engine)) as engine_thread:
         if not search:
             on_progress(f"{scenario.users} users for {scenario.duration_s:g} s")
-            return {"load": _entry(run_load(driver, scenario, slo))}
+            return {"load": _entry(run_load(engine_thread, scenario, slo))}
 
         def measure(users: int) -> LoadResult:
             on_progress(f"{users} users")
-            return run_load(driver, scenario.probe(users, scenario.duration_s), slo)
+            return run_load(engine_thread, scenario.probe(users, scenario.duration_s), slo)
 
         return _searched(find_capacity(measure, most=scenario.users))
 

@@ -11,7 +11,7 @@ from cbatch.cli.bench.workload import LengthDistribution
 from cbatch.engine import ConfigError
 
 if TYPE_CHECKING:
-    from cbatch.engine import Ticket, TokenEvent
+    from cbatch.engine import RequestHandle, TokenEvent
 
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -93,7 +93,7 @@ class Turn:
     ended: float | None = None
     cached_tokens: int = 0
     error: str = ""
-    ticket: Ticket | None = None
+    ticket: RequestHandle | None = None
 
     def take(self, event: TokenEvent, now: float) -> None:
         """Writes an event down; called on the driver's thread, so it must be quick."""

@@ -52,15 +52,15 @@ def do_export(context: CommandContext, name: str) -> None:
     """FILE.md to read, FILE.jsonl for cbatch run"""
     require_argument(name, "/export FILE.md or /export FILE.jsonl")
     path, session = as_path(name), context.session
-    driver = context.controller.client.driver
-    if session.last is None or driver is None:
+    engine_thread = context.controller.client.engine_thread
+    if session.last is None or engine_thread is None:
         raise UserError("There is no message yet." if session.last is None else "The model is still being loaded.")
     if path.suffix == ".md":
-        write_markdown(path, to_markdown(session, driver.engine.loaded.name))
+        write_markdown(path, to_markdown(session, engine_thread.engine.loaded.name))
     elif path.suffix == ".jsonl":
         reply = session.last.reply
         params = context.controller.client.params(reply.params if reply else {})
-        engine = driver.engine
+        engine = engine_thread.engine
         row = to_row(session, params, engine.model.max_model_len, as_messages=takes_messages(engine))
         append_row(path, row)
     else:
@@ -71,15 +71,15 @@ def do_export(context: CommandContext, name: str) -> None:
 @command("run", "FILE -o OUT | stop", "file")
 def do_run(context: CommandContext, line: str) -> None:
     """a batch underneath, as cbatch run does it"""
-    driver = context.controller.client.driver
+    engine_thread = context.controller.client.engine_thread
     if line == "stop":
         if not context.background.is_running:
             raise UserError("No batch is running.")
         context.background.stop()
-    elif driver is None:
+    elif engine_thread is None:
         raise UserError("The model is still being loaded.")
     else:
-        context.show(f"it writes into {context.background.start(driver, line)}; answers here go before it")
+        context.show(f"it writes into {context.background.start(engine_thread, line)}; answers here go before it")
 
 
 @command("read", "FILE", "file")

@@ -31,9 +31,9 @@ class Status:
         """What the bar says until the engine is there."""
 
     def tick(self) -> None:
-        if (driver := self._controller.client.driver) is not None:
+        if (engine_thread := self._controller.client.engine_thread) is not None:
             now = time.monotonic()
-            self._counts.append((now, driver.num_tokens))
+            self._counts.append((now, engine_thread.num_tokens))
             while now - self._counts[0][0] > SPEED_SECONDS:
                 self._counts.popleft()
 
@@ -64,19 +64,19 @@ class Status:
 
     def lines(self) -> list[str]:
         """What `/stats` shows."""
-        driver = self._controller.client.driver
-        if driver is None:
+        engine_thread = self._controller.client.engine_thread
+        if engine_thread is None:
             return [self.loading]
-        if driver.failure is not None:
-            return [f"the engine has failed: {driver.failure}"]
-        load, scheduler, engine = driver.load, driver.engine.scheduler, driver.engine
+        if engine_thread.failure is not None:
+            return [f"the engine has failed: {engine_thread.failure}"]
+        load, scheduler, engine = engine_thread.load, engine_thread.engine.scheduler, engine_thread.engine
         shown = describe(engine)
         hits = scheduler.num_cached_tokens / max(scheduler.num_prompt_tokens, 1)
         lines = [
             *(f"{name}: {shown[name]}" for name in ("model", "parameters", "context", "KV cache", "batch")),
             f"now: {load.running} running, {load.waiting} waiting, {self.tokens_per_s:,.0f} tokens/s, "
             f"KV cache {load.cache_used:.0%} used",
-            f"so far: {driver.num_tokens:,} tokens in {engine.num_steps:,} steps, "
+            f"so far: {engine_thread.num_tokens:,} tokens in {engine.num_steps:,} steps, "
             f"{scheduler.num_preemptions:,} preemptions",
             f"prefix cache: {scheduler.num_cached_tokens:,} of {scheduler.num_prompt_tokens:,} prompt tokens "
             f"did not have to be computed ({hits:.0%})",
@@ -91,16 +91,16 @@ class Status:
         return lines
 
     def _engine(self) -> str:
-        driver = self._controller.client.driver
-        if driver is None:
+        engine_thread = self._controller.client.engine_thread
+        if engine_thread is None:
             return f" {safe(self.loading)} "
-        if driver.failure is not None:
+        if engine_thread.failure is not None:
             return " the engine has failed "
         if self._background.progress:
             return f" {self._background.progress} "
-        load = driver.load
+        load = engine_thread.load
         if not (load.running or load.waiting):
-            return f" {safe(driver.engine.loaded.name)} "
+            return f" {safe(engine_thread.engine.loaded.name)} "
         waiting = f", {load.waiting} waiting" if load.waiting else ""
         return f" {load.running} running{waiting}, {self.tokens_per_s:,.0f} tok/s, KV {load.cache_used:.0%} "
 

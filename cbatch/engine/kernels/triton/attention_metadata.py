@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.engine.runtime.transfer import packed, size_of, to_device, views
+from cbatch.engine.runtime.transfer import pack, packed_size, to_device, unpack
 
 Ints = NDArray[np.integer[Any]]
 
@@ -141,8 +141,8 @@ class DecodeBuffers:
         # The pages come last, so that a copy ends with those that are used.
         shapes: list[tuple[int, ...]] = [(rows, 4), (items, 2), (self._levels,), (rows,), (block_ids,)]
         self._room = [np.empty(shape, np.int32) for shape in shapes]
-        self._packed = torch.zeros(size_of(self._room), dtype=torch.uint8, device=device)
-        sequences, listed, totals, slots, ids = views(self._packed, self._room)
+        self._packed = torch.zeros(packed_size(self._room), dtype=torch.uint8, device=device)
+        sequences, listed, totals, slots, ids = unpack(self._packed, self._room)
         decode = DecodeMetadata(sequences, listed, totals, ids, 0 if self._levels == 1 else items, split)
         self.metadata = AttentionMetadata(slots, decode, None)
         self.fill(np.zeros((0, 1), np.int32), [])
@@ -170,7 +170,7 @@ class DecodeBuffers:
         block_ids = tables[np.arange(tables.shape[1]) < blocks[: len(stops), None]]
         arrays = [work.sequences, work.items, totals, self._slots(tables, lengths), block_ids]
         arrays = [array.astype(np.int32, copy=False) for array in arrays]
-        filled = packed(arrays, self._room, pin=self._packed.device.type == "cuda")
+        filled = pack(arrays, self._room, pin=self._packed.device.type == "cuda")
         self._packed[: len(filled)].copy_(filled, non_blocking=True)
 
     def _slots(self, tables: Ints, lengths: Ints) -> Ints:
