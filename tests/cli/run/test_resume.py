@@ -239,7 +239,7 @@ def test_a_signal_during_the_final_ordering(
     mixed = b"".join(reversed(whole.splitlines(keepends=True)))
     done.out.write_bytes(mixed)
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "place", lambda self, number: signal.raise_signal(signal.SIGINT) or (0, 1))
+        patch.setattr(Journal, "span", lambda self, number: signal.raise_signal(signal.SIGINT) or (0, 1))
         assert done.run("--resume") == 130
     assert done.out.read_bytes() == mixed and len(list(done.out.parent.iterdir())) == 3
     assert done.run("--resume") == 1 and done.out.read_bytes() == whole
