@@ -10,13 +10,13 @@ import click
 from cbatch import __version__
 from cbatch.cli.common.console import emit, safe
 from cbatch.cli.common.loading import describe, open_engine
-from cbatch.cli.common.options import engine_options, model_options
+from cbatch.cli.common.options import engine_config, engine_options, model_options
 
 
 @click.command("info")
 @model_options
 @engine_options()
-def info(**options: Any) -> Literal[0]:
+def info(**values: Any) -> Literal[0]:
     """Show versions, devices, the model, and how much its KV cache holds."""
     import torch
     import transformers
@@ -28,7 +28,7 @@ def info(**options: Any) -> Literal[0]:
     for number in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(number)
         emit(f"cuda:{number}        {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
-    with open_engine(options, quiet=True) as engine:
+    with open_engine(engine_config(values), quiet=True) as engine:
         for name, value in describe(engine).items():
             emit(f"{name:<13} {safe(value)}")
     return 0

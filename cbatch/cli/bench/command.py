@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from cbatch.cli.common.console import emit, notice
 from cbatch.cli.common.loading import open_engine
-from cbatch.cli.common.options import engine_options, model_options
+from cbatch.cli.common.options import engine_config, engine_options, model_options
 from cbatch.engine import ConfigError
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _check_targets(options: dict[str, Any]) -> None:
 
 
 def _open(options: dict[str, Any]) -> Engine:
-    return open_engine(options, quiet=options["quiet"] or options["json"])
+    return open_engine(engine_config(options), quiet=options["quiet"] or options["json"])
 
 
 def _chosen(options: dict[str, Any]) -> dict[str, Strategy]:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import click
 from click.core import ParameterSource
@@ -16,9 +16,10 @@ from click.core import ParameterSource
 from cbatch.cli.chat.session.files import as_path
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import Interrupted, ReaderGone, UserError
-from cbatch.cli.common.options import ENGINE_FIELDS
-from cbatch.cli.run.command import check_usage, run
+from cbatch.cli.common.options import ENGINE_FIELDS, make_options
+from cbatch.cli.run.command import run
 from cbatch.cli.run.files import open_input, open_output, stats_file
+from cbatch.cli.run.options import RunOptions
 from cbatch.engine import CbatchError, ConfigError
 
 if TYPE_CHECKING:
@@ -53,13 +54,13 @@ class BackgroundRun:
             raise UserError("A batch is running; /run stop ends it.")
         options = parse(command_line)
         try:
-            check_usage(options)
+            options.check_usage()
         except ConfigError as error:
             raise UserError(f"/run: {error}") from error
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, args=(engine_thread, options), name="cbatch-run", daemon=True)
         self._thread.start()
-        return str(options["output"])
+        return options.output
 
     def stop(self) -> None:
         """Ends the batch after what is finished; it may be gone on with by --resume."""
@@ -74,12 +75,12 @@ class BackgroundRun:
             self.stop()
             self._thread.join(CLOSE_SECONDS)
 
-    def _run(self, engine_thread: EngineThread, options: dict[str, Any]) -> None:
-        name = f"/run {options['input']}"
+    def _run(self, engine_thread: EngineThread, options: RunOptions) -> None:
+        name = f"/run {options.input}"
         try:
             self._run_rows(engine_thread, options)
         except ReaderGone:
-            notice(f"{name}: nobody reads {options['output']} any more.")
+            notice(f"{name}: nobody reads {options.output} any more.")
         except (Interrupted, CbatchError) as error:
             notice(f"{name}: {error}")
         except OSError as error:
@@ -89,7 +90,7 @@ class BackgroundRun:
         finally:
             self.progress = ""
 
-    def _run_rows(self, engine_thread: EngineThread, options: dict[str, Any]) -> None:
+    def _run_rows(self, engine_thread: EngineThread, options: RunOptions) -> None:
         from cbatch.cli.run.batch_run import run_batch
         from cbatch.cli.run.stats import RunStats
 
@@ -106,7 +107,7 @@ class BackgroundRun:
                     progress=self._display,
                     while_running=self._running,
                 )
-        notice(f"/run {options['input']} is done; its rows are in {options['output']}")
+        notice(f"/run {options.input} is done; its rows are in {options.output}")
 
     @contextmanager
     def _running(self, pipeline: Pipeline) -> Iterator[None]:
@@ -141,7 +142,7 @@ class BackgroundProgress:
         pass
 
 
-def parse(command_line: str) -> dict[str, Any]:
+def parse(command_line: str) -> RunOptions:
     """The options of `cbatch run` from what was typed. Raises UserError where they cannot serve here."""
     try:
         words = [str(as_path(word)) if word.startswith("~") else word for word in shlex.split(command_line)]
@@ -152,13 +153,13 @@ def parse(command_line: str) -> dict[str, Any]:
         raise UserError("/run FILE -o OUT takes the options of `cbatch run`; its --help shows them.") from error
     except click.ClickException as error:
         raise UserError(f"/run: {error.format_message()}") from error
-    options = context.params
-    if "-" in (options["input"], options["output"]):
+    options = make_options(RunOptions, context.params)
+    if "-" in (options.input, options.output):
         raise UserError("/run needs a file of rows and a file for the output: /run FILE -o OUT.")
-    for name in (options["input"], options["output"]):
+    for name in (options.input, options.output):
         if Path(name).exists() and not Path(name).is_file():  # a pipe could not be stopped
             raise UserError(f"/run reads and writes files, and {name} is none.")
-    if options["check"]:
+    if options.check:
         raise UserError("--check is for the shell: cbatch run FILE --check.")
     for name in (*ENGINE_FIELDS, "trace"):
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:

@@ -15,12 +15,11 @@ from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.options import (
-    check_chat_params,
-    check_sampling,
+    SamplingOptions,
+    engine_config,
     engine_options,
     model_options,
     sampling_options,
-    sampling_overrides,
     trace_option,
 )
 from cbatch.cli.common.tracing import tracing
@@ -49,15 +48,15 @@ def chat(**options: Any) -> Literal[0, 1]:
 
     Where stdin or stdout is no terminal, each line of stdin is a turn of one conversation, and answers go to stdout.
     """
-    check_sampling(options)
-    check_chat_params(options)
+    SamplingOptions.from_values(options).check_for_chat()
     if (options["source"] is None) != (options["index"] is None):
         raise UserError("--from OUT.jsonl and --index K go together.")
     if options["prompts"] is not None and options["source"] is None:
         raise UserError("--prompts goes with --from OUT.jsonl --index K.")
     if sys.stdin is None or sys.stdout is None:
         raise UserError("A chat needs stdin and stdout, and one of them is closed.")
-    with tracing(options, ("source", "prompts")) as trace:
+    others = {"the file of --from": options["source"], "the file of --prompts": options["prompts"]}
+    with tracing(options["trace"], others, quiet=options["quiet"]) as trace:
         if sys.stdin.isatty() and sys.stdout.isatty():
             return _on_terminal(options, trace)
         return _through_pipe(options, trace)
@@ -102,21 +101,23 @@ def _make_controller(options: dict[str, Any], store: SessionStore | None, trace:
     from cbatch.cli.chat.engine_client import EngineClient
     from cbatch.cli.chat.session.export import from_result
 
-    begun = None
+    sampling, begun = SamplingOptions.from_values(options), None
     if options["source"] is not None:
         prompts = Path(options["prompts"]) if options["prompts"] is not None else None
         begun = from_result(Path(options["source"]), options["index"], prompts, options["seed"])
-    client = EngineClient(partial(open_engine, options, quiet=options["quiet"], verbose=options["verbose"]), trace)
+    client = EngineClient(
+        partial(open_engine, engine_config(options), quiet=options["quiet"], verbose=options["verbose"]), trace
+    )
     controller = ChatController(
         client,
         system=options["system"],
-        params=sampling_overrides(options),
+        params=sampling.params,
         seed=options["seed"],
         auto_trim=options["auto_trim"],
         store=store,
     )
     if begun is not None:
-        begun.params = with_overrides(begun.params, sampling_overrides(options))
+        begun.params = with_overrides(begun.params, sampling.params)
         begun.system = begun.system or options["system"]
         empty = controller.current
         controller.add_loaded(begun)

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from cbatch.engine import ConfigError
 
-_FILES = {
-    "input": "the input",
-    "output": "the output",
-    "stats": "the file of --stats",
-    "source": "the file of --from",
-    "prompts": "the file of --prompts",
-}
-"""What an option's file is called."""
 
+def check_distinct_file(option: str, name: str, others: Mapping[str, str | None]) -> None:
+    """Raises ConfigError if an option names a file that another option names already.
 
-def check_distinct_file(option: str, options: dict[str, Any], others: Sequence[str]) -> None:
-    """Raises ConfigError where the file that an option names is that of one of the others too."""
-    path = Path(options[option])
-    for name in others:
-        if options[name] in (None, "-"):
+    name:   the file that `option` names
+    others: the other files; each key says what the file is (“the input”). None and `-` are no files
+    """
+    path = Path(name)
+    for what, other_name in others.items():
+        if other_name in (None, "-"):
             continue
-        other = Path(options[name])
+        other = Path(other_name)
         if os.path.realpath(path) == os.path.realpath(other) or (
             path.is_file() and other.is_file() and path.samefile(other)
         ):
-            raise ConfigError(f"--{option} {path} is {_FILES[name]}; choose another file.")
+            raise ConfigError(f"{option} {path} is {what}; choose another file.")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cbatch.cli.common.console import notice
-from cbatch.cli.common.options import ENGINE_FIELDS
 from cbatch.engine import format_bytes
 
 if TYPE_CHECKING:
-    from cbatch.engine import Engine
+    from cbatch.engine import Engine, EngineConfig
 
 SWITCH_SECONDS = 5e-4
 
@@ -22,18 +21,18 @@ DEMO_NOTICE = (
 )
 
 
-def open_engine(options: dict[str, Any], *, quiet: bool, verbose: bool = False) -> Engine:
-    """Loads the engine that the options describe, and says on stderr what it is and what it took."""
-    from cbatch.engine import Engine, EngineConfig
+def open_engine(config: EngineConfig, *, quiet: bool, verbose: bool = False) -> Engine:
+    """Loads an engine, and says on stderr what it is and what it took."""
+    from cbatch.engine import Engine
 
     log = logging.getLogger("cbatch")
     log.handlers = [logging.NullHandler() if quiet else _Notices()]
     gc.freeze()  # what is imported stays
     gc.enable()
-    engine = Engine(EngineConfig(**{name: options[name] for name in ENGINE_FIELDS}))
+    engine = Engine(config)
     tune_process()
     if not quiet:
-        if options["model"] is None:
+        if config.model is None:
             notice(DEMO_NOTICE)
         shown = describe(engine)
         if engine.loaded.not_applied:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from cbatch.engine import PARAM_NAMES, ConfigError, RequestError, SamplingParams
+from cbatch.engine import PARAM_NAMES, ConfigError, EngineConfig, RequestError, SamplingParams
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+Options = TypeVar("Options", bound="DataclassInstance")
 
 
 class JsonListOption(click.Option):
@@ -168,43 +173,66 @@ sampling_options = _apply(
     ]
 )
 
-ENGINE_FIELDS = (
-    "model revision device dtype max_seqs max_batch_tokens block_size attention cuda_graphs run_ahead quantize "
-    "kv_cache_memory kv_blocks prefix_cache target_step_ms"
-).split()
+ENGINE_FIELDS = tuple(field.name for field in fields(EngineConfig))
 SAMPLING_FIELDS = (
     "max_tokens min_tokens temperature top_p top_k min_p stop n logprobs presence_penalty frequency_penalty "
     "repetition_penalty ignore_eos"
 ).split()
 
-
-def sampling_overrides(options: dict[str, Any]) -> dict[str, Any]:
-    """The sampling parameters that were given; an empty tuple of stop strings is none given."""
-    rarer: dict[str, Any] = options["param"]
-    return rarer | {name: options[name] for name in SAMPLING_FIELDS if options[name] not in (None, ())}
-
-
 RUN_ONLY_PARAMS = ("n", "logprobs", "prompt_logprobs", "echo")
-"""Parameters that ask for more than a text, which a chat has no place for."""
+"""Parameters that ask for more than one text, which a chat cannot show."""
 
 
-def check_sampling(options: dict[str, Any]) -> None:
-    """Refuses what would be wrong for every row or turn. Raises ConfigError."""
-    try:
-        (options["system"] or "").encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError("--system is not valid UTF-8.") from error
-    try:
-        SamplingParams().merged(sampling_overrides(options))
-    except RequestError as error:
-        name, _, rest = str(error).partition(" ")
-        option = f"--{name.replace('_', '-')}" if name in SAMPLING_FIELDS else f"--param {name}="
-        raise ConfigError(f"{option} {rest}" if name in PARAM_NAMES else str(error)) from error
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """What `sampling_options` read. `params` are the sampling parameters that were given, `seed` not among them."""
+
+    system: str | None
+    seed: int
+    params: dict[str, Any]
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> SamplingOptions:
+        """Takes what was given from the values that Click read."""
+        # An empty tuple of stop strings means that none was given.
+        given = {name: values[name] for name in SAMPLING_FIELDS if values[name] not in (None, ())}
+        return cls(values["system"], values["seed"], values["param"] | given)
+
+    def check(self) -> None:
+        """Refuses what would be wrong for every row or turn. Raises ConfigError."""
+        try:
+            (self.system or "").encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError("--system is not valid UTF-8.") from error
+        try:
+            SamplingParams().merged(self.params)
+        except RequestError as error:
+            name, _, rest = str(error).partition(" ")
+            option = f"--{name.replace('_', '-')}" if name in SAMPLING_FIELDS else f"--param {name}="
+            raise ConfigError(f"{option} {rest}" if name in PARAM_NAMES else str(error)) from error
+
+    def check_for_chat(self) -> None:
+        """Refuses what a chat cannot show as well. Raises ConfigError."""
+        self.check()
+        for name in RUN_ONLY_PARAMS:
+            if self.params.get(name) is not None:
+                advice = "; in a chat, /retry N gives several answers" if name == "n" else ""
+                raise ConfigError(f"--{name.replace('_', '-')} is for cbatch run{advice}.")
 
 
-def check_chat_params(options: dict[str, Any]) -> None:
-    """Refuses what a chat cannot show. Raises ConfigError."""
-    for name in RUN_ONLY_PARAMS:
-        if sampling_overrides(options).get(name) is not None:
-            advice = "; in a chat, /retry N gives several answers" if name == "n" else ""
-            raise ConfigError(f"--{name.replace('_', '-')} is for cbatch run{advice}.")
+def engine_config(values: Mapping[str, Any]) -> EngineConfig:
+    """The configuration that `model_options` and `engine_options` describe."""
+    return EngineConfig(**{name: values[name] for name in ENGINE_FIELDS})
+
+
+def make_options(record: type[Options], values: Mapping[str, Any]) -> Options:
+    """Makes a command's record of options from Click's values.
+
+    Its field `engine` is an EngineConfig, `sampling` a SamplingOptions; every other field has the name of an option.
+    """
+    shared: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+        "engine": engine_config,
+        "sampling": SamplingOptions.from_values,
+    }
+    names = [field.name for field in fields(record)]
+    return record(**{name: shared[name](values) if name in shared else values[name] for name in names})

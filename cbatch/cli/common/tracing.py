@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import ReaderGone
@@ -14,24 +13,24 @@ from cbatch.engine import StepTracer
 
 
 @contextmanager
-def tracing(options: dict[str, Any], others: Sequence[str]) -> Iterator[StepTracer | None]:
+def tracing(path: str | None, others: Mapping[str, str | None], *, quiet: bool) -> Iterator[StepTracer | None]:
     """What a driver is to record its steps with, where a trace is asked for; the driver must be closed in this context.
 
-    others: names of the options whose files a trace may not replace
+    others: files that the trace may not replace, as `check_distinct_file` takes them
     Raises ConfigError where no trace can be written.
     """
-    if options["trace"] is None:
+    if path is None:
         yield None
         return
-    check_distinct_file("trace", options, others)
-    trace = StepTracer(options["trace"])
+    check_distinct_file("--trace", path, others)
+    trace = StepTracer(path)
     try:
         yield trace
     finally:
         error = sys.exception()
         if trace.error:
             notice(trace.error)
-        elif not options["quiet"] and not isinstance(error, ReaderGone) and (trace.summary or error is None):
+        elif not quiet and not isinstance(error, ReaderGone) and (trace.summary or error is None):
             notice(_told(trace))
 
 

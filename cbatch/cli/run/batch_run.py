@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
-from typing import IO, Any, Protocol, Self
+from typing import IO, Protocol, Self
 
 from tqdm import tqdm
 
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import ReaderGone
-from cbatch.cli.common.options import sampling_overrides
 from cbatch.cli.run.files import count_lines
 from cbatch.cli.run.input.lines import Line, LineSource, Spool, read_lines
+from cbatch.cli.run.options import RunOptions
 from cbatch.cli.run.output.journal import Journal, ResumePlan, plan_resume
 from cbatch.cli.run.output.writer import FileWriter, RowWriter
 from cbatch.cli.run.pipeline import Pipeline
@@ -43,7 +43,7 @@ class DisplayFactory(Protocol):
 
 def run_batch(
     engine_thread: EngineThread,
-    options: dict[str, Any],
+    options: RunOptions,
     source: IO[bytes],
     output: RowWriter,
     stats: RunStats,
@@ -55,7 +55,7 @@ def run_batch(
 
     while_running: a context for the time in which the batch may be interrupted
     """
-    engine, quiet = engine_thread.engine, options["quiet"]
+    engine, quiet = engine_thread.engine, options.quiet
     total = count_lines(options)
     stats.attach(engine_thread)
     builder = make_request_builder(engine, options)
@@ -69,42 +69,42 @@ def run_batch(
         output,
         builder,
         stats,
-        window=options["window"] or 4 * engine.scheduler.max_seqs,
-        on_error=notice if options["verbose"] else None,
+        window=options.window or 4 * engine.scheduler.max_seqs,
+        on_error=notice if options.verbose else None,
     )
     display = progress(total, quiet=quiet, state=lambda: _progress_state(stats, engine_thread, total))
     try:
         with while_running(pipeline), display:
-            pipeline.run(read_lines(lines), display.tick, kept=kept, max_errors=options["max_errors"])
+            pipeline.run(read_lines(lines), display.tick, kept=kept, max_errors=options.max_errors)
     finally:
         if not quiet and not isinstance(sys.exception(), ReaderGone):
             for line in stats.summary(engine_thread, pipeline.waited_for_output_s):
                 notice(line)
 
 
-def make_request_builder(engine: Engine, options: dict[str, Any]) -> RequestBuilder:
+def make_request_builder(engine: Engine, options: RunOptions) -> RequestBuilder:
     """What makes jobs of lines, as the options say."""
-    given = sampling_overrides(options)
+    given = options.sampling.params
     row_options = RowOptions(
         params=engine.loaded.defaults.merged(given),
         has_max_tokens=given.get("max_tokens") is not None,
-        seed=options["seed"],
-        system=options["system"],
-        today=options["date"].date() if options["date"] else FIXED_DATE,
-        raw=options["raw"],
-        is_text=options["format"] == "text",
-        allow_unknown=options["allow_unknown"],
-        token_ids=options["token_ids"],
-        timings=options["timings"],
+        seed=options.sampling.seed,
+        system=options.sampling.system,
+        today=options.date.date() if options.date else FIXED_DATE,
+        raw=options.raw,
+        is_text=options.format == "text",
+        allow_unknown=options.allow_unknown,
+        token_ids=options.token_ids,
+        timings=options.timings,
     )
     return RequestBuilder(engine, row_options)
 
 
 def _start_file(
-    output: FileWriter, options: dict[str, Any], source: IO[bytes], builder: RequestBuilder, progress: DisplayFactory
+    output: FileWriter, options: RunOptions, source: IO[bytes], builder: RequestBuilder, progress: DisplayFactory
 ) -> tuple[LineSource, ResumePlan]:
     """Makes the file ready for this run's rows. Returns the input from its beginning, and what is done of it."""
-    if not (options["resume"] and output.has_content):
+    if not (options.resume and output.has_content):
         output.start(Journal())
         return source, ResumePlan()
     journal = output.journal()
@@ -117,17 +117,17 @@ def _start_file(
         return builder.build(line).key
 
     rows = len(journal.indices)
-    with progress(rows, quiet=options["quiet"], state=lambda: (compared, "compared with the input")) as display:
-        done = plan_resume(journal, read_lines(spool), make_key, retry_errors=options["retry_errors"])
-    if not done.fits and not options["recompute_changed"]:
+    with progress(rows, quiet=options.quiet, state=lambda: (compared, "compared with the input")) as display:
+        done = plan_resume(journal, read_lines(spool), make_key, retry_errors=options.retry_errors)
+    if not done.fits and not options.recompute_changed:
         raise ConfigError(
-            f"{options['output']} holds rows that do not fit this run: {done}. The file is left as it is. "
+            f"{options.output} holds rows that do not fit this run: {done}. The file is left as it is. "
             "--recompute-changed runs changed rows again and drops those without a line; --overwrite starts anew."
         )
     output.start(journal)
     if not done.fits:
         output.resume_with = "--resume --recompute-changed"
-    if not options["quiet"]:
+    if not options.quiet:
         notice(f"resuming: {done.rows:,} rows are kept" + ("" if done.fits else f"; not kept: {done}"))
     spool.rewind()
     return spool, done

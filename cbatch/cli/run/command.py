@@ -11,11 +11,11 @@ import click
 
 from cbatch.cli.common.console import Progress, emit
 from cbatch.cli.common.loading import open_engine
-from cbatch.cli.common.options import check_sampling, engine_options, model_options, sampling_options, trace_option
+from cbatch.cli.common.options import engine_options, make_options, model_options, sampling_options, trace_option
 from cbatch.cli.common.signals import handle_signals
 from cbatch.cli.common.tracing import tracing
 from cbatch.cli.run.files import count_lines, open_input, open_output, stats_file
-from cbatch.engine import ConfigError
+from cbatch.cli.run.options import RunOptions
 
 if TYPE_CHECKING:
     from cbatch.cli.run.output.writer import RowWriter
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 @trace_option
 @click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but errors.")
 @click.option("-v", "--verbose", is_flag=True, help="Tell more about the engine, and each error row.")
-def run(**options: Any) -> Literal[0, 1]:
+def run(**values: Any) -> Literal[0, 1]:
     """Generate an answer for every row of INPUT (JSON Lines; - is stdin).
 
     A row is {"prompt": ...}, {"messages": [...]}, {"prompt_token_ids": [...]} or an OpenAI Batch request, and may
@@ -56,30 +56,21 @@ def run(**options: Any) -> Literal[0, 1]:
     """
     from cbatch.cli.run.stats import RunStats
 
+    options = make_options(RunOptions, values)
     stats = RunStats()
     with stats_file(options, stats):
-        check_usage(options)
+        options.check_usage()
         source = open_input(options)
-        if options["check"]:
+        if options.check:
             return _check(options, source, stats)
-        with tracing(options, ("input", "output", "stats")) as trace, open_output(options, source) as output:
+        others = {"the input": options.input, "the output": options.output, "the file of --stats": options.stats}
+        tracer = tracing(options.trace, others, quiet=options.quiet)
+        with tracer as trace, open_output(options, source) as output:
             _run(options, source, output, stats, trace)
     return 1 if stats.has_errors else 0
 
 
-def check_usage(options: dict[str, Any]) -> None:
-    """Refuses what is wrong for every row: a usage error, not a million error rows."""
-    check_sampling(options)
-    for name in ("retry_errors", "recompute_changed"):
-        if options[name] and not options["resume"]:
-            raise ConfigError(f"--{name.replace('_', '-')} goes with --resume.")
-    if options["resume"] and options["overwrite"]:
-        raise ConfigError("--resume keeps what is in the output file, --overwrite does not; give one of them.")
-
-
-def _run(
-    options: dict[str, Any], source: IO[bytes], output: RowWriter, stats: RunStats, trace: StepTracer | None
-) -> None:
+def _run(options: RunOptions, source: IO[bytes], output: RowWriter, stats: RunStats, trace: StepTracer | None) -> None:
     engine = _load(options, stats)
 
     from cbatch.cli.run.batch_run import run_batch
@@ -97,7 +88,7 @@ def _run(
         )
 
 
-def _check(options: dict[str, Any], source: IO[bytes], stats: RunStats) -> Literal[0, 1]:
+def _check(options: RunOptions, source: IO[bytes], stats: RunStats) -> Literal[0, 1]:
     engine = _load(options, stats)
 
     from cbatch.cli.run.batch_run import make_request_builder
@@ -106,14 +97,14 @@ def _check(options: dict[str, Any], source: IO[bytes], stats: RunStats) -> Liter
 
     check = InputCheck(engine, make_request_builder(engine, options))
     total = count_lines(options)
-    with engine, Progress(total, quiet=options["quiet"], state=lambda: (check.rows, "read")) as progress:
+    with engine, Progress(total, quiet=options.quiet, state=lambda: (check.rows, "read")) as progress:
         report = check.run(read_lines(source), progress.tick)
     emit(json.dumps(report, indent=2))
     return 1 if report["bad_rows"] else 0
 
 
-def _load(options: dict[str, Any], stats: RunStats) -> Engine:
+def _load(options: RunOptions, stats: RunStats) -> Engine:
     started = time.monotonic()
-    engine = open_engine(options, quiet=options["quiet"], verbose=options["verbose"])
+    engine = open_engine(options.engine, quiet=options.quiet, verbose=options.verbose)
     stats.load_s = time.monotonic() - started
     return engine

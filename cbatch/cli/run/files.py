@@ -9,10 +9,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.files import check_distinct_file
+from cbatch.cli.run.options import RunOptions
 from cbatch.engine import ConfigError
 
 if TYPE_CHECKING:
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
     from cbatch.cli.run.stats import RunStats
 
 
-def open_input(options: dict[str, Any]) -> IO[bytes]:
-    name = options["input"]
+def open_input(options: RunOptions) -> IO[bytes]:
+    name = options.input
     if name == "-":
         if sys.stdin is None:
             raise ConfigError("There is no input: stdin is closed.")
-        if sys.stdin.isatty() and not options["quiet"]:
+        if sys.stdin.isatty() and not options.quiet:
             notice("reading rows from the terminal; Ctrl-D ends them.")
         return sys.stdin.buffer
     try:
@@ -34,17 +35,17 @@ def open_input(options: dict[str, Any]) -> IO[bytes]:
         raise ConfigError(f"Cannot read {name}: {error.strerror}.") from error
 
 
-def count_lines(options: dict[str, Any]) -> int | None:
+def count_lines(options: RunOptions) -> int | None:
     """Lines of the input, for the progress display, where there is one and they can be known beforehand."""
-    path = Path(options["input"])
-    if options["quiet"] or options["input"] == "-" or not path.is_file():
+    path = Path(options.input)
+    if options.quiet or options.input == "-" or not path.is_file():
         return None
     with path.open("rb") as stream:
         return sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(2**20), b""))
 
 
 @contextmanager
-def open_output(options: dict[str, Any], source: IO[bytes]) -> Iterator[RowWriter]:
+def open_output(options: RunOptions, source: IO[bytes]) -> Iterator[RowWriter]:
     """The output, for as long as rows are written; one with rows in it only where the options say what becomes of them.
 
     What is no regular file (a pipe, a device) is treated as stdout is.
@@ -53,22 +54,22 @@ def open_output(options: dict[str, Any], source: IO[bytes]) -> Iterator[RowWrite
         opened = _opened(options, source)
     except (OSError, RuntimeError) as error:  # RuntimeError: links that lead in a circle
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"Cannot write {options['output']}: {reason}.") from error
+        raise ConfigError(f"Cannot write {options.output}: {reason}.") from error
     with opened as output:
-        if not (options["resume"] or options["overwrite"]):
+        if not (options.resume or options.overwrite):
             output.check_empty()
         yield output
 
 
-def _opened(options: dict[str, Any], source: IO[bytes]) -> RowWriter:
+def _opened(options: RunOptions, source: IO[bytes]) -> RowWriter:
     from cbatch.cli.run.output.writer import FileWriter, StreamWriter
 
-    name, path = options["output"], Path(options["output"])
-    input_order = options["order"] == "input"
+    name, path = options.output, Path(options.output)
+    input_order = options.order == "input"
     if not name or path.is_dir():
         raise ConfigError(f"Cannot write {name!r}: a file is needed.")
     if name == "-" or (path.exists() and not path.is_file()):
-        if options["resume"]:
+        if options.resume:
             raise ConfigError("--resume needs an output file (-o FILE): what went down a pipe cannot be read again.")
         if name == "-" and sys.stdout is None:
             raise ConfigError("There is no output: stdout is closed.")
@@ -86,12 +87,12 @@ def _check_not_input(source: IO[bytes], target: os.stat_result, name: str) -> No
 
 
 @contextmanager
-def stats_file(options: dict[str, Any], stats: RunStats) -> Iterator[None]:
+def stats_file(options: RunOptions, stats: RunStats) -> Iterator[None]:
     """Writes the figures to a file at the end, whatever that is. That it can be written is tried at the start."""
-    name = options["stats"]
+    name = options.stats
     try:
         if name is not None:
-            check_distinct_file("stats", options, ("input", "output"))
+            check_distinct_file("--stats", name, {"the input": options.input, "the output": options.output})
             Path(name).open("a").close()
     except OSError as error:
         raise ConfigError(f"Cannot write {name}: {error.strerror}.") from error

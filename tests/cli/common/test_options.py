@@ -10,8 +10,9 @@ import pytest
 
 from cbatch.cli.bench.command import bench
 from cbatch.cli.chat.command import chat
-from cbatch.cli.common.options import ENGINE_FIELDS
+from cbatch.cli.common.options import ENGINE_FIELDS, SAMPLING_FIELDS, engine_config, make_options
 from cbatch.cli.run.command import run
+from cbatch.cli.run.options import RunOptions
 from cbatch.engine import EngineConfig
 
 
@@ -21,9 +22,20 @@ def options_of(command: click.Command, *arguments: str) -> dict[str, Any]:
 
 def test_every_engine_option_reaches_the_engine() -> None:
     """Guards an option that is declared and changes nothing: each is a field of the configuration, by that name."""
-    assert set(ENGINE_FIELDS) <= {field.name for field in fields(EngineConfig)}
     for command in (run, chat, bench):
-        assert set(ENGINE_FIELDS) <= options_of(command).keys()
+        values = options_of(command)
+        assert set(ENGINE_FIELDS) <= values.keys()
+        config = engine_config({name: object() if name in ENGINE_FIELDS else value for name, value in values.items()})
+        assert len({id(getattr(config, field.name)) for field in fields(EngineConfig)}) == len(ENGINE_FIELDS)
+
+
+def test_every_option_is_a_field_of_its_record() -> None:
+    """Guards an option of `run` that is declared and then read by nobody."""
+    values = options_of(run, "--stop", "x", "--top-k", "3", "--param", "echo=true", "--kv-blocks", "9")
+    options = make_options(RunOptions, values)
+    assert options.sampling.params == {"stop": ("x",), "top_k": 3, "echo": True} and options.engine.kv_blocks == 9
+    own = {field.name for field in fields(RunOptions)} - {"engine", "sampling"}
+    assert values.keys() == own | set(ENGINE_FIELDS) | set(SAMPLING_FIELDS) | {"system", "seed", "param"}
 
 
 def test_the_target_of_a_step() -> None:
