@@ -1,0 +1,261 @@
+"""Keeps the documentation true: links, commands, Python blocks, and references that leave nothing out."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import click
+import pytest
+
+from cbatch import Completion, EngineConfig, SamplingParams, TokenEvent
+from cbatch.cli.chat.commands import file_commands, session_commands
+from cbatch.cli.chat.commands.registry import ALIASES, COMMANDS
+from cbatch.cli.main import cli
+from cbatch.cli.run.input import jsonl, openai_batch
+from cbatch.cli.run.stats import RunStats
+
+assert file_commands and session_commands  # they put themselves into the table
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXPECTED_OUTPUT = {
+    "generate.py": "Paris",
+    "stream.py": "anything left to do: False",
+    "structured_output.py": "Paris",
+    "threads.py": "Paris",
+}
+COMMAND_NAMES = cli.list_commands(click.Context(cli))
+MAX_README_BYTES = 9000
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_CODE = re.compile(r"`([^`\n]+)`")
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def text_without_blocks(page: Path) -> str:
+    return _FENCE.sub("", page.read_text())
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [body for kind, body in _FENCE.findall(page.read_text()) if kind == language]
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link into a page can lead to, as GitHub makes it of headings."""
+    headings = re.findall(r"^#+ (.+)$", text_without_blocks(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def command(name: str) -> click.Command:
+    found = cli.get_command(click.Context(cli), name)
+    assert found is not None
+    return found
+
+
+def options_of(name: str) -> set[str]:
+    return {
+        option for param in command(name).params for option in (*param.opts, *param.secondary_opts) if "--" in option
+    }
+
+
+def shell_commands(page: Path) -> Iterator[list[str]]:
+    """Each simple command of the page's shell blocks, and of its code spans that begin with one of ours."""
+    lines = [line for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines()]
+    starts = tuple(f"cbatch {name}" for name in COMMAND_NAMES)
+    spans = " ".join(text_without_blocks(page).split("\n"))
+    lines += [span for span in _CODE.findall(spans) if span.startswith(starts)]
+    for line in lines:
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+        lexer.whitespace_split = True
+        words: list[str] = []
+        for word in [*lexer, ";"]:
+            if set(word) <= set(";|&"):
+                if words:
+                    yield words
+                words = []
+            else:
+                words.append(word)
+
+
+def rows_of_tables(page: Path) -> list[str]:
+    """The code spans in the first cells of a page's tables: what it gives a meaning to."""
+    first_cells = re.findall(r"^\| (.*?) \|", page.read_text().replace(r"\|", "/"), re.MULTILINE)
+    return [span for cell in first_cells for span in _CODE.findall(cell)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Guards against links to files, pictures and headings that were moved or renamed."""
+    for target in _LINK.findall(text_without_blocks(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        if anchor:
+            assert anchor in anchors(linked), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_can_be_parsed(page: Path) -> None:
+    """Guards against commands with options, modules or files that do not exist any more."""
+    for words in shell_commands(page):
+        if words[0] == "cbatch":
+            arguments = words[1:]
+            if arguments and arguments[0] in COMMAND_NAMES:
+                command(arguments[0]).make_context(arguments[0], arguments[1:])
+            else:
+                assert arguments in (["--version"], ["--help"]), words
+        elif words[:2] == ["python", "-m"] and words[2].startswith("scripts"):
+            path = ROOT.joinpath(*words[2].split("."))
+            assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), words
+        elif words[0] == "python" and words[1] != "-m":
+            assert (ROOT / words[1]).is_file(), words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_options_exist(page: Path) -> None:
+    """Guards against text about an option that was renamed or dropped; those of scripts count, too."""
+    known = set().union(*map(options_of, COMMAND_NAMES)) | {"--help", "--version"}
+    sources = "".join(path.read_text() for path in (ROOT / "scripts").rglob("*.py"))
+    unknown = {
+        option
+        for span in _CODE.findall(text_without_blocks(page))
+        if not span.startswith(("pip", "git", "pytest", "pre-commit"))
+        for option in _OPTION.findall(span)
+        if option not in known and f'"{option}"' not in sources
+    }
+    assert not unknown
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_paths_and_names_exist(page: Path) -> None:
+    """Guards against text about files that were moved, and classes and functions that were renamed."""
+    spans = _CODE.findall(text_without_blocks(page))
+    if page.name == "architecture.md":  # its last section is about what there was before
+        spans = _CODE.findall(text_without_blocks(page).partition("| folder before |")[0])
+    paths = [span for span in spans if re.fullmatch(r"(cbatch|tests|scripts|docs|examples)/[\w./-]*", span)]
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    words = set(re.findall(r"\w+", "".join(path.read_text() for path in (ROOT / "cbatch").rglob("*.py"))))
+    names = [span for span in spans if re.fullmatch(r"[A-Z][a-z]+[A-Z]\w*(\.\w+)*|\w+\.\w+\(\)", span)]
+    assert [name for name in names if not words.issuperset(name.removesuffix("()").split("."))] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_python_blocks_import_what_exists(page: Path) -> None:
+    """Guards against examples that do not compile, or import names that are gone."""
+    for block in blocks(page, "python"):
+        check_imports(ast.parse(block))
+
+
+def check_imports(tree: ast.Module) -> None:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("cbatch"):
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "python.md"], ids=name_of)
+def test_python_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against examples that raise; those that name a model of the hub run on the bundled one."""
+    for block in blocks(page, "python"):
+        exec(
+            compile(block.replace('EngineConfig(model="Qwen/Qwen3-0.6B")', "EngineConfig()"), name_of(page), "exec"), {}
+        )
+    assert "5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
+def test_examples_run(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against examples that raise, say nothing, or do not say what they are for."""
+    assert ast.get_docstring(ast.parse(path.read_text()))
+    monkeypatch.setattr(sys, "argv", [str(path)])
+    runpy.run_path(str(path), run_name="__main__")
+    assert EXPECTED_OUTPUT[path.name] in capsys.readouterr().out
+
+
+def test_readme_is_short() -> None:
+    """Guards the time it takes a stranger to read it."""
+    assert len((ROOT / "README.md").read_bytes()) <= MAX_README_BYTES
+
+
+@pytest.mark.parametrize("name", ["run", "chat", "bench"])
+def test_every_option_is_documented(name: str) -> None:
+    """Guards against a new option that its page does not explain."""
+    text = (ROOT / "docs" / f"{'batch' if name == 'run' else name}.md").read_text()
+    documented = set(_OPTION.findall(" ".join(_CODE.findall(text))))
+    documented |= {option for option in options_of("run") if name != "run"}  # these pages point to that of `cbatch run`
+    assert options_of(name) - documented == set()
+
+
+def test_every_field_of_a_row_is_documented() -> None:
+    """Guards against a new parameter, or a field of a request, that the reference of rows leaves out."""
+    page = ROOT / "docs" / "batch.md"
+    assert set(jsonl.KNOWN) - set(rows_of_tables(page)) == set()
+    assert {*openai_batch.REQUEST_FIELDS} - set(rows_of_tables(page)) == set()
+    assert set(openai_batch.KNOWN) - set(re.findall(r"\w+", " ".join(_CODE.findall(page.read_text())))) == set()
+
+
+def test_every_error_code_is_documented() -> None:
+    """Guards against an error code that the table of `batch.md` does not have."""
+    page = ROOT / "docs" / "batch.md"
+    codes = {
+        node.args[place].value
+        for path in (ROOT / "cbatch").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        for place in [{"RequestError": 0, "wrong": 1}.get(ast.unparse(node.func).rpartition(".")[2], 9)]
+        if place < len(node.args) and isinstance(node.args[place], ast.Constant)
+    }
+    assert {"invalid_row", "internal_error"} <= codes
+    assert codes - set(rows_of_tables(page)) == set()
+
+
+def test_every_figure_of_a_run_is_documented() -> None:
+    """Guards against a figure of `--stats` without an explanation."""
+    page = ROOT / "docs" / "batch.md"
+    assert RunStats().as_dict().keys() - set(rows_of_tables(page)) == set()
+
+
+def test_every_thread_is_documented() -> None:
+    """Guards against a thread that the architecture page does not know."""
+    source = "".join(path.read_text() for path in (ROOT / "cbatch").rglob("*.py"))
+    started = {name.rstrip("-") for name in re.findall(r'name=f?"(cbatch-[a-z-]+)', source)}
+    started |= set(re.findall(r'ThreadPoolExecutor\(1, "(cbatch-\w+)"', source))
+    documented = {name.removesuffix("-N") for name in rows_of_tables(ROOT / "docs" / "architecture.md")}
+    assert {"cbatch-engine", "cbatch-cpu"} <= started
+    assert started - documented == set()
+
+
+def test_every_chat_command_is_documented() -> None:
+    """Guards against a command of the chat that its page leaves out."""
+    page = ROOT / "docs" / "chat.md"
+    documented = {span.split()[0].removeprefix("/") for span in rows_of_tables(page)}
+    assert {*COMMANDS, *ALIASES} - documented == set()
+
+
+@pytest.mark.parametrize("record", [EngineConfig, Completion, TokenEvent])
+def test_every_field_of_the_api_is_documented(record: type) -> None:
+    """Guards against a public field that the reference of the API leaves out."""
+    names = {field.name for field in fields(record)} if record is not TokenEvent else {*TokenEvent._fields}
+    assert names - {"said"} - set(rows_of_tables(ROOT / "docs" / "python.md")) == set()
+
+
+def test_every_sampling_parameter_is_documented() -> None:
+    """Guards against a new sampling parameter without a line in the table."""
+    names = {field.name for field in fields(SamplingParams)}
+    assert names - set(rows_of_tables(ROOT / "docs" / "batch.md")) == set()
