@@ -12,8 +12,10 @@ from queue import SimpleQueue
 
 import torch
 
-from cbatch.cli.bench.load.generator import Capacity, LoadResult, find_capacity, run_load
-from cbatch.cli.bench.load.users import SLO, Scenario
+from cbatch.cli.bench.load.capacity import find_capacity
+from cbatch.cli.bench.load.generator import run_load
+from cbatch.cli.bench.load.results import Capacity, LoadResult
+from cbatch.cli.bench.load.scenario import SLO, Scenario
 from cbatch.cli.bench.workload import LengthDistribution
 from cbatch.engine import Engine, EngineConfig, EngineThread, SamplingParams, TokenEvent, Trace
 from cbatch.engine.models.loader import LoadedModel
@@ -103,8 +105,8 @@ class Served:
             what,
             users,
             result.users_served,
-            result.ttft_s["p99"],
-            result.tpot_s["p99"],
+            result.ttft_s.p99,
+            result.tpot_s.p99,
             result.output_tokens_per_s,
             result.first_error,
         )
@@ -208,7 +210,7 @@ def load_lines(
 
 
 def capacity_lines(name: str, found: Capacity) -> Iterator[Served | str]:
-    for users, result in found.points.items():
+    for users, result in found.probes.items():
         yield Served.of(f"{name}, probe", users, result)
     limit = ", the most that were tried" if found.is_limit else ""
     yield f"{name}: the level holds for {found.users} users{limit}"

@@ -49,7 +49,7 @@ def run_engine(
         prefix_cache=False,
         cuda_graphs=graphs,
     )
-    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in work.lengths]
+    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in work.output_lengths]
     with Engine(config, loaded) as engine:
         engine.generate(work.prompts[:8], SamplingParams(max_tokens=8, ignore_eos=True))  # kernels are compiled
         engine.synchronize()
@@ -79,7 +79,7 @@ def runs(
 ) -> Iterator[Run]:
     """All of the work; then its first rows, and the same rows by transformers."""
     yield run_engine(f"{name}, {len(work.prompts)} requests", loaded, work, seats, budget, rates, True)
-    few = Workload(work.prompts[:peer_rows], work.lengths[:peer_rows], work.source)
+    few = Workload(work.prompts[:peer_rows], work.output_lengths[:peer_rows], work.source)
     yield run_engine(f"{name}, {peer_rows} requests", loaded, few, seats, budget, rates, True)
     yield run_engine(f"{name}, {peer_rows} requests, no graphs", loaded, few, seats, budget, rates, False)
     ways = ["transformers-cb"]

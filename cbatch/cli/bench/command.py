@@ -1,9 +1,9 @@
-"""`cbatch bench`: the same work one by one, in static batches and by continuous batching, side by side."""
+"""`cbatch bench`: no batching, static batches and continuous batching side by side; or load with many users."""
 
 from __future__ import annotations
 
 import json
-import math
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,245 +11,246 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 from click.core import ParameterSource
 
+from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.common.console import emit, notice
 from cbatch.cli.common.loading import open_engine
-from cbatch.cli.common.options import engine_config, engine_options, model_options
+from cbatch.cli.common.options import engine_options, make_options, model_options
 from cbatch.engine import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from cbatch.cli.bench.compare import OnProgress
+    from cbatch.cli.bench.load.results import Capacity, LoadResult
+    from cbatch.cli.bench.load.scenario import Scenario
+    from cbatch.cli.bench.output import Report
     from cbatch.cli.bench.recorder import RunRecord
-    from cbatch.cli.bench.strategies import Strategy
-    from cbatch.cli.bench.workload import LengthDistribution, Workload
+    from cbatch.cli.bench.workload import Workload
     from cbatch.engine import Engine
 
 ARTICLE = {"requests": 8, "input_len": "8:128", "output_len": "32", "batch_size": 4}
 """Eight users who get 32 tokens each, with half as many slots."""
 
+MAX_PROBE_S = 20.0
+"""The longest probe of a search, in seconds."""
+
+DEFAULT_MAX_USERS = 1024
+
 
 def _names(ctx: click.Context, option: click.Parameter, value: str) -> list[str]:
-    """A list of names with commas between them, each once."""
+    """The names in a list with commas, each once."""
     return list(dict.fromkeys(name.strip() for name in value.split(",") if name.strip()))
 
 
 @click.command("bench")
 @click.argument("prompts", metavar="[PROMPTS.jsonl]", required=False)
-@click.option("--strategies", default="none,static,continuous", show_default=True, callback=_names, metavar="LIST")
-@click.option("--ablate", default="", callback=_names, metavar="LIST", help="kv-cache,chunked-prefill,ragged,dynamic")
-@click.option("--peer", default="", callback=_names, metavar="LIST", help="transformers-generate,transformers-cb")
+@click.option(
+    "--strategies",
+    default="none,static,continuous",
+    show_default=True,
+    callback=_names,
+    metavar="LIST",
+    help="Strategies to compare.",
+)
+@click.option(
+    "--ablate",
+    default="",
+    callback=_names,
+    metavar="LIST",
+    help="Switch off techniques, one at a time: kv-cache,chunked-prefill,ragged,dynamic.",
+)
+@click.option(
+    "--peer",
+    default="",
+    callback=_names,
+    metavar="LIST",
+    help="Compare with transformers too: transformers-generate,transformers-cb.",
+)
 @click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Slots of every strategy.")
-@click.option("--requests", type=click.IntRange(1), default=32, show_default=True, help="Rows of synthetic work.")
-@click.option("--input-len", default="16:256", show_default=True, metavar="LO:HI", help="Tokens of prompts.")
-@click.option("--output-len", default="8:256", show_default=True, metavar="LO:HI", help="Tokens of outputs.")
+@click.option("--requests", type=click.IntRange(1), default=32, show_default=True, help="Synthetic requests.")
+@click.option("--input-len", default="16:256", show_default=True, metavar="LO:HI", help="Prompt lengths in tokens.")
+@click.option("--output-len", default="8:256", show_default=True, metavar="LO:HI", help="Output lengths in tokens.")
 @click.option(
     "--distribution",
     type=click.Choice(["loguniform", "lognormal", "uniform", "fixed"]),
     default="loguniform",
     show_default=True,
-    help="Of lengths between their ends.",
+    help="Distribution of lengths over their range.",
 )
+@click.option("--preset", type=click.Choice(["article"]), help="The articles' experiment: 8 users, 32 tokens each.")
 @click.option(
-    "--preset", type=click.Choice(["article"]), help="The experiment of the articles: 8 users, 32 tokens each."
+    "--rounds",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="Runs of every strategy, by turns; the median counts.",
 )
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Alternating; medians count.")
-@click.option("--seed", type=int, default=7, show_default=True, help="Of synthetic work.")
-@click.option("--users", type=click.IntRange(1), help="Load: so many users at once, in place of the strategies.")
-@click.option("--rate", type=click.FloatRange(0, min_open=True), default=4.0, show_default=True, help="Users a second.")
+@click.option("--seed", type=int, default=7, show_default=True, help="Seed of synthetic prompts and users.")
+@click.option("--users", type=click.IntRange(1), help="Measure load with this many users, instead of strategies.")
+@click.option(
+    "--rate",
+    type=click.FloatRange(0, min_open=True),
+    default=4.0,
+    show_default=True,
+    help="Users who arrive in a second.",
+)
 @click.option(
     "--duration",
     default="60s",
     show_default=True,
     metavar="TIME",
-    help="Of the load; of each probe of a search, 20s at most.",
+    help="Duration of the load; in a search, of each probe (20s at most).",
 )
 @click.option("--think", default="2s", show_default=True, metavar="TIME", help="Mean pause of a user between turns.")
-@click.option("--turns", type=click.IntRange(1), default=1, show_default=True, help="Questions of one conversation.")
-@click.option("--slo-ttft", default="500ms", show_default=True, metavar="TIME", help="Level: first token within this.")
+@click.option("--turns", type=click.IntRange(1), default=1, show_default=True, help="Questions in a conversation.")
+@click.option("--slo-ttft", default="500ms", show_default=True, metavar="TIME", help="SLO: time to the first token.")
 @click.option(
-    "--slo-tps", type=click.FloatRange(0), default=50.0, show_default=True, help="Level: tokens a second for each user."
+    "--slo-tps", type=click.FloatRange(0), default=50.0, show_default=True, help="SLO: tokens a second for each user."
 )
-@click.option(
-    "--find-capacity", is_flag=True, help="Search for the most users, up to --users, that the level holds for."
-)
-@click.option("--plot", metavar="DIR", help="Write pictures there (SVG).")
+@click.option("--find-capacity", is_flag=True, help="Search for the most users, up to --users, for whom the SLO holds.")
+@click.option("--plot", metavar="DIR", help="Write pictures to this folder (SVG).")
 @click.option("--report", metavar="FILE", help="Write one HTML page with tables and pictures.")
-@click.option("--json", is_flag=True, help="One JSON object on stdout.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@click.option("--json", is_flag=True, help="Print one JSON object to stdout.")
+@click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 @model_options
 @engine_options()
-def bench(**options: Any) -> Literal[0]:
-    """Measure what continuous batching gives, on this machine, this model, and your prompts or synthetic ones.
+def bench(**values: Any) -> Literal[0]:
+    """Measure what continuous batching gives on this machine and model, with your prompts or synthetic ones.
 
     Every strategy does the same work on the same model with the same kernels and slots. Padding and idle slots are
-    real dummy tokens in the same steps, so that nothing but the strategy differs.
+    real tokens in the same steps, so that only the strategy differs.
     """
     given = click.get_current_context().get_parameter_source
-    if options["preset"] == "article":
-        options |= {name: value for name, value in ARTICLE.items() if given(name) is ParameterSource.DEFAULT}
-    strategies = _chosen(options)
-    is_load = options["find_capacity"] or options["users"] is not None
-    if is_load:
-        _check_load(options)
-    elif options["max_seqs"] is not None:
-        raise ConfigError("--batch-size says how many slots there are; --max-seqs is for a load (--users).")
-    _check_targets(options)
-    on_progress: OnProgress = (lambda text: None) if options["quiet"] or options["json"] else notice
-    if is_load:
-        _serve(options, on_progress)
+    if values["preset"] == "article":
+        values |= {name: value for name, value in ARTICLE.items() if given(name) is ParameterSource.DEFAULT}
+    options = make_options(BenchOptions, values)
+    options.check()
+    on_progress: OnProgress = (lambda text: None) if options.is_silent else notice
+    if options.is_load:
+        _measure_load(options, on_progress)
     else:
-        _compare(strategies, options, on_progress)
+        _compare(options, on_progress)
     return 0
 
 
-def _check_targets(options: dict[str, Any]) -> None:
-    """Raises ConfigError before all the work where what it is for could not be written after it."""
-    if not options["plot"] and not options["report"]:
-        return
-    from cbatch.cli.bench.render.style import require_matplotlib
-
-    require_matplotlib()
-    try:
-        if options["plot"]:
-            Path(options["plot"]).mkdir(parents=True, exist_ok=True)
-        if options["report"]:
-            Path(options["report"]).open("ab").close()
-    except OSError as error:
-        raise ConfigError(f"Cannot write {error.filename}: {error.strerror}.") from error
-
-
-def _open(options: dict[str, Any]) -> Engine:
-    return open_engine(engine_config(options), quiet=options["quiet"] or options["json"])
-
-
-def _chosen(options: dict[str, Any]) -> dict[str, Strategy]:
-    """The strategies that are asked for, by name."""
-    from cbatch.cli.bench.peers import PEERS
-    from cbatch.cli.bench.strategies import ABLATIONS, STRATEGIES
-
-    for option, known in (("strategies", STRATEGIES), ("ablate", ABLATIONS), ("peer", PEERS)):
-        wrong = [name for name in options[option] if name not in known]
-        if wrong:
-            raise ConfigError(f"--{option} is a list of {', '.join(known)}; {', '.join(wrong)} is not one of them.")
-    if not options["strategies"]:
-        raise ConfigError(f"--strategies is a list of {', '.join(STRATEGIES)}, and it is empty.")
-    found = {name: STRATEGIES[name] for name in options["strategies"]}
-    if options["ablate"]:
-        found.setdefault("continuous", STRATEGIES["continuous"])
-    return found | {f"no-{name}": ABLATIONS[name] for name in options["ablate"]}
-
-
-def _lengths(options: dict[str, Any]) -> tuple[LengthDistribution, LengthDistribution]:
-    """Of prompts and of outputs."""
-    from cbatch.cli.bench.workload import LengthDistribution, parse_length_range
-
-    inputs, outputs = (parse_length_range(options[name]) for name in ("input_len", "output_len"))
-    return LengthDistribution(*inputs, options["distribution"]), LengthDistribution(*outputs, options["distribution"])
-
-
-def _work(options: dict[str, Any], engine: Engine) -> Workload:
+def _workload(options: BenchOptions, engine: Engine) -> Workload:
     from cbatch.cli.bench.workload import read_workload, synthetic_workload
 
-    if options["prompts"] is not None:
-        return read_workload(options["prompts"], engine)
+    if options.prompts is not None:
+        return read_workload(options.prompts, engine)
     context = engine.scheduler.room.longest
-    return synthetic_workload(
-        options["requests"], *_lengths(options), engine.model.vocab_size, context, options["seed"]
-    )
+    return synthetic_workload(options.requests, *options.lengths, engine.model.vocab_size, context, options.seed)
 
 
-def _compare(strategies: dict[str, Strategy], options: dict[str, Any], on_progress: OnProgress) -> None:
-    from cbatch.cli.bench.compare import DeviceProfile, compare, techniques
-    from cbatch.cli.bench.output import machine_and_model, print_comparison
+def _compare(options: BenchOptions, on_progress: OnProgress) -> None:
+    from cbatch.cli.bench.compare import Contenders, DeviceProfile, compare, measure_techniques
+    from cbatch.cli.bench.machine import Machine, describe_model
+    from cbatch.cli.bench.output import print_comparison
+    from cbatch.cli.bench.results import ComparisonReport, WorkSummary
     from cbatch.cli.bench.strategies import Experiment
 
-    with _open(options) as engine:
-        data = machine_and_model(engine)
-        work = _work(options, engine)
+    with open_engine(options.engine, quiet=options.is_silent) as engine:
+        machine, model = Machine.of(engine), describe_model(engine)
+        work = _workload(options, engine)
         device = DeviceProfile.of(engine)
-        # The same cache for all, however many seats they have.
+        # All strategies get the same cache, however many sequences they run at once.
         config = replace(engine.config, kv_blocks=engine.block_pool.num_blocks, kv_cache_memory=None)
-        experiment = Experiment(engine.loaded, config, work, options["batch_size"])
-    found = compare(experiment, device, strategies, options["peer"], options["rounds"], on_progress)
-    data["work"] = {
-        "source": work.source,
-        "requests": len(work.prompts),
-        "prompt_tokens": work.prompt_tokens,
-        "output_tokens": work.output_tokens,
-        "slots": options["batch_size"],
-        "rounds": options["rounds"],
-    }
-    data |= {"strategies": found.strategies, "roofline": found.roofline}
-    if measured := techniques(experiment, device, options["ablate"], on_progress):
-        data["techniques"] = measured
-    if options["json"]:
-        emit(json.dumps(data, indent=2))
+        experiment = Experiment(engine.loaded, config, work, options.batch_size)
+    contenders = Contenders(options.chosen_strategies(), options.peer, options.rounds)
+    comparison = compare(experiment, device, contenders, on_progress)
+    report = ComparisonReport(
+        machine=machine,
+        model=model,
+        work=WorkSummary(
+            source=work.source,
+            requests=len(work.prompts),
+            prompt_tokens=work.prompt_tokens,
+            output_tokens=work.output_tokens,
+            slots=options.batch_size,
+            rounds=options.rounds,
+        ),
+        strategies=comparison.results,
+        roofline=comparison.roofline,
+        techniques=measure_techniques(experiment, device.context, options.ablate, on_progress),
+    )
+    if options.json:
+        emit(json.dumps(report.to_json(), indent=2))
     else:
-        print_comparison(data, found.records)
-    _keep(data, found.records, options)
+        print_comparison(report, comparison.records)
+    _write_files(report, comparison.records, options)
 
 
-def _check_load(options: dict[str, Any]) -> None:
-    from cbatch.cli.bench.load.users import parse_duration
+def _measure_load(options: BenchOptions, on_progress: OnProgress) -> None:
+    from cbatch.cli.bench.load.results import LoadReport, LoadSettings
+    from cbatch.cli.bench.load.scenario import Scenario, parse_duration
+    from cbatch.cli.bench.machine import Machine, describe_model
+    from cbatch.cli.bench.output import print_load
 
-    if options["prompts"] is not None:
-        raise ConfigError("Prompts of a file are for strategies; users ask synthetic questions (--input-len).")
-    if options["ablate"] or options["peer"]:
-        raise ConfigError("--ablate and --peer go with strategies, not with users.")
-    if not all(math.isfinite(options[name]) for name in ("rate", "slo_tps")):
-        raise ConfigError("--rate and --slo-tps must be numbers.")
-    for name in ("duration", "think", "slo_ttft"):
-        parse_duration(options[name])
-
-
-def _serve(options: dict[str, Any], on_progress: OnProgress) -> None:
-    from cbatch.cli.bench.load.measure import PROBE_S, serve
-    from cbatch.cli.bench.load.users import SLO, Scenario, parse_duration
-    from cbatch.cli.bench.output import machine_and_model, print_load
-
-    inputs, outputs = _lengths(options)
-    duration_s = parse_duration(options["duration"])
-    slo = SLO(parse_duration(options["slo_ttft"]), options["slo_tps"])
-    with _open(options) as engine:
+    inputs, outputs = options.lengths
+    duration_s, slo = parse_duration(options.duration), options.slo
+    with open_engine(options.engine, quiet=options.is_silent) as engine:
         scenario = Scenario(
-            users=options["users"] or 1024,
-            rate=options["rate"],
-            duration_s=min(PROBE_S, duration_s) if options["find_capacity"] else duration_s,
-            think_s=parse_duration(options["think"]),
+            users=options.users or DEFAULT_MAX_USERS,
+            rate=options.rate,
+            duration_s=min(MAX_PROBE_S, duration_s) if options.find_capacity else duration_s,
+            think_s=parse_duration(options.think),
             inputs=inputs,
             outputs=outputs,
             vocabulary=engine.model.vocab_size,
             context=engine.scheduler.room.longest,
-            turns=options["turns"],
-            seed=options["seed"],
+            turns=options.turns,
+            seed=options.seed,
         )
-        data = machine_and_model(engine)
-        data |= serve(engine, scenario, slo, search=options["find_capacity"], on_progress=on_progress)
-    data["work"] = {
-        "rate": scenario.rate,
-        "duration_s": scenario.duration_s,
-        "think_s": scenario.think_s,
-        "turns": scenario.turns,
-        "input_len": options["input_len"],
-        "output_len": options["output_len"],
-        "slo_ttft_s": slo.ttft_s,
-        "slo_tps": slo.tps,
-    }
-    if options["json"]:
-        emit(json.dumps(data, indent=2))
+        machine, model = Machine.of(engine), describe_model(engine)
+        found = _run_users(engine, scenario, options, on_progress)
+    settings = LoadSettings(
+        rate=scenario.rate,
+        duration_s=scenario.duration_s,
+        think_s=scenario.think_s,
+        turns=scenario.turns,
+        input_len=options.input_len,
+        output_len=options.output_len,
+        slo_ttft_s=slo.ttft_s,
+        slo_tps=slo.tps,
+    )
+    report = LoadReport(machine, model, found, settings)
+    if options.json:
+        emit(json.dumps(report.to_json(), indent=2))
     else:
-        print_load(data)
-    _keep(data, {}, options)
+        print_load(report)
+    _write_files(report, {}, options)
 
 
-def _keep(data: dict[str, Any], records: dict[str, RunRecord], options: dict[str, Any]) -> None:
-    """Pictures and the page, where they are asked for."""
-    if not options["plot"] and not options["report"]:
+def _run_users(
+    engine: Engine, scenario: Scenario, options: BenchOptions, on_progress: OnProgress
+) -> LoadResult | Capacity:
+    """Runs the load, or searches for the most users for whom the SLO holds."""
+    from cbatch.cli.bench.load.capacity import find_capacity
+    from cbatch.cli.bench.load.generator import run_load
+    from cbatch.engine import EngineThread
+
+    slo = options.slo
+    with closing(EngineThread(engine)) as engine_thread:
+
+        def probe(users: int) -> LoadResult:
+            on_progress(f"{users} users")
+            return run_load(engine_thread, scenario.probe(users, scenario.duration_s), slo)
+
+        if options.find_capacity:
+            return find_capacity(probe, most=scenario.users)
+        on_progress(f"{scenario.users} users for {scenario.duration_s:g} s")
+        return run_load(engine_thread, scenario, slo)
+
+
+def _write_files(report: Report, records: Mapping[str, RunRecord], options: BenchOptions) -> None:
+    """Writes the pictures and the page that were asked for."""
+    if not options.plot and not options.report:
         return
-    from cbatch.cli.bench.output import write_pictures, write_report
+    from cbatch.cli.bench.output import draw_pictures, write_page
 
     try:
-        pictures = write_pictures(data, records, Path(options["plot"]) if options["plot"] else None)
-        if options["report"]:
-            write_report(Path(options["report"]), data, pictures)
+        pictures = draw_pictures(report, records, Path(options.plot) if options.plot else None)
+        if options.report:
+            write_page(Path(options.report), report, pictures)
     except OSError as error:
         raise ConfigError(f"Cannot write {error.filename}: {error.strerror}.") from error

@@ -1,17 +1,16 @@
-"""What a bench has found: on the screen, in pictures, and on a page."""
+"""Shows the results of a bench: on the screen, as pictures, and as a page."""
 
 from __future__ import annotations
 
-import platform
 import shutil
 import sys
-import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbatch import __version__
+from cbatch.cli.bench.load.results import Capacity, LoadReport
 from cbatch.cli.bench.render.tables import (
-    Rows,
+    Table,
     cost_table,
     load_table,
     markdown_lines,
@@ -20,143 +19,117 @@ from cbatch.cli.bench.render.tables import (
     strategy_table,
     waste_table,
 )
-from cbatch.cli.bench.render.timeline import timeline
+from cbatch.cli.bench.render.timeline import SIDE_BY_SIDE, draw_timeline
+from cbatch.cli.bench.results import ComparisonReport, StrategyResult
 from cbatch.cli.common.console import emit, notice, safe
-from cbatch.cli.common.loading import describe
 
 if TYPE_CHECKING:
     from cbatch.cli.bench.recorder import RunRecord
-    from cbatch.engine import Engine
 
-SIDE_BY_SIDE = ("static batches", "continuous")
+Report = ComparisonReport | LoadReport
+
 WIDTH = 100
-"""Columns of the timeline where stdout is no terminal."""
+"""Columns of the timeline if stdout is not a terminal."""
+
+NOT_ON_PAGE = ("strategy", "title", "elapsed_s_of_rounds", "first_error", "first_difference")
 
 
-def machine_and_model(engine: Engine) -> dict[str, Any]:
-    """What all figures depend on: the machine and the model."""
-    import torch
-    import transformers
-
-    shown = describe(engine)
-    device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else _processor()
-    return {
-        "machine": {
-            "device": device,
-            "threads": torch.get_num_threads(),
-            "system": platform.platform(),
-            "cbatch": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "model": f"{shown['model']}, {shown['parameters']}, {shown['dtype']}, attention {shown['attention']}",
-    }
-
-
-def _processor() -> str:
-    """The processor's name as it calls itself, where the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return name or platform.processor() or platform.machine()
-
-
-def print_comparison(data: dict[str, Any], records: dict[str, RunRecord]) -> None:
-    """Tables, and the timeline in characters."""
-    work, floor = data["work"], data["roofline"]
-    _head(data)
+def print_comparison(report: ComparisonReport, records: Mapping[str, RunRecord]) -> None:
+    """Prints tables, and the timeline in characters."""
+    work, roofline, techniques = report.work, report.roofline, report.techniques
+    _print_head(report)
     emit(
-        f"{work['requests']} requests ({safe(work['source'])}), {work['prompt_tokens']:,} prompt and "
-        f"{work['output_tokens']:,} output tokens, {work['slots']} slots, median of {work['rounds']}"
+        f"{work.requests} requests ({safe(work.source)}), {work.prompt_tokens:,} prompt and "
+        f"{work.output_tokens:,} output tokens, {work.slots} slots, median of {work.rounds}"
     )
-    _emit_table(strategy_table(data["strategies"]))
+    _print_table(strategy_table(report.strategies))
     emit(
-        f"\nThe floor is {seconds(floor['floor_s'])}: this device copies {floor['copy_bytes_per_s'] / 1e9:,.0f} GB/s "
-        f"and multiplies {floor['matrix_flops_per_s'] / 1e12:,.2f} TFLOP/s."
+        f"\nThe roofline allows {seconds(roofline.floor_s)}: this device copies "
+        f"{roofline.copy_bytes_per_s / 1e9:,.0f} GB/s and multiplies "
+        f"{roofline.matrix_flops_per_s / 1e12:,.2f} TFLOP/s."
     )
-    for sentence in floor["assumed"]:
+    for sentence in roofline.assumed:
         emit(sentence)
-    _emit_table(waste_table(data["strategies"]))
-    found = data.get("techniques", {})
-    if "prompt_memory" in found:
-        _emit_table(memory_table(found["prompt_memory"]))
-    if "token_costs" in found:
-        _emit_table(cost_table(found["token_costs"]))
+    _print_table(waste_table(report.strategies))
+    if techniques.prompt_memory is not None:
+        _print_table(memory_table(techniques.prompt_memory))
+    if techniques.token_costs is not None:
+        _print_table(cost_table(techniques.token_costs))
     pair = {title: records[title] for title in SIDE_BY_SIDE if title in records}
     if pair:
+        is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        width = shutil.get_terminal_size((WIDTH, 24)).columns if is_terminal else WIDTH
         emit("")
-        width = (
-            shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout is not None and sys.stdout.isatty() else WIDTH
-        )
-        for line in timeline(pair, width):
+        for line in draw_timeline(pair, width):
             emit(line)
 
 
-def print_load(data: dict[str, Any]) -> None:
-    work = data["work"]
-    _head(data)
+def print_load(report: LoadReport) -> None:
+    settings = report.settings
+    _print_head(report)
     emit(
-        f"prompts of {work['input_len']} and answers of {work['output_len']} tokens, {work['turns']} turns, "
-        f"{work['think_s']:g} s of thinking; level: first token in {seconds(work['slo_ttft_s'])}, "
-        f"{work['slo_tps']:g} tokens/s for each user"
+        f"prompts of {settings.input_len} and answers of {settings.output_len} tokens, {settings.turns} turns, "
+        f"{settings.think_s:g} s of thinking; SLO: first token in {seconds(settings.slo_ttft_s)}, "
+        f"{settings.slo_tps:g} tokens/s for each user"
     )
-    _emit_table(load_table(data["points"] if "points" in data else [data["load"]]))
-    if "capacity_users" in data:
-        more = ", the most that were tried" if data["capacity_is_limit"] else ""
-        emit(f"\nThe level holds for {data['capacity_users']:,} users at once{more}.")
-    lag = max(one["worst_lag_s"] for one in data.get("points", [data.get("load")]))
+    _print_table(load_table(report.runs))
+    if isinstance(report.found, Capacity):
+        limit = ", the most that were tried" if report.found.is_limit else ""
+        emit(f"\nThe SLO holds for {report.found.users:,} users at once{limit}.")
+    lag = max(result.worst_lag_s for result in report.runs.values())
     if lag > 0.1:
-        emit(f"This program asked up to {seconds(lag)} too late: the load was less than it was to be.")
+        emit(f"Questions were asked up to {seconds(lag)} late, so the load was less than intended.")
 
 
-def write_pictures(data: dict[str, Any], records: dict[str, RunRecord], folder: Path | None) -> list[tuple[str, str]]:
-    """Writes pictures into the folder, if there is one, and returns title and SVG of each."""
-    from cbatch.cli.bench.load.measure import load_points
-    from cbatch.cli.bench.render.plots import write_svgs
+def draw_pictures(report: Report, records: Mapping[str, RunRecord], folder: Path | None) -> list[tuple[str, str]]:
+    """Draws all pictures, writes them into the folder, if any, and returns the title and SVG of each."""
+    from cbatch.cli.bench.render.plots import draw_all, load_points
 
-    run_metrics = {one["title"]: one for one in data.get("strategies", []) if "steps" in one}
-    work = data["work"]
-    objective = f"TTFT {seconds(work['slo_ttft_s'])}, {work['slo_tps']:g} tokens/s" if "slo_tps" in work else ""
-    with tempfile.TemporaryDirectory() as spare:
-        paths = write_svgs(folder or Path(spare), records, run_metrics, load_points(data), objective=objective)
-        if folder is not None:
-            notice(f"{len(paths)} pictures are in {safe(str(folder))}")
-        return [(title, path.read_text(encoding="utf-8")) for title, path in paths.items()]
+    if isinstance(report, ComparisonReport):
+        results = [result for result in report.strategies if isinstance(result, StrategyResult)]
+        pictures = draw_all(records, {result.title: result.metrics for result in results})
+    else:
+        settings = report.settings
+        points = load_points(report.runs) if isinstance(report.found, Capacity) else []
+        objective = f"TTFT {seconds(settings.slo_ttft_s)}, {settings.slo_tps:g} tokens/s"
+        pictures = draw_all({}, {}, points, objective)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for picture in pictures.values():
+            (folder / picture.file_name).write_text(picture.svg, encoding="utf-8")
+        notice(f"{len(pictures)} pictures are in {safe(str(folder))}")
+    return [(title, picture.svg) for title, picture in pictures.items()]
 
 
-def write_report(path: Path, data: dict[str, Any], pictures: list[tuple[str, str]]) -> None:
+def write_page(path: Path, report: Report, pictures: list[tuple[str, str]]) -> None:
+    """Writes the report as one HTML page."""
     from cbatch.cli.bench.render.report import html_report
 
-    chunks: dict[str, Any] = {"title": "cbatch bench", "model": data["model"], "machine": data["machine"]}
-    chunks["work"] = data["work"]
-    if "strategies" in data:
-        chunks["strategies"] = {one["title"]: _shown(one) for one in data["strategies"]}
-        chunks["roofline"] = {name: value for name, value in data["roofline"].items() if name != "assumed"}
-        chunks |= data.get("techniques", {})
-    if "points" in data:
-        chunks["load"] = [_shown(one) for one in data["points"]]
-    elif "load" in data:
-        chunks["load"] = _shown(data["load"])
-    path.write_text(html_report(chunks, pictures), encoding="utf-8")
+    data = report.to_json()
+    sections: dict[str, Any] = {"title": "cbatch bench"} | {name: data[name] for name in ("model", "machine", "work")}
+    if isinstance(report, ComparisonReport):
+        sections["strategies"] = {entry["title"]: _on_page(entry) for entry in data["strategies"]}
+        sections["roofline"] = {name: value for name, value in data["roofline"].items() if name != "assumed"}
+        sections |= data.get("techniques", {})
+    elif isinstance(report.found, Capacity):
+        sections["load"] = [_on_page(entry) for entry in data["points"]]
+    else:
+        sections["load"] = _on_page(data["load"])
+    path.write_text(html_report(sections, pictures), encoding="utf-8")
     notice(f"the report is {safe(str(path))}")
 
 
-def _shown(entry: dict[str, Any]) -> dict[str, Any]:
-    """What of an entry people want to see."""
-    hidden = ("strategy", "title", "elapsed_s_of_rounds", "first_error", "first_difference")
-    return {name: value for name, value in entry.items() if name not in hidden}
+def _on_page(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if name not in NOT_ON_PAGE}
 
 
-def _head(data: dict[str, Any]) -> None:
-    machine = data["machine"]
-    emit(safe(data["model"]))
-    emit(safe(f"{machine['device']}, {machine['threads']} threads, torch {machine['torch']}"))
+def _print_head(report: Report) -> None:
+    machine = report.machine
+    emit(safe(report.model))
+    emit(safe(f"{machine.device}, {machine.threads} threads, torch {machine.torch}"))
 
 
-def _emit_table(rows: Rows) -> None:
+def _print_table(table: Table) -> None:
     emit("")
-    for line in markdown_lines(rows):
+    for line in markdown_lines(table):
         emit(line)

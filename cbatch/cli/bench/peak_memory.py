@@ -1,4 +1,4 @@
-"""The most memory that something takes while it runs."""
+"""The peak memory of a block of code."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import psutil
 import torch
 
 INTERVAL = 0.002
-"""Seconds between two looks at a process; what comes and goes within is not seen."""
+"""Seconds between two samples of a process; shorter peaks are missed."""
 
 
 class PeakMemory:
-    """Bytes that were taken at most beyond what was taken at the start: of the device, or of this process on a CPU.
+    """The most bytes taken beyond those at the start: of the GPU, or of this process on a CPU.
 
-    `peak_bytes` is there after the block.
+    `peak_bytes` is set when the block ends.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,34 +25,34 @@ class PeakMemory:
         self._process = psutil.Process()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="cbatch-memory", daemon=True)
-        self._before = self._most = 0
+        self._at_start = self._peak = 0
         self.peak_bytes = 0
 
     def __enter__(self) -> PeakMemory:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-            self._before = torch.cuda.memory_allocated(self._device)
+            self._at_start = torch.cuda.memory_allocated(self._device)
         else:
             _release_free_memory()
-            self._before = self._most = self._process.memory_info().rss
+            self._at_start = self._peak = self._process.memory_info().rss
             self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._device.type == "cuda":
-            self._most = torch.cuda.max_memory_allocated(self._device)
+            self._peak = torch.cuda.max_memory_allocated(self._device)
         else:
             self._stop.set()
             self._thread.join()
-        self.peak_bytes = max(self._most - self._before, 0)
+        self.peak_bytes = max(self._peak - self._at_start, 0)
 
     def _watch(self) -> None:
         while not self._stop.wait(INTERVAL):
-            self._most = max(self._most, self._process.memory_info().rss)
+            self._peak = max(self._peak, self._process.memory_info().rss)
 
 
 def _release_free_memory() -> None:
-    """Returns what is free to the system, where the C library can, so that it is seen when it is taken again."""
+    """Returns free memory to the system where the C library can, so that taking it again is seen."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Other ways to do the same work with the same weights in memory: what transformers itself offers."""
+"""The same work with the same weights in memory, done by transformers itself."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cbatch.cli.bench.recorder import RecordedRequest, RunRecord
+from cbatch.cli.bench.metrics import Outputs
 from cbatch.cli.bench.workload import Workload
 
 if TYPE_CHECKING:
     from cbatch.engine import LoadedModel
 
 PAGE_SIZE = 256
-"""Tokens in a page of transformers' own paged cache, which is what it takes where nothing is said."""
+"""Tokens in a page of transformers' own paged cache: its default."""
 
-WARM_ROWS, WARM_TOKENS = 2, 8
+WARMUP_REQUESTS, WARMUP_TOKENS = 2, 8
 
-Timed = tuple[list[list[int]], float]
-"""The output tokens of each row, and the seconds that they took."""
+Timed = tuple[Outputs, float]
+"""The output tokens of each request, and the seconds they took."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerResult:
-    """What became of one peer: seconds and the tokens of each row, or why there are none.
+    """The time and the outputs of one peer's run, or why there are none.
 
-    attention: what transformers calls the one that was used
-    trouble:   a sentence where the peer did not get through; empty where it did
+    attention: what transformers calls the attention backend it used
+    error:     a sentence if the peer did not get through, else empty
     """
 
     elapsed_s: float = 0.0
-    outputs: tuple[tuple[int, ...], ...] = ()
+    outputs: Outputs = field(default_factory=list)
     attention: str = ""
     error: str = ""
 
@@ -43,19 +43,13 @@ class PeerResult:
     def output_tokens(self) -> int:
         return sum(map(len, self.outputs))
 
-    def record(self, slots: int) -> RunRecord:
-        """As far as it is known here, what our own runs leave behind: no steps, and no times of tokens."""
-        rows = [RecordedRequest(len(tokens), list(tokens)) for tokens in self.outputs]
-        return RunRecord(slots, rows, elapsed_s=self.elapsed_s)
-
 
 @dataclass(frozen=True, slots=True)
 class PeerSetup:
-    """What peers get: a network of transformers in memory, the rows, and the sizes that ours had.
+    """What a peer gets: a transformers model in memory, the work, and the limits of our own runs.
 
-    slots:            most rows at once
-    max_batch_tokens: most tokens in a step, where a peer knows steps
-    clock:            seconds
+    slots:            most requests at once
+    max_batch_tokens: most tokens in a step, if the peer has steps
     """
 
     network: Any
@@ -65,37 +59,37 @@ class PeerSetup:
     clock: Callable[[], float] = time.perf_counter
 
     @property
-    def warm_lengths(self) -> list[int]:
-        """Output tokens of the first rows in the short run before the one that counts; they fit the context."""
-        return [min(length, WARM_TOKENS) for length in self.work.lengths[:WARM_ROWS]]
+    def warmup_lengths(self) -> list[int]:
+        """Output tokens of the first requests in the warm-up; they fit the context."""
+        return [min(length, WARMUP_TOKENS) for length in self.work.output_lengths[:WARMUP_REQUESTS]]
 
     def now(self) -> float:
-        """The clock, when the device has done what it was given."""
+        """Seconds, once the device has finished its work."""
         if self.network.device.type == "cuda":
             torch.cuda.synchronize(self.network.device)
         return self.clock()
 
 
 def generate_static(setup: PeerSetup) -> Timed:
-    """`generate` on batches of `slots` rows in order, padded on the left; each goes on until its longest row has all.
+    """`generate` on batches of `slots` requests in order, padded on the left, until the longest output is complete.
 
-    Rows are cut to their length afterwards.
+    Outputs are cut to their wanted lengths afterwards.
     """
     work, network = setup.work, setup.network
     _set_attention(network, "sdpa", "eager")
-    warm = setup.warm_lengths
-    _generate_batch(network, work.prompts[: len(warm)], min(warm))
+    warmup = setup.warmup_lengths
+    _generate_batch(network, work.prompts[: len(warmup)], min(warmup))
     outputs: list[list[int]] = []
     start = setup.now()
     for batch in work.batches(setup.slots):
-        longest = max(work.lengths[row] for row in batch)
-        tokens = _generate_batch(network, [work.prompts[row] for row in batch], longest)
-        outputs += [row_tokens[: work.lengths[row]] for row, row_tokens in zip(batch, tokens, strict=True)]
+        lengths = [work.output_lengths[index] for index in batch]
+        full = _generate_batch(network, [work.prompts[index] for index in batch], max(lengths))
+        outputs += [tokens[:length] for tokens, length in zip(full, lengths, strict=True)]
     return outputs, setup.now() - start
 
 
 def _generate_batch(network: Any, prompts: list[list[int]], length: int) -> list[list[int]]:
-    """`length` tokens for each of some prompts, greedily, past any end token."""
+    """`length` tokens for each prompt, greedily, past any end token."""
     width = max(map(len, prompts))
     ids = torch.zeros(len(prompts), width, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -105,25 +99,25 @@ def _generate_batch(network: Any, prompts: list[list[int]], length: int) -> list
     full = network.generate(
         ids.to(network.device),
         attention_mask=mask.to(network.device),
-        generation_config=_greedy(max_new_tokens=length, pad_token_id=0),  # no end token: no row ends early
+        generation_config=_greedy(max_new_tokens=length, pad_token_id=0),  # without an end token no request ends early
     )
     tokens: list[list[int]] = full[:, width:].tolist()
     return tokens
 
 
 def generate_continuous(setup: PeerSetup, attention: str = "") -> Timed:
-    """transformers' own continuous batching, with at most as many rows and tokens in a step as ours.
+    """transformers' own continuous batching, with the same limits on requests and tokens in a step as ours.
 
-    attention: by its name in transformers; its sdpa where none is named
+    attention: its name in transformers; sdpa by default
 
-    Its cache is large enough for all slots, and as in our runs no prefix is shared.
+    Its cache is large enough for all slots and, as in our runs, shares no prefixes.
     """
     from transformers import ContinuousBatchingConfig
 
     work, network = setup.work, setup.network
     _set_attention(network, attention or _paged_sdpa(), "paged|eager")
-    longest = max(len(prompt) + length for prompt, length in zip(work.prompts, work.lengths, strict=True))
-    known = {field.name for field in fields(ContinuousBatchingConfig)}
+    longest = max(len(prompt) + length for prompt, length in zip(work.prompts, work.output_lengths, strict=True))
+    known = {entry.name for entry in fields(ContinuousBatchingConfig)}
     sizes = {
         "page_size" if "page_size" in known else "block_size": PAGE_SIZE,
         "num_blocks": setup.slots * (-(-longest // PAGE_SIZE) + 1),
@@ -138,24 +132,24 @@ def generate_continuous(setup: PeerSetup, attention: str = "") -> Timed:
         generation_config=_greedy(eos_token_id=-1), continuous_batching_config=config
     ) as manager:
         try:
-            warm = setup.warm_lengths
-            _drain(manager, work.prompts[: len(warm)], warm)
+            warmup = setup.warmup_lengths
+            _drain(manager, work.prompts[: len(warmup)], warmup)
             start = setup.now()
-            outputs = _drain(manager, work.prompts, work.lengths)
+            outputs = _drain(manager, work.prompts, work.output_lengths)
             return outputs, setup.now() - start
         except BaseException:
-            manager.stop(hard_stop=True)  # else the manager would generate what is left before it ends
+            manager.stop(hard_stop=True)  # otherwise the manager generates what is left before it ends
             raise
 
 
 def _drain(manager: Any, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
-    """Submits all rows and waits for all outputs."""
-    rows = {
-        manager.add_request(prompt, max_new_tokens=length): row
-        for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    """Submits all requests and waits for all outputs."""
+    pending = {
+        manager.add_request(prompt, max_new_tokens=length): index
+        for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     }
-    outputs: list[list[int]] = [[] for _ in rows]
-    while rows:
+    outputs: list[list[int]] = [[] for _ in pending]
+    while pending:
         result = manager.get_result(timeout=1)
         if result is None:
             if not manager.is_running():
@@ -163,23 +157,23 @@ def _drain(manager: Any, prompts: list[list[int]], lengths: list[int]) -> list[l
         elif result.error is not None:
             raise RuntimeError(result.error)
         elif result.is_finished():
-            outputs[rows.pop(result.request_id)] = list(result.generated_tokens)
+            outputs[pending.pop(result.request_id)] = list(result.generated_tokens)
     return outputs
 
 
 def _paged_sdpa() -> str:
-    """What this version of transformers calls its sdpa attention over pages; in older ones it has a name of its own."""
+    """The name of sdpa over pages in this version of transformers; older ones call it just `sdpa`."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     return "paged|sdpa" if "paged|sdpa" in ALL_ATTENTION_FUNCTIONS.valid_keys() else "sdpa"
 
 
-def _set_attention(network: Any, name: str, otherwise: str) -> None:
-    """Some families have none but `eager`."""
+def _set_attention(network: Any, name: str, fallback: str) -> None:
+    """Sets an attention backend, or the fallback: some families support only eager attention."""
     try:
         network.set_attn_implementation(name)
     except ValueError:
-        network.set_attn_implementation(otherwise)
+        network.set_attn_implementation(fallback)
 
 
 def _greedy(**options: Any) -> Any:
@@ -202,24 +196,23 @@ def run_peer(
     max_batch_tokens: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> PeerResult:
-    """Does the work with one of PEERS, after a short run that warms it up; the network is afterwards as it was.
+    """Does the work with one of PEERS after a warm-up, and leaves the model as it was.
 
-    Whatever goes wrong is in `error`, and raises nothing. No engine may run on the network meanwhile.
+    Failures are reported in `error`, not raised. No engine may run on the model meanwhile.
     """
     network = loaded.network
     try:
         with _borrowed(network):
             outputs, elapsed = PEERS[name](PeerSetup(network, work, slots, max_batch_tokens, clock))
             attention = network.config._attn_implementation
-    except Exception as error:  # a peer that does not work here is a line of the table, not the end of it
+    except Exception as error:  # a peer that does not work here is a line of the table, not the end of the bench
         return PeerResult(error=f"not available here: {_first_sentence(error)}")
     lengths = [len(tokens) for tokens in outputs]
-    if lengths != work.lengths:
-        row, got, wanted = next(
-            (row, *pair) for row, pair in enumerate(zip(lengths, work.lengths, strict=True)) if pair[0] != pair[1]
-        )
-        return PeerResult(error=f"not comparable: row {row} got {got} tokens and wanted {wanted}.")
-    return PeerResult(elapsed, tuple(map(tuple, outputs)), attention)
+    if lengths != work.output_lengths:
+        pairs = enumerate(zip(lengths, work.output_lengths, strict=True))
+        index, got, wanted = next((index, got, wanted) for index, (got, wanted) in pairs if got != wanted)
+        return PeerResult(error=f"not comparable: request {index} got {got} tokens and wanted {wanted}.")
+    return PeerResult(elapsed, outputs, attention)
 
 
 def _first_sentence(error: Exception) -> str:
@@ -229,9 +222,9 @@ def _first_sentence(error: Exception) -> str:
 
 @contextmanager
 def _borrowed(network: Any) -> Iterator[None]:
-    """Puts back a network's attention and its own sampling defaults, which would be mixed into what peers ask for.
+    """Takes away a model's own sampling defaults, which would be mixed into what peers ask for, and restores them.
 
-    What they log is not for people in front of this program; their errors still come.
+    Restores its attention backend too. Silences transformers' logger meanwhile; errors are still raised.
     """
     from transformers import GenerationConfig
 

@@ -1,12 +1,12 @@
-"""How fast this device could do the work at best, from rates that are measured on it.
+"""The least time that the work can take on this device, from rates measured on it (the roofline model).
 
-Generating reads all weights in each step, and the keys and values of its context for each token; and it multiplies
-with all weights for each token. A run cannot be faster than the slower of the first and the last, plus the second
-(the roofline model, https://doi.org/10.1145/1498765.1498785). What is left out makes the floor lower than it need be:
-the reading of context by prompts, attention's own arithmetic, and all that is not a matrix.
+Each step reads all weights; each output token reads the keys and values of its context; each token is multiplied with
+all weights. A run takes at least the longer of reading the weights and multiplying, plus reading the KV cache
+(https://doi.org/10.1145/1498765.1498785). The bound is lower than it need be, because it ignores that prompts read
+their context too, attention's own arithmetic, and everything that is not a matrix.
 
-On a CPU two things can make a run look better than its floor: weights that stay in its caches, and that copying
-writes as well as reads, while a run mostly reads.
+On a CPU a run can look better than the bound: weights may stay in the CPU's caches, and the copy that measures the
+bandwidth also writes, while a run mostly reads.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
     from cbatch.engine import Engine
 
 ROWS_PER_STEP = 256
-"""Output tokens that share one reading of the weights. Not what a run had: few rows at once would look good then."""
+"""Output tokens that share one reading of the weights. A run's own batch size would make small batches look good."""
 
 COPY_BYTES = 2**28
 ROUNDS = 5
 ROUNDS_S = 0.4
-"""Seconds after which no further round of a measurement begins."""
+"""Seconds after which no further round of a measurement starts."""
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRates:
-    """What a device can do: bytes read and written a second, and floating-point operations of a matrix product."""
+    """Bytes read and written a second by a copy, and floating-point operations a second of a matrix product."""
 
     bytes_per_s: float
     flops_per_s: float
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype, clock: Clock = time.perf_counter) -> DeviceRates:
-    """The best of several rounds each, with as many threads as a run has. Takes some 768 MiB for a moment at most."""
+    """Measures each rate as the best of several rounds, with as many threads as a run. Takes up to 768 MiB briefly."""
     is_gpu = device.type == "cuda"
     return DeviceRates(_copy_rate(device, clock, 10 if is_gpu else 1), _matrix_rate(device, dtype, clock, is_gpu))
 
@@ -64,10 +64,7 @@ def _matrix_rate(device: torch.device, dtype: torch.dtype, clock: Clock, is_gpu:
 
 
 def _best_time(work: Callable[[], Any], device: torch.device, clock: Clock, repeats: int) -> float:
-    """Seconds of one piece of work, in the best of the rounds, after one that does not count.
-
-    Several of them in a row hide what a GPU takes to start one.
-    """
+    """Seconds of `work` in the best round, after a warm-up. Repeats within a round hide a GPU's launch overhead."""
     on_gpu = device.type == "cuda"
     times: list[float] = []
     for _ in range(1 + ROUNDS):
@@ -86,13 +83,13 @@ def _best_time(work: Callable[[], Any], device: torch.device, clock: Clock, repe
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """What a model asks of a device.
+    """What a model reads and computes.
 
-    weight_bytes: of the matrices that every step reads
-    parameters:   that every token is multiplied with, without those of the head
+    weight_bytes:    bytes of the matrices that every step reads
+    parameters:      those that every token is multiplied with, without the output head
     head_parameters: those of the output head, which only tokens with an output are multiplied with
-    layers:       of each attention layer, bytes of keys and values of a token, and its window in tokens (None: all)
-    assumed:      sentences on what could not be known from the model
+    layers:          for each attention layer, bytes of keys and values of a token, and its window in tokens (or None)
+    assumed:         sentences about what the model did not tell
     """
 
     weight_bytes: int
@@ -112,10 +109,10 @@ class ModelCost:
 
 @dataclass(frozen=True, slots=True)
 class RooflineBound:
-    """The least seconds of a run, and what they are made of.
+    """The least seconds of a run, and their parts.
 
     weights_s: reading the weights, once for ROWS_PER_STEP output tokens
-    compute_s: multiplying all tokens with them; both go on at the same time
+    compute_s: multiplying all tokens with them, at the same time
     cache_s:   reading the context of each output token
     """
 
@@ -128,19 +125,19 @@ class RooflineBound:
         return max(self.weights_s, self.compute_s) + self.cache_s
 
     def reached(self, elapsed_s: float) -> float:
-        """The share of the floor's speed that a run had; 1 is as fast as the device can."""
+        """The speed of a run as a share of the most that the bound allows; 1 is as fast as the device can be."""
         return self.seconds / elapsed_s if elapsed_s > 0 else 0.0
 
 
 def roofline_bound(work: Workload, cost: ModelCost, rates: DeviceRates) -> RooflineBound:
-    """The floor of a piece of work on a device; see the module on what it leaves out."""
+    """The bound of a workload on a device."""
     steps = work.output_tokens / ROWS_PER_STEP
-    tokens = work.prompt_tokens + work.output_tokens - len(work.prompts)  # nothing follows a row's last token
+    tokens = work.prompt_tokens + work.output_tokens - len(work.prompts)  # nothing follows a request's last token
     operations = 2 * (cost.parameters * tokens + cost.head_parameters * work.output_tokens)
     cache_bytes = sum(
         layer_bytes * tokens_read(len(prompt), length, window)
         for layer_bytes, window in cost.layers
-        for prompt, length in zip(work.prompts, work.lengths, strict=True)
+        for prompt, length in zip(work.prompts, work.output_lengths, strict=True)
     )
     return RooflineBound(
         weights_s=steps * cost.weight_bytes / rates.bytes_per_s,
@@ -150,7 +147,7 @@ def roofline_bound(work: Workload, cost: ModelCost, rates: DeviceRates) -> Roofl
 
 
 def tokens_read(prompt: int, output: int, window: int | None = None) -> int:
-    """Sum of the lengths of context over the output tokens of a row: prompt + j for the j-th from 0, or the window."""
+    """Sum of the context lengths over the output tokens of a request: prompt + j for the j-th from 0, or the window."""
     growing = output if window is None else min(max(window - prompt, 0), output)
     fixed = 0 if window is None else (output - growing) * window
     return growing * prompt + growing * (growing - 1) // 2 + fixed

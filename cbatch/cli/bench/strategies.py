@@ -1,4 +1,4 @@
-"""Ways to get the same work done on the same engine: what batching wins, and what each part of it gives."""
+"""Ways to batch the same work on the same engine, and variants without one of the engine's techniques."""
 
 from __future__ import annotations
 
@@ -16,103 +16,117 @@ if TYPE_CHECKING:
     from cbatch.engine import Engine, EngineConfig, LoadedModel
 
 Run = Callable[[RunRecorder, Workload, int], None]
-"""Does the work on a recorder's engine, with so many slots."""
+"""Does the work on a recorder's engine, with this many slots."""
 
 
 def run_one_by_one(recorder: RunRecorder, work: Workload, slots: int) -> None:
-    """No batching: each row waits until the one before it has ended."""
-    for row, prompt in enumerate(work.prompts):
-        recorder.add(row, prompt, work.lengths[row])
+    """No batching: each request waits until the one before it has finished."""
+    for index, prompt in enumerate(work.prompts):
+        recorder.add(index, prompt, work.output_lengths[index])
         recorder.run()
 
 
 def run_static(recorder: RunRecorder, work: Workload, slots: int) -> None:
-    """Padded batches: prompts are filled up to the longest, and every row goes on until the slowest has ended.
+    """Padded batches: prompts are padded to the longest, and every request runs until the slowest has finished.
 
-    The dummies are tokens like others, computed in the same ragged steps; what they would add to attention they do not.
+    Padding tokens are computed like others, in the same ragged steps; only their extra attention work is left out.
     """
     for batch in work.batches(slots):
-        width = max(len(work.prompts[row]) for row in batch)
-        longest = max(work.lengths[row] for row in batch)
+        width = max(len(work.prompts[index]) for index in batch)
+        longest = max(work.output_lengths[index] for index in batch)
         _check_batch(recorder.engine, len(batch), width, longest)
-        for slot, row in enumerate(batch):
-            recorder.add(row, work.prompts[row], longest, slot)
-            recorder.add_padding(row, slot, width - len(work.prompts[row]))
+        for slot, index in enumerate(batch):
+            recorder.add(index, work.prompts[index], longest, slot)
+            recorder.add_padding(index, slot, width - len(work.prompts[index]))
         recorder.run()
 
 
-def _check_batch(engine: Engine, rows: int, width: int, longest: int) -> None:
-    """Raises ConfigError for a padded batch that would not run as one."""
+def _check_batch(engine: Engine, requests: int, width: int, longest: int) -> None:
+    """Raises ConfigError if a padded batch cannot run as one."""
     context, blocks = engine.model.max_model_len, engine.block_pool
     if width + longest > context:
         raise ConfigError(
             f"A static batch of prompts padded to {width} and outputs of {longest} tokens does not fit the context of "
-            f"{context}; leave static out (--strategies), or take a smaller --batch-size."
+            f"{context}; leave static out of --strategies, or use a smaller --batch-size."
         )
-    if rows * (blocks.blocks_for(width + longest) + 1) > blocks.num_blocks:
+    if requests * (blocks.blocks_for(width + longest) + 1) > blocks.num_blocks:
         raise ConfigError(
-            f"The KV cache of {blocks.capacity:,} tokens does not hold a static batch of {rows} rows of "
-            f"{width + longest} tokens; give it more (--kv-cache-memory), or take a smaller --batch-size."
+            f"The KV cache of {blocks.capacity:,} tokens does not hold a static batch of {requests} requests of "
+            f"{width + longest} tokens; give it more (--kv-cache-memory), or use a smaller --batch-size."
         )
 
 
 def run_continuous(recorder: RunRecorder, work: Workload, slots: int) -> None:
-    """All rows at once: the scheduler lets them in as others leave."""
-    for row, prompt in enumerate(work.prompts):
-        recorder.add(row, prompt, work.lengths[row])
+    """All requests at once: the scheduler admits them as others finish."""
+    for index, prompt in enumerate(work.prompts):
+        recorder.add(index, prompt, work.output_lengths[index])
     recorder.run()
 
 
 def run_without_cache(recorder: RunRecorder, work: Workload, slots: int) -> None:
-    """Continuous, but every token is computed from the whole text before it, as if nothing had been kept."""
-    waiting = list(range(len(work.prompts)))
-    running: dict[int, int] = {}
-    free = list(range(slots))
-    while waiting or running:
-        while waiting and free:
-            running[waiting.pop(0)] = free.pop(0)
-        for row, slot in running.items():
-            recorder.add(row, work.prompts[row] + recorder.record.rows[row].tokens, 1, slot)
+    """Continuous batching that computes the whole sequence again for every token."""
+    queue = _SlotQueue(recorder, work, slots)
+    while queue.fill() or queue.running:
+        for index, slot in queue.running.items():
+            recorder.add(index, work.prompts[index] + recorder.record.requests[index].tokens, 1, slot)
         recorder.run()
-        for row in [row for row in running if recorder.record.rows[row].is_done]:
-            free.append(running.pop(row))
+        queue.release_finished()
 
 
 def run_without_ragged(recorder: RunRecorder, work: Workload, slots: int) -> None:
-    """Continuous in a rectangle: where prompts enter, all other slots are filled up with dummies to their length."""
-    waiting = list(range(len(work.prompts)))
-    running: dict[int, int] = {}
-    free = list(range(slots))
-    while waiting or running:
-        entering = []
-        while waiting and free:
-            running[waiting.pop(0)] = free.pop(0)
-            entering.append(next(reversed(running)))
-        width = max((len(work.prompts[row]) for row in entering), default=0)
-        for row, slot in running.items():
-            computes = len(work.prompts[row]) if row in entering else 1
-            if row in entering:
-                recorder.add(row, work.prompts[row], work.lengths[row], slot)
-            recorder.add_padding(row, slot, width - computes)
-        recorder.run(until=lambda: any(recorder.record.rows[row].is_done for row in running))
-        for row in [row for row in running if recorder.record.rows[row].is_done]:
-            free.append(running.pop(row))
+    """Continuous batching in rectangles: when prompts enter, all other slots are padded to their length."""
+    queue = _SlotQueue(recorder, work, slots)
+    while (entering := queue.fill()) or queue.running:
+        width = max((len(work.prompts[index]) for index in entering), default=0)
+        for index, slot in queue.running.items():
+            computed = len(work.prompts[index]) if index in entering else 1
+            if index in entering:
+                recorder.add(index, work.prompts[index], work.output_lengths[index], slot)
+            recorder.add_padding(index, slot, width - computed)
+        recorder.run(until=queue.has_finished)
+        queue.release_finished()
 
 
 def run_without_dynamic(recorder: RunRecorder, work: Workload, slots: int) -> None:
-    """Ragged batches, nothing padded and nobody computed past his end, but who is next waits for all of them."""
+    """Ragged batches without padding or idle tokens, but the next batch waits until the whole batch has finished."""
     for batch in work.batches(slots):
-        for slot, row in enumerate(batch):
-            recorder.add(row, work.prompts[row], work.lengths[row], slot)
+        for slot, index in enumerate(batch):
+            recorder.add(index, work.prompts[index], work.output_lengths[index], slot)
         recorder.run()
+
+
+class _SlotQueue:
+    """Requests that wait for a slot, and those that have one. `running`: slots by the request's index."""
+
+    def __init__(self, recorder: RunRecorder, work: Workload, slots: int) -> None:
+        self._requests = recorder.record.requests
+        self._waiting = list(range(len(work.prompts)))
+        self._free = list(range(slots))
+        self.running: dict[int, int] = {}
+
+    def fill(self) -> list[int]:
+        """Gives free slots to waiting requests, and returns the indices of those that got one."""
+        entering = []
+        while self._waiting and self._free:
+            entering.append(self._waiting.pop(0))
+            self.running[entering[-1]] = self._free.pop(0)
+        return entering
+
+    def has_finished(self) -> bool:
+        """Whether any running request has all of its tokens."""
+        return any(self._requests[index].is_done for index in self.running)
+
+    def release_finished(self) -> None:
+        for index in [index for index in self.running if self._requests[index].is_done]:
+            self._free.append(self.running.pop(index))
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """A way to do the work, and what it needs of the engine.
 
-    title:        for tables and pictures
-    has_padding:  whether dummies need seats beside those of the rows
+    title:         in tables and pictures
+    has_padding:   whether padding needs sequences of its own beside the requests
     whole_prompts: whether every prompt is computed in one step
     """
 
@@ -137,7 +151,7 @@ ABLATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """What all strategies have in common: the model in memory, the engine's settings, the work, and the slots."""
+    """What all strategies have in common: the model in memory, the engine's configuration, the work and the slots."""
 
     loaded: LoadedModel
     config: EngineConfig
@@ -145,18 +159,18 @@ class Experiment:
     slots: int
 
     def measure(self, strategy: Strategy) -> RunRecord:
-        """Does the work in one way on an engine of its own, which shares the model."""
+        """Runs one strategy on an engine of its own, which shares the model."""
         from cbatch.engine import Engine
 
-        seats = self.slots * (2 if strategy.has_padding else 1)
+        max_seqs = self.slots * (2 if strategy.has_padding else 1)
         budget = self.config.max_batch_tokens
         if strategy.whole_prompts:
-            budget = seats * self.work.longest_prompt
-        # Each step is timed by itself, so none may begin before the one before has ended.
-        config = replace(self.config, max_seqs=seats, max_batch_tokens=budget, prefix_cache=False, run_ahead=False)
+            budget = max_seqs * self.work.longest_prompt
+        # Steps are timed one by one, so none may start before the previous one has ended.
+        config = replace(self.config, max_seqs=max_seqs, max_batch_tokens=budget, prefix_cache=False, run_ahead=False)
         with Engine(config, self.loaded) as engine:
             with PeakMemory(engine.device) as memory:
-                recorder = RunRecorder(engine, self.work.lengths, self.slots)
+                recorder = RunRecorder(engine, self.work.output_lengths, self.slots)
                 strategy.run(recorder, self.work, self.slots)
                 record = recorder.finish()
             record.peak_bytes = memory.peak_bytes
@@ -166,10 +180,11 @@ class Experiment:
 def measure_interleaved(
     experiment: Experiment, strategies: dict[str, Strategy], rounds: int, on_progress: Callable[[str], None]
 ) -> dict[str, list[RunRecord]]:
-    """Every strategy `rounds` times, alternating in an order that changes, after a short run that warms up."""
-    warm = Workload(experiment.work.prompts[:2], [min(length, 8) for length in experiment.work.lengths[:2]], "")
+    """Runs every strategy `rounds` times, in a new random order each round, after a short warm-up of each."""
+    work = experiment.work
+    warmup = Workload(work.prompts[:2], [min(length, 8) for length in work.output_lengths[:2]], "")
     for strategy in strategies.values():
-        replace(experiment, work=warm).measure(strategy)
+        replace(experiment, work=warmup).measure(strategy)
     records: dict[str, list[RunRecord]] = {name: [] for name in strategies}
     rng = random.Random(0)
     for number in range(rounds):
@@ -181,16 +196,16 @@ def measure_interleaved(
     return records
 
 
-class Timed(Protocol):
-    """A run that took so many seconds, of ours or of a peer."""
+class TimedRun(Protocol):
+    """A run of ours or of a peer, with its time in seconds."""
 
     @property
     def elapsed_s(self) -> float: ...
 
 
-AnyRun = TypeVar("AnyRun", bound=Timed)
+AnyRun = TypeVar("AnyRun", bound=TimedRun)
 
 
 def median_run(runs: list[AnyRun]) -> AnyRun:
-    """The one that took neither long nor short; of two in the middle the quicker."""
+    """The run with the median time; of two in the middle, the faster one."""
     return sorted(runs, key=lambda run: run.elapsed_s)[(len(runs) - 1) // 2]

@@ -1,13 +1,13 @@
-"""What two techniques are worth as prompts grow: memory of a prompt in chunks, time of a token with the cache."""
+"""What two techniques are worth as prompts grow: memory with chunked prefill, and time with the KV cache."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from cbatch.cli.bench.peak_memory import PeakMemory
+from cbatch.cli.bench.results import PromptMemory, TokenCost
 from cbatch.cli.bench.strategies import Experiment
 from cbatch.engine import ConfigError, Engine, SamplingParams
 
@@ -17,17 +17,17 @@ SHORTEST = 64
 REPEATS = 5
 
 
-def measure_prompt_memory(experiment: Experiment, context: int) -> list[dict[str, Any]]:
-    """The most memory that one long prompt takes in chunks and as a whole, the cache's own blocks left out.
+def measure_prompt_memory(experiment: Experiment, context: int) -> list[PromptMemory]:
+    """Peak memory of one long prompt in chunks and as a whole, without the KV cache itself.
 
-    The prompt has 10,000 tokens, or as many as the context holds; the cache is written, and so in memory, before.
+    The prompt has 10,000 tokens, or as many as the context holds.
     """
     length = min(LONG_PROMPT, context - 1)
     return [_prompt_memory(experiment, length, budget) for budget in dict.fromkeys((min(CHUNK, length), length))]
 
 
 def _engine(experiment: Experiment, context: int, budget: int) -> Engine:
-    """For one row of up to `context` tokens, in a cache that holds no more, so that large steps find room."""
+    """For one sequence of up to `context` tokens. The cache holds no more, to leave memory for large steps."""
     blocks = -(-context // experiment.config.block_size)
     config = replace(
         experiment.config, max_seqs=1, max_batch_tokens=budget, kv_blocks=blocks, prefix_cache=False, run_ahead=False
@@ -35,7 +35,7 @@ def _engine(experiment: Experiment, context: int, budget: int) -> Engine:
     return Engine(config, experiment.loaded)
 
 
-def _prompt_memory(experiment: Experiment, length: int, budget: int) -> dict[str, Any]:
+def _prompt_memory(experiment: Experiment, length: int, budget: int) -> PromptMemory:
     with _engine(experiment, length + 1, budget) as engine:
         for tensor in (*engine.runner.kv_cache.keys, *engine.runner.kv_cache.values):
             tensor.zero_()
@@ -45,14 +45,14 @@ def _prompt_memory(experiment: Experiment, length: int, budget: int) -> dict[str
             elapsed = time.perf_counter() - start
     if done.error is not None:
         raise ConfigError(f"A prompt of {length:,} tokens could not be measured: {done.error}")
-    return {"prompt_tokens": length, "tokens_a_step": budget, "peak_bytes": memory.peak_bytes, "elapsed_s": elapsed}
+    return PromptMemory(length, budget, memory.peak_bytes, elapsed)
 
 
 def measure_token_costs(
     experiment: Experiment, context: int, clock: Callable[[], float] = time.perf_counter
-) -> list[dict[str, Any]]:
-    """Seconds that the next token takes after texts of growing length, with their keys and values kept and without."""
-    found = []
+) -> list[TokenCost]:
+    """Seconds that one more token takes after longer and longer contexts, with the KV cache and without."""
+    costs = []
     length = SHORTEST
     with _engine(experiment, context, context) as engine:
         while length + REPEATS + 1 <= context:
@@ -63,8 +63,6 @@ def measure_token_costs(
                 engine.step()
                 engine.synchronize()
                 times.append(clock() - start)
-            found.append(
-                {"context_tokens": length, "without_cache_s": times[0], "with_cache_s": sorted(times[1:])[REPEATS // 2]}
-            )
+            costs.append(TokenCost(length, without_cache_s=times[0], with_cache_s=sorted(times[1:])[REPEATS // 2]))
             length *= 2
-    return found
+    return costs

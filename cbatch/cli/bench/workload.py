@@ -1,4 +1,4 @@
-"""What is to be generated: prompts as token ids, and how many tokens each of them gets."""
+"""The work to do: prompts as token ids, and how many output tokens each of them gets."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 DistributionName = Literal["fixed", "uniform", "lognormal", "loguniform"]
 
 LOGNORMAL_MEDIAN = 0.35
-"""Where between its ends, on a logarithmic scale, a lognormal distribution has its middle."""
+"""The median of a lognormal distribution, as a share of its range on a logarithmic scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """A range of lengths in tokens, both ends included, and how lengths are spread over it."""
+    """Lengths in tokens between two ends, both included."""
 
     low: int
     high: int
     distribution: DistributionName = "loguniform"
 
     def sampler(self, rng: random.Random) -> Callable[[], int]:
-        """Draws lengths, one at a call. fixed: always the high end."""
+        """A function that draws a length; `fixed` always gives the high end."""
         low, high = math.log(self.low), math.log(self.high)
         draws: dict[DistributionName, Callable[[], float]] = {
             "fixed": lambda: self.high,
@@ -43,10 +43,10 @@ class LengthDistribution:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Rows of work: prompts, and the number of output tokens of each. `source` says where they come from."""
+    """Requests: their prompts, and the number of output tokens of each. `source` says where they come from."""
 
     prompts: list[list[int]]
-    lengths: list[int]
+    output_lengths: list[int]
     source: str
 
     @property
@@ -55,14 +55,14 @@ class Workload:
 
     @property
     def output_tokens(self) -> int:
-        return sum(self.lengths)
+        return sum(self.output_lengths)
 
     @property
     def longest_prompt(self) -> int:
         return max(map(len, self.prompts))
 
     def batches(self, size: int) -> list[range]:
-        """The rows in groups of `size`, in order."""
+        """Indices of the requests in groups of `size`, in order."""
         return [range(first, min(first + size, len(self.prompts))) for first in range(0, len(self.prompts), size)]
 
 
@@ -74,14 +74,19 @@ def parse_length_range(text: str) -> tuple[int, int]:
     except ValueError:
         ends = 0, 0
     if not 1 <= ends[0] <= ends[1]:
-        raise ConfigError(f"{text!r} is no range of lengths; write it as 16:256, or as one number.")
+        raise ConfigError(f"{text!r} is not a range of lengths; write it as 16:256, or as one number.")
     return ends
+
+
+def first_plain_token(vocabulary: int) -> int:
+    """The first token id to draw; lower ids are special tokens in most vocabularies."""
+    return min(10, vocabulary // 2)
 
 
 def synthetic_workload(
     count: int, inputs: LengthDistribution, outputs: LengthDistribution, vocabulary: int, context: int, seed: int
 ) -> Workload:
-    """Random prompts. Raises ConfigError where a row would not fit the context."""
+    """Random prompts. Raises ConfigError if a request would not fit the context."""
     longest = inputs.high + outputs.high
     if longest > context:
         raise ConfigError(
@@ -90,16 +95,16 @@ def synthetic_workload(
         )
     rng = random.Random(seed)
     input_length, output_length = inputs.sampler(rng), outputs.sampler(rng)
-    first = min(10, vocabulary // 2)  # the first ids are special tokens in most vocabularies
+    first = first_plain_token(vocabulary)
     prompts = [[rng.randrange(first, vocabulary) for _ in range(input_length())] for _ in range(count)]
     spread = f"prompts {inputs.low}:{inputs.high}, outputs {outputs.low}:{outputs.high}, {outputs.distribution}"
     return Workload(prompts, [output_length() for _ in range(count)], f"synthetic, {spread}, seed {seed}")
 
 
 def read_workload(path: str, engine: Engine) -> Workload:
-    """The rows of a file of prompts, each with as many tokens as it gets when it runs greedily and ends by itself.
+    """The rows of a file of prompts. Each wants as many tokens as it gets with greedy decoding up to its own end.
 
-    Raises ConfigError for a file that cannot be read, or that holds a row which is wrong.
+    Raises ConfigError if the file cannot be read, or if a row is wrong.
     """
     from cbatch.cli.run.input.lines import read_lines
     from cbatch.cli.run.requests import RequestBuilder, RowOptions
@@ -117,7 +122,7 @@ def read_workload(path: str, engine: Engine) -> Workload:
                 prompts.append(prompt)
                 if request.params.n != 1 or request.params.max_tokens == 0:
                     raise ConfigError(
-                        f"{path}, line {line.index + 1}: a bench has one output of each row, of a token at least."
+                        f"{path}, line {line.index + 1}: bench needs one output of at least one token for each row."
                     )
                 asked.append(replace(request.params, temperature=0.0))
     except OSError as error:

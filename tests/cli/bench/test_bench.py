@@ -1,4 +1,4 @@
-"""The bench: what strategies compute, counted by hand; times on a clock of our own; the command as people use it."""
+"""The bench: tokens of strategies counted by hand, times on a simulated clock, and the command as people use it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ from typing import Any
 import pytest
 
 from cbatch.cli.bench import command, compare
-from cbatch.cli.bench.metrics import TokenCounts, compare_outputs, run_metrics
+from cbatch.cli.bench.metrics import (
+    OutputDifference,
+    TokenCounts,
+    TokenPosition,
+    compare_outputs,
+    run_metrics,
+    wanted_outputs,
+)
 from cbatch.cli.bench.recorder import RunRecord, RunRecorder
 from cbatch.cli.bench.strategies import ABLATIONS, STRATEGIES, Experiment, median_run
 from cbatch.cli.bench.workload import LengthDistribution, Workload, parse_length_range, synthetic_workload
+from cbatch.cli.common.percentiles import Percentiles
 from cbatch.cli.main import run_command
 from cbatch.engine import ConfigError
 from cbatch.engine.base.config import EngineConfig
@@ -45,18 +53,21 @@ def test_every_strategy_gives_what_generate_gives(name: str) -> None:
     """Guards the comparison: the same tokens whatever is switched off, and all work is accounted for."""
     work = mixed()
     record = measure(name, work, 3)
-    assert [row.tokens[: row.wanted] for row in record.rows] == generate_alone(network(), work.prompts, work.lengths)
+    assert wanted_outputs(record) == generate_alone(network(), work.prompts, work.output_lengths)
     counts = TokenCounts.of(record)
     assert counts.wanted == work.output_tokens and max(step.slots("prefill", "decode") for step in record.steps) <= 3
-    assert all(row.first is not None and row.last is not None and row.first <= row.last for row in record.rows)
+    assert all(
+        request.first is not None and request.last is not None and request.first <= request.last
+        for request in record.requests
+    )
     if name not in ("static", "kv-cache", "ragged"):
         # The first token of a row comes with its prompt, and the last one is computed no more.
-        assert counts.prefill == work.prompt_tokens and counts.decode == work.output_tokens - len(work.lengths)
+        assert counts.prefill == work.prompt_tokens and counts.decode == work.output_tokens - len(work.output_lengths)
         assert counts.padding == counts.idle == 0
 
 
 def test_a_static_batch_waits_for_its_slowest() -> None:
-    """Guards the counts, worked out by hand: rows of 8, 50 and 18 tokens are 150 slot-steps, of which 74 are wasted."""
+    """Guards the counts, done by hand: outputs of 8, 50 and 18 tokens are 150 slot-steps, of which 74 are wasted."""
     work = Workload(make_prompts([6, 6, 6]), [8, 50, 18], "by hand")
     record = measure("static", work, 3)
     counts = TokenCounts.of(record)
@@ -64,7 +75,7 @@ def test_a_static_batch_waits_for_its_slowest() -> None:
     assert counts.wasted_output_share == 74 / 150 and counts.padding == 0
     # Of the 147 tokens that were computed again, all but those of the rows that were done.
     assert (counts.decode, counts.idle) == (7 + 49 + 17, 74)
-    assert run_metrics(record, work)["idle_slot_share"] == pytest.approx(
+    assert run_metrics(record, work).idle_slot_share == pytest.approx(
         1 - counts.useful_slot_steps / (3 * len(record.steps))
     )
 
@@ -85,7 +96,8 @@ def test_what_each_technique_saves() -> None:
     records = {name: measure(name, work, 3) for name in ALL}
     counts = {name: TokenCounts.of(record) for name, record in records.items()}
     recomputed = sum(
-        sum(range(len(prompt), len(prompt) + length)) for prompt, length in zip(work.prompts, work.lengths, strict=True)
+        sum(range(len(prompt), len(prompt) + length))
+        for prompt, length in zip(work.prompts, work.output_lengths, strict=True)
     )
     assert counts["kv-cache"].computed == recomputed > 5 * counts["continuous"].computed
     assert max(step.tokens("prefill") for step in records["chunked-prefill"].steps) >= 40
@@ -96,37 +108,38 @@ def test_what_each_technique_saves() -> None:
 
 
 def test_times_are_those_of_the_clock() -> None:
-    """Guards every time on a clock that moves one second whenever it is looked at."""
+    """Guards all times, on a clock that moves one second whenever it is read."""
     ticks = count()
     engine = make_engine(network(), max_batch_tokens=64)
     recorder = RunRecorder(engine, [2, 1], 2, clock=lambda: float(next(ticks)))
-    for row, prompt in enumerate(make_prompts([5, 6])):
-        recorder.add(row, prompt, [2, 1][row])
+    for index, prompt in enumerate(make_prompts([5, 6])):
+        recorder.add(index, prompt, [2, 1][index])
     recorder.run()
     record = recorder.finish()
     # Began at 0; a step looks at the clock at its start, around the model, and at its end.
     assert [(step.start, step.model_s, step.end) for step in record.steps] == [(1, 1, 4), (5, 1, 8)]
-    assert [(row.first, row.last) for row in record.rows] == [(4, 8), (4, 4)] and record.elapsed_s == 9
+    assert [(request.first, request.last) for request in record.requests] == [(4, 8), (4, 4)] and record.elapsed_s == 9
     work = Workload(make_prompts([5, 6]), [2, 1], "by hand")
     found = run_metrics(record, work)
-    assert found["tpot_s"] == {"p50": 4.0, "p90": 4.0, "p99": 4.0} and found["model_s"] == 2
-    assert found["output_tokens_per_s"] == 3 / 9 and found["outside_model_share"] == 1 - 2 / 6
+    assert found.tpot_s == Percentiles(4.0, 4.0, 4.0) and found.model_s == 2
+    assert found.output_tokens_per_s == 3 / 9 and found.outside_model_share == 1 - 2 / 6
     assert "forward" not in vars(engine.runner)
 
 
 def test_differences_are_found() -> None:
-    """Guards the comparison of outputs against passing where a token differs."""
+    """Guards the comparison of outputs against missing a token that differs."""
     one, other = measure("continuous", mixed(), 3), measure("continuous", mixed(), 3)
-    assert compare_outputs(one, other) == {"equal_rows_share": 1.0, "first_difference": None}
-    other.rows[2].tokens[5] += 1
-    assert compare_outputs(one, other) == {"equal_rows_share": 1 - 1 / 7, "first_difference": {"row": 2, "token": 5}}
+    assert compare_outputs(wanted_outputs(one), wanted_outputs(other)) == OutputDifference(1.0, None)
+    other.requests[2].tokens[5] += 1
+    difference = compare_outputs(wanted_outputs(one), wanted_outputs(other))
+    assert difference == OutputDifference(1 - 1 / 7, TokenPosition(row=2, token=5))
     one.elapsed_s, other.elapsed_s = 1.0, 2.0
     assert median_run([other, one, other]).elapsed_s == 2.0
 
 
 @pytest.mark.parametrize("distribution", ["fixed", "uniform", "lognormal", "loguniform"])
 def test_lengths_keep_to_their_ends(distribution: Any) -> None:
-    """Guards synthetic work: inside the range, spread over it, and the same for the same seed."""
+    """Guards synthetic lengths: within the range, spread over it, and the same for the same seed."""
     draw = LengthDistribution(8, 256, distribution).sampler(random.Random(1))
     lengths = [draw() for _ in range(2000)]
     assert min(lengths) >= 8 and max(lengths) <= 256
@@ -139,12 +152,12 @@ def test_lengths_keep_to_their_ends(distribution: Any) -> None:
 @pytest.mark.parametrize("text", ["", "x", "9:3", "0:4", "1:2:3", "-1"])
 def test_wrong_ranges_are_refused(text: str) -> None:
     """Guards a sentence instead of a traceback."""
-    with pytest.raises(ConfigError, match="no range of lengths"):
+    with pytest.raises(ConfigError, match="not a range of lengths"):
         parse_length_range(text)
 
 
 def test_the_command_speaks_json(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards the contract of --json, on prompts of a file that end where they end."""
+    """Guards the contract of --json, with prompts from a file whose outputs end by themselves."""
     rows = [{"prompt": "hello"}, {"messages": [{"role": "user", "content": "world"}], "max_tokens": 3}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 3))
     options = ["--json", "--rounds", "1", "--batch-size", "2", "--ablate", "dynamic", "-m", str(model_folder)]
@@ -164,22 +177,22 @@ def test_the_command_speaks_json(model_folder: Path, tmp_path: Path, capsys: pyt
         (["--ablate", "all"], "all is not"),
         (["--peer", "vllm"], "vllm is not"),
         (["--strategies", ","], "it is empty"),
-        (["--users", "3", "--duration", "60"], "no length of time"),
+        (["--users", "3", "--duration", "60"], "is not a duration"),
         (["missing.jsonl", "--users", "3"], "users ask synthetic questions"),
         (["--users", "3", "--ablate", "ragged"], "go with strategies"),
-        (["--users", "3", "--slo-tps", "nan"], "must be numbers"),
-        (["--max-seqs", "3"], "--batch-size says"),
+        (["--users", "3", "--slo-tps", "nan"], "must be finite numbers"),
+        (["--max-seqs", "3"], "--batch-size sets"),
         (["--report", "no/such.html"], "Cannot write no/such.html"),
         (
             ["--kv-blocks", "6", "--input-len", "8:40", "--output-len", "9", "--rounds", "1"],
             "does not hold a static batch",
         ),
-        (["--input-len", "9:1"], "no range"),
+        (["--input-len", "9:1"], "not a range"),
         (["--output-len", "4000"], "context holds"),
         (["missing.jsonl"], "No such file"),
     ],
 )
-def test_what_is_wrong_is_said(
+def test_usage_errors(
     arguments: list[str], message: str, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Guards usage errors: a sentence and exit code 2."""
@@ -195,7 +208,13 @@ def test_everything_at_once(model_folder: Path, tmp_path: Path, capsys: pytest.C
     options += ["--plot", str(tmp_path / "plots"), "--report", str(tmp_path / "r.html"), "--dtype", "float32"]
     assert run_command(["bench", *options, "-m", str(model_folder)]) == 0
     shown = capsys.readouterr().out
-    for words in ("static batches", "transformers-generate", "without KV cache", "The floor is", "a row enters"):
+    for words in (
+        "static batches",
+        "transformers-generate",
+        "without KV cache",
+        "The roofline allows",
+        "a request enters",
+    ):
         assert words in shown
     assert shown.count("100%") >= 8 and "tokens a step" in shown
     assert {path.name for path in (tmp_path / "plots").iterdir()} >= {"timeline.svg", "speed.svg", "step.svg"}
@@ -203,7 +222,7 @@ def test_everything_at_once(model_folder: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_the_first_cache_is_gone(monkeypatch: pytest.MonkeyPatch, model_folder: Path) -> None:
-    """Guards the memory that is measured, and that of a GPU: nothing is left of the engine that read the prompts."""
+    """Guards the measured memory, and that of a GPU: the cache of the engine that read the prompts is freed."""
     caches: list[Any] = []
     opened, compared = command.open_engine, compare.compare
 
@@ -224,7 +243,7 @@ def test_the_first_cache_is_gone(monkeypatch: pytest.MonkeyPatch, model_folder: 
 
 @pytest.mark.parametrize("search", [[], ["--find-capacity"]])
 def test_load_is_measured(search: list[str], model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards the other half: users who come, ask and think, and the search for the most of them."""
+    """Guards the other half: users who arrive, ask and think, and the search for the most of them."""
     options = ["--users", "2", "--rate", "50", "--duration", "800ms", "--think", "20ms", "--slo-tps", "1", "--json"]
     lengths = ["--input-len", "4:9", "--output-len", "2:5", "--dtype", "float32"]
     assert run_command(["bench", *options, *lengths, *search, "-m", str(model_folder)]) == 0

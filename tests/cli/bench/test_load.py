@@ -1,4 +1,4 @@
-"""Many users at once: on a clock and a driver that are made up every figure is known; then on a real one."""
+"""Load with many users: every figure is known on a simulated clock and engine; then a real engine."""
 
 from __future__ import annotations
 
@@ -12,30 +12,34 @@ from typing import Any
 
 import pytest
 
-from cbatch.cli.bench.load.generator import LoadResult, find_capacity, run_load
-from cbatch.cli.bench.load.users import SLO, Scenario, Turn, parse_duration
+from cbatch.cli.bench.load.capacity import find_capacity
+from cbatch.cli.bench.load.generator import run_load
+from cbatch.cli.bench.load.results import LoadResult
+from cbatch.cli.bench.load.scenario import SLO, Scenario, parse_duration
+from cbatch.cli.bench.load.users import Turn, User
 from cbatch.cli.bench.workload import LengthDistribution
+from cbatch.cli.common.percentiles import Percentiles
 from cbatch.engine import ConfigError, Engine, EngineThread, RequestError, SamplingParams, TokenEvent
 from tests.support.tiny_models import VOCABULARY, make_engine, make_network
 
 Submission = SimpleNamespace
-KIND = SLO(ttft_s=1.0, tps=4.0)
+EASY_SLO = SLO(ttft_s=1.0, tps=4.0)
 
 
 class Even(random.Random):
-    """Chance without chance where time is concerned: every pause is as long as the mean."""
+    """A generator without chance as to time: every pause is as long as the mean."""
 
     def expovariate(self, lambd: float = 1.0) -> float:
         return 1 / lambd
 
 
-class World:
-    """A clock, and a driver with some seats whose answers come by it: the first token late, the others evenly."""
+class SimulatedEngine:
+    """A clock, and an engine with some slots: the first token of an answer comes late, the others evenly."""
 
-    def __init__(self, ttft: float = 0.5, tpot: float = 0.25, seats: int = 1000) -> None:
+    def __init__(self, ttft: float = 0.5, tpot: float = 0.25, slots: int = 1000) -> None:
         self.time = 0.0
         self.ttft: Callable[[int], float] = lambda number: ttft
-        self.tpot, self.seats, self.submit_takes = tpot, seats, 0.0
+        self.tpot, self.slots, self.submit_takes = tpot, slots, 0.0
         self.fails: Callable[[int], bool] = lambda number: False
         self.asked: list[Submission] = []
         self.cancelled: list[Submission] = []
@@ -70,8 +74,8 @@ class World:
         self.cancelled.append(made)
 
     def _serve(self) -> None:
-        """Gives free seats to those who wait."""
-        while self._begun < len(self.asked) and self._serving < self.seats:
+        """Gives free slots to waiting requests."""
+        while self._begun < len(self.asked) and self._serving < self.slots:
             made = self.asked[self._begun]
             self._begun, self._serving = self._begun + 1, self._serving + 1
             first = self.time + self.ttft(made.number)
@@ -85,7 +89,7 @@ class World:
         if self.fails(made.number):
             if number == 0:
                 self._serving -= 1
-                error = RequestError("internal_error", "no such luck")
+                error = RequestError("internal_error", "out of luck")
                 made.sink(TokenEvent(made.number, None, finish_reason="error", error=error))
             return
         is_last = number == made.length - 1
@@ -109,15 +113,15 @@ def scenario(**changes: Any) -> Scenario:
     return Scenario(**settings | changes)
 
 
-def load(world: World, slo: SLO = KIND, **changes: Any) -> LoadResult:
-    return run_load(world, scenario(**changes), slo, world, Even)
+def load(simulation: SimulatedEngine, slo: SLO = EASY_SLO, **changes: Any) -> LoadResult:
+    return run_load(simulation, scenario(**changes), slo, simulation, Even)
 
 
 def test_every_figure() -> None:
     """Guards arrival, thinking and all that is counted: users come at 1 and 2 s and ask again every 2.5 s."""
-    world = World()
-    result = load(world)
-    assert [made.at for made in world.asked] == [1, 2, 3.5, 4.5, 6, 7, 8.5, 9.5]
+    simulation = SimulatedEngine()
+    result = load(simulation)
+    assert [made.at for made in simulation.asked] == [1, 2, 3.5, 4.5, 6, 7, 8.5, 9.5]
     assert result == LoadResult(
         users=2,
         users_judged=2,
@@ -127,8 +131,8 @@ def test_every_figure() -> None:
         cut_off=2,
         errors=0,
         first_error="",
-        ttft_s={"p50": 0.5, "p90": 0.5, "p99": 0.5},
-        tpot_s={"p50": 0.25, "p90": 0.25, "p99": 0.25},
+        ttft_s=Percentiles(0.5, 0.5, 0.5),
+        tpot_s=Percentiles(0.25, 0.25, 0.25),
         prompt_tokens=8 * 4,
         cached_tokens=0,
         output_tokens=6 * 5 + 3,
@@ -139,73 +143,73 @@ def test_every_figure() -> None:
 
 
 @pytest.mark.parametrize("slo", [SLO(0.4, 4.0), SLO(1.0, 5.0)])
-def test_both_parts_of_the_level(slo: SLO) -> None:
+def test_both_parts_of_the_slo(slo: SLO) -> None:
     """Guards the two ways to be too slow: the first token, and those after it."""
-    result = load(World(), slo)
+    result = load(SimulatedEngine(), slo)
     assert result.users_served == 0.0 and result.answers_served == 0.0
 
 
 def test_one_late_answer_is_one_user_less() -> None:
-    """Guards the difference of users and answers: a user is served when all of his answers are."""
-    world = World()
-    world.ttft = lambda number: 2.0 if number == 3 else 0.5
-    result = load(world)
-    assert [made.at for made in world.asked] == [1, 2, 3.5, 4.5, 6, 8.5, 8.5]
+    """Guards the difference between users and answers: a user is served if all of their answers are."""
+    simulation = SimulatedEngine()
+    simulation.ttft = lambda number: 2.0 if number == 3 else 0.5
+    result = load(simulation)
+    assert [made.at for made in simulation.asked] == [1, 2, 3.5, 4.5, 6, 8.5, 8.5]
     assert (result.answers, result.answers_served) == (5, 0.8)
     assert (result.users_judged, result.users_served) == (2, 0.5)
-    assert result.ttft_s["p99"] == pytest.approx(2.0, abs=0.1)
+    assert result.ttft_s.p99 == pytest.approx(2.0, abs=0.1)
 
 
-def test_who_is_never_answered_is_not_forgotten() -> None:
-    """Guards against good figures of an engine that hangs: who has waited too long counts, who has just come not."""
-    world = World(ttft=1000.0)
-    result = load(world, users=9, duration_s=9.25)
+def test_users_without_an_answer_count() -> None:
+    """Guards against good figures of an engine that hangs: users who have waited too long count, newcomers do not."""
+    simulation = SimulatedEngine(ttft=1000.0)
+    result = load(simulation, users=9, duration_s=9.25)
     assert result.users == 9 and result.cut_off == 9
     assert (result.users_judged, result.users_served) == (8, 0.0)
-    assert result.ttft_s["p50"] == 4.75 and result.tpot_s["p50"] is None
+    assert result.ttft_s.p50 == 4.75 and result.tpot_s.p50 is None
     assert result.output_tokens == 0
 
 
 def test_a_stream_that_stalls_counts() -> None:
     """Guards against an answer that is cut off in a stall: it was behind by then already."""
-    stalled, lately = Turn(None, [], 0.0), Turn(None, [], 9.0)
+    stalled, lately = Turn(User(0, random.Random()), [], 0.0), Turn(User(0, random.Random()), [], 9.0)
     for answer, first in ((stalled, 0.5), (lately, 9.5)):
         answer.take(TokenEvent(1, 7), first)
-    assert stalled.meets(KIND, 10.0) is False
-    assert lately.meets(KIND, 9.7) is None and lately.meets(KIND, 10.0) is False
+    assert stalled.meets(EASY_SLO, 10.0) is False
+    assert lately.meets(EASY_SLO, 9.7) is None and lately.meets(EASY_SLO, 10.0) is False
 
 
 def test_one_token_has_no_pace() -> None:
     """Guards answers of one token: nothing follows the first."""
-    result = load(World(), outputs=LengthDistribution(1, 1, "fixed"), think_s=0.0)
-    assert result.users_served == 1.0 and result.tpot_s["p50"] is None
+    result = load(SimulatedEngine(), outputs=LengthDistribution(1, 1, "fixed"), think_s=0.0)
+    assert result.users_served == 1.0 and result.tpot_s.p50 is None
 
 
 def test_answers_before_all_is_settled_do_not_count() -> None:
     """Guards probes: what the first users find in an empty engine says little."""
-    world = World()
-    world.ttft = lambda number: 0.5 if number >= 4 else 3.0
-    assert load(world, duration_s=20.0).users_served == 0.0
-    assert load(World(), duration_s=20.0, warmup_s=8.0).users_served == 1.0
-    later = World()
-    later.ttft = world.ttft
+    simulation = SimulatedEngine()
+    simulation.ttft = lambda number: 0.5 if number >= 4 else 3.0
+    assert load(simulation, duration_s=20.0).users_served == 0.0
+    assert load(SimulatedEngine(), duration_s=20.0, warmup_s=8.0).users_served == 1.0
+    later = SimulatedEngine()
+    later.ttft = simulation.ttft
     result = load(later, duration_s=20.0, warmup_s=8.0)
-    assert (result.users_served, result.answers_served, result.ttft_s["p99"]) == (1.0, 1.0, 0.5)
+    assert (result.users_served, result.answers_served, result.ttft_s.p99) == (1.0, 1.0, 0.5)
     assert result.answers == sum(made.at >= 8 for made in later.asked) - result.cut_off
 
 
 def test_a_probe_has_all_its_users_in_its_first_quarter() -> None:
-    """Guards probes of many users at a slow rate, who would not all be there; a fast rate stays."""
+    """Guards probes of many users at a slow rate, who would not all arrive; a fast rate stays."""
     probe = scenario(rate=1.0).probe(50, 20.0)
     assert (probe.users, probe.duration_s, probe.rate, probe.warmup_s) == (50, 20.0, 10.0, 5.0)
     assert scenario(rate=100.0).probe(50, 20.0).rate == 100.0
 
 
 def test_a_conversation_keeps_what_was_said() -> None:
-    """Guards turns: each prompt is all that was said and a question, and after the last turn it begins anew."""
-    world = World()
-    load(world, users=1, duration_s=14.0, turns=3)
-    first, second, third, fourth = (made.prompt for made in world.asked[:4])
+    """Guards turns: each prompt is the conversation so far and a question; a new one begins after the last turn."""
+    simulation = SimulatedEngine()
+    load(simulation, users=1, duration_s=14.0, turns=3)
+    first, second, third, fourth = (made.prompt for made in simulation.asked[:4])
     answer = [50, 51, 52, 53, 54]
     assert [len(first), len(second), len(third), len(fourth)] == [4, 13, 22, 4]
     assert second[:9] == first + answer and third[:18] == second + answer
@@ -214,87 +218,87 @@ def test_a_conversation_keeps_what_was_said() -> None:
 
 def test_a_full_conversation_begins_anew() -> None:
     """Guards the context: a turn that would not fit is the first of a new conversation."""
-    world = World()
-    load(world, users=1, duration_s=14.0, turns=100, context=18)
-    assert [len(made.prompt) for made in world.asked[:4]] == [4, 13, 4, 13]
+    simulation = SimulatedEngine()
+    load(simulation, users=1, duration_s=14.0, turns=100, context=18)
+    assert [len(made.prompt) for made in simulation.asked[:4]] == [4, 13, 4, 13]
 
 
 def test_lengths_that_do_not_fit() -> None:
-    """Guards a run against a driver that refuses every question."""
+    """Guards a run against an engine that refuses every question."""
     with pytest.raises(ConfigError, match=r"Questions of 4 and answers of 5 tokens are 9 together.* hold 8\."):
-        load(World(), context=8)
+        load(SimulatedEngine(), context=8)
 
 
 def test_users_do_not_depend_on_each_other() -> None:
-    """Guards repetition: what somebody asks is drawn from the seed and his number, whoever else is there."""
+    """Guards repetition: a user's questions depend on the seed and their number, not on other users."""
     inputs = LengthDistribution(3, 60)
     few, many = scenario(users=2, inputs=inputs), scenario(users=50, inputs=inputs)
-    worlds = World(), World()
-    for world, asked in zip(worlds, (few, many), strict=True):
-        run_load(world, asked, KIND, world)
-    prompts = [{tuple(made.prompt) for made in world.asked} for world in worlds]
+    simulations = SimulatedEngine(), SimulatedEngine()
+    for simulation, asked in zip(simulations, (few, many), strict=True):
+        run_load(simulation, asked, EASY_SLO, simulation)
+    prompts = [{tuple(made.prompt) for made in simulation.asked} for simulation in simulations]
     assert len(prompts[0]) > 1 and prompts[0] & prompts[1]
     assert many.probe(50, 9.6).seed != few.probe(2, 9.6).seed, "the prefix cache would know the prompts"
 
 
 def test_arrivals_and_thinking_are_random() -> None:
     """Guards the load's shape: pauses are exponential, with the means that were asked for."""
-    world = World(ttft=0.0, tpot=0.0)
-    run_load(world, scenario(users=400, rate=50.0, duration_s=40.0, think_s=2.0), KIND, world)
-    assert len(world.asked) == pytest.approx(400 * (40 - 4) / 2, rel=0.08)
-    arrivals = sorted(made.at for made in world.asked)[:50]
+    simulation = SimulatedEngine(ttft=0.0, tpot=0.0)
+    run_load(simulation, scenario(users=400, rate=50.0, duration_s=40.0, think_s=2.0), EASY_SLO, simulation)
+    assert len(simulation.asked) == pytest.approx(400 * (40 - 4) / 2, rel=0.08)
+    arrivals = sorted(made.at for made in simulation.asked)[:50]
     gaps = [later - earlier for earlier, later in itertools.pairwise(arrivals)]
     assert max(gaps) > 3 * sum(gaps) / len(gaps) and len(set(gaps)) == 49
 
 
 def test_a_load_that_comes_late_is_seen() -> None:
-    """Guards against a load that was less than was asked for, unseen."""
-    world = World()
-    world.submit_takes = 0.5
-    assert load(world, users=3, rate=100.0, duration_s=1.2).worst_lag_s == pytest.approx(1.01 - 0.03)
+    """Guards against a load that is silently less than intended."""
+    simulation = SimulatedEngine()
+    simulation.submit_takes = 0.5
+    assert load(simulation, users=3, rate=100.0, duration_s=1.2).worst_lag_s == pytest.approx(1.01 - 0.03)
 
 
 def test_an_error_ends_its_user() -> None:
-    """Guards against a storm of questions to a driver that has failed; the run ends when nobody is left."""
-    world = World()
-    world.fails = lambda number: True
-    result = load(world, duration_s=1000.0)
-    assert len(world.asked) == 2 and result.elapsed_s == 2.5
-    assert (result.errors, result.users_served) == (2, 0.0) and "no such luck" in result.first_error
-    assert world.cancelled == []
+    """Guards against a storm of questions to an engine that has failed; the run ends when no user is left."""
+    simulation = SimulatedEngine()
+    simulation.fails = lambda number: True
+    result = load(simulation, duration_s=1000.0)
+    assert len(simulation.asked) == 2 and result.elapsed_s == 2.5
+    assert (result.errors, result.users_served) == (2, 0.0) and "out of luck" in result.first_error
+    assert simulation.cancelled == []
 
 
 def test_what_is_unfinished_is_cancelled() -> None:
     """Guards the run after this one, and the figures of this one against the step that was in flight."""
 
-    class Late(World):
+    class Late(SimulatedEngine):
         def cancel(self, made: Submission) -> None:
             super().cancel(made)
             made.sink(TokenEvent(made.number, 1, finish_reason="length"))
 
-    world = Late()
-    result = load(world)
-    assert sorted(made.number for made in world.cancelled) == [6, 7]
+    simulation = Late()
+    result = load(simulation)
+    assert sorted(made.number for made in simulation.cancelled) == [6, 7]
     assert (result.output_tokens, result.cut_off, result.answers) == (33, 2, 6)
 
 
 def test_an_interrupted_run_cancels_too() -> None:
-    """Guards Ctrl-C: nothing goes on on the engine."""
+    """Guards Ctrl-C: nothing keeps running on the engine."""
 
-    class Interrupted(World):
+    class Interrupted(SimulatedEngine):
         def wait(self, inbox: queue.SimpleQueue[Turn], timeout: float) -> Turn | None:
             if len(self.asked) == 2:
                 raise KeyboardInterrupt
             return super().wait(inbox, timeout)
 
-    world = Interrupted()
+    simulation = Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        load(world)
-    assert len(world.cancelled) == 2
+        load(simulation)
+    assert len(simulation.cancelled) == 2
 
 
 def measured(capacity: int) -> Callable[[int], LoadResult]:
-    empty = load(World(ttft=1000.0), users=1, duration_s=0.5)
+    empty = load(SimulatedEngine(ttft=1000.0), users=1, duration_s=0.5)
 
     def measure(users: int) -> LoadResult:
         served = 1.0 if users <= capacity else 0.9899
@@ -314,62 +318,62 @@ def as_dict(result: LoadResult) -> dict[str, Any]:
 def test_the_search_finds_the_most(capacity: int, tried: list[int]) -> None:
     """Guards doubling and bisection, and that every probe can be drawn."""
     found = find_capacity(measured(capacity), precision=0.0)
-    assert (found.users, list(found.points), found.is_limit) == (capacity, tried, False)
+    assert (found.users, list(found.probes), found.is_limit) == (capacity, tried, False)
 
 
 def test_the_search_has_a_limit() -> None:
-    """Guards a fast engine against a search without end, and says that it was the limit."""
+    """Guards a fast engine against an endless search, and says that the limit was reached."""
     found = find_capacity(measured(10**9), most=50)
-    assert (found.users, list(found.points), found.is_limit) == (50, [1, 2, 4, 8, 16, 32, 50], True)
+    assert (found.users, list(found.probes), found.is_limit) == (50, [1, 2, 4, 8, 16, 32, 50], True)
     assert find_capacity(measured(49), most=50, precision=0.0).users == 49
 
 
 def test_the_search_is_as_close_as_asked() -> None:
-    """Guards the time that it takes: within a tenth is near enough here."""
+    """Guards the time that a search takes: within a tenth is close enough here."""
     found = find_capacity(measured(1000), precision=0.1)
-    assert 900 <= found.users <= 1000 and len(found.points) == 11 + 3
+    assert 900 <= found.users <= 1000 and len(found.probes) == 11 + 3
 
 
 def test_the_share_is_a_parameter() -> None:
-    """Guards the 99 in a hundred: with fewer asked for, 98.99 suffice."""
+    """Guards the share of 99%: a lower one is met by 98.99%."""
     assert find_capacity(measured(3), share=0.95, most=64).users == 64
 
 
 def test_probes_that_are_too_short() -> None:
-    """Guards against a capacity of nobody where only nothing could be seen."""
-    with pytest.raises(ConfigError, match="more time"):
-        find_capacity(lambda users: load(World(), users=users, duration_s=1.2))
+    """Guards against a capacity of 0 when no answer could be judged."""
+    with pytest.raises(ConfigError, match="use a longer --duration"):
+        find_capacity(lambda users: load(SimulatedEngine(), users=users, duration_s=1.2))
 
 
-def test_capacity_of_four_seats() -> None:
-    """Guards the whole: with four seats and answers of 1.5 s, a sixth user makes some wait too long for a seat."""
+def test_capacity_of_four_slots() -> None:
+    """Guards the whole: with four slots and answers of 1.5 s, a sixth user makes some wait too long for a slot."""
 
     def measure(users: int) -> LoadResult:
-        world = World(seats=4)
-        return run_load(world, scenario(think_s=0.0).probe(users, 60.0), SLO(1.1, 3.9), world, Even)
+        simulation = SimulatedEngine(slots=4)
+        return run_load(simulation, scenario(think_s=0.0).probe(users, 60.0), SLO(1.1, 3.9), simulation, Even)
 
     found = find_capacity(measure)
     assert found.users == 5
-    assert found.points[4].ttft_s["p99"] == 0.5
-    # Each of six waits for two others in a round of 1.5 s and four seats.
-    assert found.points[6].output_tokens_per_s == pytest.approx(4 * 5 / 1.5, rel=0.1)
+    assert found.probes[4].ttft_s.p99 == 0.5
+    # Six users share four slots, and an answer takes 1.5 s.
+    assert found.probes[6].output_tokens_per_s == pytest.approx(4 * 5 / 1.5, rel=0.1)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("500ms", 0.5), ("2s", 2), (" 1.5m ", 90), ("1h", 3600), ("0 s", 0)])
 def test_durations(text: str, seconds: float) -> None:
-    """Guards times as people write them."""
+    """Guards durations as people write them."""
     assert parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "2", "s", "-1s", "2 days", "1e3s", "1m30s"])
 def test_what_is_no_duration(text: str) -> None:
-    """Guards against a time that is read as another; without a unit, nobody knows which."""
-    with pytest.raises(ConfigError, match="is no length of time; write it as 500ms, 2s or 1m"):
+    """Guards against a duration that is misread; without a unit it is ambiguous."""
+    with pytest.raises(ConfigError, match="is not a duration; write it as 500ms, 2s or 1m"):
         parse_duration(text)
 
 
 class Watched(EngineThread):
-    """A real driver; and a clock that goes on by a millisecond at each look, and stands while answers are due."""
+    """A real engine thread, and a clock that advances a millisecond per look and stands while answers are due."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
@@ -399,8 +403,8 @@ class Watched(EngineThread):
         return super().submit(prompt, params, watch, **others)
 
 
-def test_a_real_driver() -> None:
-    """Guards the sink and its thread: tokens are the engine's, turns are found in its cache, and all is freed."""
+def test_a_real_engine() -> None:
+    """Guards the callback and its thread: tokens are the engine's, its cache knows the turns, and all is freed."""
     engine_thread = Watched(make_engine(make_network("llama"), prefix_cache=True))
     asked = scenario(users=3, rate=1e6, duration_s=1.0, think_s=0.001, turns=3, vocabulary=VOCABULARY)
     try:

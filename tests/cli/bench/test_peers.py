@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from cbatch.cli.bench.metrics import compare_outputs
+from cbatch.cli.bench.metrics import OutputDifference, TokenPosition, compare_outputs
 from cbatch.cli.bench.peers import PEERS, PeerResult, PeerSetup, run_peer
-from cbatch.cli.bench.recorder import RecordedRequest, RunRecord
 from cbatch.cli.bench.workload import Workload
 from cbatch.engine import Engine, SamplingParams
 from tests.support.tiny_models import make_engine, make_network, make_prompts
@@ -18,7 +17,7 @@ LENGTHS = [3, 9, 20, 1, 12]
 
 @pytest.fixture
 def engine() -> Engine:
-    """An engine whose model asks for sampling of its own: an end token, and a penalty."""
+    """An engine whose model has sampling defaults of its own: an end token and a penalty."""
     network = make_network("llama")
     network.generation_config.repetition_penalty = 1.8
     network.generation_config.eos_token_id = 7
@@ -31,23 +30,23 @@ def work() -> Workload:
 
 
 def our_outputs(engine: Engine, work: Workload) -> list[list[int]]:
-    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in work.lengths]
+    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in work.output_lengths]
     return [output.token_ids for output in engine.generate(work.prompts, params)]
 
 
 def ticks() -> Any:
-    """A clock that goes on by a second each time it is read."""
+    """A clock that advances a second each time it is read."""
     return iter(range(1000)).__next__
 
 
 @pytest.mark.parametrize("name", PEERS)
 def test_a_peer_gives_our_tokens(engine: Engine, work: Workload, name: str) -> None:
-    """Guards the comparison: same rows, greedy, to the wanted length, whatever the model's own settings ask for."""
+    """Guards the comparison: same requests, greedy, to the wanted length, whatever the model's own defaults are."""
     ours = our_outputs(engine, work)
     assert any(7 in tokens[:-1] for tokens in ours), "no end token in the middle: nothing would be seen of it"
     result = run_peer(name, engine.loaded, work, slots=2, max_batch_tokens=16, clock=ticks())
     assert result.error == ""
-    assert list(map(list, result.outputs)) == ours
+    assert result.outputs == ours
     assert result.output_tokens == sum(LENGTHS) and result.elapsed_s == 1
     assert result.attention == "sdpa" or "paged" in result.attention
 
@@ -83,7 +82,7 @@ def test_a_peer_that_fails(
 
 
 def test_a_failure_within_the_continuous_peer(engine: Engine, work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against waiting for ever on a thread of transformers that has died, and against one that goes on."""
+    """Guards against waiting forever on a thread of transformers that has died, and against one that keeps running."""
     network = engine.loaded.network
     forward, passes = network.forward, [0]
 
@@ -102,7 +101,7 @@ def test_a_failure_within_the_continuous_peer(engine: Engine, work: Workload, mo
 
 
 def test_a_version_without_continuous_batching(engine: Engine, work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the sentence where this transformers cannot do it."""
+    """Guards the message for a version of transformers that cannot do it."""
     for base in type(engine.loaded.network).__mro__:
         if "continuous_batching_context_manager" in vars(base):
             monkeypatch.delattr(base, "continuous_batching_context_manager")
@@ -112,21 +111,20 @@ def test_a_version_without_continuous_batching(engine: Engine, work: Workload, m
 
 @pytest.mark.parametrize("name", PEERS)
 def test_a_model_without_sdpa(engine: Engine, work: Workload, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Guards families whose only attention is eager: they run, and the result says with what."""
+    """Guards families whose only attention is eager: they run, and the result names it."""
     monkeypatch.setattr(type(engine.loaded.network), "_supports_sdpa", False)
     result = run_peer(name, engine.loaded, work, 2, 16)
     assert result.attention.removeprefix("paged|") == "eager"
-    assert list(map(list, result.outputs)) == our_outputs(engine, work)
+    assert result.outputs == our_outputs(engine, work)
 
 
 def test_outputs_that_are_too_short(engine: Engine, work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a speed that stands for less work than was asked for."""
+    """Guards against a speed that was reached with less work."""
     monkeypatch.setitem(PEERS, "lazy", lambda setup: ([[1] * 3, *[[1]] * 4], 1.0))
-    assert run_peer("lazy", engine.loaded, work, 2, 16).error == "not comparable: row 1 got 1 tokens and wanted 9."
+    assert run_peer("lazy", engine.loaded, work, 2, 16).error == "not comparable: request 1 got 1 tokens and wanted 9."
 
 
 def test_a_difference_is_found() -> None:
     """Guards the honest line of the table: where a peer's tokens first differ from ours."""
-    ours = RunRecord(2, [RecordedRequest(2, [1, 2]), RecordedRequest(3, [3, 4, 5])])
-    found = compare_outputs(PeerResult(1.0, ((1, 2), (3, 9, 5))).record(2), ours)
-    assert found == {"equal_rows_share": 0.5, "first_difference": {"row": 1, "token": 1}}
+    found = compare_outputs([[1, 2], [3, 9, 5]], [[1, 2], [3, 4, 5]])
+    assert found == OutputDifference(0.5, TokenPosition(row=1, token=1))

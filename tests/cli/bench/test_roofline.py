@@ -1,4 +1,4 @@
-"""The floor of a run: what is read and multiplied, counted by hand, and rates measured on a clock that is made up."""
+"""The roofline: bytes and operations counted by hand, and rates measured on a simulated clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def clock_of(durations: list[float]) -> Callable[[], float]:
-    """A clock that is read in pairs, at the start and the end of durations; they end at whole thousands."""
+    """A clock that is read in pairs, at the start and the end of each duration; they end at whole thousands."""
     times = [time for number, seconds in enumerate(durations) for time in (1000.0 * number - seconds, 1000.0 * number)]
     return iter(times).__next__
 
@@ -33,7 +33,7 @@ def test_context_that_is_read(prompt: int, output: int, window: int | None) -> N
     assert tokens_read(prompt, output, window) == sum(min(length, window or length) for length in lengths)
 
 
-def test_a_floor_by_hand() -> None:
+def test_a_bound_by_hand() -> None:
     """Guards the formula: the slower of reading and multiplying, plus the context, whatever steps a run took."""
     work = Workload([[1] * 10, [1] * 30], [256, 256], "")
     cost = ModelCost(weight_bytes=1000, parameters=100, head_parameters=20, layers=((4, None), (2, 16)))
@@ -67,7 +67,7 @@ def test_positions_are_looked_up() -> None:
 
 
 def test_experts() -> None:
-    """Guards mixtures of experts: all are read, those chosen are multiplied with, and it is said."""
+    """Guards mixtures of experts: all are read, the chosen ones are multiplied with, and a sentence says so."""
     cost = ModelCost.of(make_engine(make_network("mixtral")))
     router = 4 * HIDDEN
     assert cost.weight_bytes == 4 * (LAYERS * (ATTENTION + router + 4 * MLP) + HEAD)
@@ -76,12 +76,12 @@ def test_experts() -> None:
 
 
 def test_windows_of_a_model() -> None:
-    """Guards models of two kinds of layers: each has its own context."""
+    """Guards models with two kinds of layers: each has its own window."""
     assert [window for _, window in ModelCost.of(make_engine(make_network("gemma2"))).layers] == [12, None]
 
 
 def test_what_is_not_known_is_said() -> None:
-    """Guards the honest line: a head that cannot be found counts for every token, and a sentence says so."""
+    """Guards unknown heads: a head that cannot be found counts for every token, and a sentence says so."""
     engine = make_engine(make_network("llama"))
     engine.loaded.network.get_output_embeddings = lambda: None
     cost = ModelCost.of(engine)
@@ -90,7 +90,7 @@ def test_what_is_not_known_is_said() -> None:
 
 
 def test_the_best_round_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the rates: of the best round, not of the first, which warms up; bytes count read and written."""
+    """Guards the rates: the best round counts, the first only warms up; bytes are read and written."""
     monkeypatch.setattr(roofline, "COPY_BYTES", 1000)
     copies, products = [0.001, 0.04, 0.02, 0.08, 0.05, 0.03], [0.001, 0.02, 0.01, 0.03, 0.02, 0.02]
     rates = measure_rates(CPU, torch.float32, clock_of(copies + products))
@@ -99,7 +99,7 @@ def test_the_best_round_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_slow_devices_get_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the time that measuring takes: the clock here has no further round, and one more would raise."""
+    """Guards the time that measuring takes: this clock raises in a further round."""
     monkeypatch.setattr(roofline, "COPY_BYTES", 1000)
     rates = measure_rates(CPU, torch.float32, clock_of([0.5, 0.25, 0.1, 0.2, 0.3]))
     assert rates.bytes_per_s == pytest.approx(2 * 1000 / 0.25)
@@ -108,7 +108,7 @@ def test_slow_devices_get_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_this_machine_has_rates(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """Guards the measurement as it is used, in types that models have."""
+    """Guards the real measurement, in the types of models."""
     monkeypatch.setattr(roofline, "COPY_BYTES", 2**20)
     rates = measure_rates(CPU, dtype)
     assert 0 < rates.bytes_per_s < float("inf") and 0 < rates.flops_per_s < float("inf")

@@ -1,12 +1,13 @@
-"""The pictures of a benchmark: what the slots did, how busy they were, how fast it went, what load does to it."""
+"""The pictures of a bench: what the slots did, how busy they were, how fast each strategy was, and load."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from cbatch.cli.bench.load.users import LoadPoint
+from cbatch.cli.bench.load.results import LoadResult
+from cbatch.cli.bench.metrics import RunMetrics
 from cbatch.cli.bench.recorder import RunRecord, TokenKind
 from cbatch.cli.bench.render.step_plot import plot_step
 from cbatch.cli.bench.render.style import (
@@ -23,6 +24,7 @@ from cbatch.cli.bench.render.style import (
 )
 from cbatch.cli.bench.render.timeline import (
     KINDS,
+    SIDE_BY_SIDE,
     Interval,
     chunk_intervals,
     share_line,
@@ -30,28 +32,63 @@ from cbatch.cli.bench.render.timeline import (
     time_shares,
     whole_percents,
 )
+from cbatch.cli.common.percentiles import Percentiles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 BINS = 200
-"""Stretches of time whose mean is one point of the utilisation, over the longest run."""
+"""Points in time of the utilisation of the longest run; each is a mean over its stretch."""
 
-TIMELINE = "Static batches wait for their slowest row; continuous batching lets the next one in"
+TIMELINE = "Static batches wait for their slowest request; continuous batching admits the next one"
 
-UTILISATION = "How much of the engine does work that somebody wanted"
+UTILISATION = "How much of the engine does useful work"
 
 SHADES = {"p50": TEXT, "p90": "#8c959f", "p99": "#d0d7de"}
 
 
+@dataclass(frozen=True, slots=True)
+class LoadPoint:
+    """How this many users at once are served. Times in seconds, speeds in output tokens a second for each user.
+
+    tps_p10: the speed that nine in ten users have at least
+    within:  share of users all of whose answers met the objective
+    """
+
+    users: int
+    ttft_p50: float
+    ttft_p99: float
+    tps_p50: float
+    tps_p10: float
+    within: float
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture as the text of an SVG file."""
+
+    file_name: str
+    svg: str
+
+
+def load_points(runs: Mapping[int, LoadResult]) -> list[LoadPoint]:
+    """Points for the runs, by number of users. Leaves out runs in which nothing could be judged."""
+    points = []
+    for users, result in runs.items():
+        ttft, tpot, within = result.ttft_s, result.tpot_s, result.users_served
+        if ttft.p50 is not None and ttft.p99 is not None and tpot.p50 and tpot.p90 and within is not None:
+            points.append(LoadPoint(users, ttft.p50, ttft.p99, 1 / tpot.p50, 1 / tpot.p90, within))
+    return points
+
+
 @with_style
 def plot_timeline(records: Mapping[str, RunRecord]) -> Figure:
-    """A lane for each slot, all strategies on the same scale of time."""
+    """A lane for each slot, with all strategies on the same time scale."""
     slots = [record.slots for record in records.values()]
     lane = min(0.2, 5 / max(sum(slots), 1))
     height = 1.45 + sum(slots) * lane + 0.38 * len(slots)
-    figure = new_figure(height, TIMELINE, "One lane a slot; the numbers are those of the rows of work.")
+    figure = new_figure(height, TIMELINE, "One lane for each slot; the numbers are those of the requests.")
     add_legend(figure)
     hspace = 0.38 * len(slots) / max(sum(slots) * lane, 0.1)
     panels = axes_grid(figure, slots, left=0.5, top=1.1, bottom=0.45, hspace=hspace)
@@ -70,14 +107,16 @@ def _draw_lanes(axes: Axes, record: RunRecord, end: float, *, labels: bool) -> N
     found = slot_intervals(record)
     axes.barh(range(record.slots), record.elapsed_s, height=0.8, color=EMPTY_SLOT)
     for kind in KINDS:
-        boxes = [_box(span) for span in found if span.kind == kind]
+        boxes = [_box(interval) for interval in found if interval.kind == kind]
         axes.add_collection(PolyCollection(boxes, facecolors=KIND_COLOURS[kind], linewidths=0), autolim=False)
-    entries = [span for span in found if span.enters]
-    tops, bottoms = [span.slot - 0.4 for span in entries], [span.slot + 0.4 for span in entries]
-    axes.vlines([span.start for span in entries], tops, bottoms, color=BACKGROUND, linewidth=1.5 if labels else 0.4)
-    for row, span in _widest(found).items():
-        if labels and span.end - span.start > 0.006 * end * (1 + len(str(row))):
-            axes.text(span.start + 0.004 * end, span.slot, str(row), size=7, va="center", color=TEXT)
+    entries = [interval for interval in found if interval.is_entry]
+    tops, bottoms = [interval.slot - 0.4 for interval in entries], [interval.slot + 0.4 for interval in entries]
+    axes.vlines(
+        [interval.start for interval in entries], tops, bottoms, color=BACKGROUND, linewidth=1.5 if labels else 0.4
+    )
+    for request, interval in _longest_outputs(found).items():
+        if labels and interval.end - interval.start > 0.006 * end * (1 + len(str(request))):
+            axes.text(interval.start + 0.004 * end, interval.slot, str(request), size=7, va="center", color=TEXT)
     axes.set_ylim(record.slots - 0.5, -0.5)
     axes.set_xlim(0, end)
     axes.spines["left"].set_visible(False)
@@ -86,29 +125,29 @@ def _draw_lanes(axes: Axes, record: RunRecord, end: float, *, labels: bool) -> N
     axes.set_ylabel("slot", labelpad=-2)
 
 
-def _box(span: Interval) -> list[tuple[float, float]]:
-    top, bottom = span.slot - 0.4, span.slot + 0.4
-    return [(span.start, top), (span.end, top), (span.end, bottom), (span.start, bottom)]
+def _box(interval: Interval) -> list[tuple[float, float]]:
+    top, bottom = interval.slot - 0.4, interval.slot + 0.4
+    return [(interval.start, top), (interval.end, top), (interval.end, bottom), (interval.start, bottom)]
 
 
-def _widest(found: Sequence[Interval]) -> dict[int, Interval]:
-    """For each row its longest stretch of output."""
-    widest: dict[int, Interval] = {}
-    for span in found:
-        if span.kind == "decode" and span.end - span.start > _length(widest.get(span.row)):
-            widest[span.row] = span
-    return widest
+def _longest_outputs(intervals: Sequence[Interval]) -> dict[int, Interval]:
+    """The longest decode interval of each request."""
+    longest: dict[int, Interval] = {}
+    for interval in intervals:
+        if interval.kind == "decode" and _length(interval) > _length(longest.get(interval.request)):
+            longest[interval.request] = interval
+    return longest
 
 
-def _length(span: Interval | None) -> float:
-    return span.end - span.start if span is not None else 0.0
+def _length(interval: Interval | None) -> float:
+    return interval.end - interval.start if interval is not None else 0.0
 
 
 @with_style
 def plot_utilisation(records: Mapping[str, RunRecord]) -> Figure:
-    """The share of slots that are busy over time, and with what."""
+    """The share of slots that are busy over time, by kind of work."""
     height = 1.52 + 0.95 * len(records)
-    figure = new_figure(height, UTILISATION, "Share of the slots that compute, over time; blue is what was wanted.")
+    figure = new_figure(height, UTILISATION, "Share of the slots that compute, over time; blue is useful work.")
     add_legend(figure)
     panels = axes_grid(figure, [1] * len(records), left=0.6, top=1.12, bottom=0.45, hspace=0.45)
     end = max(record.elapsed_s for record in records.values()) or 1.0
@@ -134,55 +173,55 @@ def plot_utilisation(records: Mapping[str, RunRecord]) -> Figure:
 
 
 def utilisation(record: RunRecord, bins: int) -> tuple[list[float], dict[TokenKind, list[float]]]:
-    """The edges of equal stretches of a run's time, in seconds, and for each kind the mean share of slots in them."""
+    """The edges of equal stretches of a run, in seconds, and the mean share of slots in each of them by kind."""
     width = record.elapsed_s / bins or 1.0
     busy: dict[TokenKind, list[float]] = {kind: [0.0] * bins for kind in KINDS}
     for step in record.steps:
-        for _, _, kind, start, stop in chunk_intervals(step):
-            for n in range(int(start / width), min(int(stop / width) + 1, bins)):
-                overlap = min(stop, (n + 1) * width) - max(start, n * width)
-                busy[kind][n] += overlap / width / record.slots
+        for interval in chunk_intervals(step):
+            for n in range(int(interval.start / width), min(int(interval.end / width) + 1, bins)):
+                overlap = min(interval.end, (n + 1) * width) - max(interval.start, n * width)
+                busy[interval.kind][n] += overlap / width / record.slots
     return [n * width for n in range(bins + 1)], busy
 
 
 @with_style
-def plot_speed(run_metrics: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Output tokens per second, and the times to the first and between further tokens, of each strategy."""
+def plot_speed(metrics: Mapping[str, RunMetrics]) -> Figure:
+    """Output tokens a second, time to first token and time per further token of each strategy."""
     figure = new_figure(
-        1.25 + 0.32 * len(run_metrics),
-        "Output speed, and how long a row waits for its first and its next token",
-        "Times are p50 / p90 / p99, dark to light: half of the rows, nine in ten, 99 in a hundred are within them.",
+        1.25 + 0.32 * len(metrics),
+        "Output speed, and how long a request waits for its first and its next token",
+        "Times are p50 / p90 / p99, dark to light: half, 90% and 99% of the requests are within them.",
     )
-    names = list(run_metrics)
+    names = list(metrics)
     left = 0.4 + 0.075 * max(map(len, names))
     speed, first, pace = axes_grid(figure, [1], 3, left=left, right=0.1, top=1.0, bottom=0.15, wspace=0.15)
-    rates = [run_metrics[name]["output_tokens_per_s"] for name in names]
+    rates = [metrics[name].output_tokens_per_s for name in names]
     speed.barh(names, rates, height=0.6, color=KIND_COLOURS["decode"])
     for place, rate in enumerate(rates):
         speed.text(rate, place, f" {rate:,.0f}", va="center")
     _finish_bars(speed, "output tokens/s", max(rates), len(names))
-    _percentile_bars(first, "first token (TTFT)", [run_metrics[name]["ttft_s"] for name in names])
-    _percentile_bars(pace, "further tokens (TPOT)", [run_metrics[name]["tpot_s"] for name in names])
+    _percentile_bars(first, "first token (TTFT)", [metrics[name].ttft_s for name in names])
+    _percentile_bars(pace, "further tokens (TPOT)", [metrics[name].tpot_s for name in names])
     return figure
 
 
-def _percentile_bars(axes: Axes, title: str, values: Sequence[Mapping[str, float | None]]) -> None:
-    longest = max((value["p99"] or 0.0 for value in values), default=0.0)
+def _percentile_bars(axes: Axes, title: str, values: Sequence[Percentiles]) -> None:
+    longest = max((value.p99 or 0.0 for value in values), default=0.0)
     factor, unit = (1000, "ms") if longest < 1 else (1, "s")
     for place, value in enumerate(values):
-        times = {rank: (value[rank] or 0.0) * factor for rank in SHADES}
-        for rank in reversed(SHADES):
-            axes.barh(place, times[rank], height=0.6, color=SHADES[rank])
-        words = " / ".join(f"{times[rank]:#.3g}".rstrip(".") for rank in SHADES) if value["p50"] is not None else "none"
-        axes.text(times["p99"], place, f" {words}", va="center", size=8)
-    _finish_bars(axes, f"{title}, {unit}", longest * factor, len(values), room=1.9)
+        times = [(time or 0.0) * factor for time in (value.p50, value.p90, value.p99)]
+        for time, shade in reversed(list(zip(times, SHADES.values(), strict=True))):
+            axes.barh(place, time, height=0.6, color=shade)
+        words = " / ".join(f"{time:#.3g}".rstrip(".") for time in times) if value.p50 is not None else "none"
+        axes.text(times[-1], place, f" {words}", va="center", size=8)
+    _finish_bars(axes, f"{title}, {unit}", longest * factor, len(values), space=1.9)
     axes.set_yticks([])
 
 
-def _finish_bars(axes: Axes, title: str, longest: float, count: int, room: float = 1.3) -> None:
+def _finish_bars(axes: Axes, title: str, longest: float, count: int, space: float = 1.3) -> None:
     axes.set_title(title, pad=4)
     axes.set_ylim(count - 0.5, -0.5)
-    axes.set_xlim(0, longest * room or 1)
+    axes.set_xlim(0, longest * space or 1)
     axes.set_xticks([])
     axes.tick_params(left=False, labelcolor=TEXT, labelsize=9)
     axes.spines[["bottom"]].set_visible(False)
@@ -190,13 +229,13 @@ def _finish_bars(axes: Axes, title: str, longest: float, count: int, room: float
 
 @with_style
 def plot_load(points: Sequence[LoadPoint], objective: str = "") -> Figure:
-    """What more users at once do to the time to the first token, to each user's speed, and to the promise kept.
+    """Time to first token, speed of each user, and share of users within the objective, by number of users.
 
     objective: what `within` counts, in words, such as "TTFT under 1 s, 10 tokens/s"
     """
     points = sorted(points, key=lambda point: point.users)
-    subtitle = f"The objective is {objective}." if objective else ""
-    figure = new_figure(3.1, "What each user gets as more come at once", subtitle)
+    subtitle = f"The objective (SLO) is {objective}." if objective else ""
+    figure = new_figure(3.1, "What each user gets as the number of users grows", subtitle)
     first, speed, within = axes_grid(figure, [1], 3, left=0.5, right=0.35, top=0.98, bottom=0.5, wspace=0.36)
     users = [point.users for point in points]
     _line(first, users, [point.ttft_p99 for point in points], "p99", SHADES["p90"], "bottom")
@@ -209,7 +248,7 @@ def plot_load(points: Sequence[LoadPoint], objective: str = "") -> Figure:
     within.set_title("users within the objective, %", pad=6)
     within.set_ylim(0, 105)
     ticks = [count for count in users if count & (count - 1) == 0] if len(users) > 6 else users
-    ticks = ticks[(len(ticks) - 1) % 2 :: 2] if len(ticks) > 7 else ticks  # the numbers have to find room
+    ticks = ticks[(len(ticks) - 1) % 2 :: 2] if len(ticks) > 7 else ticks  # so that the numbers do not overlap
     for axes in (first, speed, within):
         axes.set_ylim(bottom=0)
         if users and users[-1] > 8 * users[0]:
@@ -222,45 +261,36 @@ def plot_load(points: Sequence[LoadPoint], objective: str = "") -> Figure:
 
 
 def _line(axes: Axes, users: Sequence[int], values: Sequence[float], name: str, colour: str, side: str) -> None:
-    """A line with a dot for each measurement, and its name at the last."""
+    """A line with a dot for each measurement, and its name beside the last one."""
     axes.plot(users, values, color=colour, marker="o", markersize=4, linewidth=1.6, clip_on=False)
     if users:
         axes.annotate(name, (users[-1], values[-1]), (13, 0), textcoords="offset points", va=side, color=colour)
 
 
-def write_svgs(
-    folder: Path,
+def draw_all(
     records: Mapping[str, RunRecord],
-    run_metrics: Mapping[str, Mapping[str, Any]],
+    metrics: Mapping[str, RunMetrics],
     points: Sequence[LoadPoint] = (),
-    *,
-    side_by_side: Sequence[str] = ("static batches", "continuous"),
     objective: str = "",
-) -> dict[str, Path]:
-    """Writes SVG files into a folder, made where it is not there; returns their paths by title.
+) -> dict[str, Picture]:
+    """All pictures that there is data for, by title.
 
-    traces:       by the titles of the strategies; pictures whose data are not there are left out
-    figures:      what `run_metrics.run_metrics` gives, by the same titles
-    side_by_side: the strategies of the timeline; of the last one a step is drawn too
+    records: by the titles of the strategies; a step of the last of SIDE_BY_SIDE is drawn too
+    metrics: by the same titles
 
-    Raises ConfigError where matplotlib is missing.
+    Raises ConfigError if matplotlib is missing.
     """
-    pair = {title: records[title] for title in side_by_side if title in records}
+    pair = {title: records[title] for title in SIDE_BY_SIDE if title in records}
     drawn: dict[str, tuple[str, Figure]] = {}
     if pair:
         drawn["Timeline"] = "timeline.svg", plot_timeline(pair)
     if records:
         drawn["Utilisation"] = "utilisation.svg", plot_utilisation(records)
-    if run_metrics:
-        drawn["Speed"] = "speed.svg", plot_speed(run_metrics)
+    if metrics:
+        drawn["Speed"] = "speed.svg", plot_speed(metrics)
     if points:
         drawn["Load"] = "load.svg", plot_load(points, objective)
     shown = list(pair.values())[-1] if pair else None
     if shown is not None and shown.example is not None:
         drawn["One step"] = "step.svg", plot_step(shown)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = {}
-    for title, (name, figure) in drawn.items():
-        paths[title] = folder / name
-        paths[title].write_text(svg_text(figure, title), encoding="utf-8")
-    return paths
+    return {title: Picture(name, svg_text(figure, title)) for title, (name, figure) in drawn.items()}

@@ -1,4 +1,4 @@
-"""One ragged step as a picture: its tokens in one row, what each attends to, and the pages it reads."""
+"""One ragged step as a picture: its tokens side by side, what each attends to, and the cache blocks it reads."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from cbatch.cli.bench.recorder import RecordedChunk, RunRecord
 from cbatch.cli.bench.render.style import (
     BACKGROUND,
+    CHUNK_COLOURS,
     EMPTY_SLOT,
-    ROW_COLOURS,
     TEXT,
     WIDTH,
     axes_grid,
@@ -21,32 +21,35 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST_SEQUENCES = len(ROW_COLOURS)
-PROMPTS_FIRST = 3
-"""Prompts that are shown in any case, before single tokens are."""
+MAX_CHUNKS = len(CHUNK_COLOURS)
+RESERVED_PROMPTS = 3
+"""Prompts that are always shown; the other places go to chunks in order."""
 
-MOST_CELLS = 64
-"""That stand for the tokens of one prompt."""
+MAX_CELLS = 64
+"""Cells that stand for the tokens of one prompt."""
 
-LEFT, RIGHT = 1.75, 0.2
+LEFT, RIGHT = 1.95, 0.2
 LINE, PROMPTS = 0.16, 1.6
-"""Inches that a single token's line of the mask is high, and all lines of prompts together."""
+"""Height in inches of a single token's line of the mask, and of all lines of prompts together."""
 PALE = 0.35
 
 
-@dataclass(frozen=True, slots=True)
-class Sequence:
-    """A part of the step as it is drawn.
+BlockTable = tuple[int, ...]
 
-    cells: how many cells stand for its tokens; fewer than those where they are many
+
+@dataclass(frozen=True, slots=True)
+class DrawnChunk:
+    """A chunk of the step and where it is drawn.
+
+    cells: cells that stand for its tokens; fewer than tokens if there are many
     first: number of its first cell
     top:   of its lines in the mask, in inches
     line:  height of each of them, in inches
     left:  of its columns in the mask, in tokens
     """
 
-    chunk: RecordedChunk
-    table: tuple[int, ...]
+    recorded: RecordedChunk
+    table: BlockTable
     colour: str
     cells: int
     first: int
@@ -56,56 +59,55 @@ class Sequence:
 
     @property
     def stop(self) -> int:
-        return self.chunk.start + self.chunk.tokens
+        return self.recorded.start + self.recorded.tokens
 
     @property
     def height(self) -> float:
         return self.cells * self.line
 
-    def own(self, cell: int) -> float:
-        """Tokens of this step that the last token of a cell sees, itself included."""
-        return self.chunk.tokens * (cell + 1) / self.cells
+    def visible_tokens(self, cell: int) -> float:
+        """Tokens of this step that the last token of a cell attends to, itself included."""
+        return self.recorded.tokens * (cell + 1) / self.cells
 
 
-def choose_chunks(chunks: list[tuple[RecordedChunk, tuple[int, ...]]]) -> list[tuple[RecordedChunk, tuple[int, ...]]]:
-    """As many as can be told apart, in their order: some prompts in any case, padding only where all is."""
-    rows = [n for n, (chunk, _) in enumerate(chunks) if chunk.kind != "padding"] or list(range(len(chunks)))
-    prompts = [n for n in rows if chunks[n][0].tokens > 1]
-    chosen = prompts[:PROMPTS_FIRST]
-    chosen += [n for n in rows if n not in chosen][: MOST_SEQUENCES - len(chosen)]
+def choose_chunks(chunks: list[tuple[RecordedChunk, BlockTable]]) -> list[tuple[RecordedChunk, BlockTable]]:
+    """As many chunks as can be told apart, in their order. Padding is left out, unless there is nothing else."""
+    shown = [n for n, (chunk, _) in enumerate(chunks) if chunk.kind != "padding"] or list(range(len(chunks)))
+    chosen = [n for n in shown if chunks[n][0].tokens > 1][:RESERVED_PROMPTS]
+    chosen += [n for n in shown if n not in chosen][: MAX_CHUNKS - len(chosen)]
     return [chunks[n] for n in sorted(chosen)]
 
 
-def lay_out(chunks: list[tuple[RecordedChunk, tuple[int, ...]]], block_size: int) -> tuple[list[Sequence], float]:
-    """Where everything is drawn, and how wide the mask is, in tokens."""
-    cells = [min(chunk.tokens, MOST_CELLS) for chunk, _ in chunks]
+def lay_out(chunks: list[tuple[RecordedChunk, BlockTable]], block_size: int) -> tuple[list[DrawnChunk], float]:
+    """The places of the chunks, and the width of the mask in tokens."""
+    cells = [min(chunk.tokens, MAX_CELLS) for chunk, _ in chunks]
     prompt_line = PROMPTS / max(sum(count for count in cells if count > 1), 12)
     gap = 0.02 * sum(len(table) * block_size for _, table in chunks)
-    found: list[Sequence] = []
+    drawn: list[DrawnChunk] = []
     top, left = 0.0, 0.0
-    for n, ((chunk, table), colour) in enumerate(zip(chunks, ROW_COLOURS, strict=False)):
+    for n, ((chunk, table), colour) in enumerate(zip(chunks, CHUNK_COLOURS, strict=False)):
         line = LINE if cells[n] == 1 else prompt_line
-        found.append(Sequence(chunk, table, colour, cells[n], sum(cells[:n]), top, line, left))
-        top += found[-1].height
+        drawn.append(DrawnChunk(chunk, table, colour, cells[n], sum(cells[:n]), top, line, left))
+        top += drawn[-1].height
         left += len(table) * block_size + gap
-    return found, left - gap
+    return drawn, left - gap
 
 
 @with_style
 def plot_step(record: RunRecord) -> Figure:
-    """The step that the trace keeps as an example. Raises ValueError where it keeps none."""
+    """The example step of a record. Raises ValueError if it has none."""
     example = record.example
     if example is None:
-        raise ValueError("The trace has no example of a step.")
-    chunks = list(zip(record.steps[example.step].chunks, example.tables, strict=True))
-    sequences, width = lay_out(choose_chunks(chunks), example.block_size)
-    heights = [0.26, sequences[-1].top + sequences[-1].height, 0.26, 0.26]
+        raise ValueError("The record has no example step.")
+    chunks = list(zip(record.steps[example.step].chunks, example.block_tables, strict=True))
+    drawn, width = lay_out(choose_chunks(chunks), example.block_size)
+    heights = [0.26, drawn[-1].top + drawn[-1].height, 0.26, 0.26]
     tokens = sum(chunk.tokens for chunk, _ in chunks)
-    rows = len({chunk.row for chunk, _ in chunks})
+    requests = len({chunk.request for chunk, _ in chunks})
     figure = new_figure(
         sum(heights) + 2.45,
-        f"One step of the engine: {tokens} tokens of {rows} rows in one pass",
-        _subtitle(sequences, rows),
+        f"One step of the engine: {tokens} tokens of {requests} requests in one pass",
+        _subtitle(drawn, requests),
     )
     hspace = 0.42 / (sum(heights) / len(heights))
     panels = axes_grid(figure, heights, left=LEFT, right=RIGHT, top=0.98, bottom=0.21, hspace=hspace)
@@ -114,99 +116,99 @@ def plot_step(record: RunRecord) -> Figure:
         axes.set_xlim(0, width)
         axes.set_ylim(0.5, -0.5)
         axes.tick_params(left=False, bottom=False, labelbottom=False, labelleft=False)
-    _draw_tokens(panels[0], sequences, width)
-    _draw_mask(panels[1], sequences, width)
-    _draw_pages(panels[2], sequences, example.block_size, width)
-    _draw_pool(panels[3], sequences, width, record.num_blocks)
+    _draw_tokens(panels[0], drawn, width)
+    _draw_mask(panels[1], drawn, width)
+    _draw_blocks(panels[2], drawn, example.block_size, width)
+    _draw_pool(panels[3], drawn, width, record.num_blocks)
     return figure
 
 
-def _subtitle(sequences: list[Sequence], rows: int) -> str:
-    words = "A colour for each row; full: computed in this step, pale: in the KV cache before it."
-    if len(sequences) < rows:
-        words += f" {len(sequences)} of {rows} rows are shown."
-    if any(sequence.cells < sequence.chunk.tokens for sequence in sequences):
-        words += " Long prompts are cut short."
+def _subtitle(drawn: list[DrawnChunk], requests: int) -> str:
+    words = "One colour for each request. Full colour: computed in this step; pale: already in the KV cache."
+    if len(drawn) < requests:
+        words += f" {len(drawn)} of {requests} requests are shown."
+    if any(chunk.cells < chunk.recorded.tokens for chunk in drawn):
+        words += " Long prompts are shortened."
     return words
 
 
-def _draw_tokens(axes: Axes, sequences: list[Sequence], width: float) -> None:
+def _draw_tokens(axes: Axes, drawn: list[DrawnChunk], width: float) -> None:
     """The step's tokens next to each other, as the model gets them."""
-    axes.set_title("The input of the model: all tokens in one line, whatever row they belong to", pad=4)
-    cell = width / sum(sequence.cells for sequence in sequences)
+    axes.set_title("The model's input: the tokens of all requests side by side", pad=4)
+    cell = width / sum(chunk.cells for chunk in drawn)
     edge: dict[str, Any] = {"edgecolor": BACKGROUND, "linewidth": 0.6} if cell / width > 0.008 else {}
-    for sequence in sequences:
-        left = sequence.first * cell
-        lefts = [left + n * cell for n in range(sequence.cells)]
-        axes.barh(0, cell, left=lefts, height=1, color=sequence.colour, **edge)
-        if sequence.first:
+    for chunk in drawn:
+        left = chunk.first * cell
+        lefts = [left + n * cell for n in range(chunk.cells)]
+        axes.barh(0, cell, left=lefts, height=1, color=chunk.colour, **edge)
+        if chunk.first:
             axes.plot([left] * 2, [-0.5, 0.5], color=BACKGROUND, linewidth=2.5, solid_capstyle="butt")
     _name(axes, 0, "tokens")
 
 
-def _draw_mask(axes: Axes, sequences: list[Sequence], width: float) -> None:
+def _draw_mask(axes: Axes, drawn: list[DrawnChunk], width: float) -> None:
     """Each token against the tokens of its own sequence up to itself."""
-    axes.set_title("Attention: each token (lines) sees its own sequence (columns) up to itself, and no other", pad=4)
-    bottom = sequences[-1].top + sequences[-1].height
+    axes.set_title("Attention: each token (line) attends only to its own sequence (columns), up to itself", pad=4)
+    bottom = drawn[-1].top + drawn[-1].height
     axes.barh(bottom / 2, width, height=bottom, color=EMPTY_SLOT)
-    for sequence in sequences:
-        chunk, line = sequence.chunk, sequence.line
-        middle = sequence.top + sequence.height / 2
-        axes.barh(middle, chunk.start, left=sequence.left, height=sequence.height, color=sequence.colour, alpha=PALE)
-        own = [max(sequence.own(n), 0.004 * width) for n in range(sequence.cells)]
-        start = sequence.left + chunk.start
+    for chunk in drawn:
+        middle = chunk.top + chunk.height / 2
+        start, tokens = chunk.recorded.start, chunk.recorded.tokens
+        axes.barh(middle, start, left=chunk.left, height=chunk.height, color=chunk.colour, alpha=PALE)
+        visible = [max(chunk.visible_tokens(n), 0.004 * width) for n in range(chunk.cells)]
+        own_left = chunk.left + start
         axes.stairs(
-            [start + keys for keys in own],
-            [sequence.top + n * line for n in range(sequence.cells + 1)],
-            baseline=start,
+            [own_left + keys for keys in visible],
+            [chunk.top + n * chunk.line for n in range(chunk.cells + 1)],
+            baseline=own_left,
             orientation="horizontal",
             fill=True,
-            color=sequence.colour,
+            color=chunk.colour,
             linewidth=0,
         )
-        if sequence.first:
-            axes.axhline(sequence.top, color=BACKGROUND, linewidth=1.2)
-            axes.axvline(sequence.left - 0.01 * width, color=BACKGROUND, linewidth=2.5)
-        places = f"token {chunk.start}" if chunk.tokens == 1 else f"tokens {chunk.start} to {sequence.stop - 1}"
-        _name(axes, middle, f"row {chunk.row}, {places}")
+        if chunk.first:
+            axes.axhline(chunk.top, color=BACKGROUND, linewidth=1.2)
+            axes.axvline(chunk.left - 0.01 * width, color=BACKGROUND, linewidth=2.5)
+        places = f"token {start}" if tokens == 1 else f"tokens {start} to {chunk.stop - 1}"
+        _name(axes, middle, f"request {chunk.recorded.request}, {places}")
     axes.set_ylim(bottom, 0)
 
 
-def _draw_pages(axes: Axes, sequences: list[Sequence], block_size: int, width: float) -> None:
-    """The blocks of each sequence under its columns, with their numbers; the last one may have room left."""
-    digits = max(len(str(block)) for sequence in sequences for block in sequence.table)
+def _draw_blocks(axes: Axes, drawn: list[DrawnChunk], block_size: int, width: float) -> None:
+    """The blocks of each chunk under its columns, with their numbers; the last one may be partly empty."""
+    digits = max(len(str(block)) for chunk in drawn for block in chunk.table)
     has_numbers = block_size / width * (WIDTH - LEFT - RIGHT) > 0.03 + 0.055 * digits
     axes.set_title(
-        f"The pages of {block_size} tokens that hold these columns{', with their numbers' * has_numbers}", pad=4
+        f"The cache blocks of {block_size} tokens that hold these columns{', with their numbers' * has_numbers}", pad=4
     )
-    for sequence in sequences:
-        lefts = [sequence.left + n * block_size for n in range(len(sequence.table))]
-        start, tokens = sequence.left + sequence.chunk.start, sequence.chunk.tokens
+    for chunk in drawn:
+        lefts = [chunk.left + n * block_size for n in range(len(chunk.table))]
+        start, tokens = chunk.left + chunk.recorded.start, chunk.recorded.tokens
         axes.barh([0] * len(lefts), block_size, left=lefts, height=1, color=EMPTY_SLOT)
-        axes.barh(0, sequence.chunk.start, left=sequence.left, height=1, color=sequence.colour, alpha=PALE)
-        axes.barh(0, max(tokens, 0.004 * width), left=start, height=1, color=sequence.colour)
+        axes.barh(0, chunk.recorded.start, left=chunk.left, height=1, color=chunk.colour, alpha=PALE)
+        axes.barh(0, max(tokens, 0.004 * width), left=start, height=1, color=chunk.colour)
         axes.barh([0] * len(lefts), block_size, left=lefts, height=1, fill=False, edgecolor=BACKGROUND, linewidth=1)
-        for left, block in zip(lefts, sequence.table, strict=True):
+        for left, block in zip(lefts, chunk.table, strict=True):
             if has_numbers:
                 middle = left + block_size / 2
                 ink = BACKGROUND if start <= middle < start + tokens else TEXT
                 axes.text(middle, 0, str(block), size=6.5, ha="center", va="center", color=ink)
-    _name(axes, 0, "pages")
+    _name(axes, 0, "blocks")
 
 
-def _draw_pool(axes: Axes, sequences: list[Sequence], width: float, num_blocks: int) -> None:
-    """The same blocks in the order in which they lie in memory."""
-    last = max(block for sequence in sequences for block in sequence.table)
-    axes.set_title(f"The same pages where they lie in memory: the first {last + 1:,} of {num_blocks:,}", pad=4)
-    page = width / (last + 1)
+def _draw_pool(axes: Axes, drawn: list[DrawnChunk], width: float, num_blocks: int) -> None:
+    """The same blocks in their order in memory."""
+    last = max(block for chunk in drawn for block in chunk.table)
+    axes.set_title(f"The same blocks in memory: the first {last + 1:,} of {num_blocks:,}", pad=4)
+    block_width = width / (last + 1)
     axes.barh(0, width, height=1, color=EMPTY_SLOT)
     edge: dict[str, Any] = {"edgecolor": BACKGROUND, "linewidth": 0.8} if last < 200 else {}
-    for sequence in sequences:
-        lefts = [block * page for block in sequence.table]
-        axes.barh([0] * len(lefts), max(page, 0.002 * width), left=lefts, height=1, color=sequence.colour, **edge)
+    for chunk in drawn:
+        lefts = [block * block_width for block in chunk.table]
+        axes.barh([0] * len(lefts), max(block_width, 0.002 * width), left=lefts, height=1, color=chunk.colour, **edge)
     _name(axes, 0, "KV cache")
 
 
 def _name(axes: Axes, y: float, words: str) -> None:
-    """What a line is, left of it."""
+    """A label to the left of a line."""
     axes.annotate(words, (0, y), (-6, 0), textcoords="offset points", ha="right", va="center", size=8.5, color=TEXT)

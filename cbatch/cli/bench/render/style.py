@@ -1,4 +1,4 @@
-"""How all pictures look: size, type, colours, and SVG that is the same for the same data."""
+"""The style of all pictures: size, fonts, colours, and SVG that is the same for the same data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 9.2
-"""Inches: 883 pixels of a browser, the width of a README."""
+"""Inches; 883 pixels in a browser, the width of a README on GitHub."""
 
 TEXT, MUTED, GRID, BACKGROUND = "#1f2328", "#59636e", "#e7eaee", "#ffffff"
 EMPTY_SLOT = "#f3f4f6"
@@ -28,10 +28,10 @@ KIND_COLOURS: dict[TokenKind, str] = {
     "padding": "#f0b429",
     "idle": "#d1581b",
 }
-"""Blue is work that was wanted, yellow and red are not; all four differ in lightness too."""
+"""Blue is useful work, yellow and red are waste. All four differ in lightness too."""
 
-ROW_COLOURS = ("#332288", "#ddaa33", "#117733", "#cc6677", "#88ccee", "#882255", "#999933", "#44aa99")
-"""Tells sequences apart, also for the colour-blind. Paul Tol's muted scheme, https://personal.sron.nl/~pault/."""
+CHUNK_COLOURS = ("#332288", "#ddaa33", "#117733", "#cc6677", "#88ccee", "#882255", "#999933", "#44aa99")
+"""Colours that the colour-blind can tell apart: Paul Tol's muted scheme, https://personal.sron.nl/~pault/."""
 
 SETTINGS: dict[str, Any] = {
     "font.family": "DejaVu Sans",
@@ -56,7 +56,7 @@ SETTINGS: dict[str, Any] = {
     "svg.hashsalt": "cbatch",
     "path.simplify": False,
 }
-"""Text is drawn as paths, since a viewer's own fonts are wider or narrower than the room there is."""
+"""Text is drawn as paths, since a viewer's own fonts may be wider or narrower."""
 
 
 Given = ParamSpec("Given")
@@ -64,15 +64,15 @@ Result = TypeVar("Result")
 
 
 def require_matplotlib() -> None:
-    """Raises ConfigError where it is missing."""
+    """Raises ConfigError if it is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ConfigError("Pictures need the extra: pip install 'cbatch[plot]'.") from error
+        raise ConfigError("Pictures need matplotlib: pip install 'cbatch[plot]'.") from error
 
 
 def with_style(draw: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Makes a function draw with SETTINGS. It raises ConfigError where matplotlib is missing."""
+    """Makes a function draw with SETTINGS, and raise ConfigError if matplotlib is not installed."""
 
     @functools.wraps(draw)
     def draw_styled(*args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -88,7 +88,7 @@ def with_style(draw: Callable[Given, Result]) -> Callable[Given, Result]:
 
 
 def new_figure(height: float, title: str, subtitle: str = "") -> Figure:
-    """An empty figure, `height` inches high, with a title that says what one should see."""
+    """An empty figure, `height` inches high, with a title that says what to see in it."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, height), facecolor=BACKGROUND)
@@ -98,9 +98,9 @@ def new_figure(height: float, title: str, subtitle: str = "") -> Figure:
 
 
 def axes_grid(figure: Figure, heights: Iterable[float], columns: int = 1, **margins: float) -> list[Axes]:
-    """Axes below each other, row by row, on the same scale of x where there is one column.
+    """A grid of axes, row by row. A single column shares its x axis.
 
-    heights: of the rows, in proportion
+    heights: relative heights of the rows
     margins: left, right, top and bottom in inches, and the gaps wspace and hspace as shares of the axes
     """
     rows = list(heights)
@@ -119,11 +119,11 @@ def axes_grid(figure: Figure, heights: Iterable[float], columns: int = 1, **marg
     return [axes for row in grid for axes in row]
 
 
-def add_legend(figure: Figure, kinds: Iterable[TokenKind] = KINDS, *, above: float = 0.72) -> None:
-    """A line of coloured squares with what they stand for, `above` inches below the top edge."""
+def add_legend(figure: Figure, kinds: Iterable[TokenKind] = KINDS, *, top: float = 0.72) -> None:
+    """Adds a line of coloured squares with their meaning, `top` inches below the top edge."""
     from matplotlib.patches import Rectangle
 
-    y, x = 1 - above / figure.get_figheight(), 0.12
+    y, x = 1 - top / figure.get_figheight(), 0.12
     for kind in kinds:
         side = 0.12
         size: dict[str, Any] = {"width": side / WIDTH, "height": side / figure.get_figheight()}
@@ -134,7 +134,7 @@ def add_legend(figure: Figure, kinds: Iterable[TokenKind] = KINDS, *, above: flo
 
 @with_style
 def svg_text(figure: Figure, title: str) -> str:
-    """A figure as SVG, the same for the same data."""
+    """A figure as SVG text, the same for the same data."""
     file = io.StringIO()
     metadata = {"Date": None, "Creator": None, "Format": None, "Type": None, "Title": title}
     figure.savefig(file, format="svg", metadata=metadata)
@@ -142,5 +142,5 @@ def svg_text(figure: Figure, title: str) -> str:
 
 
 def _rounded(path: re.Match[str]) -> str:
-    """The outline of a shape in hundredths of a point: what is finer cannot be seen, but makes the file large."""
+    """A path in hundredths of a point: more digits cannot be seen, but make the file larger."""
     return re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.2f}", path[0])

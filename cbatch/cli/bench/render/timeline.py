@@ -1,4 +1,4 @@
-"""What the slots of an engine did over time: as spans and shares, and drawn in characters for a terminal."""
+"""What the slots of an engine did over time: as intervals and shares, and drawn in characters for a terminal."""
 
 from __future__ import annotations
 
@@ -13,51 +13,38 @@ KIND_LABELS: dict[TokenKind, str] = {
     "prefill": "prefill (prompt)",
     "decode": "decode (output)",
     "padding": "padding",
-    "idle": "idle (past a row's end)",
+    "idle": "idle (past the end)",
 }
-"""What people read for a kind of tokens."""
+
+SIDE_BY_SIDE = ("static batches", "continuous")
+"""Titles of the strategies whose timelines are drawn one below the other."""
 
 SHARES = ("useful", "padding", "idle", "empty")
-MOST_LANES = 32
-CLOSE = 1 / 500
-"""Of the whole time: what lies closer together than this is one span."""
+MAX_LANES = 32
+MAX_GAP = 1 / 500
+"""Intervals of the same work with a gap below this share of the whole time are drawn as one."""
 
-COLOURS: dict[TokenKind, int] = {"prefill": 34, "decode": 36, "padding": 33, "idle": 31}
-
-
-@dataclass(frozen=True, slots=True)
-class Symbols:
-    """The characters for each kind of tokens, and for the place where a row enters a slot."""
-
-    prefill: str
-    decode: str
-    padding: str
-    idle: str
-    enters: str
-    edge: str
-
-    def of(self, kind: TokenKind) -> str:
-        return str(getattr(self, kind))
-
-
-BLOCKS = Symbols(prefill="█", decode="━", padding="░", idle="·", enters="▐", edge="│")
-PLAIN = Symbols(prefill="#", decode="=", padding="x", idle=".", enters="[", edge="|")
+SYMBOLS: dict[TokenKind, str] = {"prefill": "█", "decode": "━", "padding": "░", "idle": "·"}
+ENTRY, EDGE = "▐", "│"
 
 
 @dataclass(slots=True)
 class Interval:
-    """A stretch of time, in seconds, in which a slot did one kind of work for one row."""
+    """A stretch of time, in seconds, in which a slot did one kind of work for one request.
+
+    is_entry: whether the request enters the slot here
+    """
 
     slot: int
-    row: int
+    request: int
     kind: TokenKind
     start: float
     end: float
-    enters: bool
+    is_entry: bool = False
 
 
-def chunk_intervals(step: RecordedStep) -> Iterator[tuple[int, int, TokenKind, float, float]]:
-    """Slot, row, kind, start and end of each part of a step; parts of one slot share its time by their tokens."""
+def chunk_intervals(step: RecordedStep) -> Iterator[Interval]:
+    """An interval for each chunk of a step. Chunks of one slot share the step's time by their tokens."""
     tokens: dict[int, int] = {}
     for chunk in step.chunks:
         tokens[chunk.slot] = tokens.get(chunk.slot, 0) + chunk.tokens
@@ -65,81 +52,85 @@ def chunk_intervals(step: RecordedStep) -> Iterator[tuple[int, int, TokenKind, f
     for chunk in step.chunks:
         start = starts[chunk.slot]
         starts[chunk.slot] = end = start + (step.end - step.start) * chunk.tokens / tokens[chunk.slot]
-        yield chunk.slot, chunk.row, chunk.kind, start, end
+        yield Interval(chunk.slot, chunk.request, chunk.kind, start, end)
 
 
 def slot_intervals(record: RunRecord) -> list[Interval]:
-    """The work of all slots; steps of the same kind for the same row are one span. A row enters a slot once."""
+    """The work of all slots. Consecutive steps of one kind for one request are one interval."""
     found: list[Interval] = []
     latest: dict[int, Interval] = {}
-    gap = record.elapsed_s * CLOSE
+    max_gap = record.elapsed_s * MAX_GAP
     for step in record.steps:
-        for slot, row, kind, start, end in chunk_intervals(step):
-            before = latest.get(slot)
-            same_row = before is not None and before.row == row
-            if before is not None and same_row and before.kind == kind and start - before.end <= gap:
-                before.end = end
+        for interval in chunk_intervals(step):
+            before = latest.get(interval.slot)
+            interval.is_entry = before is None or before.request != interval.request
+            if (
+                before is not None
+                and not interval.is_entry
+                and before.kind == interval.kind
+                and interval.start - before.end <= max_gap
+            ):
+                before.end = interval.end
                 continue
-            latest[slot] = Interval(slot, row, kind, start, end, enters=not same_row)
-            found.append(latest[slot])
+            latest[interval.slot] = interval
+            found.append(interval)
     return found
 
 
 def time_shares(record: RunRecord) -> dict[str, float]:
-    """Of the time of all slots: spent on tokens that were wanted, on padding, past a row's end, on nothing; sum 1."""
+    """Shares of all slots' time: useful, on padding, idle (past an end), and empty. They sum to 1."""
     seconds = dict.fromkeys(KINDS, 0.0)
     for step in record.steps:
-        for _, _, kind, start, end in chunk_intervals(step):
-            seconds[kind] += end - start
+        for interval in chunk_intervals(step):
+            seconds[interval.kind] += interval.end - interval.start
     busy = sum(seconds.values())
     whole = max(record.slots * record.elapsed_s, busy) or 1.0
     useful = seconds["prefill"] + seconds["decode"]
-    chunks = (useful, seconds["padding"], seconds["idle"], whole - busy)
-    return dict(zip(SHARES, (chunk / whole for chunk in chunks), strict=True))
+    parts = (useful, seconds["padding"], seconds["idle"], whole - busy)
+    return dict(zip(SHARES, (part / whole for part in parts), strict=True))
 
 
-def whole_percents(chunks: Mapping[str, float]) -> dict[str, int]:
-    """Shares in whole percents that add up to 100: who loses most by being cut off is rounded up."""
-    found = {name: math.floor(share * 100) for name, share in chunks.items()}
-    by_loss = sorted(chunks, key=lambda name: found[name] - chunks[name] * 100)
-    for name in by_loss[: 100 - sum(found.values())]:
-        found[name] += 1
-    return found
+def whole_percents(shares: Mapping[str, float]) -> dict[str, int]:
+    """Shares as whole percents that sum to 100: those that lose most by rounding down are rounded up."""
+    percents = {name: math.floor(share * 100) for name, share in shares.items()}
+    by_loss = sorted(shares, key=lambda name: percents[name] - shares[name] * 100)
+    for name in by_loss[: 100 - sum(percents.values())]:
+        percents[name] += 1
+    return percents
 
 
 def share_line(record: RunRecord) -> str:
     return ", ".join(f"{name} {percent}%" for name, percent in whole_percents(time_shares(record)).items())
 
 
-def timeline(
-    records: Mapping[str, RunRecord], width: int, *, plain: bool = False, colour: bool = False, lanes: int = MOST_LANES
-) -> list[str]:
-    """Lines for a terminal: under each title a lane for each slot, all on the same scale of time.
+def draw_timeline(records: Mapping[str, RunRecord], width: int, *, max_lanes: int = MAX_LANES) -> list[str]:
+    """Lines for a terminal: under each title a lane for each slot, all on the same time scale.
 
-    width:  columns of the terminal
-    plain:  ASCII only
-    colour: with colour codes
-    lanes:  most slots to draw of each trace
+    width:     columns of the terminal
+    max_lanes: most slots to draw of each record
     """
     if not records:
         return []
-    marks = PLAIN if plain else BLOCKS
     number_width = max(len(str(record.slots - 1)) for record in records.values())
     columns = max(width - number_width - 3, 10)
     end = max(record.elapsed_s for record in records.values()) or 1.0
     lines = []
     for title, record in records.items():
         lines += _wrapped([f"{title}: {record.elapsed_s:.2f} s", share_line(record)], "; ", width)
-        chosen = _dominant(record, columns, end)
-        enters = {(span.slot, _column(span.start, columns, end)) for span in slot_intervals(record) if span.enters}
+        chosen = _dominant_kinds(record, columns, end)
+        entries = {
+            (interval.slot, _column(interval.start, columns, end))
+            for interval in slot_intervals(record)
+            if interval.is_entry
+        }
         last = math.ceil(record.elapsed_s / end * columns)
-        for slot in range(min(record.slots, lanes)):
-            cells = [_cell(chosen.get((slot, n)), (slot, n) in enters, marks, colour) for n in range(last)]
-            lane = "".join(cells) + marks.edge + " " * (columns - last)
-            lines.append(f"{slot:>{number_width}} {marks.edge}{lane}".rstrip())
-        if record.slots > lanes:
-            lines.append(f"{record.slots - lanes} of {record.slots} slots are not shown"[:width])
-    legend = [f"{marks.of(kind)} {KIND_LABELS[kind]}" for kind in KINDS] + [f"{marks.enters} a row enters"]
+        for slot in range(min(record.slots, max_lanes)):
+            cells = [_symbol(chosen.get((slot, n)), is_entry=(slot, n) in entries) for n in range(last)]
+            lane = "".join(cells) + EDGE + " " * (columns - last)
+            lines.append(f"{slot:>{number_width}} {EDGE}{lane}".rstrip())
+        if record.slots > max_lanes:
+            lines.append(f"{record.slots - max_lanes} of {record.slots} slots are not shown"[:width])
+    legend = [f"{SYMBOLS[kind]} {KIND_LABELS[kind]}" for kind in KINDS] + [f"{ENTRY} a request enters"]
     return [*lines, _axis(number_width + 2, columns, end), *_wrapped(legend, "   ", width)]
 
 
@@ -147,16 +138,16 @@ def _column(moment: float, columns: int, end: float) -> int:
     return min(int(moment / end * columns), columns - 1)
 
 
-def _dominant(record: RunRecord, columns: int, end: float) -> dict[tuple[int, int], TokenKind]:
-    """For each slot and column what took most of its time, nothing included."""
+def _dominant_kinds(record: RunRecord, columns: int, end: float) -> dict[tuple[int, int], TokenKind]:
+    """The kind that took most of the time of each slot and column, unless it was empty for longer."""
     bin_s = end / columns
     seconds: dict[tuple[int, int], dict[TokenKind, float]] = {}
     for step in record.steps:
-        for slot, _, kind, start, stop in chunk_intervals(step):
-            for n in range(_column(start, columns, end), _column(stop, columns, end) + 1):
-                overlap = min(stop, (n + 1) * bin_s) - max(start, n * bin_s)
-                cell = seconds.setdefault((slot, n), {})
-                cell[kind] = cell.get(kind, 0.0) + overlap
+        for interval in chunk_intervals(step):
+            for n in range(_column(interval.start, columns, end), _column(interval.end, columns, end) + 1):
+                overlap = min(interval.end, (n + 1) * bin_s) - max(interval.start, n * bin_s)
+                cell = seconds.setdefault((interval.slot, n), {})
+                cell[interval.kind] = cell.get(interval.kind, 0.0) + overlap
     chosen: dict[tuple[int, int], TokenKind] = {}
     for place, cell in seconds.items():
         kind = max(cell, key=lambda kind: cell[kind])
@@ -165,22 +156,19 @@ def _dominant(record: RunRecord, columns: int, end: float) -> dict[tuple[int, in
     return chosen
 
 
-def _cell(kind: TokenKind | None, enters: bool, marks: Symbols, colour: bool) -> str:
-    mark = marks.enters if enters else marks.of(kind) if kind else " "
-    if not colour or kind is None:
-        return mark
-    return f"\x1b[{COLOURS[kind]}m{mark}\x1b[0m"
+def _symbol(kind: TokenKind | None, *, is_entry: bool) -> str:
+    return ENTRY if is_entry else SYMBOLS[kind] if kind else " "
 
 
 def _axis(indent: int, columns: int, end: float) -> str:
-    """A line with the time in seconds at its beginning, in its middle where there is room, and at its end."""
+    """A line with the time in seconds at its start, its end and, if there is space, its middle."""
     middle, last = f"{end / 2:.2f}" if columns >= 30 else "", f"{end:.2f} s"
     line = "0".ljust(columns // 2) + middle
     return " " * indent + line.ljust(columns - len(last)) + last
 
 
 def _wrapped(texts: list[str], between: str, width: int) -> list[str]:
-    """The texts one after the other, in as many lines as the width asks for."""
+    """The texts joined into as few lines as the width allows."""
     lines = texts[:1]
     for text in texts[1:]:
         joined = lines[-1] + between + text

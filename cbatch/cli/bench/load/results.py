@@ -1,0 +1,108 @@
+"""What a load test reports, and the object that `--json` prints for it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cbatch.cli.bench.machine import Machine
+from cbatch.cli.common.percentiles import Percentiles
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """How users were served. Times in seconds; shares are None if nothing can be judged.
+
+    users, users_judged:     users who arrived, and those with an answer that counts
+    users_served:            share of users all of whose answers met the objective
+    answers, answers_served: answers that count, and the share that met the objective. An answer that was cut off at
+                             the end counts if it was already late by then.
+    cut_off:                 answers that were cut off at the end
+    ttft_s:                  seconds to the first token; if it was late and never came, the time until the end
+    tpot_s:                  seconds a token after the first, of an answer
+    worst_lag_s:             how late a question was asked at most. If it is long, this program was too slow to
+                             generate the load, and the load was less than intended.
+    """
+
+    users: int
+    users_judged: int
+    users_served: float | None
+    answers: int
+    answers_served: float | None
+    cut_off: int
+    errors: int
+    first_error: str
+    ttft_s: Percentiles
+    tpot_s: Percentiles
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    elapsed_s: float
+    worst_lag_s: float
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return self.output_tokens / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        data = asdict(self)
+        for name in ("users_served", "answers_served"):
+            data[f"{name}_share"] = data.pop(name)
+        return data | {"output_tokens_per_s": self.output_tokens_per_s}
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The most users for whom the objective was seen to hold, and all probes by number of users.
+
+    is_limit: whether this was the most users to be tried
+    """
+
+    users: int
+    probes: dict[int, LoadResult]
+    is_limit: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "capacity_users": self.users,
+            "capacity_is_limit": self.is_limit,
+            "points": [result.to_json() | {"users": users} for users, result in self.probes.items()],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSettings:
+    """What the users did and the service they were to get, named as in `--json`."""
+
+    rate: float
+    duration_s: float
+    think_s: float
+    turns: int
+    input_len: str
+    output_len: str
+    slo_ttft_s: float
+    slo_tps: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """One load, or the search for the most users."""
+
+    machine: Machine
+    model: str
+    found: LoadResult | Capacity
+    settings: LoadSettings
+
+    @property
+    def runs(self) -> dict[int, LoadResult]:
+        """The results by number of users."""
+        return self.found.probes if isinstance(self.found, Capacity) else {self.found.users: self.found}
+
+    def to_json(self) -> dict[str, Any]:
+        found = self.found.to_json()
+        return {
+            "machine": asdict(self.machine),
+            "model": self.model,
+            **(found if isinstance(self.found, Capacity) else {"load": found}),
+            "work": asdict(self.settings),
+        }
