@@ -23,25 +23,29 @@ INTRODUCTION = """# Models
 Which causal language models of `transformers` run here. Written by `python -m scripts.pictures.table_models` with
 transformers {version}, torch {torch}: {counts}.
 
-For each model type a tiny random model is built, in which every window, chunk and threshold is shorter than the
-prompts, and whose weights are such that the first token of a prompt decides the output. The verdicts:
+A model needs no entry in a list: any causal language model of transformers whose layers go through its
+`AttentionInterface` runs. When the engine loads a model, it looks at what the model does: it records what the
+attention layers store and may see, and compares small ragged steps with the model's own forward (two sequences side
+by side in two chunks each, and one of them beside the last positions of the context). A model that would be wrong
+here is refused, with the reason. Only safetensors weights are read, and no code that comes with a model is run.
 
-- **equal**: in float32 on a CPU its greedy output is that of `generate`, token for token: with whole prompts, in
-  chunks of 7 tokens, preempted, with shared prefixes, and while other rows come and go.
-  Faults planted in the engine (positions shifted by one, a block of a neighbour, a window one token too wide) are
-  seen in every one of them.
-- **refused**: loading it ends with this sentence. Nothing is served that may be wrong.
-- **not built**: no tiny model of it could be made here.
+For this table, a tiny random model of each type is built. Every window, chunk and threshold in it is shorter than the
+prompts, and its weights are such that the first token of a prompt decides the output.
 
-Models of text and pictures or sound are run on text. Encoders (`bert` and its kin) are built as decoders; with
-`is_decoder` false they are refused.
+- **equal**: in float32 on a CPU, greedy output equals that of `generate`, token for token: with whole prompts, in
+  chunks of 7 tokens, preempted, with shared prefixes, and while other requests come and go. Faults planted in the
+  engine (positions shifted by one, a block of a neighbour, a window one token too wide) are noticed in every one of
+  them.
+- **refused**: loading the model ends with this sentence.
+- **not built**: no tiny model of this type could be made.
 
-The test suite checks every line of this table, with one run that is all of these at once. Beyond the table, each model
-that is loaded is checked with its own weights: what its attention layers store and see, a ragged batch in two chunks,
-and a row beside another at the end of the context, each against the model's own forward.
+Models of text with pictures or sound are run on text. Encoders (`bert` and its kin) are built as decoders; if
+`is_decoder` is false, they are refused.
 
-Two settings shorten the context instead: a model with `longrope` runs up to `original_max_position_embeddings`, where
-its encoding of all positions changes, and one with chunked attention up to the end of its first chunk.
+Two settings shorten the context instead. A model with `longrope` runs up to `original_max_position_embeddings`, where
+the encoding of all positions changes. A model with chunked attention runs up to the end of its first chunk.
+
+The test suite checks every line of this table.
 
 | model type | class | verdict | reason |
 |---|---|---|---|
