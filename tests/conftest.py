@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support.fork_server import ForkServer, fork_server
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 if not torch.cuda.is_available():
@@ -19,3 +22,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.model_folder import save_model
 
     return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def runs() -> Iterator[ForkServer]:
+    """Starts the real command, in a process of its own, without the time that imports take."""
+    with fork_server() as server:
+        yield server

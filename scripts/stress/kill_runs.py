@@ -11,8 +11,12 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from tests.support.kill_runs import KillTest, fork_server
+from tests.support.fork_server import fork_server
+from tests.support.kill_runs import KillTest
 from tests.support.model_folder import save_model
+
+LARGE_ROW = 6_000_000
+"""Bytes of a column in some rows, so that writing one takes long enough to be killed in the middle."""
 
 
 def main() -> None:
@@ -20,10 +24,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, fork_server() as runs:
-        killer = KillTest(runs, Path(folder), save_model(Path(folder) / "model"), arguments.seed)
+    with tempfile.TemporaryDirectory() as folder, fork_server() as server:
+        model = save_model(Path(folder) / "model")
+        test = KillTest(server, Path(folder), model, arguments.seed, large_row=LARGE_ROW)
         for kills in range(50, arguments.kills + 50, 50):
-            print(killer.run(min(kills, arguments.kills)), flush=True)
+            print(test.run_random(min(kills, arguments.kills)), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import pexpect
 import pyte
 from pexpect.fdpexpect import fdspawn
 
-from tests.support.kill_runs import ForkServer, Run
+from tests.support.fork_server import ForkServer, Run
 
 PATIENCE = 120
 

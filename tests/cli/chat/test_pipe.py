@@ -8,20 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.kill_runs import ForkServer, fork_server
+from tests.support.fork_server import ForkServer
 
 Talk = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(scope="module")
-def runs() -> Iterator[ForkServer]:
-    with fork_server() as made:
-        yield made
 
 
 @pytest.fixture

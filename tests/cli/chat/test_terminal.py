@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,11 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.chat_terminal import Chat
-from tests.support.kill_runs import ForkServer, fork_server
+from tests.support.fork_server import ForkServer
 from tests.support.tiny_models import make_network
 
 LONG = ("--ignore-eos", "--max-tokens", 900, "--attention", "reference")
 """Answers that go on for as long as a test needs them to, on the slow path."""
-
-
-@pytest.fixture(scope="module")
-def runs() -> Iterator[ForkServer]:
-    with fork_server() as made:
-        yield made
 
 
 def test_sessions_stream_side_by_side_and_remember_their_own(runs: ForkServer, tmp_path: Path) -> None:
