@@ -47,7 +47,7 @@ class InputCheck:
                 self._prompts.append(len(prompt_ids))
                 self._shared_tokens += self._count_shared(prompt_ids)
             except RequestError as error:
-                self._builder.fail(request, error)
+                request.fail(error)
         if request.error is not None:
             self.errors[request.error.code] += 1
             shown = {

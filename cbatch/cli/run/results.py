@@ -1,4 +1,4 @@
-"""What a model has answered, as fields of a result: those that our own rows and OpenAI's bodies have in common."""
+"""From a finished request to its row of output, in cbatch's own form or in that of the OpenAI Batch API."""
 
 from __future__ import annotations
 
@@ -6,13 +6,127 @@ import codecs
 import hashlib
 import math
 from collections.abc import Callable, Container, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from cbatch.engine import TokenLogprobs, ToolCall
+from cbatch.cli.run.input import openai_batch
+from cbatch.cli.run.requests import RowOptions, RowRequest
+from cbatch.engine import Completion, Engine, RequestError, TokenLogprobs, ToolCall
 
 TokenBytes = Callable[[int], bytes | None]
-"""What a token stands for; None where the model has no tokenizer."""
+"""Gives the bytes that a token stands for; None if the model has no tokenizer."""
+
+
+class ResultFormatter:
+    """Formats the rows of output of one run on one engine."""
+
+    def __init__(self, engine: Engine, options: RowOptions) -> None:
+        self._tokenizer = engine.tokenizer
+        self._options = options
+
+    def row(self, request: RowRequest) -> dict[str, Any]:
+        """The row of output for a finished request."""
+        choices = request.completion.choices
+        usage = {
+            "prompt_tokens": request.prompt_tokens,
+            "completion_tokens": sum(len(choice.token_ids) for choice in choices),
+        }
+        fields = self._openai_row(request, usage) if request.row.call else self._plain_row(request, usage)
+        if request.row.extra:
+            fields["extra"] = request.row.extra
+        if self._options.timings:
+            first = request.first_token_at - request.taken_at if request.first_token_at is not None else None
+            fields |= {
+                "cached_tokens": request.completion.cached_tokens,
+                "ttft_s": first,
+                "elapsed_s": request.finished_at - request.taken_at,
+            }
+        return fields
+
+    def _plain_row(self, request: RowRequest, usage: dict[str, int]) -> dict[str, Any]:
+        fields: dict[str, Any] = {"index": request.row.index, "id": request.row.id}
+        if request.error is not None:
+            return fields | {"error": _error_fields(request.error), "key": request.key}
+        choices = []
+        for number, completion in enumerate(request.completion.choices):
+            choice = self._choice(request, number)
+            if request.params.logprobs is not None:
+                choice["logprobs"] = {"content": chat_logprobs(completion.logprobs, self._token_bytes)}
+            choices.append(choice)
+        fields |= choices[0]
+        if len(choices) > 1:
+            fields["choices"] = [{"index": number, **choice} for number, choice in enumerate(choices)]
+        if (scores := self._prompt_logprobs(request)) is not None:
+            fields["prompt_logprobs"] = scores
+        return fields | {"usage": usage, "key": request.key}
+
+    def _choice(self, request: RowRequest, number: int) -> dict[str, Any]:
+        """What one output says, and how it ended."""
+        completion = request.completion.choices[number]
+        fields: dict[str, Any] = {"text": None, "finish_reason": completion.finish_reason}
+        if self._tokenizer is not None:
+            fields["text"] = completion.text
+            if request.tags:
+                parsed = self._tokenizer.output_parser.parse(
+                    completion.text, is_thinking=request.is_thinking, tools=request.row.tools
+                )
+                fields["text"] = parsed.text
+                if parsed.reasoning is not None:
+                    fields["reasoning"] = parsed.reasoning
+                if parsed.tool_calls:
+                    fields["tool_calls"] = tool_call_fields(parsed.tool_calls, request.key, number)
+                    if completion.finish_reason == "stop":
+                        fields["finish_reason"] = "tool_calls"
+            fields["text"] = request.echo + fields["text"]
+        if completion.stop_reason is not None:
+            fields["stop_reason"] = completion.stop_reason
+        if self._options.token_ids:
+            fields["token_ids"] = completion.token_ids
+        return fields
+
+    def _openai_row(self, request: RowRequest, usage: dict[str, int]) -> dict[str, Any]:
+        call = request.row.call
+        assert call is not None
+        if request.error is not None:
+            return openai_batch.result_line(request.row, request.key, None, _error_fields(request.error))
+        choices = []
+        for number, completion in enumerate(request.completion.choices):
+            fields = self._choice(request, number)
+            logprobs = self._openai_logprobs(request, completion, is_chat=call.is_chat)
+            choice = openai_batch.choice(call.is_chat, number, fields, logprobs)
+            choices.append(choice | ({"token_ids": fields["token_ids"]} if self._options.token_ids else {}))
+        body = openai_batch.response_body(call, request.key, choices, usage)
+        scores = self._prompt_logprobs(request)
+        if scores is not None and (call.is_chat or not request.params.echo):
+            body["prompt_logprobs"] = scores
+        return openai_batch.result_line(request.row, request.key, body, None)
+
+    def _openai_logprobs(self, request: RowRequest, completion: Completion, *, is_chat: bool) -> dict[str, Any] | None:
+        if request.params.logprobs is None:
+            return None
+        if is_chat:
+            return {"content": chat_logprobs(completion.logprobs, self._token_bytes), "refusal": None}
+        hidden: Container[int] = ()
+        if self._tokenizer is not None and request.params.skip_special_tokens:
+            hidden = self._tokenizer.special_ids
+        scores = request.completion.prompt_logprobs
+        if scores is None or not request.params.echo or not request.prompt_ids:
+            return text_completion_logprobs(None, completion.logprobs, self._token_bytes, hidden)
+        scored = [*scores, *completion.logprobs]
+        return text_completion_logprobs(request.prompt_ids[0], scored, self._token_bytes, hidden)
+
+    def _prompt_logprobs(self, request: RowRequest) -> dict[str, Any] | None:
+        """Log-probabilities of the prompt, if the row asked for them."""
+        scores = request.completion.prompt_logprobs
+        if scores is None or not request.prompt_ids:
+            return None
+        return prompt_logprobs_fields(request.prompt_ids[0], scores, self._token_bytes)
+
+    def _token_bytes(self, token_id: int) -> bytes | None:
+        return self._tokenizer.token_bytes(token_id) if self._tokenizer is not None else None
+
+
+def _error_fields(error: RequestError) -> dict[str, str]:
+    return {"code": error.code, "message": str(error)}
 
 
 def chat_logprobs(logprobs: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> list[dict[str, Any]]:

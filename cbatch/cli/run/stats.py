@@ -87,7 +87,7 @@ class RunStats:
     def count(self, request: RowRequest) -> None:
         """Takes in a job that is finished and written."""
         self.rows += 1
-        self._ended = max(self._ended or request.last, request.last)
+        self._ended = max(self._ended or request.finished_at, request.finished_at)
         if request.error is not None:
             self.errors[request.error.code] += 1
             return
@@ -95,10 +95,10 @@ class RunStats:
         self.prompt_tokens += request.prompt_tokens
         self.cached_tokens += request.completion.cached_tokens
         self.finished_tokens += sum(lengths)
-        if request.first is not None:
-            self._ttft.append(request.first - request.taken)
+        if request.first_token_at is not None:
+            self._ttft.append(request.first_token_at - request.taken_at)
             if max(lengths) > 1:
-                self._tpot.append((request.last - request.first) / (max(lengths) - 1))
+                self._tpot.append((request.finished_at - request.first_token_at) / (max(lengths) - 1))
 
     @property
     def running_s(self) -> float:

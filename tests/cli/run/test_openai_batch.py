@@ -193,7 +193,7 @@ def test_the_model_is_asked_what_the_body_says() -> None:
         (chat(tool_choice="required"), "auto or none"),
         (chat(parallel_tool_calls=False), "parallel_tool_calls is not available"),
         (chat(functions=[{"name": "f"}]), "functions is not available"),
-        (text("a", noisy_argmax=3), "best_of is not available"),
+        (text("a", best_of=3), "best_of is not available"),
         (text("a", top_logprobs=3), "top_logprobs is a field of /v1/chat/completions"),
         (text(["a", "b"]), "one prompt"),
         (text([]), "at least one whole number"),

@@ -22,9 +22,10 @@ from cbatch.cli.run import pipeline as batch_module
 from cbatch.cli.run.input import lines as lines_module
 from cbatch.cli.run.input.lines import read_lines
 from cbatch.cli.run.output.writer import StreamWriter
-from cbatch.cli.run.pipeline import Pipeline, Window
+from cbatch.cli.run.pipeline import Pipeline
 from cbatch.cli.run.requests import RequestBuilder, RowOptions
 from cbatch.cli.run.stats import RunStats
+from cbatch.cli.run.window import Window
 from cbatch.engine import Engine, EngineConfig, EngineThread, SamplingParams
 from scripts.benchmarks.rows import measure_apart
 

@@ -16,7 +16,9 @@ from cbatch.engine import RequestError, SamplingParams
 
 
 def request(tokens: int, first: float = 1.0, last: float = 2.0, error: RequestError | None = None) -> RowRequest:
-    made = RowRequest(InputRow(0), SamplingParams(), error=error, prompt_tokens=7, first=first, last=last)
+    made = RowRequest(
+        InputRow(0), SamplingParams(), error=error, prompt_tokens=7, first_token_at=first, finished_at=last
+    )
     made.completion.token_ids = list(range(tokens))
     return made
 
