@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import date
-
-import torch
 
 from cbatch.engine.attention.registry import check_attention, check_quantize, has_fast_path, select_attention
 from cbatch.engine.base.config import EngineConfig
@@ -17,13 +15,16 @@ from cbatch.engine.base.outputs import Completion, TokenEvent
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.execution.kv_cache_sizing import StepLimits, check_memory_option, make_runner
 from cbatch.engine.execution.loop import EngineCore
+from cbatch.engine.execution.stats import EngineStats, StepRecord
 from cbatch.engine.generation import stream
 from cbatch.engine.models.base import Model
 from cbatch.engine.models.loader import LoadedModel, choose_device, load_model
 from cbatch.engine.models.self_check import checked_model
 from cbatch.engine.runtime.memory import release_memory
+from cbatch.engine.runtime.transfer import synchronize
 from cbatch.engine.sampling.processors import counts_for
 from cbatch.engine.scheduler.block_pool import BlockPool
+from cbatch.engine.scheduler.limits import EngineLimits
 from cbatch.engine.scheduler.output import SchedulerOutput
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.scheduler.scheduler import Scheduler
@@ -62,6 +63,7 @@ class Engine(AbstractContextManager["Engine"]):
         budget = config.max_batch_tokens or (2048 if on_gpu else 512)
         attention = select_attention(config.attention, self.device, model.layers, config.block_size, model.dtype)
         self.runner = make_runner(config, model, attention, StepLimits(max_seqs, budget, config.cuda_graphs))
+        self._kv_bytes_per_token = sum(layer.bytes_per_token(model.dtype) for layer in model.layers)
         self.block_pool = BlockPool(self.runner.num_blocks, config.block_size)
         self.scheduler = Scheduler(
             self.block_pool, max_seqs, budget, model.max_model_len, prefix_cache=config.prefix_cache
@@ -90,9 +92,50 @@ class Engine(AbstractContextManager["Engine"]):
         return self._core.has_work
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values that one token takes, over all layers."""
-        return sum(layer.bytes_per_token(self.model.dtype) for layer in self.model.layers)
+    def limits(self) -> EngineLimits:
+        """How long sequences can get, and how much the engine takes at once."""
+        scheduler, pool = self.scheduler, self.block_pool
+        return EngineLimits(
+            max_seqs=scheduler.max_seqs,
+            max_batch_tokens=scheduler.max_batch_tokens,
+            max_model_len=scheduler.sequence_limits.context,
+            block_size=pool.block_size,
+            num_blocks=pool.num_blocks,
+            kv_bytes_per_token=self._kv_bytes_per_token,
+        )
+
+    @property
+    def attention(self) -> str:
+        """Name of the attention backend."""
+        return self.runner.attention.name
+
+    def stats(self) -> EngineStats:
+        """What the engine is doing and has done so far; may be called from any thread."""
+        scheduler, pool = self.scheduler, self.block_pool
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            used_blocks=pool.num_used,
+            cache_used=pool.num_used / pool.num_blocks,
+            num_steps=self._core.num_steps,
+            num_preemptions=scheduler.num_preemptions,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_cached_tokens=scheduler.num_cached_tokens,
+            held_back=dict(scheduler.held_back),
+        )
+
+    @property
+    def on_step(self) -> Callable[[StepRecord], None] | None:
+        """Called once for each step, after the model has run; None, the default, costs nothing.
+
+        While it is set, the engine waits for the device before and after each run of the model, to measure it. What it
+        raises is raised by `step`.
+        """
+        return self._core.on_step
+
+    @on_step.setter
+    def on_step(self, call: Callable[[StepRecord], None] | None) -> None:
+        self._core.on_step = call
 
     def encode(self, prompt: Prompt, *, raw: bool = False, today: date = FIXED_DATE, answer: str = "") -> list[int]:
         """Token ids of a prompt. Text is one user message where the model has a chat template, else plain text.
@@ -158,8 +201,8 @@ class Engine(AbstractContextManager["Engine"]):
         for name in ("stop", "bad_words", "echo"):
             if getattr(params, name) and self.tokenizer is None:
                 raise RequestError("invalid_row", f"{name} needs a tokenizer, and this model has none.")
-        room = self.scheduler.room.after(len(prompt_ids), at_least=0 if params.max_tokens == 0 else 1)
-        return room if params.max_tokens is None else min(params.max_tokens, room)
+        most = self.scheduler.sequence_limits.max_new_tokens(len(prompt_ids), 0 if params.max_tokens == 0 else 1)
+        return most if params.max_tokens is None else min(params.max_tokens, most)
 
     def compile(self, params: SamplingParams) -> CompiledGrammar | None:
         """The form that outputs are to have, ready for use; None where none is given. May be called in any thread.
@@ -201,19 +244,21 @@ class Engine(AbstractContextManager["Engine"]):
         return events
 
     @property
-    def num_steps(self) -> int:
-        """How many steps have given their tokens."""
-        return self._core.num_steps
-
-    @property
     def last_scheduled(self) -> SchedulerOutput:
         """Of the step that was begun last."""
         return self._core.last_scheduled
 
     def synchronize(self) -> None:
-        """Waits until the device has done what it was given, for whoever measures its time."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        """Waits until the device has done all its work, so that time can be measured."""
+        synchronize(self.device)
+
+    def zero_cache(self) -> None:
+        """Overwrites the whole KV cache with zeros, so that the system has really given its memory.
+
+        Only for an engine without requests.
+        """
+        for tensor in (*self.runner.kv_cache.keys, *self.runner.kv_cache.values):
+            tensor.zero_()
 
     def free_memory(self) -> None:
         """Gives back what the last step took of the device's memory, as far as nothing holds it any more."""

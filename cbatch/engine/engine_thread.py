@@ -36,15 +36,6 @@ class RequestHandle:
     request_id: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What the engine is doing at this moment."""
-
-    running: int
-    waiting: int
-    cache_used: float
-
-
 @dataclass(slots=True)
 class _Retries:
     """What failed since a step was taken in last; num_steps: how many were, then. futile: in vain also when smaller."""
@@ -131,13 +122,6 @@ class EngineThread:
         since = self._idle_since
         return self._idle_s + (time.monotonic() - since if since is not None else 0.0)
 
-    @property
-    def load(self) -> Load:
-        """A snapshot for progress displays; taken without a lock, each number right on its own."""
-        scheduler = self.engine.scheduler
-        used = scheduler.pool.num_used / scheduler.pool.num_blocks
-        return Load(len(scheduler.running), len(scheduler.waiting), used)
-
     def _run(self) -> None:
         while self._process_inbox():
             try:
@@ -157,7 +141,7 @@ class EngineThread:
             except Exception as error:
                 self.last_error = f"{type(error).__name__}: {error}"
                 is_memory = is_out_of_memory(error)
-                retries = self._retries_since(self.engine.num_steps)
+                retries = self._retries_since(self.engine.stats().num_steps)
                 if not is_memory and retries.failures == self.MAX_RETRIES:
                     raise
             else:

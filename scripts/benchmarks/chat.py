@@ -51,9 +51,9 @@ def ask(engine_thread: EngineThread, prompt: list[int]) -> FirstToken:
     engine = engine_thread.engine
 
     def take(event: TokenEvent) -> None:
-        events.put((event, time.monotonic(), engine.num_steps))
+        events.put((event, time.monotonic(), engine.stats().num_steps))
 
-    started, before = time.monotonic(), engine.num_steps
+    started, before = time.monotonic(), engine.stats().num_steps
     engine_thread.submit(prompt, SamplingParams(max_tokens=4), take, priority=PRIORITY)
     _, came, after = events.get()
     time.sleep(0.05)
@@ -65,13 +65,13 @@ def batch_underneath(engine_thread: EngineThread, prompt: list[int]) -> Iterator
     """Rows that decode until the context ends."""
     params = SamplingParams(max_tokens=900, ignore_eos=True)
     tickets = [engine_thread.submit(prompt, params, lambda event: None, seed=row) for row in range(ROWS)]
-    while engine_thread.load.running < min(ROWS, engine_thread.engine.scheduler.max_seqs):
+    while engine_thread.engine.stats().num_running < min(ROWS, engine_thread.engine.limits.max_seqs):
         time.sleep(0.01)
     yield
-    assert engine_thread.load.running > 1, "the batch ended before the measurement did"
+    assert engine_thread.engine.stats().num_running > 1, "the batch ended before the measurement did"
     for ticket in tickets:
         engine_thread.cancel(ticket)
-    while engine_thread.load.running:
+    while engine_thread.engine.stats().num_running:
         time.sleep(0.01)
 
 
@@ -86,9 +86,9 @@ def measure_first_tokens(rounds: int) -> dict[str, list[Round]]:
         ask(engine_thread, next(prompts))
 
     def idle() -> Round:
-        since, steps = time.monotonic(), engine.num_steps
+        since, steps = time.monotonic(), engine.stats().num_steps
         first_tokens = [ask(engine_thread, next(prompts)) for _ in range(ASKS)]
-        return Round(first_tokens, (time.monotonic() - since) / (engine.num_steps - steps))
+        return Round(first_tokens, (time.monotonic() - since) / (engine.stats().num_steps - steps))
 
     def loaded() -> Round:
         with batch_underneath(engine_thread, engine.encode(STORY)):

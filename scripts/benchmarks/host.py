@@ -106,11 +106,11 @@ def measure_share(shape: str, rounds: int) -> Iterator[Share]:
             work, inside = make_work(32, seed, engine.model.vocab_size), 0.0
             for prompt, length in zip(work.prompts, work.lengths, strict=True):
                 engine.add(prompt, SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True))
-            before, begun = engine.num_steps, time.perf_counter()
+            before, begun = engine.stats().num_steps, time.perf_counter()
             while engine.has_work:
                 engine.step()
             elapsed = time.perf_counter() - begun
-            yield Share(engine.num_steps - before, elapsed, elapsed - inside)
+            yield Share(engine.stats().num_steps - before, elapsed, elapsed - inside)
     finally:
         team.run = run  # type: ignore[method-assign]
         engine.close()

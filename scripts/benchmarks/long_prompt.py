@@ -211,7 +211,7 @@ def measure(engine: Engine, sizes: Sizes, target: Target, alone_s: float) -> Fou
     prompt_s = sum(edges[1::2]) - sum(edges[::2])
     for row in rows:
         engine.cancel(row)
-    if engine.scheduler.num_preemptions:
+    if engine.stats().num_preemptions:
         raise RuntimeError("Rows were preempted: the cache is too small for these sizes.")
     return Found(
         target="none" if target is None else f"{target:g} ms" if target != "auto" else target,

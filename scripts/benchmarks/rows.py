@@ -57,7 +57,7 @@ def measure(folder: Path, rows: int, max_seqs: int) -> dict[str, float]:
     assert stats.rows == rows and not stats.errors, "rows were lost"
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
-    return {"rows": rows, "rows_per_s": rows / elapsed, "peak_mib": peak, "steps": engine.num_steps}
+    return {"rows": rows, "rows_per_s": rows / elapsed, "peak_mib": peak, "steps": engine.stats().num_steps}
 
 
 def measure_apart(rows: int, max_seqs: int) -> dict[str, float]:

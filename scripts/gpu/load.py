@@ -178,7 +178,7 @@ def scenario(engine: Engine, sizes: Sizes) -> Scenario:
         inputs=sizes.inputs,
         outputs=sizes.outputs,
         vocabulary=engine.model.vocab_size,
-        context=engine.scheduler.room.longest,
+        context=engine.limits.sequence.longest,
         warmup_s=0.25 * sizes.duration_s,
     )
 

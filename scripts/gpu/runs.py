@@ -60,7 +60,7 @@ def run_engine(
     tokens = sum(len(output.token_ids) for output in outputs)
     if tokens != work.output_tokens:
         return Run(what, 0.0, trouble=f"{tokens} tokens came out, and {work.output_tokens} were asked for")
-    return Run(f"{what}, {engine.num_steps} steps", tokens / elapsed, share)
+    return Run(f"{what}, {engine.stats().num_steps} steps", tokens / elapsed, share)
 
 
 def rates_device(loaded: LoadedModel) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import count
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.engine import Engine
+from cbatch.engine.execution.stats import StepRecord
 from cbatch.engine.runtime.batch import Logits
 from cbatch.engine.scheduler.step_time import MIN_PREFILL_TOKENS, AdaptivePrefillLimit
 from tests.support.tiny_models import VOCABULARY, loaded, make_engine, make_network, make_prompts
@@ -96,7 +98,7 @@ def test_sampled_rows_do_not_depend_on_company(settings: dict[str, int]) -> None
     engine = make_engine(network(), **settings)
     together = engine.generate(prompts[::-1], asked[::-1])
     assert [output.token_ids for output in together][::-1] == alone
-    assert (engine.scheduler.num_preemptions > 0) == ("kv_blocks" in settings)
+    assert (engine.stats().num_preemptions > 0) == ("kv_blocks" in settings)
 
 
 def test_seeds_are_derived_from_the_place() -> None:
@@ -165,6 +167,46 @@ def test_a_common_beginning_is_computed_once() -> None:
     uncached = make_engine(network(), prefix_cache=False)
     outputs = uncached.generate([[*trunk, tail] for tail in range(1, 7)], SamplingParams(max_tokens=1))
     assert {output.cached_tokens for output in outputs} == {0}
+
+
+def test_limits_and_stats_are_those_of_the_work() -> None:
+    """Guards what front ends show and decide by: sizes as they were asked for, counts as the requests make them."""
+    engine = make_engine(network(), kv_blocks=40, block_size=4, max_seqs=2, max_batch_tokens=64)
+    limits = engine.limits
+    assert (limits.max_seqs, limits.max_batch_tokens, limits.max_model_len) == (2, 64, engine.model.max_model_len)
+    assert (limits.block_size, limits.num_blocks, limits.cache_tokens) == (4, 40, 160)
+    assert limits.sequence.longest == min(160, limits.max_model_len) and limits.blocks_for(9) == 3
+    assert limits.kv_bytes_per_token * 160 == sum(
+        tensor.nbytes for tensor in (*engine.runner.kv_cache.keys, *engine.runner.kv_cache.values)
+    )
+    for prompt in make_prompts([9, 5, 6]):
+        engine.add(prompt, SamplingParams(max_tokens=3))
+    engine.step()
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_steps) == (2, 1, 1)
+    assert stats.used_blocks == 3 + 2 and stats.cache_used == 5 / 40 and stats.held_back["slots"] == 1
+    while engine.has_work:
+        engine.step()
+    stats = engine.stats()
+    assert stats.num_prompt_tokens == 20 and stats.num_cached_tokens == 0 == stats.used_blocks == stats.num_preemptions
+
+
+def test_each_step_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards measurements: one record a step that ran the model, with what was computed and how long that took."""
+    ticks = count()
+    monkeypatch.setattr("cbatch.engine.execution.loop.clock", lambda: float(next(ticks)))
+    engine = make_engine(network(), block_size=4, max_batch_tokens=8)
+    records: list[StepRecord] = []
+    engine.on_step = records.append
+    expected = [greedy(prompt, 3) for prompt in make_prompts([5, 6])]
+    assert [done.token_ids for done in engine.generate(make_prompts([5, 6]), SamplingParams(max_tokens=3))] == expected
+    chunks = [[(chunk.request.id, chunk.start, chunk.stop) for chunk in one.scheduled.chunks] for one in records]
+    assert chunks[:2] == [[(0, 0, 5), (1, 0, 3)], [(0, 5, 6), (1, 3, 6)]] and len(records) == engine.stats().num_steps
+    assert [(one.start, one.end) for one in records[:2]] == [(0, 1), (2, 3)]
+    assert [one.used_blocks for one in records[:2]] == [4, 4] and all(one.seconds == 1 for one in records)
+    engine.on_step = None
+    engine.generate(make_prompts([5]), SamplingParams(max_tokens=1))
+    assert len(records) == len(chunks)
 
 
 def test_an_answer_is_cached_for_the_next_turn() -> None:

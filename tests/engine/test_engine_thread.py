@@ -72,7 +72,7 @@ def test_cancelling_frees_memory_and_sends_no_more(engine_thread: EngineThread) 
     assert engine_thread.engine.block_pool.num_used == 0
     while not events.empty():
         assert events.get().finish_reason is None
-    assert engine_thread.load.running == engine_thread.load.waiting == 0
+    assert engine_thread.engine.stats().num_running == engine_thread.engine.stats().num_waiting == 0
 
 
 class Trouble:

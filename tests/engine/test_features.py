@@ -62,7 +62,7 @@ def test_logprobs_are_those_of_a_plain_forward(settings: dict[str, Any]) -> None
     ]
     prompts = make_prompts(LENGTHS)
     outputs = engine.generate(prompts, asked)
-    assert (engine.scheduler.num_preemptions > 0) == ("kv_blocks" in settings)
+    assert (engine.stats().num_preemptions > 0) == ("kv_blocks" in settings)
     for prompt, output in zip(prompts, outputs, strict=True):
         expected = plain_logprobs(prompt + output.token_ids)
         assert output.prompt_logprobs is not None and len(output.logprobs) == len(output.token_ids) == 12

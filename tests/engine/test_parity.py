@@ -61,7 +61,7 @@ def test_equals_generate(family: str, scenario: str) -> None:
     engine = make_engine(network_of(family), **SCENARIOS[scenario])
     assert run_all(engine) == expected_of(family)
     if "preempted" in scenario:
-        assert engine.scheduler.num_preemptions > 0, "the scenario preempts nothing"
+        assert engine.stats().num_preemptions > 0, "the scenario preempts nothing"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

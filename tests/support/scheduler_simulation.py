@@ -108,7 +108,7 @@ class SchedulerSimulation:
 
     def add(self, prompt: list[int], max_tokens: int, priority: int = 0, stop_after: int | None = None) -> Request:
         """Adds a request; its `stop_after`-th token is a stop token, if it comes to that."""
-        limit = min(max_tokens, self.scheduler.room.after(len(prompt)))
+        limit = min(max_tokens, self.scheduler.sequence_limits.max_new_tokens(len(prompt)))
         params = SamplingParams(max_tokens=limit)
         request = Request(self._next_id, list(prompt), params, max_new_tokens=limit, priority=priority)
         self._next_id += 1

@@ -138,7 +138,7 @@ def _workload(options: BenchOptions, engine: Engine) -> Workload:
 
     if options.prompts is not None:
         return read_workload(options.prompts, engine)
-    context = engine.scheduler.room.longest
+    context = engine.limits.sequence.longest
     return synthetic_workload(options.requests, *options.lengths, engine.model.vocab_size, context, options.seed)
 
 
@@ -154,7 +154,7 @@ def _compare(options: BenchOptions, on_progress: OnProgress) -> None:
         work = _workload(options, engine)
         device = DeviceProfile.of(engine)
         # All strategies get the same cache, however many sequences they run at once.
-        config = replace(engine.config, kv_blocks=engine.block_pool.num_blocks, kv_cache_memory=None)
+        config = replace(engine.config, kv_blocks=engine.limits.num_blocks, kv_cache_memory=None)
         experiment = Experiment(engine.loaded, config, work, options.batch_size)
     contenders = Contenders(options.chosen_strategies(), options.peer, options.rounds)
     comparison = compare(experiment, device, contenders, on_progress)
@@ -197,7 +197,7 @@ def _measure_load(options: BenchOptions, on_progress: OnProgress) -> None:
             inputs=inputs,
             outputs=outputs,
             vocabulary=engine.model.vocab_size,
-            context=engine.scheduler.room.longest,
+            context=engine.limits.sequence.longest,
             turns=options.turns,
             seed=options.seed,
         )

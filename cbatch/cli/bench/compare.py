@@ -63,8 +63,8 @@ class DeviceProfile:
         return cls(
             measure_rates(engine.device, engine.model.dtype),
             ModelCost.of(engine),
-            engine.scheduler.max_batch_tokens,
-            engine.scheduler.room.longest,
+            engine.limits.max_batch_tokens,
+            engine.limits.sequence.longest,
         )
 
 

@@ -122,7 +122,7 @@ class RunRecorder:
         """`output_lengths`: tokens that each request of the workload wants."""
         self.engine = engine
         requests = [RecordedRequest(wanted) for wanted in output_lengths]
-        self.record = RunRecord(slots, requests, num_blocks=engine.block_pool.num_blocks)
+        self.record = RunRecord(slots, requests, num_blocks=engine.limits.num_blocks)
         self._clock = clock
         self._submissions: dict[int, _Submission] = {}
         self._used_slots: set[int] = set()
@@ -158,12 +158,12 @@ class RunRecorder:
         """Stops recording and returns the record."""
         del self.engine.runner.forward  # breaks the reference cycle, so that the engine's memory is freed at once
         self.record.elapsed_s = self._clock() - self._began
-        self.record.preemptions = self.engine.scheduler.num_preemptions
+        self.record.preemptions = self.engine.stats().num_preemptions
         return self.record
 
     def _timed_forward(self, batch: Any) -> Any:
         self._keep_example()
-        self._blocks_used = self.engine.block_pool.num_used
+        self._blocks_used = self.engine.stats().used_blocks
         self.engine.synchronize()
         start = self._clock()
         try:
@@ -178,7 +178,7 @@ class RunRecorder:
         score = example_score([(chunk.start, chunk.num_tokens) for chunk in chunks])
         if self._best_score is None or score > self._best_score:
             self._best_score = score
-            size = self.engine.block_pool.block_size
+            size = self.engine.limits.block_size
             tables = tuple(tuple(chunk.request.blocks[: -(-chunk.stop // size)]) for chunk in chunks)
             self.record.example = ExampleStep(len(self.record.steps), size, tables)
 

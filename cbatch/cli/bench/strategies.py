@@ -43,15 +43,16 @@ def run_static(recorder: RunRecorder, work: Workload, slots: int) -> None:
 
 def _check_batch(engine: Engine, requests: int, width: int, longest: int) -> None:
     """Raises ConfigError if a padded batch cannot run as one."""
-    context, blocks = engine.model.max_model_len, engine.block_pool
+    limits = engine.limits
+    context = limits.max_model_len
     if width + longest > context:
         raise ConfigError(
             f"A static batch of prompts padded to {width} and outputs of {longest} tokens does not fit the context of "
             f"{context}; leave static out of --strategies, or use a smaller --batch-size."
         )
-    if requests * (blocks.blocks_for(width + longest) + 1) > blocks.num_blocks:
+    if requests * (limits.blocks_for(width + longest) + 1) > limits.num_blocks:
         raise ConfigError(
-            f"The KV cache of {blocks.capacity:,} tokens does not hold a static batch of {requests} requests of "
+            f"The KV cache of {limits.cache_tokens:,} tokens does not hold a static batch of {requests} requests of "
             f"{width + longest} tokens; give it more (--kv-cache-memory), or use a smaller --batch-size."
         )
 

@@ -37,8 +37,7 @@ def _engine(experiment: Experiment, context: int, budget: int) -> Engine:
 
 def _prompt_memory(experiment: Experiment, length: int, budget: int) -> PromptMemory:
     with _engine(experiment, length + 1, budget) as engine:
-        for tensor in (*engine.runner.kv_cache.keys, *engine.runner.kv_cache.values):
-            tensor.zero_()
+        engine.zero_cache()
         with PeakMemory(engine.device) as memory:
             start = time.perf_counter()
             (done,) = engine.generate([[1] * length], SamplingParams(max_tokens=1, ignore_eos=True))

@@ -175,7 +175,7 @@ def _fits(engine: Engine, prompt_ids: Sequence[int], params: SamplingParams) -> 
     """Whether a prompt leaves room for the answer that is asked for, or for one of a quarter of the context."""
     quarter = engine.model.max_model_len // 4
     try:
-        return engine.scheduler.room.after(len(prompt_ids)) >= min(params.max_tokens or quarter, quarter)
+        return engine.limits.sequence.max_new_tokens(len(prompt_ids)) >= min(params.max_tokens or quarter, quarter)
     except RequestError:
         return False
 

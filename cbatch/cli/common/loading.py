@@ -64,16 +64,16 @@ def tune_process() -> None:
 
 def describe(engine: Engine) -> dict[str, str]:
     """What was loaded and what it took, as lines for people."""
-    model, blocks, scheduler = engine.model, engine.block_pool, engine.scheduler
-    per_token = engine.kv_bytes_per_token
+    model, limits = engine.model, engine.limits
+    per_token = limits.kv_bytes_per_token
     return {
         "model": f"{engine.loaded.name} ({model.kind})",
         "parameters": f"{model.num_parameters / 1e6:,.1f} million, {format_bytes(model.weight_bytes)}",
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(engine.device),
-        "attention": engine.runner.attention.name,
+        "attention": engine.attention,
         "context": f"{model.max_model_len:,} tokens",
-        "KV cache": f"{blocks.capacity:,} tokens in {blocks.num_blocks:,} blocks of {blocks.block_size}: "
-        f"{format_bytes(blocks.capacity * per_token)}, {format_bytes(per_token)} a token",
-        "batch": f"up to {scheduler.max_seqs} sequences and {scheduler.max_batch_tokens} tokens a step",
+        "KV cache": f"{limits.cache_tokens:,} tokens in {limits.num_blocks:,} blocks of {limits.block_size}: "
+        f"{format_bytes(limits.cache_tokens * per_token)}, {format_bytes(per_token)} a token",
+        "batch": f"up to {limits.max_seqs} sequences and {limits.max_batch_tokens} tokens a step",
     }

@@ -69,7 +69,7 @@ def run_batch(
         output,
         builder,
         stats,
-        window=options.window or 4 * engine.scheduler.max_seqs,
+        window=options.window or 4 * engine.limits.max_seqs,
         on_error=notice if options.verbose else None,
     )
     display = progress(total, quiet=quiet, state=lambda: _progress_state(stats, engine_thread, total))
@@ -135,14 +135,14 @@ def _start_file(
 
 def _progress_state(stats: RunStats, engine_thread: EngineThread, total: int | None) -> tuple[int, str]:
     """How many rows are done, and what stands behind that in a progress display."""
-    done, load = stats.rows + stats.rows_kept, engine_thread.load
+    done, now = stats.rows + stats.rows_kept, engine_thread.engine.stats()
     left = stats.seconds_left(total - done) if total else None
     parts = [  # what matters most comes first: a narrow terminal shows no more
         f"{stats.output_tokens / max(stats.running_s, 1e-9):,.0f} tok/s",
         f"{tqdm.format_interval(left)} left" if left is not None else "",
         f"{stats.errors.total():,} errors" if stats.errors else "",
-        f"{load.running} run, {load.waiting} wait",
-        f"KV {load.cache_used:.0%}",
+        f"{now.num_running} run, {now.num_waiting} wait",
+        f"KV {now.cache_used:.0%}",
         f"{stats.output_tokens:,} tokens",
     ]
     return done, ", ".join(part for part in parts if part)

@@ -60,7 +60,7 @@ class InputCheck:
 
     def _count_shared(self, prompt_ids: list[int]) -> int:
         """Tokens at the beginning of a prompt, in whole blocks, with which an earlier prompt began as well."""
-        size = self._engine.block_pool.block_size
+        size = self._engine.limits.block_size
         shared, before = 0, 0
         for start in range(0, len(prompt_ids) - size + 1, size):
             before = hash((before, *prompt_ids[start : start + size]))
@@ -71,7 +71,8 @@ class InputCheck:
         return shared
 
     def _report(self) -> dict[str, Any]:
-        blocks, per_token = self._engine.block_pool, self._engine.kv_bytes_per_token
+        limits = self._engine.limits
+        per_token, capacity = limits.kv_bytes_per_token, limits.cache_tokens
         longest = max((p + o for p, o in zip(self._prompts, self._outputs, strict=True)), default=0)
         every = sum(self._prompts) + sum(self._outputs)
         return {
@@ -85,11 +86,11 @@ class InputCheck:
             "shared_prefix_share": self._shared_tokens / max(sum(self._prompts), 1),
             "kv_cache": {
                 "bytes_per_token": per_token,
-                "capacity_tokens": blocks.capacity,
+                "capacity_tokens": capacity,
                 "longest_row_tokens": longest,
                 "longest_row_bytes": longest * per_token,
-                "mean_rows_that_fit": blocks.capacity * len(self._prompts) / every if every else None,
-                "max_seqs": self._engine.scheduler.max_seqs,
+                "mean_rows_that_fit": capacity * len(self._prompts) / every if every else None,
+                "max_seqs": limits.max_seqs,
             },
         }
 

@@ -177,7 +177,7 @@ class RequestBuilder:
 
     def _limit_of_cache(self, request: RowRequest) -> int | None:
         """The number of tokens after which the cache cuts off the output earlier than the context; usually None."""
-        limits = self._engine.scheduler.room
+        limits = self._engine.limits.sequence
         if not limits.cache_is_small or (prompt_ids := self.encode(request)) is None:
             return None
         return limits.limit_of_cache(len(prompt_ids), request.params.max_tokens)

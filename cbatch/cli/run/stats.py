@@ -28,14 +28,14 @@ class EngineCounters:
 
     @classmethod
     def of(cls, engine_thread: EngineThread) -> EngineCounters:
-        engine, scheduler = engine_thread.engine, engine_thread.engine.scheduler
+        stats = engine_thread.engine.stats()
         return cls(
-            engine.num_steps,
-            scheduler.num_preemptions,
+            stats.num_steps,
+            stats.num_preemptions,
             engine_thread.num_retries,
             engine_thread.num_shrinks,
             engine_thread.idle_s,
-            Counter(scheduler.held_back),
+            Counter(stats.held_back),
         )
 
     def __sub__(self, before: EngineCounters) -> EngineCounters:
@@ -177,8 +177,7 @@ class RunStats:
 
 def bottleneck(engine: Engine, counters: EngineCounters, elapsed_s: float, waited_for_output_s: float) -> str:
     """What a person would change first to make such a run faster."""
-    scheduler = engine.scheduler
-    steps = max(counters.steps, 1)
+    limits, steps = engine.limits, max(counters.steps, 1)
     idle = min(counters.idle_s / elapsed_s, 1.0) if elapsed_s else 0.0
     if idle >= 0.3:
         what = "the output, which took rows slowly" if waited_for_output_s > elapsed_s * 0.3 else "the input"
@@ -189,9 +188,9 @@ def bottleneck(engine: Engine, counters: EngineCounters, elapsed_s: float, waite
     if count < 0.3 * steps:
         return "the model: there were seldom more rows than could run at once"
     words = {
-        "slots": f"the model: all {scheduler.max_seqs} seats (--max-seqs) were taken",
+        "slots": f"the model: all {limits.max_seqs} seats (--max-seqs) were taken",
         "cache": f"the KV cache, which was full ({counters.preemptions:,} preemptions, --kv-cache-memory)",
-        "budget": f"the model: steps were full (--max-batch-tokens {scheduler.max_batch_tokens}) while prompts waited",
+        "budget": f"the model: steps were full (--max-batch-tokens {limits.max_batch_tokens}) while prompts waited",
         "target": "the time of a step (--target-step-ms), which made prompts wait",
     }
     return f"{words[reason]} in {count / steps:.0%} of the steps"

@@ -9,14 +9,17 @@ at once; nothing else is different.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import NamedTuple
 
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.execution.model_runner import ModelRunner
+from cbatch.engine.execution.stats import StepRecord
 from cbatch.engine.runtime.batch import BlockTables, Logits, RaggedBatch
 from cbatch.engine.runtime.threads import single_threaded
-from cbatch.engine.runtime.transfer import use_device
+from cbatch.engine.runtime.transfer import synchronize, use_device
 from cbatch.engine.sampling.output import PendingSample, grammar_states
 from cbatch.engine.scheduler.output import SchedulerOutput
 from cbatch.engine.scheduler.request import Request
@@ -24,6 +27,9 @@ from cbatch.engine.scheduler.scheduler import Scheduler
 from cbatch.engine.scheduler.step_time import StepTimeController
 from cbatch.engine.structured.masks import MaskFiller
 from cbatch.engine.tracing.spans import span
+
+clock = time.perf_counter
+"""Read around the model for `on_step`; tests put their own in its place."""
 
 
 class _LaunchedStep(NamedTuple):
@@ -38,7 +44,8 @@ class EngineCore:
     """Steps of one scheduler on one runner.
 
     num_steps:  how many have been taken in
-    last_plan:  of the step that was begun last
+    last_scheduled: the step that was begun last
+    on_step:    see `Engine.on_step`
     """
 
     def __init__(
@@ -47,6 +54,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.runner = runner
         self.runs_ahead = runs_ahead
+        self.on_step: Callable[[StepRecord], None] | None = None
         self.num_steps = 0
         self.last_scheduled = SchedulerOutput()
         self._in_flight: PendingSample | None = None
@@ -118,7 +126,18 @@ class EngineCore:
                 scheduled, runner.kv_cache.block_size, runner.model.device, self._block_tables, known_on_device
             )
         with span("forward"):
-            return _LaunchedStep(scheduled, batch, runner.forward(batch))
+            logits = runner.forward(batch) if self.on_step is None else self._observe(self.on_step, scheduled, batch)
+        return _LaunchedStep(scheduled, batch, logits)
+
+    def _observe(self, on_step: Callable[[StepRecord], None], scheduled: SchedulerOutput, batch: RaggedBatch) -> Logits:
+        """Runs the model between two times at which the device is idle, and reports that."""
+        device, used_blocks = self.runner.model.device, self.scheduler.pool.num_used
+        synchronize(device)
+        start = clock()
+        logits = self.runner.forward(batch)
+        synchronize(device)
+        on_step(StepRecord(scheduled, used_blocks, start, clock()))
+        return logits
 
     def _complete(self) -> None:
         """Waits for the tokens of the step in flight, if there is one, and commits them."""

@@ -21,6 +21,12 @@ def use_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def synchronize(device: torch.device) -> None:
+    """Waits until a GPU has done all its work; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
     """The arrays as tensors there, by one copy that nobody waits for. On the CPU they keep their memory."""
     if device.type == "cpu":

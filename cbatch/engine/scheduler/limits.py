@@ -1,4 +1,4 @@
-"""How much room the context and the cache leave to a request."""
+"""How long a sequence can get, and how much an engine takes at once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from cbatch.engine.base.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class SequenceLimits:
-    """Longest sequences, in tokens: of the model's context, and of the KV cache when it is empty.
+    """The longest sequences, in tokens.
 
-    The last token of an output needs no place in the cache.
+    context: of the model
+    cache:   of the KV cache when it is empty; the last token of an output takes no place in it
     """
 
     context: int
@@ -19,20 +20,20 @@ class SequenceLimits:
 
     @property
     def cache_is_small(self) -> bool:
-        """Whether the cache, not the context, may be what ends an output."""
+        """Whether the cache, not the context, may end an output."""
         return self.cache + 1 < self.context
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that context and cache hold."""
+        """Tokens of the longest sequence that fits in both context and cache."""
         return min(self.context, self.cache)
 
-    def after(self, num_prompt: int, at_least: int = 1) -> int:
-        """Most tokens that can follow a prompt of this length.
+    def max_new_tokens(self, num_prompt: int, at_least: int = 1) -> int:
+        """Most tokens that can follow a prompt of `num_prompt` tokens.
 
-        at_least: how many must be able to follow; 0 where the prompt itself is all that is wanted
+        at_least: how many must fit; 0 if only the prompt is to be computed
 
-        Raises RequestError (`prompt_too_long`) where there is no room for those.
+        Raises RequestError (`prompt_too_long`) if they do not fit.
         """
         in_context, in_cache = self.context - num_prompt, self.cache + 1 - num_prompt
         if in_context < at_least:
@@ -49,8 +50,45 @@ class SequenceLimits:
         return min(in_context, in_cache)
 
     def limit_of_cache(self, num_prompt: int, max_tokens: int | None) -> int | None:
-        """Most tokens that the cache leaves to a request, 0 for none; None where the context or it asks for no more."""
+        """Tokens after which the cache ends an output (0: at once), or None if the cache does not end it.
+
+        max_tokens: most tokens the request asks for; None for the rest of the context
+        """
         in_context, in_cache = self.context - num_prompt, self.cache + 1 - num_prompt
         wanted = in_context if max_tokens is None else min(max_tokens, in_context)
         is_cut_off = in_context > 0 and in_cache < max(wanted, 1)
         return max(in_cache, 0) if is_cut_off else None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """How much an engine takes at once. The first two are lower for a while after a step ran out of memory.
+
+    max_seqs:           most requests that run at once
+    max_batch_tokens:   token budget of one step
+    max_model_len:      tokens of the model's context
+    block_size:         tokens in one block of the KV cache
+    num_blocks:         blocks of the KV cache
+    kv_bytes_per_token: bytes of keys and values of one token, over all layers
+    """
+
+    max_seqs: int
+    max_batch_tokens: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    kv_bytes_per_token: int
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def sequence(self) -> SequenceLimits:
+        """How long a single sequence can get."""
+        return SequenceLimits(self.max_model_len, self.cache_tokens)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that a sequence of `num_tokens` tokens takes."""
+        return -(-num_tokens // self.block_size)

@@ -59,9 +59,9 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         # With more seats than budget, decoding requests could leave a prefill no token, for ever.
         self.max_seqs = min(max_seqs, max_batch_tokens)
-        self.room = SequenceLimits(max_model_len, pool.capacity)
+        self.sequence_limits = SequenceLimits(max_model_len, pool.capacity)
         self.prefix_cache = prefix_cache
-        self._admission = AdmissionPolicy(pool, self.room)
+        self._admission = AdmissionPolicy(pool, self.sequence_limits)
         self._limits = self.max_batch_tokens, self.max_seqs
         self.prefill_limit: int | None = None
         """Most tokens of prompts in a step beside rows that decode and are as urgent."""

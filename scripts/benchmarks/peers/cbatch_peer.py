@@ -39,13 +39,13 @@ def session(job: Job) -> Iterator[Callable[[Work], Done]]:
     with make_engine(job) as engine:
 
         def generate(work: Work) -> Done:
-            before = engine.num_steps
+            before = engine.stats().num_steps
             params = [SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True) for length in work.lengths]
             done = engine.generate(work.prompts, params)
             for completion in done:
                 if completion.error is not None:
                     raise completion.error
-            return Done([completion.token_ids for completion in done], engine.num_steps - before)
+            return Done([completion.token_ids for completion in done], engine.stats().num_steps - before)
 
         yield generate
 

@@ -415,7 +415,7 @@ def test_a_real_engine() -> None:
             pass
         assert (
             engine_thread.engine.block_pool.num_used == 0
-            and engine_thread.load.running == engine_thread.load.waiting == 0
+            and engine_thread.engine.stats().num_running == engine_thread.engine.stats().num_waiting == 0
         )
     finally:
         engine_thread.close()

@@ -56,7 +56,7 @@ def test_matrices_of_a_model(tied: bool) -> None:
     cost = ModelCost.of(engine)
     assert cost.parameters == LAYERS * (ATTENTION + MLP) and cost.head_parameters == HEAD
     assert cost.weight_bytes == 4 * (LAYERS * (ATTENTION + MLP) + HEAD)
-    assert sum(layer_bytes for layer_bytes, _ in cost.layers) == engine.kv_bytes_per_token
+    assert sum(layer_bytes for layer_bytes, _ in cost.layers) == engine.limits.kv_bytes_per_token
     assert cost.assumed == ()
 
 

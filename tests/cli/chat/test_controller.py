@@ -59,8 +59,8 @@ class ChatHarness:
 
     def is_idle(self) -> bool:
         assert self.client.engine_thread is not None
-        load = self.client.engine_thread.load
-        return load.running == load.waiting == 0
+        stats = self.client.engine_thread.engine.stats()
+        return stats.num_running == stats.num_waiting == 0
 
     def wait_idle(self) -> None:
         end = time.monotonic() + PATIENCE

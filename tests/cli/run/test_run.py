@@ -344,7 +344,7 @@ def test_a_failing_engine_is_exit_3_and_keeps_what_is_done(
     step, write = engine_thread.Engine.step, FileWriter.write
 
     def failing(self: engine_thread.Engine) -> Any:
-        if self.num_steps == 5:
+        if self.stats().num_steps == 5:
             raise RuntimeError("the device is on fire")
         return step(self)
 
@@ -368,7 +368,7 @@ def test_a_hiccup_is_told_of_and_costs_no_row(
     step, failures = engine_thread.Engine.step, [RuntimeError("a hiccup")]
 
     def failing(self: engine_thread.Engine) -> Any:
-        if self.num_steps == 4 and failures:
+        if self.stats().num_steps == 4 and failures:
             raise failures.pop()
         return step(self)
 

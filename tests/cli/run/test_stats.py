@@ -75,7 +75,7 @@ def test_time_left_is_estimated_from_tokens(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_limited_a_run(state: dict[str, Any], waited: float, expected: str) -> None:
     """Guards the last line of the summary: it names the option that a person would change first."""
     held = Counter(state.get("held_back", {}))
-    engine: Any = SimpleNamespace(scheduler=SimpleNamespace(max_seqs=8, max_batch_tokens=64))
+    engine: Any = SimpleNamespace(limits=SimpleNamespace(max_seqs=8, max_batch_tokens=64))
     counters = EngineCounters(100, 3, 0, state.get("num_shrinks", 0), state.get("idle_s", 0.0), held)
     assert expected in bottleneck(engine, counters, 10.0, waited)
 

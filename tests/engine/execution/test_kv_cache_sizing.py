@@ -164,7 +164,7 @@ def test_the_largest_steps_are_tried(gpu: Gpu) -> None:
     assert few == [64] and many == [11, 11, 11, 11, 10, 10] and decode == [1] * 6
     assert seen[0].stops == (160,), "attention that copies the past is tried at the end of the context"
     assert seen[2].stops == (160,) * 6 and [len(one.logit_rows) for one in seen] == [1, 6, 6]
-    assert engine.block_pool.num_blocks == 6 * 40, "no more than every seat can use"
+    assert engine.limits.num_blocks == 6 * 40, "no more than every seat can use"
 
 
 def test_long_budgets_are_tried_in_several_rows() -> None:
@@ -244,7 +244,7 @@ def test_the_trial_leaves_nothing_behind(gpu: Gpu, monkeypatch: pytest.MonkeyPat
     with no_collector():
         engine = make(kv_cache_memory="20%")
         assert [pool() is None for pool in pools] == [True, False]
-    assert len(engine.runner.kv_cache.keys[0]) == engine.block_pool.num_blocks
+    assert len(engine.runner.kv_cache.keys[0]) == engine.limits.num_blocks
     assert engine.block_pool.num_used == 0 and engine.block_pool.get_cached_blocks([0] * 40) == []
     assert engine.scheduler.num_prompt_tokens == 0 and not engine.has_work
     prompts, params = make_prompts([30, 5, 17]), SamplingParams(max_tokens=12, temperature=1.0, logprobs=2)

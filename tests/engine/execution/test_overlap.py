@@ -67,7 +67,7 @@ def outcome(event: TokenEvent) -> tuple[Any, ...]:
 def steps(engine: Engine, *, shaken: bool = False) -> Iterator[list[TokenEvent]]:
     """Events of each step until nothing is left to do. shaken: most of those who run are preempted again and again"""
     while engine.has_work:
-        if shaken and engine.num_steps % 4 == 3:
+        if shaken and engine.stats().num_steps % 4 == 3:
             while engine.shrink():
                 pass
             while not engine.grow():
@@ -127,7 +127,7 @@ def test_output_is_the_same_after_preemption(prefix_cache: bool, ahead: bool) ->
     """Guards requests that lose their blocks while tokens are coming to them, and are computed again."""
     engine = make(ahead=ahead, prefix_cache=prefix_cache, max_batch_tokens=100)
     assert run(engine, shaken=True) == expected()
-    assert engine.scheduler.num_preemptions > 30
+    assert engine.stats().num_preemptions > 30
 
 
 @pytest.mark.parametrize("settings", [{}, {"kv_blocks": 9, "max_batch_tokens": 20}], ids=str)
@@ -238,7 +238,7 @@ def test_the_model_is_started_before_the_last_step_is_taken_in(monkeypatch: pyte
     monkeypatch.setattr(PendingSample, "get", note("get", get))
     engine.generate(make_prompts([5]), SamplingParams(max_tokens=4))
     assert done == ["forward", *["forward", "get"] * 3, "get"], "the end of the output is known when it is planned"
-    assert engine.num_steps == 4
+    assert engine.stats().num_steps == 4
 
 
 def test_a_shortage_while_a_step_is_taken_in_is_that_of_the_step() -> None:
@@ -246,4 +246,4 @@ def test_a_shortage_while_a_step_is_taken_in_is_that_of_the_step() -> None:
     engine = make_engine(make_network("llama"), run_ahead=True)
     engine.add(make_prompts([5])[0], SamplingParams(max_tokens=1))
     assert engine.step() == [] and len(engine.step()) == 1
-    assert engine.last_scheduled.num_tokens == 5 and engine.shrink() and engine.scheduler.max_batch_tokens == 2
+    assert engine.last_scheduled.num_tokens == 5 and engine.shrink() and engine.limits.max_batch_tokens == 2

@@ -91,7 +91,7 @@ def test_rows_that_give_way_equal_generate() -> None:
         for event in engine.step():
             if event.request_id is not None and event.token_id is not None:
                 outputs[found[event.request_id]].append(event.token_id)
-    assert outputs[:4] == expected_of("llama")[:4] and engine.scheduler.num_preemptions > 0
+    assert outputs[:4] == expected_of("llama")[:4] and engine.stats().num_preemptions > 0
 
 
 def test_shared_prefixes_equal_generate() -> None:

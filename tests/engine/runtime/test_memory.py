@@ -38,7 +38,7 @@ def test_a_closed_engine_holds_neither_weights_nor_cache(path: str, model_folder
         held = [weakref.ref(one) for one in (*engine.runner.kv_cache.keys, engine.runner.kv_cache, engine.model)]
         engine.close()
         assert [one() for one in held] == [None] * len(held)
-    assert engine.num_steps > 0 and engine.block_pool.num_blocks == 40 and engine.loaded.eos_ids is not None
+    assert engine.stats().num_steps > 0 and engine.limits.num_blocks == 40 and engine.loaded.eos_ids is not None
 
 
 @pytest.mark.parametrize("path", ["transformers", "fast"])
@@ -123,7 +123,7 @@ def test_the_memory_of_a_cache_falls_back_to_the_system() -> None:
     before = resident().rss
     engine.close()
     assert before - resident().rss > 190 * MIB
-    assert engine.block_pool.num_blocks == 200 * MIB // per_block
+    assert engine.limits.num_blocks == 200 * MIB // per_block
 
 
 def test_a_gpu_is_asked_in_the_right_order(monkeypatch: pytest.MonkeyPatch) -> None:

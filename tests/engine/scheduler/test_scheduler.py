@@ -287,11 +287,11 @@ def test_a_large_waiting_row_is_not_overtaken() -> None:
 def test_what_can_never_fit_is_refused() -> None:
     """Guards against a request that waits for ever, in the context and in the cache."""
     scheduler = make_scheduler(blocks=8, block_size=4)
-    assert scheduler.room.after(30) == 3 and scheduler.room.after(32) == 1
+    assert scheduler.sequence_limits.max_new_tokens(30) == 3 and scheduler.sequence_limits.max_new_tokens(32) == 1
     with pytest.raises(RequestError, match="KV cache holds 32"):
-        scheduler.room.after(33)
+        scheduler.sequence_limits.max_new_tokens(33)
     with pytest.raises(RequestError, match="context of 1000"):
-        scheduler.room.after(1000)
+        scheduler.sequence_limits.max_new_tokens(1000)
 
 
 def test_no_seats_or_no_budget_is_an_error() -> None:
@@ -310,7 +310,7 @@ def test_random_traffic_ends_and_leaks_nothing(seed: int) -> None:
     live: list[Request] = []
     for number in range(60):
         prompt = random_.randint(1, scheduler.pool.capacity)
-        room = min(scheduler.room.after(prompt), random_.randint(1, 12))
+        room = min(scheduler.sequence_limits.max_new_tokens(prompt), random_.randint(1, 12))
         live.append(make_request(number, prompt, room, priority=random_.randint(0, 2)))
         scheduler.add(live[-1])
         step(scheduler)

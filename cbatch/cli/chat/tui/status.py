@@ -69,16 +69,15 @@ class Status:
             return [self.loading]
         if engine_thread.failure is not None:
             return [f"the engine has failed: {engine_thread.failure}"]
-        load, scheduler, engine = engine_thread.load, engine_thread.engine.scheduler, engine_thread.engine
-        shown = describe(engine)
-        hits = scheduler.num_cached_tokens / max(scheduler.num_prompt_tokens, 1)
+        stats, shown = engine_thread.engine.stats(), describe(engine_thread.engine)
+        hits = stats.num_cached_tokens / max(stats.num_prompt_tokens, 1)
         lines = [
             *(f"{name}: {shown[name]}" for name in ("model", "parameters", "context", "KV cache", "batch")),
-            f"now: {load.running} running, {load.waiting} waiting, {self.tokens_per_s:,.0f} tokens/s, "
-            f"KV cache {load.cache_used:.0%} used",
-            f"so far: {engine_thread.num_tokens:,} tokens in {engine.num_steps:,} steps, "
-            f"{scheduler.num_preemptions:,} preemptions",
-            f"prefix cache: {scheduler.num_cached_tokens:,} of {scheduler.num_prompt_tokens:,} prompt tokens "
+            f"now: {stats.num_running} running, {stats.num_waiting} waiting, {self.tokens_per_s:,.0f} tokens/s, "
+            f"KV cache {stats.cache_used:.0%} used",
+            f"so far: {engine_thread.num_tokens:,} tokens in {stats.num_steps:,} steps, "
+            f"{stats.num_preemptions:,} preemptions",
+            f"prefix cache: {stats.num_cached_tokens:,} of {stats.num_prompt_tokens:,} prompt tokens "
             f"did not have to be computed ({hits:.0%})",
         ]
         last = self._controller.current.last
@@ -98,11 +97,11 @@ class Status:
             return " the engine has failed "
         if self._background.progress:
             return f" {self._background.progress} "
-        load = engine_thread.load
-        if not (load.running or load.waiting):
+        stats = engine_thread.engine.stats()
+        if not (stats.num_running or stats.num_waiting):
             return f" {safe(engine_thread.engine.loaded.name)} "
-        waiting = f", {load.waiting} waiting" if load.waiting else ""
-        return f" {load.running} running{waiting}, {self.tokens_per_s:,.0f} tok/s, KV {load.cache_used:.0%} "
+        waiting = f", {stats.num_waiting} waiting" if stats.num_waiting else ""
+        return f" {stats.num_running} running{waiting}, {self.tokens_per_s:,.0f} tok/s, KV {stats.cache_used:.0%} "
 
     def _sessions(self, width: int) -> list[Fragment]:
         """The names with their marks; where not all fit, those around the current one."""
