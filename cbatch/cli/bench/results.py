@@ -111,7 +111,7 @@ class RooflineSummary:
 
 @dataclass(frozen=True, slots=True)
 class PromptMemory:
-    """The memory that a long prompt takes when it is computed in chunks of so many tokens."""
+    """The memory that a long prompt takes when it is computed in chunks of `tokens_a_step` tokens."""
 
     prompt_tokens: int
     tokens_a_step: int

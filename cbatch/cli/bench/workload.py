@@ -22,7 +22,7 @@ LOGNORMAL_MEDIAN = 0.35
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """Lengths in tokens between two ends, both included."""
+    """Lengths in tokens from `low` to `high`, both included."""
 
     low: int
     high: int
@@ -67,15 +67,15 @@ class Workload:
 
 
 def parse_length_range(text: str) -> tuple[int, int]:
-    """`16:256`, or one number for both ends. Raises ConfigError."""
-    low, _, high = text.partition(":")
+    """`16:256`, or one number for both. Raises ConfigError."""
+    first, _, second = text.partition(":")
     try:
-        ends = int(low), int(high or low)
+        low, high = int(first), int(second or first)
     except ValueError:
-        ends = 0, 0
-    if not 1 <= ends[0] <= ends[1]:
+        low = high = 0
+    if not 1 <= low <= high:
         raise ConfigError(f"{text!r} is not a range of lengths; write it as 16:256, or as one number.")
-    return ends
+    return low, high
 
 
 def first_plain_token(vocabulary: int) -> int:

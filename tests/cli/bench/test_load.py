@@ -179,7 +179,7 @@ def test_a_stream_that_stalls_counts() -> None:
     assert lately.meets(EASY_SLO, 9.7) is None and lately.meets(EASY_SLO, 10.0) is False
 
 
-def test_one_token_has_no_pace() -> None:
+def test_one_token_has_no_tpot() -> None:
     """Guards answers of one token: nothing follows the first."""
     result = load(SimulatedEngine(), outputs=LengthDistribution(1, 1, "fixed"), think_s=0.0)
     assert result.users_served == 1.0 and result.tpot_s.p50 is None

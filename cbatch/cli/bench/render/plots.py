@@ -194,14 +194,14 @@ def plot_speed(metrics: Mapping[str, RunMetrics]) -> Figure:
     )
     names = list(metrics)
     left = 0.4 + 0.075 * max(map(len, names))
-    speed, first, pace = axes_grid(figure, [1], 3, left=left, right=0.1, top=1.0, bottom=0.15, wspace=0.15)
+    speed, first, per_token = axes_grid(figure, [1], 3, left=left, right=0.1, top=1.0, bottom=0.15, wspace=0.15)
     rates = [metrics[name].output_tokens_per_s for name in names]
     speed.barh(names, rates, height=0.6, color=KIND_COLOURS["decode"])
     for place, rate in enumerate(rates):
         speed.text(rate, place, f" {rate:,.0f}", va="center")
     _finish_bars(speed, "output tokens/s", max(rates), len(names))
     _percentile_bars(first, "first token (TTFT)", [metrics[name].ttft_s for name in names])
-    _percentile_bars(pace, "further tokens (TPOT)", [metrics[name].tpot_s for name in names])
+    _percentile_bars(per_token, "further tokens (TPOT)", [metrics[name].tpot_s for name in names])
     return figure
 
 
