@@ -21,6 +21,7 @@ from cbatch.cli.chat.commands.registry import ALIASES, COMMANDS
 from cbatch.cli.main import cli
 from cbatch.cli.run.input import jsonl, openai_batch
 from cbatch.cli.run.stats import RunStats
+from scripts.benchmarks.harness import BENCHMARKS
 
 assert file_commands and session_commands  # they put themselves into the table
 
@@ -123,6 +124,7 @@ def test_commands_can_be_parsed(page: Path) -> None:
         elif words[:2] == ["python", "-m"] and words[2].startswith("scripts"):
             path = ROOT.joinpath(*words[2].split("."))
             assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), words
+            assert words[2] != "scripts.benchmarks" or words[3] in BENCHMARKS, words
         elif words[0] == "python" and words[1] != "-m":
             assert (ROOT / words[1]).is_file(), words
 
