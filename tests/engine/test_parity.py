@@ -25,6 +25,13 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
+QUICK_FAMILIES = ("llama", "gemma2")
+"""Those of the quick loop: one plain family, and one with windows, softcaps and norms of its own."""
+FAMILIES_TO_TEST = [
+    pytest.param(family, marks=() if family in QUICK_FAMILIES else pytest.mark.slow) for family in FAMILIES
+]
+
+
 @cache
 def network_of(family: str) -> Any:
     return make_network(family)
@@ -55,7 +62,7 @@ def run_all(engine: Engine) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES_TO_TEST)
 def test_equals_generate(family: str, scenario: str) -> None:
     """Guards all of the engine at once: scheduling, chunking, preemption, positions, paging, masks."""
     engine = make_engine(network_of(family), **SCENARIOS[scenario])
@@ -64,7 +71,7 @@ def test_equals_generate(family: str, scenario: str) -> None:
         assert engine.stats().num_preemptions > 0, "the scenario preempts nothing"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES_TO_TEST)
 def test_equals_generate_while_rows_come_and_go(family: str) -> None:
     """Guards admission and removal in every step: a row enters each second step, and some are cancelled."""
     engine = make_engine(network_of(family), max_batch_tokens=16, max_seqs=4)
@@ -110,7 +117,7 @@ def run_with_trunks(engine: Engine) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("budget", [256, 16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES_TO_TEST)
 def test_equals_generate_with_shared_prefixes(family: str, budget: int) -> None:
     """Guards blocks that several requests read: beside the one that computes them, later, and again from the cache."""
     engine = make_engine(network_of(family), max_batch_tokens=budget, kv_blocks=80)
@@ -129,7 +136,7 @@ def test_a_wrong_shared_block_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_with_trunks(engine) != expected_with_trunks("llama")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES_TO_TEST)
 def test_models_depend_on_their_context(family: str) -> None:
     """Guards this file's worth: the first prompt token decides the output, and outputs are varied."""
     network = network_of(family)

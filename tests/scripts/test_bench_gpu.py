@@ -14,6 +14,7 @@ from scripts import bench_gpu
 from scripts.gpu import checks
 
 
+@pytest.mark.slow
 def test_every_part_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards attention, steps and whole runs from end to end, with tiny sizes and Triton's interpreter."""
     out = tmp_path / "results.json"
@@ -32,6 +33,7 @@ def test_sampling_is_checked() -> None:
     assert name == "sampling" and is_right and figure.startswith("5 of 5")
 
 
+@pytest.mark.slow
 def test_load_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the measurements of idle gaps and of many users, with tiny sizes."""
     out = tmp_path / "results.json"

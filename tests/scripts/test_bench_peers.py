@@ -209,6 +209,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
     assert "Not a directory." in capsys.readouterr().err and not (tmp_path / "work" / "tiny" / "model").exists()
 
 
+@pytest.mark.slow
 def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the command as people run it: cbatch in a process of its own, beside systems that are not there."""
     bare = tmp_path / "python"

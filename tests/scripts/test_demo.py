@@ -17,6 +17,7 @@ DEMO = Path(cbatch.__file__).parent / "demo"
 PROMPTS = Path(__file__).parents[2] / "scripts" / "prompts.jsonl"
 
 
+@pytest.mark.slow
 def test_the_main_job_of_the_readme(tmp_path: Path) -> None:
     """Guards the first thing anyone runs: the exact answers, ends by themselves, lengths that vary, one notice."""
     command = Path(sys.executable).with_name("cbatch")

@@ -156,6 +156,7 @@ def test_wrong_ranges_are_refused(text: str) -> None:
         parse_length_range(text)
 
 
+@pytest.mark.slow
 def test_the_command_speaks_json(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the contract of --json, with prompts from a file whose outputs end by themselves."""
     rows = [{"prompt": "hello"}, {"messages": [{"role": "user", "content": "world"}], "max_tokens": 3}]

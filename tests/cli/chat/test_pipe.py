@@ -15,6 +15,8 @@ import pytest
 
 from tests.support.fork_server import ForkServer
 
+pytestmark = pytest.mark.slow
+
 Talk = Callable[..., tuple[int, str, str]]
 
 

@@ -15,6 +15,8 @@ from tests.support.chat_terminal import Chat
 from tests.support.fork_server import ForkServer
 from tests.support.tiny_models import make_network
 
+pytestmark = pytest.mark.slow
+
 LONG = ("--ignore-eos", "--max-tokens", 900, "--attention", "reference")
 """Answers that go on for as long as a test needs them to, on the slow path."""
 

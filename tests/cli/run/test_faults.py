@@ -17,6 +17,8 @@ import pytest
 from tests.support.fork_server import ForkServer, KillPoint, Run
 from tests.support.kill_runs import Aim, KillTest
 
+pytestmark = pytest.mark.slow
+
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -223,6 +223,7 @@ def test_company_changes_no_text(texts: dict[str, str], model_folder: Path, tmp_
     assert len(set(texts.values())) > 20
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_input() -> None:
     """Guards flat memory: 60,000 rows more cost no more than a million may, which is 200 MiB, in proportion."""
     few, many = (measure_apart(rows, 64) for rows in (1_000, 61_000))

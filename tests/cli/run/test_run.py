@@ -168,6 +168,7 @@ def test_stop_strings_need_a_tokenizer(tmp_path: Path) -> None:
     assert "stop needs a tokenizer" in read_rows(tmp_path / "out.jsonl")[0]["error"]["message"]
 
 
+@pytest.mark.slow
 def test_an_interruption_lets_out_what_is_held_back(model_folder: Path) -> None:
     """Guards finished rows on stdout, behind one that is not finished, against Ctrl-C."""
     command = [sys.executable, "-m", "cbatch", "run", "-v", "-m", str(model_folder), "--max-seqs", "1"]
@@ -185,6 +186,7 @@ def test_an_interruption_lets_out_what_is_held_back(model_folder: Path) -> None:
     assert running.wait(60) == 130 and indices[0] == 0 and indices[-1] == 31 and len(indices) < 32
 
 
+@pytest.mark.slow
 def test_max_errors_lets_out_what_is_held_back(model_folder: Path) -> None:
     """Guards finished rows on stdout that wait for one which will not come."""
     rows = [{"prompt": "long", "max_tokens": 200}, {"prompt": ""}, {"prompt": "a", "max_tokens": 1}, {"prompt": ""}]
@@ -193,6 +195,7 @@ def test_max_errors_lets_out_what_is_held_back(model_folder: Path) -> None:
     assert [json.loads(line)["index"] for line in done.stdout.splitlines()][-1] == 3
 
 
+@pytest.mark.slow
 def test_closed_streams(model_folder: Path, tmp_path: Path) -> None:
     """Guards programs that start it without stdin, stdout or stderr: no traceback, no message among the data."""
     source, out = write_rows(tmp_path / "in.jsonl", ROWS[:1]), tmp_path / "out.jsonl"
@@ -398,6 +401,7 @@ def test_a_text_that_cannot_be_made_is_its_row_s_error(run: Any, monkeypatch: py
             assert row == wanted
 
 
+@pytest.mark.slow
 def test_code_of_a_model_is_never_run(run: Any, model_folder: Path, tmp_path: Path) -> None:
     """Guards against remote code: not run, not asked about, and no line of the input eaten by a question."""
     folder = shutil.copytree(model_folder, tmp_path / "remote")
@@ -429,6 +433,7 @@ def pipe(model: Path, data: str, *arguments: str) -> subprocess.CompletedProcess
     return subprocess.run(command, input=data, capture_output=True, text=True, env=environment, timeout=120)
 
 
+@pytest.mark.slow
 def test_the_command_in_a_pipeline(model_folder: Path) -> None:
     """Guards stdin to stdout: data only on stdout, no bars or codes on a stderr that is no terminal."""
     data = "".join(json.dumps(row) + "\n" for row in ROWS)
@@ -439,6 +444,7 @@ def test_the_command_in_a_pipeline(model_folder: Path) -> None:
     assert pipe(model_folder, "", "-q").stdout == ""
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_exit_141(model_folder: Path, tmp_path: Path) -> None:
     """Guards `cbatch run | head -1`: silent, and the exit code a shell expects."""
     source = write_rows(tmp_path / "in.jsonl", [{"prompt": "a", "max_tokens": 2}] * 500)
@@ -450,6 +456,7 @@ def test_a_reader_that_goes_away_is_exit_141(model_folder: Path, tmp_path: Path)
     assert (running.wait(60), running.stderr.read()) == (141, b"")
 
 
+@pytest.mark.slow
 def test_stdin_may_not_be_the_output(model_folder: Path, tmp_path: Path) -> None:
     """Guards the input of `cbatch run -o f --overwrite < f`."""
     source = write_rows(tmp_path / "in.jsonl", ROWS[:1])

@@ -33,6 +33,8 @@ pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.engine.attention.triton import TritonAttention
 
+pytestmark = [pytest.mark.slow, pytest.mark.kernels]
+
 
 class Repeater:
     """Does what a graph does: runs the same again, and gives the same tensor."""

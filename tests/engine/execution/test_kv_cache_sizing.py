@@ -359,6 +359,7 @@ class Tracked(TorchDispatchMode):
         return self.most - before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"max_batch_tokens": 160}, {"max_seqs": 12, "max_batch_tokens": 24}])
 def test_no_step_takes_more_than_those_of_the_trial(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards what the whole sizing stands on, by real steps of random work whose memory is measured in the same way."""

@@ -19,6 +19,8 @@ from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 from tests.support.attention_cases import Case
 
+pytestmark = pytest.mark.kernels
+
 CPU = torch.device("cpu")
 NUM_BLOCKS = 64
 

@@ -11,6 +11,8 @@ from numba import typeof
 
 from cbatch.engine.kernels.cpu import jit
 
+pytestmark = pytest.mark.kernels
+
 
 @jit.entry
 def add_up(numbers: Any, total: Any) -> None:

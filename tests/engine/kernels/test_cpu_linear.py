@@ -17,6 +17,8 @@ from cbatch.engine.kernels.cpu.thread_pool import ThreadPool
 from cbatch.engine.kernels.cpu.work_queue import claim, complete, new_work_queue
 from cbatch.engine.models.packing import interleave, quantized
 
+pytestmark = pytest.mark.kernels
+
 NOTHING = np.empty(0, np.float32)
 DTYPES = [np.dtype(np.float32), np.dtype(np.uint16)]
 

@@ -28,6 +28,8 @@ from cbatch.engine.sampling import sampler
 from cbatch.engine.sampling.sampler import SamplingMetadata, gumbel_noise, sample
 from cbatch.engine.scheduler.request import Request
 
+pytestmark = pytest.mark.kernels
+
 CPU = torch.device("cpu")
 SHAPES = ["normal", "peaked", "flat", "masked", "equal", "one left"]
 

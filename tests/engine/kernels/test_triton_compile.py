@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.slow, pytest.mark.kernels]
+
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 EXPECTED = {

@@ -19,6 +19,8 @@ from cbatch.engine.kernels.triton.layer import (
     silu_and_mul,
 )
 
+pytestmark = pytest.mark.kernels
+
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)

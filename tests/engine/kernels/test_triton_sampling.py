@@ -28,7 +28,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS = 400 if DEVICE.type == "cuda" else 8
 SMALL = Tiling(block=16, chunk=16, part=16, group=16, warps=(4, 4))
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # infinities are meant
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # infinities are meant
+]
 
 
 def draw(logits: Tensor, requests: list[Request], tiling: Tiling = SMALL) -> tuple[list[int], Tensor]:
@@ -107,6 +110,7 @@ def test_greedy_rows_beside_drawn_ones() -> None:
     check(logits[1::2], requests[1::2], tokens[1::2])
 
 
+@pytest.mark.slow
 def test_tokens_are_the_same_in_any_company_and_layout() -> None:
     """Guards the promise that neighbours never change a token; rows of a wider buffer, and columns, likewise."""
     wide = make_logits("normal", 6, 420)
@@ -173,7 +177,7 @@ def test_noise_keys_are_those_of_whole_numbers() -> None:
             assert noise_key(seed, sample_index, position) == by_hand(seed, sample_index, position)
 
 
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+@pytest.mark.gpu
 def test_nobody_waits_for_the_device() -> None:
     """Guards the queue of the GPU: no copy or result is waited for while a step's tokens are chosen."""
     logits, requests = make_logits("normal", 40, 5000), make_requests(40)

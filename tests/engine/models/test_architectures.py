@@ -25,6 +25,8 @@ from tests.support.model_verdicts import (
     with_fault,
 )
 
+pytestmark = pytest.mark.slow
+
 TABLE = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
 IS_DOCUMENTED = f"transformers {transformers.__version__}," in TABLE
 

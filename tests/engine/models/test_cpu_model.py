@@ -26,6 +26,8 @@ from tests.support.tiny_models import (
     make_prompts,
 )
 
+pytestmark = pytest.mark.kernels
+
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "max_position_embeddings": 256}
 ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -37,6 +37,8 @@ from cbatch.engine.attention.triton import TritonAttention
 from cbatch.engine.models import cuda
 from cbatch.engine.models.cuda import CudaModel
 
+pytestmark = [pytest.mark.slow, pytest.mark.kernels]
+
 
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,10 +51,7 @@ def test_equals_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     "dtype",
     [
         torch.float16,
-        pytest.param(
-            torch.bfloat16,
-            marks=pytest.mark.skipif(DEVICE.type == "cpu", reason="Triton's interpreter cuts off what a GPU rounds"),
-        ),
+        pytest.param(torch.bfloat16, marks=pytest.mark.gpu),  # Triton's interpreter cuts off what a GPU rounds
     ],
 )
 @pytest.mark.parametrize("name", ["qwen2, biases", "qwen3, norms"])

@@ -213,7 +213,7 @@ def test_weights_that_do_not_fit_are_a_sentence(monkeypatch: pytest.MonkeyPatch)
         Engine(EngineConfig(device="cpu"))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_gpu_gets_its_memory_back() -> None:
     """Guards the real thing: a cache up to what a step leaves, steps and graphs beside it, and all of it given back."""
     memory, free = device_memory(torch.device("cuda:0")), []

@@ -119,6 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.simulation.add(prompt, tokens, priority, stop)
 
 
+@pytest.mark.slow
 def test_whatever_happens() -> None:
     """Guards every output against its company, every block against two owners, and every request against starving."""
     quick = settings(

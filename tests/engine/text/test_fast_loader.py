@@ -263,6 +263,7 @@ def test_broken_files_are_said(name: str, content: str, tmp_path: Path) -> None:
         _load_tokenizer(str(folder), None)
 
 
+@pytest.mark.slow
 def test_transformers_stays_out() -> None:
     """Guards the second that importing transformers takes, from a command to a chat that is ready as tokens."""
     code = (

@@ -184,6 +184,7 @@ WITH_TOOLS = "{% if tools and messages[2].role == 'tool' and messages[1].tool_ca
 LATER = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}" + WITH_TOOLS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [ENDLESS, "{{ 'x' * 10 ** 10 }}", WITH_TOOLS, LATER])
 def test_a_template_that_never_ends_is_refused_at_load(template: str) -> None:
     """Guards the engine against a template that hangs, or eats all memory, with every first message."""

@@ -338,6 +338,7 @@ def cbatch(*arguments: str, text: str) -> tuple[str, list[str]]:
     return done.stdout, [line for line in done.stderr.splitlines() if "trace" in line or line[:8] != "cbatch: "]
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     """Guards the option from end to end on the demo model, and stderr against what the profiler has to say."""
     path = tmp_path / "trace.json"
@@ -352,6 +353,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_the_chat(tmp_path: Path) -> None:
     """Guards `cbatch chat`, whose engine is otherwise not waited for at the end."""
     path = tmp_path / "trace.json"
