@@ -1,46 +1,27 @@
 """cbatch: chat with and batch-generate from language models over one continuous-batching engine.
 
-Importing this package loads nothing heavy; torch comes with the first name that needs it.
+These names are the Python API. Importing the package is quick: torch loads with the first name that needs it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from cbatch import engine
+from cbatch.lazy_exports import lazy_exports
 
-if TYPE_CHECKING:
-    from cbatch.engine import (
-        CbatchError,
-        Completion,
-        ConfigError,
-        Engine,
-        EngineConfig,
-        EngineError,
-        ModelError,
-        RequestError,
-        SamplingParams,
-        TokenEvent,
-    )
+if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
+    from cbatch.engine import CbatchError as CbatchError
+    from cbatch.engine import Completion as Completion
+    from cbatch.engine import ConfigError as ConfigError
+    from cbatch.engine import Engine as Engine
+    from cbatch.engine import EngineConfig as EngineConfig
+    from cbatch.engine import EngineError as EngineError
+    from cbatch.engine import ModelError as ModelError
+    from cbatch.engine import RequestError as RequestError
+    from cbatch.engine import SamplingParams as SamplingParams
+    from cbatch.engine import TokenEvent as TokenEvent
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "CbatchError",
-    "Completion",
-    "ConfigError",
-    "Engine",
-    "EngineConfig",
-    "EngineError",
-    "ModelError",
-    "RequestError",
-    "SamplingParams",
-    "TokenEvent",
-    "__version__",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(engine, name)
+__getattr__, __all__ = lazy_exports(__name__)
+__all__ += ["__version__"]

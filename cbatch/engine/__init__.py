@@ -1,80 +1,39 @@
-"""The continuous-batching engine. These names are all that front ends use; torch loads with the first of them."""
+"""The continuous-batching engine, as the command line uses it: the names of `cbatch` and some more.
+
+Programs import from `cbatch`; what is only here may change between versions. Modules inside are not imported from
+outside. Torch loads with the first name that needs it.
+"""
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from cbatch.engine.base.config import EngineConfig
-    from cbatch.engine.base.errors import CbatchError, ConfigError, EngineError, ModelError, RequestError
-    from cbatch.engine.base.outputs import Completion, TokenEvent, TokenLogprobs
-    from cbatch.engine.base.params import PARAM_NAMES, SamplingParams, derive_seed, with_overrides
-    from cbatch.engine.base.units import format_bytes
-    from cbatch.engine.engine import Engine
-    from cbatch.engine.engine_thread import EngineThread, RequestHandle
-    from cbatch.engine.models.loader import LoadedModel
-    from cbatch.engine.text.output_parser import OutputParser
-    from cbatch.engine.text.tokenizer import FIXED_DATE, Prompt
-    from cbatch.engine.text.tool_calls import ToolCall, check_tools
-    from cbatch.engine.tracing.trace import StepTracer
+from cbatch.lazy_exports import lazy_exports
 
-_HOME = {
-    "OutputParser": "text.output_parser",
-    "CbatchError": "base.errors",
-    "Completion": "base.outputs",
-    "ConfigError": "base.errors",
-    "EngineThread": "engine_thread",
-    "Engine": "engine",
-    "EngineConfig": "base.config",
-    "EngineError": "base.errors",
-    "FIXED_DATE": "text.tokenizer",
-    "LoadedModel": "models.loader",
-    "ModelError": "base.errors",
-    "PARAM_NAMES": "base.params",
-    "Prompt": "text.tokenizer",
-    "RequestError": "base.errors",
-    "SamplingParams": "base.params",
-    "RequestHandle": "engine_thread",
-    "TokenEvent": "base.outputs",
-    "TokenLogprobs": "base.outputs",
-    "ToolCall": "text.tool_calls",
-    "StepTracer": "tracing.trace",
-    "check_tools": "text.tool_calls",
-    "derive_seed": "base.params",
-    "format_bytes": "base.units",
-    "with_overrides": "base.params",
-}
+if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
+    from cbatch.engine.base.config import EngineConfig as EngineConfig
+    from cbatch.engine.base.errors import CbatchError as CbatchError
+    from cbatch.engine.base.errors import ConfigError as ConfigError
+    from cbatch.engine.base.errors import EngineError as EngineError
+    from cbatch.engine.base.errors import ModelError as ModelError
+    from cbatch.engine.base.errors import RequestError as RequestError
+    from cbatch.engine.base.outputs import Completion as Completion
+    from cbatch.engine.base.outputs import TokenEvent as TokenEvent
+    from cbatch.engine.base.outputs import TokenLogprobs as TokenLogprobs
+    from cbatch.engine.base.params import PARAM_NAMES as PARAM_NAMES
+    from cbatch.engine.base.params import SamplingParams as SamplingParams
+    from cbatch.engine.base.params import derive_seed as derive_seed
+    from cbatch.engine.base.params import with_overrides as with_overrides
+    from cbatch.engine.base.units import format_bytes as format_bytes
+    from cbatch.engine.engine import Engine as Engine
+    from cbatch.engine.engine_thread import EngineThread as EngineThread
+    from cbatch.engine.engine_thread import RequestHandle as RequestHandle
+    from cbatch.engine.models.loader import LoadedModel as LoadedModel
+    from cbatch.engine.text.output_parser import OutputParser as OutputParser
+    from cbatch.engine.text.tokenizer import FIXED_DATE as FIXED_DATE
+    from cbatch.engine.text.tokenizer import Prompt as Prompt
+    from cbatch.engine.text.tool_calls import ToolCall as ToolCall
+    from cbatch.engine.text.tool_calls import check_tools as check_tools
+    from cbatch.engine.tracing.trace import StepTracer as StepTracer
 
-__all__ = [
-    "FIXED_DATE",
-    "PARAM_NAMES",
-    "CbatchError",
-    "Completion",
-    "ConfigError",
-    "Engine",
-    "EngineConfig",
-    "EngineError",
-    "EngineThread",
-    "LoadedModel",
-    "ModelError",
-    "OutputParser",
-    "Prompt",
-    "RequestError",
-    "RequestHandle",
-    "SamplingParams",
-    "StepTracer",
-    "TokenEvent",
-    "TokenLogprobs",
-    "ToolCall",
-    "check_tools",
-    "derive_seed",
-    "format_bytes",
-    "with_overrides",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__, __all__ = lazy_exports(__name__)
