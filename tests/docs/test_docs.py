@@ -21,6 +21,8 @@ from cbatch.cli.chat.commands.registry import ALIASES, COMMANDS
 from cbatch.cli.main import cli
 from cbatch.cli.run.input import jsonl, openai_batch
 from cbatch.cli.run.stats import RunStats
+from cbatch.engine.execution.stats import EngineStats
+from cbatch.engine.scheduler.limits import EngineLimits
 from scripts.benchmarks.harness import BENCHMARKS
 
 assert file_commands and session_commands  # they put themselves into the table
@@ -250,7 +252,7 @@ def test_every_chat_command_is_documented() -> None:
     assert {*COMMANDS, *ALIASES} - documented == set()
 
 
-@pytest.mark.parametrize("record", [EngineConfig, Completion, TokenEvent])
+@pytest.mark.parametrize("record", [EngineConfig, Completion, TokenEvent, EngineLimits, EngineStats])
 def test_every_field_of_the_api_is_documented(record: type) -> None:
     """Guards against a public field that the reference of the API leaves out."""
     names = {field.name for field in fields(record)} if record is not TokenEvent else {*TokenEvent._fields}
