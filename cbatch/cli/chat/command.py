@@ -66,7 +66,7 @@ def _on_terminal(options: dict[str, Any], trace: StepTracer | None) -> Literal[0
     from prompt_toolkit.history import InMemoryHistory
 
     from cbatch.cli.chat.session.store import InputHistory, SessionStore, default_folder
-    from cbatch.cli.chat.terminal import WELCOME, Terminal
+    from cbatch.cli.chat.tui.terminal import WELCOME, Terminal
 
     store, keeps = SessionStore(default_folder()), not options["no_history"]
     controller = _make_controller(options, store if keeps else None, trace)

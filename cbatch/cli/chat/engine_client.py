@@ -1,8 +1,8 @@
-"""Loads the engine beside a front end that is there already, and asks it for answers.
+"""Loads the engine in the background and requests replies from it.
 
-Three threads meet here: the front end's, which alone changes sessions; the client's, which loads, turns
-conversations into token ids and submits them; and the driver's, on which events arise. What the others have to say
-to the front end they put into its mailbox.
+Three threads meet here. The front end's thread alone changes sessions. The client's thread loads the engine, turns
+conversations into token ids and submits them. Events arise on the engine's thread. The last two tell the front end
+something by posting a callback that runs on its own thread.
 """
 
 from __future__ import annotations
@@ -24,22 +24,35 @@ if TYPE_CHECKING:
     from cbatch.engine import Engine, EngineThread, OutputParser, RequestHandle, StepTracer
 
 PRIORITY = -(2**64)
-"""Of answers: before every row of a batch that runs beside them."""
+"""Replies run before every row of a batch in the background."""
 
 Post = Callable[[Callable[[], None]], None]
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A conversation as the engine gets it.
+
+    num_dropped:    how many of its oldest turns were dropped to make it fit
+    opens_thinking: whether it ends with an open think tag
+    """
+
+    token_ids: list[int]
+    num_dropped: int
+    opens_thinking: bool
+
+
 @dataclass(eq=False, slots=True)
 class ReplyRequest:
-    """One answer asked for: the conversation, how to sample, and where to report to.
+    """A request for one reply: the conversation, how to sample, and whom to tell.
 
-    system_messages, history, question: messages that stay, turns of which the oldest may go, and the question
-    so_far:   the beginning of the answer, where it goes on from that
-    may_drop: whether the oldest turns may go where the context does not suffice
-    on_start: told on the front end's thread how many tokens the prompt has, how many turns were dropped, and whether
-              it leaves the model thinking
-    on_event: told there of every token, and when it came (`monotonic`)
-    grammar:  the form of the answer, compiled, where one is given
+    system_messages, history, question: messages that stay, earlier turns, and the message to reply to
+    params:       sampling parameters that differ from the model's defaults
+    reply_prefix: the beginning of the reply, if it is continued
+    may_trim:     whether the oldest turns may be dropped if the context is too small
+    on_start:     called on the front end's thread once the prompt is encoded
+    on_event:     called there for every token, with the time when it came (`monotonic` clock)
+    grammar:      the compiled constraint of the reply; held here so that the engine finds it in its cache
     """
 
     system_messages: list[Message]
@@ -49,38 +62,39 @@ class ReplyRequest:
     seed: int
     reply_prefix: str
     may_trim: bool
-    on_start: Callable[[int, int, bool], None]
+    on_start: Callable[[EncodedPrompt], None]
     on_event: Callable[[TokenEvent, float], None]
     is_cancelled: bool = False
     grammar: object = None
-    ticket: RequestHandle | None = None
+    handle: RequestHandle | None = None
 
-    def messages(self, dropped: int) -> list[Message]:
-        history = (message for group in self.history[dropped:] for message in group)
+    def messages(self, num_dropped: int) -> list[Message]:
+        """The conversation without its oldest turns."""
+        history = (message for group in self.history[num_dropped:] for message in group)
         return [*self.system_messages, *history, self.question]
 
 
 class EngineClient:
-    """Submits calls to an engine that it opens itself. `engine_thread` is None until that is done."""
+    """Opens an engine and submits requests to it. `engine_thread` is None until the engine is ready."""
 
     def __init__(self, open_engine: Callable[[], Engine], trace: StepTracer | None = None) -> None:
-        """`trace`: records some of the engine's steps; it is whole after `close`."""
+        """`trace` records some of the engine's steps; it is complete after `close`."""
         self.engine_thread: EngineThread | None = None
         self._open_engine, self._trace = open_engine, trace
         self._requests: queue.SimpleQueue[ReplyRequest] = queue.SimpleQueue()
-        self._post: Post = lambda request: None
+        self._post: Post = lambda callback: None
 
     def start(self, post: Post, on_open: Callable[[BaseException | None], None]) -> None:
-        """Begins to load.
+        """Starts to load the engine.
 
-        post:    hands a function to the front end's thread
-        on_open: told there that the engine is there, or why it is not
+        post:    runs a callback on the front end's thread
+        on_open: called there with None when the engine is ready, or with what kept it from opening
         """
         self._post = post
         threading.Thread(target=self._run, args=(on_open,), name="cbatch-client", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the driver where its trace has to be written down; else nobody need wait for the step in flight."""
+        """Stops the engine if a trace must be written; otherwise nobody has to wait for the step in flight."""
         if self.engine_thread is not None and self._trace is not None:
             self.engine_thread.close()
 
@@ -88,25 +102,25 @@ class EngineClient:
         self._requests.put(request)
 
     def cancel(self, request: ReplyRequest) -> None:
-        """No event of this request comes any more."""
+        """Stops a request, whose callbacks are not called any more."""
         request.is_cancelled = True
-        if request.ticket is not None and self.engine_thread is not None:
-            self.engine_thread.cancel(request.ticket)
+        if request.handle is not None and self.engine_thread is not None:
+            self.engine_thread.cancel(request.handle)
 
     @property
     def failure(self) -> Exception | None:
-        """Why the engine has failed for good, if it has."""
+        """Why the engine failed for good, if it did."""
         return self.engine_thread.failure if self.engine_thread is not None else None
 
     @property
-    def form(self) -> OutputParser | None:
-        """How answers are to be read; None while that is not known, or where the model takes no messages."""
+    def output_parser(self) -> OutputParser | None:
+        """How to read replies; None while the model loads, or if it has no tokenizer."""
         if self.engine_thread is None or self.engine_thread.engine.tokenizer is None:
             return None
         return self.engine_thread.engine.tokenizer.output_parser
 
     def params(self, params: dict[str, Any]) -> SamplingParams:
-        """The effective sampling parameters of a session; the model's own stand only once it is loaded."""
+        """Effective sampling parameters; the model's own defaults are known only once it is loaded."""
         if self.engine_thread is None:
             return SamplingParams(max_tokens=None).merged(params)
         loaded = self.engine_thread.engine.loaded
@@ -118,7 +132,7 @@ class EngineClient:
             from cbatch.engine import EngineThread
 
             self.engine_thread = EngineThread(engine, self._trace)
-        except BaseException as error:  # a sentence for the user, and the end of the chat; never a thread's traceback
+        except BaseException as error:  # ends the chat with a sentence, not this thread with a traceback
             self._post(partial(on_open, error))
             return
         self._post(partial(on_open, None))
@@ -129,57 +143,57 @@ class EngineClient:
             try:
                 self._submit_to_engine(request, self.engine_thread)
             except RequestError as error:
-                self._refuse(request, error)
-            except Exception as unforeseen:  # one answer that breaks something harms no other
-                self._refuse(request, RequestError("internal_error", f"The message cannot be encoded: {unforeseen!r}"))
+                self._fail(request, error)
+            except Exception as error:  # a message that breaks something must not end the chat
+                self._fail(request, RequestError("internal_error", f"The message cannot be encoded: {error!r}"))
 
     def _submit_to_engine(self, request: ReplyRequest, engine_thread: EngineThread) -> None:
         params = self.params(request.params)
         if request.reply_prefix and params.constraint is not None:
-            raise RequestError("invalid_row", "An answer of a given form cannot be continued; /retry begins it anew.")
+            raise RequestError("invalid_row", "A constrained reply cannot be continued; /retry starts it again.")
         request.grammar = engine_thread.engine.compile(params)
-        prompt_ids, dropped = self._encode(request, engine_thread.engine, params)
-        tokenizer = engine_thread.engine.tokenizer
-        thinks = tokenizer is not None and not request.reply_prefix and tokenizer.opens_thinking(prompt_ids)
-        self._post(partial(_run_unless_cancelled, request, partial(request.on_start, len(prompt_ids), dropped, thinks)))
+        prompt = self._encode(request, engine_thread.engine, params)
+        self._post_unless_cancelled(request, partial(request.on_start, prompt))
 
-        def take(event: TokenEvent) -> None:
-            self._post(partial(_run_unless_cancelled, request, partial(request.on_event, event, time.monotonic())))
+        def on_event(event: TokenEvent) -> None:
+            self._post_unless_cancelled(request, partial(request.on_event, event, time.monotonic()))
 
-        tags = self.form.think_tags or () if self.form is not None else ()
-        request.ticket = engine_thread.submit(prompt_ids, params, take, seed=request.seed, priority=PRIORITY, tags=tags)
-        if request.is_cancelled:  # in the meantime; whoever cancelled it saw no ticket
-            engine_thread.cancel(request.ticket)
+        tags = self.output_parser.think_tags or () if self.output_parser is not None else ()
+        request.handle = engine_thread.submit(
+            prompt.token_ids, params, on_event, seed=request.seed, priority=PRIORITY, tags=tags
+        )
+        if request.is_cancelled:  # before there was a handle to cancel
+            engine_thread.cancel(request.handle)
 
-    def _encode(self, request: ReplyRequest, engine: Engine, params: SamplingParams) -> tuple[list[int], int]:
-        """Token ids of the conversation, and how many of its oldest turns had to go for them to fit."""
+    def _encode(self, request: ReplyRequest, engine: Engine, params: SamplingParams) -> EncodedPrompt:
+        """Drops as few of the oldest turns as necessary, if that is allowed."""
 
-        def encoded(dropped: int) -> list[int]:
-            return encode(engine, request.messages(dropped), request.reply_prefix)
+        def encoded(num_dropped: int) -> list[int]:
+            return encode(engine, request.messages(num_dropped), request.reply_prefix)
 
-        dropped = 0
-        prompt_ids = encoded(0)
+        num_dropped, prompt_ids = 0, encoded(0)
         if request.may_trim and request.history and not _fits(engine, prompt_ids, params):
-            choices = range(1, len(request.history))
-            dropped = 1 + bisect_left(choices, True, key=lambda count: _fits(engine, encoded(count), params))
-            prompt_ids = encoded(dropped)
+            counts = range(1, len(request.history))
+            num_dropped = 1 + bisect_left(counts, True, key=lambda count: _fits(engine, encoded(count), params))
+            prompt_ids = encoded(num_dropped)
         engine.max_new_tokens(prompt_ids, params)
-        return prompt_ids, dropped
+        tokenizer = engine.tokenizer
+        thinks = tokenizer is not None and not request.reply_prefix and tokenizer.opens_thinking(prompt_ids)
+        return EncodedPrompt(prompt_ids, num_dropped, thinks)
 
-    def _refuse(self, request: ReplyRequest, error: RequestError) -> None:
+    def _fail(self, request: ReplyRequest, error: RequestError) -> None:
         event = TokenEvent(None, None, finish_reason="error", error=error)
-        self._post(partial(_run_unless_cancelled, request, partial(request.on_event, event, time.monotonic())))
+        self._post_unless_cancelled(request, partial(request.on_event, event, time.monotonic()))
+
+    def _post_unless_cancelled(self, request: ReplyRequest, callback: Callable[[], None]) -> None:
+        """Checks on the front end's thread, which is the one that cancels."""
+        self._post(lambda: None if request.is_cancelled else callback())
 
 
 def _fits(engine: Engine, prompt_ids: Sequence[int], params: SamplingParams) -> bool:
-    """Whether a prompt leaves room for the answer that is asked for, or for one of a quarter of the context."""
+    """Whether a prompt leaves room for a reply of `max_tokens`, or of a quarter of the context if that is less."""
     quarter = engine.model.max_model_len // 4
     try:
         return engine.limits.sequence.max_new_tokens(len(prompt_ids)) >= min(params.max_tokens or quarter, quarter)
     except RequestError:
         return False
-
-
-def _run_unless_cancelled(request: ReplyRequest, report: Callable[[], None]) -> None:
-    if not request.is_cancelled:
-        report()

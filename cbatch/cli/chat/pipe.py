@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import TextIO
 
 from cbatch.cli.chat.controller import ChatController
-from cbatch.cli.chat.session.session import Reply, Session
+from cbatch.cli.chat.session.reply import Reply
+from cbatch.cli.chat.session.session import Session
 from cbatch.cli.common.console import notice, safe
 from cbatch.cli.common.exits import ReaderGone, RunFailed
 from cbatch.cli.run.input.lines import MAX_LINE_BYTES, Line

@@ -17,10 +17,11 @@ from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.chat.engine_client import EngineClient
 from cbatch.cli.chat.session.export import append_row, from_result, to_row
-from cbatch.cli.chat.session.session import Reply, Session, Turn
+from cbatch.cli.chat.session.reply import Reply
+from cbatch.cli.chat.session.session import Session, Turn
 from cbatch.cli.chat.session.session_file import read_session
 from cbatch.cli.chat.session.store import SessionStore
-from cbatch.cli.chat.tui.status import Status
+from cbatch.cli.chat.stats import ChatStats
 from cbatch.cli.chat.tui.transcript import Transcript
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.main import run_command
@@ -165,7 +166,7 @@ def test_retry_keeps_the_answer_before(harness: ChatHarness) -> None:
     assert reply_of(session).text == texts[2], "stopped before its first token, it is no answer"
     controller.pick(session, 0)
     assert reply_of(session).text == first
-    with pytest.raises(UserError, match="answers 0 to 4"):
+    with pytest.raises(UserError, match="replies 0 to 4"):
         controller.pick(session, 5)
 
 
@@ -211,7 +212,7 @@ def test_a_refused_command_stops_nothing(harness: ChatHarness) -> None:
     for action in (lambda: controller.continue_reply(session), lambda: controller.trim(session, None)):
         with pytest.raises(UserError):
             action()
-    with pytest.raises(UserError, match="answers 0 to 0"):
+    with pytest.raises(UserError, match="replies 0 to 0"):
         controller.pick(controller.current, 3)
     assert controller.current.is_busy
     controller.end_all()
@@ -234,7 +235,7 @@ def test_an_engine_that_fails_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     reply = reply_of(controller.current)
     assert "device lost" in reply.error and "/load opens it" in reply.remark
     assert controller.current.queue == ["Hello."]
-    assert Status(controller, BackgroundRun()).lines() == ["the engine has failed: device lost"]
+    assert ChatStats(controller).lines() == ["the engine has failed: device lost"]
     harness.client.engine_thread.close()
     harness.client.engine_thread.engine.close()
 
@@ -308,7 +309,7 @@ def test_what_waits_is_said_in_order_and_can_be_taken_back(harness: ChatHarness)
         lambda: controller.continue_reply(session),
         lambda: controller.trim(session, None),
     ):
-        with pytest.raises(UserError, match="waits for its turn"):
+        with pytest.raises(UserError, match="still queued"):
             action()
     assert session.is_busy, "a command that is refused stops nothing"
     assert controller.undo(session) == "Hello."
@@ -317,7 +318,7 @@ def test_what_waits_is_said_in_order_and_can_be_taken_back(harness: ChatHarness)
     harness.settle(controller)
     assert [turn.text for turn in session.turns] == ["Tell me a story.", "Spell the word lamp."]
     assert reply_of(session).text == "l-a-m-p"
-    with pytest.raises(UserError, match="has gone on"):
+    with pytest.raises(UserError, match="moved on"):
         controller.replace(session, session.turns[0], "Hello.")
     controller.replace(session, session.turns[1], "Spell the word tree.")
     harness.settle(controller)
@@ -350,7 +351,7 @@ def test_auto_trim_goes_on_for_ever(harness: ChatHarness) -> None:
         harness.ask(controller, f"{number} " + "word " * 150)
         assert reply_of(controller.current).state in ("stop", "length")
     notes = [item.text for item in controller.current.items if not isinstance(item, Turn)]
-    assert notes and all("left out from here on" in note for note in notes)
+    assert notes and all("no longer sees" in note for note in notes)
     harness.ask(controller, "word " * 1500)
     assert reply_of(controller.current).code == "prompt_too_long", "one message that is too long stays an error"
 

@@ -15,9 +15,11 @@ from prompt_toolkit.utils import get_cwidth
 
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.controller import ChatController
-from cbatch.cli.chat.session.session import Notice, Reply, Session, Turn
+from cbatch.cli.chat.session.reply import Reply
+from cbatch.cli.chat.session.session import Notice, Session, Turn
+from cbatch.cli.chat.stats import ChatStats
 from cbatch.cli.chat.tui.markup import StyledLine, TextLayout, wrap_plain
-from cbatch.cli.chat.tui.status import Status
+from cbatch.cli.chat.tui.status_bar import StatusBar
 from cbatch.cli.chat.tui.transcript import Transcript, visible
 
 TEXT = st.text(st.one_of(st.characters(), st.sampled_from("  \n\n`*-#> \x1b\r\t日本👍\u200d\u0301")), max_size=200)
@@ -117,7 +119,7 @@ def test_the_bar_fits_and_shows_the_current_session(width: int, count: int) -> N
 
 
 def status_bar(controller: ChatController, background: BackgroundRun, width: int) -> StyledLine:
-    return Status(controller, background).bar(width)
+    return StatusBar(controller, ChatStats(controller), background).render(width)
 
 
 def test_notes_stand_together_and_turns_apart() -> None:

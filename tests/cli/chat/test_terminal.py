@@ -55,7 +55,7 @@ def test_typing_while_an_answer_streams(runs: ForkServer, tmp_path: Path) -> Non
         chat.wait(sentence)
         assert "[1 main…]" in chat.bar, "the answer ended before the typing did"
         chat.send("\x03")
-        chat.wait("stopped; /continue goes on")
+        chat.wait("stopped; /continue resumes it")
         chat.settle()
         before = chat.lines
         chat.send("\x0c")
@@ -90,7 +90,7 @@ def test_ctrl_c_and_ctrl_d(runs: ForkServer, tmp_path: Path) -> None:
         chat.ask_for_long()
         chat.send("a few words")
         chat.send("\x03")
-        chat.wait("stopped; /continue goes on", "main> a few words", gone="running")
+        chat.wait("stopped; /continue resumes it", "main> a few words", gone="running")
         chat.send("\x03")
         chat.wait("main>", gone="a few words")
         assert chat.leave() == 0

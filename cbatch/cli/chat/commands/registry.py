@@ -11,7 +11,7 @@ from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.chat.session.session import Session
 from cbatch.cli.chat.session.store import SavedSession, SessionStore
-from cbatch.cli.chat.tui.status import Status
+from cbatch.cli.chat.stats import ChatStats
 from cbatch.cli.common.exits import UserError
 
 
@@ -39,7 +39,7 @@ class CommandContext:
     controller: ChatController
     ui: CommandUI
     background: BackgroundRun
-    status: Status
+    stats: ChatStats
     store: SessionStore
     listed_sessions: list[SavedSession] = field(default_factory=list)
 

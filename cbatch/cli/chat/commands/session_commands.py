@@ -196,7 +196,7 @@ def do_set(context: CommandContext, text: str) -> None:
 @command("stats")
 def do_stats(context: CommandContext, _: str) -> None:
     """what the engine does"""
-    context.show(*context.status.lines())
+    context.show(*context.stats.lines())
 
 
 @command("exit")

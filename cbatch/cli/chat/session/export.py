@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.cli.chat.session.prompt import as_plain_text
-from cbatch.cli.chat.session.session import Reply, ReplyState, Session
+from cbatch.cli.chat.session.reply import Reply, ReplyState
+from cbatch.cli.chat.session.session import Session
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.run.input.jsonl import format_row, parse_json_object, parse_line
 from cbatch.cli.run.input.lines import Line, read_lines

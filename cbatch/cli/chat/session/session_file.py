@@ -1,4 +1,4 @@
-"""A session as JSON, and back again from a file that anybody may have written."""
+"""A session as JSON, and back from a file that anybody may have written."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.cli.chat.session.files import read_text
-from cbatch.cli.chat.session.session import FINAL_STATES, Reply, Session, Turn, finished_copy, unanswered_turn
+from cbatch.cli.chat.session.reply import FINAL_STATES, Reply
+from cbatch.cli.chat.session.session import Session, Turn, unanswered_turn
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.run.input.jsonl import parse_json_object
 from cbatch.engine import RequestError, SamplingParams
 
 VERSION = 1
 MAX_BYTES = 256 * 2**20
-KEPT = {"text": str, "seed": int, "params": dict, "error": str, "code": str, "remark": str}
-"""Of an answer, beside its state."""
-OF_THINKING = {"reasoning": str, "raw": str, "is_thinking": bool}
-"""The same, of a model that thinks; not there in other answers."""
+REPLY_FIELDS = {"text": str, "seed": int, "params": dict, "error": str, "code": str, "remark": str}
+"""Fields of `Reply` that are saved beside its state, under the same names."""
+THINKING_FIELDS = {"reasoning": str, "raw": str, "is_thinking": bool}
+"""Saved as well if the model used think tags."""
 
 
 def to_json(session: Session) -> dict[str, Any]:
@@ -32,12 +33,7 @@ def to_json(session: Session) -> dict[str, Any]:
             {
                 "user": turn.text,
                 "chosen": turn.chosen,
-                "answers": [
-                    {name: getattr(reply, name) for name in KEPT}
-                    | {name: getattr(reply, name) for name in OF_THINKING if reply.raw}
-                    | {"state": reply.state}
-                    for reply in map(finished_copy, turn.replies)
-                ],
+                "answers": [_reply_fields(reply.finished_copy()) for reply in turn.replies],
             }
             for turn in [*session.turns, *(unanswered_turn(text) for text in session.queue)]
         ],
@@ -45,7 +41,7 @@ def to_json(session: Session) -> dict[str, Any]:
 
 
 def read_session(path: Path) -> Session:
-    """Reads what `SessionStore.save` has written. Raises UserError that says what is wrong with the file."""
+    """Reads a file that `SessionStore` wrote. Raises UserError that says what is wrong with the file."""
     try:
         fields = parse_json_object(read_text(path, MAX_BYTES), str(path), "a saved session")
     except RequestError as error:
@@ -60,16 +56,21 @@ def read_session(path: Path) -> Session:
         raise UserError(f"{path} is damaged: {error!r}.") from error
 
 
+def _reply_fields(reply: Reply) -> dict[str, Any]:
+    names = (*REPLY_FIELDS, *(THINKING_FIELDS if reply.raw else ()), "state")
+    return {name: getattr(reply, name) for name in names}
+
+
 def _from_json(fields: dict[str, Any]) -> Session:
     session = Session(
         _typed(fields["name"], str),
         system=_typed(fields["system"], str | None),
         params=_params(fields["params"]),
-        prelude=[_checked_message(message) for message in fields["prelude"]],
+        prelude=[_message(message) for message in fields["prelude"]],
         attempts=_typed(fields["attempts"], int) % 2**32,
     )
     for turn in fields["turns"]:
-        replies = [_answer(reply) for reply in turn["answers"]]
+        replies = [_reply(reply) for reply in turn["answers"]]
         chosen = _typed(turn["chosen"], int)
         if not 0 <= chosen < max(len(replies), 1):
             raise IndexError(f"answer {chosen} of {len(replies)}")
@@ -78,16 +79,16 @@ def _from_json(fields: dict[str, Any]) -> Session:
     return session
 
 
-def _answer(fields: dict[str, Any]) -> Reply:
+def _reply(fields: dict[str, Any]) -> Reply:
     if fields["state"] not in FINAL_STATES:
         raise TypeError(f"state {fields['state']!r}")
-    kept = {name: _typed(fields[name], kind) for name, kind in KEPT.items()}
-    kept |= {name: _typed(fields[name], kind) for name, kind in OF_THINKING.items() if name in fields}
-    return Reply(state=fields["state"], **kept | {"params": _params(fields["params"])})
+    values = {name: _typed(fields[name], kind) for name, kind in REPLY_FIELDS.items()}
+    values |= {name: _typed(fields[name], kind) for name, kind in THINKING_FIELDS.items() if name in fields}
+    return Reply(state=fields["state"], **values | {"params": _params(fields["params"])})
 
 
 def _params(value: Any) -> dict[str, Any]:
-    """Sampling parameters of a session or an answer; the seed is not among them."""
+    """Sampling parameters of a session or a reply; the seed is stored apart."""
     params: dict[str, Any] = _typed(value, dict)
     SamplingParams().merged(params)
     if "seed" in params:
@@ -95,7 +96,7 @@ def _params(value: Any) -> dict[str, Any]:
     return params
 
 
-def _checked_message(message: Any) -> dict[str, Any]:
+def _message(message: Any) -> dict[str, Any]:
     return {"role": _typed(message["role"], str), "content": _typed(message["content"], str)}
 
 

@@ -7,7 +7,8 @@ from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from cbatch.cli.chat.session.session import Notice, Reply, Session, Turn
+from cbatch.cli.chat.session.reply import Reply
+from cbatch.cli.chat.session.session import Notice, Session, Turn
 from cbatch.cli.chat.tui.markup import StyledLine, TextLayout, side_by_side
 from cbatch.cli.chat.tui.markup import wrap_plain as laid_out
 from cbatch.cli.common.console import safe
@@ -83,7 +84,7 @@ class Transcript:
         if lines and reply.text:
             lines.append([])
         lines += known[2].lines(reply.text)
-        if reply.state == "asked":
+        if reply.state == "waiting":
             lines.append([("class:note", "…")])
         if reply.error:
             lines += wrap_plain(reply.error, width, "class:error")

@@ -30,12 +30,14 @@ from cbatch.cli.chat.callback_queue import CallbackQueue
 from cbatch.cli.chat.commands.completion import CommandCompleter
 from cbatch.cli.chat.commands.registry import CommandContext, execute_command
 from cbatch.cli.chat.controller import ChatController
-from cbatch.cli.chat.session.session import Notice, Reply, Session
+from cbatch.cli.chat.session.reply import Reply
+from cbatch.cli.chat.session.session import Notice, Session
 from cbatch.cli.chat.session.store import SessionStore
+from cbatch.cli.chat.stats import ChatStats
 from cbatch.cli.chat.tui.editor import Editor
 from cbatch.cli.chat.tui.key_bindings import make_key_bindings
 from cbatch.cli.chat.tui.output_capture import capture_output
-from cbatch.cli.chat.tui.status import Status
+from cbatch.cli.chat.tui.status_bar import StatusBar
 from cbatch.cli.chat.tui.transcript_view import TranscriptView
 from cbatch.cli.common.console import safe, without_bidi
 from cbatch.cli.common.exits import Interrupted
@@ -77,8 +79,9 @@ class Terminal:
         controller.on_token = self._on_token
         self._callbacks = CallbackQueue()
         self.background = BackgroundRun()
-        self.status = Status(controller, self.background)
-        self._context = CommandContext(controller, self, self.background, self.status, store)
+        self.stats = ChatStats(controller)
+        self._status_bar = StatusBar(controller, self.stats, self.background)
+        self._context = CommandContext(controller, self, self.background, self.stats, store)
         self._captured_lines: deque[str] = deque(maxlen=50)
         self._store = store
         self._editor = Editor()
@@ -128,14 +131,14 @@ class Terminal:
 
     def _on_open(self, error: BaseException | None) -> None:
         """The engine is there, or will not be."""
-        self.status.loading = ""
+        self.stats.loading = ""
         if error is not None and self._app is not None and not self._app.is_done:
             self._app.exit(exception=error)
 
     def _on_token(self, session: Session, reply: Reply, text: str) -> None:
         """A token has come; how long it takes to the screen is measured where it is seen there."""
         if reply.num_tokens == 1:
-            self.status.count_first_token(reply.last_token_at - reply.requested_at)
+            self.stats.count_first_token(reply.last_token_at - reply.requested_at)
         if session is self.controller.current and text:
             self._undrawn_token_times.append(reply.last_token_at)
 
@@ -245,11 +248,11 @@ class Terminal:
             self.controller.client.start(self._callbacks.put, self._on_open)
         now = time.monotonic()
         for when in self._undrawn_token_times:
-            self.status.count_delay(now - when)
+            self.stats.count_delay(now - when)
         self._undrawn_token_times.clear()
 
     def _before_render(self) -> None:
-        self.status.tick()
+        self.stats.tick()
         now = time.monotonic()
         if now - self._autosaved_at > AUTOSAVE_SECONDS:
             self._autosaved_at = now
@@ -261,7 +264,7 @@ class Terminal:
 
     def _bar(self) -> StyleAndTextTuples:
         assert self._app is not None
-        return [*self.status.bar(self._app.output.get_size().columns)]
+        return [*self._status_bar.render(self._app.output.get_size().columns)]
 
     def _on_output_line(self, line: str) -> None:
         """A line that something printed: of this program it is a note, others are shown when loading fails."""
@@ -270,8 +273,8 @@ class Terminal:
             self.controller.current.add_notice(text)
         else:
             self._captured_lines.append(line)
-            if self.status.loading:
-                self.status.loading = f"loading the model: {line.strip()}"
+            if self.stats.loading:
+                self.stats.loading = f"loading the model: {line.strip()}"
 
     def _accept(self, buffer: Buffer) -> bool:
         """Does what was typed, and has the input line cleared."""

@@ -1,0 +1,91 @@
+"""What `/stats` shows: the engine's speed and load, and how fast replies reach the screen."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from cbatch.cli.chat.controller import ChatController
+from cbatch.cli.chat.session.reply import Reply
+from cbatch.cli.common.loading import describe
+
+SPEED_SECONDS = 3.0
+"""Time over which the speed is measured."""
+
+
+class ChatStats:
+    """Measures a chat. `tick` is to be called several times a second."""
+
+    def __init__(self, controller: ChatController) -> None:
+        self._controller = controller
+        self._counts: deque[tuple[float, int]] = deque()
+        self._first_tokens: deque[float] = deque(maxlen=1000)
+        self._delays: deque[float] = deque(maxlen=10_000)
+        self.loading = "loading the model"
+        """How far loading is; shown until the engine is ready."""
+
+    def tick(self) -> None:
+        if (engine_thread := self._controller.client.engine_thread) is not None:
+            now = time.monotonic()
+            self._counts.append((now, engine_thread.num_tokens))
+            while now - self._counts[0][0] > SPEED_SECONDS:
+                self._counts.popleft()
+
+    def count_first_token(self, seconds: float) -> None:
+        """Records the time from a message to the first token of its reply."""
+        self._first_tokens.append(seconds)
+
+    def count_delay(self, seconds: float) -> None:
+        """Records the time from a token in the engine to its text on the screen."""
+        self._delays.append(seconds)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Speed of the engine over the last seconds, all requests together."""
+        if len(self._counts) < 2:
+            return 0.0
+        (start, before), (end, after) = self._counts[0], self._counts[-1]
+        return (after - before) / (end - start) if end > start else 0.0
+
+    def lines(self) -> list[str]:
+        """What `/stats` shows."""
+        engine_thread = self._controller.client.engine_thread
+        if engine_thread is None:
+            return [self.loading]
+        if engine_thread.failure is not None:
+            return [f"the engine has failed: {engine_thread.failure}"]
+        stats, shown = engine_thread.engine.stats(), describe(engine_thread.engine)
+        hits = stats.num_cached_tokens / max(stats.num_prompt_tokens, 1)
+        lines = [
+            *(f"{name}: {shown[name]}" for name in ("model", "parameters", "context", "KV cache", "batch")),
+            f"now: {stats.num_running} running, {stats.num_waiting} waiting, {self.tokens_per_s:,.0f} tokens/s, "
+            f"KV cache {stats.cache_used:.0%} used",
+            f"so far: {engine_thread.num_tokens:,} tokens in {stats.num_steps:,} steps, "
+            f"{stats.num_preemptions:,} preemptions",
+            f"prefix cache: {stats.num_cached_tokens:,} of {stats.num_prompt_tokens:,} prompt tokens "
+            f"were cached ({hits:.0%})",
+        ]
+        last = self._controller.current.last
+        if last is not None and last.reply is not None and last.reply.first_token_at is not None:
+            lines.append(f"last reply here: {_timing(last.reply)}")
+        if self._first_tokens:
+            lines.append(f"time to first token: {_percentiles(self._first_tokens)}")
+        if self._delays:
+            lines.append(f"from engine to screen: {_percentiles(self._delays)}, over {len(self._delays):,} tokens")
+        return lines
+
+
+def _timing(reply: Reply) -> str:
+    """Tokens and times of a reply; its speed counts from its first token on."""
+    assert reply.first_token_at is not None
+    seconds, tokens = reply.last_token_at - reply.first_token_at, reply.num_tokens
+    speed = f", then {(tokens - 1) / seconds:,.0f} tokens/s" if seconds > 0 else ""
+    first = 1000 * (reply.first_token_at - reply.requested_at)
+    prompt = f"{reply.prompt_tokens:,} prompt tokens, {reply.cached_tokens:,} of them cached"
+    return f"{tokens:,} tokens, the first after {first:,.0f} ms{speed}; {prompt}"
+
+
+def _percentiles(seconds: deque[float]) -> str:
+    ordered = sorted(seconds)
+    ranks = ((rank, ordered[min(len(ordered) * rank // 100, len(ordered) - 1)]) for rank in (50, 90, 99))
+    return ", ".join(f"p{rank} {1000 * value:,.0f} ms" for rank, value in ranks)

@@ -1,0 +1,82 @@
+"""The line between transcript and input: the sessions on the left, the engine on the right."""
+
+from __future__ import annotations
+
+from prompt_toolkit.utils import get_cwidth
+
+from cbatch.cli.chat.background_run import BackgroundRun
+from cbatch.cli.chat.controller import ChatController
+from cbatch.cli.chat.session.session import Session
+from cbatch.cli.chat.stats import ChatStats
+from cbatch.cli.chat.tui.markup import Fragment
+from cbatch.cli.common.console import safe
+
+
+class StatusBar:
+    """Renders the bar anew whenever the screen is drawn."""
+
+    def __init__(self, controller: ChatController, stats: ChatStats, background: BackgroundRun) -> None:
+        self._controller, self._stats, self._background = controller, stats, background
+
+    def render(self, width: int) -> list[Fragment]:
+        """The bar for a screen of `width` cells."""
+        right = self._engine()
+        if get_cwidth(right) > width // 2:
+            right = _cut(right, width // 2)
+        left = self._sessions(width - get_cwidth(right) - 1)
+        used = sum(get_cwidth(text) for _, text in left)
+        return [*left, ("class:bar", " " * max(width - used - get_cwidth(right), 0)), ("class:bar", right)]
+
+    def _engine(self) -> str:
+        engine_thread = self._controller.client.engine_thread
+        if engine_thread is None:
+            return f" {safe(self._stats.loading)} "
+        if engine_thread.failure is not None:
+            return " the engine has failed "
+        if self._background.progress:
+            return f" {self._background.progress} "
+        load = engine_thread.engine.stats()
+        if not (load.num_running or load.num_waiting):
+            return f" {safe(engine_thread.engine.loaded.name)} "
+        waiting = f", {load.num_waiting} waiting" if load.num_waiting else ""
+        speed = f"{self._stats.tokens_per_s:,.0f} tok/s"
+        return f" {load.num_running} running{waiting}, {speed}, KV {load.cache_used:.0%} "
+
+    def _sessions(self, width: int) -> list[Fragment]:
+        """The session names with their marks; if not all fit, those around the current one."""
+        sessions, current = self._controller.sessions, self._controller.current
+        labels = [_label(number, session, is_current=session is current) for number, session in enumerate(sessions, 1)]
+        sizes = [get_cwidth(label) for label in labels]
+        place = first = last = sessions.index(current)
+        used = sizes[place]
+        while True:
+            if last + 1 < len(labels) and used + sizes[last + 1] <= width - 4:
+                last += 1
+                used += sizes[last]
+            elif first > 0 and used + sizes[first - 1] <= width - 4:
+                first -= 1
+                used += sizes[first]
+            else:
+                break
+        before, after = "< " if first else "", " >" if last + 1 < len(labels) else ""
+        if used + len(before) + len(after) > width:
+            return [("class:bar.current", _cut(labels[place], width))]
+        shown = [
+            ("class:bar.current" if index == place else "class:bar", labels[index]) for index in range(first, last + 1)
+        ]
+        return [("class:bar", before), *shown, ("class:bar", after)]
+
+
+def _label(number: int, session: Session, *, is_current: bool) -> str:
+    """` 1 main… ` while a reply is on its way, ` 1 main* ` if something is unread, `[1 main]` if it is current."""
+    mark = "…" if session.is_busy else "*" if session.is_unread else ""
+    label = f"{number} {safe(session.name)}{mark}"
+    return f"[{label}]" if is_current else f" {label} "
+
+
+def _cut(text: str, width: int) -> str:
+    """As much of a text as fits into `width` cells."""
+    text = text[: max(width, 0)]
+    while get_cwidth(text) > max(width, 0):
+        text = text[:-1]
+    return text
