@@ -1,4 +1,4 @@
-"""A batch from its options: what `cbatch run` does once an engine is there, and `/run` under a chat."""
+"""Runs a batch on an engine that is loaded: for `cbatch run`, and for `/run` in a chat."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from cbatch.cli.run.stats import RunStats
 from cbatch.engine import FIXED_DATE, ConfigError, Engine, EngineThread
 
 ProgressState = Callable[[], tuple[int, str]]
-"""How many rows are done, and what is to stand behind that in a display."""
+"""Returns the number of rows that are done, and the text that follows it in a display."""
 
 
 class Display(Protocol):
-    """Shows how far a run is; used as a context while it goes on."""
+    """Shows the progress of a run; used as a context."""
 
     def tick(self) -> None: ...
 
@@ -36,7 +36,7 @@ class Display(Protocol):
 
 
 class DisplayFactory(Protocol):
-    """Makes a display; see `screen.Progress`."""
+    """Makes a display; see `console.Progress`."""
 
     def __call__(self, total: int | None, *, quiet: bool, state: ProgressState) -> Display: ...
 
@@ -51,9 +51,9 @@ def run_batch(
     progress: DisplayFactory,
     while_running: Callable[[Pipeline], AbstractContextManager[object]],
 ) -> None:
-    """Runs every row of `source`, and tells on stderr what came of them. Raises as `Pipeline.run` does.
+    """Runs every row of `source`, and prints a summary on stderr. Raises as `Pipeline.run` does.
 
-    while_running: a context for the time in which the batch may be interrupted
+    while_running: a context for the time in which the run may be interrupted
     """
     engine, quiet = engine_thread.engine, options.quiet
     total = count_lines(options)
@@ -83,7 +83,7 @@ def run_batch(
 
 
 def make_request_builder(engine: Engine, options: RunOptions) -> RequestBuilder:
-    """What makes jobs of lines, as the options say."""
+    """A RequestBuilder with the options of the run."""
     given = options.sampling.params
     row_options = RowOptions(
         params=engine.loaded.defaults.merged(given),
@@ -103,7 +103,7 @@ def make_request_builder(engine: Engine, options: RunOptions) -> RequestBuilder:
 def _start_file(
     output: FileWriter, options: RunOptions, source: IO[bytes], builder: RequestBuilder, progress: DisplayFactory
 ) -> tuple[LineSource, ResumePlan]:
-    """Makes the file ready for this run's rows. Returns the input from its beginning, and what is done of it."""
+    """Prepares the output file for this run. Returns the input, at its beginning, and the rows that are kept."""
     if not (options.resume and output.has_content):
         output.start(Journal())
         return source, ResumePlan()
@@ -122,7 +122,7 @@ def _start_file(
     if not done.fits and not options.recompute_changed:
         raise ConfigError(
             f"{options.output} holds rows that do not fit this run: {done}. The file is left as it is. "
-            "--recompute-changed runs changed rows again and drops those without a line; --overwrite starts anew."
+            "--recompute-changed runs changed rows again and drops those without a line; --overwrite starts again."
         )
     output.start(journal)
     if not done.fits:
@@ -134,10 +134,10 @@ def _start_file(
 
 
 def _progress_state(stats: RunStats, engine_thread: EngineThread, total: int | None) -> tuple[int, str]:
-    """How many rows are done, and what stands behind that in a progress display."""
+    """The number of rows that are done, and the text that follows it in a display."""
     done, now = stats.rows + stats.rows_kept, engine_thread.engine.stats()
     left = stats.seconds_left(total - done) if total else None
-    parts = [  # what matters most comes first: a narrow terminal shows no more
+    parts = [  # the most important part comes first, because a narrow terminal cuts off the rest
         f"{stats.output_tokens / max(stats.running_s, 1e-9):,.0f} tok/s",
         f"{tqdm.format_interval(left)} left" if left is not None else "",
         f"{stats.errors.total():,} errors" if stats.errors else "",

@@ -1,4 +1,4 @@
-"""`cbatch run --check`: what a file of prompts holds and needs, without running it."""
+"""`cbatch run --check`: reports what an input holds and needs, without running it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from cbatch.engine import Engine, RequestError
 
 MAX_SHOWN = 20
 MAX_BLOCKS = 1_000_000
-"""Beginnings of prompts that are remembered at most: some 100 MiB."""
+"""Most prompt prefixes that are remembered; they take some 100 MiB."""
 
 
 class InputCheck:
-    """Reads and tokenizes rows, and counts what there is to know before a night is spent on them."""
+    """Reads and tokenizes rows, and counts errors, tokens and shared prefixes."""
 
     def __init__(self, engine: Engine, builder: RequestBuilder) -> None:
         self._engine = engine
@@ -31,14 +31,14 @@ class InputCheck:
         self._shared_tokens = 0
 
     def run(self, lines: Iterator[Line], on_progress: Callable[[], None]) -> dict[str, Any]:
-        """The report, for all lines."""
+        """Checks all lines and returns the report."""
         for line in lines:
             self.rows += 1
-            self._take(line)
+            self._check_line(line)
             on_progress()
         return self._report()
 
-    def _take(self, line: Line) -> None:
+    def _check_line(self, line: Line) -> None:
         request = self._builder.build(line)
         prompt_ids = self._builder.encode(request)
         if prompt_ids is not None:
@@ -59,7 +59,7 @@ class InputCheck:
             self._shown += [shown] if len(self._shown) < MAX_SHOWN else []
 
     def _count_shared(self, prompt_ids: list[int]) -> int:
-        """Tokens at the beginning of a prompt, in whole blocks, with which an earlier prompt began as well."""
+        """Number of tokens at the beginning of a prompt that an earlier prompt shares, in whole blocks."""
         size = self._engine.limits.block_size
         shared, before = 0, 0
         for start in range(0, len(prompt_ids) - size + 1, size):
@@ -96,7 +96,7 @@ class InputCheck:
 
 
 def _spread(values: array[int]) -> dict[str, float | None]:
-    """Total, least, most and percentiles of whole numbers."""
+    """Total, minimum, maximum and percentiles of whole numbers."""
     import numpy as np
 
     ranks = (0, 50, 90, 99, 100)

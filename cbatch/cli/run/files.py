@@ -1,4 +1,4 @@
-"""The two ends of a batch, opened and checked before a model is loaded for it: what is read, what is written."""
+"""Opens and checks the files of a run, before a model is loaded for it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def open_input(options: RunOptions) -> IO[bytes]:
 
 
 def count_lines(options: RunOptions) -> int | None:
-    """Lines of the input, for the progress display, where there is one and they can be known beforehand."""
+    """Number of lines of the input, for the progress display; None without a display, or if the input is a stream."""
     path = Path(options.input)
     if options.quiet or options.input == "-" or not path.is_file():
         return None
@@ -46,13 +46,13 @@ def count_lines(options: RunOptions) -> int | None:
 
 @contextmanager
 def open_output(options: RunOptions, source: IO[bytes]) -> Iterator[RowWriter]:
-    """The output, for as long as rows are written; one with rows in it only where the options say what becomes of them.
+    """Opens the output. One that has rows is refused unless the options say what to do with them.
 
-    What is no regular file (a pipe, a device) is treated as stdout is.
+    Anything but a regular file (a pipe, a device) is treated like stdout.
     """
     try:
-        opened = _opened(options, source)
-    except (OSError, RuntimeError) as error:  # RuntimeError: links that lead in a circle
+        opened = _open_writer(options, source)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symlinks
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"Cannot write {options.output}: {reason}.") from error
     with opened as output:
@@ -61,7 +61,7 @@ def open_output(options: RunOptions, source: IO[bytes]) -> Iterator[RowWriter]:
         yield output
 
 
-def _opened(options: RunOptions, source: IO[bytes]) -> RowWriter:
+def _open_writer(options: RunOptions, source: IO[bytes]) -> RowWriter:
     from cbatch.cli.run.output.writer import FileWriter, StreamWriter
 
     name, path = options.output, Path(options.output)
@@ -70,7 +70,7 @@ def _opened(options: RunOptions, source: IO[bytes]) -> RowWriter:
         raise ConfigError(f"Cannot write {name!r}: a file is needed.")
     if name == "-" or (path.exists() and not path.is_file()):
         if options.resume:
-            raise ConfigError("--resume needs an output file (-o FILE): what went down a pipe cannot be read again.")
+            raise ConfigError("--resume needs an output file (-o FILE): a pipe cannot be read again.")
         if name == "-" and sys.stdout is None:
             raise ConfigError("There is no output: stdout is closed.")
         stream = os.fdopen(sys.stdout.fileno(), "wb", 0, closefd=False) if name == "-" else path.open("wb", 0)
@@ -88,7 +88,7 @@ def _check_not_input(source: IO[bytes], target: os.stat_result, name: str) -> No
 
 @contextmanager
 def stats_file(options: RunOptions, stats: RunStats) -> Iterator[None]:
-    """Writes the figures to a file at the end, whatever that is. That it can be written is tried at the start."""
+    """Writes the statistics of a run to the file of --stats, however it ends. Tries at the start that it can."""
     name = options.stats
     try:
         if name is not None:

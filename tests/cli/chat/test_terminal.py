@@ -132,7 +132,7 @@ def test_a_batch_runs_under_a_live_chat(runs: ForkServer, tmp_path: Path) -> Non
         assert re.search(r"run \d+/24", chat.bar), "the answer came after the batch"
         chat.wait("24 rows ok, 0 failed")
         chat.say(f"/run {source} -o {out}")
-        chat.wait("exists and is not empty; --resume goes on with it")
+        chat.wait("exists and is not empty; --resume continues it")
         assert chat.leave() == 0
     assert out.read_bytes() == alone.read_bytes()
 

@@ -93,7 +93,7 @@ def test_resume_starts_a_file_that_is_not_there(case: Case) -> None:
 def test_content_is_refused_without_resume(done: Case, capfd: pytest.CaptureFixture[str]) -> None:
     """Guards last night's results."""
     before = done.out.read_bytes()
-    assert done.run() == 2 and "--resume goes on with it" in capfd.readouterr().err
+    assert done.run() == 2 and "--resume continues it" in capfd.readouterr().err
     assert done.out.read_bytes() == before
     assert done.run("--overwrite") == 1 and done.kept() == 0 and done.out.read_bytes() == before
 
@@ -161,7 +161,7 @@ CHANGES: dict[Callable[[Case, Path], list[str]], str] = {
     changed_input: "1 made with another input, or another --system, --raw or --format (first: line 1)",
     changed_column: "1 made with another input, or another --system, --raw or --format (first: line 5)",
     changed_bad_line: "1 made with another input, or another --system, --raw or --format (first: line 4)",
-    mended_line: "1 made with a line that was refused and no longer is, or the other way round",
+    mended_line: "1 made with a line that was refused then and is accepted now, or the other way round",
     changed_sampling: "1 made with other sampling parameters",
     shorter: "2 for lines that the input does not have (first: line 5)",
     shifted: "1 for lines that the input does not have (first: line 1)",
@@ -276,10 +276,10 @@ def test_what_somebody_else_writes_to_the_file_is_noticed(
 
     with monkeypatch.context() as patch:
         patch.setattr(FileWriter, "finish", meddled)
-        assert case.run() == 3 and "Something else wrote to" in capfd.readouterr().err
+        assert case.run() == 3 and "Another process wrote to" in capfd.readouterr().err
         assert len(case.out.read_bytes().splitlines()) == 7
         patch.setattr(FileWriter, "finish", taken_away)
-        assert case.run("--overwrite") == 3 and "was taken away" in capfd.readouterr().err
+        assert case.run("--overwrite") == 3 and "was removed or replaced" in capfd.readouterr().err
 
 
 def test_the_file_for_ordering_touches_nothing_of_others(case: Case, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from cbatch.engine import SamplingParams
 MAKER = KeyMaker("model")
 
 
-def key(name: str = "a", asked: str = "hi", seed: int = 0) -> str:
-    return MAKER.for_row(InputRow(0, id=name), asked, canonical_params(SamplingParams()), seed)
+def key(name: str = "a", prompt: str = "hi", seed: int = 0) -> str:
+    return MAKER.for_row(InputRow(0, id=name), prompt, canonical_params(SamplingParams()), seed)
 
 
 def test_rows_do_not_share_a_key() -> None:
@@ -40,7 +40,7 @@ def test_what_differs_is_named() -> None:
     assert "another model" in explain_difference(key(), other)
     assert (
         "another input"
-        in explain_difference(key(), key(asked="ho"))
+        in explain_difference(key(), key(prompt="ho"))
         == explain_difference(refused, MAKER.for_invalid_line(Line(0, b"[")))
     )
     assert "another seed" in explain_difference(key(), key(seed=1))

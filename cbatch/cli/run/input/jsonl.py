@@ -1,11 +1,11 @@
-"""A line of input becomes a row or a clear error; a row of output becomes a line."""
+"""Turns a line of input into a row or a clear error, and a row of output into a line."""
 
 from __future__ import annotations
 
 import json
-import math
-from typing import Any, NoReturn
+from typing import Any
 
+from cbatch.cli.common.strict_json import json_type, parse_json_object
 from cbatch.cli.run.input import openai_batch
 from cbatch.cli.run.input.lines import MAX_LINE_BYTES, Line
 from cbatch.cli.run.input.row import (
@@ -19,22 +19,21 @@ from cbatch.cli.run.input.row import (
     fill_prompt,
     fill_token_ids,
     fill_tools,
-    json_type,
     typed_field,
 )
 from cbatch.engine import PARAM_NAMES, RequestError
 
-MAX_DEPTH = 100
-"""Nesting that no real row has, well inside what Python's own JSON code can write again."""
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 PROMPT_PARSERS = dict(zip(PROMPT_FIELDS, (fill_messages, fill_prompt, fill_token_ids), strict=True))
 KNOWN = frozenset([*PROMPT_PARSERS, *PARAM_NAMES, *ALIASES, "id", "raw", "priority", "tools", "tool_choice"])
 
 
 def parse_line(line: Line, *, is_text: bool = False, allow_unknown: bool = False) -> InputRow:
-    """Reads one line; what is wrong with it stands in the row's `error`, never in an exception.
+    """Reads one line. Does not raise: whatever is wrong with the line is the row's `error`.
 
-    as_text: the line is a prompt, not JSON.
+    is_text:       the line is a prompt instead of JSON
+    allow_unknown: carry misspelt parameters along instead of refusing the row
     """
     row = InputRow(line.index)
     try:
@@ -62,64 +61,8 @@ def _decode(data: bytes, index: int) -> str:
         raise RequestError("invalid_utf8", message) from None
 
 
-def parse_json_object(text: str, where: str, what: str) -> dict[str, Any]:
-    """A JSON object, strictly: no NaN, no overflow, no deep nesting, no lone surrogates.
-
-    Raises RequestError that says where it stands, and what it was to be.
-    """
-    try:
-        value = _DECODER.decode(text)
-    except json.JSONDecodeError as error:
-        raise RequestError("invalid_json", f"{where}, column {error.colno}: {error.msg}") from None
-    except RecursionError:
-        raise RequestError("invalid_json", f"{where}: nested too deeply") from None
-    except ValueError as error:
-        reason = "a number has too many digits" if "digits" in str(error) else str(error)
-        raise RequestError("invalid_json", f"{where}: {reason}") from None
-    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
-        raise RequestError("invalid_json", f"{where}: nested too deeply")
-    if not isinstance(value, dict):
-        raise RequestError("invalid_row", f"{where}: {what} is a JSON object, not {json_type(value)}")
-    return _without_surrogates(value) if "\\ud" in text.lower() else value
-
-
-def _depth(value: Any) -> int:
-    """Levels of lists and objects, counted without recursion."""
-    level, depth = [value], 0
-    while level := [item for item in level if isinstance(item, list | dict)]:
-        depth += 1
-        level = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
-    return depth
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON value")
-
-
-def _finite_float(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"the number {text[:40]} is too large")
-    return value
-
-
-_ENCODER = json.JSONEncoder(ensure_ascii=False)
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite_float)
-
-
-def _without_surrogates(value: Any) -> Any:
-    """Lone surrogates become U+FFFD, in keys and values; `value` is not nested deeply."""
-    if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if isinstance(value, list):
-        return [_without_surrogates(item) for item in value]
-    if isinstance(value, dict):
-        return {_without_surrogates(key): _without_surrogates(item) for key, item in value.items()}
-    return value
-
-
 def _fill(row: InputRow, fields: dict[str, Any], allow_unknown: bool) -> None:
-    """Puts the fields of a JSON object where they belong in the row; what is there of it is true also in an error."""
+    """Sets the row's fields from a JSON object. Those that are set before an error is raised stay valid."""
     if openai_batch.is_request(fields):
         openai_batch.fill(row, fields, allow_unknown=allow_unknown)
         return

@@ -1,4 +1,4 @@
-"""The lines of an input stream, read one at a time, and more than once where that is asked for."""
+"""Reads the lines of an input one at a time, in bounded memory, and a second time if needed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MAX_LINE_BYTES = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One physical line of the input, without its end.
+    """One physical line of the input, without its line end.
 
-    data:   None where it was longer than MAX_LINE_BYTES
-    digest: of a line that was, so that it can be told from another
+    data:   None if the line is longer than MAX_LINE_BYTES
+    digest: hash of such a line, which goes into its key
     """
 
     index: int
@@ -25,15 +25,15 @@ class Line:
 
 
 class LineSource(Protocol):
-    """What lines are read from: a binary file, or a Spool over one."""
+    """A binary file, or a Spool over one."""
 
     def readline(self, limit: int, /) -> bytes: ...
 
 
 class Spool:
-    """A stream that can be read twice: `rewind` starts it again from where it was, once, and at the end of a line.
+    """A stream that can be read twice. `rewind` starts it again; it may be called once, at the end of a line.
 
-    What is read of a pipe before that is kept in a temporary file, which no crash leaves behind.
+    What is read from a pipe before that is kept in an unnamed temporary file, which no crash leaves behind.
     """
 
     def __init__(self, stream: IO[bytes]) -> None:
@@ -60,9 +60,9 @@ class Spool:
 
 
 def read_lines(stream: LineSource) -> Iterator[Line]:
-    """Lines ended by `\\n` only, blank ones left out, a BOM at the start and CRs at the ends removed.
+    """Yields the lines that are not blank, without a BOM at the start and CRs at the ends. Only `\\n` ends a line.
 
-    Reads no more than one line ahead; of a line that is too long it keeps a hash.
+    Reads at most one line ahead.
     """
     index = 0
     limit = MAX_LINE_BYTES + 2  # room for a line end of two bytes
@@ -79,13 +79,13 @@ def read_lines(stream: LineSource) -> Iterator[Line]:
 
 
 def _skip(stream: LineSource, data: bytes) -> bytes:
-    """Reads on to the end of a line that begins with `data`, and returns its hash."""
+    """Reads the rest of a line that begins with `data`, and returns the hash of the whole line."""
     digest = hashlib.blake2b(digest_size=16)
     while not data.endswith(b"\n") and (more := stream.readline(MAX_LINE_BYTES)):
         if len(more) > 2:
             digest.update(data)
             data = more
-        else:  # perhaps no more than the line's end, of which the CR has come already
+        else:  # perhaps only the line end, whose CR was read before
             data += more
     digest.update(data.rstrip(b"\r\n"))
     return digest.digest()

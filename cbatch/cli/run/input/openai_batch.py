@@ -1,12 +1,13 @@
-"""Rows in the form of the OpenAI Batch API: its request lines in, its result lines out.
+"""The OpenAI Batch API's form of rows: its request lines as input, its result lines as output.
 
-https://platform.openai.com/docs/api-reference/batch has both; the bodies are those of chat and text completions.
+https://platform.openai.com/docs/api-reference/batch describes both. The bodies are those of chat and text completions.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from cbatch.cli.common.strict_json import json_type
 from cbatch.cli.run.input.row import (
     ALIASES,
     PROMPT_FIELDS,
@@ -19,7 +20,6 @@ from cbatch.cli.run.input.row import (
     fill_prompt,
     fill_token_ids,
     fill_tools,
-    json_type,
     typed_field,
 )
 from cbatch.engine import PARAM_NAMES
@@ -36,20 +36,20 @@ UNSUPPORTED: dict[str, Any] = {
     "modalities": ["text"],
     "audio": None,
 }
-"""Fields of a body that change the answer and are not served, with the values that ask for nothing."""
+"""Fields that would change the answer and are not supported, with the values that ask for nothing."""
 
 CHAT_FIELDS = ("tools", "tool_choice", "top_logprobs")
 KNOWN = frozenset([*PARAM_NAMES, *ALIASES, *UNSUPPORTED, *PROMPT_FIELDS, *IGNORED, *CHAT_FIELDS, "stream", "priority"])
 
 
 def is_request(fields: dict[str, Any]) -> bool:
-    """Whether a row is a request line, and not one of our own with columns that are called so."""
+    """Whether a row is a request line. A row with a prompt of its own may have columns of the same names."""
     is_ours = any(name in fields for name in PROMPT_FIELDS)
     return ("body" in fields or not is_ours) and any(name in fields for name in ("custom_id", "url", "method"))
 
 
 def fill(row: InputRow, fields: dict[str, Any], *, allow_unknown: bool) -> None:
-    """Puts a request line into the row. What the API only keeps books with (user, metadata) is ignored."""
+    """Sets the row's fields from a request line. The API's bookkeeping (`user`, `metadata`) is ignored."""
     url = fields.get("url")
     row.call = ApiCall(is_chat=url != TEXT, model=None)
     row.extra = {name: value for name, value in fields.items() if name not in REQUEST_FIELDS}
@@ -91,7 +91,7 @@ def _fill_from_body(row: InputRow, body: dict[str, Any], *, is_chat: bool, allow
 
 
 def _fill_chat(row: InputRow, body: dict[str, Any]) -> None:
-    """A conversation; how many log-probabilities it asks for stands in a field of its own."""
+    """Reads a chat; here `logprobs` is a boolean, and `top_logprobs` the number of alternatives."""
     if typed_field(row, body, "logprobs", bool, False):
         row.params["logprobs"] = typed_field(row, body, "top_logprobs", int, 0)
     elif body.get("top_logprobs"):
@@ -99,12 +99,12 @@ def _fill_chat(row: InputRow, body: dict[str, Any]) -> None:
     fill_tools(row, body)
     fill_messages(row, body.get("messages"))
     for message in row.messages or ():
-        if message["role"] == "developer":  # what newer models of the API call it
+        if message["role"] == "developer":  # the name that newer models of the API use
             message["role"] = "system"
 
 
 def _fill_text(row: InputRow, prompt: Any) -> None:
-    """A text, its token ids, or a list of one of those."""
+    """Reads a prompt: a text, its token ids, or a list of one of those."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, list):
@@ -117,7 +117,7 @@ def _fill_text(row: InputRow, prompt: Any) -> None:
 
 
 def result_line(row: InputRow, key: str, body: dict[str, Any] | None, error: dict[str, str] | None) -> dict[str, Any]:
-    """The result line of a request, with the fields that our own rows have in addition."""
+    """The result line of a request, with `index` and `key` in addition."""
     response = {"status_code": 200, "request_id": f"req_{key}", "body": body} if body is not None else None
     return {
         "id": f"batch_req_{key}",
@@ -130,7 +130,7 @@ def result_line(row: InputRow, key: str, body: dict[str, Any] | None, error: dic
 
 
 def response_body(call: ApiCall, key: str, choices: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
-    """A ChatCompletion or Completion of the `openai` package. It was made at no time: the same row, the same bytes."""
+    """A ChatCompletion or Completion of the `openai` package. `created` is 0: the same row gives the same bytes."""
     return {
         "id": f"{'chatcmpl' if call.is_chat else 'cmpl'}-{key}",
         "object": "chat.completion" if call.is_chat else "text_completion",
@@ -142,7 +142,7 @@ def response_body(call: ApiCall, key: str, choices: list[dict[str, Any]], usage:
 
 
 def choice(is_chat: bool, index: int, fields: dict[str, Any], logprobs: dict[str, Any] | None) -> dict[str, Any]:
-    """One choice of a body, from the fields that a row of our own would have."""
+    """One choice of a body, from the fields of cbatch's own form."""
     choice = {"index": index, "finish_reason": fields["finish_reason"], "logprobs": logprobs}
     if not is_chat:
         return choice | {"text": fields["text"] or ""}

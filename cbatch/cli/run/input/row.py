@@ -1,27 +1,27 @@
-"""One row of a batch: what a line asks for, and the checks that its forms share."""
+"""An input row: what a line asks for, and the checks that all forms of rows share."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cbatch.cli.common.strict_json import json_type
 from cbatch.engine import PARAM_NAMES, RequestError, check_tools
 
 ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
 PROMPT_FIELDS = ("messages", "prompt", "prompt_token_ids")
-"""The forms of a prompt."""
+"""Fields that hold a prompt; a row has exactly one of them."""
 
 MAX_PRIORITY = 2**31
-"""So that there is always a more urgent one: of an answer in a chat with a batch underneath."""
+"""Leaves room for more urgent requests: those of a chat that runs rows in the background."""
 
 _PARAMS = frozenset([*PARAM_NAMES, *ALIASES])
 
 
 @dataclass(frozen=True, slots=True)
 class ApiCall:
-    """What a row in the form of an OpenAI Batch request asks for: a chat or a text completion, of which model."""
+    """What an OpenAI Batch request asks for: a chat or a text completion, of which model."""
 
     is_chat: bool
     model: str | None
@@ -29,9 +29,12 @@ class ApiCall:
 
 @dataclass(slots=True)
 class InputRow:
-    """One input row. Exactly one of messages, prompt and prompt_token_ids is set, unless `error` is.
+    """One input row. Exactly one of `messages`, `prompt` and `prompt_token_ids` is set, unless `error` is.
 
-    call: set where the row is an OpenAI Batch request, and its result is to be one
+    index:  0-based number of the line in the input
+    params: sampling parameters that the row sets
+    extra:  other columns, which are copied to the result
+    call:   set if the row is an OpenAI Batch request, so that its result has that form too
     """
 
     index: int
@@ -48,12 +51,12 @@ class InputRow:
     error: RequestError | None = None
 
     def invalid(self, message: str, code: str = "invalid_row") -> RequestError:
-        """The error that says what is wrong with this row, and where it stands."""
+        """An error with the row's line number."""
         return RequestError(code, f"line {self.index + 1}: {message}")
 
 
 def fill_params(row: InputRow, fields: dict[str, Any]) -> None:
-    """Takes the sampling parameters out of a row's fields."""
+    """Sets the sampling parameters from a row's fields; null means not given."""
     for name, value in fields.items():
         if name in _PARAMS and value is not None:
             meant = ALIASES.get(name, name)
@@ -62,7 +65,7 @@ def fill_params(row: InputRow, fields: dict[str, Any]) -> None:
 
 
 def fill_tools(row: InputRow, fields: dict[str, Any]) -> None:
-    """Takes the tools that the model may call, and whether it may (`tool_choice`: `auto` or `none`)."""
+    """Sets the tools that the model may call, unless `tool_choice` is `none`."""
     choice = fields.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise row.invalid("tool_choice must be auto or none; the model cannot be made to call a tool")
@@ -107,7 +110,7 @@ def fill_priority(row: InputRow, fields: dict[str, Any]) -> None:
 
 
 def typed_field(row: InputRow, fields: dict[str, Any], name: str, wanted: type, default: Any) -> Any:
-    """The value of a field, which must be of this type; the default where it is absent or null."""
+    """The value of a field, or the default if it is absent or null. Raises RequestError if it has another type."""
     value = fields.get(name)
     if value is None:
         return default
@@ -118,7 +121,7 @@ def typed_field(row: InputRow, fields: dict[str, Any], name: str, wanted: type, 
 
 
 def check_spelling(row: InputRow, names: Iterable[str], known: Collection[str]) -> None:
-    """Refuses a key that is no column of the user's own but a parameter misspelt."""
+    """Refuses a column whose name is one edit away from that of a parameter. Raises RequestError."""
     for name in names:
         meant = next((other for other in sorted(known) if len(other) >= 5 and one_edit_apart(name, other)), None)
         if meant:
@@ -128,16 +131,8 @@ def check_spelling(row: InputRow, names: Iterable[str], known: Collection[str]) 
             )
 
 
-def json_type(value: Any) -> str:
-    """What a JSON value is, in JSON's own words."""
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    names: dict[type, str] = {str: "a string", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return names[type(value)]
-
-
 def one_edit_apart(a: Sequence[str], b: Sequence[str]) -> bool:
-    """One insertion, deletion, replacement or swap of neighbours (optimal string alignment distance 1)."""
+    """Whether one insertion, deletion, replacement or swap of neighbours makes a of b (optimal string alignment)."""
     if abs(len(a) - len(b)) > 1 or a == b:
         return False
     first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -149,7 +144,7 @@ def one_edit_apart(a: Sequence[str], b: Sequence[str]) -> bool:
 
 
 def _content(row: InputRow, number: int, value: Any) -> str:
-    """Text of one message; text parts are joined."""
+    """The text of one message, with its text parts joined."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What an earlier run left in its output file, and which of it still holds for this one."""
+"""The rows that an earlier run left in its output file, and which of them this run keeps."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from cbatch.engine import ConfigError
 KEY_BYTES = KEY_LENGTH // 2
 ROW_BEGINNINGS = (b'{"index": ', b'{"id": "batch_req_')
 SUPERSEDED = -1
-"""Stands in `indices` for a row that another one has taken the place of, or will."""
+"""Stands in `indices` for a row that a later one has replaced, or will."""
 
 
 @dataclass(slots=True)
 class Journal:
-    """The rows of an output file, in the order they lie there; a few bytes of memory for each.
+    """The rows of an output file in the order of the file, in a few bytes of memory for each.
 
-    indices: which row of the input each answers, or GONE
-    starts:  where each begins in the file
-    keys:    KEY_BYTES of each
-    failed:  whether each is an error row
-    end:     where the last whole row ends; what lies behind it was torn in writing
+    indices: index of the input line that each row answers, or SUPERSEDED
+    starts:  offset of each row in the file
+    keys:    KEY_BYTES for each row
+    failed:  whether each row is an error row
+    end:     offset after the last whole row; the rest of the file is a torn row
     """
 
     indices: array[int] = field(default_factory=lambda: array("q"))
@@ -40,7 +40,7 @@ class Journal:
 
     @classmethod
     def read(cls, file: IO[bytes], name: str) -> Journal:
-        """Raises ConfigError where a row that is not the torn last one is no row of output."""
+        """Raises ConfigError if a line other than a torn last one is not a row of output."""
         journal = cls()
         for number, line in enumerate(file, start=1):
             try:
@@ -50,7 +50,8 @@ class Journal:
                 index, key, is_error = _row(line)
             except ValueError as error:
                 raise ConfigError(
-                    f"{name}, line {number}: {error}. The file is left as it is; without that line --resume can go on."
+                    f"{name}, line {number}: {error}. "
+                    "The file is left as it is; --resume works once that line is removed."
                 ) from None
             journal.keys += key
             journal.failed.append(is_error)
@@ -59,13 +60,13 @@ class Journal:
         return journal
 
     def append(self, index: int, size: int) -> None:
-        """Takes in a row that was written behind all others."""
+        """Adds a row that was written at the end of the file."""
         self.indices.append(index)
         self.starts.append(self.end)
         self.end += size
 
     def span(self, number: int) -> tuple[int, int]:
-        """Where in the file a row begins and ends."""
+        """Offsets in the file at which a row begins and ends."""
         last = number + 1 == len(self.starts)
         return self.starts[number], self.end if last else self.starts[number + 1]
 
@@ -73,7 +74,7 @@ class Journal:
         return self.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES].hex()
 
     def rows(self, *, input_order: bool) -> Iterator[int]:
-        """Numbers of the rows that count, by index or as they lie in the file."""
+        """Numbers of the rows that are not superseded, by index or in the order of the file."""
         import numpy as np
 
         indices = np.frombuffer(self.indices, dtype=np.int64)
@@ -81,13 +82,13 @@ class Journal:
         return map(int, order[indices[order] != SUPERSEDED])
 
     def is_in_order(self, *, input_order: bool) -> bool:
-        """Whether the file holds the rows that count, no others, and in this order."""
+        """Whether the file holds the rows that are not superseded, no others, and in this order."""
         return all(number == row for number, row in enumerate(self.rows(input_order=input_order))) and (
             SUPERSEDED not in self.indices
         )
 
     def _drop_repeated(self) -> None:
-        """Of rows with the same index the last one counts."""
+        """Marks all but the last row of each index as superseded."""
         previous = SUPERSEDED
         for number in self.rows(input_order=True):
             index = self.indices[number]
@@ -98,25 +99,27 @@ class Journal:
 
 @dataclass(slots=True)
 class ResumePlan:
-    """What of a journal holds for this run.
+    """Which rows of a journal this run keeps. `index in plan` tells whether a line's row is kept.
 
-    kept:    by index of the input, whether its row is there already
-    rows, errors: how many those are, and how many of them are error rows
-    changed: rows that do not fit, by what differs, with the number of the first line each
-    strays:  rows that answer lines which the input does not have, and the number of the first of those lines
+    kept:          for each index, whether its row is kept
+    rows, errors:  number of kept rows, and of error rows among them
+    changed:       number of rows that do not fit this run, by the reason
+    first_changed: line number of the first row with each reason
+    orphans:       number of rows whose line the input does not have
+    first_orphan:  line number of the first of them
     """
 
     kept: bytearray = field(default_factory=bytearray)
     rows: int = 0
     errors: int = 0
     changed: Counter[str] = field(default_factory=Counter)
-    first: dict[str, int] = field(default_factory=dict)
-    strays: int = 0
-    first_stray: int = 0
+    first_changed: dict[str, int] = field(default_factory=dict)
+    orphans: int = 0
+    first_orphan: int = 0
 
     @property
     def fits(self) -> bool:
-        return not self.changed and not self.strays
+        return not self.changed and not self.orphans
 
     def __contains__(self, index: object) -> bool:
         return isinstance(index, int) and index < len(self.kept) and bool(self.kept[index])
@@ -127,50 +130,53 @@ class ResumePlan:
         self.rows += 1
         self.errors += is_error
 
-    def differs(self, what: str, index: int) -> None:
+    def add_changed(self, what: str, index: int) -> None:
         self.changed[what] += 1
-        self.first.setdefault(what, index + 1)
+        self.first_changed.setdefault(what, index + 1)
 
-    def strays_at(self, index: int) -> None:
-        self.strays += 1
-        self.first_stray = self.first_stray or index + 1
+    def add_orphan(self, index: int) -> None:
+        self.orphans += 1
+        self.first_orphan = self.first_orphan or index + 1
 
     def __str__(self) -> str:
-        """What does not fit."""
-        parts = [f"{count:,} made with {what} (first: line {self.first[what]})" for what, count in self.changed.items()]
-        if self.strays:
-            parts.append(f"{self.strays:,} for lines that the input does not have (first: line {self.first_stray})")
+        """Says what does not fit."""
+        parts = [
+            f"{count:,} made with {what} (first: line {self.first_changed[what]})"
+            for what, count in self.changed.items()
+        ]
+        if self.orphans:
+            parts.append(f"{self.orphans:,} for lines that the input does not have (first: line {self.first_orphan})")
         return "; ".join(parts)
 
 
 def plan_resume(
     journal: Journal, lines: Iterator[Line], make_key: Callable[[Line], str], *, retry_errors: bool
 ) -> ResumePlan:
-    """Reads the input as far as the journal goes, and marks GONE in it what this run has to do again.
+    """Compares a journal with the input, and marks the rows that this run has to compute again as superseded.
 
-    key_of: the key that this run gives a line. Rows that fit no line of the input differ as well.
+    make_key: the key that this run gives a line
     """
-    comparison = ResumePlan()
+    plan = ResumePlan()
     line = next(lines, None)
     for number in journal.rows(input_order=True):
         index, is_error = journal.indices[number], bool(journal.failed[number])
         while line is not None and line.index < index:
             line = next(lines, None)
         if line is None or line.index > index:
-            comparison.strays_at(index)
+            plan.add_orphan(index)
         elif is_error and retry_errors:
             pass
         elif (key := make_key(line)) == journal.key(number):
-            comparison.keep(index, is_error)
+            plan.keep(index, is_error)
             continue
         else:
-            comparison.differs(explain_difference(key, journal.key(number)), index)
+            plan.add_changed(explain_difference(key, journal.key(number)), index)
         journal.indices[number] = SUPERSEDED
-    return comparison
+    return plan
 
 
 def _row(line: bytes) -> tuple[int, bytes, bool]:
-    """Index, key and whether it is an error row. Raises ValueError, with a sentence, for what is no row of ours."""
+    """Index, key and whether it is an error row. Raises ValueError, with a reason, for what is not a row of output."""
     try:
         fields = json.loads(line.decode())
     except (ValueError, RecursionError):
@@ -184,13 +190,13 @@ def _row(line: bytes) -> tuple[int, bytes, bool]:
 
 
 def _check_torn(line: bytes) -> None:
-    """Raises ValueError where an unfinished last line is no beginning of a row, but something of somebody else's.
+    """Raises ValueError if a last line without a line end is not the beginning of a row: then the file is not ours.
 
-    After a power loss there may be zeros where data did not reach the disk.
+    After a power loss, zeros may stand where data did not reach the disk.
     """
     with suppress(json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         json.loads(line)
-        _row(line)  # it is whole, so it is one of ours, or was never torn
+        _row(line)  # valid JSON was not torn, so it must be a whole row
     written = line.rstrip(b"\0")
     if not any(written.startswith(beginning[: len(written)]) for beginning in ROW_BEGINNINGS):
-        raise ValueError("not a row of output, nor the beginning of one")
+        raise ValueError("neither a row of output nor the beginning of one")

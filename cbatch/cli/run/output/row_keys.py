@@ -1,4 +1,4 @@
-"""Keys: short hashes of all that decides a row's result, so that a later run knows which results still hold."""
+"""Keys: short hashes of everything that decides a row's result, so that a later run can tell which results to keep."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cbatch.cli.run.input.row import InputRow
 from cbatch.engine import SamplingParams
 
 MODEL, SAMPLING, INPUT = slice(0, 8), slice(8, 16), slice(16, 32)
-"""The three parts of a key; the last is the longest, because it alone tells most rows of a run apart."""
+"""The three parts of a key. The last is the longest because most rows of a run differ only there."""
 
 KEY_LENGTH = 32
 NO_SAMPLING = "00000000"
@@ -21,33 +21,33 @@ _ENCODER = json.JSONEncoder(sort_keys=True)
 class KeyMaker:
     """Makes the keys of a run's rows: one part for the model, one for the sampling, one for the input.
 
-    Device, batch sizes and order are in none of them, nor are a row's priority and how its JSON was spelt; of a
-    line that is refused all bytes count.
+    Device, batch sizes, order, priorities and the formatting of the JSON change no key. For a line that is refused,
+    all bytes count.
     """
 
     def __init__(self, model: str) -> None:
-        """`model`: a fingerprint of it, and of what else stands between a row and its tokens."""
+        """`model`: fingerprint of the model and its chat template."""
         self._model = _hash(model.encode(), MODEL)
 
-    def for_row(self, row: InputRow, asked: object, sampling: bytes, *others: object) -> str:
+    def for_row(self, row: InputRow, prompt: object, sampling: bytes, *others: object) -> str:
         """
-        asked:    what the model is to answer, all options applied: text, token ids or messages
-        sampling: the row's parameters as `canonical_params` gives them
-        others:   whatever else decides which tokens come, and which of them are shown
+        prompt:   text, token ids or messages, with all options applied
+        sampling: the row's parameters, from `canonical_params`
+        others:   whatever else decides which tokens are generated, and which are shown
         """
         call = (row.call.is_chat, row.call.model) if row.call else None
-        # A template may write tools down as they stand, so that the order of their keys counts.
+        # A template may print tools as they are, so the order of their keys counts.
         tools = (json.dumps(row.tools),) if row.tools else ()
-        row_hash = _hash(_dump((row.id, asked, row.extra, call, *tools)), INPUT)
+        row_hash = _hash(_dump((row.id, prompt, row.extra, call, *tools)), INPUT)
         return self._model + _hash(sampling + repr(others).encode(), SAMPLING) + row_hash
 
     def for_invalid_line(self, line: Line) -> str:
-        """The key of a line that is no row; only its bytes count."""
+        """The key of a line that is not a valid row."""
         return self._model + NO_SAMPLING + _hash(line.digest if line.data is None else line.data, INPUT)
 
 
 def canonical_params(params: SamplingParams) -> bytes:
-    """The parameters that are not at their default: a new one, when it comes, changes no key."""
+    """The parameters that differ from their defaults, so that a new parameter changes no existing key."""
     values = {field.name: (getattr(params, field.name), field.default) for field in fields(params)}
     return _dump({name: value for name, (value, default) in values.items() if value != default and name != "seed"})
 
@@ -57,14 +57,14 @@ def _dump(value: object) -> bytes:
 
 
 def explain_difference(here: str, there: str) -> str:
-    """What must be another, where two keys of the same line are not the same."""
+    """Says what must have changed if two keys of the same line differ."""
     if here[MODEL] != there[MODEL]:
         return "another model, dtype, chat template or --date"
     if (here[SAMPLING] == NO_SAMPLING) != (there[SAMPLING] == NO_SAMPLING):
-        return "a line that was refused and no longer is, or the other way round (--allow-unknown, say)"
+        return "a line that was refused then and is accepted now, or the other way round (perhaps --allow-unknown)"
     if here[INPUT] != there[INPUT]:
         return "another input, or another --system, --raw or --format"
-    return "other sampling parameters, another seed, --token-ids, or a KV cache that cut them off elsewhere"
+    return "other sampling parameters, another seed, --token-ids, or a KV cache of another size"
 
 
 def _hash(data: bytes, part: slice) -> str:

@@ -1,4 +1,4 @@
-"""Where finished rows go: to a file that is a valid journal at every moment, or to a stream, in either order."""
+"""Writes finished rows: to a file that is a valid journal at every moment, or to a stream."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from cbatch.cli.run.output.journal import Journal
 from cbatch.engine import ConfigError
 
 SYNC_SECONDS = 0.5
-"""Rows that the disk does not have yet are no older than this when the next thing happens."""
+"""Age at which rows that were written are synced to disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputRow:
-    """A finished row: the `position`-th of this run in input order, and the index of the line that it answers."""
+    """A finished row: its position among the rows of this run, the index of its line, and its bytes."""
 
     position: int
     index: int
@@ -31,31 +31,31 @@ class OutputRow:
 
 
 class RowWriter(Protocol):
-    """Takes finished rows. Used as a context; leaving it early leaves what was finished, and nothing half done."""
+    """Takes finished rows. Used as a context; leaving it early keeps what was finished, and nothing half done."""
 
     @property
     def resume_hint(self) -> str:
-        """What to do after a run that ended early, as the end of a message; may be empty."""
+        """Says how to resume after a run that ended early; ends a message, and may be empty."""
 
     stop_timeout_s: float | None
-    """Seconds that an interrupted run gives finished rows to get out; None where nobody can hold them up."""
+    """Seconds that an interrupted run waits until finished rows are written; None if nobody can block that."""
 
     def check_empty(self) -> None:
-        """Raises ConfigError where there are rows of an earlier run."""
+        """Raises ConfigError if the output holds rows of an earlier run."""
 
     def write(self, rows: Sequence[OutputRow]) -> Iterable[int]:
-        """Takes finished rows, and returns the places of those that have left memory with that."""
+        """Takes finished rows. Returns the positions of those that are out of memory now."""
 
     def tick(self) -> None:
-        """To be called several times a second."""
+        """Syncs if it is time to; called several times a second."""
 
     def flush_held(self) -> None:
-        """Lets out what is held back: no row that it waits for will come."""
+        """Writes the rows that are held back; the rows they wait for will not come."""
 
     def finish(self, raise_if_interrupted: Callable[[], None]) -> None:
-        """Puts the rows in their final order, if that is still to do. Only after all rows are written.
+        """Puts the rows in their final order, after all of them are written.
 
-        check_stop: called now and then; what it raises leaves the rows as they are.
+        raise_if_interrupted: called now and then; if it raises, the rows stay as they are
         """
 
     def __enter__(self) -> Self: ...
@@ -64,7 +64,7 @@ class RowWriter(Protocol):
 
 
 class StreamWriter:
-    """Rows to an unbuffered stream, each as soon as its turn has come. Raises ReaderGone when nobody reads it."""
+    """Writes each row to an unbuffered stream as soon as its turn has come. Raises ReaderGone if nobody reads it."""
 
     resume_hint = ""
     stop_timeout_s: float | None = 2.0
@@ -111,7 +111,7 @@ class StreamWriter:
         try:
             while view:
                 written = self._stream.write(view)
-                if written is None:  # a pipe that somebody made non-blocking, and that is full
+                if written is None:  # the pipe is full, and somebody made it non-blocking
                     select.select([], [self._stream], [])
                 view = view[written or 0 :]
         except BrokenPipeError as error:
@@ -121,17 +121,17 @@ class StreamWriter:
 
 
 class FileWriter:
-    """Rows appended to a file as they finish, each in one write; at the end put in order in one atomic replace.
+    """Appends rows to a file as they finish, and puts them in order at the end by an atomic replace.
 
-    The file is locked from the beginning on. Nothing in it changes before `start`.
+    The file is locked from the beginning. Nothing in it changes before `start`.
     """
 
     stop_timeout_s: float | None = None
     resume_with = "--resume"
-    """The options that go on with what this run leaves."""
+    """The options that resume this run."""
 
     def __init__(self, path: Path, *, input_order: bool) -> None:
-        """Raises ConfigError where the file cannot be written or put in order, or another run is writing it."""
+        """Raises ConfigError if the file cannot be written or put in order, or another run writes it."""
         self._name = str(path)
         self._path = path.resolve()
         self._ordered_path = self._path.with_name(f".{_short(self._path.name)}.cbatch-sorting")
@@ -148,7 +148,7 @@ class FileWriter:
             raise ConfigError(f"Cannot write {path}: {error.strerror}.") from error
 
     def _open_ordered(self) -> IO[bytes]:
-        """A new file for the ordered rows, in place of one that a killed run left; never one behind a link."""
+        """Opens a new file for the ordered rows. Removes one that a killed run left; never follows a link."""
         self._ordered_path.unlink(missing_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return os.fdopen(os.open(self._ordered_path, flags, 0o600), "wb", 2**20)
@@ -159,15 +159,15 @@ class FileWriter:
             is_current = os.path.samestat(os.fstat(self._fd), self._path.stat())
         except (BlockingIOError, FileNotFoundError):
             is_current = False
-        if not is_current:  # also where the other run has put a new file in its place just now
+        if not is_current:  # the other run may also just have replaced the file
             os.close(self._fd)
             raise ConfigError(f"Another run is writing {self._name}.")
 
     @property
     def resume_hint(self) -> str:
         if not self.has_content:
-            return f" No row was finished; {self.resume_with} begins anew."
-        return f" What was finished is in the file; {self.resume_with} goes on from there."
+            return f" No row was finished; {self.resume_with} starts again."
+        return f" Finished rows are in the file; {self.resume_with} continues from there."
 
     @property
     def has_content(self) -> bool:
@@ -175,18 +175,16 @@ class FileWriter:
 
     def check_empty(self) -> None:
         if self.has_content:
-            raise ConfigError(
-                f"{self._name} exists and is not empty; --resume goes on with it, --overwrite replaces it."
-            )
+            raise ConfigError(f"{self._name} exists and is not empty; --resume continues it, --overwrite replaces it.")
 
     def journal(self) -> Journal:
-        """What an earlier run left in the file. Raises ConfigError where it is damaged."""
+        """Reads what an earlier run left in the file. Raises ConfigError if it is damaged."""
         with open(self._fd, "rb", closefd=False) as file:
             file.seek(0)
             return Journal.read(file, self._name)
 
     def start(self, journal: Journal) -> None:
-        """Cuts the file off behind the journal's last whole row, and takes its rows as written."""
+        """Truncates the file after the journal's last whole row; the journal's rows count as written."""
         self._journal = journal
         os.ftruncate(self._fd, journal.end)
         os.fsync(self._fd)
@@ -239,16 +237,16 @@ class FileWriter:
             os.close(self._fd)
 
     def _check_unchanged(self) -> None:
-        """Raises RunFailed where somebody else has written to the file, or taken it away."""
+        """Raises RunFailed if another process wrote to the file, moved it or removed it."""
         status = os.fstat(self._fd)
         if status.st_size != self._journal.end:
-            raise RunFailed(f"Something else wrote to {self._name} during the run; it is left as it is.")
+            raise RunFailed(f"Another process wrote to {self._name} during the run; the file is left as it is.")
         try:
             is_there = os.path.samestat(status, self._path.stat())
         except FileNotFoundError:
             is_there = False
         if not is_there:
-            raise RunFailed(f"{self._name} was taken away or replaced during the run; its rows are lost.")
+            raise RunFailed(f"{self._name} was removed or replaced during the run; its rows are lost.")
 
     def _sync(self) -> None:
         if self._unsynced_since is None:
@@ -260,7 +258,7 @@ class FileWriter:
             raise self._failed("write", error) from error
 
     def _rewrite(self, raise_if_interrupted: Callable[[], None]) -> None:
-        """Writes the rows that count to a second file, which takes the place of the first once it is on disk."""
+        """Writes the current rows to a second file, which replaces the first one once it is on disk."""
         with self._open_ordered() as target:
             for number in self._journal.rows(input_order=self._input_order):
                 raise_if_interrupted()
@@ -277,13 +275,13 @@ class FileWriter:
 
 
 def _short(name: str) -> str:
-    """A file's name, or a hash of one that leaves no room for more."""
+    """A file's name, or its hash if the name is too long to add to it."""
     encoded = os.fsencode(name)
     return name if len(encoded) < 200 else hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes a file's name as durable as its content."""
+    """Syncs the folder, so that a file's name is as durable as its content."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -1,0 +1,80 @@
+"""Reads JSON more strictly than Python does, so that whatever it returns can be written again as valid JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NoReturn
+
+from cbatch.engine import RequestError
+
+MAX_DEPTH = 100
+"""Deeper than any real row, and well below the depth at which Python's own JSON encoder fails."""
+
+
+def parse_json_object(text: str, where: str, what: str) -> dict[str, Any]:
+    """Reads a JSON object. Of duplicate keys the last one wins; lone surrogates become U+FFFD.
+
+    Refuses NaN, Infinity, numbers that overflow or have too many digits, and deep nesting.
+
+    where: begins each error message, such as “line 3”
+    what:  what the object is to be, such as “a row”
+
+    Raises RequestError: `invalid_json`, or `invalid_row` if the value is not an object.
+    """
+    try:
+        value = _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        raise RequestError("invalid_json", f"{where}, column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise RequestError("invalid_json", f"{where}: nested too deeply") from None
+    except ValueError as error:
+        reason = "a number has too many digits" if "digits" in str(error) else str(error)
+        raise RequestError("invalid_json", f"{where}: {reason}") from None
+    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+        raise RequestError("invalid_json", f"{where}: nested too deeply")
+    if not isinstance(value, dict):
+        raise RequestError("invalid_row", f"{where}: {what} is a JSON object, not {json_type(value)}")
+    return _without_surrogates(value) if "\\ud" in text.lower() else value
+
+
+def json_type(value: Any) -> str:
+    """What a JSON value is, for messages: “a string”, “a list”, “null”."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    names: dict[type, str] = {str: "a string", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return names[type(value)]
+
+
+def _depth(value: Any) -> int:
+    """Levels of lists and objects, counted without recursion."""
+    level, depth = [value], 0
+    while level := [item for item in level if isinstance(item, list | dict)]:
+        depth += 1
+        level = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
+    return depth
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite_float)
+
+
+def _without_surrogates(value: Any) -> Any:
+    """Replaces lone surrogates in keys and values. The nesting of `value` must have been checked."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, list):
+        return [_without_surrogates(item) for item in value]
+    if isinstance(value, dict):
+        return {_without_surrogates(key): _without_surrogates(item) for key, item in value.items()}
+    return value
