@@ -1,6 +1,6 @@
-"""Attention on the CPU over the pages where they lie, for models of transformers.
+"""Attention on the CPU over the paged cache, for models of transformers.
 
-The fast path of the Llama family calls the same kernels from its own step (`models/decoder.py`).
+The fast path of the Llama family calls the same kernels from its own step (`models/cpu.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cbatch.engine.runtime.threads import num_threads
 
 @dataclass(slots=True)
 class CpuMetadata:
-    """What the layers of a step share: its slices, cut up for each shape of heads."""
+    """What the layers of a step share: its attention plans, one for each shape of heads."""
 
     tables: NDArray[np.int32]
     starts: Sequence[int]
@@ -46,7 +46,7 @@ class CpuMetadata:
 
 
 class CpuAttention:
-    """Compiled kernels over panels of keys and values (`cpu/attention.py`)."""
+    """Compiled kernels over panels of keys and values (`kernels/cpu/attention.py`)."""
 
     name = "cpu"
     gathers_kv = False

@@ -1,13 +1,14 @@
-"""The fast path of the Llama family on the CPU: packed weights, and a step that is one call of compiled kernels.
+"""The fast path of the Llama family on the CPU: packed weights, and one call of compiled kernels for a step.
 
-What it computes is what transformers computes for the same files (`models/transformers.py`); it only rounds less: the
-residual stream, the sums and the logits are float32 whatever the weights are.
+It computes what transformers computes for the same files (`hf_adapter.py`), with less rounding: the residual stream,
+sums and logits are float32 whatever the weights are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -15,10 +16,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.engine.attention.base import AttentionBackend
-from cbatch.engine.kernels.cpu.decoder import Activations, DecoderParams, StepInputs, StepOutputs, decoder_step
+from cbatch.engine.kernels.cpu.decoder import (
+    Activations,
+    Buffers,
+    DecoderParams,
+    StepInputs,
+    StepOutputs,
+    Weights,
+    decoder_step,
+)
 from cbatch.engine.kernels.cpu.linear import new_linear_workspace
 from cbatch.engine.kernels.cpu.microkernel import COLUMNS, LANES, pad_columns
-from cbatch.engine.kernels.cpu.paged_kv import new_attention_workspace, plan_attention
+from cbatch.engine.kernels.cpu.paged_kv import AttentionPlan, PagedKV, new_attention_workspace, plan_attention
 from cbatch.engine.kernels.cpu.tensors import block_shapes, fits, paged_kv_of
 from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.models.base import LinearCost
@@ -30,10 +39,22 @@ from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 from cbatch.engine.runtime.threads import num_threads
 
 _KEPT_LOGIT_ROWS = 256
-"""Rows of logits for which room is kept from step to step."""
+"""Rows of logits whose memory is kept from step to step."""
 
 _LogitBuffer = tuple[NDArray[np.float32], Tensor]
-"""Memory for logits [R, columns of a packed matrix], and what of it are logits [R, vocabulary]."""
+"""Memory for logits [R, columns of a packed matrix], and its part [R, vocabulary] that holds them."""
+
+
+class _StepArguments(NamedTuple):
+    """What `decoder_step` takes after the worker."""
+
+    weights: Weights
+    params: DecoderParams
+    kv: PagedKV
+    plan: AttentionPlan
+    inputs: StepInputs
+    buffers: Buffers
+    outputs: StepOutputs
 
 
 class CpuModel:
@@ -44,10 +65,10 @@ class CpuModel:
     def __init__(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: torch.dtype, *, quantize: bool = False
     ) -> None:
-        """Raises UnsupportedConfig where another path has to serve the model.
+        """Raises UnsupportedConfig if another path has to serve the model.
 
         tensors:  the weights by their names in the files
-        quantize: keep matrices as int8, and compute in bfloat16
+        quantize: keep the matrices as int8, and compute in bfloat16
         """
         self.config = config
         self.spec = spec = read_llama_spec(config)
@@ -60,9 +81,9 @@ class CpuModel:
         self.layers = [LayerShape(spec.num_kv_heads, spec.head_dim, spec.head_dim)] * spec.num_layers
         self.windows: list[int | None] = [window or None for window in spec.windows]
         if not fits(self.layers, LANES, dtype) or spec.hidden_size % COLUMNS or spec.intermediate_size % LANES:
-            raise UnsupportedConfig(f"its sizes do not suit the kernels, or they do not compute in {dtype}")
+            raise UnsupportedConfig(f"the kernels do not support its sizes, or do not compute in {dtype}")
         if quantize and dtype != torch.bfloat16:
-            raise UnsupportedConfig(f"int8 weights are multiplied in bfloat16, not in {dtype}")
+            raise UnsupportedConfig(f"int8 weights need bfloat16, not {dtype}")
         self.num_parameters = check_weights(spec, tensors)
         self._weights = pack_weights(spec, tensors, dtype, quantize)
         self._params = DecoderParams(spec.num_heads, spec.rms_norm_eps, spec.head_dim**-0.5, np.array(spec.windows))
@@ -77,6 +98,7 @@ class CpuModel:
             max(spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim),
         )
         self._activations = self._new_activations(16)
+        self._paged_kvs: WeakKeyDictionary[KVCache, PagedKV] = WeakKeyDictionary()
         self._logits = np.empty((0, 0), np.float32)
         self._logit_buffers: dict[int, _LogitBuffer] = {}
         self._cos, self._sin = self._rotary_tables(16)
@@ -94,68 +116,58 @@ class CpuModel:
         return LinearCost(bytes_, self.num_parameters - head * (1 if spec.is_tied else 2), head)
 
     def forward(self, batch: RaggedBatch, kv_cache: KVCache, attention: AttentionBackend) -> Logits:
-        """Logits [R, vocabulary] float32 of the rows that are wanted, which hold until the next step."""
+        """Logits [R, vocabulary] float32 of the wanted rows, valid until the next step."""
         outputs, logits = self._outputs_for(len(batch.rows))
         self._thread_pool.run(decoder_step, *self._arguments(batch, kv_cache, outputs))
         return Logits(logits, Argmax(outputs.tokens, outputs.largest))
 
     def _warm_up(self) -> None:
-        """Compiles the kernels, or finds them in their cache."""
+        """Compiles the kernels, or loads them from their cache on disk."""
         one = np.zeros(1, np.int64)
         batch = RaggedBatch(one, one, one, one, np.zeros((1, 1), np.int32), [0], [1], self.device)
-        kv_cache = KVCache([block_shapes(self.layers[0], LANES, self.dtype)] * 2, 1, LANES, self.dtype, self.device)
+        shapes = [block_shapes(self.layers[0], LANES, self.dtype)] * 2
+        kv_cache = KVCache(shapes, 1, LANES, self.dtype, self.device)
         self._thread_pool.compile(decoder_step, *self._arguments(batch, kv_cache, self._outputs_for(1)[0]))
 
-    def _arguments(self, batch: RaggedBatch, kv_cache: KVCache, outputs: StepOutputs) -> tuple[Any, ...]:
-        """What the kernel of a step takes behind the board and the thread."""
+    def _arguments(self, batch: RaggedBatch, kv_cache: KVCache, outputs: StepOutputs) -> _StepArguments:
         spec, length, furthest = self.spec, len(batch.ids), max(batch.stops)
         if length > len(self._activations.residual):
             self._activations = self._new_activations(length)
         if furthest > len(self._cos):
             self._cos, self._sin = self._rotary_tables(2 * furthest)
-        inputs = StepInputs(
-            batch.ids,
-            batch.positions,
-            self._cos,
-            self._sin,
-            np.arange(length),
-            batch.rows,
-        )
+        inputs = StepInputs(batch.ids, batch.positions, self._cos, self._sin, np.arange(length), batch.rows)
         shape = spec.num_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim
-        slices = plan_attention(batch.tables, batch.starts, batch.stops, batch.slots, *shape)
-        buffers = Activations(*(array[:length] for array in self._activations))
-        if kv_cache.kept is None:
-            if kv_cache.stacked is None:
-                raise ValueError("The layers' caches have to lie in one tensor.")
-            kv_cache.kept = paged_kv_of(*kv_cache.stacked)
-        return (
-            self._weights,
-            self._params,
-            kv_cache.kept,
-            slices,
-            inputs,
-            buffers,
-            self._linear_workspace,
-            self._attention_workspace,
-            outputs,
-        )
+        plan = plan_attention(batch.tables, batch.starts, batch.stops, batch.slots, *shape)
+        activations = Activations(*(array[:length] for array in self._activations))
+        buffers = Buffers(activations, self._linear_workspace, self._attention_workspace)
+        kv = self._paged_kv(kv_cache)
+        return _StepArguments(self._weights, self._params, kv, plan, inputs, buffers, outputs)
 
-    def _rotary_tables(self, places: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Cosines and sines of the angles of so many places, by which queries and keys are turned."""
-        angles = torch.arange(places)[:, None].float() * self.spec.inv_freq
+    def _paged_kv(self, kv_cache: KVCache) -> PagedKV:
+        """The cache as the kernels take it."""
+        paged_kv = self._paged_kvs.get(kv_cache)
+        if paged_kv is None:
+            if kv_cache.stacked is None:
+                raise ValueError("The layers' caches must lie in one tensor.")
+            paged_kv = self._paged_kvs[kv_cache] = paged_kv_of(*kv_cache.stacked)
+        return paged_kv
+
+    def _rotary_tables(self, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Cosines and sines of the rotary angles, [positions, head_dim / 2] each."""
+        angles = torch.arange(positions)[:, None].float() * self.spec.inv_freq
         return angles.cos().numpy(), angles.sin().numpy()
 
     def _outputs_for(self, rows: int) -> tuple[StepOutputs, Tensor]:
-        """What so many rows give, and its logits [R, vocabulary] as a tensor."""
-        room, logits = self._logits_for(rows)
-        return StepOutputs(room, self.vocab_size, np.empty(rows, np.int64), np.empty(rows, np.float32)), logits
+        """Memory for the outputs of so many rows, and its logits [R, vocabulary] as a tensor."""
+        memory, logits = self._logits_for(rows)
+        return StepOutputs(memory, self.vocab_size, np.empty(rows, np.int64), np.empty(rows, np.float32)), logits
 
     def _logits_for(self, rows: int) -> _LogitBuffer:
-        """Room for so many rows of logits, which is kept.
+        """Memory for so many rows of logits, which is kept.
 
-        Fresh memory would have to be cleared by the system in every step, which takes as long as the product, and even
-        a view of torch's takes a while where the weights have just gone through the processor's caches. Steps of more
-        rows than are kept, for prompts that are scored or very many seats, pay that.
+        The system would have to clear fresh memory in every step, which takes as long as the matrix product; and torch
+        takes a while even for a view, after the weights of a step have evicted its code from the processor's caches.
+        Only steps of more rows than are kept, such as scored prompts, pay that.
         """
         if rows > _KEPT_LOGIT_ROWS:
             return self._as_logit_buffer(empty((rows, pad_columns(self.vocab_size)), np.float32))
@@ -171,11 +183,11 @@ class CpuModel:
     def _new_activations(self, length: int) -> Activations:
         spec = self.spec
         attended = spec.num_heads * spec.head_dim
-        mixed = pad_columns(attended + 2 * spec.num_kv_heads * spec.head_dim)
+        qkv = pad_columns(attended + 2 * spec.num_kv_heads * spec.head_dim)
         return Activations(
             empty((length, spec.hidden_size), np.float32),
             empty((length, spec.hidden_size), self._element),
-            empty((length, mixed), np.float32),
+            empty((length, qkv), np.float32),
             empty((length, attended), self._element),
             empty((length, attended), self._element),
             empty((length, spec.intermediate_size), self._element),

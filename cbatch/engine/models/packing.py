@@ -1,4 +1,4 @@
-"""The weights of a decoder of the Llama family, brought from its files into the form that the kernels read."""
+"""Packs the weights of a model of the Llama family for the CPU kernels."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from cbatch.engine.runtime.aligned import empty
 
 
 class _Packer:
-    """One array for all matrices, filled one after the other, so that no weight is held twice.
+    """One array for all matrices. They are added one at a time, so that no weight is in memory twice.
 
-    quantize: to int8, each column in units of a 127th of its largest number
+    quantize: to int8, with a scale for each column
     """
 
     def __init__(self, size: int, dtype: torch.dtype, quantize: bool) -> None:
@@ -32,7 +32,7 @@ class _Packer:
         self.columns = 0
 
     def add(self, weight: Tensor) -> tuple[int, int]:
-        """Takes a weight [columns, depth]; returns where it begins, and where its columns do among all columns."""
+        """Packs a weight [columns, depth]; returns where it begins, and where its columns begin among all columns."""
         place = self.used, self.columns
         columns = pad_columns(len(weight))
         if self.quantize:
@@ -46,21 +46,21 @@ class _Packer:
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight [columns, depth] as int8, and the float32 factor of each column: the nearest of 255 even steps."""
+    """A weight [columns, depth] rounded to int8, and the float32 scale of each column: its largest number / 127."""
     weight = weight.float()
     scale = weight.abs().amax(dim=1).clamp(min=1e-30) / 127
     return (weight / scale[:, None]).round().to(torch.int8), scale
 
 
 def interleave(gate: Tensor, up: Tensor) -> Tensor:
-    """Two weights [columns, depth] as one, by turns 16 columns of each: a tile has both numbers of 16 results."""
+    """Two weights [columns, depth] as one, 16 columns of each in turn: a tile has both factors of 16 results."""
     padding = -len(gate) % LANES
     both = torch.stack([torch.nn.functional.pad(weight, (0, 0, 0, padding)) for weight in (gate, up)])
     return both.view(2, -1, LANES, gate.shape[1]).transpose(0, 1).reshape(-1, gate.shape[1])
 
 
 def _size(spec: LlamaSpec) -> int:
-    """Numbers in all matrices, their columns filled up."""
+    """How many numbers all matrices have, their columns padded."""
     query, cache = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     layer = spec.hidden_size * (pad_columns(query + 2 * cache) + pad_columns(2 * spec.intermediate_size))
     layer += pad_columns(spec.hidden_size) * (query + spec.intermediate_size)
@@ -68,7 +68,7 @@ def _size(spec: LlamaSpec) -> int:
 
 
 def pack_weights(spec: LlamaSpec, tensors: Mapping[str, Tensor], dtype: torch.dtype, quantize: bool) -> Weights:
-    """tensors: by their names in the files, of the shapes that `check_weights` has seen."""
+    """tensors: by their names in the files; `check_weights` has accepted them."""
 
     def read(name: str) -> Tensor:
         return tensors[name].to(dtype)
@@ -87,19 +87,17 @@ def pack_weights(spec: LlamaSpec, tensors: Mapping[str, Tensor], dtype: torch.dt
         )
     embedding = "model.embed_tokens.weight"
     head = packer.add(read(embedding if spec.is_tied else "lm_head.weight"))
-    nothing = np.empty(0, np.float32)
     return Weights(
         matrices=packer.matrices,
-        offsets=np.array([[start for start, _ in layer] for layer in places]),
+        starts=np.array([[start for start, _ in layer] for layer in places]),
         lm_head=head[0],
-        scales=np.concatenate(packer.scales) if quantize else nothing,
-        scale_offsets=np.array([[column for _, column in layer] for layer in [*places, [head] * 4]]),
+        scales=np.concatenate(packer.scales) if quantize else np.empty(0, np.float32),
+        scale_starts=np.array([[column for _, column in layer] for layer in [*places, [head] * 4]]),
         qkv_bias=_biases(spec, tensors),
         norms=_stack(tensors, spec, ["input_layernorm", "post_attention_layernorm"]),
         final_norm=_plain(tensors, "model.norm.weight"),
         qk_norms=_stack(tensors, spec, ["self_attn.q_norm", "self_attn.k_norm"]),
         embedding=as_array(torch.empty(0, spec.hidden_size, dtype=dtype) if spec.is_tied else read(embedding).clone()),
-        empty=nothing,
     )
 
 
@@ -109,7 +107,7 @@ def _plain(tensors: Mapping[str, Tensor], name: str) -> NDArray[np.float32]:
 
 
 def _stack(tensors: Mapping[str, Tensor], spec: LlamaSpec, names: list[str]) -> NDArray[np.float32]:
-    """Vectors of each layer: [layers, names, size], or no layers where the family has none."""
+    """Vectors of each layer: [layers, names, size]; no layers if the family has none."""
     if f"model.layers.0.{names[0]}.weight" not in tensors:
         return np.empty((0, len(names), 1), np.float32)
     rows = [
@@ -119,7 +117,7 @@ def _stack(tensors: Mapping[str, Tensor], spec: LlamaSpec, names: list[str]) -> 
 
 
 def _biases(spec: LlamaSpec, tensors: Mapping[str, Tensor]) -> NDArray[np.float32]:
-    """Those of queries, keys and values: [layers, columns], filled up; no layers where the family has none."""
+    """The biases of queries, keys and values: [layers, columns], padded; no layers if the family has none."""
     names = [[f"model.layers.{layer}.self_attn.{part}_proj.bias" for part in "qkv"] for layer in range(spec.num_layers)]
     if names[0][0] not in tensors:
         return np.empty((0, 1), np.float32)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from cbatch.engine.runtime.aligned import empty
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one attention layer stores for each token: `heads` keys of `key_dim` and values of `value_dim`."""
+    """What an attention layer stores for each token: `heads` keys of `key_dim` numbers and values of `value_dim`."""
 
     heads: int
     key_dim: int
@@ -34,8 +33,7 @@ class KVCache:
 
     shapes         [layers] shapes of the keys and of the values of a block
     keys[layer]    [num_blocks, *shape], and values likewise
-    stacks         both with all layers in one tensor [layers, num_blocks, *shape]; None where layers differ
-    kept           what a model's kernels want to know of them, made once; None before that
+    stacked        keys and values of all layers in one tensor each, [layers, num_blocks, *shape]; None if layers differ
     """
 
     def __init__(
@@ -48,7 +46,6 @@ class KVCache:
     ) -> None:
         self.block_size = block_size
         self.stacked: tuple[Tensor, Tensor] | None = None
-        self.kept: Any = None
         make = partial(_empty, dtype=dtype, device=device)
         if len(set(shapes)) == 1:
             keys, values = (make(len(shapes), num_blocks, *shape) for shape in shapes[0])
@@ -62,5 +59,5 @@ class KVCache:
 def _empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.empty(*shape, dtype=dtype, device=device)
-    # numpy asks the system for large pages, so that scattered blocks are found without walking its tables.
+    # numpy asks the system for large pages, which spares page-table walks from one scattered block to the next.
     return torch.from_numpy(empty(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

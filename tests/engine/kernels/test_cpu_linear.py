@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 
 from cbatch.engine.kernels.cpu.fast_math import exp, round_to_bfloat16, silu, tanh
 from cbatch.engine.kernels.cpu.jit import entry
-from cbatch.engine.kernels.cpu.linear import gated_matmul, matmul, new_linear_workspace, pack_weight
+from cbatch.engine.kernels.cpu.linear import PackedMatrix, gated_matmul, matmul, new_linear_workspace, pack_weight
 from cbatch.engine.kernels.cpu.microkernel import MAX_ROWS
 from cbatch.engine.kernels.cpu.thread_pool import ThreadPool
-from cbatch.engine.kernels.cpu.work_queue import claim, complete, new_work_queue
+from cbatch.engine.kernels.cpu.work_queue import Worker, claim, complete, new_work_queue
 from cbatch.engine.models.packing import interleave, quantized
 
 pytestmark = pytest.mark.kernels
 
-NOTHING = np.empty(0, np.float32)
+NO_SCALE = np.empty(0, np.float32)
 DTYPES = [np.dtype(np.float32), np.dtype(np.uint16)]
 
 
@@ -32,21 +32,16 @@ def draw(shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 0) -> NDArray
     return (numbers.view(np.uint32) >> 16).astype(np.uint16) if dtype == np.uint16 else numbers
 
 
+def worker() -> Worker:
+    """A thread that runs a kernel alone."""
+    return Worker(new_work_queue(), 0)
+
+
 def product(a: NDArray[Any], weight: NDArray[Any]) -> NDArray[np.float32]:
     columns = -(-len(weight) // 32) * 32
     out = np.full((len(a), columns), np.nan, np.float32)
-    matmul(
-        new_work_queue(),
-        0,
-        0,
-        a,
-        pack_weight(weight),
-        0,
-        NOTHING,
-        out,
-        0,
-        new_linear_workspace(1, weight.dtype, weight.shape[1]),
-    )
+    workspace = new_linear_workspace(1, weight.dtype, weight.shape[1])
+    matmul(worker(), 0, a, PackedMatrix(pack_weight(weight), 0, NO_SCALE), out, 0, workspace)
     return out[:, : len(weight)]
 
 
@@ -74,16 +69,17 @@ def test_products_that_are_added(scaled: bool) -> None:
     """Guards sums with what was there before, and factors for columns."""
     dtype = DTYPES[0]
     weight, a, before = draw((32, 16), dtype, 1), draw((5, 16), dtype, 2), draw((5, 32), dtype, 3)
-    scale = draw((32,), dtype, 4) if scaled else NOTHING
+    scale = draw((32,), dtype, 4) if scaled else NO_SCALE
     out = before.copy()
-    matmul(new_work_queue(), 0, 0, a, pack_weight(weight), 0, scale, out, 1, new_linear_workspace(1, dtype, 32))
+    matrix = PackedMatrix(pack_weight(weight), 0, scale)
+    matmul(worker(), 0, a, matrix, out, 1, new_linear_workspace(1, dtype, 32))
     expected = before + (a @ weight.T) * (scale if scaled else 1)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("depth", [64, 600])
 def test_products_with_quantized_weights(depth: int) -> None:
-    """Guards int8 weights, and rows as int16 in blocks with units of their own: near the product, alone or not."""
+    """Guards int8 weights, and rows quantized in blocks: near the product, and the same bits in every batch."""
     weight, a = torch.randn(70, depth, generator=torch.Generator().manual_seed(0)), draw((40, depth), DTYPES[1], 2)
     a[3, :256] = 0
     a[4, 7] = torch.tensor([3e4]).bfloat16().view(torch.uint16).item()
@@ -93,24 +89,24 @@ def test_products_with_quantized_weights(depth: int) -> None:
     results = []
     for rows in (40, 5):
         out = np.full((rows, 96), np.nan, np.float32)
-        packed, tiles = pack_weight(steps.numpy()), new_linear_workspace(1, np.dtype(np.int8), depth)
-        matmul(new_work_queue(), 0, 0, a[:rows].copy(), packed, 0, factors, out, 0, tiles)
+        matrix = PackedMatrix(pack_weight(steps.numpy()), 0, factors)
+        matmul(worker(), 0, a[:rows].copy(), matrix, out, 0, new_linear_workspace(1, np.dtype(np.int8), depth))
         results.append(out[:, :70])
     expected = as_float(a) @ (steps.float() * scale[:, None]).numpy().T
     errors = np.abs(results[0] - expected).max(axis=1)
-    errors[4] /= 3e4  # its unit is that of a large number
+    errors[4] /= 3e4  # its scale is that of a large number
     assert errors.max() < 5e-3
     assert np.array_equal(results[0][:5], results[1])
 
 
-def test_quantized_products_of_what_is_no_number() -> None:
-    """Guards rows with NaN or infinity, which must not come out as numbers, and tiny ones, which may be nothing."""
+def test_quantized_products_of_nan_and_infinity() -> None:
+    """Guards rows with NaN or infinity, which must come out as NaN, and tiny ones, which may become 0."""
     a = np.zeros((4, 64), np.uint16)
     for row, value in enumerate([float("nan"), float("inf"), 1e-38, 1.0]):
         a[row, 5] = torch.tensor([value]).bfloat16().view(torch.uint16).item()
     out = np.empty((4, 32), np.float32)
-    packed, tiles = pack_weight(np.ones((32, 64), np.int8)), new_linear_workspace(1, np.dtype(np.int8), 64)
-    matmul(new_work_queue(), 0, 0, a, packed, 0, np.ones(32, np.float32), out, 0, tiles)
+    matrix = PackedMatrix(pack_weight(np.ones((32, 64), np.int8)), 0, np.ones(32, np.float32))
+    matmul(worker(), 0, a, matrix, out, 0, new_linear_workspace(1, np.dtype(np.int8), 64))
     assert np.isnan(out[:2]).all() and (out[2] == 0).all() and np.allclose(out[3], 1)
 
 
@@ -120,13 +116,13 @@ def test_gated_products() -> None:
     gate, up, a = draw((48, 32), dtype, 1), draw((48, 32), dtype, 2), draw((30, 32), dtype, 3)
     out = np.full((30, 48), np.nan, np.float32)
     packed = pack_weight(interleave(torch.from_numpy(gate), torch.from_numpy(up)).numpy())
-    gated_matmul(new_work_queue(), 0, 0, a, packed, 0, NOTHING, out, new_linear_workspace(1, dtype, 32))
+    gated_matmul(worker(), 0, a, PackedMatrix(packed, 0, NO_SCALE), out, new_linear_workspace(1, dtype, 32))
     left = a @ gate.T
     np.testing.assert_allclose(out, left / (1 + np.exp(-left)) * (a @ up.T), rtol=1e-4, atol=1e-5)
 
 
 def test_functions_of_numbers() -> None:
-    """Guards exponentials to the last places, their far ends, and numbers that are none."""
+    """Guards exponentials to the last places, at their far ends, and of NaN."""
     for x in np.linspace(-86, 88, 4001, dtype=np.float32):
         assert exp(x) == pytest.approx(np.exp(np.float64(x)), rel=3e-7)
     assert exp(np.float32(-np.inf)) == 0 and exp(np.float32(-88)) == 0 and np.isnan(exp(np.float32(np.nan)))
@@ -135,7 +131,7 @@ def test_functions_of_numbers() -> None:
 
 
 def test_gates_of_any_size() -> None:
-    """Guards the far ends: an exponential that runs over turned a gate of -90 into -90, and it belongs at 0."""
+    """Guards the far ends: an exponential that overflowed turned a gate of -90 into -90 instead of 0."""
     for x in np.float32([-1e30, -1e5, -318, -90, -88.5, -87.5, 87.5, 90, 318, 1e5, 1e30]):
         expected = float(x) if x > 0 else 0.0
         assert silu(x) == pytest.approx(expected, rel=1e-6, abs=1e-7)
@@ -155,19 +151,19 @@ def test_rounding_to_bfloat16() -> None:
 
 
 @entry
-def count_pieces(queue: Any, thread: int, done: Any) -> None:
+def count_tasks(worker: Worker, done: Any) -> None:
     for phase in range(len(done)):
-        task = claim(queue, phase, done.shape[1])
+        task = claim(worker, phase, done.shape[1])
         while task >= 0:
             done[phase, task] += 1
-            complete(queue, phase, done.shape[1])
-            task = claim(queue, phase, done.shape[1])
+            complete(worker, phase, done.shape[1])
+            task = claim(worker, phase, done.shape[1])
 
 
-def test_every_piece_is_done_once() -> None:
-    """Guards the board against pieces that are lost or done twice, with more threads than processors."""
-    team = ThreadPool(4)
+def test_every_task_is_done_once() -> None:
+    """Guards the work queue against tasks that are lost or done twice, with more threads than processors."""
+    thread_pool = ThreadPool(4)
     for _ in range(20):
         done = np.zeros((50, 7), np.int64)
-        team.run(count_pieces, done)
+        thread_pool.run(count_tasks, done)
         assert (done == 1).all()

@@ -1,5 +1,5 @@
-"""Kernels for the CPU, compiled on the machine they run on.
+"""CPU kernels, compiled with numba on the machine that runs them.
 
-`multiply_tile` is the one inner loop of all matrix products; `queue` and `team` split a step among threads; `linear`,
-`attention` and `decoder` are the parts of a step.
+`microkernel` is the inner loop of every matrix product. `work_queue` and `thread_pool` share a step among threads.
+`linear`, `attention` and `decoder` are the parts of a step, `sampling` and `argmax` choose its tokens.
 """

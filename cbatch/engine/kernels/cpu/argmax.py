@@ -1,4 +1,4 @@
-"""The largest of many numbers, found as integers in the same order, of which the vector unit compares many at once."""
+"""Argmax of a row. Floats are compared as integers in the same order, which the compiler can vectorize."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from numba.extending import intrinsic
 from cbatch.engine.kernels.cpu.jit import kernel
 
 BLOCK = 64
-"""Numbers of which the largest is found first."""
+"""Numbers whose maximum is found before they are searched."""
 
 _INFINITY = np.float32(np.inf)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def to_ordered_int(context: Any, x: Any) -> Any:
-    """An int32 for a float32: in the same order, and the compiler can find the largest of many."""
+    """A float32 as an int32 in the same order."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _flip(builder, builder.bitcast(args[0], ir.IntType(32)))
@@ -29,7 +29,7 @@ def to_ordered_int(context: Any, x: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def from_ordered_int(context: Any, order: Any) -> Any:
-    """The float32 of such an int32."""
+    """The float32 of an int32 from `to_ordered_int`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(_flip(builder, args[0]), ir.FloatType())
@@ -38,14 +38,14 @@ def from_ordered_int(context: Any, order: Any) -> Any:
 
 
 def _flip(builder: Any, bits: Any) -> Any:
-    """All bits but the sign, where that is set."""
+    """Flips all bits but the sign if the sign is set."""
     sign = builder.ashr(bits, ir.Constant(bits.type, 31))
     return builder.xor(bits, builder.and_(sign, ir.Constant(bits.type, 0x7FFFFFFF)))
 
 
 @kernel
 def max_of(part: Any) -> Any:
-    """The largest of some numbers; where one of them is none, a number that means nothing."""
+    """The maximum of some numbers; meaningless if one of them is NaN."""
     most = to_ordered_int(-_INFINITY)
     for i in range(len(part)):
         order = to_ordered_int(part[i])
@@ -55,17 +55,17 @@ def max_of(part: Any) -> Any:
 
 @kernel
 def argmax(row: Any) -> Any:
-    """The place of a row's largest number, the first of equal ones, and that number; NaN where any of them is none."""
-    place, most, wrong = 0, -_INFINITY, np.int32(0)
+    """The index of a row's first maximum, and the maximum; (0, NaN) if any number of the row is NaN."""
+    index, most, num_nan = 0, -_INFINITY, np.int32(0)
     for start in range(0, len(row), BLOCK):
         part = row[start : start + BLOCK]
         for i in range(len(part)):
-            wrong = np.int32(wrong + (part[i] != part[i]))
+            num_nan = np.int32(num_nan + (part[i] != part[i]))
         top = max_of(part)
         if top > most:
-            place, most = start, top
-    if wrong > 0:
+            index, most = start, top
+    if num_nan > 0:
         return 0, np.float32(np.nan)
-    while row[place] != most:
-        place += 1
-    return place, most
+    while row[index] != most:
+        index += 1
+    return index, most

@@ -1,38 +1,53 @@
-"""Attention over the pages of the cache where they lie.
+"""Attention over the paged cache, without copying keys or values.
 
-Keys and values lie in panels (see `kv`), so that scores and sums of values are the same products as all others.
-Chunks of 64 tokens, at fixed places of the sequence, go through the softmax one after the other (Milakov and
-Gimelshein, 2018), and segments of 512 are added up. So a token's result is the same to the last bit however its
-sequence was cut into steps, and however many threads shared it.
+Keys and values lie in panels (see `paged_kv`), so scores and weighted sums use the same microkernel as all products.
+Tiles of 64 tokens, at fixed positions of the sequence, go through the online softmax one after the other (Milakov and
+Gimelshein, 2018), and splits of 512 tokens are merged. So a token's result has the same bits however its sequence was
+cut into steps, and however many threads shared it.
 
-What a row has seen is its state: a weighted sum of values, then at the end the score that the weights were taken
-against, and the sum of the weights.
+The state of a row is what it has seen so far: the weighted sum of values, and in the last two places the score that the
+weights are relative to, and the sum of the weights.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cbatch.engine.kernels.cpu.fast_math import exp, from_float32, tanh, to_float32
 from cbatch.engine.kernels.cpu.jit import entry, kernel
-from cbatch.engine.kernels.cpu.microkernel import COLUMNS, LANES, MAX_ROWS, multiply_tile, prefetch
-from cbatch.engine.kernels.cpu.paged_kv import SPLIT
+from cbatch.engine.kernels.cpu.microkernel import COLUMNS, LANES, MAX_ROWS, Panels, Rows, multiply_tile, prefetch
+from cbatch.engine.kernels.cpu.paged_kv import (
+    SPLIT,
+    AttentionParams,
+    AttentionPlan,
+    AttentionWorkspace,
+    PagedKV,
+    kv_of_layer,
+)
 from cbatch.engine.kernels.cpu.softmax import TILE_TOKENS, softmax_weights
-from cbatch.engine.kernels.cpu.work_queue import claim, complete
+from cbatch.engine.kernels.cpu.work_queue import Worker, claim, complete
 
 _MINUS_INFINITY = np.float32(-np.inf)
 
 
-@kernel
-def store_kv(kv: Any, layer: int, slot: int, head: int, key: Any, value: Any, is_last: bool) -> None:
-    """Puts a token's key [key_dim] and value [value_dim] into the cache.
+class _QueryRows(NamedTuple):
+    """Rows of a task: `group` heads for each token, the first of which is at position `start`."""
 
-    The value's neighbour in its pair, if its token is still to come, becomes 0: it is multiplied with 0 until then,
-    and what lies there may be no number.
+    start: int
+    rows: int
+    group: int
+
+
+@kernel
+def store_kv(kv: PagedKV, slot: int, head: int, key: Any, value: Any, is_last: bool) -> None:
+    """Stores a token's key [key_dim] and value [value_dim] in the cache.
+
+    If the token is the last of its sequence, the other half of its value's pair becomes 0: it is multiplied with 0
+    until its token comes, and what lies there could be NaN.
     """
-    keys, values = kv.keys[layer], kv.values[layer]
+    keys, values = kv.keys, kv.values
     pair = 1 if keys.itemsize == 4 else 2
     size = kv.block_size
     page, offset = slot // size * kv.heads + head, slot % size
@@ -49,12 +64,12 @@ def store_kv(kv: Any, layer: int, slot: int, head: int, key: Any, value: Any, is
 
 
 @kernel
-def _panel_addresses(kv: Any, layer: int, head: int, table: Any, token: int, stop: int, panels: Any) -> None:
-    """Addresses of the keys and of the values of 64 tokens from `token`: panels [2, 4], of which some are past `stop`.
+def _list_panels(kv: PagedKV, head: int, table: Any, token: int, stop: int, panels: Any) -> None:
+    """Addresses of the panels of keys and of values of the 64 tokens from `token`: panels [2, 4].
 
-    Those get the address of the first, which holds numbers that nobody looks at.
+    Panels past `stop` get the address of the first, which is safe to read and whose products are not used.
     """
-    keys, values, size = kv.keys[layer], kv.values[layer], kv.block_size
+    keys, values, size = kv.keys, kv.values, kv.block_size
     for part in range(TILE_TOKENS // LANES):
         first = token + part * LANES
         if first < stop:
@@ -68,43 +83,38 @@ def _panel_addresses(kv: Any, layer: int, head: int, table: Any, token: int, sto
 
 
 @kernel
-def _compute_scores(kv: Any, layer: int, query: int, rows: int, count: int, panels: Any, out: int) -> None:
-    """out[:rows, 64] = query [rows, key_dim] times the keys of so many tokens; both are addresses."""
-    keys = kv.keys[layer]
+def _compute_scores(kv: PagedKV, query: Rows, rows: int, count: int, panels: Any, scores: Any) -> None:
+    """scores [rows, 64] = query [rows, key_dim] times the keys of the first `count` tokens of a tile."""
+    keys = kv.keys
     pair = 1 if keys.itemsize == 4 else 2
-    step, depth, width = LANES * pair * keys.itemsize, kv.key_dim // pair, kv.key_dim * keys.itemsize
+    stride, depth = LANES * pair * keys.itemsize, kv.key_dim // pair
     for left in range(0, count, COLUMNS):
-        where = panels.ctypes.data + left // LANES * 8
+        columns = Panels(panels.ctypes.data + left // LANES * 8, depth, stride, depth)
         multiply_tile(
-            kv.code, keys[0], rows, query, width, where, depth, step, depth, out + left * 4, TILE_TOKENS * 4, 0
+            kv.microkernel, keys[0], query, columns, Rows(scores.ctypes.data + left * 4, TILE_TOKENS * 4), rows, 0
         )
 
 
 @kernel
-def _accumulate_values(
-    kv: Any, layer: int, weights: int, rows: int, count: int, panels: Any, pairs: Any, out: int, ldo: int
-) -> None:
-    """out[:rows, value_dim] += weights [rows, 64] times the values of so many tokens; both are addresses."""
-    values = kv.values[layer]
+def _accumulate_values(kv: PagedKV, weights: Any, rows: int, count: int, panels: Any, pairs: Any, out: Rows) -> None:
+    """out [rows, value_dim] += weights [rows, 64] times the values of the first `count` tokens of a tile."""
+    values = kv.values
     pair = 1 if values.itemsize == 4 else 2
-    step, depth, run = LANES * pair * values.itemsize, -(-count // pair), LANES // pair
+    stride, depth, run = LANES * pair * values.itemsize, -(-count // pair), LANES // pair
     width, last = LANES * kv.block_size * values.itemsize, kv.value_dim // LANES - 1
+    left = Rows(np.int64(weights.ctypes.data), TILE_TOKENS * values.itemsize)
     for panel in range(0, last + 1, 2):
         for part in range(TILE_TOKENS // LANES):
             pairs[part, 0] = panels[1, part] + panel * width
             pairs[part, 1] = pairs[part, 0] + (width if panel < last else 0)
-        target = out + panel * LANES * 4
-        where = pairs.ctypes.data
-        multiply_tile(
-            kv.code, values[0], rows, weights, TILE_TOKENS * values.itemsize, where, run, step, depth, target, ldo, 1
-        )
+        target = Rows(out.address + panel * LANES * 4, out.stride)
+        multiply_tile(kv.microkernel, values[0], left, Panels(pairs.ctypes.data, run, stride, depth), target, rows, 1)
 
 
 @kernel
-def _prefetch_tile(kv: Any, layer: int, head: int, table: Any, token: int, stop: int) -> None:
-    """Asks for the keys and values of 64 tokens, which are needed next."""
-    keys, values = kv.keys[layer], kv.values[layer]
-    size = kv.block_size
+def _prefetch_tile(kv: PagedKV, head: int, table: Any, token: int, stop: int) -> None:
+    """Prefetches the keys and values of 64 tokens."""
+    keys, values, size = kv.keys, kv.values, kv.block_size
     for first in range(token, min(token + TILE_TOKENS, stop), size):
         page = (table[first // size] * kv.heads + head) * size
         for at in range(0, min(size, TILE_TOKENS) * kv.key_dim * keys.itemsize, 64):
@@ -114,7 +124,9 @@ def _prefetch_tile(kv: Any, layer: int, head: int, table: Any, token: int, stop:
 
 
 @kernel
-def _online_softmax(scores: Any, first: int, stop: int, params: Any, weights: Any, state: Any) -> None:
+def _online_softmax_update(
+    scores: Any, first: int, stop: int, params: AttentionParams, weights: Any, state: Any
+) -> None:
     """Turns a row of 64 products into weights, of which those from `first` up to `stop` count; rescales its state."""
     width = len(state) - 2
     scale, cap, before = np.float32(params.scale), np.float32(params.softcap), state[width]
@@ -135,36 +147,25 @@ def _online_softmax(scores: Any, first: int, stop: int, params: Any, weights: An
 
 @kernel
 def _attend_tile(
-    kv: Any,
-    layer: int,
-    token: int,
-    start: int,
-    rows: int,
-    group: int,
-    params: Any,
-    thread: int,
-    workspace: Any,
-    states: Any,
+    kv: PagedKV, token: int, query_rows: _QueryRows, params: AttentionParams, scratch: AttentionWorkspace, states: Any
 ) -> None:
-    """Lets all rows of a piece see the 64 tokens from `token`. `start`: place of the first row's token."""
-    query, panels = workspace.query[thread], workspace.panels[thread]
-    scores, weights = workspace.scores[thread], workspace.weights[thread]
-    for top in range(0, rows, MAX_ROWS):
-        tile_rows = min(MAX_ROWS, rows - top)
-        count = min(TILE_TOKENS, start + (top + tile_rows - 1) // group + 1 - token)
+    """Lets all rows of a task see the 64 tokens from `token`."""
+    query, panels, scores, weights = scratch.query, scratch.panels, scratch.scores, scratch.weights
+    start, group = query_rows.start, query_rows.group
+    for top in range(0, query_rows.rows, MAX_ROWS):
+        rows = min(MAX_ROWS, query_rows.rows - top)
+        count = min(TILE_TOKENS, start + (top + rows - 1) // group + 1 - token)
         if count <= 0:
             continue
-        left = query.ctypes.data + top * query.shape[1] * query.itemsize
-        _compute_scores(kv, layer, left, tile_rows, count, panels, scores.ctypes.data)
-        for i in range(tile_rows):
-            place = start + (top + i) // group
-            first = place - params.window + 1 - token if params.window > 0 else 0
-            _online_softmax(scores[i], first, place + 1 - token, params, weights[i], states[top + i])
-        ldo = states.shape[1] * 4
-        target = states.ctypes.data + top * ldo
-        _accumulate_values(
-            kv, layer, weights.ctypes.data, tile_rows, count, panels, workspace.pairs[thread], target, ldo
-        )
+        stride = query.shape[1] * query.itemsize
+        _compute_scores(kv, Rows(query.ctypes.data + top * stride, stride), rows, count, panels, scores)
+        for i in range(rows):
+            position = start + (top + i) // group
+            first = position - params.window + 1 - token if params.window > 0 else 0
+            _online_softmax_update(scores[i], first, position + 1 - token, params, weights[i], states[top + i])
+        stride = states.shape[1] * 4
+        out = Rows(states.ctypes.data + top * stride, stride)
+        _accumulate_values(kv, weights, rows, count, panels, scratch.pairs, out)
 
 
 @kernel
@@ -176,7 +177,7 @@ def _reset(state: Any) -> None:
 
 @kernel
 def _merge_state(state: Any, later: Any, width: int) -> None:
-    """Adds the state of a later segment, of which `width` numbers are the sum."""
+    """Adds the state of a later split; its first `width` numbers are the weighted sum."""
     before, largest, total = state[len(state) - 2], later[len(later) - 2], later[len(later) - 1]
     if largest == _MINUS_INFINITY and total == 0:
         return
@@ -191,82 +192,90 @@ def _merge_state(state: Any, later: Any, width: int) -> None:
 
 @kernel
 def _attend_task(
-    kv: Any, layer: int, head: int, table: Any, begin: int, end: int, start: int, rows: int, group: int, params: Any,
-    thread: int, workspace: Any,
+    kv: PagedKV, head: int, table: Any, begin: int, end: int, query_rows: _QueryRows, params: AttentionParams,
+    scratch: AttentionWorkspace,
 ) -> None:  # fmt: skip
-    """Lets all rows of a piece see the tokens from `begin` up to `end`, as far as each may."""
+    """Lets all rows of a task see the tokens from `begin` up to `end`, as far as each may."""
+    start, rows = query_rows.start, query_rows.rows
     lowest = max(0, start - params.window + 1) // TILE_TOKENS * TILE_TOKENS if params.window > 0 else 0
-    all_before = workspace.states[thread, 0]
-    for i in range(rows):  # a part that lies before the window sees nothing
+    all_before = scratch.states[0]
+    for i in range(rows):  # also for a task whose tokens are all before the window: it sees nothing
         _reset(all_before[i])
     for split in range(max(begin, lowest // SPLIT * SPLIT), end, SPLIT):
         is_first, stop = split <= max(begin, lowest), min(end, split + SPLIT)
-        states = all_before if is_first else workspace.states[thread, 1]
+        states = all_before if is_first else scratch.states[1]
         for i in range(0 if is_first else rows):
             _reset(states[i])
         for token in range(max(split, lowest), stop, TILE_TOKENS):
-            _prefetch_tile(kv, layer, head, table, token + TILE_TOKENS, end)
-            _panel_addresses(kv, layer, head, table, token, stop, workspace.panels[thread])
-            _attend_tile(kv, layer, token, start, rows, group, params, thread, workspace, states)
+            _prefetch_tile(kv, head, table, token + TILE_TOKENS, end)
+            _list_panels(kv, head, table, token, stop, scratch.panels)
+            _attend_tile(kv, token, query_rows, params, scratch, states)
         for i in range(0 if is_first else rows):
             _merge_state(all_before[i], states[i], kv.value_dim)
 
 
 @kernel
+def _workspace_of_thread(workspace: AttentionWorkspace, index: int) -> AttentionWorkspace:
+    return AttentionWorkspace(
+        workspace.panels[index], workspace.pairs[index], workspace.query[index], workspace.scores[index],
+        workspace.weights[index], workspace.states[index],
+    )  # fmt: skip
+
+
+@kernel
 def attend(
-    queue: Any,
-    phase: int,
-    thread: int,
-    kv: Any,
-    layer: int,
-    plan: Any,
-    params: Any,
-    query: Any,
-    out: Any,
-    workspace: Any,
-) -> int:
-    """out [T, query heads * value_dim] = attention with query [T, query heads * key_dim], both in the cache's type."""
+    worker: Worker, phase: int, kv: PagedKV, plan: AttentionPlan, params: AttentionParams, query: Any, out: Any,
+    workspace: AttentionWorkspace,
+) -> int:  # fmt: skip
+    """out [T, query heads * value_dim] = attention with query [T, query heads * key_dim]. Returns the next phase.
+
+    query, out: in the cache's type
+    """
     group, width = query.shape[1] // kv.key_dim // kv.heads, kv.value_dim
-    count, states = len(plan.tasks) * kv.heads, workspace.states[thread, 0]
-    task = claim(queue, phase, count)
+    scratch = _workspace_of_thread(workspace, worker.thread)
+    num_tasks, states = len(plan.tasks) * kv.heads, scratch.states[0]
+    task = claim(worker, phase, num_tasks)
     while task >= 0:
         head = task % kv.heads
-        sequence, first, tokens, begin, end, part = plan.tasks[task // kv.heads]
+        sequence, first, tokens, begin, end, partial = plan.tasks[task // kv.heads]
         row, start = plan.first_rows[sequence] + first, plan.starts[sequence] + first
         for i in range(tokens * group):
             left = (head * group + i % group) * kv.key_dim
-            _copy(query[row + i // group, left : left + kv.key_dim], workspace.query[thread, i])
-        table = plan.tables[sequence]
-        _attend_task(kv, layer, head, table, begin, end, start, tokens * group, group, params, thread, workspace)
+            _copy(query[row + i // group, left : left + kv.key_dim], scratch.query[i])
+        query_rows = _QueryRows(start, tokens * group, group)
+        _attend_task(kv, head, plan.tables[sequence], begin, end, query_rows, params, scratch)
         for i in range(tokens * group):
-            place = head * group + i % group
-            if part >= 0:
-                _reset(plan.partials[part, place])
-                _merge_state(plan.partials[part, place], states[i], width)
+            query_head = head * group + i % group
+            if partial >= 0:
+                _reset(plan.partials[partial, query_head])
+                _merge_state(plan.partials[partial, query_head], states[i], width)
             else:
-                _normalize(states[i], place, params, out[row + i // group, place * width : (place + 1) * width])
-        complete(queue, phase, count)
-        task = claim(queue, phase, count)
+                target = out[row + i // group, query_head * width : (query_head + 1) * width]
+                _normalize(states[i], query_head, params, target)
+        complete(worker, phase, num_tasks)
+        task = claim(worker, phase, num_tasks)
     if len(plan.merges):
-        return _merge_partials(queue, phase + 1, plan, params, width, states[0], out)
+        return _merge_partials(worker, phase + 1, plan, params, width, states[0], out)
     return phase + 1
 
 
 @kernel
-def _merge_partials(queue: Any, phase: int, plan: Any, params: Any, width: int, state: Any, out: Any) -> int:
-    """Brings together the parts of rows that were seen by several pieces."""
+def _merge_partials(
+    worker: Worker, phase: int, plan: AttentionPlan, params: AttentionParams, width: int, state: Any, out: Any
+) -> int:
+    """Merges the partial results of rows that several tasks shared."""
     heads = plan.partials.shape[1]
-    count = len(plan.merges)
-    task = claim(queue, phase, count)
+    num_tasks = len(plan.merges)
+    task = claim(worker, phase, num_tasks)
     while task >= 0:
-        row, first, partials = plan.merges[task]
+        row, first, count = plan.merges[task]
         for head in range(heads):
             _reset(state)
-            for part in range(first, first + partials):
-                _merge_state(state, plan.partials[part, head], width)
+            for partial in range(first, first + count):
+                _merge_state(state, plan.partials[partial, head], width)
             _normalize(state, head, params, out[row, head * width : (head + 1) * width])
-        complete(queue, phase, count)
-        task = claim(queue, phase, count)
+        complete(worker, phase, num_tasks)
+        task = claim(worker, phase, num_tasks)
     return phase + 1
 
 
@@ -277,8 +286,8 @@ def _copy(source: Any, target: Any) -> None:
 
 
 @kernel
-def _normalize(state: Any, head: int, params: Any, out: Any) -> None:
-    """Divides a row's weighted sum by the sum of its weights."""
+def _normalize(state: Any, head: int, params: AttentionParams, out: Any) -> None:
+    """out [value_dim] = a row's weighted sum divided by the sum of its weights."""
     largest, share = state[len(state) - 2], state[len(state) - 1]
     factor = np.float32(1)
     if len(params.sinks):
@@ -291,21 +300,23 @@ def _normalize(state: Any, head: int, params: Any, out: Any) -> None:
 
 
 @entry
-def store_kv_layer(queue: Any, thread: int, kv: Any, plan: Any, keys: Any, values: Any) -> None:
-    """Puts keys [T, heads, key_dim] and values [T, heads, value_dim] into the cache of a layer that stands alone."""
-    tasks = -(-len(keys) // LANES)
-    task = claim(queue, 0, tasks)
+def store_kv_layer(worker: Worker, kv: PagedKV, plan: AttentionPlan, keys: Any, values: Any) -> None:
+    """Stores keys [T, heads, key_dim] and values [T, heads, value_dim] in a cache of one layer."""
+    layer = kv_of_layer(kv, 0)
+    num_tasks = -(-len(keys) // LANES)
+    task = claim(worker, 0, num_tasks)
     while task >= 0:
         for row in range(task * LANES, min(len(keys), (task + 1) * LANES)):
             for head in range(kv.heads):
-                store_kv(kv, 0, plan.slots[row], head, keys[row, head], values[row, head], plan.is_last[row])
-        complete(queue, 0, tasks)
-        task = claim(queue, 0, tasks)
+                store_kv(layer, plan.slots[row], head, keys[row, head], values[row, head], plan.is_last[row])
+        complete(worker, 0, num_tasks)
+        task = claim(worker, 0, num_tasks)
 
 
 @entry
 def attend_layer(
-    queue: Any, thread: int, kv: Any, plan: Any, params: Any, query: Any, out: Any, workspace: Any
-) -> None:
-    """`attend` for a layer that stands alone."""
-    attend(queue, 0, thread, kv, 0, plan, params, query, out, workspace)
+    worker: Worker, kv: PagedKV, plan: AttentionPlan, params: AttentionParams, query: Any, out: Any,
+    workspace: AttentionWorkspace,
+) -> None:  # fmt: skip
+    """`attend` over a cache of one layer."""
+    attend(worker, 0, kv_of_layer(kv, 0), plan, params, query, out, workspace)

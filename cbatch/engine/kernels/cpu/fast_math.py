@@ -1,4 +1,4 @@
-"""Numbers as the kernels meet them: bfloat16 as its 16 bits, and functions that the vector unit can compute."""
+"""Scalar functions of the kernels: bfloat16, kept as its 16 bits, and functions that the compiler can vectorize."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _LOWEST, _HIGHEST = np.float32(-87.0), np.float32(88.0)
 
 @intrinsic  # type: ignore[untyped-decorator]
 def bits_of(context: Any, x: Any) -> Any:
-    """The 32 bits of a float32."""
+    """The bits of a float32 as a uint32."""
     return types.uint32(types.float32), lambda _, builder, signature, args: builder.bitcast(args[0], ir.IntType(32))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def from_bits(context: Any, bits: Any) -> Any:
-    """The float32 of 32 bits."""
+    """The float32 with these bits."""
     return types.float32(types.uint32), lambda _, builder, signature, args: builder.bitcast(args[0], ir.FloatType())
 
 
@@ -55,7 +55,7 @@ def _from_float32(x: Any, like: Any) -> Any:
 
 @kernel
 def round_to_bfloat16(x: Any) -> Any:
-    """The 16 bits of the bfloat16 nearest to a float32, ties to even; no number stays no number."""
+    """The 16 bits of the bfloat16 nearest to a float32, ties to even; NaN stays NaN."""
     bits = bits_of(x)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.uint16(rounded) if x == x else np.uint16(0x7FC0)
@@ -66,7 +66,7 @@ def exp(x: Any) -> Any:
     """e^x of a float32 within 2 units in the last place; e^88 above 88, 0 below -87 (Cephes' expf)."""
     is_tiny = x < _LOWEST
     x = _LOWEST if is_tiny else x
-    x = _HIGHEST if x > _HIGHEST else x  # beyond it the exponent would run over into the sign
+    x = _HIGHEST if x > _HIGHEST else x  # above it the exponent would overflow into the sign
     n = np.floor(x * _LOG2_E + np.float32(0.5))
     r = (x - n * _LN2_HIGH) - n * _LN2_LOW
     p = np.float32(1.9875691500e-4)

@@ -1,4 +1,4 @@
-"""How the kernels are compiled: for this very processor, once, and kept in a cache beside the package."""
+"""How the kernels are compiled: for the processor that runs them, once, and kept in a cache beside the package."""
 
 from __future__ import annotations
 
@@ -6,116 +6,83 @@ import hashlib
 import logging
 import platform
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import llvmlite.binding as llvm
 from numba import njit, typeof
-from numba.core import sigutils
-from numba.core.caching import FunctionCache, NullCache
-from numba.core.ccallback import CFunc
+
+from cbatch.engine.compat import NO_REFERENCE_COUNTS, keep_compiled, new_callback
 
 _log = logging.getLogger("cbatch")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-FEATURES = frozenset(name for name, there in llvm.get_host_cpu_features().items() if there)
+FEATURES = frozenset(name for name, is_there in llvm.get_host_cpu_features().items() if is_there)
 HAS_AVX512 = "avx512f" in FEATURES
 HAS_BFLOAT16 = "avx512bf16" in FEATURES
-"""Whether the processor multiplies pairs of bfloat16 into float32."""
+"""Whether one instruction multiplies pairs of bfloat16 into float32."""
 HAS_INT16 = "avx512vnni" in FEATURES
-"""Whether it multiplies pairs of int16 and adds them to an int32, in one instruction."""
+"""Whether one instruction multiplies pairs of int16 and adds them to an int32."""
 
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
-
-
-class _Cache(FunctionCache):  # type: ignore[misc]
-    """Numba's cache asks whether a function's own file has changed; a kernel consists of all of these files."""
-
-    def _index_key(self, *args: Any) -> tuple[Any, ...]:
-        return (*super()._index_key(*args), _sources())
-
-    def load_overload(self, signature: Any, *args: Any) -> Any:
-        found = None
-        try:
-            found = super().load_overload(signature, *args)
-        except Exception:  # a file that was cut off: nothing could be saved beside it either
-            with suppress(OSError):
-                self.flush()
-        # Two processes that save at the same moment may write code under each other's names.
-        if found is not None and tuple(found.signature.args) != tuple(getattr(signature, "args", signature)):
-            found = None
-        if found is None:
-            _say_so()
-        return found
-
-    def save_overload(self, *args: Any) -> None:
-        try:
-            super().save_overload(*args)
-        except Exception as error:
-            _log.warning("The compiled kernels cannot be kept, and will be compiled again next time: %s", error)
-
-
-def _cache_of(function: Callable[..., Any]) -> Any:
-    """The function's cache; none where no folder can be written."""
-    try:
-        return _Cache(function)
-    except RuntimeError:
-        return NullCache()
-
-
-@cache
-def _say_so() -> None:
-    _log.warning("Compiling kernels for this processor. This takes some ten seconds, the first time only.")
-
-
-@cache
-def _sources() -> str:
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return hashlib.blake2b(b"".join(path.read_bytes() for path in files), digest_size=16).hexdigest()
-
 
 _OPTIONS = {
     "nogil": True,
     "error_model": "numpy",
     "fastmath": {"contract", "reassoc", "nsz", "arcp"},
-    "_nrt": False,
+    **NO_REFERENCE_COUNTS,
 }
-"""Sums may be taken in the order that suits the vector unit, always the same one; numbers that are none stay so.
-
-Without `_nrt` nobody counts who uses an array: threads would fight over the counters.
-"""
+"""Sums are vectorized in an order of the compiler's choice, always the same; NaN and infinity stay what they are."""
 
 
 def kernel(function: Function) -> Function:
-    """Compiles a function that other kernels call. It holds no Python objects and makes no arrays."""
+    """Compiles a function that other kernels call. It holds no Python objects and allocates no arrays."""
     return cast(Function, njit(**_OPTIONS)(function))
 
 
 def entry(function: Function) -> Function:
-    """A kernel that Python calls. It is compiled when it is first called with arguments of its kinds, and kept."""
-    compiled: Any = kernel(function)
-    compiled._cache = _cache_of(function)
-    return cast(Function, compiled)
+    """A kernel that Python calls. It is compiled at its first call with arguments of new types, and kept on disk."""
+    compiled = kernel(function)
+    _keep(compiled, function)
+    return compiled
 
 
 def compile_for(function: Callable[..., Any], *arguments: Any) -> None:
-    """Makes an entry ready to be called with arguments of these kinds, without calling it."""
+    """Compiles an entry for arguments of these types without calling it."""
     compiled: Any = function
     compiled.compile(tuple(typeof(argument) for argument in arguments))
 
 
 def address_of(function: Callable[..., None], signature: Any) -> int:
-    """Compiles a function for a signature, by itself, to be called by its address; kept like an entry."""
-    arguments, result = sigutils.normalize_signature(signature)
-    compiled: Any = CFunc(function, (arguments, result), locals={}, options={"nopython": True, "_nrt": False})
-    compiled._cache = _cache_of(function)
+    """Compiles a function by itself, to be called by its address; kept on disk like an entry."""
+    compiled = new_callback(function, signature)
+    _keep(compiled, function)
     compiled.compile()
-    _kept.append(compiled)
+    _callbacks.append(compiled)
     return int(compiled.address)
 
 
-_kept: list[CFunc] = []
-"""Code lives as long as the object that compiled it."""
+_callbacks: list[Any] = []
+"""Machine code lives as long as the object that compiled it."""
+
+
+def _keep(compiled: Any, function: Callable[..., Any]) -> None:
+    keep_compiled(compiled, function, _sources(), on_miss=_warn_of_compilation, on_error=_warn_of_cache)
+
+
+@cache
+def _sources() -> str:
+    """A hash of all kernels: each consists of functions from several of their files."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.blake2b(b"".join(path.read_bytes() for path in files), digest_size=16).hexdigest()
+
+
+@cache
+def _warn_of_compilation() -> None:
+    _log.warning("Compiling kernels for this processor. This takes about ten seconds, the first time only.")
+
+
+def _warn_of_cache(error: Exception) -> None:
+    _log.warning("The compiled kernels cannot be saved and will be compiled again next time: %s", error)

@@ -1,4 +1,4 @@
-"""Matrix products with weights packed once, when a model is loaded."""
+"""Matrix products with weights that are packed once, when a model is loaded."""
 
 from __future__ import annotations
 
@@ -14,33 +14,48 @@ from cbatch.engine.kernels.cpu.microkernel import (
     LANES,
     MAX_ROWS,
     QUANT_BLOCK,
+    Panels,
+    Rows,
     microkernel_address,
     multiply_tile,
     pad_columns,
 )
-from cbatch.engine.kernels.cpu.work_queue import claim, complete
+from cbatch.engine.kernels.cpu.work_queue import Worker, claim, complete
 from cbatch.engine.runtime.aligned import empty
 
 _ROW_BLOCK_BYTES = 384 * 1024
-"""Of the left-hand matrix, so much is multiplied with a piece of the weights before the next: it stays in the cache."""
+"""Bytes of left-hand rows that are multiplied with a part of the weights before the next: they stay in the cache."""
 
 _ZERO_BELOW = np.float32(1e-34)
-"""A block of no larger numbers counts as zeros, where rows are rounded to int16: its factor could not be a float32."""
+"""A block of smaller numbers is quantized to zeros: the inverse of its scale would overflow a float32."""
 
 _TASKS_PER_THREAD = 4
-"""Pieces for each thread, so that none waits long for the others at the end."""
+"""Enough that no thread waits long for the others at the end of a product."""
+
+
+class PackedMatrix(NamedTuple):
+    """A weight [columns, depth] among packed ones.
+
+    data:   all matrices of a model, packed (see `pack_weight`) one after the other: float32, uint16 (bfloat16) or int8
+    start:  where this one begins
+    scale:  float32, a factor for each column, which other factors may follow; empty if there is none
+    """
+
+    data: NDArray[Any]
+    start: int
+    scale: NDArray[np.float32]
 
 
 class LinearWorkspace(NamedTuple):
-    """What each thread needs for a tile.
+    """What each thread needs for a product.
 
-    code:   of the loop for the packed matrices
-    sums:   [threads, MAX_ROWS, 32] its results
-    panels: [threads, blocks, 2] the addresses of its panels
-    whole:  [threads, numbers] room for left-hand rows as int16, where the matrices are int8
+    microkernel: address of the loop for the packed matrices
+    sums:        [threads, MAX_ROWS, 32] the results of a tile
+    panels:      [threads, blocks, 2] the addresses of its panels
+    quantized:   [threads, numbers] left-hand rows as int16; empty unless the matrices are int8
     """
 
-    code: int
+    microkernel: int
     sums: NDArray[np.float32]
     panels: NDArray[np.int64]
     quantized: NDArray[np.int16]
@@ -53,19 +68,20 @@ def new_linear_workspace(threads: int, dtype: np.dtype[Any], depth: int) -> Line
         microkernel_address(dtype),
         empty((threads, MAX_ROWS, COLUMNS), np.float32),
         empty((threads, -(-depth // QUANT_BLOCK), 2), np.int64),
-        empty((threads, numbers * 9 // 8 if dtype == np.int8 else 0), np.int16),  # 16 numbers, and a unit like 2
+        # A float32 scale takes the place of 2 int16; blocks have 16 numbers at least.
+        empty((threads, numbers * 9 // 8 if dtype == np.int8 else 0), np.int16),
     )
 
 
 def pair_size(dtype: np.dtype[Any]) -> int:
-    """How many numbers of the depth lie side by side in a panel."""
+    """How many consecutive numbers of the depth lie side by side in a panel."""
     return 1 if dtype == np.float32 else 2
 
 
 def pack_weight(weight: NDArray[Any]) -> NDArray[Any]:
-    """A weight [columns, depth] as groups of two panels, one after the other: flat, columns filled up to groups.
+    """A weight [columns, depth] in the order in which the microkernel reads it: flat, columns padded to whole tiles.
 
-    Layout [groups, depth / pair, 2, 16, pair]: the tile reads it from one end to the other.
+    Layout [tiles, depth / pair, 2, 16, pair]: two panels side by side.
     """
     columns, depth = weight.shape
     pair = pair_size(weight.dtype)
@@ -75,21 +91,20 @@ def pack_weight(weight: NDArray[Any]) -> NDArray[Any]:
 
 
 @kernel
-def _rows_per_block(rows: int, row_bytes: int) -> int:
-    """Rows that are multiplied with one piece of the weights."""
+def _rows_per_block(num_rows: int, row_bytes: int) -> int:
+    """Left-hand rows that are multiplied with one part of the weights."""
     fitting = _ROW_BLOCK_BYTES // row_bytes // MAX_ROWS * MAX_ROWS
-    return min(rows, max(fitting, MAX_ROWS))
+    return min(num_rows, max(fitting, MAX_ROWS))
 
 
 @kernel
-def _groups_per_task(groups: int, threads: int) -> int:
-    """Groups of columns in a piece."""
-    return max(1, groups // (_TASKS_PER_THREAD * threads))
+def _tiles_per_task(num_tiles: int, threads: int) -> int:
+    return max(1, num_tiles // (_TASKS_PER_THREAD * threads))
 
 
 @kernel
 def _quantize_row(row: Any, quantized: Any) -> None:
-    """A row [depth] as int16: each block in units of a 32767th of its largest number. The units follow, float32."""
+    """A row [depth] as int16, each block in units of a 32767th of its largest number; their float32 scales follow."""
     depth = len(row)
     for block in range(-(-depth // QUANT_BLOCK)):
         first, stop = block * QUANT_BLOCK, min(depth, (block + 1) * QUANT_BLOCK)
@@ -97,67 +112,53 @@ def _quantize_row(row: Any, quantized: Any) -> None:
         for i in range(first, stop):
             bits = max(bits, bits_of(to_float32(row[i])) & np.uint32(0x7FFFFFFF))
         largest = from_bits(bits)
-        unit, factor = largest / np.float32(32767), np.float32(0)
+        scale, factor = largest / np.float32(32767), np.float32(0)
         if not largest < np.float32(np.inf):
-            unit = np.float32(np.nan)
+            scale = np.float32(np.nan)
         elif largest > _ZERO_BELOW:
             factor = np.float32(32767) / largest
         for i in range(first, stop):
             quantized[i] = np.int16(np.rint(to_float32(row[i]) * factor)) if factor > 0 else np.int16(0)
-        bits = bits_of(unit)
+        bits = bits_of(scale)
         quantized[depth + 2 * block] = np.int16(bits & np.uint32(0xFFFF))
         quantized[depth + 2 * block + 1] = np.int16(bits >> np.uint32(16))
 
 
 @kernel
-def _prepare_rows(a: Any, first: int, rows: int, matrix: Any, workspace: Any, thread: int) -> Any:
-    """Rows of `a` as a tile for the matrix takes them: their address, and how many bytes lie from one to the next."""
-    if matrix.itemsize > 1:
-        bytes_ = a.shape[1] * a.itemsize
-        return np.int64(a.ctypes.data) + first * bytes_, bytes_
+def _prepare_rows(a: Any, first: int, count: int, matrix: PackedMatrix, quantized: Any) -> Rows:
+    """Rows of `a` as the microkernel takes them for the matrix."""
+    if matrix.data.itemsize > 1:
+        stride = a.shape[1] * a.itemsize
+        return Rows(np.int64(a.ctypes.data) + first * stride, stride)
     width = a.shape[1] + 2 * -(-a.shape[1] // QUANT_BLOCK)
-    quantized = workspace.quantized[thread]
-    for row in range(rows):
+    for row in range(count):
         _quantize_row(a[first + row], quantized[row * width : (row + 1) * width])
-    return np.int64(quantized.ctypes.data), width * 2
+    return Rows(np.int64(quantized.ctypes.data), width * 2)
 
 
 @kernel
-def _multiply_group(
-    left: int,
-    lda: int,
-    rows: int,
-    matrix: Any,
-    start: int,
-    depth: int,
-    group: int,
-    workspace: Any,
-    thread: int,
-    out: int,
-    ldo: int,
-    add: int,
-) -> None:
-    """out[:rows, 32], at an address, = rows at another times one group of columns of the matrix at `start`."""
-    pair = 1 if matrix.itemsize == 4 else 2
-    steps, run = depth // pair, (QUANT_BLOCK if matrix.itemsize == 1 else depth) // pair
-    panels, stride = workspace.panels[thread], COLUMNS * pair * matrix.itemsize
-    begin = matrix.ctypes.data + start * matrix.itemsize + group * steps * stride
+def _list_panels(matrix: PackedMatrix, tile: int, depth: int, table: Any) -> Panels:
+    """The panels of a tile, whose addresses are written to the table [blocks, 2]."""
+    size = matrix.data.itemsize
+    pair = 1 if size == 4 else 2
+    steps, run, stride = depth // pair, (QUANT_BLOCK if size == 1 else depth) // pair, COLUMNS * pair * size
+    begin = matrix.data.ctypes.data + matrix.start * size + tile * steps * stride
     for block in range(-(-steps // run)):
-        panels[block, 0] = begin + block * run * stride
-        panels[block, 1] = panels[block, 0] + stride // 2
-    multiply_tile(workspace.code, matrix[0], rows, left, lda, panels.ctypes.data, run, stride, steps, out, ldo, add)
+        table[block, 0] = begin + block * run * stride
+        table[block, 1] = table[block, 0] + stride // 2
+    return Panels(table.ctypes.data, run, stride, steps)
 
 
 @kernel
 def _scale_row(sums: Any, scale: Any, add: int, out: Any) -> None:
-    """out [32] = sums times a factor for each column, or is added to."""
+    """out [32] = sums times a factor for each column; added to `out` if `add` is 1."""
     for j in range(COLUMNS):
         out[j] = sums[j] * scale[j] + (out[j] if add else np.float32(0))
 
 
 @kernel
 def _silu_and_mul(sums: Any, scale: Any, out: Any) -> None:
-    """out [16] = silu(gate) * up, of 16 of each in `sums`, times factors where there are any."""
+    """out [16] = silu(gate) * up, of 16 of each in `sums`, times factors if there are any."""
     if len(scale):
         _scale_row(sums, scale, 0, sums)
     for j in range(LANES):
@@ -166,70 +167,70 @@ def _silu_and_mul(sums: Any, scale: Any, out: Any) -> None:
 
 @kernel
 def matmul(
-    queue: Any, phase: int, thread: int, a: Any, matrix: Any, start: int, scale: Any, out: Any, add: int, workspace: Any
+    worker: Worker, phase: int, a: Any, matrix: PackedMatrix, out: Any, add: int, workspace: LinearWorkspace
 ) -> int:
-    """out [T, columns] = a [T, depth] times the matrix at `start`, or is added to where `add` is 1.
+    """out [T, columns] = a [T, depth] times the matrix; added to `out` if `add` is 1. Returns the next phase.
 
-    matrix:  all packed matrices of the model; a: as it needs it, out: float32, columns filled up to groups
-    scale:   a factor for each column, or nothing
+    a:    float32 for a float32 matrix, else bfloat16
+    out:  float32, columns padded to whole tiles
     """
-    groups = out.shape[1] // COLUMNS
+    num_tiles, scale = out.shape[1] // COLUMNS, matrix.scale
     block = _rows_per_block(a.shape[0], a.shape[1] * a.itemsize)
-    per_task = _groups_per_task(groups, len(workspace.sums))
-    tasks_per_block = -(-groups // per_task)
+    per_task = _tiles_per_task(num_tiles, len(workspace.sums))
+    tasks_per_block = -(-num_tiles // per_task)
     num_tasks = -(-a.shape[0] // block) * tasks_per_block
-    sums, ldo, depth = workspace.sums[thread], out.shape[1] * 4, a.shape[1]
-    held, left, lda = -1, 0, 0
-    task = claim(queue, phase, num_tasks)
+    sums, table = workspace.sums[worker.thread], workspace.panels[worker.thread]
+    ldo, results = out.shape[1] * 4, Rows(sums.ctypes.data, COLUMNS * 4)
+    prepared, left = -1, Rows(0, 0)
+    task = claim(worker, phase, num_tasks)
     while task >= 0:
         first = task // tasks_per_block * block
         count = min(a.shape[0] - first, block)
-        if first != held:
-            held, (left, lda) = first, _prepare_rows(a, first, count, matrix, workspace, thread)
-        for group in range(task % tasks_per_block * per_task, min(groups, (task % tasks_per_block + 1) * per_task)):
-            column = group * COLUMNS
+        if first != prepared:
+            prepared, left = first, _prepare_rows(a, first, count, matrix, workspace.quantized[worker.thread])
+        first_tile = task % tasks_per_block * per_task
+        for tile in range(first_tile, min(num_tiles, first_tile + per_task)):
+            column = tile * COLUMNS
+            panels = _list_panels(matrix, tile, a.shape[1], table)
             for row in range(0, count, MAX_ROWS):
-                rows, at = min(MAX_ROWS, count - row), left + row * lda
+                rows, part = min(MAX_ROWS, count - row), Rows(left.address + row * left.stride, left.stride)
                 if len(scale) == 0:
-                    target = out.ctypes.data + (first + row) * ldo + column * 4
-                    _multiply_group(at, lda, rows, matrix, start, depth, group, workspace, thread, target, ldo, add)
+                    target = Rows(out.ctypes.data + (first + row) * ldo + column * 4, ldo)
+                    multiply_tile(workspace.microkernel, matrix.data[0], part, panels, target, rows, add)
                     continue
-                _multiply_group(
-                    at, lda, rows, matrix, start, depth, group, workspace, thread, sums.ctypes.data, COLUMNS * 4, 0
-                )
+                multiply_tile(workspace.microkernel, matrix.data[0], part, panels, results, rows, 0)
                 for i in range(rows):
                     _scale_row(sums[i], scale[column:], add, out[first + row + i, column:])
-        complete(queue, phase, num_tasks)
-        task = claim(queue, phase, num_tasks)
+        complete(worker, phase, num_tasks)
+        task = claim(worker, phase, num_tasks)
     return phase + 1
 
 
 @kernel
-def gated_matmul(
-    queue: Any, phase: int, thread: int, a: Any, matrix: Any, start: int, scale: Any, out: Any, workspace: Any
-) -> int:
-    """out [T, columns] = silu(a times gate) * (a times up), with both weights interleaved in the matrix at `start`."""
-    groups = out.shape[1] // LANES
+def gated_matmul(worker: Worker, phase: int, a: Any, matrix: PackedMatrix, out: Any, workspace: LinearWorkspace) -> int:
+    """out [T, columns] = silu(a times gate) * (a times up), with both weights interleaved in the matrix."""
+    num_tiles = out.shape[1] // LANES
     block = _rows_per_block(a.shape[0], a.shape[1] * a.itemsize)
-    per_task = _groups_per_task(groups, len(workspace.sums))
-    tasks_per_block = -(-groups // per_task)
+    per_task = _tiles_per_task(num_tiles, len(workspace.sums))
+    tasks_per_block = -(-num_tiles // per_task)
     num_tasks = -(-a.shape[0] // block) * tasks_per_block
-    sums, depth = workspace.sums[thread], a.shape[1]
-    held, left, lda = -1, 0, 0
-    task = claim(queue, phase, num_tasks)
+    sums, table = workspace.sums[worker.thread], workspace.panels[worker.thread]
+    results = Rows(sums.ctypes.data, COLUMNS * 4)
+    prepared, left = -1, Rows(0, 0)
+    task = claim(worker, phase, num_tasks)
     while task >= 0:
         first = task // tasks_per_block * block
         count = min(a.shape[0] - first, block)
-        if first != held:
-            held, (left, lda) = first, _prepare_rows(a, first, count, matrix, workspace, thread)
-        for group in range(task % tasks_per_block * per_task, min(groups, (task % tasks_per_block + 1) * per_task)):
+        if first != prepared:
+            prepared, left = first, _prepare_rows(a, first, count, matrix, workspace.quantized[worker.thread])
+        first_tile = task % tasks_per_block * per_task
+        for tile in range(first_tile, min(num_tiles, first_tile + per_task)):
+            panels = _list_panels(matrix, tile, a.shape[1], table)
             for row in range(0, count, MAX_ROWS):
-                rows, at = min(MAX_ROWS, count - row), left + row * lda
-                _multiply_group(
-                    at, lda, rows, matrix, start, depth, group, workspace, thread, sums.ctypes.data, COLUMNS * 4, 0
-                )
+                rows, part = min(MAX_ROWS, count - row), Rows(left.address + row * left.stride, left.stride)
+                multiply_tile(workspace.microkernel, matrix.data[0], part, panels, results, rows, 0)
                 for i in range(rows):
-                    _silu_and_mul(sums[i], scale[group * COLUMNS :], out[first + row + i, group * LANES :])
-        complete(queue, phase, num_tasks)
-        task = claim(queue, phase, num_tasks)
+                    _silu_and_mul(sums[i], matrix.scale[tile * COLUMNS :], out[first + row + i, tile * LANES :])
+        complete(worker, phase, num_tasks)
+        task = claim(worker, phase, num_tasks)
     return phase + 1

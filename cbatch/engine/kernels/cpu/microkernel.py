@@ -1,21 +1,20 @@
 """The inner loop of every matrix product: a few rows times 32 columns, accumulated in registers.
 
-The right-hand matrix lies in panels of 16 columns. A panel holds, for each step of the depth, its 16 columns side by
-side, as one vector: one number each in float32, two neighbours of the depth in bfloat16 and int8, for there is an
-instruction that multiplies pairs. So the loop loads two vectors, and spreads one number (or pair) of each row over a
-vector of its own.
+The right-hand matrix lies in panels of 16 columns. For each step of the depth, a panel holds one vector: one number of
+each of its columns in float32, two consecutive numbers in bfloat16 and int8, because there are instructions that
+multiply pairs. The loop loads two such vectors and broadcasts one number (or pair) of each left-hand row.
 
-int8 weights meet int16: the left-hand rows are whole numbers too, in blocks of 256 with a unit each, so that a weight
-is widened by one instruction, and the sums of a block are whole numbers that become float32 at its end.
+int8 weights are multiplied with int16: left-hand rows are quantized too, in blocks of 256 numbers with a scale each.
+So one instruction widens a weight, and the sum of a block is an integer that becomes float32 at the block's end.
 
-Each result is summed over the depth in one order, whatever the other rows are: a row has the same result, to the
-last bit, in any company.
+Each result is summed over the depth in the same order, whatever the other rows are: a row has the same result, to the
+last bit, in every batch.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -33,27 +32,51 @@ COLUMNS = 2 * LANES
 """Columns of a tile."""
 
 ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12) if HAS_AVX512 else (1, 2)
-"""Numbers of rows there is code for. The sums of the most of them fill the registers that the columns leave."""
+"""Numbers of rows that there is code for. The sums of the largest fill the registers that the columns leave."""
 
 MAX_ROWS = max(ROW_COUNTS)
 
 QUANT_BLOCK = 256
-"""Numbers of a left-hand row that share a unit, where the weights are int8: their products fit into an int32."""
+"""Numbers of a left-hand row that share a scale if the weights are int8; their products add up within an int32."""
 
 _FLOAT, _INT8, _INT16 = ir.FloatType(), ir.IntType(8), ir.IntType(16)
 _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
 _SUMS = ir.VectorType(_FLOAT, LANES)
 _WORDS = ir.VectorType(_INT32, LANES)
 _SHORTS = ir.VectorType(_INT16, 2 * LANES)
+_NUM_ARGUMENTS = 10
+"""int64 arguments of the compiled loop: the fields of Rows, Panels and Rows, a count, and a flag."""
+
+
+class Rows(NamedTuple):
+    """Rows of a matrix: the address of the first, and the bytes from one to the next."""
+
+    address: int | np.int64
+    stride: int
+
+
+class Panels(NamedTuple):
+    """Two panels side by side, in runs that may lie anywhere.
+
+    table:  address of [N, 2] int64, the addresses of both panels in each run
+    run:    steps of a run; if the weights are int8, a run is a block of QUANT_BLOCK numbers
+    stride: bytes from one step to the next
+    depth:  steps in all; a step is one number in float32, a pair otherwise
+    """
+
+    table: int
+    run: int
+    stride: int
+    depth: int
 
 
 def pad_columns(columns: int) -> int:
-    """Columns of a matrix with those that fill up its last tile."""
+    """The number of columns, rounded up to whole tiles."""
     return -(-columns // COLUMNS) * COLUMNS
 
 
 class BFloat16(ir.Type):  # type: ignore[misc]
-    """A type of LLVM that llvmlite has no name for."""
+    """LLVM's bfloat, which llvmlite has no class for."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -69,18 +92,18 @@ _PAIRS = ir.VectorType(BFloat16(), 2 * LANES)
 
 
 class _TileEmitter:
-    """Writes the loop for one kind of element and one number of rows."""
+    """Emits the loop for one element type and one number of rows."""
 
-    def __init__(self, builder: Any, element: Any, most: int) -> None:
+    def __init__(self, builder: Any, element: Any, num_rows: int) -> None:
         self.builder = builder
         self.element = element
-        self.most = most
+        self.num_rows = num_rows
 
     def address(self, start: Any, offset: Any, kind: Any) -> Any:
         return self.builder.inttoptr(self.builder.add(start, offset), kind.as_pointer())
 
     def weights(self, at: Any, offset: Any) -> Any:
-        """One vector of a panel, ready to be multiplied."""
+        """One vector of a panel, as `multiply_add` takes it."""
         if self.element == types.int8:
             from_float32 = self.builder.load(self.address(at, offset, ir.VectorType(_INT8, 2 * LANES)), align=1)
             return self.builder.sext(from_float32, _SHORTS)
@@ -91,14 +114,14 @@ class _TileEmitter:
         return self.halves(self.builder.load(self.address(at, offset, _WORDS), align=4))
 
     def broadcast(self, at: Any, offset: Any, kind: Any) -> Any:
-        """A float32 or a word, in all lanes."""
+        """A float32 or a 32-bit word in all lanes."""
         word = self.builder.load(self.address(at, offset, kind), align=2)
         vector = ir.VectorType(kind, LANES)
         first = self.builder.insert_element(ir.Constant(vector, ir.Undefined), word, _INT32(0))
         return self.builder.shuffle_vector(first, first, ir.Constant(_WORDS, [0] * LANES))
 
     def left(self, at: Any, offset: Any) -> Any:
-        """A number of a row, or a pair, ready to be multiplied with a vector of weights."""
+        """A number or a pair of a left-hand row, as `multiply_add` takes it."""
         if self.element == types.float32:
             return self.broadcast(at, offset, _FLOAT)
         words = self.broadcast(at, offset, _INT32)
@@ -107,7 +130,7 @@ class _TileEmitter:
         return self.builder.bitcast(words, _PAIRS) if HAS_BFLOAT16 else self.halves(words)
 
     def halves(self, words: Any) -> list[Any]:
-        """Both bfloat16 of each word as float32."""
+        """Both bfloat16 of each word, as float32."""
         high = self.builder.and_(words, ir.Constant(_WORDS, [0xFFFF0000] * LANES))
         low = self.builder.shl(words, ir.Constant(_WORDS, [16] * LANES))
         return [self.builder.bitcast(half, _SUMS) for half in (low, high)]
@@ -123,7 +146,7 @@ class _TileEmitter:
         return total
 
     def multiply_add_int16(self, total: Any, left: Any, right: Any) -> Any:
-        """Pairs of int16, added to int32."""
+        """The products of pairs of int16, added to int32."""
         builder = self.builder
         if HAS_INT16:
             left, right = (builder.bitcast(pairs, _WORDS) for pairs in (left, right))
@@ -141,28 +164,18 @@ class _TileEmitter:
         kind = ir.FunctionType(result, [argument.type for argument in arguments])
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), arguments)
 
-    def emit(
-        self,
-        count: Any,
-        a: Any,
-        lda: Any,
-        panel_table: Any,
-        run_length: Any,
-        stride: Any,
-        depth: Any,
-        out: Any,
-        ldo: Any,
-        add: Any,
-    ) -> None:
-        """Code for up to so many rows; where there are fewer, the last one is computed several times."""
+    def emit(self, left: tuple[Any, Any], panels: tuple[Any, ...], out: tuple[Any, Any], count: Any, add: Any) -> None:
+        """Code for up to so many rows. If there are fewer, it computes the last one several times."""
+        (left_address, left_stride), (table, run, stride, depth), (out_address, out_stride) = left, panels, out
         builder = self.builder
         last = builder.sub(count, _INT64(1))
         numbers = [
-            builder.select(builder.icmp_signed("<", _INT64(row), last), _INT64(row), last) for row in range(self.most)
+            builder.select(builder.icmp_signed("<", _INT64(row), last), _INT64(row), last)
+            for row in range(self.num_rows)
         ]
-        outs = [builder.add(out, builder.mul(ldo, number)) for number in numbers]
-        rows = [builder.add(a, builder.mul(lda, number)) for number in numbers]
-        places = [(row, panel) for row in range(self.most) for panel in (0, 1)]
+        outs = [builder.add(out_address, builder.mul(out_stride, number)) for number in numbers]
+        rows = [builder.add(left_address, builder.mul(left_stride, number)) for number in numbers]
+        places = [(row, panel) for row in range(self.num_rows) for panel in (0, 1)]
         sums = {place: cgutils.alloca_once_value(builder, ir.Constant(_SUMS, None)) for place in places}
         targets = {(row, panel): self.address(outs[row], _INT64(panel * LANES * 4), _SUMS) for row, panel in places}
         with builder.if_then(builder.icmp_signed("!=", add, _INT64(0))):
@@ -170,31 +183,31 @@ class _TileEmitter:
                 builder.store(builder.load(targets[place], align=4), sums[place])
         is_int8 = self.element == types.int8
         int_sums = {place: cgutils.alloca_once(builder, _WORDS) for place in places} if is_int8 else sums
-        with cgutils.for_range_slice(builder, _INT64(0), depth, run_length, inc=True) as (first, run):
+        with cgutils.for_range_slice(builder, _INT64(0), depth, run, inc=True) as (first, number):
             if is_int8:
                 for place in places:
                     builder.store(ir.Constant(_WORDS, None), int_sums[place])
-            left = builder.sub(depth, first)
-            steps = builder.select(builder.icmp_signed("<", left, run_length), left, run_length)
-            at = builder.mul(run, _INT64(16))
-            panels = [builder.load(self.address(panel_table, builder.add(at, _INT64(8 * i)), _INT64)) for i in (0, 1)]
-            self.emit_run(rows, panels, builder.mul(first, _INT64(4)), steps, stride, int_sums)
+            rest = builder.sub(depth, first)
+            steps = builder.select(builder.icmp_signed("<", rest, run), rest, run)
+            at = builder.mul(number, _INT64(16))
+            both = [builder.load(self.address(table, builder.add(at, _INT64(8 * i)), _INT64)) for i in (0, 1)]
+            self.emit_run(rows, both, builder.mul(first, _INT64(4)), steps, stride, int_sums)
             if is_int8:
-                unit = builder.mul(builder.add(depth, run), _INT64(4))
+                scale = builder.mul(builder.add(depth, number), _INT64(4))
                 for row, panel in places:
                     total = builder.sitofp(builder.load(int_sums[row, panel]), _SUMS)
-                    total = self.fma(total, self.broadcast(rows[row], unit, _FLOAT), builder.load(sums[row, panel]))
+                    total = self.fma(total, self.broadcast(rows[row], scale, _FLOAT), builder.load(sums[row, panel]))
                     builder.store(total, sums[row, panel])
         for place in places:
             builder.store(builder.load(sums[place]), targets[place], align=4)
 
     def emit_run(self, rows: list[Any], panels: list[Any], start: Any, steps: Any, stride: Any, sums: Any) -> None:
-        """Code for the steps of one page. start: bytes from the beginning of a left-hand row."""
+        """Code for the steps of one run. start: bytes from the beginning of a left-hand row."""
         builder = self.builder
         with cgutils.for_range(builder, steps) as loop:
             there = builder.add(start, builder.mul(loop.index, _INT64(4)))
             weights = [self.weights(panel, builder.mul(loop.index, stride)) for panel in panels]
-            for row in range(self.most):
+            for row in range(self.num_rows):
                 number = self.left(rows[row], there)
                 for panel in (0, 1):
                     total = self.multiply_add(builder.load(sums[row, panel]), number, weights[panel])
@@ -202,108 +215,73 @@ class _TileEmitter:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _emit_tile(
-    context: Any,
-    like: Any,
-    rows: Any,
-    a: Any,
-    lda: Any,
-    panel_table: Any,
-    run_length: Any,
-    stride: Any,
-    depth: Any,
-    out: Any,
-    ldo: Any,
-    add: Any,
-) -> Any:
+def _emit_tile(context: Any, like: Any, left: Any, panels: Any, out: Any, count: Any, add: Any) -> Any:
     """The loop for each number of rows there is code for, and the choice among them."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, *records, count, add = args
+        left, panels, out = (cgutils.unpack_tuple(builder, record) for record in records)
         end = builder.append_basic_block("end")
-        blocks = {most: builder.append_basic_block(f"rows.{most}") for most in ROW_COUNTS}
-        switch = builder.switch(args[1], end)
-        for count in range(1, MAX_ROWS + 1):
-            switch.add_case(_INT64(count), blocks[min(most for most in ROW_COUNTS if most >= count)])
-        for most, block in blocks.items():
+        blocks = {num_rows: builder.append_basic_block(f"rows.{num_rows}") for num_rows in ROW_COUNTS}
+        switch = builder.switch(count, end)
+        for number in range(1, MAX_ROWS + 1):
+            switch.add_case(_INT64(number), blocks[min(num_rows for num_rows in ROW_COUNTS if num_rows >= number)])
+        for num_rows, block in blocks.items():
             with builder.goto_block(block):
-                _TileEmitter(builder, like, most).emit(*args[1:])
+                _TileEmitter(builder, like, num_rows).emit(left, panels, out, count, add)
                 builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()
 
-    return types.void(like, *[types.int64] * 10), generate
+    return types.void(like, left, panels, out, types.int64, types.int64), generate
 
 
+# Called by its address, which passes numbers only.
 def _tile_loop(
-    like: Any,
-    rows: int,
-    a: int,
-    lda: int,
-    panel_table: int,
-    run_length: int,
-    stride: int,
-    depth: int,
-    out: int,
-    ldo: int,
-    add: int,
-) -> None:
-    _emit_tile(like, rows, a, lda, panel_table, run_length, stride, depth, out, ldo, add)
+    like: Any, left: int, left_stride: int, table: int, run: int, stride: int, depth: int, out: int, out_stride: int,
+    count: int, add: int,
+) -> None:  # fmt: skip
+    _emit_tile(like, (left, left_stride), (table, run, stride, depth), (out, out_stride), count, add)
 
 
 @cache
 def microkernel_address(dtype: np.dtype[Any]) -> int:
     """The address of the loop for right-hand matrices of float32, uint16 (bfloat16) or int8.
 
-    It is compiled by itself: as a part of every kernel that calls it, it would be compiled as often.
+    It is compiled by itself: as a part of each kernel that calls it, it would be compiled that often.
     """
-    return address_of(_tile_loop, types.void(from_dtype(dtype), *[types.int64] * 10))
+    return address_of(_tile_loop, types.void(from_dtype(dtype), *[types.int64] * _NUM_ARGUMENTS))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _call_tile(context: Any, code: Any, like: Any, arguments: Any) -> Any:
+def _call_tile(context: Any, microkernel: Any, like: Any, arguments: Any) -> Any:
     """Calls the loop at an address. `like`: an element of the right-hand matrix."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code, element, rest = args
-        kind = ir.FunctionType(ir.VoidType(), [element.type, *[_INT64] * 10])
-        values = [builder.extract_value(rest, place) for place in range(10)]
-        builder.call(builder.inttoptr(code, kind.as_pointer()), [element, *values])
+        address, element, rest = args
+        kind = ir.FunctionType(ir.VoidType(), [element.type, *[_INT64] * _NUM_ARGUMENTS])
+        builder.call(builder.inttoptr(address, kind.as_pointer()), [element, *cgutils.unpack_tuple(builder, rest)])
         return context.get_dummy_value()
 
-    return types.void(code, like, arguments), generate
+    return types.void(microkernel, like, arguments), generate
 
 
 @kernel
-def multiply_tile(
-    code: int,
-    like: Any,
-    rows: int,
-    a: int,
-    lda: int,
-    panel_table: int,
-    run_length: int,
-    stride: int,
-    depth: int,
-    out: int,
-    ldo: int,
-    add: int,
-) -> None:
-    """out[rows, 32] = a[rows, depth] times two panels, added to what `out` holds where `add` is not 0.
+def multiply_tile(microkernel: int, like: Any, left: Rows, panels: Panels, out: Rows, count: int, add: int) -> None:
+    """out [count, 32] float32 = left [count, depth] times two panels; added to `out` if `add` is 1.
 
-    code:    see `microkernel_address`; like: an element of the right-hand matrix
-    rows:    1 to MAX_ROWS
-    a, out:  addresses; their rows lie `lda` and `ldo` bytes apart. `a` has the type of the right-hand matrix; for int8
-             a row is int16, and behind it are the units of its blocks, float32
-    pages:   address of [N, 2] int64 addresses of the panels, in pages of `run_length` steps that lie `stride` bytes
-             apart; for int8 a page is a block
-    depth:   steps to take: numbers in float32, pairs otherwise
+    microkernel: see `microkernel_address`
+    like:        an element of the right-hand matrix
+    left:        of the same type; for int8, rows of int16 that are followed by the float32 scales of their blocks
+    count:       rows, 1 to MAX_ROWS
     """
-    _call_tile(code, like, (rows, a, lda, panel_table, run_length, stride, depth, out, ldo, add))
+    where = (left.address, left.stride, panels.table, panels.run, panels.stride, panels.depth, out.address, out.stride)
+    _call_tile(microkernel, like, (*where, count, add))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch(context: Any, address: Any) -> Any:
-    """Asks for the 64 bytes at an address, which will soon be read."""
+    """Prefetches the cache line at an address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [_INT8.as_pointer(), _INT32, _INT32, _INT32])

@@ -1,6 +1,6 @@
-"""Where keys and values lie for the CPU's attention, and what it is told of a step.
+"""How keys and values lie in the cache for the CPU's attention, and how the attention of a step is cut into tasks.
 
-A page is the keys or values of one block, for one head, in panels (see `multiply_tile`):
+A page holds the keys or values of one block for one head, in panels (see `microkernel`):
 
     keys    [num_blocks, heads, block_size / 16, key_dim / pair, 16, pair]      16 tokens are the columns of a panel
     values  [num_blocks, heads, value_dim / 16, block_size / pair, 16, pair]    16 numbers of a value are
@@ -14,30 +14,30 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.engine.kernels.cpu.jit import entry
+from cbatch.engine.kernels.cpu.jit import entry, kernel
 from cbatch.engine.kernels.cpu.microkernel import COLUMNS, LANES, MAX_ROWS, pad_columns
 from cbatch.engine.kernels.cpu.softmax import TILE_TOKENS
 from cbatch.engine.runtime.aligned import empty
 
 _MAX_QUERY_ROWS = 96
-"""Query rows (tokens times heads that share keys) for which a chunk of keys is used while it is in the cache."""
+"""Query rows (tokens times the heads that share keys) of a task: they use a tile of keys while it is in the cache."""
 
 
 SPLIT = 512
-"""Tokens of a sequence that are seen one after the other; what each such part gives is added up in their order.
+"""Tokens of a sequence whose values are summed apart; the partial sums are merged in their order.
 
-So several threads may look at one sequence, and a token's result is the same however many they are.
+So several threads can work on one sequence, and a token's result is the same however many they are.
 """
 
 
 class PagedKV(NamedTuple):
-    """Where the cache of a model's layers lies, all with the same heads and sizes.
+    """The cache of several layers with the same heads and sizes, or of one.
 
-    code:          of the tiles (see `microkernel_address`)
-    keys, values:  [layers, all pages of a layer] float32, or uint16 for bfloat16
+    microkernel:   see `microkernel_address`
+    keys, values:  [layers, all pages of a layer], for one layer flat; float32, or uint16 for bfloat16
     """
 
-    code: int
+    microkernel: int
     keys: NDArray[Any]
     values: NDArray[Any]
     heads: int
@@ -46,18 +46,24 @@ class PagedKV(NamedTuple):
     block_size: int
 
 
-class AttentionPlan(NamedTuple):
-    """The sequences of a step, and the pieces in which they attend.
+@kernel
+def kv_of_layer(kv: PagedKV, layer: int) -> PagedKV:
+    return PagedKV(kv.microkernel, kv.keys[layer], kv.values[layer], kv.heads, kv.key_dim, kv.value_dim, kv.block_size)
 
-    tables:  [S, B] int32 blocks of each sequence
-    starts:  [S] int64 place in its sequence of a slice's first token
-    firsts:  [S] int64 row of the step with that token
-    pieces:  [N, 6] int64: sequence, first query token in its slice, number of query tokens, the tokens that they may
-             see (from, up to), and the number of the part if others see the rest, else -1
-    merges:  [M, 3] int64: row of the step, the first of its parts, and how many there are
-    parts:   [parts, query heads, value_dim + 2] float32 states (see `attention`)
-    slots:   [T] int64 where each token goes: block * block_size + offset
-    lasts:   [T] bool, whether a token is the last of its slice
+
+class AttentionPlan(NamedTuple):
+    """The sequences of a step, and the tasks into which their attention is cut.
+
+    tables:     [S, B] int32 block ids of each sequence
+    starts:     [S] int64 position of the first token that the step computes
+    first_rows: [S] int64 row of the step with that token
+    tasks:      [N, 6] int64: sequence, first query token among the sequence's tokens of the step, number of query
+                tokens, the positions that they may see (from, up to), and the index of the partial result if other
+                tasks see the rest, else -1
+    merges:     [M, 3] int64: row of the step, the first of its partial results, and their number
+    partials:   [partials, query heads, value_dim + 2] float32 states (see `attention`)
+    slots:      [T] int64 where each token goes in the cache: block * block_size + offset
+    is_last:    [T] bool, whether a token is the last that the step computes of its sequence
     """
 
     tables: NDArray[np.int32]
@@ -70,6 +76,17 @@ class AttentionPlan(NamedTuple):
     is_last: NDArray[np.bool_]
 
 
+class _PlanBuffers(NamedTuple):
+    """What `_plan_tasks` fills in; see `AttentionPlan`. order, costs: [N] int64 of the tasks."""
+
+    tasks: NDArray[np.int64]
+    order: NDArray[np.int64]
+    costs: NDArray[np.int64]
+    first_rows: NDArray[np.int64]
+    merges: NDArray[np.int64]
+    is_last: NDArray[np.bool_]
+
+
 def plan_attention(
     tables: NDArray[np.int32],
     starts: Sequence[int],
@@ -79,52 +96,55 @@ def plan_attention(
     group: int,
     value_dim: int,
 ) -> AttentionPlan:
-    """A step's slices, cut into pieces of which none is too large.
+    """Cuts the attention of a step into tasks, none of them too large.
 
-    heads: of queries, of which each `group` shares one head of the cache
+    starts, stops: the positions that the step computes of each sequence
+    heads:         query heads, of which each `group` shares a head of the cache
     """
-    begins, ends, most = np.array(starts), np.array(stops), max(1, _MAX_QUERY_ROWS // group)
-    rows = len(begins)
-    room = len(slots) // most + 2 * rows + sum(starts) // SPLIT
-    tasks, order, costs = np.empty((room, 6), np.int64), np.empty(room, np.int64), np.empty(room, np.int64)
-    first_rows, merges, is_last = (
-        np.empty(rows, np.int64),
-        np.empty((rows, 3), np.int64),
+    begins, ends, max_tokens = np.array(starts), np.array(stops), max(1, _MAX_QUERY_ROWS // group)
+    sequences = len(begins)
+    size = len(slots) // max_tokens + 2 * sequences + sum(starts) // SPLIT
+    buffers = _PlanBuffers(
+        np.empty((size, 6), np.int64),
+        np.empty(size, np.int64),
+        np.empty(size, np.int64),
+        np.empty(sequences, np.int64),
+        np.empty((sequences, 3), np.int64),
         np.zeros(len(slots), np.bool_),
     )
-    count, alone, partials = _plan_tasks(begins, ends, most, tasks, order, costs, first_rows, merges, is_last)
-    states = np.empty((partials, heads, value_dim + 2), np.float32)
-    return AttentionPlan(tables, begins, first_rows, tasks[order[:count]], merges[:alone], states, slots, is_last)
+    num_tasks, num_merges, num_partials = _plan_tasks(begins, ends, max_tokens, buffers)
+    partials = np.empty((num_partials, heads, value_dim + 2), np.float32)
+    tasks, merges = buffers.tasks[buffers.order[:num_tasks]], buffers.merges[:num_merges]
+    return AttentionPlan(tables, begins, buffers.first_rows, tasks, merges, partials, slots, buffers.is_last)
 
 
 @entry
-def _plan_tasks(
-    begins: Any, ends: Any, most: int, tasks: Any, order: Any, costs: Any, first_rows: Any, merges: Any, is_last: Any
-) -> tuple[int, int, int]:
-    """Writes down the pieces, and in which order they are to be taken: those that cost most come first.
+def _plan_tasks(begins: Any, ends: Any, max_tokens: int, buffers: _PlanBuffers) -> tuple[int, int, int]:
+    """Lists the tasks and their order, the most expensive first; returns the numbers of tasks, merges and partials.
 
-    In one call, because a dozen operations of numpy take longer than all of it, where the weights of a step have just
-    gone through the processor's caches. Returns how many pieces, sequences with parts, and parts there are.
+    In one call: a dozen numpy operations take longer, because each step's weights evict them from the processor's
+    caches.
     """
-    count = alone = partials = row = 0
+    tasks, order, costs = buffers.tasks, buffers.order, buffers.costs
+    num_tasks = num_merges = num_partials = row = 0
     for sequence in range(len(begins)):
         begin, tokens = begins[sequence], ends[sequence] - begins[sequence]
-        first_rows[sequence] = row
+        buffers.first_rows[sequence] = row
         row += tokens
-        is_last[row - 1] = True
+        buffers.is_last[row - 1] = True
         if tokens == 1 and begin >= SPLIT:
-            merges[alone] = row - 1, partials, begin // SPLIT + 1
-            alone += 1
+            buffers.merges[num_merges] = row - 1, num_partials, begin // SPLIT + 1
+            num_merges += 1
             for start in range(0, begin + 1, SPLIT):
-                tasks[count] = sequence, 0, 1, start, min(begin + 1, start + SPLIT), partials
-                partials += 1
-                count += 1
+                tasks[num_tasks] = sequence, 0, 1, start, min(begin + 1, start + SPLIT), num_partials
+                num_partials += 1
+                num_tasks += 1
         else:
-            for first in range(0, tokens, most):
-                taken = min(most, tokens - first)
-                tasks[count] = sequence, first, taken, 0, begin + first + taken, -1
-                count += 1
-    for task in range(count):
+            for first in range(0, tokens, max_tokens):
+                taken = min(max_tokens, tokens - first)
+                tasks[num_tasks] = sequence, first, taken, 0, begin + first + taken, -1
+                num_tasks += 1
+    for task in range(num_tasks):  # a stable insertion sort by cost
         cost = (tasks[task, 4] - tasks[task, 3]) * tasks[task, 2]
         low, high = 0, task
         while low < high:
@@ -136,7 +156,7 @@ def _plan_tasks(
         for place in range(task, low, -1):
             order[place], costs[place] = order[place - 1], costs[place - 1]
         order[low], costs[low] = task, cost
-    return count, alone, partials
+    return num_tasks, num_merges, num_partials
 
 
 class AttentionParams(NamedTuple):
@@ -149,9 +169,15 @@ class AttentionParams(NamedTuple):
 
 
 class AttentionWorkspace(NamedTuple):
-    """What each thread needs for one piece: [threads, ...], rows for query tokens times the heads of a group.
+    """What each thread needs for a task; for one thread alone, without the first dimension.
 
-    states: [threads, 2, rows, filled up value_dim + 32], of the first segment and of a later one
+    Rows are query tokens times the heads of a group.
+
+    panels: [threads, 2, 4] addresses of the panels of keys and of values of a tile
+    pairs:  [threads, 4, 2] addresses of two panels of values each
+    query:  [threads, rows, key_dim]
+    scores, weights: [threads, MAX_ROWS, 64] before and after the softmax
+    states: [threads, 2, rows, padded value_dim + 32] (see `attention`) of the first split and of a later one
     """
 
     panels: NDArray[np.int64]

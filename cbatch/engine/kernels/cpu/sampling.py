@@ -1,12 +1,12 @@
-"""Draws tokens from rows of logits, by the definition in `sampler.py`, without sorting a row.
+"""Draws a token for each row of logits without sorting it; `sampler.py` defines what is drawn.
 
-What the filters keep is always the beginning of the tokens in order: by logit, equal ones by id. So a row's token is
-drawn among all of them (or among the top k), and then asked for: how many come before it, and how likely are those
-together? If it is not kept, then only tokens before it are, and it is drawn again among these. The noise of a token is
-always the same, so the last token is the one that a draw among those that are kept had given. It takes few rounds: the
-first token is kept as often as the filters keep what is likely.
+Order the tokens by logit, then by id: the filters always keep a prefix of that order. So a token is drawn from all of
+them (or from the top k), and then checked: how many come before it, and what is their probability? If the filters do
+not keep it, they keep only tokens before it, and the draw is repeated among these. A token's noise is always the same,
+so the last draw gives what a draw among the kept tokens would have given. It takes few rounds: the first token is kept
+with the probability of all that the filters keep.
 
-No pass looks closer at a block of tokens than it has to: its largest logit says whether any of them can matter.
+Every pass skips the blocks of tokens whose largest logit shows that none of them can matter.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from cbatch.engine.kernels.cpu.argmax import BLOCK, from_ordered_int, max_of, to
 from cbatch.engine.kernels.cpu.fast_math import bits_of, exp
 from cbatch.engine.kernels.cpu.jit import entry, kernel
 from cbatch.engine.kernels.cpu.thread_pool import ThreadPool
-from cbatch.engine.kernels.cpu.work_queue import claim, complete
+from cbatch.engine.kernels.cpu.work_queue import Worker, claim, complete
 
 _INFINITY = np.float32(np.inf)
 _LN2 = math.log(2)
 _SLACK = 1e-3
-"""Above what rounding can do to a bound of the noise."""
+"""More than rounding can change a bound of the noise."""
 
 _MAX_NOISE = np.float32(33 * _LN2 + _SLACK)
 _STEEPNESS = np.float32(-_LN2 * 2.0**-23)
 _OFFSET = np.float32(127 * _LN2 + _SLACK)
 _NEGLIGIBLE = np.float32(32)
-"""So far below the largest, all tokens of a vocabulary together are less than what rounding does to the sum."""
+"""So far below the largest logit, a whole vocabulary adds less than rounding changes in the sum."""
 
 
 class DrawParams(NamedTuple):
-    """How the D rows are drawn.
+    """How D rows are drawn.
 
-    starts:      [D] where the logits of a row begin
+    starts:      [D] where the logits of each row begin
     temperature: [D] float32
     top_k:       [D] int64, 0 for all
     top_p, min_p: [D] float32
-    keys:        [D, 2] uint32, of the noise
+    keys:        [D, 2] uint32, the keys of the noise
     """
 
     starts: NDArray[np.int64]
@@ -59,9 +59,10 @@ class DrawParams(NamedTuple):
 
 
 class SamplingWorkspace(NamedTuple):
-    """Room for one row in each thread: [threads, blocks] the largest of each block, [threads, V] what top-k looks at.
+    """Memory for one row in each thread.
 
-    Both float32.
+    block_max:  [threads, blocks] the largest logit of each block, divided by the temperature
+    candidates: [threads, V] logits that may be among the top k, divided by the temperature
     """
 
     block_max: NDArray[np.float32]
@@ -70,19 +71,19 @@ class SamplingWorkspace(NamedTuple):
 
 @lru_cache(maxsize=2)
 def sampling_workspace(threads: int, vocabulary: int) -> SamplingWorkspace:
-    """The same room again where there is one: it is not given back to the system after every step."""
+    """Memory that is kept between steps."""
     blocks = -(-vocabulary // BLOCK)
     return SamplingWorkspace(np.empty((threads, blocks), np.float32), np.empty((threads, vocabulary), np.float32))
 
 
 _workspace_lock = Lock()
-"""The room; two engines may work in two threads."""
+"""Held while the workspace is in use: two engines may sample in two threads."""
 
 
 def draw_tokens(
     thread_pool: ThreadPool, logits: NDArray[np.float32], vocabulary: int, params: DrawParams
 ) -> NDArray[np.int64]:
-    """Draws a token for each row of the rules; returns tokens [D]. See `draw_rows`."""
+    """Draws D tokens; see `draw_rows`."""
     tokens = np.zeros(len(params.starts), np.int64)
     with _workspace_lock:
         thread_pool.run(draw_rows, logits, vocabulary, params, sampling_workspace(thread_pool.size, vocabulary), tokens)
@@ -91,14 +92,14 @@ def draw_tokens(
 
 @intrinsic  # type: ignore[untyped-decorator]
 def divide(context: Any, x: Any, y: Any) -> Any:
-    """Rounded as torch does it: flags of its own keep the compiler from multiplying by 1 / y."""
+    """x / y, rounded as in torch: without `arcp` the compiler does not multiply by 1 / y."""
     signature = types.float32(types.float32, types.float32)
     return signature, lambda _, builder, signature, args: builder.fdiv(args[0], args[1], flags=("contract",))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _mix(context: Any, word: Any) -> Any:
-    """See `sampler._mix`. In Python's integers the compiler would take 64 bits for it, and twice the time."""
+    """See `sampler._mix`. With Python's integers the compiler would compute in 64 bits, which takes twice as long."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         (word,) = args
@@ -125,14 +126,14 @@ def noise(token: int, key: Any) -> Any:
 
 @kernel
 def _noise_bound(token: int, key: Any) -> Any:
-    """A number that the token's noise does not reach: -log(u) is never less, and u's bits, read as an integer, nearly
-    are its logarithm, and never more."""
+    """An upper bound of the token's noise, from -log(u): the bits of u as an integer, scaled, are nearly log(u) and
+    never more."""
     return np.float32(np.int32(bits_of(_uniform(token, key)))) * _STEEPNESS + _OFFSET
 
 
 @kernel
 def block_maxima(row: Any, temperature: Any, block_max: Any) -> Any:
-    """Fills in the largest logit, divided by the temperature, of each block; returns where the largest of all is."""
+    """Fills in `block_max`; returns the token with the largest logit."""
     place = 0
     for block in range(len(block_max)):
         block_max[block] = divide(max_of(row[block * BLOCK : (block + 1) * BLOCK]), temperature)
@@ -142,12 +143,12 @@ def block_maxima(row: Any, temperature: Any, block_max: Any) -> Any:
     for i in range(len(part)):
         if divide(part[i], temperature) == block_max[place]:
             return place * BLOCK + i
-    return 0  # it is no number
+    return 0  # it is NaN
 
 
 @kernel
 def _kth_largest(values: Any, k: int) -> Any:
-    """Halves the range where it must be, 32 times, by how many are as large."""
+    """The k-th largest of some numbers, by bisection over their ordered integers."""
     low, high = np.int64(to_ordered_int(-_INFINITY)), np.int64(to_ordered_int(_INFINITY))
     while low < high:
         middle = (low + high + 1) >> 1
@@ -166,7 +167,7 @@ def _kth_largest(values: Any, k: int) -> Any:
 def kth_largest_logit(row: Any, temperature: Any, k: int, block_max: Any, candidates: Any) -> Any:
     """The k-th largest logit, divided by the temperature.
 
-    The k-th largest of the blocks' largest is not larger than it, so it is among those that are not less than that.
+    The k-th largest of `block_max` is a lower bound, so only the logits that reach it are candidates.
     """
     least = _kth_largest(block_max, k) if k <= len(block_max) else -_INFINITY
     count = 0
@@ -182,7 +183,7 @@ def kth_largest_logit(row: Any, temperature: Any, k: int, block_max: Any, candid
 
 @kernel
 def mass_before(row: Any, temperature: Any, block_max: Any, most: Any, limit: Any, end: int) -> float:
-    """The sum of e^(x - most) of the tokens before the token `end`, whose x, logit over temperature, is `limit`."""
+    """The sum of e^(x - most) over the tokens before the token `end`, whose x is `limit`; x: logit / temperature."""
     total = 0.0
     for block in range(len(block_max)):
         if block_max[block] >= limit and block_max[block] >= most - _NEGLIGIBLE:
@@ -196,9 +197,9 @@ def mass_before(row: Any, temperature: Any, block_max: Any, most: Any, limit: An
 
 @kernel
 def _noisy_argmax(row: Any, temperature: Any, key: Any, block_max: Any, first: int, limit: Any, end: int) -> int:
-    """The token with the largest logit plus noise of those before the token `end` (see `mass_before`), or the first.
+    """Of the tokens before the token `end` (see `mass_before`), the one with the largest x plus noise, or `first`.
 
-    Logarithms are taken only of those that a bound does not rule out, which are few.
+    Only the few that an upper bound of the noise does not rule out take logarithms.
     """
     token = first
     best = divide(row[first], temperature) + noise(first, key)
@@ -224,7 +225,7 @@ def _noisy_argmax(row: Any, temperature: Any, key: Any, block_max: Any, first: i
 def is_kept(
     row: Any, temperature: Any, top_p: Any, min_p: Any, block_max: Any, first: int, total: float, token: int
 ) -> bool:  # fmt: skip
-    """Whether top-p and min-p keep a token that top-k keeps; total: of what top-k keeps, as `mass_before`."""
+    """Whether top-p and min-p keep a token that top-k keeps; total: the mass of all that top-k keeps."""
     if token == first:
         return True
     most, x = divide(row[first], temperature), divide(row[token], temperature)
@@ -235,14 +236,18 @@ def is_kept(
 
 @entry
 def draw_rows(
-    queue: Any, thread: int, logits: Any, vocabulary: int, params: DrawParams, workspace: SamplingWorkspace, tokens: Any
+    worker: Worker, logits: Any, vocabulary: int, params: DrawParams, workspace: SamplingWorkspace, tokens: Any
 ) -> None:
-    """Draws tokens [D] int64 from the rows that lie in logits, flat float32; called in every thread of a team.
+    """Draws tokens [D] int64 from the rows of logits, flat float32. Every thread of a pool calls it.
 
-    A row whose largest logit is not finite gets a token that means nothing.
+    A row whose largest logit is not finite gets an arbitrary token.
     """
-    block_max, candidates, num_tasks = workspace.block_max[thread], workspace.candidates[thread], len(tokens)
-    task = claim(queue, 0, num_tasks)
+    block_max, candidates, num_tasks = (
+        workspace.block_max[worker.thread],
+        workspace.candidates[worker.thread],
+        len(tokens),
+    )
+    task = claim(worker, 0, num_tasks)
     while task >= 0:
         row = logits[params.starts[task] : params.starts[task] + vocabulary]
         temperature, top_k, top_p = params.temperature[task], params.top_k[task], params.top_p[task]
@@ -258,5 +263,5 @@ def draw_rows(
                 break
             limit, end = divide(row[token], temperature), token
         tokens[task] = token
-        complete(queue, 0, num_tasks)
-        task = claim(queue, 0, num_tasks)
+        complete(worker, 0, num_tasks)
+        task = claim(worker, 0, num_tasks)

@@ -1,4 +1,4 @@
-"""The exponentials of a chunk of scores, in vector registers from beginning to end."""
+"""The softmax weights of a tile of scores, computed in vector registers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from cbatch.engine.kernels.cpu.jit import HAS_BFLOAT16
 from cbatch.engine.kernels.cpu.microkernel import LANES, BFloat16
 
 TILE_TOKENS = 64
-"""Scores that go through the softmax at once."""
+"""Tokens whose scores go through the online softmax at once."""
 
 _SLACK = 8.0
-"""How far a score may exceed the one that weights are taken against, before all sums are brought to a new one."""
+"""How far a score may exceed the reference of the weights before all sums are rescaled to a new reference."""
 
 _FLOAT, _INT16, _INT32, _INT64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FLOATS, _WORDS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT32, LANES)
 _TERMS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-"""Of the polynomial of Cephes' expf."""
+"""Coefficients of Cephes' expf."""
 
 
 def _floats(value: float) -> Any:
@@ -34,7 +34,7 @@ def _words(value: int) -> Any:
 
 
 class _Vectors:
-    """Writes code for vectors of 16 float32."""
+    """Emits code for vectors of 16 float32."""
 
     def __init__(self, builder: Any) -> None:
         self.builder = builder
@@ -50,11 +50,11 @@ class _Vectors:
         return self.builder.call(function, arguments)
 
     def larger(self, one: Any, other: Any) -> Any:
-        """Of two, of which the second is taken where the first is no number."""
+        """The lanewise maximum; the second where the first is NaN."""
         return self.builder.select(self.builder.fcmp_ordered(">", one, other), one, other)
 
     def reduce(self, vector: Any, combine: Any) -> Any:
-        """All lanes combined, always in the same order."""
+        """Combines all lanes, always in the same order."""
         width = LANES // 2
         while width:
             places = [(lane + width) % LANES for lane in range(LANES)]
@@ -64,7 +64,7 @@ class _Vectors:
         return self.builder.extract_element(vector, _INT32(0))
 
     def exp(self, x: Any) -> Any:
-        """As `numbers.exp`."""
+        """As `fast_math.exp`."""
         builder = self.builder
         is_tiny = builder.fcmp_ordered("<", x, _floats(-87.0))
         x = builder.select(is_tiny, _floats(-87.0), x)
@@ -100,15 +100,14 @@ class _Vectors:
 def softmax_weights(
     context: Any, like: Any, scores: Any, weights: Any, scale: Any, first: Any, stop: Any, before: Any
 ) -> Any:
-    """Of 64 scores times `scale`, of which those from `first` up to `stop` count: e^(score - another).
+    """Of 64 scores times `scale`, of which those from `first` up to `stop` count: e^(score - reference).
 
     like:    an element of the weights: float32, or uint16 for bfloat16
-    scores, weights: addresses, of the weights to be written too
-    before:  the score that the weights of earlier chunks were taken against
+    scores, weights: addresses; the weights are written
+    before:  the reference of the weights of earlier tiles
 
-    Returns (the score that these were taken against, minus infinity where none has counted yet; the sum of the
-    weights). It is `before` as long as that is not far below the largest. The sum is no number if one of the scores is
-    none.
+    Returns the reference of these weights (minus infinity if no score has counted yet) and their sum. The reference is
+    `before` as long as the largest score is not far above it. The sum is NaN if one of the scores is.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -128,7 +127,7 @@ def softmax_weights(
         far = builder.fcmp_ordered(">", largest, builder.fadd(before, _FLOAT(_SLACK)))
         largest = builder.select(far, largest, before)
         is_lowest = builder.fcmp_ordered("==", largest, _FLOAT(float("-inf")))
-        base = builder.select(is_lowest, _FLOAT(0.0), largest)  # nothing counts, or nothing that is a number
+        base = builder.select(is_lowest, _FLOAT(0.0), largest)  # no score counts, or none that is a number
         total = _floats(0.0)
         for part, row in enumerate(rows):
             weight = vectors.exp(builder.fsub(row, vectors.broadcast(base)))

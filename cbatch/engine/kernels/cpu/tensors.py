@@ -1,4 +1,4 @@
-"""Tensors of torch as arrays that the kernels take, without copies."""
+"""Torch tensors as arrays that the kernels take, without copying them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def as_array(tensor: Tensor) -> NDArray[Any]:
-    """The same memory; bfloat16 as its bits. Copies only what is not contiguous."""
+    """An array over the tensor's memory; bfloat16 as uint16. Copies only what is not contiguous."""
     tensor = tensor.detach().contiguous()
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 def fits(layers: list[LayerShape], block_size: int, dtype: torch.dtype) -> bool:
-    """Whether blocks of these shapes can be laid out in panels."""
+    """Whether the cache of these layers can be laid out in panels."""
     even = all(layer.key_dim % 2 == 0 and layer.value_dim % LANES == 0 for layer in layers)
     return even and block_size % LANES == 0 and dtype in DTYPES
 
 
 def block_shapes(layer: LayerShape, block_size: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
-    """Shapes of the keys and of the values of a block (see `cpu/pages.py`)."""
+    """Shapes of the keys and of the values of a block (see `paged_kv.py`)."""
     pair = 1 if dtype == torch.float32 else 2
     keys = (layer.heads, block_size // LANES, layer.key_dim // pair, LANES, pair)
     return keys, (layer.heads, layer.value_dim // LANES, block_size // pair, LANES, pair)

@@ -1,4 +1,4 @@
-"""The threads that compute a step together."""
+"""The threads that run a kernel together."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from queue import SimpleQueue
 from typing import Any
 
 from cbatch.engine.kernels.cpu.jit import compile_for
-from cbatch.engine.kernels.cpu.work_queue import new_work_queue
+from cbatch.engine.kernels.cpu.work_queue import Worker, new_work_queue
 
-_Job = tuple[Callable[..., None], tuple[Any, ...]]
+_Job = tuple[Callable[..., None], Worker, tuple[Any, ...]]
 
 
 class ThreadPool:
-    """The calling thread and `size` - 1 helpers, which end with the team."""
+    """The calling thread and `size` - 1 helper threads, which end when the pool is garbage-collected."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._inboxes: list[SimpleQueue[_Job | None]] = [SimpleQueue() for _ in range(size - 1)]
         threads = [
-            threading.Thread(target=_work, args=(inbox, index), name=f"cbatch-cpu-{index}", daemon=True)
+            threading.Thread(target=_work, args=(inbox,), name=f"cbatch-cpu-{index}", daemon=True)
             for index, inbox in enumerate(self._inboxes, 1)
         ]
         for thread in threads:
@@ -31,37 +31,37 @@ class ThreadPool:
         weakref.finalize(self, _shut_down, self._inboxes, threads)
 
     def compile(self, function: Callable[..., None], *args: Any) -> None:
-        """Compiles what `run` would call, so that nobody waits for it later."""
-        compile_for(function, new_work_queue(), 0, *args)
+        """Compiles what `run` would call with these arguments."""
+        compile_for(function, Worker(new_work_queue(), 0), *args)
 
     def run(self, function: Callable[..., None], *args: Any) -> None:
-        """Calls function(board, thread, *args) in every thread, with a new board; returns when its work is done.
+        """Calls function(worker, *args) in every thread, with a new work queue; returns when its work is done.
 
-        The function has to find all of its work through the board: a helper may come when the others have done it.
+        The function must find all of its work through the queue: a helper may start after the others have finished.
         """
         queue = new_work_queue()
         try:
-            for inbox in self._inboxes:
-                inbox.put((function, (queue, args)))
-            function(queue, 0, *args)
+            for index, inbox in enumerate(self._inboxes, 1):
+                inbox.put((function, Worker(queue, index), args))
+            function(Worker(queue, 0), *args)
         except BaseException:  # an interruption: helpers must not be at work when the caller goes on
-            function(queue, 0, *args)
+            function(Worker(queue, 0), *args)
             raise
 
 
 @cache
 def shared_thread_pool(size: int) -> ThreadPool:
-    """The process's team of that size: those that compute by turns need no threads of their own."""
+    """The process's pool of that size. Engines take turns, so they can share it."""
     return ThreadPool(size)
 
 
-def _work(inbox: SimpleQueue[_Job | None], index: int) -> None:
+def _work(inbox: SimpleQueue[_Job | None]) -> None:
     while (job := inbox.get()) is not None:
-        function, (queue, args) = job
-        del job  # nothing of a step is kept while waiting for the next
-        with suppress(Exception):  # one that cannot be compiled: the caller meets the same
-            function(queue, index, *args)
-        del function, queue, args
+        function, worker, args = job
+        del job  # keep nothing of a step while waiting for the next
+        with suppress(Exception):  # if it cannot be compiled, the caller gets the same error
+            function(worker, *args)
+        del function, worker, args
 
 
 def _shut_down(inboxes: list[SimpleQueue[_Job | None]], threads: list[threading.Thread]) -> None:
@@ -69,4 +69,4 @@ def _shut_down(inboxes: list[SimpleQueue[_Job | None]], threads: list[threading.
         inbox.put(None)
     for thread in threads:
         if thread is not threading.current_thread():
-            thread.join()  # one that comes out of a kernel while the interpreter ends would abort the process
+            thread.join()  # a thread that returns from a kernel at interpreter shutdown would abort the process

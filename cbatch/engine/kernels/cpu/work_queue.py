@@ -1,16 +1,17 @@
-"""How threads share the work of a step without waiting for each other more than they must.
+"""A lock-free queue from which threads claim the tasks of a step.
 
-A step is a row of phases, a phase a number of pieces that may be done in any order. A thread takes the next piece of
-the phase it is in; a phase ends when all its pieces are done, wherever they were done. So a thread that comes late,
-or that the system has put aside between two pieces, delays nobody: the others do the work.
+A step is a sequence of phases; a phase is a number of tasks that may run in any order. A thread claims the next task of
+its phase. The phase ends when all of its tasks are complete, whichever threads ran them. So a thread that arrives late,
+or that the system suspends between two tasks, delays nobody: the other threads do the work.
 
-A board is 16 numbers: in the first the phase and the next piece of it, in the ninth how many pieces are done.
+The queue is 16 int64. The first holds the current phase and its next task; the ninth, in a cache line of its own,
+counts the completed tasks.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -24,15 +25,22 @@ from cbatch.engine.kernels.cpu.jit import IS_X86, kernel
 _INT64 = ir.IntType(64)
 _NEXT, _DONE = 0, 8
 _PHASE_SHIFT = 32
-"""Bits of a ticket that hold the piece; those above hold the phase."""
+"""Bits of a ticket that hold the task; the bits above hold the phase."""
 
 _SPINS_BEFORE_YIELD = 4096
-"""Looks at a phase that is about to end before the processor is offered to others."""
+"""How often a thread that waits for the end of a phase looks before it yields its processor."""
 
 if sys.platform == "win32":
     _yield = types.ExternalFunction("SwitchToThread", types.int32())
 else:
     _yield = types.ExternalFunction("sched_yield", types.int32())
+
+
+class Worker(NamedTuple):
+    """A thread of a step: the queue that all of them share, and its own index."""
+
+    queue: NDArray[np.int64]
+    thread: int
 
 
 def new_work_queue() -> NDArray[np.int64]:
@@ -63,7 +71,7 @@ def _store(context: Any, queue: Any, index: Any, value: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _fetch_add(context: Any, queue: Any, index: Any, value: Any) -> Any:
-    """Returns what was there before."""
+    """Adds, and returns the value before."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", _pointer(context, builder, queue, args[0], args[1]), args[2], "acq_rel")
@@ -73,7 +81,7 @@ def _fetch_add(context: Any, queue: Any, index: Any, value: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _compare_exchange(context: Any, queue: Any, index: Any, before: Any, after: Any) -> Any:
-    """Whether `before` was there, and was replaced."""
+    """Replaces `before` by `after`; returns whether `before` was there."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(context, builder, queue, args[0], args[1])
@@ -96,9 +104,9 @@ def _pause(context: Any) -> Any:
 
 
 @kernel
-def claim(queue: Any, phase: int, num_tasks: int) -> int:
-    """The next of a phase's pieces (one at least), for the calling thread to do; -1 once all are done."""
-    spins = 0
+def claim(worker: Worker, phase: int, num_tasks: int) -> int:
+    """Claims the next task of a phase of at least one; returns -1 once all of them are complete."""
+    queue, spins = worker.queue, 0
     while True:
         ticket = _load(queue, _NEXT)
         if ticket >> _PHASE_SHIFT != phase:
@@ -115,8 +123,8 @@ def claim(queue: Any, phase: int, num_tasks: int) -> int:
 
 
 @kernel
-def complete(queue: Any, phase: int, num_tasks: int) -> None:
-    """Says that a piece is done; with the last one the next phase begins."""
-    if _fetch_add(queue, _DONE, 1) == num_tasks - 1:
-        _store(queue, _DONE, 0)
-        _store(queue, _NEXT, (phase + 1) << _PHASE_SHIFT)
+def complete(worker: Worker, phase: int, num_tasks: int) -> None:
+    """Marks a task as complete. The last one of a phase starts the next phase."""
+    if _fetch_add(worker.queue, _DONE, 1) == num_tasks - 1:
+        _store(worker.queue, _DONE, 0)
+        _store(worker.queue, _NEXT, (phase + 1) << _PHASE_SHIFT)
