@@ -14,6 +14,7 @@ import torch
 
 from cbatch.engine.base.errors import ConfigError, EngineError, ModelError, RequestError
 from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.compat import find_model_file
 from cbatch.engine.models.base import Model
 from cbatch.engine.models.checkpoint import load_fast_model
 from cbatch.engine.models.fingerprint import fingerprint
@@ -238,21 +239,11 @@ def _read_json(source: str, revision: str | None, name: str) -> dict[str, Any]:
 
 
 def _find_file(source: str, revision: str | None, name: str) -> Path | None:
-    """A file of a model, downloaded where it has to be; None where there is none of that name."""
-    if Path(source).is_dir():
-        path = Path(source) / name
-        return path if path.is_file() else None
-    from transformers.utils import cached_file
-
-    found = cached_file(
-        source,
-        name,
-        revision=revision,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-        _raise_exceptions_for_gated_repo=False,
-    )
-    return None if found is None else Path(found)
+    """A file of a model, downloaded if it has to be; None if the model has no such file."""
+    if not Path(source).is_dir():
+        return find_model_file(source, revision, name)
+    path = Path(source) / name
+    return path if path.is_file() else None
 
 
 def _sampling_defaults(settings: dict[str, Any]) -> SamplingParams:

@@ -242,11 +242,8 @@ def draw_rows(
 
     A row whose largest logit is not finite gets an arbitrary token.
     """
-    block_max, candidates, num_tasks = (
-        workspace.block_max[worker.thread],
-        workspace.candidates[worker.thread],
-        len(tokens),
-    )
+    block_max, candidates = workspace.block_max[worker.thread], workspace.candidates[worker.thread]
+    num_tasks = len(tokens)
     task = claim(worker, 0, num_tasks)
     while task >= 0:
         row = logits[params.starts[task] : params.starts[task] + vocabulary]

@@ -1,0 +1,87 @@
+"""Guards the private names of other packages that `compat` uses: each test fails when its name changes its meaning."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numba import njit, types
+from transformers import utils
+
+from cbatch.engine.compat import NO_REFERENCE_COUNTS, find_model_file, keep_compiled, new_callback
+
+
+def add_up(numbers: Any, total: Any) -> None:
+    for number in numbers:
+        total[0] += number
+
+
+def compile_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> tuple[list[str], Any]:
+    """Compiles `add_up` as a new process would, with the code that is kept; returns what was reported."""
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+    reported: list[str] = []
+    compiled = njit(add_up)
+    keep_compiled(
+        compiled, add_up, version, on_miss=lambda: reported.append("miss"), on_error=lambda e: reported.append(str(e))
+    )
+    total = np.zeros(1)
+    compiled(np.arange(5.0), total)
+    assert total[0] == 10
+    return reported, compiled
+
+
+def test_numba_keeps_code_by_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `FunctionCache._index_key` and `_cache`: code is found again, but not that of other sources."""
+    assert compile_again(tmp_path, monkeypatch, "1")[0] == ["miss"]
+    assert compile_again(tmp_path, monkeypatch, "1")[0] == []
+    assert compile_again(tmp_path, monkeypatch, "2")[0] == ["miss"]
+
+
+def test_numba_compiles_if_the_code_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards machines without a folder to write to, and full disks: the kernels run all the same."""
+    monkeypatch.setattr("numba.core.caching.FunctionCache.save_overload", lambda *_: 1 / 0)
+    assert compile_again(tmp_path, monkeypatch, "1")[0] == ["miss", "division by zero"]
+    monkeypatch.setattr("numba.core.caching.FunctionCache.__init__", lambda *_: (_ for _ in ()).throw(RuntimeError))
+    assert compile_again(tmp_path, monkeypatch, "1")[0] == []
+
+
+def test_numba_makes_callbacks_that_can_be_kept() -> None:
+    """Guards `CFunc` and `normalize_signature`: a callback is compiled after its cache was set, and has an address."""
+
+    def double(value: int, out: int) -> None:
+        pass
+
+    callback = new_callback(double, types.void(types.int64, types.int64))
+    saved: list[Any] = []
+    keep_compiled(callback, double, "1", on_miss=lambda: saved.append("miss"), on_error=saved.append)
+    callback.compile()
+    ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(callback.address)(1, 2)
+    assert saved == ["miss"]
+
+
+def test_numba_counts_no_references() -> None:
+    """Guards the option `_nrt`, whose absence would only show as slow threads: the code has no calls of NRT."""
+
+    def pick(one: Any, other: Any) -> Any:
+        chosen = one
+        for i in range(len(one)):
+            chosen = other if one[i] > other[i] else one[i:]
+        return chosen[0]
+
+    def counts(**options: Any) -> bool:
+        compiled = njit(**options)(pick)
+        assert compiled(np.arange(3.0), np.arange(3.0)) == 2
+        return any("NRT_incref" in code for code in compiled.inspect_llvm().values())
+
+    assert counts() and not counts(**NO_REFERENCE_COUNTS)
+
+
+def test_transformers_returns_none_for_files_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the private arguments of `cached_file`: a file that a model does not have, or no network, is no error."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(OSError):
+        utils.cached_file("cbatch/no-such-model", "generation_config.json")
+    assert find_model_file("cbatch/no-such-model", None, "generation_config.json") is None
