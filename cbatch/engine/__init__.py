@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.engine_thread import EngineThread as EngineThread
     from cbatch.engine.engine_thread import RequestHandle as RequestHandle
     from cbatch.engine.models.loader import LoadedModel as LoadedModel
+    from cbatch.engine.text.detokenizer import OutputDetokenizer as OutputDetokenizer
     from cbatch.engine.text.output_parser import OutputParser as OutputParser
     from cbatch.engine.text.tokenizer import FIXED_DATE as FIXED_DATE
     from cbatch.engine.text.tokenizer import Prompt as Prompt

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import date
+from functools import partial
 
 from cbatch.engine.attention.registry import check_attention, check_quantize, has_fast_path, select_attention
 from cbatch.engine.base.config import EngineConfig
@@ -16,7 +17,7 @@ from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.execution.kv_cache_sizing import StepLimits, check_memory_option, make_runner
 from cbatch.engine.execution.loop import EngineCore
 from cbatch.engine.execution.stats import EngineStats, StepRecord
-from cbatch.engine.generation import stream
+from cbatch.engine.generation import generate, stream
 from cbatch.engine.models.base import Model
 from cbatch.engine.models.loader import LoadedModel, choose_device, load_model
 from cbatch.engine.models.self_check import checked_model
@@ -31,6 +32,7 @@ from cbatch.engine.scheduler.scheduler import Scheduler
 from cbatch.engine.scheduler.step_time import MIN_PREFILL_TOKENS, StepTimeController
 from cbatch.engine.structured.compiler import ConstraintCompiler
 from cbatch.engine.structured.grammar import CompiledGrammar, GrammarState
+from cbatch.engine.text.detokenizer import NUM_CONTEXT_TOKENS, OutputDetokenizer
 from cbatch.engine.text.tokenizer import FIXED_DATE, Prompt, encode_prompt
 
 
@@ -171,7 +173,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.runner.check_open()
         token_ids = self.encode(prompt)
         limit = self.max_new_tokens(token_ids, params)
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.loaded.eos_ids)
+        stop_ids = self._stop_ids(params)
         request = Request(
             id=self._next_id,
             token_ids=token_ids,
@@ -181,7 +183,7 @@ class Engine(AbstractContextManager["Engine"]):
             sample_index=sample_index,
             priority=priority,
             stop_ids=stop_ids,
-            text=self.tokenizer.stream(token_ids, params, tags) if self.tokenizer else None,
+            detokenizer=self.tokenizer.detokenizer(token_ids, params, tags) if self.tokenizer and params.stop else None,
             bad_words=self.tokenizer.bad_word_ids(params.bad_words) if self.tokenizer else (),
             grammar_state=self._make_grammar_state(token_ids, params, stop_ids, tags),
             counts=counts_for(params, token_ids),
@@ -190,6 +192,15 @@ class Engine(AbstractContextManager["Engine"]):
         self._requests[request.id] = request
         self.scheduler.add(request)
         return request.id
+
+    def detokenizer(
+        self, prompt_ids: Sequence[int], params: SamplingParams, tags: Sequence[str] = ()
+    ) -> OutputDetokenizer:
+        """Makes the text of a request's output from its events. May be called in any thread; takes what `add` takes."""
+        if self.tokenizer is None or params.stop:
+            return OutputDetokenizer()
+        make = partial(self.tokenizer.detokenizer, list(prompt_ids[-NUM_CONTEXT_TOKENS:]), params, tags)
+        return OutputDetokenizer(make, self._stop_ids(params))
 
     def max_new_tokens(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         """Most tokens that a request can get. Raises RequestError as `add` does."""
@@ -281,10 +292,7 @@ class Engine(AbstractContextManager["Engine"]):
 
         params: one for all, one for each, or None for the model's own defaults.
         """
-        completions = [Completion() for _ in prompts]
-        for index, event in self.stream(prompts, params):
-            completions[index].take(event)
-        return completions
+        return generate(self, prompts, params or self.loaded.defaults)
 
     def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -327,6 +335,10 @@ class Engine(AbstractContextManager["Engine"]):
             return None
         thinks = bool(tags) and self.tokenizer.opens_thinking(prompt_ids)
         return GrammarState(grammar, stop_ids, self.tokenizer.ends_thinking if thinks else None)
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens that end an output."""
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.loaded.eos_ids)
 
     def _check_tokens(self, what: str, token_ids: Sequence[int]) -> None:
         vocabulary = self.model.vocab_size

@@ -282,7 +282,7 @@ def test_a_text_that_breaks_harms_no_other(engine_thread: EngineThread, monkeypa
     def adding(prompt_ids: Any, params: Any, **options: Any) -> int:
         request_id = add(prompt_ids, params, **options)
         if len(prompt_ids) == 2:
-            engine_thread.engine._requests[request_id].text = Broken()  # type: ignore[assignment]
+            engine_thread.engine._requests[request_id].detokenizer = Broken()  # type: ignore[assignment]
         return request_id
 
     monkeypatch.setattr(engine_thread.engine, "add", adding)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
+import pickle
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from cbatch.engine.base.outputs import Completion
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.engine import Engine
 from cbatch.engine.runtime.batch import Logits
+from cbatch.engine.text.detokenizer import IncrementalDetokenizer
 from tests.support.model_folder import save_model
 from tests.support.tiny_models import make_engine, make_network, make_prompts
 
@@ -199,6 +203,63 @@ def test_special_tokens_are_shown_where_asked() -> None:
     hidden, shown = engine.generate(["Hi"] * 2, [params, params.merged({"skip_special_tokens": False})])
     name = engine.tokenizer.backend.id_to_token(special)  # type: ignore[union-attr]
     assert hidden.text == "" and shown.text == 3 * name and hidden.token_ids == shown.token_ids
+
+
+def test_steps_make_no_text_but_to_find_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the time of a step, which is everybody's: text is made by whoever reads the events."""
+    engine, detokenized, push = demo(), [], IncrementalDetokenizer.push
+
+    def counted(self: IncrementalDetokenizer, token_id: int, *, may_stop: bool = True) -> str:
+        detokenized.append(token_id)
+        return push(self, token_id, may_stop=may_stop)
+
+    monkeypatch.setattr(IncrementalDetokenizer, "push", counted)
+    prompt, params = engine.encode("Tell me a story."), SamplingParams(max_tokens=9, ignore_eos=True)
+    engine.add(prompt, params)
+    while engine.has_work:
+        assert {event.text for event in engine.step()} == {""}
+    assert not detokenized
+    engine.add(prompt, params.merged({"stop": ["never said"]}))
+    texts = []
+    while engine.has_work:
+        texts += [event.text for event in engine.step()]
+    assert len(detokenized) == 9
+    assert "".join(texts) == engine.generate([prompt], params)[0].text and len(detokenized) == 18
+
+
+def test_an_output_whose_text_cannot_be_made_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the other outputs of a program, as they come and as a whole."""
+    engine, push = demo(), IncrementalDetokenizer.push
+    prompts, params = ["Tell me a story.", "What is 2 plus 3?"], SamplingParams(max_tokens=9, ignore_eos=True)
+    broken, fine = engine.generate(prompts, params)
+    victim = next(token for token in broken.token_ids if token not in fine.token_ids)
+
+    def failing(self: IncrementalDetokenizer, token_id: int, *, may_stop: bool = True) -> str:
+        if token_id == victim:
+            raise RuntimeError("no such byte")
+        return push(self, token_id, may_stop=may_stop)
+
+    monkeypatch.setattr(IncrementalDetokenizer, "push", failing)
+    failed, same = engine.generate(prompts, params)
+    assert same.text == fine.text and failed.finish_reason == "error" and failed.error is not None
+    assert failed.error.code == "internal_error" and "no such byte" in str(failed.error)
+    found = [Completion(), Completion()]
+    for index, event in engine.stream(prompts, params):
+        assert found[index].finish_reason is None, "an event after the last"
+        found[index].take(event)
+    assert found[1].text == fine.text and same.error is found[1].error is None
+    assert str(found[0].error) == str(failed.error) and found[0].finish_reason == "error"
+    assert engine.stats().used_blocks == 0 and not engine.has_work
+
+
+def test_outputs_are_plain_data() -> None:
+    """Guards outputs that are pickled or copied: they take no tokenizer along."""
+    engine = demo()
+    params = SamplingParams(max_tokens=5, logprobs=1, n=2, temperature=1.0)
+    (output,) = engine.generate(["What is 2 plus 3?"], params)
+    assert pickle.loads(pickle.dumps(output)) == copy.deepcopy(output) == output and asdict(output)["text"]
+    for _, event in engine.stream(["What is 2 plus 3?"], params):
+        assert pickle.loads(pickle.dumps(event)) == event and type(event.text) is str
 
 
 def test_settings_of_the_model_s_folder_hold(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from cbatch.cli.chat.session.session import Notice, Session, Turn
 from cbatch.cli.chat.session.session_list import SessionList
 from cbatch.cli.chat.session.store import SessionStore
 from cbatch.cli.common.exits import UserError
-from cbatch.engine import RequestError, TokenEvent, derive_seed
+from cbatch.engine import TokenEvent, derive_seed
 
 RETRY_TEMPERATURE = 0.7
 """Used for a retry in a greedy session, which would give the same reply again."""
@@ -257,9 +257,7 @@ class ChatController(SessionList):
             session.items.insert(session.items.index(turn), Notice(text))
 
     def _on_event(self, session: Session, reply: Reply, event: TokenEvent, when: float) -> None:
-        new = reply.append(
-            self._text_of(reply, event), self.client.output_parser, is_last=event.finish_reason is not None
-        )
+        new = reply.append(event.text, self.client.output_parser, is_last=event.finish_reason is not None)
         if event.token_id is not None:
             reply.count_token(event.cached_tokens, when)
             self.on_token(session, reply, new)
@@ -268,13 +266,6 @@ class ChatController(SessionList):
             limit, has_failed = self.client.params(reply.params).max_tokens, self.client.failure is not None
             reply.finish(event.finish_reason, event.error, limit, has_failed=has_failed)
             self._after_replies(session)
-
-    def _text_of(self, reply: Reply, event: TokenEvent) -> str:
-        try:
-            return event.text
-        except RequestError as error:
-            reply.error = str(error)
-            return ""
 
     def _after_replies(self, session: Session) -> None:
         """Saves and sends the next queued message, once all replies to the last one have ended."""

@@ -21,7 +21,7 @@ from cbatch.cli.chat.session.session import Message
 from cbatch.engine import RequestError, SamplingParams, TokenEvent
 
 if TYPE_CHECKING:
-    from cbatch.engine import Engine, EngineThread, OutputParser, RequestHandle, StepTracer
+    from cbatch.engine import Engine, EngineThread, OutputDetokenizer, OutputParser, RequestHandle, StepTracer
 
 PRIORITY = -(2**64)
 """Replies run before every row of a batch in the background."""
@@ -155,15 +155,26 @@ class EngineClient:
         prompt = self._encode(request, engine_thread.engine, params)
         self._post_unless_cancelled(request, partial(request.on_start, prompt))
 
-        def on_event(event: TokenEvent) -> None:
-            self._post_unless_cancelled(request, partial(request.on_event, event, time.monotonic()))
-
         tags = self.output_parser.think_tags or () if self.output_parser is not None else ()
+        detokenizer = engine_thread.engine.detokenizer(prompt.token_ids, params, tags)
+
+        def on_event(event: TokenEvent) -> None:
+            self._post_unless_cancelled(request, partial(self._report, request, detokenizer, event, time.monotonic()))
+
         request.handle = engine_thread.submit(
             prompt.token_ids, params, on_event, seed=request.seed, priority=PRIORITY, tags=tags
         )
         if request.is_cancelled:  # before there was a handle to cancel
             engine_thread.cancel(request.handle)
+
+    def _report(self, request: ReplyRequest, detokenizer: OutputDetokenizer, event: TokenEvent, when: float) -> None:
+        """Hands on an event with its text, which is made here, on the front end's thread."""
+        try:
+            event = event._replace(text=detokenizer.update(event))
+        except RequestError as error:
+            self.cancel(request)
+            event = TokenEvent(event.request_id, None, finish_reason="error", error=error)
+        request.on_event(event, when)
 
     def _encode(self, request: ReplyRequest, engine: Engine, params: SamplingParams) -> EncodedPrompt:
         """Drops as few of the oldest turns as necessary, if that is allowed."""

@@ -159,6 +159,7 @@ class Pipeline:
     def _submit(self, item: PipelineItem, prompt_ids: list[int]) -> None:
         """Submits a row to the engine, once for each of its outputs."""
         request = item.request
+        request.detokenizer = self._engine_thread.engine.detokenizer(prompt_ids, request.params, request.tags)
         request.release_prompt(prompt_ids)
         outputs_left = request.params.n
 
@@ -248,7 +249,7 @@ class Pipeline:
         """Makes the texts of all outputs here, and not on the engine's thread; the row fails if one cannot be made."""
         for number, choice in enumerate(request.completion.choices):
             try:
-                choice.settle()
+                choice.text = request.detokenizer.text_of(choice)
             except RequestError as error:
                 request.fail(error, number)
 

@@ -12,7 +12,16 @@ from cbatch.cli.run.input.jsonl import parse_line
 from cbatch.cli.run.input.lines import Line
 from cbatch.cli.run.input.row import InputRow
 from cbatch.cli.run.output.row_keys import KeyMaker, canonical_params
-from cbatch.engine import FIXED_DATE, Completion, Engine, Prompt, RequestError, SamplingParams, derive_seed
+from cbatch.engine import (
+    FIXED_DATE,
+    Completion,
+    Engine,
+    OutputDetokenizer,
+    Prompt,
+    RequestError,
+    SamplingParams,
+    derive_seed,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +78,7 @@ class RowRequest:
     echo: str = ""
     grammar: object = None
     is_thinking: bool = False
+    detokenizer: OutputDetokenizer = field(default_factory=OutputDetokenizer)
     completion: Completion = field(default_factory=Completion)
     error: RequestError | None = None
     failed_sample: int = 0

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from cbatch.engine.base.errors import RequestError
 
 FinishReason = Literal["stop", "length", "error"]
-
-
-class Late(Protocol):
-    """A piece of text that is made where it is read (see `detokenizer.LateText`)."""
-
-    def read(self) -> str: ...
-
-    def __add__(self, other: Text) -> Text: ...
-
-    def __radd__(self, before: str) -> Text: ...
-
-
-Text = str | Late
 
 
 class TokenLogprobs(NamedTuple):
@@ -46,8 +33,9 @@ class Sample(NamedTuple):
 class TokenEvent(NamedTuple):
     """One new token of one request; the last one carries the reason for the end.
 
-    text is the delta that became safe to show, which may be empty. It is made when it is read, so that it takes no
-    time of the engine's thread; the events of a request are to be read by one thread at a time.
+    text is the delta that became safe to show, which may be empty. `Engine.step` fills it in only for requests with
+    stop strings, so that detokenizing takes no time of the engine's thread; whoever reads the events makes the text of
+    the others (see `Engine.detokenizer`). The events of `Engine.stream` all have their text.
     sample_index tells the outputs of one prompt apart. logprobs is there where it was asked for, prompt_logprobs (from
     the second token of the prompt on) with the first event. cached_tokens of the prompt did not have to be computed. An
     output of no tokens has one event, without a token. A request that failed has finish_reason `error`, an `error`, and
@@ -56,7 +44,7 @@ class TokenEvent(NamedTuple):
 
     request_id: int | None
     token_id: int | None
-    said: Text = ""
+    text: str = ""
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None
     error: RequestError | None = None
@@ -64,11 +52,6 @@ class TokenEvent(NamedTuple):
     sample_index: int = 0
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
-
-    @property
-    def text(self) -> str:
-        """Raises RequestError where it cannot be made."""
-        return self.said if isinstance(self.said, str) else self.said.read()
 
 
 @dataclass(slots=True)
@@ -81,7 +64,7 @@ class Completion:
     others:          further outputs for the same prompt, where more than one was asked for
     """
 
-    said: Text = ""
+    text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | None = None
@@ -90,15 +73,6 @@ class Completion:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
     others: list[Completion] = field(default_factory=list)
-
-    @property
-    def text(self) -> str:
-        """The whole output so far. Raises RequestError where it cannot be made."""
-        return self.said if isinstance(self.said, str) else self.said.read()
-
-    def settle(self) -> None:
-        """Makes the text now. Raises RequestError where it cannot be made."""
-        self.said = self.text
 
     @property
     def choices(self) -> list[Completion]:
@@ -112,7 +86,7 @@ class Completion:
         (self.others[event.sample_index - 1] if event.sample_index else self)._take(event)
 
     def _take(self, event: TokenEvent) -> None:
-        self.said = self.said + event.said
+        self.text += event.text
         if event.token_id is not None:
             self.token_ids.append(event.token_id)
         if event.error is None:

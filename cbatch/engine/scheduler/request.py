@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cbatch.engine.base.errors import RequestError
-from cbatch.engine.base.outputs import FinishReason, Sample, Text, TokenEvent, TokenLogprobs
+from cbatch.engine.base.outputs import FinishReason, Sample, TokenEvent, TokenLogprobs
 from cbatch.engine.base.params import SamplingParams
 
 
-class TextSink(Protocol):
-    """Turns a request's tokens into text as they come (see `text.detokenizer`)."""
+class StopStringDetokenizer(Protocol):
+    """Makes the text of a request that has stop strings, to find them (see `IncrementalDetokenizer`)."""
 
     @property
     def stop_reason(self) -> str | None:
         """The stop string that was found, if one was."""
 
-    def push(self, token_id: int, *, may_stop: bool) -> Text:
+    def push(self, token_id: int, *, may_stop: bool) -> str:
         """Text that is safe to show now that this token is known."""
 
-    def flush(self) -> Text:
+    def flush(self) -> str:
         """What was still held back, at the end of the output."""
 
 
@@ -70,6 +70,7 @@ class Request:
     `num_tokens` before anybody on the host knows which one it is.
 
     bad_words: sequences of tokens that may not be generated
+    detokenizer: finds stop strings; None if it has none
     grammar_state: follows the output where its form is given
     counts:    tokens that penalties look at
     changes_logits: whether its parameters ask for that, before a token is chosen; most do not
@@ -87,7 +88,7 @@ class Request:
     sample_index: int = 0
     priority: int = 0
     stop_ids: frozenset[int] = frozenset()
-    text: TextSink | None = None
+    detokenizer: StopStringDetokenizer | None = None
     bad_words: Sequence[Sequence[int]] = ()
     grammar_state: TokenConstraint | None = None
     counts: TokenCounts | None = None
@@ -174,9 +175,11 @@ class Request:
         may_stop = self.num_generated >= self.min_tokens
         if may_stop and token_id in self.stop_ids:
             return self._last(sample, "", "stop")
-        text = self.text.push(token_id, may_stop=may_stop) if self.text is not None else ""
-        if self.text is not None and self.text.stop_reason is not None:
-            return self._event(sample, text, "stop", self.text.stop_reason)
+        text = ""
+        if self.detokenizer is not None:
+            text = self.detokenizer.push(token_id, may_stop=may_stop)
+            if self.detokenizer.stop_reason is not None:
+                return self._event(sample, text, "stop", self.detokenizer.stop_reason)
         if self.grammar_state is not None:
             self.grammar_state.accept(token_id)
             if self.grammar_state.is_finished:
@@ -189,11 +192,11 @@ class Request:
         """The event of a request that ends without a further token."""
         return TokenEvent(self.id, None, finish_reason="error", error=error, sample_index=self.sample_index)
 
-    def _last(self, sample: Sample | None, text: Text, reason: FinishReason) -> TokenEvent:
-        return self._event(sample, text + self.text.flush() if self.text is not None else text, reason)
+    def _last(self, sample: Sample | None, text: str, reason: FinishReason) -> TokenEvent:
+        return self._event(sample, text + self.detokenizer.flush() if self.detokenizer is not None else text, reason)
 
     def _event(
-        self, sample: Sample | None, text: Text, reason: FinishReason | None = None, stop_reason: str | None = None
+        self, sample: Sample | None, text: str, reason: FinishReason | None = None, stop_reason: str | None = None
     ) -> TokenEvent:
         return TokenEvent(
             self.id,

@@ -1,4 +1,4 @@
-"""Text from tokens as they come: whole characters only, and nothing that may yet turn out a stop string."""
+"""Turns token ids into text as they arrive: whole characters only, and nothing that may become a stop string."""
 
 from __future__ import annotations
 
@@ -9,119 +9,66 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from cbatch.engine.base.errors import RequestError
-from cbatch.engine.base.outputs import Text
+from cbatch.engine.base.outputs import Completion, TokenEvent
 
 NUM_CONTEXT_TOKENS = 8
-"""Tokens of the prompt that the decoding of the output can depend on; what it begins with may stand in them, too."""
+"""Last tokens of the prompt that are decoded together with the output, since they decide its leading space."""
 
 
-class TokenBytes:
-    """The bytes that tokens stand for, by the kind of tokenizer: byte-level, or pieces with a fallback to bytes."""
+class OutputDetokenizer:
+    """Makes the text of one output from its token events, on the thread that reads them.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        decoder = str(tokenizer.decoder)
-        self._is_byte_level = "ByteLevel" in decoder
-        self._has_fallback = "ByteFallback" in decoder
+    The engine speaks token ids. It detokenizes a request itself only if it has to look for stop strings; the events
+    of such a request bring their text, which is passed on.
+    """
 
-    def bytes_of(self, token_id: int) -> bytes:
-        """Empty for an id that the tokenizer does not know; a special token's are those of its name."""
-        piece: str | None = self._tokenizer.id_to_token(token_id)
-        if piece is None:
-            return b""
-        if self._is_byte_level:
-            found = [_BYTE_OF.get(char) for char in piece]
-            return piece.encode() if None in found else bytes(found)  # type: ignore[arg-type]
-        if self._has_fallback and (match := _BYTE_PIECE.fullmatch(piece)):
-            return bytes([int(match[1], 16)])
-        return piece.replace("\u2581", " ").encode()
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable ones stand for themselves, the others for letters from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()
-_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
-
-
-class LateText:
-    """The text of one output that nothing stops but its tokens: it is made where it is read, not where it is said."""
-
-    stop_reason = None
-
-    def __init__(self, make: Callable[[], IncrementalDetokenizer]) -> None:
+    def __init__(self, make: Callable[[], IncrementalDetokenizer] | None = None, stop_ids: Container[int] = ()) -> None:
+        """
+        make:     begins the text; None if events bring it, or if the model has no tokenizer
+        stop_ids: tokens that end the output and are not part of its text
+        """
         self._make = make
-        self._stream: IncrementalDetokenizer | None = None
-        self._tokens: list[int | None] = []
-        """None stands for what is held back at the end."""
-        self._deltas: list[str] = []
+        self._stop_ids = stop_ids
+        self._text: IncrementalDetokenizer | None = None
 
-    def push(self, token_id: int, *, may_stop: bool = True) -> LatePiece:
-        return self._say(token_id)
-
-    def flush(self) -> LatePiece:
-        return self._say(None)
-
-    def read(self, start: int, stop: int) -> str:
-        """The deltas of tokens `start .. stop-1`. Raises RequestError where they cannot be made."""
-        deltas = self._deltas
+    def update(self, event: TokenEvent) -> str:
+        """The text that the next event of the output adds. Raises RequestError if it cannot be made."""
+        if self._make is None or event.error is not None:
+            return event.text
+        tokens = [] if event.token_id is None else [event.token_id]
         try:
-            self._stream = stream = self._stream or self._make()
-            for token in self._tokens[len(deltas) : stop]:
-                deltas.append(stream.flush() if token is None else stream.push(token))
+            self._text = self._text or self._make()
+            return self._decode(self._text, tokens, event.finish_reason)
         except Exception as error:
-            raise RequestError("internal_error", f"The output cannot be turned into text: {error!r}") from error
-        return "".join(deltas[start:stop])
+            raise _cannot_decode(error) from error
 
-    def _say(self, token: int | None) -> LatePiece:
-        self._tokens.append(token)
-        return LatePiece(self, len(self._tokens) - 1, len(self._tokens))
+    def text_of(self, output: Completion) -> str:
+        """The text of an output as a whole. Raises RequestError if it cannot be made."""
+        if self._make is None:
+            return output.text
+        try:
+            return self._decode(self._make(), output.token_ids, output.finish_reason)
+        except Exception as error:
+            raise _cannot_decode(error) from error
+
+    def _decode(self, text: IncrementalDetokenizer, token_ids: Sequence[int], finish_reason: str | None) -> str:
+        if finish_reason == "stop" and token_ids and token_ids[-1] in self._stop_ids:
+            token_ids = token_ids[:-1]
+        deltas = [text.push(token) for token in token_ids]
+        if finish_reason is not None and finish_reason != "error":
+            deltas.append(text.flush())
+        return "".join(deltas)
 
 
-class LatePiece:
-    """Some deltas of a text, one behind the other."""
-
-    __slots__ = ("_start", "_stop", "_text")
-
-    def __init__(self, text: LateText, start: int, stop: int) -> None:
-        self._text, self._start, self._stop = text, start, stop
-
-    def read(self) -> str:
-        return self._text.read(self._start, self._stop)
-
-    def __add__(self, other: Text) -> Text:
-        if isinstance(other, str) and not other:  # of an event without text, which is no reason to read
-            return self
-        if isinstance(other, LatePiece) and other._text is self._text and other._start == self._stop:
-            return LatePiece(self._text, self._start, other._stop)
-        return self.read() + (other if isinstance(other, str) else other.read())
-
-    def __radd__(self, before: str) -> Text:
-        return before + self.read() if before else self
-
-    def __eq__(self, other: object) -> bool:
-        return self.read() == (other.read() if isinstance(other, LatePiece) else other)
-
-    def __hash__(self) -> int:
-        return hash(self.read())
-
-    def __repr__(self) -> str:
-        return repr(self.read())
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        """A copy, or what is sent to another process, is the text alone, without the tokenizer."""
-        return str, (self.read(),)
+def _cannot_decode(error: Exception) -> RequestError:
+    return RequestError("internal_error", f"The output cannot be turned into text: {error!r}")
 
 
 class IncrementalDetokenizer:
     """The text of one output, in deltas that are safe to show.
 
-    Bytes of an unfinished character are held back until it is whole, and the longest tail that could be the
-    beginning of a stop string until it is decided. All deltas together are the text of the output.
+    The bytes of an unfinished character are held back until it is whole. The longest suffix that could begin a stop
+    string is held back until that is decided. All deltas together are the text of the output.
     """
 
     def __init__(
@@ -134,15 +81,15 @@ class IncrementalDetokenizer:
         """
         prompt: the tokens before the output, whose end decides how a leading space is decoded
         stop:   strings that end the output
-        hidden: tokens that take no place in the text
+        hidden: tokens that are left out of the text
         """
         self._tokenizer = tokenizer
         self._hidden = hidden
-        tail = [token for token in prompt[-NUM_CONTEXT_TOKENS:] if token not in hidden]
-        # Where the prompt ends inside a character, its end would be taken for the beginning of the output.
-        if self._decode(tail).endswith("\ufffd"):
-            tail = []
-        self._stream = DecodeStream(ids=tail, skip_special_tokens=False)
+        context = [token for token in prompt[-NUM_CONTEXT_TOKENS:] if token not in hidden]
+        # A prompt that ends inside a character would lend its last bytes to the output.
+        if self._decode(context).endswith("\ufffd"):
+            context = []
+        self._stream = DecodeStream(ids=context, skip_special_tokens=False)
         self._undecoded: list[int] = []
         self._held_back = ""
         self._stop = tuple(stop)
@@ -154,7 +101,7 @@ class IncrementalDetokenizer:
             return ""
         try:
             chunk = self._stream.step(self._tokenizer, token_id)
-        except Exception:  # tokenizers raises plain Exception where bytes that are no character rewrite earlier text
+        except Exception:  # tokenizers raises plain Exception if invalid bytes rewrite earlier text
             chunk = self._decode([*self._undecoded, token_id])
             self._stream = DecodeStream(skip_special_tokens=False)
         if chunk is None:
@@ -164,7 +111,7 @@ class IncrementalDetokenizer:
         return self._release(chunk, may_stop)
 
     def flush(self) -> str:
-        """What was held back, at the end of the output: a character that stayed unfinished becomes U+FFFD."""
+        """What was held back, at the end of the output. An unfinished character becomes U+FFFD."""
         text = self._held_back + (self._decode(self._undecoded) if self._undecoded else "")
         self._held_back, self._undecoded = "", []
         return text
@@ -190,3 +137,36 @@ class IncrementalDetokenizer:
 def partial_match_length(text: str, whole: str) -> int:
     """Length of the longest suffix of `text` that is a proper prefix of `whole`."""
     return next((n for n in range(min(len(whole) - 1, len(text)), 0, -1) if text.endswith(whole[:n])), 0)
+
+
+class TokenBytes:
+    """The bytes that tokens stand for, in byte-level tokenizers and in those of pieces with a fallback to bytes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        decoder = str(tokenizer.decoder)
+        self._is_byte_level = "ByteLevel" in decoder
+        self._has_fallback = "ByteFallback" in decoder
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Empty for an id that the tokenizer does not know. A special token's bytes are those of its name."""
+        piece: str | None = self._tokenizer.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if self._is_byte_level:
+            found = [_BYTE_OF.get(char) for char in piece]
+            return piece.encode() if None in found else bytes(found)  # type: ignore[arg-type]
+        if self._has_fallback and (match := _BYTE_PIECE.fullmatch(piece)):
+            return bytes([int(match[1], 16)])
+        return piece.replace("\u2581", " ").encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's letters for bytes: printable bytes are written as themselves, the others as letters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")

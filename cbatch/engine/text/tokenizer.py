@@ -10,9 +10,8 @@ from typing import Any
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.scheduler.request import TextSink
 from cbatch.engine.text.chat_template import render_chat
-from cbatch.engine.text.detokenizer import NUM_CONTEXT_TOKENS, IncrementalDetokenizer, LateText, TokenBytes
+from cbatch.engine.text.detokenizer import NUM_CONTEXT_TOKENS, IncrementalDetokenizer, TokenBytes
 from cbatch.engine.text.fast_loader import TextTokenizer
 from cbatch.engine.text.output_parser import OutputParser
 from cbatch.engine.text.tool_calls import template_messages
@@ -109,16 +108,17 @@ class ChatTokenizer:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         return self._encode_with_text_specials(plain, functions, today, answer)
 
-    def stream(self, prompt: Sequence[int], params: SamplingParams, tags: Sequence[str] = ()) -> TextSink:
-        """Incremental text of an output that follows these prompt tokens; made late where no stop string is looked for.
+    def detokenizer(
+        self, prompt: Sequence[int], params: SamplingParams, tags: Sequence[str] = ()
+    ) -> IncrementalDetokenizer:
+        """Makes the text of an output that follows these prompt tokens.
 
-        tags: special tokens that are to be in it all the same
+        tags: special tokens that stay in the text in any case
         """
         hidden = self.special_ids if params.skip_special_tokens else frozenset()
         if tags:
             hidden -= {self.backend.token_to_id(tag) for tag in tags}
-        make = partial(IncrementalDetokenizer, self.backend, prompt[-NUM_CONTEXT_TOKENS:], params.stop, hidden)
-        return make() if params.stop else LateText(make)
+        return IncrementalDetokenizer(self.backend, prompt, params.stop, hidden)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence."""

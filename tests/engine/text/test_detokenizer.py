@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import random
-from dataclasses import asdict
-from functools import reduce
-from operator import add
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cbatch.engine.base.errors import RequestError
-from cbatch.engine.base.outputs import Completion
-from cbatch.engine.text.detokenizer import IncrementalDetokenizer, LateText
+from cbatch.engine.base.outputs import Completion, FinishReason, TokenEvent
+from cbatch.engine.text.detokenizer import IncrementalDetokenizer, OutputDetokenizer
 
 
 @pytest.fixture(scope="module")
@@ -131,39 +126,51 @@ def test_a_tag_may_be_text_between_words() -> None:
     assert text == made.decode([ids[0], ids[1], ids[3]], skip_special_tokens=False) and text.endswith("</think> b")
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_late_text_is_the_same_in_any_order(tokenizer: Tokenizer, text: str) -> None:
-    """Guards texts that are made when they are read: nothing before that, and the deltas that come at once."""
+def events_of(ids: list[int], reason: FinishReason = "length") -> list[TokenEvent]:
+    """The events of an output of these tokens, as the engine gives them."""
+    reasons: list[FinishReason | None] = [None] * (len(ids) - 1)
+    return [TokenEvent(0, token, finish_reason=end) for token, end in zip(ids, [*reasons, reason], strict=True)]
+
+
+@pytest.mark.parametrize("text", [text for text in TEXTS if text])
+def test_events_become_the_deltas_that_a_stream_gives(tokenizer: Tokenizer, text: str) -> None:
+    """Guards texts that are made where events are read: nothing before that, event by event as at the end."""
     ids = tokenizer.encode(text).ids
     made: list[IncrementalDetokenizer] = []
-    late = LateText(lambda: made.append(IncrementalDetokenizer(tokenizer)) or made[0])  # type: ignore[func-returns-value]
-    pieces = [*(late.push(token) for token in ids), late.flush()]
+
+    def make() -> IncrementalDetokenizer:
+        made.append(IncrementalDetokenizer(tokenizer))
+        return made[-1]
+
+    *deltas, last, flushed = stream_all(tokenizer, ids)[0]
+    detokenizer = OutputDetokenizer(make)
     assert not made
-    expected, _ = stream_all(tokenizer, ids)
-    order = list(range(len(pieces)))
-    random.Random(text).shuffle(order)
-    assert {place: pieces[place].read() for place in order} == dict(enumerate(expected)) and len(made) == 1
-    assert reduce(add, pieces, "") == text and reduce(add, pieces, "!") == "!" + text
+    assert [detokenizer.update(event) for event in events_of(ids)] == [*deltas, last + flushed]
+    assert len(made) == 1 and detokenizer.text_of(Completion("", ids, "length")) == text
+    assert detokenizer.text_of(Completion("", ids[:1])) == deltas[0], "what is held back of an output that goes on"
+
+
+@pytest.mark.parametrize(("reason", "text"), [("stop", "ab"), ("length", "abc")])
+def test_an_end_token_is_no_text(tokenizer: Tokenizer, reason: FinishReason, text: str) -> None:
+    """Guards end tokens that are text elsewhere: they count as text only if something else ended the output."""
+    ids = tokenizer.encode("abc").ids
+    detokenizer = OutputDetokenizer(lambda: IncrementalDetokenizer(tokenizer), stop_ids={ids[-1]})
+    assert "".join(map(detokenizer.update, events_of(ids, reason))) == text
+    assert detokenizer.text_of(Completion("", ids, reason)) == text
 
 
 def test_a_text_that_cannot_be_made_says_so() -> None:
     """Guards the reader of an output against exceptions that it does not expect."""
-    late = LateText(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
-    with pytest.raises(RequestError, match="cannot be turned into text"):
-        late.push(7).read()
+    detokenizer = OutputDetokenizer(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
+    for make in (lambda: detokenizer.update(TokenEvent(0, 7)), lambda: detokenizer.text_of(Completion("", [7]))):
+        with pytest.raises(RequestError, match="cannot be turned into text") as caught:
+            make()
+        assert caught.value.code == "internal_error"
 
 
-def test_an_event_without_text_reads_none() -> None:
-    """Guards the engine's thread, which puts an output together, where a request fails whose text cannot be made."""
-    piece = LateText(lambda: 1 // 0).push(7)  # type: ignore[arg-type,return-value]
-    assert piece + "" is piece and "" + piece is piece
-
-
-def test_a_copy_is_the_text_alone(tokenizer: Tokenizer) -> None:
-    """Guards outputs that are pickled or made dicts of: they take no tokenizer along, whether they were read or not."""
-    late = LateText(lambda: IncrementalDetokenizer(tokenizer))
-    pieces = [late.push(token) for token in tokenizer.encode("ab").ids]
-    output = Completion(pieces[0] + pieces[1])
-    copies = [pickle.loads(pickle.dumps(output)), copy.deepcopy(output)]
-    assert [type(one.said) for one in copies] == [str, str] and asdict(output)["said"] == "ab"
-    assert output == copies[0] == copies[1]
+def test_what_has_its_text_is_passed_through() -> None:
+    """Guards stop strings, whose text the engine made, and a failed request, whose error must not become another."""
+    detokenizer = OutputDetokenizer()
+    assert detokenizer.update(TokenEvent(0, 7, "seven")) == detokenizer.text_of(Completion("seven", [7])) == "seven"
+    failed = TokenEvent(0, None, finish_reason="error", error=RequestError("nan_logits", "No number."))
+    assert OutputDetokenizer(lambda: 1 // 0).update(failed) == ""  # type: ignore[arg-type,return-value]
