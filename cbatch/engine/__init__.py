@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.engine import Engine as Engine
     from cbatch.engine.engine_thread import EngineThread as EngineThread
     from cbatch.engine.engine_thread import RequestHandle as RequestHandle
+    from cbatch.engine.execution.stats import StepRecord as StepRecord
     from cbatch.engine.models.loader import LoadedModel as LoadedModel
     from cbatch.engine.text.detokenizer import OutputDetokenizer as OutputDetokenizer
     from cbatch.engine.text.output_parser import OutputParser as OutputParser

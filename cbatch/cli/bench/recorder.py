@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from cbatch.engine import SamplingParams
 
 if TYPE_CHECKING:
-    from cbatch.engine import Engine
+    from cbatch.engine import Engine, StepRecord
 
 TokenKind = Literal["prefill", "decode", "padding", "idle"]
 """prefill: of a prompt; decode: wanted output; padding: fills up a prompt; idle: output past a request's end."""
@@ -127,11 +127,9 @@ class RunRecorder:
         self._submissions: dict[int, _Submission] = {}
         self._used_slots: set[int] = set()
         self._best_score: Score | None = None
-        self._model_s = 0.0
-        self._blocks_used = 0
+        self._latest: StepRecord | None = None
         self._began = clock()
-        self._forward = engine.runner.forward
-        engine.runner.forward = self._timed_forward  # type: ignore[method-assign]
+        engine.on_step = self._on_step
 
     def add(self, index: int, prompt: list[int], tokens: int, slot: int | None = None) -> None:
         """Queues a request for `tokens` output tokens. Without a slot, it gets the next free one when it is scheduled.
@@ -156,40 +154,30 @@ class RunRecorder:
 
     def finish(self) -> RunRecord:
         """Stops recording and returns the record."""
-        del self.engine.runner.forward  # breaks the reference cycle, so that the engine's memory is freed at once
+        self.engine.on_step = None  # breaks the reference cycle, so that the engine's memory is freed at once
         self.record.elapsed_s = self._clock() - self._began
         self.record.preemptions = self.engine.stats().num_preemptions
         return self.record
 
-    def _timed_forward(self, batch: Any) -> Any:
-        self._keep_example()
-        self._blocks_used = self.engine.stats().used_blocks
-        self.engine.synchronize()
-        start = self._clock()
-        try:
-            return self._forward(batch)
-        finally:
-            self.engine.synchronize()
-            self._model_s += self._clock() - start
-
-    def _keep_example(self) -> None:
-        """Keeps the step if it is the best picture so far; when it ends, finished requests free their blocks."""
-        chunks = self.engine.last_scheduled.chunks
+    def _on_step(self, step: StepRecord) -> None:
+        """Keeps the step's blocks if it is the best picture so far: when it ends, finished requests free theirs."""
+        self._latest = step
+        chunks = step.scheduled.chunks
         score = example_score([(chunk.start, chunk.num_tokens) for chunk in chunks])
         if self._best_score is None or score > self._best_score:
             self._best_score = score
-            size = self.engine.limits.block_size
-            tables = tuple(tuple(chunk.request.blocks[: -(-chunk.stop // size)]) for chunk in chunks)
-            self.record.example = ExampleStep(len(self.record.steps), size, tables)
+            limits = self.engine.limits
+            tables = tuple(tuple(chunk.request.blocks[: limits.blocks_for(chunk.stop)]) for chunk in chunks)
+            self.record.example = ExampleStep(len(self.record.steps), limits.block_size, tables)
 
     def _step(self) -> None:
-        start, self._model_s = self._clock() - self._began, 0.0
+        start = self._clock() - self._began
         events = self.engine.step()
         end = self._clock() - self._began
-        chunks = tuple(
-            self._chunk(chunk.request.id, chunk.start, chunk.stop) for chunk in self.engine.last_scheduled.chunks
-        )
-        self.record.steps.append(RecordedStep(start, end, self._model_s, chunks, self._blocks_used))
+        assert self._latest is not None
+        step, scheduled = self._latest, self._latest.scheduled
+        chunks = tuple(self._chunk(chunk.request.id, chunk.start, chunk.stop) for chunk in scheduled.chunks)
+        self.record.steps.append(RecordedStep(start, end, step.seconds, chunks, step.used_blocks))
         for event in events:
             if event.error is not None:
                 raise event.error

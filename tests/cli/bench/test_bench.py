@@ -107,9 +107,10 @@ def test_what_each_technique_saves() -> None:
     assert counts["none"].useful_slot_steps == len(records["none"].steps)
 
 
-def test_times_are_those_of_the_clock() -> None:
+def test_times_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards all times, on a clock that moves one second whenever it is read."""
     ticks = count()
+    monkeypatch.setattr("cbatch.engine.execution.loop.clock", lambda: float(next(ticks)))
     engine = make_engine(network(), max_batch_tokens=64)
     recorder = RunRecorder(engine, [2, 1], 2, clock=lambda: float(next(ticks)))
     for index, prompt in enumerate(make_prompts([5, 6])):
@@ -123,7 +124,7 @@ def test_times_are_those_of_the_clock() -> None:
     found = run_metrics(record, work)
     assert found.tpot_s == Percentiles(4.0, 4.0, 4.0) and found.model_s == 2
     assert found.output_tokens_per_s == 3 / 9 and found.outside_model_share == 1 - 2 / 6
-    assert "forward" not in vars(engine.runner)
+    assert engine.on_step is None
 
 
 def test_differences_are_found() -> None:
