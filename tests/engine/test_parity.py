@@ -7,12 +7,10 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
-from cbatch.engine.attention import reference
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.engine import Engine
-from cbatch.engine.runtime.batch import RaggedBatch
+from tests.support.planted_faults import leak_neighbour, shift_positions, widen_window
 from tests.support.tiny_models import FAMILIES, generate_alone, make_engine, make_network, make_prompts
 
 # Longer and shorter than the windows (12) and budgets, with outputs that end at very different times.
@@ -147,38 +145,6 @@ def test_models_depend_on_their_context(family: str) -> None:
     before, after = generate_alone(network, prompts, lengths), generate_alone(network, changed, lengths)
     assert all(a != b for a, b in zip(before, after, strict=True))
     assert all(len(set(output)) > 5 for output in before)
-
-
-def shift_positions(patch: pytest.MonkeyPatch) -> None:
-    build = RaggedBatch.build
-
-    def shifted(*args: Any) -> RaggedBatch:
-        batch = build(*args)
-        batch.position_ids.add_((batch.position_ids > 8).long())
-        return batch
-
-    patch.setattr(RaggedBatch, "build", shifted)
-
-
-def leak_neighbour(patch: pytest.MonkeyPatch) -> None:
-    prepare = reference.ReferenceAttention.prepare
-
-    def leaking(self: Any, *args: Any) -> reference.Metadata:
-        metadata = prepare(self, *args)
-        if len(metadata.sequences) > 1:
-            metadata.sequences[0].blocks[0] = metadata.sequences[1].blocks[0]
-        return metadata
-
-    patch.setattr(reference.ReferenceAttention, "prepare", leaking)
-
-
-def widen_window(patch: pytest.MonkeyPatch) -> None:
-    attend = reference.ReferenceAttention.attend
-
-    def wide(self: Any, *args: Any, window: int | None, **options: Any) -> torch.Tensor:
-        return attend(self, *args, window=window + 1 if window else None, **options)
-
-    patch.setattr(reference.ReferenceAttention, "attend", wide)
 
 
 @pytest.mark.parametrize("plant", [shift_positions, leak_neighbour, widen_window])

@@ -14,8 +14,8 @@ import torch
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.engine import Engine
-from tests.engine.test_parity import leak_neighbour, shift_positions, widen_window
 from tests.support.architectures import CLASSES, NOT_BUILT_HERE, draw, make_architecture
+from tests.support.planted_faults import leak_neighbour, shift_positions, widen_window
 from tests.support.tiny_models import generate_alone, make_engine, make_prompts
 
 EQUAL, REFUSED, NOT_BUILT, INSENSITIVE = "equal", "refused", "not built", "insensitive"

@@ -15,7 +15,7 @@ from cbatch.cli.chat.session.store import SessionStore
 from cbatch.cli.chat.tui.transcript import Transcript
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.engine import Engine
-from tests.cli.chat.test_controller import ChatHarness, reply_of
+from tests.support.chat_harness import ChatHarness, reply_of
 
 FORCED = {"regex": r"<think>\nhm \*\*so\*\*\n</think>\n\n[0-9]"}
 

@@ -15,7 +15,6 @@ import pytest
 
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.controller import ChatController
-from cbatch.cli.chat.engine_client import EngineClient
 from cbatch.cli.chat.session.export import append_row, from_result, to_row
 from cbatch.cli.chat.session.reply import Reply
 from cbatch.cli.chat.session.session import Session, Turn
@@ -27,47 +26,9 @@ from cbatch.cli.common.exits import UserError
 from cbatch.cli.main import run_command
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.engine import Engine
+from tests.support.chat_harness import ChatHarness, reply_of
 
 PATIENCE = 60
-
-
-class ChatHarness:
-    """Makes harness on one engine, and does for them what a front end's loop does."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.client = EngineClient(lambda: engine)
-        self._callbacks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._is_open = False
-        self.client.start(self._callbacks.put, lambda error: setattr(self, "_is_open", True))
-        self.until(lambda: self._is_open)
-
-    def make(self, **options: Any) -> ChatController:
-        return ChatController(self.client, **options)
-
-    def until(self, is_done: Callable[[], bool]) -> None:
-        while not is_done():
-            self._callbacks.get(timeout=PATIENCE)()
-
-    def settle(self, controller: ChatController) -> None:
-        self.until(lambda: not any(session.is_busy for session in controller.sessions))
-
-    def ask(self, controller: ChatController, text: str, session: Session | None = None) -> str:
-        session = session or controller.current
-        controller.send(session, text)
-        self.settle(controller)
-        assert session.last is not None and session.last.reply is not None
-        return session.last.reply.text
-
-    def is_idle(self) -> bool:
-        assert self.client.engine_thread is not None
-        stats = self.client.engine_thread.engine.stats()
-        return stats.num_running == stats.num_waiting == 0
-
-    def wait_idle(self) -> None:
-        end = time.monotonic() + PATIENCE
-        while not self.is_idle():
-            assert time.monotonic() < end, "the engine goes on for nobody"
-            time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +41,6 @@ def harness() -> Iterator[ChatHarness]:
 
 
 LONG = {"ignore_eos": True, "max_tokens": 300}
-
-
-def reply_of(session: Session) -> Reply:
-    assert session.last is not None and session.last.reply is not None
-    return session.last.reply
 
 
 def test_a_fork_costs_no_prefill(harness: ChatHarness) -> None:

@@ -10,19 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.fork_server import ForkServer, KillPoint, Run
 from tests.support.kill_runs import Aim, KillTest
+from tests.support.rows import write_rows
 
 pytestmark = pytest.mark.slow
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def until(condition: Callable[[], bool], seconds: float = 60) -> None:

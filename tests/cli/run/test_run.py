@@ -20,6 +20,7 @@ from cbatch.cli.run.output.writer import FileWriter
 from cbatch.engine import engine_thread as engine_thread
 from cbatch.engine.text.detokenizer import IncrementalDetokenizer
 from tests.support.model_folder import save_model
+from tests.support.rows import read_rows, write_rows
 
 ROWS = [
     {"id": "a", "prompt": "hello", "max_tokens": 6},
@@ -29,15 +30,6 @@ ROWS = [
     {"prompt": "x " * 400},
     {"prompt": "sampled", "temperature": 1.0, "seed": 5, "max_tokens": 40},
 ]
-
-
-def write_rows(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 @pytest.fixture

@@ -26,58 +26,14 @@ from cbatch.engine.kernels.cpu.sampling import (
 from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.sampling import sampler
 from cbatch.engine.sampling.sampler import SamplingMetadata, gumbel_noise, sample
-from cbatch.engine.scheduler.request import Request
+from tests.support.sampling_cases import LOGIT_SHAPES, in_torch, is_on_edge, make_logits, make_requests, score
 
 pytestmark = pytest.mark.kernels
 
 CPU = torch.device("cpu")
-SHAPES = ["normal", "peaked", "flat", "masked", "equal", "one left"]
 
 
-def make_logits(shape: str, rows: int, vocabulary: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(rows, vocabulary, generator=generator) * 3
-    if shape == "peaked":
-        logits[:, : min(40, vocabulary)] += torch.linspace(15, 5, min(40, vocabulary))
-    elif shape == "flat":
-        logits /= 1000
-    elif shape == "masked":
-        logits[torch.rand(rows, vocabulary, generator=generator) < 0.7] = -math.inf
-        logits[:, 0] = 0.0
-    elif shape == "equal":
-        logits = logits.round() / 2
-    elif shape == "one left":
-        logits[:] = -math.inf
-        logits[:, vocabulary // 3] = -5.0
-    return logits
-
-
-def make_requests(count: int, seed: int = 0, **fixed: Any) -> list[Request]:
-    """Requests whose filters are drawn from the values that matter, unless they are fixed."""
-    rng = np.random.default_rng(seed)
-    values = {
-        "temperature": [0.05, 0.6, 1.0, 1.7, 50.0],
-        "top_k": [0, 0, 1, 5, 50, 10**6],
-        "top_p": [0.1, 0.5, 0.9, 0.999, 1.0, 1.0],
-        "min_p": [0.0, 0.0, 0.02, 0.5],
-    }
-    made = []
-    for row in range(count):
-        params = {name: rng.choice(choice).item() for name, choice in values.items()} | fixed
-        made.append(Request(0, [1] * 5, SamplingParams(**params), max_new_tokens=9, seed=seed + row, sample_index=0))
-    return made
-
-
-def in_torch(logits: torch.Tensor, requests: list[Request]) -> list[int]:
-    return sampler._draw(logits, SamplingMetadata.build(list(range(len(requests))), requests, CPU)).tolist()
-
-
-def score(logits: torch.Tensor, request: Request, token: int) -> float:
-    key = torch.tensor([sampler.noise_key(request.seed, request.sample_index, request.num_tokens)])
-    return float(logits[token] / request.params.temperature + gumbel_noise(key, torch.tensor([[token]]))[0, 0])
-
-
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", LOGIT_SHAPES)
 def test_draws_are_those_of_torch(shape: str) -> None:
     """Guards the definition: 2,000 draws with all filters; two that differ are as good as each other."""
     different = []
@@ -136,7 +92,7 @@ def kept_tokens(row: NDArray[np.float32], params: SamplingParams) -> NDArray[np.
     return kept
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", LOGIT_SHAPES)
 def test_kept_tokens_are_those_of_torch(shape: str) -> None:
     """Guards the filters at their edges: a token that only one of both keeps is on the edge to 1e-5 of all."""
     for seed, vocabulary in enumerate([5, 130, 700]):
@@ -150,18 +106,6 @@ def test_kept_tokens_are_those_of_torch(shape: str) -> None:
             assert int(different.sum()) <= 1
             if different.any():
                 assert is_on_edge(logits[row], requests[row].params, int(different.nonzero()[0]))
-
-
-def is_on_edge(logits: torch.Tensor, params: SamplingParams, token: int) -> bool:
-    scaled = logits.double() / params.temperature
-    if 0 < params.top_k < len(logits):
-        scaled[scaled < scaled.topk(params.top_k).values[-1]] = -math.inf
-    shares = scaled.softmax(-1)
-    is_before = (scaled > scaled[token]) | ((scaled == scaled[token]) & (torch.arange(len(logits)) < token))
-    gap = min(
-        abs(float(shares[is_before].sum()) - params.top_p), abs(float(shares[token] / shares.max()) - params.min_p)
-    )
-    return gap < 1e-5
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 6}, {"top_p": 0.7}, {"min_p": 0.2}], ids=str)

@@ -16,7 +16,7 @@ from torch import Tensor
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.sampling.sampler import gumbel_noise, noise_key, pack_sampling_params, sample
 from cbatch.engine.scheduler.request import Request
-from tests.engine.kernels.test_cpu_sampling import SHAPES, in_torch, is_on_edge, make_logits, make_requests, score
+from tests.support.sampling_cases import LOGIT_SHAPES, in_torch, is_on_edge, make_logits, make_requests, score
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 tl = pytest.importorskip("triton.language")
@@ -52,7 +52,7 @@ def check(logits: Tensor, requests: list[Request], tokens: list[int]) -> None:
         assert abs(gap) < 1e-4 or any(is_on_edge(values, request.params, token) for token in pair)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", LOGIT_SHAPES)
 @pytest.mark.parametrize("vocabulary", [7, 701])
 def test_tokens_are_those_of_the_definition(shape: str, vocabulary: int) -> None:
     """Guards temperature and all filters, on rows of one tile and of many, of which the last is not full."""

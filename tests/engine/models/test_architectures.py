@@ -10,7 +10,6 @@ import torch
 import transformers
 
 from cbatch.engine.models.hf_adapter import AttentionCalls
-from tests.engine.test_parity import leak_neighbour, shift_positions, widen_window
 from tests.support.architectures import CLASSES, NOT_BUILT_HERE
 from tests.support.model_verdicts import (
     EQUAL,
@@ -24,6 +23,7 @@ from tests.support.model_verdicts import (
     table_row,
     with_fault,
 )
+from tests.support.planted_faults import leak_neighbour, shift_positions, widen_window
 
 pytestmark = pytest.mark.slow
 

@@ -32,7 +32,7 @@ from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.tracing.spans import span
 from cbatch.engine.tracing.summary import Interval, read_summary, union_length
 from cbatch.engine.tracing.trace import StepTracer
-from tests.cli.run.test_run import ROWS, write_rows
+from tests.support.rows import write_rows
 from tests.support.tiny_models import make_engine, make_network
 
 PHASES = ["schedule", "build", "forward", "sample", "land", "commit"]
@@ -309,7 +309,7 @@ def test_a_link_leads_to_the_trace(tmp_path: Path) -> None:
 
 def test_what_is_refused_by_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Guards exit code 2 before a model is looked for, and files of the run against being replaced by the trace."""
-    source = write_rows(tmp_path / "in.jsonl", ROWS[:1])
+    source = write_rows(tmp_path / "in.jsonl", [{"prompt": "hello", "max_tokens": 6}])
     cases = {
         "Cannot write the trace no/t.json: No such file or directory.": ["run", str(source), "--trace", "no/t.json"],
         "is the input;": ["run", str(source), "--trace", str(source)],
