@@ -1,4 +1,4 @@
-"""`cbatch info`: what to paste into a bug report."""
+"""`cbatch info`: shows what to paste into a bug report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cbatch.cli.common.options import engine_config, engine_options, model_optio
 @model_options
 @engine_options()
 def info(**values: Any) -> Literal[0]:
-    """Show versions, devices, the model, and how much its KV cache holds."""
+    """Show versions, devices, the model, and the size of its KV cache."""
     import torch
     import transformers
 

@@ -1,4 +1,4 @@
-"""The `cbatch` command: its subcommands, and what becomes of errors."""
+"""The `cbatch` command: its subcommands, and how errors become exit codes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """Imports a subcommand when it is called or asked for its help."""
+    """Imports a subcommand only when it is needed, so that help opens fast."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -41,17 +41,17 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "CBATCH"})
 @click.version_option(__version__, prog_name="cbatch")
 def cli() -> None:
-    """Chat with and batch-generate from language models, by continuous batching in this process."""
+    """Chat with language models, and generate text for many prompts at once, by continuous batching."""
 
 
 def run_command(arguments: list[str] | None = None) -> int:
-    """Runs the command line and returns its exit code; every error becomes a sentence on stderr."""
+    """Runs the command line and returns its exit code. Every error becomes a sentence on stderr."""
     try:
         result: Any = cli.main(arguments, prog_name="cbatch", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
         message = error.format_message()
-        if message.startswith("Usage:"):  # the whole help, asked for by giving no command
+        if message.startswith("Usage:"):  # no command was given, so this is the whole help
             print(message, file=sys.stderr)
         else:
             notice(message)
@@ -68,18 +68,18 @@ def run_command(arguments: list[str] | None = None) -> int:
         notice(str(error))
         return EXIT_USAGE
     except OSError as error:
-        notice(f"{error.strerror or error!r}; what was finished is written.")
+        notice(f"{error.strerror or error!r}; finished rows are written.")
         return EXIT_FATAL
-    except Exception as error:  # memory, the device, or a mistake of ours: a sentence, and never exit code 1
-        notice(f"{error!r}; what was finished is written.")
+    except Exception as error:  # out of memory, the device, or a bug: a sentence, and never exit code 1
+        notice(f"{error!r}; finished rows are written.")
         return EXIT_FATAL
 
 
 def main() -> None:
-    """Ends the process at once: threads that wait for input or for the device must not hold it open."""
-    gc.disable()  # until `open_engine`: imports leave no garbage, but would be walked over again and again
+    """Runs the command and ends the process at once, even if threads still wait for input or for the device."""
+    gc.disable()  # until `open_engine`: imports leave no garbage, but collections would walk over them
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass  # a closed stdin, stdout or stderr: no file of ours may get its number
+        pass  # stdin, stdout or stderr may be closed; no file that we open may get its number
     os.close(fd)
     for signum in SIGNALS:
         signal.signal(signum, raise_interrupted)

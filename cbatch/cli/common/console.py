@@ -1,4 +1,4 @@
-"""What people see on stderr: notices, progress, and text made safe for a terminal."""
+"""Output for people: notices, progress, and text that is safe to show in a terminal."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from cbatch.cli.common.exits import ReaderGone
 
 _BIDI = "\u061c\u200e\u200f\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
-"""What turns the direction of a line, or ends it where nobody sees that."""
+"""Characters that change the direction of text, or end a line invisibly."""
 
 _WITHOUT_BIDI = dict.fromkeys(map(ord, _BIDI))
 
 _CONTROL = re.compile(rf"[\x00-\x08\x0b-\x1f\x7f-\x9f{_BIDI}]")
-"""What steers a terminal, or turns the direction of a line; tabs and line ends aside."""
+"""Control characters and those of _BIDI, except tabs and line ends."""
 
 
 def without_bidi(text: str) -> str:
-    """Text without what turns the direction of a line."""
+    """Removes the characters that change the direction of text."""
     return text.translate(_WITHOUT_BIDI)
 
 
 def safe(text: str) -> str:
-    """Text without control characters, so that nothing from a model or file can steer the terminal."""
+    """Removes control characters, so that no text of a model or a file can control the terminal."""
     return _CONTROL.sub("", text)
 
 
 def safe_json(data: bytes) -> bytes:
-    """Lines of JSON for a terminal: what would steer it is escaped, and they mean what they meant."""
+    """Escapes control characters in lines of JSON, which keep their meaning."""
     return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", data.decode()).encode()
 
 
 def notice(text: str) -> None:
-    """One line on stderr; where nobody can read that, nothing, for it must not cost what is being told of."""
+    """Prints one line on stderr. Does not raise if nobody can read it: a message must never end a run."""
     if sys.stderr is not None:
         with suppress(OSError), _without_bar():
             print(f"cbatch: {safe(' '.join(text.splitlines()))}", file=sys.stderr, flush=True)
 
 
 def _without_bar() -> AbstractContextManager[object]:
-    """Takes a progress bar off the screen, where one may be, and puts it back."""
+    """Removes the progress bar, if there is one, and puts it back."""
     if "tqdm" not in sys.modules:
         return nullcontext()
     from tqdm import tqdm
@@ -53,7 +53,7 @@ def _without_bar() -> AbstractContextManager[object]:
 
 
 def emit(text: str) -> None:
-    """Text on stdout. Raises ReaderGone when nobody reads it."""
+    """Prints text on stdout. Raises ReaderGone if nobody reads it."""
     try:
         print(text, flush=True)
     except BrokenPipeError as error:
@@ -61,12 +61,12 @@ def emit(text: str) -> None:
 
 
 class Progress:
-    """How far a run is: a tqdm bar on a terminal, a plain line every ten seconds elsewhere, or nothing."""
+    """Shows progress: a tqdm bar on a terminal, else a line every ten seconds, or nothing if `quiet`."""
 
     BAR_SECONDS, LINE_SECONDS = 0.2, 10.0
 
     def __init__(self, total: int | None, *, quiet: bool, state: Callable[[], tuple[int, str]]) -> None:
-        """`state` gives how many of the `total` rows are done, and what is to stand behind that."""
+        """`state` returns the number of rows that are done, and the text that follows it."""
         self._state = state
         self._of_total = f"/{total:,}" if total else ""
         has_bar = sys.stderr is not None and sys.stderr.isatty() and not quiet
@@ -82,7 +82,7 @@ class Progress:
             self._bar = tqdm(total=total, bar_format=form, dynamic_ncols=True, file=sys.stderr, leave=False)
 
     def tick(self) -> None:
-        """Shows the state when it is time to; to be called often."""
+        """Shows the state if it is time to. Call it often."""
         now = time.monotonic()
         if now < self._next:
             return

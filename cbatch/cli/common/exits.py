@@ -1,4 +1,4 @@
-"""How a command can end: its exit codes, and the exceptions that lead to them."""
+"""The exit codes of a command, and the exceptions that lead to them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class UserError(CbatchError):
 
 
 class RunFailed(CbatchError):
-    """A run that ends before its time. What was finished is written."""
+    """A run ended early. Finished rows are written."""
 
 
 class ReaderGone(Exception):
-    """Whoever read the output has closed it. (Click would turn a BrokenPipeError into exit code 1.)"""
+    """The reader of the output has closed it. (Click would turn a BrokenPipeError into exit code 1.)"""
 
 
 class Interrupted(BaseException):
-    """A signal asks the command to end. No plain Exception, so that no library takes it for a failure of its own."""
+    """A signal asks the command to end. A BaseException, so that no library mistakes it for a failure of its own."""
 
     def __init__(self, signum: int, resume_hint: str = "") -> None:
         super().__init__(f"Interrupted.{resume_hint}")

@@ -1,4 +1,4 @@
-"""Files that options name: no two of them may be the same."""
+"""Checks that no two options name the same file."""
 
 from __future__ import annotations
 

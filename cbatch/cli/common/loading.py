@@ -1,4 +1,4 @@
-"""Opening an engine for a command, with what a person should know about it."""
+"""Opens the engine of a command, and tells the user what was loaded."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ DEMO_NOTICE = (
 
 
 def open_engine(config: EngineConfig, *, quiet: bool, verbose: bool = False) -> Engine:
-    """Loads an engine, and says on stderr what it is and what it took."""
+    """Loads an engine, and prints on stderr what it is and how much memory it takes."""
     from cbatch.engine import Engine
 
     log = logging.getLogger("cbatch")
     log.handlers = [logging.NullHandler() if quiet else _Notices()]
-    gc.freeze()  # what is imported stays
+    gc.freeze()  # imported modules stay
     gc.enable()
     engine = Engine(config)
     tune_process()
@@ -46,24 +46,24 @@ def open_engine(config: EngineConfig, *, quiet: bool, verbose: bool = False) -> 
 
 
 class _Notices(logging.Handler):
-    """What the engine has to tell while it works, in the form of all that is told on stderr."""
+    """Prints the engine's log records as notices."""
 
     def emit(self, record: logging.LogRecord) -> None:
         notice(record.getMessage())
 
 
 def tune_process() -> None:
-    """Settings of Python for a process that has loaded a model and now works on several threads.
+    """Prepares Python for a process that has loaded a model and works on several threads.
 
-    Without the first, full garbage collections walk over all of torch again and again: half of the time of short
-    rows. The second is how long a thread may keep the interpreter while another waits for it, the engine say.
+    `freeze` keeps full garbage collections from walking over all of torch, which took half of the time of short rows.
+    The switch interval bounds how long another thread may keep the interpreter while the engine waits for it.
     """
     gc.freeze()
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
 def describe(engine: Engine) -> dict[str, str]:
-    """What was loaded and what it took, as lines for people."""
+    """What was loaded and how much memory it takes, as names and values for people."""
     model, limits = engine.model, engine.limits
     per_token = limits.kv_bytes_per_token
     return {

@@ -1,4 +1,4 @@
-"""Options that several commands share, and how they become an engine's configuration."""
+"""Options that several commands share, and the records that they become."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Options = TypeVar("Options", bound="DataclassInstance")
 
 
 class JsonListOption(click.Option):
-    """A repeatable option whose environment variable holds a JSON list; Click would split it at white space."""
+    """A repeatable option whose environment variable holds a JSON list. (Click would split it at white space.)"""
 
     def value_from_envvar(self, ctx: click.Context) -> Any:
         text = self.resolve_envvar_value(ctx)
@@ -37,7 +37,7 @@ class JsonListOption(click.Option):
 
 
 class ModelOption(click.Option):
-    """Its command's own environment variable goes before CBATCH_MODEL, which serves all commands."""
+    """Prefers the command's own environment variable to CBATCH_MODEL, which all commands read."""
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
         return os.environ.get(f"{ctx.auto_envvar_prefix}_MODEL") or super().resolve_envvar_value(ctx)
@@ -53,7 +53,7 @@ def _apply(options: list[Callable[[Command], Command]]) -> Callable[[Command], C
 
 
 def _parse_params(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
-    """`NAME=JSON` texts as a dictionary; the seed of a run is no parameter of its rows."""
+    """Reads `NAME=JSON` texts. `seed` is refused: it has an option of its own, for the whole run."""
     params = {}
     for text in values:
         name, _, value = text.partition("=")
@@ -61,14 +61,14 @@ def _parse_params(ctx: click.Context, option: click.Parameter, values: tuple[str
             raise click.BadParameter(f"there is no sampling parameter {name!r}.", ctx, option)
         try:
             params[name] = json.loads(value)
-            json.dumps(params[name], ensure_ascii=False).encode()  # half a character is no text
+            json.dumps(params[name], ensure_ascii=False).encode()  # refuses lone surrogates
         except (ValueError, RecursionError):
             raise click.BadParameter(f"the value of {name} is not valid JSON: {value!r}.", ctx, option) from None
     return params
 
 
 def _parse_target(ctx: click.Context, option: click.Parameter, value: str) -> float | str | None:
-    """Milliseconds, or `auto`, or None for `none`."""
+    """Reads milliseconds, `auto`, or `none`, which becomes None."""
     if value in ("auto", "none"):
         return None if value == "none" else value
     try:
@@ -88,87 +88,106 @@ model_options = _apply(
             metavar="ID_OR_DIR",
             envvar="CBATCH_MODEL",
             cls=ModelOption,
-            help="Hub id or folder; default: a demo model.",
+            help="Model to load: hub id or folder [default: a small demo model].",
         ),
         click.option("--revision", metavar="REV", help="Branch, tag or commit of a hub model."),
-        click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
+        click.option(
+            "--device", default="auto", show_default=True, help="Device to run on: auto, cpu, cuda or cuda:N."
+        ),
         click.option(
             "--dtype",
             type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
             default="auto",
             show_default=True,
-            help="Arithmetic of the model; auto: as stored, where the device is fast at it.",
+            help="Data type of the model; auto keeps the stored one if the device is fast at it.",
         ),
     ]
 )
 
 
 def engine_options(target_step_ms: str = "none") -> Callable[[Command], Command]:
-    """The options of an engine.
-
-    target_step_ms: what the command takes where none is given
-    """
+    """Adds the engine's options to a command, with the command's default for --target-step-ms."""
     options = [
-        click.option("--max-seqs", type=click.IntRange(1), help="Most rows that run at once."),
-        click.option("--max-batch-tokens", type=click.IntRange(1), help="Token budget of one step."),
-        click.option("--block-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens in a block."),
+        click.option("--max-seqs", type=click.IntRange(1), help="Most requests that run at once."),
         click.option(
-            "--prefix-cache/--no-prefix-cache", default=True, help="Compute what prompts begin with once [on]."
+            "--max-batch-tokens",
+            type=click.IntRange(1),
+            help="Most tokens computed in one step; longer prompts are split.",
+        ),
+        click.option(
+            "--block-size",
+            type=click.IntRange(1),
+            default=16,
+            show_default=True,
+            help="Tokens in a block of the KV cache.",
+        ),
+        click.option(
+            "--prefix-cache/--no-prefix-cache",
+            default=True,
+            help="Compute the shared beginnings of prompts only once [default: on].",
         ),
         click.option("--attention", default="auto", show_default=True, metavar="NAME", help="Attention backend."),
         click.option(
-            "--cuda-graphs/--no-cuda-graphs", default=True, help="On a GPU, record decode steps and replay them [on]."
+            "--cuda-graphs/--no-cuda-graphs",
+            default=True,
+            help="Replay decode steps from CUDA graphs, on a GPU [default: on].",
         ),
         click.option(
             "--run-ahead/--no-run-ahead",
             default=None,
-            help="Start a step before the one before is taken in [on a GPU on, else off].",
+            help="Overlap scheduling with execution [default: on for CUDA].",
         ),
-        click.option("--quantize", metavar="int8", help="Keep weights in a byte each (models like Llama, on the CPU)."),
+        click.option("--quantize", metavar="int8", help="Quantize weights to one byte each (Llama-like models, CPU)."),
         click.option(
             "--target-step-ms",
             default=target_step_ms,
             callback=_parse_target,
             show_default=True,
             metavar="MS|auto|none",
-            help="Most time between tokens while prompts come in.",
+            help="Limit the time of a step, and so the time between tokens, while prompts are prefilled.",
         ),
-        click.option("--kv-cache-memory", metavar="SIZE", help="KV cache: 4GiB, or 90% of what is free."),
-        click.option("--kv-blocks", type=click.IntRange(1), help="KV cache in blocks, exactly (for tests)."),
+        click.option("--kv-cache-memory", metavar="SIZE", help="Size of the KV cache: 4GiB, or 90% of free memory."),
+        click.option("--kv-blocks", type=click.IntRange(1), help="Exact number of blocks in the KV cache (for tests)."),
     ]
     return _apply(options)
 
 
 trace_option = click.option(
-    "--trace", metavar="FILE", help="Record some steps with torch's profiler, as a Chrome trace for Perfetto."
+    "--trace", metavar="FILE", help="Profile some steps and write a Chrome trace, to open in Perfetto."
 )
 
 sampling_options = _apply(
     [
-        click.option("--system", metavar="TEXT", help="System message for conversations without one."),
+        click.option("--system", metavar="TEXT", help="System message for conversations that have none."),
         click.option("--seed", type=int, default=0, show_default=True, help="Seed of all randomness."),
-        click.option("--max-tokens", type=int, help="Most tokens of an answer."),
-        click.option("--min-tokens", type=int, help="Fewest tokens of an answer."),
-        click.option("--temperature", type=float, help="0 is greedy."),
-        click.option("--top-p", type=float, help="Nucleus sampling."),
-        click.option("--top-k", type=int, help="Sample among the K likeliest tokens."),
-        click.option("--min-p", type=float, help="Drop tokens below this share of the likeliest."),
+        click.option("--max-tokens", type=int, help="Most tokens to generate."),
+        click.option("--min-tokens", type=int, help="Fewest tokens to generate."),
+        click.option("--temperature", type=float, help="Sampling temperature; 0 always takes the likeliest token."),
+        click.option("--top-p", type=float, help="Sample from the likeliest tokens that make up this probability."),
+        click.option("--top-k", type=int, help="Sample from the K likeliest tokens."),
+        click.option("--min-p", type=float, help="Drop tokens less likely than this share of the likeliest one."),
         click.option(
-            "--stop", multiple=True, cls=JsonListOption, metavar="TEXT", help="End an answer here (repeatable)."
+            "--stop", multiple=True, cls=JsonListOption, metavar="TEXT", help="Stop at this text (repeatable)."
         ),
-        click.option("--n", type=int, help="Outputs for each prompt."),
-        click.option("--logprobs", type=int, metavar="K", help="Log-probabilities of each token and the K likeliest."),
-        click.option("--presence-penalty", type=float, help="Against tokens that were generated at all."),
-        click.option("--frequency-penalty", type=float, help="Against tokens, each time they were generated."),
-        click.option("--repetition-penalty", type=float, help="Against tokens in prompt or output; 1 is none."),
-        click.option("--ignore-eos/--no-ignore-eos", default=None, help="Go on past end tokens."),
+        click.option("--n", type=int, help="Number of outputs for each prompt."),
+        click.option(
+            "--logprobs", type=int, metavar="K", help="Return the log-probabilities of each token and the K likeliest."
+        ),
+        click.option("--presence-penalty", type=float, help="Penalize tokens that were generated before."),
+        click.option("--frequency-penalty", type=float, help="Penalize tokens by how often they were generated."),
+        click.option(
+            "--repetition-penalty",
+            type=float,
+            help="Penalize tokens that are in the prompt or the output; 1 is no penalty.",
+        ),
+        click.option("--ignore-eos/--no-ignore-eos", default=None, help="Continue after end tokens."),
         click.option(
             "--param",
             multiple=True,
             cls=JsonListOption,
             callback=_parse_params,
             metavar="NAME=JSON",
-            help="Any other sampling parameter, such as stop_token_ids=[5] (repeatable).",
+            help="Set any other sampling parameter, such as stop_token_ids=[5] (repeatable).",
         ),
     ]
 )
@@ -185,7 +204,7 @@ RUN_ONLY_PARAMS = ("n", "logprobs", "prompt_logprobs", "echo")
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """What `sampling_options` read. `params` are the sampling parameters that were given, `seed` not among them."""
+    """The options of `sampling_options`. `params` holds the sampling parameters that were given, without `seed`."""
 
     system: str | None
     seed: int
@@ -193,13 +212,13 @@ class SamplingOptions:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> SamplingOptions:
-        """Takes what was given from the values that Click read."""
+        """Makes the record from Click's values."""
         # An empty tuple of stop strings means that none was given.
         given = {name: values[name] for name in SAMPLING_FIELDS if values[name] not in (None, ())}
         return cls(values["system"], values["seed"], values["param"] | given)
 
     def check(self) -> None:
-        """Refuses what would be wrong for every row or turn. Raises ConfigError."""
+        """Raises ConfigError for what would be wrong for every row or turn."""
         try:
             (self.system or "").encode()
         except UnicodeEncodeError as error:
@@ -212,7 +231,7 @@ class SamplingOptions:
             raise ConfigError(f"{option} {rest}" if name in PARAM_NAMES else str(error)) from error
 
     def check_for_chat(self) -> None:
-        """Refuses what a chat cannot show as well. Raises ConfigError."""
+        """Raises ConfigError also for what a chat cannot show."""
         self.check()
         for name in RUN_ONLY_PARAMS:
             if self.params.get(name) is not None:
@@ -221,7 +240,7 @@ class SamplingOptions:
 
 
 def engine_config(values: Mapping[str, Any]) -> EngineConfig:
-    """The configuration that `model_options` and `engine_options` describe."""
+    """The engine's configuration, from the options of `model_options` and `engine_options`."""
     return EngineConfig(**{name: values[name] for name in ENGINE_FIELDS})
 
 

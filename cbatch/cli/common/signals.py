@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a run in good order; the second one ends the process."""
+"""SIGINT and SIGTERM end a run gracefully; a second signal ends the process at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def raise_interrupted(signum: int, frame: FrameType | None) -> NoReturn:
-    """A handler for the time in which nothing has to be brought to an end; the next signal ends the process."""
+    """A signal handler for when there is nothing to finish. The next signal ends the process at once."""
     for other in SIGNALS:
         signal.signal(other, lambda number, _: os._exit(128 + number))
     raise Interrupted(signum)
@@ -23,10 +23,9 @@ def raise_interrupted(signum: int, frame: FrameType | None) -> NoReturn:
 
 @contextmanager
 def handle_signals(stop: Callable[[int], None], stop_timeout_s: float | None = None) -> Iterator[None]:
-    """While this lasts, the first signal calls `stop` with its number, and the second ends the process at once.
+    """Within this context, the first signal calls `stop` with its number; a second one ends the process at once.
 
-    patience: seconds after which Interrupted is raised wherever the main thread is; for a `stop` that others could
-              hold up
+    stop_timeout_s: seconds after which Interrupted is raised in the main thread, for a `stop` that others could block
     """
     received: list[int] = []
 
@@ -38,11 +37,11 @@ def handle_signals(stop: Callable[[int], None], stop_timeout_s: float | None = N
         if stop_timeout_s is not None:
             signal.setitimer(signal.ITIMER_REAL, stop_timeout_s)
 
-    def lose_patience(signum: int, frame: FrameType | None) -> NoReturn:
+    def raise_after_timeout(signum: int, frame: FrameType | None) -> NoReturn:
         raise Interrupted(received[0])
 
     before = [(signum, signal.signal(signum, handle)) for signum in SIGNALS]
-    before.append((signal.SIGALRM, signal.signal(signal.SIGALRM, lose_patience)))
+    before.append((signal.SIGALRM, signal.signal(signal.SIGALRM, raise_after_timeout)))
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""`--trace FILE`: what records the steps of an engine, and the line about it at the end."""
+"""`--trace FILE`: records steps of an engine, and prints a line about the trace at the end."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from cbatch.engine import StepTracer
 
 @contextmanager
 def tracing(path: str | None, others: Mapping[str, str | None], *, quiet: bool) -> Iterator[StepTracer | None]:
-    """What a driver is to record its steps with, where a trace is asked for; the driver must be closed in this context.
+    """The tracer for an engine thread, or None without a path. Close the engine thread within this context.
 
+    path:   file of the trace
     others: files that the trace may not replace, as `check_distinct_file` takes them
-    Raises ConfigError where no trace can be written.
+
+    Raises ConfigError if the trace cannot be written.
     """
     if path is None:
         yield None
@@ -31,11 +33,11 @@ def tracing(path: str | None, others: Mapping[str, str | None], *, quiet: bool) 
         if trace.error:
             notice(trace.error)
         elif not quiet and not isinstance(error, ReaderGone) and (trace.summary or error is None):
-            notice(_told(trace))
+            notice(_describe(trace))
 
 
-def _told(trace: StepTracer) -> str:
+def _describe(trace: StepTracer) -> str:
     if trace.summary is None:
         steps = "1 step" if trace.num_steps == 1 else f"{trace.num_steps} steps"
-        return f"no trace is written: it begins after {trace.warmup} steps, and there were {steps}"
+        return f"no trace was written: recording begins after {trace.warmup} steps, and there were {steps}"
     return f"trace of {trace.summary.num_steps} steps in {trace.path}: {trace.summary}"

@@ -1,4 +1,4 @@
-"""`cbatch run`: JSONL rows in, JSONL rows out."""
+"""`cbatch run`: the command and its options."""
 
 from __future__ import annotations
 
@@ -25,34 +25,49 @@ if TYPE_CHECKING:
 
 @click.command("run")
 @click.argument("input", default="-", metavar="[INPUT]")
-@click.option("-o", "--output", default="-", metavar="OUT", help="Output file; - is stdout.")
-@click.option("--resume", is_flag=True, help="Go on where an earlier run on this output file ended.")
-@click.option("--retry-errors", is_flag=True, help="With --resume: run rows again that were errors.")
-@click.option("--recompute-changed", is_flag=True, help="With --resume: run rows again that no longer fit.")
-@click.option("--overwrite", is_flag=True, help="Replace an output file that has content.")
-@click.option("--format", type=click.Choice(["jsonl", "text"]), default="jsonl", help="text: one prompt a line.")
-@click.option("--order", type=click.Choice(["input", "completion"]), default="input", show_default=True)
-@click.option("--window", type=click.IntRange(1), help="Most rows in flight or held back [4 x --max-seqs].")
+@click.option("-o", "--output", default="-", metavar="OUT", help="File to write; - is stdout.")
+@click.option("--resume", is_flag=True, help="Continue where an earlier run with this output file ended.")
+@click.option("--retry-errors", is_flag=True, help="With --resume: run error rows again.")
+@click.option(
+    "--recompute-changed", is_flag=True, help="With --resume: run rows again whose input or options have changed."
+)
+@click.option("--overwrite", is_flag=True, help="Replace the output file if it is not empty.")
+@click.option(
+    "--format",
+    type=click.Choice(["jsonl", "text"]),
+    default="jsonl",
+    help="Form of the input; text: one prompt per line.",
+)
+@click.option(
+    "--order",
+    type=click.Choice(["input", "completion"]),
+    default="input",
+    show_default=True,
+    help="Order of the output rows.",
+)
+@click.option("--window", type=click.IntRange(1), help="Most rows in flight or held back [default: 4 x --max-seqs].")
 @click.option("--max-errors", type=click.IntRange(1), metavar="N", help="Stop at the Nth error row.")
-@click.option("--check", is_flag=True, help="Run nothing; report bad rows, lengths and KV need as JSON.")
-@click.option("--date", type=click.DateTime(["%Y-%m-%d"]), help="Of today, for templates that tell the model.")
-@click.option("--raw", is_flag=True, help="Prompts are plain text to continue; no chat template.")
+@click.option("--check", is_flag=True, help="Only check the input: report bad rows, lengths and KV cache need as JSON.")
+@click.option(
+    "--date", type=click.DateTime(["%Y-%m-%d"]), metavar="YYYY-MM-DD", help="Date given to the chat template."
+)
+@click.option("--raw", is_flag=True, help="Continue prompts as plain text, without the chat template.")
 @click.option("--token-ids", is_flag=True, help="Add the output's token ids to each row.")
-@click.option("--timings", is_flag=True, help="Add seconds and cached tokens to each row.")
-@click.option("--allow-unknown", is_flag=True, help="Carry misspelt parameters along instead of refusing the row.")
-@click.option("--stats", metavar="FILE", help="Write this run's figures as JSON, however it ends.")
+@click.option("--timings", is_flag=True, help="Add times and cached tokens to each row.")
+@click.option("--allow-unknown", is_flag=True, help="Carry misspelt parameters along instead of refusing their row.")
+@click.option("--stats", metavar="FILE", help="Write statistics of this run as JSON, however it ends.")
 @model_options
 @sampling_options
 @engine_options()
 @trace_option
-@click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but errors.")
-@click.option("-v", "--verbose", is_flag=True, help="Tell more about the engine, and each error row.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only errors on stderr.")
+@click.option("-v", "--verbose", is_flag=True, help="Print more about the engine, and each error row.")
 def run(**values: Any) -> Literal[0, 1]:
     """Generate an answer for every row of INPUT (JSON Lines; - is stdin).
 
     A row is {"prompt": ...}, {"messages": [...]}, {"prompt_token_ids": [...]} or an OpenAI Batch request, and may
-    carry sampling parameters of its own. Each gives one row of output; a bad row gives an error row and stops
-    nothing. Interrupt it when you like: with -o, --resume goes on from there.
+    set sampling parameters of its own. Every row gives one row of output; a bad row gives an error row, and the
+    others still run. You can interrupt a run at any time: with -o, --resume continues it.
     """
     from cbatch.cli.run.stats import RunStats
 

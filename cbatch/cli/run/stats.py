@@ -1,23 +1,21 @@
-"""What a run has done: counted while it goes on, told to people at its end, written down for programs."""
+"""Statistics of a run: counted while it goes on, summarized for people, and written as JSON by --stats."""
 
 from __future__ import annotations
 
 import time
 from array import array
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from cbatch.cli.common.percentiles import Percentiles
 from cbatch.cli.run.requests import RowRequest
 from cbatch.engine import Engine, EngineThread
-
-PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCounters:
-    """What an engine has done up to a moment; the difference of two is what it did between them."""
+    """What an engine has done since it was made. The difference of two is what it did between them."""
 
     steps: int = 0
     preemptions: int = 0
@@ -50,7 +48,13 @@ class EngineCounters:
 
 
 class RunStats:
-    """Counts rows and tokens of one run; eight bytes a row for the percentiles."""
+    """Counts rows and tokens of one run, and keeps eight bytes for each row for the percentiles.
+
+    rows, errors:           rows that this run wrote, and its error rows by their code
+    rows_kept, errors_kept: rows of an earlier run that were kept, and error rows among them
+    output_tokens:          tokens generated so far; `finished_tokens` of them belong to finished rows
+    load_s:                 seconds that loading the model took
+    """
 
     def __init__(self) -> None:
         self._engine_thread: EngineThread | None = None
@@ -70,7 +74,7 @@ class RunStats:
         self._tpot = array("f")
 
     def attach(self, engine_thread: EngineThread) -> None:
-        """The engine that runs the rows; what it has done before is not counted."""
+        """Sets the engine that runs the rows. What it has done before does not count."""
         self._engine_thread = engine_thread
         self._before = EngineCounters.of(engine_thread)
 
@@ -80,12 +84,12 @@ class RunStats:
         return EngineCounters.of(self._engine_thread) - self._before if self._engine_thread else EngineCounters()
 
     def start(self, now: float) -> None:
-        """The moment in which the first row is taken; later ones do not count."""
+        """Sets the time at which the first row was taken; later calls change nothing."""
         if self._started is None:
             self._started = now
 
     def count(self, request: RowRequest) -> None:
-        """Takes in a job that is finished and written."""
+        """Counts a row that is finished and written."""
         self.rows += 1
         self._ended = max(self._ended or request.finished_at, request.finished_at)
         if request.error is not None:
@@ -107,14 +111,14 @@ class RunStats:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds from the first row taken to the last one finished so far."""
+        """Seconds from when the first row was taken to when the last one so far was finished."""
         if self._started is None or self._ended is None:
             return self.running_s
         return self._ended - self._started
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Output tokens per second of those."""
+        """Output tokens per second of `elapsed_s`."""
         return self.output_tokens / self.elapsed_s if self.elapsed_s else 0.0
 
     @property
@@ -123,9 +127,9 @@ class RunStats:
         return bool(self.errors or self.errors_kept)
 
     def seconds_left(self, rows_left: int) -> float | None:
-        """Estimated from tokens: what rows have taken so far is what the others will, at the speed so far.
+        """Estimates the seconds left from the mean number of tokens of a row and the speed so far.
 
-        None while nothing is finished. Tokens of unfinished rows count as done.
+        Tokens of unfinished rows count as done. Returns None until a row is finished.
         """
         good = self.rows - self.errors.total()
         if not good or not self.output_tokens:
@@ -135,7 +139,7 @@ class RunStats:
         return max(ahead, 0.0) * self.running_s / self.output_tokens
 
     def as_dict(self) -> dict[str, Any]:
-        """What `--stats` writes; times in seconds."""
+        """The object that --stats writes; times in seconds."""
         counters = self.counters
         return {
             "rows": self.rows,
@@ -152,12 +156,12 @@ class RunStats:
             "steps": counters.steps,
             "retried_steps": counters.retries,
             "preemptions": counters.preemptions,
-            "ttft_s": percentiles(self._ttft),
-            "tpot_s": percentiles(self._tpot),
+            "ttft_s": asdict(Percentiles.of(self._ttft)),
+            "tpot_s": asdict(Percentiles.of(self._tpot)),
         }
 
     def summary(self, engine_thread: EngineThread, waited_for_output_s: float) -> list[str]:
-        """Four lines for people; one where there was nothing left to do."""
+        """Four lines for people, or one if there was nothing left to do."""
         if not self.rows and self.rows_kept:
             return [f"nothing left to do: {self.rows_kept:,} rows are there, {self.errors_kept:,} of them errors"]
         failed = self.errors.total()
@@ -165,7 +169,7 @@ class RunStats:
         kept = f", {self.rows_kept:,} kept" if self.rows_kept else ""
         cached = f" ({self.cached_tokens:,} cached)" if self.cached_tokens else ""
         counters = self.counters
-        retried = f", {counters.retries:,} tried again ({engine_thread.last_error})" if counters.retries else ""
+        retried = f", {counters.retries:,} retried ({engine_thread.last_error})" if counters.retries else ""
         return [
             f"{self.rows - failed:,} rows ok, {failed:,} failed{f' ({kinds})' if kinds else ''}{kept}",
             f"{self.prompt_tokens:,} prompt tokens{cached}, {self.output_tokens:,} output tokens",
@@ -176,11 +180,11 @@ class RunStats:
 
 
 def bottleneck(engine: Engine, counters: EngineCounters, elapsed_s: float, waited_for_output_s: float) -> str:
-    """What a person would change first to make such a run faster."""
+    """Names what a person would change first to make such a run faster."""
     limits, steps = engine.limits, max(counters.steps, 1)
     idle = min(counters.idle_s / elapsed_s, 1.0) if elapsed_s else 0.0
     if idle >= 0.3:
-        what = "the output, which took rows slowly" if waited_for_output_s > elapsed_s * 0.3 else "the input"
+        what = "the output, which accepted rows slowly" if waited_for_output_s > elapsed_s * 0.3 else "the input"
         return f"{what}: the engine had nothing to do for {idle:.0%} of the time"
     if counters.shrinks:
         return f"the device's memory, which made the batch smaller {counters.shrinks} times (--kv-cache-memory)"
@@ -188,17 +192,9 @@ def bottleneck(engine: Engine, counters: EngineCounters, elapsed_s: float, waite
     if count < 0.3 * steps:
         return "the model: there were seldom more rows than could run at once"
     words = {
-        "slots": f"the model: all {limits.max_seqs} seats (--max-seqs) were taken",
+        "slots": f"the model: all {limits.max_seqs} slots (--max-seqs) were taken",
         "cache": f"the KV cache, which was full ({counters.preemptions:,} preemptions, --kv-cache-memory)",
         "budget": f"the model: steps were full (--max-batch-tokens {limits.max_batch_tokens}) while prompts waited",
         "target": "the time of a step (--target-step-ms), which made prompts wait",
     }
     return f"{words[reason]} in {count / steps:.0%} of the steps"
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float | None]:
-    """The 50th, 90th and 99th; None where there are no values."""
-    import numpy as np
-
-    found = np.percentile(values, PERCENTILES) if len(values) else [None] * len(PERCENTILES)
-    return {f"p{rank}": None if value is None else float(value) for rank, value in zip(PERCENTILES, found, strict=True)}

@@ -369,7 +369,7 @@ def test_a_hiccup_is_told_of_and_costs_no_row(
 
     monkeypatch.setattr(engine_thread.Engine, "step", failing)
     assert run(rows) == expected and not failures
-    assert "1 tried again (RuntimeError: a hiccup)" in capfd.readouterr().err
+    assert "1 retried (RuntimeError: a hiccup)" in capfd.readouterr().err
 
 
 def test_a_text_that_cannot_be_made_is_its_row_s_error(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,10 +63,10 @@ def test_time_left_is_estimated_from_tokens(monkeypatch: pytest.MonkeyPatch) -> 
     ("state", "waited", "expected"),
     [
         ({"idle_s": 6.0}, 0.0, "the input: the engine had nothing to do for 60% of the time"),
-        ({"idle_s": 6.0}, 5.0, "the output, which took rows slowly"),
+        ({"idle_s": 6.0}, 5.0, "the output, which accepted rows slowly"),
         ({"num_shrinks": 2}, 0.0, "the device's memory, which made the batch smaller 2 times"),
         ({}, 0.0, "the model: there were seldom more rows than could run at once"),
-        ({"held_back": {"slots": 90, "cache": 1}}, 0.0, "all 8 seats (--max-seqs) were taken in 90% of the steps"),
+        ({"held_back": {"slots": 90, "cache": 1}}, 0.0, "all 8 slots (--max-seqs) were taken in 90% of the steps"),
         ({"held_back": {"cache": 50}}, 0.0, "the KV cache, which was full (3 preemptions"),
         ({"held_back": {"budget": 50}}, 0.0, "(--max-batch-tokens 64) while prompts waited in 50%"),
         ({"held_back": {"target": 40}}, 0.0, "(--target-step-ms), which made prompts wait in 40% of the steps"),

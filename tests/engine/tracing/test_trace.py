@@ -349,7 +349,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert 0 < steps < 20
     assert line.startswith(f"cbatch: trace of {steps} steps in {path}: ") and line.endswith(" s outside the model")
     _, (line,) = cbatch("run", "--trace", str(tmp_path / "none"), "--max-tokens", "3", text=row.replace("20", "3"))
-    assert re.fullmatch(r"cbatch: no trace is written: it begins after 8 steps, and there were \d steps", line)
+    assert re.fullmatch(r"cbatch: no trace was written: recording begins after 8 steps, and there were \d steps", line)
     assert not (tmp_path / "none").exists()
 
 
