@@ -8,7 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
-from cbatch import Completion, Engine, EngineConfig, SamplingParams, TokenEvent
+from cbatch import Engine, EngineConfig, SamplingParams, TokenEvent
 from cbatch.engine import EngineThread
 
 QUESTIONS = [
@@ -19,19 +19,24 @@ QUESTIONS = [
 ]
 
 
-def answer(engine_thread: EngineThread, question: str) -> str:
-    """Submits a question and waits for its last event. The engine's thread only puts the events into a queue."""
+def answer(engine: Engine, engine_thread: EngineThread, question: str) -> str:
+    """Submits a question and reads its events. The engine's thread only puts them into a queue; text is made here."""
+    params = SamplingParams(max_tokens=40)
+    token_ids = engine.encode(question)
+    detokenizer = engine.detokenizer(token_ids, params)
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-    engine_thread.submit(question, SamplingParams(max_tokens=40), events.put)
-    completion = Completion()
-    while completion.finish_reason is None:
-        completion.take(events.get())
-    return completion.text
+    engine_thread.submit(token_ids, params, events.put)
+    text, is_finished = "", False
+    while not is_finished:
+        event = events.get()
+        text += detokenizer.update(event)
+        is_finished = event.finish_reason is not None
+    return text
 
 
 model = sys.argv[1] if len(sys.argv) > 1 else None  # None is the bundled demo model
 with Engine(EngineConfig(model=model)) as engine, closing(EngineThread(engine)) as engine_thread:
     with ThreadPoolExecutor(len(QUESTIONS)) as pool:
-        answers = pool.map(lambda question: answer(engine_thread, question), QUESTIONS)
+        answers = pool.map(lambda question: answer(engine, engine_thread, question), QUESTIONS)
     for question, text in zip(QUESTIONS, answers, strict=True):
         print(f"> {question}\n{text}")
