@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cbatch.cli.bench.metrics import Outputs, compare_outputs, run_metrics, wanted_outputs
-from cbatch.cli.bench.peers import run_peer
+from cbatch.cli.bench.metrics import Outputs, RunMetrics, compare_outputs, run_metrics, wanted_outputs
+from cbatch.cli.bench.peers import PeerResult, run_peer
 from cbatch.cli.bench.results import (
     AnyResult,
     FailedPeer,
-    PeerSummary,
+    PeerMetrics,
     RooflineSummary,
     StrategyResult,
     Techniques,
 )
-from cbatch.cli.bench.roofline import DeviceRates, ModelCost, RooflineBound, measure_rates, roofline_bound
-from cbatch.cli.bench.strategies import Experiment, Strategy, measure_interleaved, median_run
+from cbatch.cli.bench.roofline import DeviceRates, ModelCost, measure_rates, roofline_bound
+from cbatch.cli.bench.strategies import Experiment, Strategy, TimedRun, measure_interleaved, median_run
 from cbatch.cli.bench.techniques import measure_prompt_memory, measure_token_costs
 
 if TYPE_CHECKING:
@@ -72,25 +72,32 @@ def compare(
     experiment: Experiment, device: DeviceProfile, contenders: Contenders, on_progress: OnProgress
 ) -> Comparison:
     """Runs everything and reports the median of the rounds. Outputs are compared with those of `continuous`."""
-    strategies = contenders.strategies
+    strategies, work = contenders.strategies, experiment.work
     runs = measure_interleaved(experiment, strategies, contenders.rounds, on_progress)
     medians = {name: median_run(records) for name, records in runs.items()}
     reference = wanted_outputs(medians.get("continuous", next(iter(medians.values()))))
-    bound = roofline_bound(experiment.work, device.cost, device.rates)
+    bound = roofline_bound(work, device.cost, device.rates)
+
+    def judged(
+        name: str, title: str, metrics: RunMetrics | PeerMetrics, rounds: Sequence[TimedRun], outputs: Outputs
+    ) -> StrategyResult:
+        difference = compare_outputs(outputs, reference)
+        times = [run.elapsed_s for run in rounds]
+        return StrategyResult(name, title, metrics, bound.reached(metrics.elapsed_s), times, difference)
+
     results: list[AnyResult] = [
-        StrategyResult(
-            name=name,
-            title=strategies[name].title,
-            metrics=run_metrics(record, experiment.work),
-            floor_share=bound.reached(record.elapsed_s),
-            elapsed_s_of_rounds=[run.elapsed_s for run in runs[name]],
-            difference=compare_outputs(wanted_outputs(record), reference),
-        )
+        judged(name, strategies[name].title, run_metrics(record, work), runs[name], wanted_outputs(record))
         for name, record in medians.items()
     ]
     for name in contenders.peers:
-        peer_rounds = _PeerRounds(name, contenders.rounds, bound, reference)
-        results.append(peer_rounds.run(experiment, device.max_batch_tokens, on_progress))
+        rounds = _run_peer(name, experiment, device.max_batch_tokens, contenders.rounds, on_progress)
+        if rounds[-1].error:
+            results.append(FailedPeer(name, rounds[-1].error))
+            continue
+        median = median_run(rounds)
+        speed = work.output_tokens / median.elapsed_s
+        metrics = PeerMetrics(median.elapsed_s, speed, median.attention)
+        results.append(judged(name, name, metrics, rounds, median.outputs))
     roofline = RooflineSummary(
         copy_bytes_per_s=device.rates.bytes_per_s,
         matrix_flops_per_s=device.rates.flops_per_s,
@@ -103,32 +110,17 @@ def compare(
     return Comparison(results, {strategies[name].title: record for name, record in medians.items()}, roofline)
 
 
-@dataclass(frozen=True, slots=True)
-class _PeerRounds:
-    """The rounds of one peer, and what its result is judged by."""
-
-    name: str
-    rounds: int
-    bound: RooflineBound
-    reference: Outputs
-
-    def run(self, experiment: Experiment, max_batch_tokens: int, on_progress: OnProgress) -> PeerSummary | FailedPeer:
-        runs = []
-        for number in range(self.rounds):
-            on_progress(f"round {number + 1} of {self.rounds}: {self.name}")
-            runs.append(run_peer(self.name, experiment.loaded, experiment.work, experiment.slots, max_batch_tokens))
-            if runs[-1].error:
-                return FailedPeer(self.name, runs[-1].error)
-        median = median_run(runs)
-        return PeerSummary(
-            name=self.name,
-            elapsed_s=median.elapsed_s,
-            output_tokens_per_s=experiment.work.output_tokens / median.elapsed_s,
-            attention=median.attention,
-            floor_share=self.bound.reached(median.elapsed_s),
-            elapsed_s_of_rounds=[run.elapsed_s for run in runs],
-            difference=compare_outputs(median.outputs, self.reference),
-        )
+def _run_peer(
+    name: str, experiment: Experiment, max_batch_tokens: int, rounds: int, on_progress: OnProgress
+) -> list[PeerResult]:
+    """All rounds of a peer, or those up to the first that fails."""
+    results: list[PeerResult] = []
+    for number in range(rounds):
+        on_progress(f"round {number + 1} of {rounds}: {name}")
+        results.append(run_peer(name, experiment.loaded, experiment.work, experiment.slots, max_batch_tokens))
+        if results[-1].error:
+            break
+    return results
 
 
 def measure_techniques(

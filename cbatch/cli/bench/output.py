@@ -20,7 +20,7 @@ from cbatch.cli.bench.render.tables import (
     waste_table,
 )
 from cbatch.cli.bench.render.timeline import SIDE_BY_SIDE, draw_timeline
-from cbatch.cli.bench.results import ComparisonReport, StrategyResult
+from cbatch.cli.bench.results import ComparisonReport
 from cbatch.cli.common.console import emit, notice, safe
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def print_comparison(report: ComparisonReport, records: Mapping[str, RunRecord])
     )
     for sentence in roofline.assumed:
         emit(sentence)
-    _print_table(waste_table(report.strategies))
+    _print_table(waste_table(report.runs))
     if techniques.prompt_memory is not None:
         _print_table(memory_table(techniques.prompt_memory))
     if techniques.token_costs is not None:
@@ -86,8 +86,7 @@ def draw_pictures(report: Report, records: Mapping[str, RunRecord], folder: Path
     from cbatch.cli.bench.render.plots import draw_all, load_points
 
     if isinstance(report, ComparisonReport):
-        results = [result for result in report.strategies if isinstance(result, StrategyResult)]
-        pictures = draw_all(records, {result.title: result.metrics for result in results})
+        pictures = draw_all(records, report.runs)
     else:
         settings = report.settings
         points = load_points(report.runs) if isinstance(report.found, Capacity) else []

@@ -11,10 +11,19 @@ from cbatch.cli.bench.metrics import OutputDifference, RunMetrics
 
 
 @dataclass(frozen=True, slots=True)
-class StrategyResult:
-    """The median run of one strategy.
+class PeerMetrics:
+    """What is measured of a peer, named as in `--json`. `attention` is what transformers calls the backend it used."""
 
-    name:                what `--strategies` and `--ablate` call it
+    elapsed_s: float
+    output_tokens_per_s: float
+    attention: str
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyResult:
+    """The median run of one strategy or peer.
+
+    name:                what `--strategies`, `--ablate` or `--peer` call it
     floor_share:         speed as a share of what the roofline allows
     elapsed_s_of_rounds: seconds of every round
     difference:          from the outputs of the reference run
@@ -22,53 +31,16 @@ class StrategyResult:
 
     name: str
     title: str
-    metrics: RunMetrics
+    metrics: RunMetrics | PeerMetrics
     floor_share: float
     elapsed_s_of_rounds: list[float]
     difference: OutputDifference
-
-    @property
-    def elapsed_s(self) -> float:
-        return self.metrics.elapsed_s
-
-    @property
-    def output_tokens_per_s(self) -> float:
-        return self.metrics.output_tokens_per_s
 
     def to_json(self) -> dict[str, Any]:
         return {
             "strategy": self.name,
             "title": self.title,
             **asdict(self.metrics),
-            "floor_share": self.floor_share,
-            "elapsed_s_of_rounds": self.elapsed_s_of_rounds,
-            **asdict(self.difference),
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class PeerSummary:
-    """The median run of one peer. `attention` is what transformers calls the backend it used."""
-
-    name: str
-    elapsed_s: float
-    output_tokens_per_s: float
-    attention: str
-    floor_share: float
-    elapsed_s_of_rounds: list[float]
-    difference: OutputDifference
-
-    @property
-    def title(self) -> str:
-        return self.name
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "strategy": self.name,
-            "title": self.title,
-            "elapsed_s": self.elapsed_s,
-            "output_tokens_per_s": self.output_tokens_per_s,
-            "attention": self.attention,
             "floor_share": self.floor_share,
             "elapsed_s_of_rounds": self.elapsed_s_of_rounds,
             **asdict(self.difference),
@@ -90,7 +62,7 @@ class FailedPeer:
         return {"strategy": self.name, "title": self.title, "error": self.error}
 
 
-AnyResult = StrategyResult | PeerSummary | FailedPeer
+AnyResult = StrategyResult | FailedPeer
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +133,12 @@ class ComparisonReport:
     strategies: list[AnyResult]
     roofline: RooflineSummary
     techniques: Techniques
+
+    @property
+    def runs(self) -> dict[str, RunMetrics]:
+        """The metrics of our own strategies, by title."""
+        results = [result for result in self.strategies if isinstance(result, StrategyResult)]
+        return {result.title: result.metrics for result in results if isinstance(result.metrics, RunMetrics)}
 
     def to_json(self) -> dict[str, Any]:
         data = {

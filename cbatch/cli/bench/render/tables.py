@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from cbatch.cli.bench.load.results import LoadResult
-from cbatch.cli.bench.metrics import OutputDifference
-from cbatch.cli.bench.results import AnyResult, FailedPeer, PromptMemory, StrategyResult, TokenCost
+from cbatch.cli.bench.metrics import OutputDifference, RunMetrics
+from cbatch.cli.bench.results import AnyResult, FailedPeer, PromptMemory, TokenCost
 from cbatch.cli.common.percentiles import Percentiles
 from cbatch.engine import format_bytes
 
@@ -23,45 +23,43 @@ def strategy_table(results: Sequence[AnyResult]) -> Table:
         if isinstance(result, FailedPeer):
             table.append([result.title, result.error, *[""] * (len(head) - 2)])
             continue
-        metrics = result.metrics if isinstance(result, StrategyResult) else None
+        metrics = result.metrics
         table.append(
             [
                 result.title,
-                f"{result.elapsed_s:.2f}",
-                f"{result.output_tokens_per_s:,.0f}",
-                _speedup(results[0], result.elapsed_s),
+                f"{metrics.elapsed_s:.2f}",
+                f"{metrics.output_tokens_per_s:,.0f}",
+                _speedup(results[0], metrics.elapsed_s),
                 f"{result.floor_share:.1%}",
-                _pair(metrics.ttft_s) if metrics else "",
-                _pair(metrics.tpot_s) if metrics else "",
+                _pair(metrics.ttft_s) if isinstance(metrics, RunMetrics) else "",
+                _pair(metrics.tpot_s) if isinstance(metrics, RunMetrics) else "",
                 _agreement(result.difference),
             ]
         )
     return table
 
 
-def waste_table(results: Iterable[AnyResult]) -> Table:
-    """What was computed and what was wasted, one line a strategy."""
+def waste_table(runs: Mapping[str, RunMetrics]) -> Table:
+    """What was computed and what was wasted, one line a strategy. `runs`: metrics by title."""
     head = ["strategy", "steps", "tokens computed", "a step", "padding", "past the end", "idle slots", "preempted"]
     head += ["cache peak", "memory peak", "outside model"]
     table = [head]
-    for result in results:
-        if isinstance(result, StrategyResult):
-            metrics = result.metrics
-            table.append(
-                [
-                    result.title,
-                    f"{metrics.steps:,}",
-                    f"{metrics.tokens_computed:,}",
-                    f"{metrics.tokens_per_step:.1f}",
-                    f"{metrics.padded_token_share:.0%}",
-                    f"{metrics.wasted_output_share:.0%}",
-                    f"{metrics.idle_slot_share:.0%}",
-                    f"{metrics.preemptions:,}",
-                    f"{metrics.cache_use_peak:.1%}",
-                    format_bytes(metrics.peak_memory_bytes or 0),
-                    f"{metrics.outside_model_share:.1%}",
-                ]
-            )
+    for title, metrics in runs.items():
+        table.append(
+            [
+                title,
+                f"{metrics.steps:,}",
+                f"{metrics.tokens_computed:,}",
+                f"{metrics.tokens_per_step:.1f}",
+                f"{metrics.padded_token_share:.0%}",
+                f"{metrics.wasted_output_share:.0%}",
+                f"{metrics.idle_slot_share:.0%}",
+                f"{metrics.preemptions:,}",
+                f"{metrics.cache_use_peak:.1%}",
+                format_bytes(metrics.peak_memory_bytes or 0),
+                f"{metrics.outside_model_share:.1%}",
+            ]
+        )
     return table
 
 
@@ -125,7 +123,7 @@ def seconds(value: float | None) -> str:
 
 
 def _speedup(first: AnyResult, elapsed_s: float) -> str:
-    return "" if isinstance(first, FailedPeer) else f"{first.elapsed_s / elapsed_s:.2f}"
+    return "" if isinstance(first, FailedPeer) else f"{first.metrics.elapsed_s / elapsed_s:.2f}"
 
 
 def _pair(times: Percentiles) -> str:
