@@ -62,8 +62,8 @@ def run_batch(
     lines: LineSource = source
     kept: Container[int] = ()
     if isinstance(output, FileWriter):
-        lines, done = _start_file(output, options, source, builder, progress)
-        stats.rows_kept, stats.errors_kept, kept = done.rows, done.errors, done
+        lines, plan = _prepare_file(output, options, source, builder, progress)
+        stats.rows_kept, stats.errors_kept, kept = plan.rows, plan.errors, plan
     pipeline = Pipeline(
         engine_thread,
         output,
@@ -100,7 +100,7 @@ def make_request_builder(engine: Engine, options: RunOptions) -> RequestBuilder:
     return RequestBuilder(engine, row_options)
 
 
-def _start_file(
+def _prepare_file(
     output: FileWriter, options: RunOptions, source: IO[bytes], builder: RequestBuilder, progress: DisplayFactory
 ) -> tuple[LineSource, ResumePlan]:
     """Prepares the output file for this run. Returns the input, at its beginning, and the rows that are kept."""
@@ -118,19 +118,19 @@ def _start_file(
 
     rows = len(journal.indices)
     with progress(rows, quiet=options.quiet, state=lambda: (compared, "compared with the input")) as display:
-        done = plan_resume(journal, read_lines(spool), make_key, retry_errors=options.retry_errors)
-    if not done.fits and not options.recompute_changed:
+        plan = plan_resume(journal, read_lines(spool), make_key, retry_errors=options.retry_errors)
+    if not plan.fits and not options.recompute_changed:
         raise ConfigError(
-            f"{options.output} holds rows that do not fit this run: {done}. The file is left as it is. "
+            f"{options.output} holds rows that do not fit this run: {plan}. The file is left as it is. "
             "--recompute-changed runs changed rows again and drops those without a line; --overwrite starts again."
         )
     output.start(journal)
-    if not done.fits:
+    if not plan.fits:
         output.resume_with = "--resume --recompute-changed"
     if not options.quiet:
-        notice(f"resuming: {done.rows:,} rows are kept" + ("" if done.fits else f"; not kept: {done}"))
+        notice(f"resuming: {plan.rows:,} rows are kept" + ("" if plan.fits else f"; not kept: {plan}"))
     spool.rewind()
-    return spool, done
+    return spool, plan
 
 
 def _progress_state(stats: RunStats, engine_thread: EngineThread, total: int | None) -> tuple[int, str]:

@@ -30,7 +30,7 @@ class InputCheck:
         self._seen: set[int] = set()
         self._shared_tokens = 0
 
-    def run(self, lines: Iterator[Line], on_progress: Callable[[], None]) -> dict[str, Any]:
+    def report(self, lines: Iterator[Line], on_progress: Callable[[], None]) -> dict[str, Any]:
         """Checks all lines and returns the report."""
         for line in lines:
             self.rows += 1

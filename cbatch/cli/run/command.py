@@ -113,9 +113,9 @@ def _check(options: RunOptions, source: IO[bytes], stats: RunStats) -> Literal[0
     check = InputCheck(engine, make_request_builder(engine, options))
     total = count_lines(options)
     with engine, Progress(total, quiet=options.quiet, state=lambda: (check.rows, "read")) as progress:
-        report = check.run(read_lines(source), progress.tick)
+        report = check.report(read_lines(source), progress.tick)
     emit(json.dumps(report, indent=2))
-    return 1 if report["bad_rows"] else 0
+    return 1 if check.errors else 0
 
 
 def _load(options: RunOptions, stats: RunStats) -> Engine:

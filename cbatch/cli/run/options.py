@@ -12,7 +12,7 @@ from cbatch.engine import ConfigError, EngineConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """One field for each option of `cbatch run`, under the option's name; see the help of the command."""
+    """One field for each option of `cbatch run`; the help of the command describes them."""
 
     input: str
     output: str
@@ -38,10 +38,12 @@ class RunOptions:
     engine: EngineConfig
 
     def check_usage(self) -> None:
-        """Raises ConfigError for what is wrong for every row: one usage error instead of a million error rows."""
+        """Raises ConfigError for options that would make every row an error row."""
         self.sampling.check()
         for name, is_given in (("retry-errors", self.retry_errors), ("recompute-changed", self.recompute_changed)):
             if is_given and not self.resume:
                 raise ConfigError(f"--{name} goes with --resume.")
         if self.resume and self.overwrite:
-            raise ConfigError("--resume keeps what is in the output file, --overwrite does not; give one of them.")
+            raise ConfigError(
+                "--resume keeps the rows of the output file, --overwrite drops them; give one of the two."
+            )

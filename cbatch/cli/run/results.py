@@ -130,7 +130,7 @@ def _error_fields(error: RequestError) -> dict[str, str]:
 
 
 def chat_logprobs(logprobs: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> list[dict[str, Any]]:
-    """The list of tokens in OpenAI's chat form of log-probabilities."""
+    """Log-probabilities in the form of OpenAI's chat completions: a list of tokens."""
     return [
         _entry(one.token_id, one.logprob, token_bytes)
         | {"top_logprobs": [_entry(token, logprob, token_bytes) for token, logprob in one.top]}
@@ -139,7 +139,7 @@ def chat_logprobs(logprobs: Sequence[TokenLogprobs], token_bytes: TokenBytes) ->
 
 
 def prompt_logprobs_fields(first_id: int, logprobs: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> dict[str, Any]:
-    """Log-probabilities of a prompt's tokens, and their sum; nothing comes before the first one, so it has none."""
+    """Log-probabilities of a prompt's tokens, and their sum. The first token has none: nothing comes before it."""
     first = _entry(first_id, None, token_bytes) | {"top_logprobs": []}
     return {
         "sum": _rounded(math.fsum(one.logprob for one in logprobs)),
@@ -150,13 +150,16 @@ def prompt_logprobs_fields(first_id: int, logprobs: Sequence[TokenLogprobs], tok
 def text_completion_logprobs(
     first_id: int | None, logprobs: Sequence[TokenLogprobs], token_bytes: TokenBytes, hidden: Container[int]
 ) -> dict[str, Any]:
-    """OpenAI's older form, of text completions.
+    """Log-probabilities in the form of OpenAI's text completions.
 
-    first_id: a token before the others that has no probability; 0 stands for that, since the form allows no null
-    hidden:   tokens that take no place in the text
+    first_id: the first token of the prompt, if the prompt is echoed. It has no log-probability; the form allows no
+              null, so 0 stands for it
+    hidden:   tokens that are not part of the text
     """
     tokens = [_entry(one.token_id, one.logprob, token_bytes) for one in logprobs]
-    top = [{_name(_entry(token, None, token_bytes)): _rounded(value) for token, value in one.top} for one in logprobs]
+    top = [
+        {_token_name(_entry(token, None, token_bytes)): _rounded(value) for token, value in one.top} for one in logprobs
+    ]
     if first_id is not None:
         tokens.insert(0, _entry(first_id, 0.0, token_bytes))
         top.insert(0, {})
@@ -167,7 +170,7 @@ def text_completion_logprobs(
         if token_id not in hidden:
             length += len(decoder.decode(bytes(entry["bytes"]))) if entry["bytes"] is not None else len(entry["token"])
     return {
-        "tokens": [_name(token) for token in tokens],
+        "tokens": [_token_name(token) for token in tokens],
         "token_logprobs": [token["logprob"] for token in tokens],
         "top_logprobs": top,
         "text_offset": offsets,
@@ -175,7 +178,7 @@ def text_completion_logprobs(
 
 
 def tool_call_fields(calls: Sequence[ToolCall], key: str, choice: int) -> list[dict[str, Any]]:
-    """Tool calls in OpenAI's form. Nine letters and digits make an id, since Mistral's templates take no others."""
+    """Tool calls in OpenAI's form. An id has nine letters and digits, because Mistral's templates take no others."""
     ids = (hashlib.blake2b(f"{key}/{choice}/{number}".encode()).hexdigest()[:9] for number in range(len(calls)))
     return [
         {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -192,13 +195,13 @@ def _entry(token_id: int, logprob: float | None, token_bytes: TokenBytes) -> dic
     }
 
 
-def _name(entry: dict[str, Any]) -> str:
-    """A token in this form: its text, or, where it is a part of a character, its bytes as OpenAI writes them."""
+def _token_name(entry: dict[str, Any]) -> str:
+    """The text of a token, or its bytes in OpenAI's notation if it is only a part of a character."""
     if entry["bytes"] is None or "\ufffd" not in entry["token"]:
         return str(entry["token"])
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry["bytes"])
 
 
 def _rounded(logprob: float) -> float:
-    """Five places: of those behind, most depend on which rows ran beside this one."""
+    """Rounded to five places, because most further ones depend on which rows ran beside this one."""
     return round(logprob, 5)

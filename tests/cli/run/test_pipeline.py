@@ -37,7 +37,7 @@ def engine(model_folder: Path) -> Iterator[Engine]:
 
 
 def run(engine: Engine, data: bytes, window: int = 16) -> list[dict[str, Any]]:
-    """What a run makes of an input, through the real reader, driver and output."""
+    """What a run makes of an input, through the real reader, engine thread and writer."""
     stream = io.BytesIO()
     engine_thread = EngineThread(engine)
     builder = RequestBuilder(engine, RowOptions(params=SamplingParams(max_tokens=2)))
@@ -182,8 +182,8 @@ SAMPLED: list[dict[str, Any]] = [
 ]
 SETTINGS: dict[str, list[str]] = {
     "shuffled": [],
-    "few seats": ["--max-seqs", "2"],
-    "many seats": ["--max-seqs", "24"],
+    "few slots": ["--max-seqs", "2"],
+    "many slots": ["--max-seqs", "24"],
     "small steps": ["--max-batch-tokens", "7"],
     "preempted": ["--block-size", "2", "--kv-blocks", "70", "--max-seqs", "24"],
     "resumed": ["--max-seqs", "5"],

@@ -213,7 +213,7 @@ def test_options_that_do_not_concern_a_row_change_no_key(case: Case) -> None:
 
 
 def test_rows_that_a_small_cache_cut_off_are_known(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
-    """Guards against keeping what a cache smaller than the context cut short; rows that had room are kept."""
+    """Guards against keeping what a cache smaller than the context cut short; rows that had capacity are kept."""
     case.rows([{"prompt": "hello", "max_tokens": 60, "ignore_eos": True}, {"prompt": "hello", "max_tokens": 5}])
     assert case.run("--kv-blocks", "3") == 0
     assert case.run("--resume") == 2 and "1 made with other sampling parameters" in capfd.readouterr().err
@@ -405,21 +405,21 @@ def test_the_output_is_not_the_input(case: Case, link: str) -> None:
 
 
 class BadDisk:
-    """Stands in for `os` in the output module: a disk that takes `room` bytes, or does not sync."""
+    """Stands in for `os` in the writer's module: a disk that takes `capacity` bytes, or does not sync."""
 
-    def __init__(self, *, room: int | None = None, sync_error: int | None = None, chunk: int = 2**30) -> None:
-        self._room, self._sync_error, self._chunk = room, sync_error, chunk
+    def __init__(self, *, capacity: int | None = None, sync_error: int | None = None, chunk: int = 2**30) -> None:
+        self._capacity, self._sync_error, self._chunk = capacity, sync_error, chunk
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
 
     def write(self, fd: int, data: memoryview) -> int:
         size = min(len(data), self._chunk)
-        if self._room is not None:
-            if self._room == 0:
+        if self._capacity is not None:
+            if self._capacity == 0:
                 raise OSError(28, os.strerror(28))
-            size = min(size, self._room)
-            self._room -= size
+            size = min(size, self._capacity)
+            self._capacity -= size
         return os.write(fd, data[:size])
 
     def fsync(self, fd: int) -> None:
@@ -429,19 +429,19 @@ class BadDisk:
         os.fsync(fd)
 
 
-@pytest.mark.parametrize("room", [0, 1, 150, 400, 700])
+@pytest.mark.parametrize("capacity", [0, 1, 150, 400, 700])
 def test_a_full_disk_is_exit_3_and_resumable(
-    case: Case, room: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    case: Case, capacity: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Guards rows that fitted on a disk before it was full, with a row torn at any place."""
     assert case.run() == 1
     whole = case.out.read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(output_module, "os", BadDisk(room=room))
+        patch.setattr(output_module, "os", BadDisk(capacity=capacity))
         assert case.run("--overwrite") == 3
     error = capfd.readouterr().err
     assert "No space left on device" in error and "--resume" in error and "Traceback" not in error
-    assert len(case.out.read_bytes()) == room
+    assert len(case.out.read_bytes()) == capacity
     assert case.run("--resume") == 1 and case.out.read_bytes() == whole
 
 
@@ -463,7 +463,7 @@ def test_short_writes_are_finished(done: Case, monkeypatch: pytest.MonkeyPatch) 
     assert done.run("--overwrite") == 1 and done.out.read_bytes() == whole
 
 
-def test_no_room_for_the_ordered_file(
+def test_no_capacity_for_the_ordered_file(
     done: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Guards a disk that holds the rows, but not twice: exit 3, all rows there, --resume puts them in order later."""

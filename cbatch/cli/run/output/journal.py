@@ -178,7 +178,7 @@ def plan_resume(
 def _row(line: bytes) -> tuple[int, bytes, bool]:
     """Index, key and whether it is an error row. Raises ValueError, with a reason, for what is not a row of output."""
     try:
-        fields = json.loads(line.decode())
+        fields = json.loads(line.decode())  # not the strict reader: `extra` nests one level deeper than input may
     except (ValueError, RecursionError):
         raise ValueError("not valid JSON") from None
     if not isinstance(fields, dict) or not isinstance(fields.get("key"), str):
@@ -192,7 +192,7 @@ def _row(line: bytes) -> tuple[int, bytes, bool]:
 def _check_torn(line: bytes) -> None:
     """Raises ValueError if a last line without a line end is not the beginning of a row: then the file is not ours.
 
-    After a power loss, zeros may stand where data did not reach the disk.
+    After a power loss, there may be zeros in place of data that did not reach the disk.
     """
     with suppress(json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         json.loads(line)
