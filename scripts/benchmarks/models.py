@@ -95,7 +95,7 @@ class FreeModel:
         self.windows: list[int | None] = [None]
         self.num_parameters = self.weight_bytes = 0
         self.linear_cost = LinearCost(0, 0.0, 0)
-        self.has_own_threads = False
+        self.has_own_threads, self.capturable = False, None
         self._logits = torch.zeros(1, vocab_size)
         self._logits[0, likeliest] = 1
 

@@ -1,10 +1,13 @@
-"""The seam between a model's layers and the kernels that attend over the paged cache."""
+"""The interface between a model's layers and the kernels that attend over the paged cache."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.engine.runtime.batch import RaggedBatch
@@ -14,26 +17,27 @@ from cbatch.engine.runtime.kv_cache import LayerShape, Shape
 class AttentionBackend(Protocol):
     """Causal attention of a ragged batch over the paged cache.
 
-    `prepare` runs once a step; what it returns is handed to `store_kv` and `attend` once for every layer. How a block
-    lies in memory is the backend's own affair.
+    `prepare` runs once a step. What it returns goes to `store_kv` and `attend`, which run once for each layer. Only the
+    backend knows how a block is laid out in memory.
 
-    gathers_kv: whether it gathers what a slice looks back at, and so takes more memory behind a longer text
+    gathers_kv: whether it copies the keys and values of a sequence together, which takes more memory for longer texts
     """
 
     name: str
     gathers_kv: bool
 
+    @property
+    def capturable(self) -> CapturableAttention | None:
+        """The backend itself, if its calls can be captured in CUDA graphs."""
+
     def block_shapes(self, layer: LayerShape, block_size: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
         """Shapes of the keys and of the values of one block."""
 
     def prepare(self, batch: RaggedBatch, block_size: int) -> Any:
-        """What the step's layers have in common: lengths, tables, a launch plan."""
+        """What the layers of a step share: lengths, tables, a launch plan."""
 
     def store_kv(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: Any) -> None:
-        """Stores the step's keys [T, heads, key_dim] and values [T, heads, value_dim] in one layer's cache.
-
-        This is the only place where the cache changes.
-        """
+        """Stores the step's keys [T, heads, key_dim] and values [T, heads, value_dim] in the cache of one layer."""
 
     def attend(
         self,
@@ -47,11 +51,31 @@ class AttentionBackend(Protocol):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attends with query [T, query heads, key_dim] over one layer's cache; returns [T, query heads, value_dim].
+        """Attends with query [T, query heads, key_dim] over the cache of one layer: [T, query heads, value_dim].
 
-        keys, values: [num_blocks, *block shape], the tokens of the whole step already written: a sequence may read
-                      blocks that another one fills in this very step.
+        keys, values: [num_blocks, *block shape]. The tokens of the whole step are stored already: a sequence may read
+                      blocks that another one fills in the same step.
         window:       a token sees itself and the window-1 tokens before it.
-        softcap:      scores are bent to softcap * tanh(score / softcap).
+        softcap:      a score becomes softcap * tanh(score / softcap).
         sinks:        [query heads] extra scores that take part in the softmax and carry no value.
         """
+
+
+class GraphBuffers(Protocol):
+    """Metadata of a step of decode rows, at fixed addresses, for a captured graph."""
+
+    @property
+    def metadata(self) -> Any: ...
+
+    def holds(self, stops: Sequence[int]) -> bool:
+        """Whether rows of these lengths fit."""
+
+    def fill(self, tables: NDArray[np.integer[Any]], stops: Sequence[int]) -> None:
+        """Overwrites the metadata with the rows of the next step: block ids [S, B] and lengths [S]."""
+
+
+class CapturableAttention(AttentionBackend, Protocol):
+    """A backend whose calls can be captured in CUDA graphs."""
+
+    def graph_buffers(self, rows: int, max_blocks: int, block_size: int, max_tokens: int | None = None) -> GraphBuffers:
+        """Buffers for a graph of so many rows of so many blocks each, and of so many tokens in all."""

@@ -50,6 +50,7 @@ class CpuAttention:
 
     name = "cpu"
     gathers_kv = False
+    capturable = None
 
     def __init__(self) -> None:
         self._thread_pool = shared_thread_pool(num_threads())

@@ -35,6 +35,7 @@ class ReferenceAttention:
 
     name = "reference"
     gathers_kv = True
+    capturable = None
 
     def block_shapes(self, layer: LayerShape, block_size: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
         return (block_size, layer.heads, layer.key_dim), (block_size, layer.heads, layer.value_dim)

@@ -1,4 +1,4 @@
-"""Attention on a GPU over the pages where they lie."""
+"""Attention on a GPU over the paged cache."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def fits(layers: list[LayerShape], dtype: torch.dtype) -> bool:
-    """Whether the kernels serve layers of these sizes, with numbers of this type."""
+    """Whether the kernels serve layers of these sizes in this type."""
     return dtype in DTYPES and all(max(layer.key_dim, layer.value_dim) <= LARGEST_HEAD for layer in layers)
 
 
 class TritonAttention:
-    """One kernel for slices of one token (`gpu/attention_decode.py`), another for longer ones
-    (`gpu/attention_prefill.py`). A block is [heads, block_size, dim]: what a program reads of it is contiguous.
+    """One kernel for decode rows (`kernels/triton/attention_decode.py`), another for chunks of prompts
+    (`kernels/triton/attention_prefill.py`).
+
+    A block is [heads, block_size, dim]: what a program reads of it is contiguous.
     """
 
     name = "triton"
@@ -40,14 +42,19 @@ class TritonAttention:
         self.decode, self.prefill = decode or DecodeTuning(), prefill or PrefillTuning()
         self.multiprocessors = num_multiprocessors(device)
 
+    @property
+    def capturable(self) -> TritonAttention:
+        return self
+
     def block_shapes(self, layer: LayerShape, block_size: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
         return (layer.heads, block_size, layer.key_dim), (layer.heads, block_size, layer.value_dim)
 
     def prepare(self, batch: RaggedBatch, block_size: int) -> AttentionMetadata:
         return build_metadata(batch.slot_mapping, batch.block_tables, batch.starts, batch.stops, self.decode.split)
 
-    def buffers(self, rows: int, max_blocks: int, block_size: int, max_tokens: int | None = None) -> DecodeBuffers:
-        """Metadata of a graph of so many decode rows: capture with its `metadata`, and `fill` it before each replay."""
+    def graph_buffers(
+        self, rows: int, max_blocks: int, block_size: int, max_tokens: int | None = None
+    ) -> DecodeBuffers:
         return DecodeBuffers(rows, max_blocks, block_size, self.decode.split, self.device, max_tokens)
 
     def store_kv(
@@ -77,12 +84,12 @@ class TritonAttention:
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Of a GPU; of anything else 2, for kernels under the interpreter."""
+    """How many a GPU has; 2 for another device, where kernels run in Triton's interpreter."""
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """A tensor whose heads are contiguous; rows and heads may lie anywhere."""
+    """The tensor with contiguous heads; rows and heads may have any stride."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

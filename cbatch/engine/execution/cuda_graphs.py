@@ -11,11 +11,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from cbatch.engine.attention.base import CapturableAttention, GraphBuffers
+from cbatch.engine.models.base import CapturableModel, DeviceInputs
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache
 from cbatch.engine.runtime.memory import is_out_of_memory
@@ -25,36 +27,11 @@ Run = Callable[[], Tensor]
 _log = logging.getLogger("cbatch")
 
 
-class Recordable(Protocol):
-    """A model whose steps can be recorded (`models/gpu_decoder.py`)."""
-
-    device: torch.device
-    max_model_len: int
-    vocab_size: int
-
-    def compute(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        slot_mapping: Tensor,
-        logit_rows: Tensor,
-        metadata: Any,
-        kv_cache: KVCache,
-        attention: Any,
-        out: Tensor | None = None,
-    ) -> Tensor: ...
-
-
-def is_recordable(model: object, attention: object) -> TypeGuard[Recordable]:
-    """Whether steps of a model can be recorded, with metadata that stays where it is."""
-    return hasattr(model, "compute") and hasattr(attention, "buffers")
-
-
 @dataclass(slots=True)
 class _Recording:
     """A step of so many rows, whose inputs always lie at the same addresses."""
 
-    buffers: Any
+    buffers: GraphBuffers
     run: Run
     has_run: bool = False
     replay: Run | None = None
@@ -79,13 +56,13 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: Recordable,
-        attention: Any,
+        model: CapturableModel,
+        attention: CapturableAttention,
         kv_cache: KVCache,
         max_rows: int,
         record: Callable[[Run], Run] | None = None,
     ) -> None:
-        """attention: with `buffers`, as `attention/triton.py` has them; record: see `GraphRecorder`"""
+        """record: captures a step; see `GraphRecorder`"""
         self.model = model
         self.attention = attention
         self.kv_cache = kv_cache
@@ -157,12 +134,13 @@ class DecodeGraphs:
         longest = min(-(-model.max_model_len // kv_cache.block_size), blocks)
         # Rows may share what they begin with, so all together may be longer than the cache.
         attention, most = self.attention, 2 * blocks * kv_cache.block_size
-        buffers = attention.buffers(size, longest, kv_cache.block_size, most)
+        buffers = attention.graph_buffers(size, longest, kv_cache.block_size, most)
         metadata = buffers.metadata
         ids, positions, rows, out = (tensor[:size] for tensor in (self._ids, self._positions, self._rows, self._logits))
 
         def run() -> Tensor:  # holds nothing of this object, so that the cache goes when its engine does
-            return model.compute(ids, positions, metadata.slots, rows, metadata, kv_cache, attention, out)
+            inputs = DeviceInputs(ids, positions, metadata.slots, rows)
+            return model.forward_on_device(inputs, metadata, kv_cache, attention, out)
 
         return _Recording(buffers, run)
 

@@ -17,7 +17,7 @@ from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.units import format_bytes, parse_memory
-from cbatch.engine.execution.model_runner import ModelRunner, uses_cuda_graphs
+from cbatch.engine.execution.model_runner import ModelRunner, graph_parts
 from cbatch.engine.models.base import Model
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.memory import DeviceMemory, device_memory, is_out_of_memory
@@ -201,7 +201,7 @@ class MemoryProfiler:
                 steps = (*self.prompt_steps(), decode)
                 peaks = [memory.measure_peak(partial(self._compute, step)) for step in steps]
                 kept = 0
-                if uses_cuda_graphs(self._model, self._runner.attention, self._limits.graphs):
+                if graph_parts(self._model, self._runner.attention, self._limits.graphs):
                     # Graphs have their own memory, which other steps cannot use, and logits of their own in it.
                     kept = memory.measure_peak(partial(self._forward, decode))
                 return max(peaks) + kept

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TypeGuard, TypeVar
+from typing import TypeVar
 
-from cbatch.engine.attention.base import AttentionBackend
+from cbatch.engine.attention.base import AttentionBackend, CapturableAttention
 from cbatch.engine.base.errors import EngineError
-from cbatch.engine.execution.cuda_graphs import DecodeGraphs, Recordable, is_recordable
-from cbatch.engine.models.base import Model
+from cbatch.engine.execution.cuda_graphs import DecodeGraphs
+from cbatch.engine.models.base import CapturableModel, Model
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache
 
 Part = TypeVar("Part")
 
 
-def uses_cuda_graphs(model: Model, attention: AttentionBackend, wanted: bool) -> TypeGuard[Recordable]:
-    """Whether decode steps become CUDA graphs: where that is wanted, and device, model and attention allow it."""
-    return wanted and model.device.type == "cuda" and is_recordable(model, attention)
+def graph_parts(
+    model: Model, attention: AttentionBackend, wanted: bool
+) -> tuple[CapturableModel, CapturableAttention] | None:
+    """The model and the attention backend, if decode steps are to be captured as CUDA graphs."""
+    if not wanted or model.device.type != "cuda" or model.capturable is None or attention.capturable is None:
+        return None
+    return model.capturable, attention.capturable
 
 
 class ModelRunner:
@@ -33,8 +37,8 @@ class ModelRunner:
         self._model: Model | None = model
         self._kv_cache: KVCache | None = kv_cache
         self._graphs: DecodeGraphs | None = None
-        if uses_cuda_graphs(model, attention, max_graph_rows > 0):
-            self._graphs = DecodeGraphs(model, attention, kv_cache, max_graph_rows)
+        if parts := graph_parts(model, attention, max_graph_rows > 0):
+            self._graphs = DecodeGraphs(*parts, kv_cache, max_graph_rows)
 
     @property
     def model(self) -> Model:

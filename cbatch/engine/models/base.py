@@ -1,25 +1,26 @@
-"""What the engine needs of a model, whoever computes it."""
+"""What the engine needs of a model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
-from cbatch.engine.attention.base import AttentionBackend
+from cbatch.engine.attention.base import AttentionBackend, CapturableAttention
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 
 
 @dataclass(frozen=True, slots=True)
 class LinearCost:
-    """What a step has to read and multiply, for estimates of what a device could do at best.
+    """What a step has to read and multiply, for estimates of the best speed that a device allows.
 
     weight_bytes:    of the matrices that every step reads
     parameters:      that every token is multiplied with, without those of the head
-    head_parameters: those of the output head, which only tokens with an output are multiplied with
-    assumed:         sentences on what could not be known from the model
+    head_parameters: those of the output head, with which only tokens that have an output are multiplied
+    assumed:         sentences on what the model does not tell
     """
 
     weight_bytes: int
@@ -28,16 +29,53 @@ class LinearCost:
     assumed: tuple[str, ...] = ()
 
 
+class DeviceInputs(NamedTuple):
+    """A step's inputs on the device (see `RaggedBatch`). A token with a negative slot is not stored in the cache.
+
+    input_ids, position_ids, slot_mapping: [T] integers
+    logit_rows:                            [R] integers
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    slot_mapping: Tensor
+    logit_rows: Tensor
+
+
+class CapturableModel(Protocol):
+    """A model whose steps can be captured as CUDA graphs."""
+
+    device: torch.device
+    vocab_size: int
+    max_model_len: int
+
+    def forward_on_device(
+        self,
+        inputs: DeviceInputs,
+        metadata: Any,
+        kv_cache: KVCache,
+        attention: CapturableAttention,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [R, vocabulary] float32, in `out` if it is given. Never waits for the device.
+
+        The host contributes only the shapes of tensors, so a captured step is right for other numbers in the same
+        tensors. Before it is captured, it must have run once with as many tokens, so that its kernels are compiled.
+
+        metadata: what `attention.prepare` returned for the step
+        """
+
+
 class Model(Protocol):
     """A causal language model that runs ragged batches over a paged cache.
 
-    name:           of its class in transformers
-    kind:           the `model_type` of its config
-    layers:         shape of what each attention call of a step stores, in the order of the calls
-    windows:        how many tokens back each of them sees, itself included; None for all
-    max_model_len:  longest sequence, prompt and output, in tokens
-    num_parameters, weight_bytes: of all weights in memory
+    name:            its class in transformers
+    kind:            the `model_type` of its config
+    layers:          shape of what each attention call of a step stores, in the order of the calls
+    windows:         how many tokens back each of them sees, including the token itself; None for all
+    max_model_len:   longest sequence, prompt and output, in tokens
     has_own_threads: whether it computes on threads that are not torch's
+    num_parameters, weight_bytes: of all weights in memory
     """
 
     name: str
@@ -59,5 +97,9 @@ class Model(Protocol):
     @property
     def linear_cost(self) -> LinearCost: ...
 
+    @property
+    def capturable(self) -> CapturableModel | None:
+        """The model itself, if its steps can be captured as CUDA graphs."""
+
     def forward(self, batch: RaggedBatch, kv_cache: KVCache, attention: AttentionBackend) -> Logits:
-        """Logits [R, vocabulary] of the rows to sample; a model of torch's enters its inference mode by itself."""
+        """Logits [R, vocabulary] of the wanted rows. A torch model enters inference mode by itself."""

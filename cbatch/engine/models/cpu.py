@@ -61,6 +61,7 @@ class CpuModel:
     """A model of the Llama family, ready to run ragged batches over a paged cache."""
 
     has_own_threads = True
+    capturable = None
 
     def __init__(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: torch.dtype, *, quantize: bool = False

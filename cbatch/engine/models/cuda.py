@@ -1,7 +1,7 @@
-"""The fast path of the Llama family on a GPU: fused weights, and at most ten kernels for a layer of a decode step.
+"""The fast path of the Llama family on a GPU: fused weights, and at most ten kernels for each layer of a decode step.
 
-What it computes is what transformers computes for the same files (`models/transformers.py`). It rounds less: norms,
-rotations, gates and the residual stream are float32 whatever the weights are, and so are the logits.
+It computes what transformers computes for the same files (`hf_adapter.py`), with less rounding: norms, rotations,
+gates, the residual stream and logits are float32 whatever the weights are.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from torch.nn.functional import linear
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.attention.triton import fits
 from cbatch.engine.kernels.triton.layer import (
+    Positions,
     add_and_norm,
     embed_and_norm,
     rope_and_store_kv,
     select_and_norm,
     silu_and_mul,
 )
-from cbatch.engine.models.base import LinearCost
+from cbatch.engine.models.base import DeviceInputs, LinearCost
 from cbatch.engine.models.llama_spec import LlamaSpec, UnsupportedConfig, check_weights, read_llama_spec, weight_shapes
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
@@ -31,12 +32,12 @@ from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 class Layer(NamedTuple):
     """Weights of a layer, on the device.
 
-    mixing:     [(heads + 2 * kv_heads) * head_dim, hidden] of queries, keys and values; `qkv_bias` is theirs
-    head_norms: [2 * head_dim] of queries, then of keys
-    gated:      [2 * inner, hidden] of the gate, then of what it lets through
+    qkv_proj:     [(heads + 2 * kv_heads) * head_dim, hidden]
+    qk_norms:     [2 * head_dim], that of queries, then that of keys
+    gate_up_proj: [2 * intermediate size, hidden]
     """
 
-    norm: Tensor
+    input_norm: Tensor
     qkv_proj: Tensor
     qkv_bias: Tensor | None
     qk_norms: Tensor | None
@@ -47,24 +48,21 @@ class Layer(NamedTuple):
 
 
 class _StepTensors(NamedTuple):
-    """What the layers of a step share: where its T tokens stand, and room that every layer uses again.
+    """What the layers of a step share, and the activations of its T tokens, which every layer uses again.
 
-    cosines, sines: [T, head_dim / 2] float32
-    stream: [T, hidden] float32, the residual stream. In a decode step it stays in the device's cache; for 2,000 tokens
-            of an 8B model, half the bytes would save 67 MB of memory traffic beside 0.9 TFLOP, by arithmetic a
-            hundredth of a layer's time. Rounding it in every layer is much of what a model loses in bfloat16.
-    input:  [T, hidden] what goes into a linear; `intermediate` [T, inner] likewise
-    query:  [T, heads, head_dim]
+    residual: [T, hidden] float32. In a decode step it stays in the device's cache. For 2,000 tokens of an 8B model,
+              half the bytes would save 67 MB of memory traffic beside 0.9 TFLOP, by calculation a hundredth of a
+              layer's time; and rounding it in every layer is much of what a model loses in bfloat16.
+    linear_input: [T, hidden] what goes into a linear, as does `intermediate` [T, intermediate size]
+    query:    [T, heads, head_dim]
     """
 
-    slots: Tensor
     metadata: Any
     kv_cache: KVCache
     attention: AttentionBackend
-    cosines: Tensor
-    sines: Tensor
+    positions: Positions
     residual: Tensor
-    input: Tensor
+    linear_input: Tensor
     query: Tensor
     intermediate: Tensor
 
@@ -72,7 +70,7 @@ class _StepTensors(NamedTuple):
 class CudaModel:
     """A model of the Llama family, ready to run ragged batches over a paged cache.
 
-    The cache's blocks have to be laid out as [kv_heads, block_size, head_dim].
+    It needs a cache whose blocks are [kv_heads, block_size, head_dim].
     """
 
     has_own_threads = False
@@ -80,9 +78,9 @@ class CudaModel:
     def __init__(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Raises UnsupportedConfig where another path has to serve the model.
+        """Raises UnsupportedConfig if another path has to serve the model.
 
-        tensors: the weights by their names in the files, each asked for when it is brought to the device
+        tensors: the weights by their names in the files, each read when it is copied to the device
         """
         self.config = config
         self.spec = spec = read_llama_spec(config)
@@ -96,7 +94,7 @@ class CudaModel:
         self.windows: list[int | None] = [window or None for window in spec.windows]
         if not fits(self.layers, dtype):
             raise UnsupportedConfig(
-                f"its heads of {spec.head_dim} are too large for the kernels, or they do not compute in {dtype}"
+                f"the kernels do not support heads of {spec.head_dim}, or do not compute in {dtype}"
             )
         self.num_parameters = check_weights(spec, tensors)
         loader = _Loader(spec, tensors, dtype, device)
@@ -104,7 +102,7 @@ class CudaModel:
         self._final_norm = loader.read("model.norm.weight")
         self._embedding = loader.read("model.embed_tokens.weight")
         self._lm_head = self._embedding if spec.is_tied else loader.read("lm_head.weight")
-        self._frequencies = spec.inv_freq.to(device)
+        self._inv_freq = spec.inv_freq.to(device)
 
     @property
     def weight_bytes(self) -> int:
@@ -123,91 +121,80 @@ class CudaModel:
         parameters = self.num_parameters - head * (1 if spec.is_tied else 2)
         return LinearCost(sum(matrix.nbytes for matrix in matrices), parameters, head)
 
+    @property
+    def capturable(self) -> CudaModel:
+        return self
+
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch, kv_cache: KVCache, attention: AttentionBackend) -> Logits:
-        """Logits [R, vocabulary] float32 of the rows that are wanted."""
+        """Logits [R, vocabulary] float32 of the wanted rows."""
         metadata = attention.prepare(batch, kv_cache.block_size)
-        inputs = batch.input_ids, batch.position_ids, batch.slot_mapping, batch.logit_rows
-        return Logits(self.compute(*inputs, metadata, kv_cache, attention))
+        inputs = DeviceInputs(batch.input_ids, batch.position_ids, batch.slot_mapping, batch.logit_rows)
+        return Logits(self.forward_on_device(inputs, metadata, kv_cache, attention))
 
-    def compute(
+    def forward_on_device(
         self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        slot_mapping: Tensor,
-        logit_rows: Tensor,
+        inputs: DeviceInputs,
         metadata: Any,
         kv_cache: KVCache,
         attention: AttentionBackend,
         out: Tensor | None = None,
     ) -> Tensor:
-        """The part of `forward` that runs on the device alone; returns logits [R, vocabulary] float32.
+        """See `CapturableModel`. The device must be torch's current one, on which Triton launches all kernels.
 
-        It never waits for the device, and takes nothing from the host but the shapes of tensors, as far as `attend`
-        does so too: it can be captured as a graph, and replayed with other numbers in the same tensors. Before that it
-        has to have run once, with as many tokens, so that its kernels are compiled.
-
-        input_ids, position_ids, slot_mapping: [T] integers, the slot of a token that is not to be kept negative
-        logit_rows: [R] integers
-        metadata:   what `attention.prepare` made of the step
-        out:        [R, vocabulary] float32 for the logits, where there is room for them already
-
-        The device has to be torch's current one, for Triton launches there wherever the tensors lie.
-
-        Raises ValueError where the cache is laid out in another way than the kernels write it.
+        Raises ValueError if the cache is not laid out as the kernels write it.
         """
         spec = self.spec
         if kv_cache.keys[0].shape[1:] != (spec.num_kv_heads, kv_cache.block_size, spec.head_dim):
-            raise ValueError("The cache's blocks have to be laid out as [kv_heads, block_size, head_dim].")
-        step = self._prepare_step(position_ids, slot_mapping, metadata, kv_cache, attention)
-        embed_and_norm(self._embedding, input_ids, step.residual, self._layers[0].norm, spec.rms_norm_eps, step.input)
+            raise ValueError("The cache's blocks must be laid out as [kv_heads, block_size, head_dim].")
+        step = self._prepare_step(inputs, metadata, kv_cache, attention)
+        norm, eps = self._layers[0].input_norm, spec.rms_norm_eps
+        embed_and_norm(self._embedding, inputs.input_ids, step.residual, norm, eps, step.linear_input)
         added = self._layer(0, step)
         for number in range(1, spec.num_layers):
-            add_and_norm(step.residual, added, self._layers[number].norm, spec.rms_norm_eps, step.input)
+            add_and_norm(step.residual, added, self._layers[number].input_norm, eps, step.linear_input)
             added = self._layer(number, step)
-        return self._logits(step.residual, added, logit_rows, out)
+        return self._logits(step.residual, added, inputs.logit_rows, out)
 
     def _prepare_step(
-        self, position_ids: Tensor, slots: Tensor, metadata: Any, kv_cache: KVCache, attention: AttentionBackend
+        self, inputs: DeviceInputs, metadata: Any, kv_cache: KVCache, attention: AttentionBackend
     ) -> _StepTensors:
-        spec, tokens = self.spec, len(position_ids)
+        spec, tokens = self.spec, len(inputs.position_ids)
         # By torch's own functions, which are exact for large angles too; a kernel's may not be.
-        angles = position_ids[:, None].float() * self._frequencies
+        angles = inputs.position_ids[:, None].float() * self._inv_freq
         residual = angles.new_empty(tokens, spec.hidden_size)
-        kept = residual.new_empty(0, dtype=self.dtype)
+        activation = residual.new_empty(0, dtype=self.dtype)
         return _StepTensors(
-            slots,
             metadata,
             kv_cache,
             attention,
-            angles.cos(),
-            angles.sin(),
+            Positions(angles.cos(), angles.sin(), inputs.slot_mapping),
             residual,
-            kept.new_empty(tokens, spec.hidden_size),
-            kept.new_empty(tokens, spec.num_heads, spec.head_dim),
-            kept.new_empty(tokens, spec.intermediate_size),
+            activation.new_empty(tokens, spec.hidden_size),
+            activation.new_empty(tokens, spec.num_heads, spec.head_dim),
+            activation.new_empty(tokens, spec.intermediate_size),
         )
 
     def _layer(self, number: int, step: _StepTensors) -> Tensor:
-        """A layer up to what its gated part adds to the stream, [T, hidden]; its keys and values are cached then."""
+        """A layer but for its last sum: returns what its feed-forward part adds to the residual, [T, hidden]."""
         layer, eps = self._layers[number], self.spec.rms_norm_eps
         keys, values = step.kv_cache.keys[number], step.kv_cache.values[number]
-        qkv = linear(step.input, layer.qkv_proj, layer.qkv_bias)
-        rope_and_store_kv(qkv, step.cosines, step.sines, step.slots, layer.qk_norms, eps, step.query, keys, values)
+        qkv = linear(step.linear_input, layer.qkv_proj, layer.qkv_bias)
+        rope_and_store_kv(qkv, step.positions, layer.qk_norms, eps, step.query, keys, values)
         scale, window = self.spec.head_dim**-0.5, self.windows[number]
         attended = step.attention.attend(step.query, keys, values, step.metadata, scale=scale, window=window)
         added = linear(attended.flatten(1), layer.o_proj)
-        add_and_norm(step.residual, added, layer.post_attention_norm, eps, step.input)
-        silu_and_mul(linear(step.input, layer.gate_up_proj), step.intermediate)
+        add_and_norm(step.residual, added, layer.post_attention_norm, eps, step.linear_input)
+        silu_and_mul(linear(step.linear_input, layer.gate_up_proj), step.intermediate)
         return linear(step.intermediate, layer.down_proj)
 
     def _logits(self, residual: Tensor, added: Tensor, rows: Tensor, out: Tensor | None) -> Tensor:
-        if len(rows) == 0:  # chunks of prompts only; kernels cannot be launched for no rows
+        if len(rows) == 0:  # chunks of prompts only: a kernel cannot be launched for no rows
             return residual.new_empty(0, self.vocab_size)
         chosen = residual.new_empty(len(rows), self.spec.hidden_size, dtype=self.dtype)
         select_and_norm(residual, added, rows, self._final_norm, self.spec.rms_norm_eps, chosen)
-        # In bfloat16, many a token would have the same logit as the best. The device's sums are float32 in any case,
-        # and to write them as they are takes less than a kernel that widens them for the sampler.
+        # In bfloat16, many tokens would share the largest logit. The device sums in float32 anyway, and writing that
+        # takes less time than a kernel that widens the logits for the sampler.
         if self.device.type == "cuda" and self.dtype != torch.float32:
             return torch.mm(chosen, self._lm_head.t(), out_dtype=torch.float32, out=out)
         logits = linear(chosen, self._lm_head).float()
@@ -215,7 +202,7 @@ class CudaModel:
 
 
 class _Loader:
-    """Brings weights to a device, those that are multiplied together as one."""
+    """Copies weights to a device; those that are multiplied together become one."""
 
     def __init__(
         self, spec: LlamaSpec, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
@@ -226,7 +213,7 @@ class _Loader:
         self.device = device
 
     def read(self, *names: str) -> Tensor:
-        """Tensors one below the other. They are copied one at a time into their place on the device."""
+        """Tensors stacked along their rows, each copied straight to its place on the device."""
         heights = [self.shapes[name][0] for name in names]
         out = torch.empty(sum(heights), *self.shapes[names[0]][1:], dtype=self.dtype, device=self.device)
         for part, name in zip(torch.split(out, heights), names, strict=True):
@@ -239,7 +226,7 @@ class _Loader:
         biases = [f"{attention}{part}_proj.bias" for part in "qkv"]
         norms = attention + "q_norm.weight", attention + "k_norm.weight"
         return Layer(
-            norm=self.read(prefix + "input_layernorm.weight"),
+            input_norm=self.read(prefix + "input_layernorm.weight"),
             qkv_proj=self.read(*(f"{attention}{part}_proj.weight" for part in "qkv")),
             qkv_bias=self.read(*biases) if biases[0] in self.shapes else None,
             qk_norms=self.read(*norms) if norms[0] in self.shapes else None,

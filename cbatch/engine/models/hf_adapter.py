@@ -135,6 +135,7 @@ class TransformersModel:
     """
 
     has_own_threads = False
+    capturable = None
 
     def __init__(self, network: Any) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface

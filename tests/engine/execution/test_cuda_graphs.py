@@ -165,12 +165,14 @@ def test_the_first_run_has_to_come_through(monkeypatch: pytest.MonkeyPatch) -> N
     decoder, record = decoder_of(network_of("llama")), Repeater()
     graphs = DecodeGraphs(decoder, TritonAttention(DEVICE), kv_cache_of(decoder), 2, record)
     step = batch_of(make_prompts([1]))
-    compute = decoder.compute
+    forward = decoder.forward_on_device
     with torch.inference_mode():
-        monkeypatch.setattr(decoder, "compute", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+        monkeypatch.setattr(
+            decoder, "forward_on_device", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full"))
+        )
         with pytest.raises(torch.OutOfMemoryError):
             graphs.forward(step)
-        monkeypatch.setattr(decoder, "compute", compute)
+        monkeypatch.setattr(decoder, "forward_on_device", forward)
         graphs.forward(step)
         assert record.recorded == 0
         graphs.forward(step)

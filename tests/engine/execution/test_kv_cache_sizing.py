@@ -225,7 +225,7 @@ def test_what_lay_in_memory_before_is_not_computed_with(gpu: Gpu, monkeypatch: p
 
 def test_graphs_are_reckoned_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the memory that recorded decode steps keep for themselves: once more what such a step takes."""
-    monkeypatch.setattr(sizing, "uses_cuda_graphs", lambda model, attention, wanted: wanted)
+    monkeypatch.setattr(sizing, "graph_parts", lambda model, attention, wanted: wanted)
     expected = (10 * GIB - STEP - 2 * A_TOKEN) // MIB
     assert choose("100%", limits=StepLimits(2, 64, graphs=True)) == expected
     assert choose("100%", limits=StepLimits(2, 64, graphs=False)) > expected

@@ -221,7 +221,7 @@ def test_buffers_serve_one_step_after_another(window: int | None) -> None:
     cache = world.cache(attention, torch.float32, DEVICE)
     everything = [(one, 0, length) for one, length in enumerate(world.lengths)]
     world.write(attention, cache, everything)
-    buffers = attention.buffers(rows=4, max_blocks=20, block_size=size)
+    buffers = attention.graph_buffers(rows=4, max_blocks=20, block_size=size)
     addresses = [buffers.metadata.decode.items.data_ptr(), buffers.metadata.slots.data_ptr()]  # type: ignore[union-attr]
     for rows in ([0, 1, 2, 3], [3], [], [1, 0]):
         slices = [(one, world.lengths[one] - 1, world.lengths[one]) for one in rows]
@@ -246,7 +246,7 @@ def test_buffers_serve_one_step_after_another(window: int | None) -> None:
 
 def test_buffers_refuse_what_they_cannot_hold() -> None:
     """Guards memory behind the buffers: too many rows, too long ones, or too many tokens in all are told."""
-    buffers = backend().buffers(rows=2, max_blocks=10, block_size=5, max_tokens=70)
+    buffers = backend().graph_buffers(rows=2, max_blocks=10, block_size=5, max_tokens=70)
     assert buffers.holds([50, 20])
     buffers.fill(np.arange(20, dtype=np.int32).reshape(2, 10), [50, 20])
     for stops in ([1, 1, 1], [51], [50, 21]):

@@ -12,6 +12,7 @@ from tests.support.cuda_model import DEVICE
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.engine.kernels.triton.layer import (
+    Positions,
     add_and_norm,
     embed_and_norm,
     rope_and_store_kv,
@@ -74,14 +75,15 @@ def test_rope_and_store_kv(
 ) -> None:
     """Guards queries, and the places of keys and values in the cache, of which nothing else may change."""
     slots, heads = torch.tensor([7, -1, 0, 11], device=DEVICE), group * kv_heads
-    mixed = draw(4, (group + 2) * kv_heads * dim, dtype=dtype)
+    qkv = draw(4, (group + 2) * kv_heads * dim, dtype=dtype)
     angles = torch.tensor([[0.0], [1.0], [5.0], [90.0]], device=DEVICE).double() * draw(dim // 2, seed=1).double()
     norms = 1 + draw(2 * dim, dtype=dtype, seed=2) if has_norms else None
     cache = torch.full((2, -(-12 // block_size), kv_heads, block_size, dim), torch.nan, dtype=dtype, device=DEVICE)
     query = torch.empty(4, heads, dim, dtype=dtype, device=DEVICE)
-    rope_and_store_kv(mixed, angles.cos().float(), angles.sin().float(), slots, norms, 0.01, query, *cache)
+    positions = Positions(angles.cos().float(), angles.sin().float(), slots)
+    rope_and_store_kv(qkv, positions, norms, 0.01, query, *cache)
 
-    queries, keys, values = mixed.view(4, -1, dim).split([heads, kv_heads, kv_heads], 1)
+    queries, keys, values = qkv.view(4, -1, dim).split([heads, kv_heads, kv_heads], 1)
     weights = (None, None) if norms is None else norms.chunk(2)
     queries, keys = (
         turned(heads if weight is None else normed(heads, weight), angles)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cbatch.engine.attention.reference import ReferenceAttention
+from cbatch.engine.models.base import DeviceInputs
 from cbatch.engine.models.llama_spec import UnsupportedConfig
 from cbatch.engine.runtime.kv_cache import KVCache
 from tests.support.cuda_model import (
@@ -80,12 +81,13 @@ def test_padded_rows_change_nothing() -> None:
         logits_of(decoder, batch_of([prompt[:8] for prompt in prompts]), each)
     step = batch_of(prompts, start=8)
     expected = logits_of(decoder, step, other)
-    buffers = attention.buffers(4, 2, 16)
+    buffers = attention.graph_buffers(4, 2, 16)
     buffers.fill(step.tables, step.stops)
     inputs = [torch.cat([part, torch.zeros_like(part)]) for part in (step.input_ids, step.position_ids)]
     rows = torch.arange(4, device=DEVICE)
     with torch.inference_mode():
-        found = decoder.compute(*inputs, buffers.metadata.slots, rows, buffers.metadata, kv_cache, attention)
+        graph_inputs = DeviceInputs(*inputs, buffers.metadata.slots, rows)
+        found = decoder.forward_on_device(graph_inputs, buffers.metadata, kv_cache, attention)
     torch.testing.assert_close(found[:2], expected)
     for mine, theirs in zip(kv_cache.keys + kv_cache.values, other.keys + other.values, strict=True):
         torch.testing.assert_close(mine, theirs, equal_nan=True)
@@ -123,9 +125,9 @@ def operations_of(layers: int) -> list[str]:
     """Names of torch's operations in a decode step, attention left out."""
     decoder = decoder_of(make_network("qwen2", num_hidden_layers=layers), torch.float16)
     batch, kv_cache = batch_of(make_prompts([1, 1])), kv_cache_of(decoder)
-    inputs = batch.input_ids, batch.position_ids, batch.slot_mapping, batch.logit_rows
+    inputs = DeviceInputs(batch.input_ids, batch.position_ids, batch.slot_mapping, batch.logit_rows)
     with torch.inference_mode(), Operations() as noted:
-        decoder.compute(*inputs, None, kv_cache, NoAttention(DEVICE))
+        decoder.forward_on_device(inputs, None, kv_cache, NoAttention(DEVICE))
     return noted.names
 
 

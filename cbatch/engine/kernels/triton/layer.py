@@ -7,11 +7,23 @@ right for the next step. Sums, norms, angles and gates are float32 whatever the 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
+
+
+class Positions(NamedTuple):
+    """Where the T tokens of a step stand.
+
+    cosines, sines: [T, head_dim / 2] float32, of their rotary angles
+    slots:          [T] places in the cache; a token with a negative slot is not stored
+    """
+
+    cosines: Tensor
+    sines: Tensor
+    slots: Tensor
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows"])
@@ -151,30 +163,20 @@ def _rope_and_store_kv_kernel(
 
 
 def rope_and_store_kv(
-    qkv: Tensor,
-    cosines: Tensor,
-    sines: Tensor,
-    slots: Tensor,
-    norms: Tensor | None,
-    eps: float,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    qkv: Tensor, positions: Positions, norms: Tensor | None, eps: float, query: Tensor, keys: Tensor, values: Tensor
 ) -> None:
-    """Norms and rotates a step's queries and keys, and puts keys and values into one layer's cache.
+    """Norms and rotates a step's queries and keys, and stores keys and values in the cache of one layer.
 
-    mixed:          [T, (heads + 2 * kv_heads) * head_dim] queries, keys and values as their matrix gives them
-    cosines, sines: [T, head_dim / 2] float32
-    slots:          [T] place of each token in the cache; a negative one is not written
-    norms:          [2 * head_dim] weights of the norms of queries, then of keys, where a model has them
-    query:          [T, heads, head_dim], written
-    keys, values:   [num_blocks, kv_heads, block_size, head_dim], written
+    qkv:          [T, (heads + 2 * kv_heads) * head_dim] queries, keys and values as their matrix gives them
+    norms:        [2 * head_dim] weights of the norms of queries, then of keys, if the model has them
+    query:        [T, heads, head_dim], written
+    keys, values: [num_blocks, kv_heads, block_size, head_dim], written
     """
     _, kv_heads, block_size, dim = keys.shape
     group = query.shape[1] // kv_heads
     tile, half = triton.next_power_of_2(group), triton.next_power_of_2(dim // 2)
     _rope_and_store_kv_kernel[(len(query), kv_heads)](
-        qkv, cosines, sines, slots, qkv if norms is None else norms, query, keys, values, eps,
+        qkv, *positions, qkv if norms is None else norms, query, keys, values, eps,
         kv_heads, group, dim, block_size, tile, half, norms is not None, num_warps=_warps(tile * half // 8),
     )  # fmt: skip
 
