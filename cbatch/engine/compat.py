@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 NO_REFERENCE_COUNTS = {"_nrt": False}
@@ -76,21 +75,3 @@ def new_callback(function: Callable[..., None], signature: Any) -> Any:
 
     arguments, result = sigutils.normalize_signature(signature)
     return CFunc(function, (arguments, result), locals={}, options={"nopython": True, **NO_REFERENCE_COUNTS})
-
-
-def find_model_file(source: str, revision: str | None, name: str) -> Path | None:
-    """A file of a model on the hub, from the local cache if it is there; None if it cannot be had.
-
-    Private in transformers 5.17 to 5.23: the arguments with which `cached_file` returns None instead of raising.
-    """
-    from transformers.utils import cached_file
-
-    found = cached_file(
-        source,
-        name,
-        revision=revision,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-        _raise_exceptions_for_gated_repo=False,
-    )
-    return None if found is None else Path(found)

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numba import njit, types
-from transformers import utils
 
-from cbatch.engine.compat import NO_REFERENCE_COUNTS, find_model_file, keep_compiled, new_callback
+from cbatch.engine.compat import NO_REFERENCE_COUNTS, keep_compiled, new_callback
 
 
 def add_up(numbers: Any, total: Any) -> None:
@@ -77,11 +76,3 @@ def test_numba_counts_no_references() -> None:
         return any("NRT_incref" in code for code in compiled.inspect_llvm().values())
 
     assert counts() and not counts(**NO_REFERENCE_COUNTS)
-
-
-def test_transformers_returns_none_for_files_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the private arguments of `cached_file`: a file that a model does not have, or no network, is no error."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(OSError):
-        utils.cached_file("cbatch/no-such-model", "generation_config.json")
-    assert find_model_file("cbatch/no-such-model", None, "generation_config.json") is None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from cbatch.engine.base.errors import ModelError
+from cbatch.engine.base.model_files import read_json_object, weight_files
 
 NAMES_AND_VERSIONS = ("_name_or_path", "name_or_path", "transformers_version", "tokenizer_file")
 """Keys of a model's JSON files that say where it came from, not what it is."""
@@ -25,35 +26,15 @@ def fingerprint(folder: Path) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     for name in ("config.json", "tokenizer_config.json", "special_tokens_map.json"):
-        digest.update(_settings(folder / name))
+        settings = read_json_object(folder / name)
+        kept = {key: value for key, value in settings.items() if key not in NAMES_AND_VERSIONS}
+        digest.update(json.dumps(kept, sort_keys=True).encode())
     for path in sorted(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()):
         digest.update(hashlib.blake2b(path.read_bytes()).digest())
-    for path in _weight_files(folder):
+    for path in weight_files(folder) or sorted(folder.glob("*.safetensors")):
         for sample in _samples(path):
             digest.update(sample)
     return digest.hexdigest()
-
-
-def _settings(path: Path) -> bytes:
-    """A JSON file's content without what is left out; empty where there is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}.") from error
-    if isinstance(content, dict):
-        content = {name: value for name, value in content.items() if name not in NAMES_AND_VERSIONS}
-    return json.dumps(content, sort_keys=True).encode()
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that the weights are loaded from; other exports of them may lie beside."""
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    if index.is_file():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return [folder / name for name in sorted(set(names))]
-    return sorted(folder.glob("*.safetensors"))
 
 
 def _samples(path: Path) -> Iterator[bytes]:

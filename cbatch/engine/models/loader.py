@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 
 from cbatch.engine.base.errors import ConfigError, EngineError, ModelError, RequestError
+from cbatch.engine.base.model_files import model_folder, read_json_object
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.compat import find_model_file
 from cbatch.engine.models.base import Model
 from cbatch.engine.models.checkpoint import load_fast_model
 from cbatch.engine.models.fingerprint import fingerprint
@@ -122,7 +121,8 @@ def load_model(
         else:
             network = make_network()
             make_network, config = lambda: network, network.config.get_text_config().to_dict()
-    settings = _read_json(source, revision, "generation_config.json")
+    folder = model_folder(source, revision, ["config.json", "generation_config.json"])
+    settings = read_json_object(folder / "generation_config.json")
     try:
         defaults = _sampling_defaults(settings)
         eos_ids = _eos_ids(settings, config)
@@ -136,7 +136,7 @@ def load_model(
         eos_ids=eos_ids,
         max_tokens=settings.get("max_new_tokens"),
         not_applied=tuple(key for key in NOT_APPLIED if settings.get(key) not in (None, NOT_APPLIED[key])),
-        fingerprint=fingerprint(_folder(source, revision)),
+        fingerprint=fingerprint(folder),
         decoder=decoder,
     )
 
@@ -215,35 +215,6 @@ def _load_tokenizer(source: str, revision: str | None) -> ChatTokenizer | None:
     if not getattr(original, "is_fast", False):
         raise ModelError(f"The tokenizer of {source} has no tokenizer.json, which is needed for streaming text.")
     return ChatTokenizer(from_transformers(original))
-
-
-def _folder(source: str, revision: str | None) -> Path:
-    """Where the files of a model lie that has been loaded: its folder, or its snapshot in the hub's cache."""
-    if Path(source).is_dir():
-        return Path(source)
-    from transformers.utils import cached_file
-
-    return Path(cached_file(source, "config.json", revision=revision)).parent
-
-
-def _read_json(source: str, revision: str | None, name: str) -> dict[str, Any]:
-    """A JSON file of the model's folder; empty where there is none."""
-    path = _find_file(source, revision, name)
-    if path is None:
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{name} of {source} is not valid JSON: {error}.") from error
-    return content if isinstance(content, dict) else {}
-
-
-def _find_file(source: str, revision: str | None, name: str) -> Path | None:
-    """A file of a model, downloaded if it has to be; None if the model has no such file."""
-    if not Path(source).is_dir():
-        return find_model_file(source, revision, name)
-    path = Path(source) / name
-    return path if path.is_file() else None
 
 
 def _sampling_defaults(settings: dict[str, Any]) -> SamplingParams:

@@ -7,7 +7,6 @@ the model's type, and keys and files of older versions; this module knows the si
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,8 @@ from tokenizers.models import BPE
 from tokenizers.normalizers import NFC
 from tokenizers.pre_tokenizers import ByteLevel, Split
 from tokenizers.pre_tokenizers import Sequence as PreTokenizers
+
+from cbatch.engine.base.model_files import read_json_object
 
 VERBATIM_CLASSES = frozenset(("TokenizersBackend", "PreTrainedTokenizerFast"))
 """Classes of transformers that take `tokenizer.json` as it is: one class with a new name and an old one."""
@@ -96,7 +97,7 @@ def from_folder(folder: Path) -> TextTokenizer | None:
     None where that is not certain, and where something is wrong with the files, which transformers then says.
     """
     try:
-        config, settings = (_read(folder / name) for name in ("config.json", "tokenizer_config.json"))
+        config, settings = (read_json_object(folder / name) for name in ("config.json", "tokenizer_config.json"))
         if not _is_known(folder, settings):
             return None
         template = _chat_template(folder, settings.get("chat_template"))
@@ -110,13 +111,6 @@ def from_folder(folder: Path) -> TextTokenizer | None:
         return None
     bos = special_tokens.get("bos_token")
     return TextTokenizer(backend, None if bos is None else backend.token_to_id(bos), template, special_tokens)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise TypeError(path.name)
-    return content
 
 
 def _content(token: Any) -> str:

@@ -1,0 +1,49 @@
+"""The files of a model: in a folder, or in the snapshot of a Hugging Face repository."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cbatch.engine.base.errors import ModelError
+
+WEIGHTS_INDEX = "model.safetensors.index.json"
+
+
+class InvalidFile(ModelError):
+    """A file of a model that does not hold what it should."""
+
+
+def model_folder(source: str, revision: str | None, patterns: Sequence[str] = ("config.json",)) -> Path:
+    """The folder `source`; for a hub id, its snapshot, into which the files that match are downloaded.
+
+    Raises OSError if the hub cannot be reached and the snapshot is not in its cache.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(source, revision=revision, allow_patterns=list(patterns)))
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is no such file. Raises InvalidFile if it is something else."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidFile(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise InvalidFile(f"{path} is not a JSON object.")
+    return content
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers would load; other exports of the weights may lie beside them."""
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    names = read_json_object(folder / WEIGHTS_INDEX).get("weight_map", {}).values()
+    return [folder / name for name in sorted(set(names))]
