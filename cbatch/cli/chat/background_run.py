@@ -1,4 +1,4 @@
-"""`/run`: a batch on the chat's own engine, behind every answer in its order."""
+"""`/run`: a batch on the chat's own engine; replies in the chat go first."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ if TYPE_CHECKING:
     from cbatch.engine import EngineThread
 
 CLOSE_SECONDS = 10.0
-"""Longest time that leaving waits for a batch to write down what is finished."""
+"""How long leaving the chat waits for a batch to write its finished rows."""
 
 
 class BackgroundRun:
-    """One batch at a time, on a thread of its own. It tells what comes of it by notices on stderr."""
+    """Runs one batch at a time, on a thread of its own, and reports on stderr."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._pipeline: Pipeline | None = None
         self._is_stopping = False
         self.progress = ""
-        """How far it is, for a status line; empty while there is none."""
+        """How far the batch is, for the status bar; empty if there is none."""
 
     @property
     def is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, engine_thread: EngineThread, command_line: str) -> str:
-        """Begins with what the options of `cbatch run` say, and returns the name of the output.
+        """Starts a batch with the options of `cbatch run`, and returns the name of its output.
 
-        Raises UserError where they are wrong, or where a batch is running.
+        Raises UserError if they are wrong, or a batch is running already.
         """
         if self.is_running:
-            raise UserError("A batch is running; /run stop ends it.")
-        options = parse(command_line)
+            raise UserError("A batch is running already; /run stop ends it.")
+        options = parse_run_options(command_line)
         try:
             options.check_usage()
         except ConfigError as error:
@@ -63,15 +63,15 @@ class BackgroundRun:
         return options.output
 
     def stop(self) -> None:
-        """Ends the batch after what is finished; it may be gone on with by --resume."""
+        """Interrupts the batch; --resume continues it later."""
         self._is_stopping = True
         if (pipeline := self._pipeline) is not None:
             pipeline.interrupt(signal.SIGINT)
 
     def close(self) -> None:
-        """Stops, and waits for it a while."""
+        """Stops the batch and waits a while for it to end."""
         if self._thread is not None and self.is_running:
-            notice("waiting for the batch to write what is finished; Ctrl-C leaves at once")
+            notice("waiting for the batch to write its finished rows; Ctrl-C leaves at once")
             self.stop()
             self._thread.join(CLOSE_SECONDS)
 
@@ -80,13 +80,13 @@ class BackgroundRun:
         try:
             self._run_rows(engine_thread, options)
         except ReaderGone:
-            notice(f"{name}: nobody reads {options.output} any more.")
+            notice(f"{name}: the reader of {options.output} went away.")
         except (Interrupted, CbatchError) as error:
             notice(f"{name}: {error}")
         except OSError as error:
-            notice(f"{name}: {error.strerror or error!r}; what was finished is written.")
-        except Exception as error:  # a mistake of ours ends the batch with a sentence, and not the chat
-            notice(f"{name}: {error!r}; what was finished is written.")
+            notice(f"{name}: {error.strerror or error!r}; finished rows are on disk.")
+        except Exception as error:  # a bug ends the batch with a sentence, but not the chat
+            notice(f"{name}: {error!r}; finished rows are on disk.")
         finally:
             self.progress = ""
 
@@ -107,7 +107,7 @@ class BackgroundRun:
                     progress=self._display,
                     while_running=self._running,
                 )
-        notice(f"/run {options.input} is done; its rows are in {options.output}")
+        notice(f"/run {options.input} is done; the output is in {options.output}")
 
     @contextmanager
     def _running(self, pipeline: Pipeline) -> Iterator[None]:
@@ -124,7 +124,7 @@ class BackgroundRun:
 
 
 class BackgroundProgress:
-    """Keeps the progress of a batch up to date."""
+    """The progress display of a batch: writes to `BackgroundRun.progress`."""
 
     def __init__(self, background: BackgroundRun, total: int | None, state: ProgressState) -> None:
         self._background, self._state = background, state
@@ -142,26 +142,26 @@ class BackgroundProgress:
         pass
 
 
-def parse(command_line: str) -> RunOptions:
-    """The options of `cbatch run` from what was typed. Raises UserError where they cannot serve here."""
+def parse_run_options(command_line: str) -> RunOptions:
+    """Reads the options of `cbatch run` from what was typed. Raises UserError if they make no sense here."""
     try:
         words = [str(as_path(word)) if word.startswith("~") else word for word in shlex.split(command_line)]
         context = run.make_context("run", words, auto_envvar_prefix="CBATCH_RUN")
     except ValueError as error:
         raise UserError(f"/run: {error}.") from error
-    except click.exceptions.Exit as error:  # of --help, which has no screen to print on here
-        raise UserError("/run FILE -o OUT takes the options of `cbatch run`; its --help shows them.") from error
+    except click.exceptions.Exit as error:  # --help has no screen to print on
+        raise UserError("/run FILE -o OUT takes the options of cbatch run; cbatch run --help lists them.") from error
     except click.ClickException as error:
         raise UserError(f"/run: {error.format_message()}") from error
     options = make_options(RunOptions, context.params)
     if "-" in (options.input, options.output):
-        raise UserError("/run needs a file of rows and a file for the output: /run FILE -o OUT.")
+        raise UserError("/run needs an input file and an output file: /run FILE -o OUT.")
     for name in (options.input, options.output):
-        if Path(name).exists() and not Path(name).is_file():  # a pipe could not be stopped
-            raise UserError(f"/run reads and writes files, and {name} is none.")
+        if Path(name).exists() and not Path(name).is_file():  # a pipe could block for ever
+            raise UserError(f"/run reads and writes regular files; {name} is not one.")
     if options.check:
-        raise UserError("--check is for the shell: cbatch run FILE --check.")
+        raise UserError("--check only works in the shell: cbatch run FILE --check.")
     for name in (*ENGINE_FIELDS, "trace"):
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise UserError(f"--{name.replace('_', '-')} cannot be changed here: the engine is there already.")
+            raise UserError(f"--{name.replace('_', '-')} cannot be changed here: the engine is running already.")
     return options

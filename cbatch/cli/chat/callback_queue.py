@@ -1,4 +1,4 @@
-"""How other threads speak to that of the front end."""
+"""How other threads run something on the front end's thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 class CallbackQueue:
-    """Functions that the front end's thread is to call, in the order in which other threads put them here."""
+    """Callbacks from other threads, which the front end's thread runs in order."""
 
     def __init__(self) -> None:
         self._wake: Callable[[], object] = lambda: None
@@ -16,16 +16,16 @@ class CallbackQueue:
         self._callbacks: deque[Callable[[], None]] = deque()
 
     def set_wake(self, wake: Callable[[], object]) -> None:
-        """`wake` is called by whoever puts something, once until `run_all` begins; and here, where something waits."""
+        """Sets what `put` calls to have `run_all` called; once is enough until that begins."""
         self._wake = wake
         if self._callbacks:
             wake()
 
-    def put(self, call: Callable[[], None]) -> None:
-        self._callbacks.append(call)
+    def put(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
         if not self._is_awake:
             self._is_awake = True
-            with suppress(RuntimeError):  # of an event loop that has just been closed
+            with suppress(RuntimeError):  # from an event loop that was just closed
                 self._wake()
 
     def run_all(self) -> None:
@@ -34,5 +34,5 @@ class CallbackQueue:
             while self._callbacks:
                 self._callbacks.popleft()()
         finally:
-            if self._callbacks:  # after one that raised
+            if self._callbacks:  # one of them raised
                 self._wake()

@@ -203,7 +203,7 @@ class EngineClient:
 
 def _fits(engine: Engine, prompt_ids: Sequence[int], params: SamplingParams) -> bool:
     """Whether a prompt leaves room for a reply of `max_tokens`, or of a quarter of the context if that is less."""
-    quarter = engine.model.max_model_len // 4
+    quarter = engine.limits.max_model_len // 4
     try:
         return engine.limits.sequence.max_new_tokens(len(prompt_ids)) >= min(params.max_tokens or quarter, quarter)
     except RequestError:

@@ -1,4 +1,4 @@
-"""Chat without a terminal: each line of stdin is a turn of one conversation, each answer goes to stdout."""
+"""Chat without a terminal: each line of stdin is a message of one conversation, and the replies go to stdout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cbatch.engine import EngineError
 
 
 class Pipe:
-    """Says lines to a room, one after the other, and writes its answers down as they come."""
+    """Sends lines one after the other, and writes the replies as they stream."""
 
     def __init__(self, output: TextIO) -> None:
         self._output = output
@@ -26,30 +26,30 @@ class Pipe:
         self._is_open = False
         self._error: BaseException | None = None
 
-    def _on_open(self, error: BaseException | None) -> None:
-        self._is_open, self._error = True, error
-
-    def _on_token(self, session: Session, reply: Reply, text: str) -> None:
-        self._write(text)
-
     def run(self, controller: ChatController, lines: Iterable[Line]) -> bool:
-        """True where every line was answered. Raises what kept the engine from opening, ReaderGone, and RunFailed."""
+        """Returns whether every line got a reply. Raises what kept the engine from opening, ReaderGone, RunFailed."""
         controller.on_token = self._on_token
         controller.client.start(self._callbacks.put, self._on_open)
         while not self._is_open:
             self._callbacks.get()()
         if self._error is not None:
             raise self._error
-        failures = 0
+        num_failures = 0
         for line in lines:
-            wrong = self._answer(controller, line)
-            if wrong:
-                failures += 1
-                notice(f"line {line.index + 1}: {wrong}")
-        return not failures
+            problem = self._reply_to(controller, line)
+            if problem:
+                num_failures += 1
+                notice(f"line {line.index + 1}: {problem}")
+        return not num_failures
 
-    def _answer(self, controller: ChatController, line: Line) -> str:
-        """Has one line answered. Returns what is wrong with it, if something is."""
+    def _on_open(self, error: BaseException | None) -> None:
+        self._is_open, self._error = True, error
+
+    def _on_token(self, session: Session, reply: Reply, text: str) -> None:
+        self._write(text)
+
+    def _reply_to(self, controller: ChatController, line: Line) -> str:
+        """Writes the reply to one line. Returns what went wrong; empty if nothing did."""
         if line.data is None:
             return f"longer than {MAX_LINE_BYTES >> 20} MiB"
         try:
@@ -67,7 +67,7 @@ class Pipe:
         if controller.client.failure is not None:
             raise EngineError(reply.error)
         if reply.code == "prompt_too_long":
-            return f"{reply.error} --auto-trim leaves out the oldest turns."
+            return f"{reply.error} --auto-trim drops the oldest turns."
         return reply.error
 
     def _write(self, text: str) -> None:
@@ -75,7 +75,7 @@ class Pipe:
             self._output.write(self._filter(text))
             self._output.flush()
         except BrokenPipeError as error:
-            sys.stdout = None  # nothing is left to be flushed into it
+            sys.stdout = None  # so that nothing is flushed into it at exit
             raise ReaderGone from error
         except OSError as error:
             raise RunFailed(f"Cannot write the output: {error.strerror}.") from error

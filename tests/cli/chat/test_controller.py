@@ -205,7 +205,7 @@ def test_a_batch_that_ends_early_leaves_the_engine_to_the_chat(harness: ChatHarn
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     background = BackgroundRun()
     background.start(engine_thread, f"{source} -o {out} --window 50")
-    with pytest.raises(UserError, match="A batch is running"):
+    with pytest.raises(UserError, match="A batch is running already"):
         background.start(engine_thread, f"{source} -o {out}")
     end = time.monotonic() + PATIENCE
     while not (out.exists() and out.read_bytes()):
@@ -223,14 +223,14 @@ def test_a_batch_that_ends_early_leaves_the_engine_to_the_chat(harness: ChatHarn
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "needs a file of rows"),
-        ("in.jsonl", "needs a file of rows"),
+        ("", "needs an input file"),
+        ("in.jsonl", "needs an input file"),
         ("in.jsonl -o", "requires an argument"),
         ("in.jsonl -o out.jsonl --no-such", "No such option"),
         ("in.jsonl -o out.jsonl --model x", "--model cannot be changed"),
         ("in.jsonl -o out.jsonl --target-step-ms 20", "--target-step-ms cannot be changed"),
         ("in.jsonl -o out.jsonl --retry-errors", "goes with --resume"),
-        ("in.jsonl -o /dev/null", "is none"),
+        ("in.jsonl -o /dev/null", "is not one"),
         ("'in.jsonl", "No closing quotation"),
         ("--help", "takes the options"),
         ("~nobody-here/x -o y", "no such user"),
@@ -392,13 +392,13 @@ def test_two_chats_do_not_overwrite_each_other(harness: ChatHarness, tmp_path: P
     harness.ask(first, "My name is Ada.")
     stores[0].wait()
     (path,) = (tmp_path / "sessions").glob("*.json")
-    stores[1]._stamp = "other"
+    stores[1]._run_id = "other"
     stores[1].set_path(second.add(read_session(path)), path)
     harness.ask(first, "Hello.")
     stores[0].wait()
     harness.ask(second, "What is my name?")
     stores[1].wait()
-    assert "Another chat has written" in stores[1].save_error
+    assert "Another chat has changed" in stores[1].save_error
     kept = {tuple(turn.text for turn in read_session(found).turns) for found in path.parent.glob("*.json")}
     assert kept == {("My name is Ada.", "Hello."), ("My name is Ada.", "What is my name?")}
 
@@ -410,7 +410,7 @@ def test_a_disk_that_fails_costs_no_conversation(harness: ChatHarness, tmp_path:
     controller = harness.make(store=store)
     assert harness.ask(controller, "My name is Ada.")
     store.close()
-    assert "cannot be kept" in store.save_error and store.num_written == 0
+    assert "cannot be saved" in store.save_error and store.num_written == 0
 
 
 GOOD: dict[str, Any] = {

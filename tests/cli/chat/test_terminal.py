@@ -102,7 +102,7 @@ def test_fork_retry_pick_and_undo(runs: ForkServer, tmp_path: Path) -> None:
         chat.say("My name is Ada.")
         chat.wait("Ada!")
         chat.say("/fork twin")
-        chat.wait("[2 twin]", "from here on apart from main")
+        chat.wait("[2 twin]", "forked from main")
         chat.say("What is my name?")
         chat.wait("Your name is Ada.")
         chat.say("/retry 3")
@@ -114,7 +114,7 @@ def test_fork_retry_pick_and_undo(runs: ForkServer, tmp_path: Path) -> None:
         chat.wait("twin> What is my name?", gone="Your name is")
         chat.send("\x03")
         chat.say("/switch main")
-        chat.wait("[1 main]", gone="apart from")
+        chat.wait("[1 main]", gone="forked from")
 
 
 def test_a_batch_runs_under_a_live_chat(runs: ForkServer, tmp_path: Path) -> None:

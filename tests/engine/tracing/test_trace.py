@@ -21,7 +21,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbatch.cli.chat.background_run import parse
+from cbatch.cli.chat.background_run import parse_run_options
 from cbatch.cli.main import run_command
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.base.outputs import TokenEvent
@@ -326,9 +326,9 @@ def test_what_is_refused_by_the_command(tmp_path: Path, capfd: pytest.CaptureFix
 
 
 def test_a_batch_under_a_chat_has_no_trace_of_its_own() -> None:
-    """Guards `/run --trace`, which could not be kept: the engine is there already."""
+    """Guards `/run --trace`, which could not be kept: the engine is running already."""
     with pytest.raises(ConfigError, match="--trace cannot be changed here"):
-        parse("in.jsonl -o out.jsonl --trace t.json")
+        parse_run_options("in.jsonl -o out.jsonl --trace t.json")
 
 
 def cbatch(*arguments: str, text: str) -> tuple[str, list[str]]:

@@ -1,4 +1,4 @@
-"""What Tab completes: commands, and the names, parameters and files that they take."""
+"""What Tab completes: commands, and the names, parameters and files they take."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ class CommandCompleter(Completer):
         if kind == "session":
             return [session.name for session in self._controller.sessions]
         if kind == "saved":
-            return self._store.names()
+            return self._store.saved_names()
         return {"parameter": list(SETTABLE), "command": list(COMMANDS)}.get(kind, [])

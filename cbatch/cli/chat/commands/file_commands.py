@@ -1,4 +1,4 @@
-"""Commands about files: keeping sessions, handing them on, and running a batch underneath."""
+"""Commands for files: saving, loading and exporting sessions, and running a batch in the background."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from cbatch.cli.common.exits import UserError
 
 @command("save", "[NAME]", "saved")
 def do_save(context: CommandContext, name: str) -> None:
-    """keeps this session under a name"""
+    """save this session under a name"""
     path = context.store.save_as(context.session, name or context.session.name)
     if path.parent == context.store.sessions_folder.resolve() and path.stem != context.session.name:
-        with suppress(UserError):  # a name of more than one word, or that of another session
+        with suppress(UserError):  # it is more than one word, or another session's name
             context.controller.rename(context.session, path.stem)
             context.store.save_as(context.session, str(path))
     is_kept = context.controller.store is not None
-    later = "and kept there from now on" if is_kept else "as it is now; --no-history keeps no more"
+    later = "and kept up to date there" if is_kept else "as it is now; with --no-history it is not kept up to date"
     context.show(f"saved as {path}, {later}")
 
 
 @command("load", "[NAME|NUMBER|FILE]", "saved")
 def do_load(context: CommandContext, which: str) -> None:
-    """opens a saved session, or lists them"""
+    """open a saved session, or list them"""
     if not which:
-        context.listed_sessions = context.store.saved()[:20]
+        context.listed_sessions = context.store.list_saved()[:20]
         lines = [_saved_line(number, saved) for number, saved in enumerate(context.listed_sessions, start=1)]
-        context.show(*(lines or ["nothing is saved yet"]))
+        context.show(*(lines or ["no session is saved yet"]))
         return
     path = _find_saved(context, which)
     for session in context.controller.sessions:
-        if context.store.saved_path(session) == path:  # two of them in one file would overwrite each other
+        if context.store.saved_path(session) == path:  # two sessions would overwrite each other in one file
             context.controller.switch(session)
-            context.show("it is open here")
+            context.show("this session is open already")
             return
     context.store.wait()
     loaded = context.controller.add_loaded(read_session(path))
@@ -49,50 +49,51 @@ def do_load(context: CommandContext, which: str) -> None:
 
 @command("export", "FILE", "file")
 def do_export(context: CommandContext, name: str) -> None:
-    """FILE.md to read, FILE.jsonl for cbatch run"""
+    """write FILE.md to read, FILE.jsonl for cbatch run"""
     require_argument(name, "/export FILE.md or /export FILE.jsonl")
     path, session = as_path(name), context.session
     engine_thread = context.controller.client.engine_thread
     if session.last is None or engine_thread is None:
-        raise UserError("There is no message yet." if session.last is None else "The model is still being loaded.")
+        raise UserError("There is no message yet." if session.last is None else "The model is still loading.")
     if path.suffix == ".md":
         write_markdown(path, to_markdown(session, engine_thread.engine.loaded.name))
     elif path.suffix == ".jsonl":
         reply = session.last.reply
         params = context.controller.client.params(reply.params if reply else {})
         engine = engine_thread.engine
-        row = to_row(session, params, engine.model.max_model_len, as_messages=takes_messages(engine))
+        row = to_row(session, params, engine.limits.max_model_len, as_messages=takes_messages(engine))
         append_row(path, row)
     else:
-        raise UserError(f"{name} ends neither in .md nor in .jsonl.")
+        raise UserError(f"{name} must end in .md or .jsonl.")
     context.show(f"written to {path}")
 
 
 @command("run", "FILE -o OUT | stop", "file")
 def do_run(context: CommandContext, line: str) -> None:
-    """a batch underneath, as cbatch run does it"""
+    """run a batch in the background, like cbatch run"""
     engine_thread = context.controller.client.engine_thread
     if line == "stop":
         if not context.background.is_running:
             raise UserError("No batch is running.")
         context.background.stop()
     elif engine_thread is None:
-        raise UserError("The model is still being loaded.")
+        raise UserError("The model is still loading.")
     else:
-        context.show(f"it writes into {context.background.start(engine_thread, line)}; answers here go before it")
+        output = context.background.start(engine_thread, line)
+        context.show(f"the batch writes to {output}; replies in the chat go first")
 
 
 @command("read", "FILE", "file")
 def do_read(context: CommandContext, name: str) -> None:
-    """puts a file's text before the next message"""
+    """put a file's text before the next message"""
     require_argument(name, "/read FILE")
     text = read_text(as_path(name))
     context.session.attached.append(text)
-    context.show(f"{name}, {len(text):,} characters, goes before your next message")
+    context.show(f"{name} ({len(text):,} characters) goes before your next message")
 
 
 def _find_saved(context: CommandContext, which: str) -> Path:
-    """By the number in the last list, the name of a file, or that of the newest session that is called so."""
+    """Finds a session by its number in the last list, by its file, or by its name: the newest one of that name."""
     numbered = {str(number): saved.path for number, saved in enumerate(context.listed_sessions, start=1)}
     if which in numbered:
         return numbered[which]
@@ -105,7 +106,7 @@ def _find_saved(context: CommandContext, which: str) -> Path:
         refusal = error
     except OSError as error:
         raise UserError(f"Cannot read {which[:80]}: {error.strerror}.") from error
-    for saved in context.store.saved():
+    for saved in context.store.list_saved():
         if saved.name == which:
             return saved.path
     if refusal is not None:
@@ -114,5 +115,5 @@ def _find_saved(context: CommandContext, which: str) -> Path:
 
 
 def _saved_line(number: int, saved: SavedSession) -> str:
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(saved.when))
-    return f"{number:>2}  {when}  {saved.name:<12} {format_turn_count(saved.turns)}  {saved.preview}"
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(saved.modified_at))
+    return f"{number:>2}  {when}  {saved.name:<12} {format_turn_count(saved.num_turns)}  {saved.preview}"

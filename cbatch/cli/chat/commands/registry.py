@@ -1,4 +1,4 @@
-"""Where commands are carried out: what they act upon, and the table they stand in."""
+"""The table of slash commands, and what they act on."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class CommandUI(Protocol):
         """Ends the chat."""
 
     def set_input(self, text: str) -> None:
-        """Puts a text into the input line."""
+        """Replaces the text in the input line."""
 
     def open_editor(self, text: str, then: Callable[[str], None]) -> None:
-        """Opens a text in the user's editor, and hands on what becomes of it, if that is not nothing."""
+        """Opens a text in the user's editor. Calls `then` with the result if the user changed it."""
 
 
 @dataclass(slots=True)
 class CommandContext:
-    """What commands act upon.
+    """What commands act on.
 
-    store:  where `/save` and `/load` look, also where nothing is kept by itself
-    listed: what `/load` has shown last, whose numbers it takes
+    store:           where `/save` and `/load` look, even if nothing is saved automatically
+    listed_sessions: what `/load` listed last; it also takes the numbers of that list
     """
 
     controller: ChatController
@@ -48,7 +48,7 @@ class CommandContext:
         return self.controller.current
 
     def show(self, *lines: str) -> None:
-        """Answers with a note in the current session."""
+        """Shows a notice in the current session."""
         self.session.add_notice("\n".join(lines))
 
 
@@ -59,8 +59,8 @@ CommandHandler = Callable[[CommandContext, str], None]
 class Command:
     """What can be typed after a slash.
 
-    usage:    its arguments, as help shows them
-    argument: what Tab completes there: `session`, `file`, `saved`, `parameter`, `command`, or nothing
+    usage:    its arguments, as `/help` shows them
+    argument: what Tab completes: `session`, `file`, `saved`, `parameter`, `command`, or nothing
     """
 
     name: str
@@ -75,7 +75,7 @@ ALIASES = {"quit": "exit", "?": "help"}
 
 
 def command(name: str, usage: str = "", argument: str = "") -> Callable[[CommandHandler], CommandHandler]:
-    """Puts a function into the table; its docstring is its help."""
+    """Registers a function as a command; its docstring is its line in `/help`."""
 
     def register(handler: CommandHandler) -> CommandHandler:
         COMMANDS[name] = Command(name, usage, (handler.__doc__ or "").strip(), handler, argument)
@@ -85,30 +85,30 @@ def command(name: str, usage: str = "", argument: str = "") -> Callable[[Command
 
 
 def execute_command(context: CommandContext, line: str) -> None:
-    """Does what a line says that begins with a slash. Raises UserError, a sentence for whoever typed it."""
+    """Runs a line that begins with a slash. Raises UserError if it cannot be done."""
     name, argument = [*line[1:].split(maxsplit=1), "", ""][:2]
     found = COMMANDS.get(ALIASES.get(name, name))
     if found is None:
         close = difflib.get_close_matches(name, COMMANDS, 1)
         context.ui.set_input(line)
-        meant = f"did you mean /{close[0]}?" if close else "/help shows them."
-        raise UserError(f"There is no command /{name[:40]}; {meant} (// at the beginning says it to the model.)")
+        hint = f"did you mean /{close[0]}?" if close else "/help lists the commands."
+        raise UserError(f"There is no command /{name[:40]}; {hint} (Begin with // to send the line to the model.)")
     found.handler(context, argument.strip())
 
 
 def require_argument(argument: str, usage: str) -> None:
-    """Raises UserError where nothing was given."""
+    """Raises UserError if nothing was typed after the command."""
     if not argument:
         raise UserError(f"Something is missing: {usage}")
 
 
 def parse_number(text: str, low: int, high: int) -> int:
-    """A number that was typed. Raises UserError where it is none, or out of range."""
+    """A number that was typed. Raises UserError if it is not one from `low` to `high`."""
     if not (text.isascii() and text.isdecimal() and len(text) < 10 and low <= int(text) <= high):
-        raise UserError(f"A number from {low} to {high} is needed, not {text or 'nothing'}.")
+        raise UserError(f"Type a number from {low} to {high}, not {text or 'nothing'}.")
     return int(text)
 
 
-def format_turn_count(turns: int) -> str:
-    """How many turns, for a column."""
-    return f"{turns:>3} turn{' ' if turns == 1 else 's'}"
+def format_turn_count(count: int) -> str:
+    """Like `  3 turns`; always of the same width."""
+    return f"{count:>3} turn{' ' if count == 1 else 's'}"

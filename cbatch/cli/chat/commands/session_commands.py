@@ -1,4 +1,4 @@
-"""Commands about sessions, their turns and their settings."""
+"""Commands for sessions, their turns and their settings."""
 
 from __future__ import annotations
 
@@ -23,44 +23,44 @@ SETTABLE = tuple(name for name in PARAM_NAMES if name not in ("seed", *RUN_ONLY_
 
 KEYS = (
     "",
-    "Enter sends            Alt-Enter begins a new line    Ctrl-X Ctrl-E $EDITOR",
-    "Alt-1 … 9, Ctrl-arrows go to another session          PageUp, PageDown scroll",
-    "Tab completes          Ctrl-R searches what was typed",
-    "Ctrl-C stops this session's answer                    Ctrl-D leaves",
-    "In the bar … marks a session that is answering, * one with something unread.",
+    "Enter sends            Alt-Enter starts a new line    Ctrl-X Ctrl-E: $EDITOR",
+    "Alt-1 … 9, Ctrl-Left and Ctrl-Right switch sessions   PageUp, PageDown scroll",
+    "Tab completes          Ctrl-R searches what you typed",
+    "Ctrl-C stops the reply in this session                Ctrl-D leaves",
+    "In the bar, … marks a session that is replying, * one with something unread.",
 )
 
 
 @command("help", "[COMMAND]", "command")
 def do_help(context: CommandContext, name: str) -> None:
-    """this list"""
-    if name and name.lstrip("/") not in COMMANDS:
-        raise UserError(f"There is no command /{name.lstrip('/')[:40]}; /help alone shows them all.")
-    shown = [COMMANDS[name.lstrip("/")]] if name.lstrip("/") in COMMANDS else list(COMMANDS.values())
-    shown.sort(key=lambda item: item.name)
+    """list the commands"""
+    name = name.lstrip("/")
+    if name and name not in COMMANDS:
+        raise UserError(f"There is no command /{name[:40]}; /help lists all of them.")
+    shown = [COMMANDS[name]] if name else sorted(COMMANDS.values(), key=lambda item: item.name)
     lines = [f"/{item.name} {item.usage}".ljust(25) + f" {item.description}" for item in shown]
-    context.show(*lines, *(KEYS if len(shown) > 1 else []))
+    context.show(*lines, *(() if name else KEYS))
 
 
 @command("new", "[NAME]")
 def do_new(context: CommandContext, name: str) -> None:
-    """opens a session"""
+    """open a new session"""
     context.controller.new_session(name or None)
 
 
 @command("switch", "NAME|NUMBER", "session")
 def do_switch(context: CommandContext, name: str) -> None:
-    """goes to a session"""
+    """go to a session"""
     require_argument(name, "/switch NAME or /switch NUMBER")
     context.controller.switch(context.controller.find(name))
 
 
 @command("list")
 def do_list(context: CommandContext, _: str) -> None:
-    """shows the sessions"""
+    """list the open sessions"""
     lines = []
     for number, session in enumerate(context.controller.sessions, start=1):
-        state = "answering" if session.is_busy else "unread" if session.is_unread else ""
+        state = "replying" if session.is_busy else "unread" if session.is_unread else ""
         words = " ".join(session.turns[0].text.split())[:40] if session.turns else "empty"
         lines.append(f"{number} {session.name:<12} {format_turn_count(len(session.turns))}  {state:<10} {words}")
     context.show(*lines)
@@ -68,28 +68,28 @@ def do_list(context: CommandContext, _: str) -> None:
 
 @command("rename", "NAME")
 def do_rename(context: CommandContext, name: str) -> None:
-    """gives this session another name"""
+    """rename this session"""
     require_argument(name, "/rename NAME")
     context.controller.rename(context.session, name)
 
 
 @command("close", "[NAME|NUMBER]", "session")
 def do_close(context: CommandContext, name: str) -> None:
-    """closes this session, or another"""
+    """close this session, or another one"""
     context.controller.close(context.controller.find(name) if name else context.session)
 
 
 @command("fork", "[NAME]")
 def do_fork(context: CommandContext, name: str) -> None:
-    """a new session from this point"""
+    """copy this session into a new one"""
     before = context.session
     context.controller.fork(before, name or None)
-    context.show(f"from here on apart from {before.name}")
+    context.show(f"forked from {before.name}")
 
 
 @command("all", "TEXT")
 def do_all(context: CommandContext, text: str) -> None:
-    """says something in every session at once"""
+    """send a message to every session"""
     require_argument(text, "/all TEXT")
     for session in list(context.controller.sessions):
         context.controller.send(session, text)
@@ -97,34 +97,36 @@ def do_all(context: CommandContext, text: str) -> None:
 
 @command("retry", "[N]")
 def do_retry(context: CommandContext, count: str) -> None:
-    """answers again; N answers side by side"""
+    """ask again; N gives N replies to choose from"""
     number = parse_number(count, 1, 32) if count else 1
     first = context.controller.retry(context.session, number)
     if context.controller.is_greedy(context.session):
-        context.show(f"sampled at temperature {RETRY_TEMPERATURE}; this session is greedy and would say the same")
+        context.show(
+            f"sampled at temperature {RETRY_TEMPERATURE}, because this session is greedy and would repeat itself"
+        )
     before = context.session.last.fallback if context.session.last is not None else 0
     if number > 1:
-        context.show(f"/pick K keeps one of {first} to {first + number - 1}, or {before}, which is the answer before")
+        context.show(f"/pick K keeps one of {first} to {first + number - 1}; /pick {before} keeps the previous reply")
     else:
-        context.show(f"/pick {before} takes the answer before back")
+        context.show(f"/pick {before} goes back to the previous reply")
 
 
 @command("pick", "K")
 def do_pick(context: CommandContext, number: str) -> None:
-    """keeps one of several answers"""
+    """keep one of several replies"""
     require_argument(number, "/pick K")
     context.controller.pick(context.session, parse_number(number, 0, 10**6))
 
 
 @command("undo")
 def do_undo(context: CommandContext, _: str) -> None:
-    """takes the last message back, into the input line"""
+    """take the last message back into the input line"""
     context.ui.set_input(context.controller.undo(context.session))
 
 
 @command("edit")
 def do_edit(context: CommandContext, _: str) -> None:
-    """the last message in $EDITOR, asked anew"""
+    """edit the last message in $EDITOR and send it again"""
     session, last = context.session, context.session.last
     if last is None:
         raise UserError("There is no message yet.")
@@ -141,32 +143,32 @@ def do_edit(context: CommandContext, _: str) -> None:
 
 @command("stop", "[all]")
 def do_stop(context: CommandContext, which: str) -> None:
-    """cuts off this session's answer, or all"""
+    """stop the reply in this session, or all replies"""
     sessions = list(context.controller.sessions) if which == "all" else [context.session]
     stopped = [context.controller.stop(session) for session in sessions]
     if not any(stopped):
-        raise UserError("Nothing is being answered.")
+        raise UserError("No reply is coming.")
 
 
 @command("continue")
 def do_continue(context: CommandContext, _: str) -> None:
-    """goes on with an answer that was cut off"""
+    """resume a reply that was cut off"""
     context.controller.continue_reply(context.session)
 
 
 @command("trim", "[N]")
-def do_trim(context: CommandContext, count: str) -> None:
-    """leaves out the oldest turns"""
-    wanted = parse_number(count, 1, 10**6) if count else None
-    gone = context.controller.trim(context.session, wanted)
+def do_trim(context: CommandContext, argument: str) -> None:
+    """drop the oldest turns from the context"""
+    wanted = parse_number(argument, 1, 10**6) if argument else None
+    count = context.controller.trim(context.session, wanted)
     if wanted is not None:
-        lost = f"the model is not shown the {gone} oldest turns any more"
-        context.show(lost if gone else "there is no older turn to go")
+        turns = "the oldest turn" if count == 1 else f"the {count} oldest turns"
+        context.show(f"the model no longer sees {turns}" if count else "there is no older turn to drop")
 
 
 @command("system", "[TEXT|-]")
 def do_system(context: CommandContext, text: str) -> None:
-    """the system message; - takes it away"""
+    """show or set the system message; - removes it"""
     if text:
         context.session.system = None if text == "-" else text
         context.controller.save(context.session)
@@ -175,7 +177,7 @@ def do_system(context: CommandContext, text: str) -> None:
 
 @command("set", "[NAME [VALUE]]", "parameter")
 def do_set(context: CommandContext, text: str) -> None:
-    """sampling parameters; `default` takes one back"""
+    """show or set sampling parameters; default resets one"""
     name, _, value = text.partition(" ")
     params = context.session.params
     if name and name not in SETTABLE:
@@ -187,7 +189,7 @@ def do_set(context: CommandContext, text: str) -> None:
         chosen = _value(name, value.strip())
         new = getattr(chosen, name)
         context.session.params = with_overrides(params, {name: list(new) if isinstance(new, tuple) else new})
-        if new is None:  # a form that asks for nothing
+        if new is None:  # a constraint that asks for nothing
             del context.session.params[name]
     context.controller.save(context.session)
     _show_params(context, [name] if name else list(SETTABLE))
@@ -195,13 +197,13 @@ def do_set(context: CommandContext, text: str) -> None:
 
 @command("stats")
 def do_stats(context: CommandContext, _: str) -> None:
-    """what the engine does"""
+    """show what the engine is doing"""
     context.show(*context.stats.lines())
 
 
 @command("exit")
 def do_exit(context: CommandContext, _: str) -> None:
-    """leaves"""
+    """leave the chat"""
     context.ui.exit()
 
 
@@ -216,7 +218,7 @@ def _show_params(context: CommandContext, names: list[str]) -> None:
 
 
 def _value(name: str, text: str) -> SamplingParams:
-    """Parameters with one set to what was typed: JSON, or for texts what it says."""
+    """Parameters with one of them set to what was typed: JSON, or else a plain string."""
     try:
         value: Any = json.loads(text)
     except (ValueError, RecursionError):

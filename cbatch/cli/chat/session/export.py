@@ -1,4 +1,4 @@
-"""Sessions as files for others, and the other way round: Markdown, rows of a batch, results of one."""
+"""Sessions to and from other files: Markdown, rows for a batch, results of a batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cbatch.engine import RequestError, SamplingParams, derive_seed
 
 
 def to_markdown(session: Session, model: str) -> str:
-    """The conversation for people to read."""
+    """The conversation as people read it."""
     parts = [f"# {session.name}", f"Model: {model}"]
     if session.system:
         parts.append(f"**system**\n\n{session.system}")
@@ -32,11 +32,11 @@ def to_markdown(session: Session, model: str) -> str:
 
 
 def to_row(session: Session, params: SamplingParams, context: int, *, as_messages: bool) -> dict[str, Any]:
-    """A row for `cbatch run` that asks the last question of a session with the sampling of its answer.
+    """A row for `cbatch run` that gives the last reply of a session again.
 
-    params:       the effective sampling parameters of that answer
-    context:      the model's, which is the limit of an answer that has no other
-    as_messages: whether the model takes messages; else the row is plain text to continue
+    params:      the effective sampling parameters of that reply
+    context:     length of the model's context in tokens; the limit of a reply without `max_tokens`
+    as_messages: whether the model takes messages; otherwise the row is plain text to continue
     """
     turn = session.last
     assert turn is not None
@@ -47,7 +47,7 @@ def to_row(session: Session, params: SamplingParams, context: int, *, as_message
 
 
 def write_markdown(path: Path, text: str) -> None:
-    """Raises UserError where a file is there already, or cannot be written."""
+    """Writes a new file. Raises UserError if it exists already or cannot be written."""
     try:
         with path.open("x", encoding="utf-8", errors="replace") as file:
             file.write(text)
@@ -56,7 +56,7 @@ def write_markdown(path: Path, text: str) -> None:
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:
-    """Adds a row to a JSONL file, which may be new. Raises UserError where that cannot be done."""
+    """Adds a row to a JSONL file, which may be new. Raises UserError if that is not possible."""
     try:
         with path.open("ab+") as file:
             size = file.seek(0, os.SEEK_END)
@@ -68,11 +68,12 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
 
 
 def from_result(path: Path, index: int, prompts: Path | None, run_seed: int = 0) -> Session:
-    """A session from a row of a batch's output, and the row of its input where that file is given.
+    """A session from a row of a batch's output.
 
-    run_seed: that of the batch, from which the row's seed comes where it has none
+    prompts:  the batch's input, which holds the question; None leaves it out
+    run_seed: the batch's seed, which gives a row without one its seed
 
-    Raises UserError where there is no such row, or it is an error.
+    Raises UserError if there is no such row, or it is an error row.
     """
     result = _find_result(path, index)
     reply = Reply(_text_of(result, f"row {index} of {path}"), state=_state_of(result))
@@ -83,7 +84,7 @@ def from_result(path: Path, index: int, prompts: Path | None, run_seed: int = 0)
         kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
         reply.params = {name: value for name, value in row.params.items() if name != "seed"}
         reply.seed = row.params.get("seed", derive_seed(run_seed, kind, name))
-        # The limit of one answer is none of the conversation that goes on from it.
+        # The length limit of this one reply does not apply to the rest of the conversation.
         session.params = {name: value for name, value in reply.params.items() if name != "max_tokens"}
     last = session.last
     if last is not None and not last.replies:
@@ -99,9 +100,9 @@ def _find_result(path: Path, index: int) -> dict[str, Any]:
         try:
             fields = parse_json_object((line.data or b"").decode(), f"{path}, line {line.index + 1}", "a row")
         except (RequestError, UnicodeDecodeError):
-            continue  # of a journal the last line may be torn
+            continue  # the last line of a journal may be torn
         if type(fields.get("index")) is int and fields["index"] == index:
-            found = fields  # in a journal the last row of an index counts
+            found = fields  # the last row of an index counts
     if found is None:
         raise UserError(f"There is no row with index {index} in {path}.")
     return found
@@ -118,9 +119,9 @@ def _find_row(path: Path, index: int) -> InputRow:
             if row.error is not None:
                 raise UserError(f"{path}: {row.error}.")
             if row.messages is None and row.prompt is None:
-                raise UserError(f"{path}: line {index + 1} asks with token ids, which are no conversation.")
+                raise UserError(f"{path}: line {index + 1} holds token ids, which are not a conversation.")
             return row
-    raise UserError(f"{path} has no line {index + 1}, which index {index} means.")
+    raise UserError(f"{path} has no line {index + 1} (index {index}).")
 
 
 def _lines(path: Path) -> Iterator[Line]:
@@ -132,7 +133,7 @@ def _lines(path: Path) -> Iterator[Line]:
 
 
 def _text_of(result: dict[str, Any], where: str) -> str:
-    """The answer in a row of output, of either form."""
+    """The text in a row of output, ours or OpenAI's."""
     error = result.get("error")
     text = result.get("text")
     if isinstance(response := result.get("response"), dict):
@@ -144,7 +145,7 @@ def _text_of(result: dict[str, Any], where: str) -> str:
     if isinstance(error, dict):
         raise UserError(f"{where} is an error: {error.get('message')}")
     if not isinstance(text, str):
-        raise UserError(f"{where} holds no text.")
+        raise UserError(f"{where} has no text.")
     return text
 
 

@@ -1,7 +1,9 @@
-"""Files that a person names: from what is typed to a path, and from that to its text."""
+"""Files that the user names, and files that only the user may read."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 from cbatch.cli.common.exits import UserError
@@ -10,21 +12,21 @@ MAX_BYTES = 16 * 2**20
 
 
 def as_path(text: str) -> Path:
-    """A path as a person types it. Raises UserError where it can be none."""
+    """Expands `~`. Raises UserError if the text cannot be a path."""
     try:
         path = Path(text).expanduser()
     except RuntimeError as error:
         raise UserError(f"There is no such user: {text}.") from error
     if "\0" in text:
-        raise UserError("A file name cannot hold a null character.")
+        raise UserError("A file name cannot contain a null character.")
     return path
 
 
 def read_text(path: Path, limit: int = MAX_BYTES) -> str:
-    """The text of a file of at most `limit` bytes. Raises UserError where it is none, or too long."""
+    """Reads a UTF-8 file of at most `limit` bytes. Raises UserError if that is not possible."""
     try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for
-            raise UserError(f"Cannot read {path}: it is no file.")
+        if path.exists() and not path.is_file():  # a pipe could block for ever
+            raise UserError(f"Cannot read {path}: it is not a regular file.")
         with path.open("rb") as file:
             data = file.read(limit + 1)
         if len(data) > limit:
@@ -34,3 +36,24 @@ def read_text(path: Path, limit: int = MAX_BYTES) -> str:
         raise UserError(f"Cannot read {path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text (byte {error.start + 1}).") from error
+
+
+def make_private(folder: Path) -> None:
+    """Makes a folder that only its owner can look into (0700)."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_mode & 0o077:
+        folder.chmod(0o700)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Writes or replaces a file (0600) atomically; a power failure leaves the old one or the new one."""
+    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")  # made 0600
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(fd)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,4 +1,4 @@
-"""From a conversation to what the model is given."""
+"""From a conversation to the token ids that the model gets."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def encode(engine: Engine, messages: Sequence[Message], reply_prefix: str = "") -> list[int]:
-    """Token ids of a conversation, and of the beginning of its next answer.
+    """Token ids of a conversation, and of the beginning of its next reply.
 
-    Without a chat template it is plain text to continue: each answer follows its question, each question on a new line.
+    Without a chat template the model continues plain text: each message on a new line, directly followed by its reply.
     """
     if takes_messages(engine):
         return engine.encode({"messages": messages}, today=date.today(), answer=reply_prefix)
@@ -23,7 +23,7 @@ def encode(engine: Engine, messages: Sequence[Message], reply_prefix: str = "") 
 
 
 def takes_messages(engine: Engine) -> bool:
-    """Whether its model is given messages: one without a tokenizer too, which then says that it cannot."""
+    """Whether the model is given messages: also without a tokenizer, where the engine says that it cannot."""
     return engine.tokenizer is None or bool(engine.tokenizer.chat_template)
 
 

@@ -1,4 +1,4 @@
-"""The sessions that are open, their names, and which of them is in front."""
+"""The open sessions, their names, and which of them is on the screen."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from cbatch.cli.common.exits import UserError
 
 
 def is_name(text: str) -> bool:
-    """Whether a session can be called that: one word, which is no number and has nothing that steers a terminal."""
+    """Whether a session can have this name: one word, not a number, and nothing that steers a terminal."""
     return len(text.split()) == 1 and not text.isdecimal() and len(text) <= 60 and safe(text) == text
 
 
 class SessionList:
-    """Open sessions in order. `current` is the one in front, once there is any.
-
-    Methods raise UserError with a sentence for the user.
-    """
+    """Open sessions in order. `current` is the one on the screen, once there is any."""
 
     def __init__(self) -> None:
         self.sessions: list[Session] = []
@@ -24,7 +21,7 @@ class SessionList:
         self._num_opened = 0
 
     def add(self, session: Session) -> Session:
-        """Takes in a session, which becomes the current one."""
+        """Adds a session and makes it the current one."""
         self._num_opened += 1
         session.number = self._num_opened
         self.sessions.append(session)
@@ -32,7 +29,7 @@ class SessionList:
         return session
 
     def add_loaded(self, session: Session) -> Session:
-        """Takes in a session that was made elsewhere, under its name or one like it."""
+        """Adds a session from a file; it gets another name if its own is taken or cannot be one."""
         taken = {other.name for other in self.sessions}
         if not is_name(session.name):
             session.name = "loaded"
@@ -45,16 +42,16 @@ class SessionList:
         session.is_unread = False
 
     def find(self, which: str) -> Session:
-        """The session of this name, or at this place in the list, counted from 1."""
+        """The session of this name, or with this number in the list, from 1. Raises UserError if there is none."""
         for session in self.sessions:
             if session.name == which:
                 return session
         if which in map(str, range(1, len(self.sessions) + 1)):
             return self.sessions[int(which) - 1]
-        raise UserError(f"There is no session {which}; /list shows them.")
+        raise UserError(f"There is no session {which}; /list shows all sessions.")
 
     def new_name(self, name: str | None) -> str:
-        """A name that is free: this one, or without one the next number."""
+        """Checks a name for a session, or makes one up for None. Raises UserError if it is taken or cannot be one."""
         taken = {session.name for session in self.sessions}
         if name is None:
             number = self._num_opened + 1
