@@ -263,3 +263,15 @@ def test_every_sampling_parameter_is_documented() -> None:
     """Guards against a new sampling parameter without a line in the table."""
     names = {field.name for field in fields(SamplingParams)}
     assert names - set(rows_of_tables(ROOT / "docs" / "batch.md")) == set()
+
+
+def test_models_page_begins_as_its_script_writes_it() -> None:
+    """Guards against an introduction of the generated page that was changed in one place only."""
+    tree = ast.parse((ROOT / "scripts" / "pictures" / "table_models.py").read_text())
+    (introduction,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "INTRODUCTION"
+    )
+    pattern = re.sub(r"\\\{\w+\\\}", ".+", re.escape(introduction))
+    assert re.match(pattern, (ROOT / "docs" / "models.md").read_text())
