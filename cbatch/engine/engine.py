@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, suppress
 from datetime import date
 from functools import partial
 
+import torch
+
 from cbatch.engine.attention.registry import check_attention, check_quantize, has_fast_path, select_attention
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import RequestError
@@ -37,22 +39,19 @@ from cbatch.engine.text.tokenizer import FIXED_DATE, Prompt, encode_prompt
 
 
 class Engine(AbstractContextManager["Engine"]):
-    """A model, its paged KV cache and a scheduler. `add`, `cancel`, `step` and `close` belong to one thread.
+    """A model, its paged KV cache and a scheduler.
 
-    Whoever makes an engine closes it, by `close` or a `with` block; a driver does not.
+    `add`, `cancel`, `step` and `close` belong to one thread; `EngineThread` serves several. Close an engine that you
+    have made, by `close` or a `with` block.
 
-    Raises ModelError where the model cannot be loaded or is not supported, and ConfigError for options that
-    cannot be met.
+    Raises ModelError if the model cannot be loaded or is not supported, and ConfigError for options that cannot be met.
     """
 
     def __init__(self, config: EngineConfig | None = None, loaded: LoadedModel | None = None) -> None:
         """`loaded`: a model that is in memory already, instead of `config.model`."""
         self.config = config = config or EngineConfig()
         device = choose_device(config.device)
-        check_attention(config.attention, device, config.block_size)
-        check_memory_option(config.kv_cache_memory)
-        fast = has_fast_path(config.attention, device, config.block_size)
-        quantize = check_quantize(config.quantize, device, fast=fast)
+        fast, quantize = _check_options(config, device)
         step_time = StepTimeController(config.target_step_ms, MIN_PREFILL_TOKENS[device.type])
         self.loaded = loaded or load_model(
             config.model, config.revision, device, config.dtype, fast=fast, quantize=quantize
@@ -60,30 +59,28 @@ class Engine(AbstractContextManager["Engine"]):
         self.tokenizer = self.loaded.tokenizer
         model: Model = self.loaded.decoder if fast and self.loaded.decoder else checked_model(self.loaded.network)
         self.device = model.device
-        on_gpu = self.device.type == "cuda"
-        max_seqs = config.max_seqs or (256 if on_gpu else 32)
-        budget = config.max_batch_tokens or (2048 if on_gpu else 512)
+        limits = _step_limits(config, self.device)
         attention = select_attention(config.attention, self.device, model.layers, config.block_size, model.dtype)
-        self.runner = make_runner(config, model, attention, StepLimits(max_seqs, budget, config.cuda_graphs))
+        self.runner = make_runner(config, model, attention, limits)
         self._kv_bytes_per_token = sum(layer.bytes_per_token(model.dtype) for layer in model.layers)
         self.block_pool = BlockPool(self.runner.num_blocks, config.block_size)
         self.scheduler = Scheduler(
-            self.block_pool, max_seqs, budget, model.max_model_len, prefix_cache=config.prefix_cache
+            self.block_pool, limits.rows, limits.tokens, model.max_model_len, prefix_cache=config.prefix_cache
         )
-        runs_ahead = on_gpu if config.run_ahead is None else config.run_ahead
-        self._core = EngineCore(self.scheduler, self.runner, step_time, runs_ahead=runs_ahead)
+        overlap = self.device.type == "cuda" if config.run_ahead is None else config.run_ahead
+        self._core = EngineCore(self.scheduler, self.runner, step_time, overlap=overlap)
         self._constraint_compiler = ConstraintCompiler(self.tokenizer, model.vocab_size) if self.tokenizer else None
         self._requests: dict[int, Request] = {}
         self._next_id = 0
 
     @property
     def model(self) -> Model:
-        """Raises EngineError when the engine is closed."""
+        """The model. Raises EngineError if the engine is closed."""
         return self.runner.model
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all of the model that decides its output: the same wherever and whenever it was loaded."""
+        """A hash of everything about the model that decides its output: no paths, no times, no device."""
         template = self.tokenizer.templates if self.tokenizer else None
         arithmetic = self.config.quantize or str(self.model.dtype)
         parts = [self.loaded.fingerprint, arithmetic, template, sorted(self.loaded.eos_ids)]
@@ -91,6 +88,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     @property
     def has_work(self) -> bool:
+        """Whether `step` would advance a request or return events."""
         return self._core.has_work
 
     @property
@@ -128,10 +126,10 @@ class Engine(AbstractContextManager["Engine"]):
 
     @property
     def on_step(self) -> Callable[[StepRecord], None] | None:
-        """Called once for each step, after the model has run; None, the default, costs nothing.
+        """Called once for each step, after the model has run; None (the default) costs nothing.
 
-        While it is set, the engine waits for the device before and after each run of the model, to measure it. What it
-        raises is raised by `step`.
+        While it is set, the engine waits for the device before and after each run of the model, to measure its time.
+        `step` raises what the callable raises.
         """
         return self._core.on_step
 
@@ -140,13 +138,13 @@ class Engine(AbstractContextManager["Engine"]):
         self._core.on_step = call
 
     def encode(self, prompt: Prompt, *, raw: bool = False, today: date = FIXED_DATE, answer: str = "") -> list[int]:
-        """Token ids of a prompt. Text is one user message where the model has a chat template, else plain text.
+        """Token ids of a prompt. Text is one user message if the model has a chat template, else plain text.
 
-        raw:    text is plain in any case
-        today:  for chat templates that write down the date
-        answer: beginning of the answer to a conversation, which is to go on from there
+        raw:    take text as plain text even if the model has a chat template
+        today:  date for chat templates that write it into the prompt
+        answer: beginning of the assistant's answer, which the model is to continue
 
-        Raises RequestError where the prompt cannot be encoded.
+        Raises RequestError if the prompt cannot be encoded.
         """
         return encode_prompt(self.tokenizer, prompt, raw=raw, today=today, answer=answer)
 
@@ -160,15 +158,16 @@ class Engine(AbstractContextManager["Engine"]):
         sample_index: int = 0,
         tags: Sequence[str] = (),
     ) -> int:
-        """Queues a request and returns its id; ids grow. Lower priorities run first.
+        """Queues one request and returns its id; ids grow with each call.
 
-        seed:         of its randomness, where the parameters give none
-        sample_index: which of several outputs of one prompt and seed this is; each has randomness of its own, and
-                      is a request of its own, whatever `n` the parameters ask for
-        tags:         what tells the parts of a conversation's answer apart (`OutputParser`); in the text in any case
+        seed:         used if the parameters have no seed
+        priority:     lower priorities run first
+        sample_index: number of this output among several for one prompt and seed, which makes its randomness its own;
+                      `params.n` is ignored here, since every output is a request
+        tags:         special tokens that stay in the text, so that `OutputParser` can find the parts of an answer
 
-        Raises RequestError for a prompt that is empty, too long, or has tokens the model does not know, and EngineError
-        when the engine is closed.
+        Raises RequestError for a prompt that is empty, too long, or has tokens outside the vocabulary, and EngineError
+        if the engine is closed.
         """
         self.runner.check_open()
         token_ids = self.encode(prompt)
@@ -203,7 +202,7 @@ class Engine(AbstractContextManager["Engine"]):
         return OutputDetokenizer(make, self._stop_ids(params))
 
     def max_new_tokens(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        """Most tokens that a request can get. Raises RequestError as `add` does."""
+        """Most tokens that such a request can get. Raises RequestError as `add` does."""
         if not prompt_ids:
             raise RequestError("invalid_row", "The prompt is empty.")
         self._check_tokens("Token id", prompt_ids)
@@ -216,37 +215,37 @@ class Engine(AbstractContextManager["Engine"]):
         return most if params.max_tokens is None else min(params.max_tokens, most)
 
     def compile(self, params: SamplingParams) -> CompiledGrammar | None:
-        """The form that outputs are to have, ready for use; None where none is given. May be called in any thread.
+        """The compiled constraint of the parameters, or None if they have none. May be called from any thread.
 
-        The engine finds it for as long as somebody holds it; else it may have to compile once more. Raises
-        RequestError where it is wrong or too complex.
+        The engine uses it again while the caller keeps it; otherwise it may have to compile once more. Raises
+        RequestError if the constraint is wrong or too complex.
         """
         constraint = params.constraint
         if constraint is None:
             return None
         if self._constraint_compiler is None:
-            raise RequestError("invalid_row", "The form of an output needs a tokenizer, and this model has none.")
+            raise RequestError("invalid_row", "Structured output needs a tokenizer, and this model has none.")
         return self._constraint_compiler.compile(constraint)
 
     def cancel(self, request_id: int) -> None:
-        """Drops a request and frees its memory; one that is finished or unknown is left alone."""
+        """Drops a request and frees its blocks. Does nothing if it is finished or unknown."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._core.cancel(request)
 
     def step(self) -> list[TokenEvent]:
-        """Advances every scheduled request, and returns an event for each new token.
+        """Runs one step and returns an event for each new token.
 
-        Where the engine runs ahead, the events are those of the step before.
+        If the engine overlaps steps (`EngineConfig.run_ahead`), the events are those of the previous step.
 
-        Raises what the model or the device raises. Nothing is lost then: the step may be tried again.
+        Raises what the model or the device raises. Nothing is lost then: call it again to retry the step.
         """
         self.runner.check_open()
         return self._forget_finished(self._core.step())
 
-    def finish(self) -> list[TokenEvent]:
-        """Events of what was computed before a step failed, for whoever takes no further step."""
-        return self._forget_finished(self._core.finish())
+    def flush(self) -> list[TokenEvent]:
+        """The events of steps that are already computed; no further step is started."""
+        return self._forget_finished(self._core.flush())
 
     def _forget_finished(self, events: list[TokenEvent]) -> list[TokenEvent]:
         for event in events:
@@ -256,7 +255,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     @property
     def last_scheduled(self) -> SchedulerOutput:
-        """Of the step that was begun last."""
+        """What the latest step computes."""
         return self._core.last_scheduled
 
     def synchronize(self) -> None:
@@ -264,52 +263,49 @@ class Engine(AbstractContextManager["Engine"]):
         synchronize(self.device)
 
     def zero_cache(self) -> None:
-        """Overwrites the whole KV cache with zeros, so that the system has really given its memory.
-
-        Only for an engine without requests.
-        """
+        """Overwrites the KV cache with zeros, so that the system commits its memory; only while no request runs."""
         for tensor in (*self.runner.kv_cache.keys, *self.runner.kv_cache.values):
             tensor.zero_()
 
     def free_memory(self) -> None:
-        """Gives back what the last step took of the device's memory, as far as nothing holds it any more."""
+        """Returns memory of the device that nothing uses any more."""
         release_memory(self.device)
 
     def shrink(self) -> bool:
-        """Makes steps half as large as the last one, for which memory did not suffice; False where it cannot."""
+        """Halves the size of steps, from that of the latest one; False if that had one token. See `EngineThread`."""
         return self.scheduler.shrink(self.last_scheduled.num_tokens)
 
     def grow(self) -> bool:
-        """Takes back a part of what `shrink` did; True when nothing of it is left."""
+        """Doubles the size of steps, up to the configured one; True if that is reached."""
         return self.scheduler.grow()
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Completes all prompts together, in their order. A prompt that cannot be served has its `error` set.
+        """Completes all prompts side by side; returns one `Completion` for each, in order.
 
-        Where the parameters ask for several outputs, a completion's `choices` are those of its prompt.
+        params: one for all prompts, one for each, or None for the model's own defaults
 
-        params: one for all, one for each, or None for the model's own defaults.
+        A prompt that cannot be served has `error` set. If several outputs are asked for (`n`), they are `choices`.
         """
         return generate(self, prompts, params or self.loaded.defaults)
 
     def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[tuple[int, TokenEvent]]:
-        """Completes all prompts together, and yields (index of the prompt, event) as tokens come.
+        """Completes all prompts side by side; yields (index of the prompt, event) as tokens come.
 
-        Each of several outputs of a prompt has events of its own (`sample_index`). A request without a seed gets
-        one from its index. Leaving the iteration early cancels what is unfinished.
+        Several outputs of a prompt differ by `event.sample_index`. A prompt without a seed gets one from its index.
+        Leaving the iteration early cancels what is unfinished.
         """
         return stream(self, prompts, params or self.loaded.defaults)
 
     def close(self) -> None:
-        """Gives back the memory of weights, cache and graphs, and ends the threads that forms of outputs took.
+        """Frees the memory of weights, KV cache and graphs, and ends the engine's threads. May be called twice.
 
-        Whoever else holds the model, such as its giver where it was handed in as `loaded`, keeps it; what libraries
-        keep for the process, such as cuBLAS its workspace, stays. From here on `add` and `step` raise EngineError;
-        requests that are unfinished stay so. To close again does nothing.
+        Afterwards `add` and `step` raise EngineError; unfinished requests get no further event. A model that was passed
+        as `loaded` stays in memory while its owner keeps it, and so does what libraries keep for the whole process (the
+        workspace of cuBLAS).
         """
         if self.runner.is_closed:
             return
@@ -329,7 +325,7 @@ class Engine(AbstractContextManager["Engine"]):
     def _make_grammar_state(
         self, prompt_ids: list[int], params: SamplingParams, stop_ids: frozenset[int], tags: Sequence[str]
     ) -> GrammarState | None:
-        """Where an output stands in its form, which begins behind the reasoning where the prompt has opened that."""
+        """The state of the output's constraint, which begins after the reasoning if the prompt has opened that."""
         grammar = self.compile(params)
         if grammar is None or self.tokenizer is None:
             return None
@@ -346,3 +342,17 @@ class Engine(AbstractContextManager["Engine"]):
             wrong = next(token for token in token_ids if not 0 <= token < vocabulary)
             shown = wrong if wrong.bit_length() < 100 else "that has so many digits"
             raise RequestError("invalid_row", f"{what} {shown} is not in the model's vocabulary of {vocabulary}.")
+
+
+def _check_options(config: EngineConfig, device: torch.device) -> tuple[bool, bool]:
+    """Whether the fast path may be taken, and whether to quantize. Raises ConfigError before a model is loaded."""
+    check_attention(config.attention, device, config.block_size)
+    check_memory_option(config.kv_cache_memory)
+    fast = has_fast_path(config.attention, device, config.block_size)
+    return fast, check_quantize(config.quantize, device, fast=fast)
+
+
+def _step_limits(config: EngineConfig, device: torch.device) -> StepLimits:
+    """The largest steps, by the configuration or the defaults of the device."""
+    rows, tokens = (256, 2048) if device.type == "cuda" else (32, 512)
+    return StepLimits(config.max_seqs or rows, config.max_batch_tokens or tokens, config.cuda_graphs)

@@ -241,7 +241,7 @@ class EngineThread:
     def _fail(self, error: Exception) -> None:
         clear_frames(error)
         with suppress(Exception):  # what is finished is told as such, unless it is a sink that failed
-            for event in self.engine.finish():
+            for event in self.engine.flush():
                 self._deliver(event)
         self.failure = error
         handles, self._handles = self._handles, {}

@@ -12,7 +12,7 @@ def test_every_phase_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     main(["host", "--rows", "3", "--context", "9", "--steps", "14"])
     lines = capsys.readouterr().out.splitlines()
     assert ["running ahead" in line for line in lines] == [False, True]
-    assert all(phase in line for line in lines for phase in ("schedule", "build", "sample", "land", "commit", "step"))
+    assert all(phase in line for line in lines for phase in ("schedule", "build", "sample", "fetch", "update", "step"))
 
 
 def test_the_share_beside_a_real_model_is_measured(capsys: pytest.CaptureFixture[str]) -> None:

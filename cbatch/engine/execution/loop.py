@@ -1,9 +1,9 @@
-"""The loop: plan a step, compute it, take in what came of it.
+"""The step: schedule, launch the model, sample, update the requests.
 
-On a GPU it runs ahead. The model is started on a step before the host knows what the one before has given: its input
-ids are gathered on the device, where the tokens were sampled. While the device computes, the host takes in the tokens
-of the step before, ends what they end, and only then has this step sampled: so penalties, forms and log-probabilities
-see every token that came before, and nothing waits for them but the sampler. Without running ahead a step is taken in
+On a GPU steps overlap. The model starts on a step before the host knows the tokens of the previous one: their ids are
+gathered on the device, where they were sampled. While the device computes, the host updates the requests with the
+previous step's tokens and ends those that are finished; only then is this step sampled. So penalties, constraints and
+log-probabilities see all tokens before, and only the sampler waits for them. Without overlap the requests are updated
 at once; nothing else is different.
 """
 
@@ -33,7 +33,7 @@ clock = time.perf_counter
 
 
 class _LaunchedStep(NamedTuple):
-    """A step whose logits [R, V] the device is computing."""
+    """A step whose logits the device is computing."""
 
     scheduled: SchedulerOutput
     batch: RaggedBatch
@@ -41,38 +41,39 @@ class _LaunchedStep(NamedTuple):
 
 
 class EngineCore:
-    """Steps of one scheduler on one runner.
+    """Runs the steps of a scheduler on a model runner.
 
-    num_steps:  how many have been taken in
-    last_scheduled: the step that was begun last
-    on_step:    see `Engine.on_step`
+    num_steps:      steps whose tokens are known
+    last_scheduled: what the latest step computes
+    on_step:        see `Engine.on_step`
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: ModelRunner, step_time: StepTimeController, *, runs_ahead: bool
+        self, scheduler: Scheduler, runner: ModelRunner, step_time: StepTimeController, *, overlap: bool
     ) -> None:
+        """overlap: launch a step before the tokens of the previous one are known"""
         self.scheduler = scheduler
         self.runner = runner
-        self.runs_ahead = runs_ahead
+        self.overlap = overlap
         self.on_step: Callable[[StepRecord], None] | None = None
         self.num_steps = 0
         self.last_scheduled = SchedulerOutput()
         self._in_flight: PendingSample | None = None
         self._events: list[TokenEvent] = []
-        """Of what has been taken in, not yet returned: something raised after that."""
+        """Events that were not returned yet, because a later part of the step raised."""
         self._block_tables = BlockTables()
         self._masks = MaskFiller()
         self._step_time = step_time
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would advance a request, or return events."""
+        """Whether `step` would advance a request or return events."""
         return self.scheduler.has_work or bool(self._events)
 
     def step(self) -> list[TokenEvent]:
-        """Advances every scheduled request, and returns an event for each new token.
+        """Runs one step and returns an event for each new token.
 
-        Raises what the model or the device raises. What was planned is taken back then, and may be tried again.
+        Raises what the model or the device raises. The step is rolled back then, and may be tried again.
         """
         with span("schedule"):
             scheduled = self.scheduler.schedule()
@@ -81,7 +82,7 @@ class EngineCore:
         with self._on_device():
             try:
                 launched = self._launch(scheduled) if scheduled.chunks else None
-                if self._in_flight is not None:  # the step before
+                if self._in_flight is not None:  # the previous step
                     self._complete()
                     self._masks.begin(grammar_states(scheduled))
                 self._in_flight = self._sample(launched) if launched is not None else None
@@ -89,12 +90,12 @@ class EngineCore:
                 self._masks.result()
                 self.scheduler.rollback(scheduled)
                 raise
-            if not self.runs_ahead:
+            if not self.overlap:
                 self._complete()
         return self._take_events()
 
-    def finish(self) -> list[TokenEvent]:
-        """Takes in the step in flight, unless that raises, and returns all events that are left."""
+    def flush(self) -> list[TokenEvent]:
+        """Waits for the step in flight, unless that raises, and returns all events that are left."""
         with suppress(Exception), self._on_device():
             self._complete()
         return self._take_events()
@@ -104,18 +105,18 @@ class EngineCore:
         return events
 
     def cancel(self, request: Request) -> None:
-        """Takes a request out; no event of it is returned any more."""
-        if not request.has_ended:  # it may have, in a step that was taken in before something was raised
+        """Removes a request; no event of it is returned any more."""
+        if not request.has_ended:  # it may have ended in a step whose events were not returned yet
             self.scheduler.cancel(request)
         self._events = [event for event in self._events if event.request_id != request.id]
 
     def close(self) -> None:
-        """Ends the threads that forms of outputs took, and forgets the step in flight."""
+        """Ends the threads that compute token masks, and forgets the step in flight."""
         self._masks.close()
         self._in_flight = None
 
     def _launch(self, scheduled: SchedulerOutput) -> _LaunchedStep:
-        """Starts the model, and on other threads those who find out what the forms of outputs leave."""
+        """Starts the model and, on other threads, the token masks of constrained outputs."""
         runner, known_on_device = self.runner, None
         if self._in_flight is None:
             self._masks.begin(grammar_states(scheduled))
@@ -130,7 +131,7 @@ class EngineCore:
         return _LaunchedStep(scheduled, batch, logits)
 
     def _observe(self, on_step: Callable[[StepRecord], None], scheduled: SchedulerOutput, batch: RaggedBatch) -> Logits:
-        """Runs the model between two times at which the device is idle, and reports that."""
+        """Runs the model while the device does nothing else, and reports the step."""
         device, used_blocks = self.runner.model.device, self.scheduler.pool.num_used
         synchronize(device)
         start = clock()
@@ -140,23 +141,23 @@ class EngineCore:
         return logits
 
     def _complete(self) -> None:
-        """Waits for the tokens of the step in flight, if there is one, and commits them."""
+        """Waits for the tokens of the step in flight, if there is one, and updates the requests with them."""
         step, self._in_flight = self._in_flight, None
         if step is None:
             return
         try:
-            with span("land"):
+            with span("fetch"):
                 result = step.get()
         except BaseException:
             self.scheduler.rollback(step.scheduled)
             raise
         self.scheduler.prefill_limit = self._step_time.step_completed(step.scheduled)
-        with span("commit"):
+        with span("update"):
             self._events += self.scheduler.update_from_output(step.scheduled, result)
         self.num_steps += 1
 
     def _sample(self, launched: _LaunchedStep) -> PendingSample | None:
-        """Has tokens chosen from the logits; None where all have ended that the step was for."""
+        """Starts to sample from the logits; None if all requests of the step have ended meanwhile."""
         scheduled, batch, logits = launched
         masks = self._masks.result()
         if all(chunk.request.has_ended for chunk in scheduled.chunks):

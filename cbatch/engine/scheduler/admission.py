@@ -1,4 +1,4 @@
-"""Who may enter beside those who run: there is to be room now, and likely room until all have ended."""
+"""When a waiting request is admitted: there are blocks for it now, and probably until all requests have ended."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from cbatch.engine.scheduler.limits import SequenceLimits
 from cbatch.engine.scheduler.request import Request
 
 MAX_PREEMPTIONS = 3
-"""How often its equals preempt a request at most, where nothing of higher priority comes between them."""
+"""How often requests of the same priority preempt a request, unless a higher priority comes in between."""
 
 GROWTH_SHARES = (0.25, 1, 4)
-"""What share of the likely growth has to find room, for a request that equals preempted never, once, twice.
+"""The share of the projected growth that must fit, for a request that its peers preempted never, once, twice.
 
-Less than 1 at first: rows end at different times, and much of a preempted one is found again in the prefix cache,
-so that in simulated runs a few preemptions cost less than seats that stay empty.
+It begins below 1: requests end at different times, and much of a preempted one is still in the prefix cache, so in
+simulated runs a few preemptions cost less than empty slots.
 """
 
 
@@ -28,38 +28,38 @@ def priority_key(request: Request) -> tuple[int, int]:
 
 
 class AdmissionPolicy:
-    """Decides it, and learns from the outputs that end. Changes neither requests nor blocks."""
+    """Decides whether a waiting request fits, and learns from the lengths of outputs. Changes no request or block."""
 
     def __init__(self, pool: BlockPool, room: SequenceLimits) -> None:
         self._pool = pool
         self._room = room
         self._lengths = OutputLengths()
         self._growing: dict[float, list[Growth]] = {}
-        """Of those who run, shortest first, for each share of the likely growth that was asked about in this step."""
+        """The running requests, shortest growth first, for each share of `GROWTH_SHARES` used in this step."""
 
     def observe_length(self, length: int) -> None:
-        """Takes in how many tokens an output had in the end."""
+        """Records the number of tokens of a finished output."""
         self._lengths.add(length)
 
     def running_changed(self) -> None:
-        """Those who run have grown, or are others: a step begins, or somebody was preempted."""
+        """The running requests have changed: a step begins, or a request was preempted."""
         self._growing.clear()
 
     def admit(self, request: Request) -> None:
-        """One more runs than before."""
+        """The request runs now, too."""
         for share, growing in self._growing.items():
             insort(growing, self._projected_growth(request, share))
 
     def find_victims(
         self, request: Request, shared: list[int], running: list[Request], max_seqs: int
     ) -> list[Request] | None:
-        """Who would have to go so that a request can enter; None where it cannot.
+        """The requests to preempt so that a request can be admitted, or None if it has to wait.
 
-        Those of lower priority go, the youngest of the lowest first, and are no reason to wait: they are preempted
-        later where it comes to that. One block for each of the others stays free, so that they do not preempt the
-        request straight away.
+        Only requests of lower priority are preempted, the youngest of the lowest first. They are no reason to wait: if
+        blocks run out later, they are preempted then. One block for each remaining request stays free, so that they do
+        not preempt the new request at once.
 
-        shared: blocks that it takes over
+        shared: cached blocks that the request takes over
         """
         free = self._pool.num_free - sum(self._pool.ref_count(block) == 0 for block in shared)
         need = self._pool.blocks_for(request.num_tokens) - len(shared)
@@ -72,7 +72,7 @@ class AdmissionPolicy:
                 return None
             victims.append(lower.pop())
             num_staying -= 1
-            blocks = set(victims[-1].blocks).difference(shared)  # what it takes over does not become free
+            blocks = set(victims[-1].blocks).difference(shared)  # what the request takes over does not become free
             given_up.update(blocks)
             free += sum(given_up[block] == self._pool.ref_count(block) for block in blocks)
         if num_staying == 0 or max_seqs * self._pool.blocks_for(self._room.context) <= self._pool.num_blocks:
@@ -84,6 +84,7 @@ class AdmissionPolicy:
     def _fits_projected_peak(
         self, request: Request, need: int, free: int, running: list[Request], victims: list[Request]
     ) -> bool:
+        """Whether a request fits until all have ended, if outputs get about as long as the recent ones."""
         share = GROWTH_SHARES[request.num_peer_preemptions]
         if victims:
             growing = sorted(self._projected_growth(other, share) for other in running if other not in victims)
@@ -98,7 +99,7 @@ class AdmissionPolicy:
         )
 
     def _fits_worst_case(self, request: Request, running: list[Request]) -> bool:
-        """Whether a request and all that go before it find room, whatever lengths they reach."""
+        """Whether a request and all that go before it fit, even if all of them reach their longest."""
         before = [other for other in running if other.priority <= request.priority]
         held = len(set().union(*(other.blocks for other in before)))
         to_come = sum(self._max_blocks(other) - len(other.blocks) for other in before)
@@ -111,5 +112,5 @@ class AdmissionPolicy:
         return Growth(min(math.ceil(share * likely), left), own)
 
     def _max_blocks(self, request: Request) -> int:
-        """Blocks that a request may come to hold; its last token needs no place in the cache."""
+        """Most blocks that a request may hold; its last token needs no place in the cache."""
         return self._pool.blocks_for(request.num_prompt + max(request.max_new_tokens - 1, 0))

@@ -1,4 +1,4 @@
-"""The KV cache's address space: who holds which block, and what the blocks hold that others can use."""
+"""The blocks of the KV cache: which are free, which are used how often, and what the full ones hold (prefix cache)."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 ROOT, UNKNOWN = 0, -1
-"""Content numbers: of what comes before a first block, and of a block with nothing that can be shared."""
+"""Content numbers: of what comes before a first block, and of a block that is not cached."""
 
 
 class BlockPool:
     """Hands out block ids `0 .. num_blocks-1`; each block holds `block_size` tokens.
 
-    A block has as many references as requests hold it; without any it is free. A full block can be published:
-    its content is then known by its tokens and by the content before it, so that a request that begins with the
-    same tokens takes the block instead of computing it again. The tokens themselves are compared, no hash stands
-    for them. A free block keeps its content until it is handed out anew; the least recently used one goes first,
-    and of a sequence its end before its beginning.
+    A block has one reference for each request that holds it; without any it is free. A full block can be cached: it is
+    then found by its tokens and the content before it, so that a request that begins with the same tokens takes the
+    block instead of computing it again. The tokens themselves are compared, not a hash of them. A free block keeps its
+    content until it is allocated again; the least recently used one goes first, and the end of a sequence before its
+    beginning.
 
     Paged attention's block pool: Kwon et al., https://arxiv.org/abs/2309.06180.
     """
@@ -48,11 +48,11 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def ref_count(self, block: int) -> int:
-        """How many requests hold a block."""
+        """Number of requests that hold a block."""
         return self._references[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` blocks; the caller has made sure that so many are free."""
+        """Takes `count` blocks. The caller has made sure that they are free."""
         if count > len(self._free):
             raise AssertionError(f"{count} blocks asked for, {len(self._free)} free")
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
@@ -62,7 +62,7 @@ class BlockPool:
         return blocks
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Gives back one reference to each block of a sequence."""
+        """Drops one reference to each block of a sequence."""
         for block in reversed(blocks):
             if self._references[block] == 0:
                 raise AssertionError(f"block {block} freed twice")
@@ -72,7 +72,7 @@ class BlockPool:
                 self._free.move_to_end(block, last=self._keys[block] is not None)
 
     def get_cached_blocks(self, token_ids: Sequence[int]) -> list[int]:
-        """Published blocks that hold the beginning of a sequence, but for its last token: that is to be computed."""
+        """Cached blocks that hold the beginning of a sequence, without its last token, which has to be computed."""
         size = self.block_size
         blocks: list[int] = []
         content = ROOT
@@ -85,13 +85,13 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Sequence[int]) -> None:
-        """Takes one reference more to each block that `get_cached_blocks` has found."""
+        """Adds one reference to each block that `get_cached_blocks` has found."""
         for block in blocks:
             self._references[block] += 1
             self._free.pop(block, None)
 
     def cache_full_blocks(self, blocks: Sequence[int], token_ids: Sequence[int], start: int, stop: int) -> None:
-        """Makes known the blocks of a sequence that its tokens `start .. stop-1` fill up."""
+        """Caches the blocks of a sequence that its tokens `start .. stop-1` fill."""
         size = self.block_size
         for index in range(start // size, stop // size):
             before = self._contents[blocks[index - 1]] if index else ROOT
@@ -103,11 +103,11 @@ class BlockPool:
                 self._last_content += 1
                 self._known[key], self._keys[block] = block, key
                 self._contents[block] = self._last_content
-            else:  # computed twice, side by side: both lead to what follows
+            else:  # computed twice, side by side: what follows is the same
                 self._contents[block] = self._contents[same]
 
     def evict(self, blocks: Sequence[int]) -> None:
-        """Takes back that these blocks hold something others can use."""
+        """Removes blocks from the prefix cache."""
         for block in blocks:
             self._contents[block] = UNKNOWN
             if (key := self._keys[block]) is not None:
@@ -115,7 +115,7 @@ class BlockPool:
                 self._keys[block] = None
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where references, free blocks and contents do not fit; tests call it every step."""
+        """Raises AssertionError if references, free blocks and contents do not fit; tests call it after every step."""
         assert all((count == 0) == (block in self._free) for block, count in enumerate(self._references))
         assert all(self._keys[block] == key for key, block in self._known.items())
         assert sum(key is not None for key in self._keys) == len(self._known), "a key leads to another block"

@@ -1,9 +1,9 @@
-"""What running requests are likely to need of the cache before they end.
+"""How much of the KV cache the running requests will probably need before they end.
 
-Nobody knows how long an output gets. To let requests in until the cache is full of what they hold now is to
-preempt them later, and to compute them twice; to reserve all that they may ask for leaves most of the cache
-empty. Outputs of the recent past tell what is likely; from that follows the most that all running requests will
-hold together at any time to come, as some of them end while others grow.
+Nobody knows how long an output gets. Admitting requests until the cache is full now means preempting them later and
+computing them twice. Reserving all that they may ask for leaves most of the cache empty. So the lengths of recent
+outputs are taken as likely. From them follows the most blocks that all running requests will hold at any later time, as
+some of them end while others grow.
 (The future peak: "Past-Future Scheduler", Gong et al., ASPLOS '25, https://arxiv.org/abs/2507.10150.)
 """
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 HISTORY = 256
 PRIOR = 256
-"""Tokens that an output is taken to go on for while none has ended yet that got as far."""
+"""Tokens that an output is expected to get while no output has ended yet."""
 
 
 class Growth(NamedTuple):
@@ -27,7 +27,7 @@ class Growth(NamedTuple):
 
 
 class OutputLengths:
-    """Lengths of the last outputs, and how much longer one is likely to get."""
+    """The lengths of recent outputs, and how many tokens an output will probably still get."""
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque(maxlen=HISTORY)
@@ -42,9 +42,9 @@ class OutputLengths:
         self._sums = None
 
     def remaining(self, generated: int, limit: int) -> int:
-        """Tokens that an output of `generated` tokens will still get, at most up to `limit`.
+        """Tokens that an output of `generated` tokens will probably still get, up to `limit` in all.
 
-        The mean of the recent outputs that were longer; where there is none, as many again as there are.
+        By the mean of the recent outputs that were longer; if there are none, as many as it has already.
         """
         shorter = bisect_right(self._sorted, generated)
         longer = len(self._sorted) - shorter
@@ -62,10 +62,10 @@ class OutputLengths:
 
 
 def projected_peak(used: int, growing: Sequence[Growth], block_size: int) -> int:
-    """Most blocks that are held at once until all have ended, where each step gives each request a token.
+    """Most blocks held at once until all requests have ended, if each step gives each request one token.
 
-    used:    blocks that are held now
-    growing: those who run, shortest first
+    used:    blocks held now
+    growing: the running requests, fewest tokens first
     """
     most = used
     freed = 0

@@ -1,4 +1,4 @@
-"""What one step computes, and what came of it."""
+"""What the scheduler decides for one step, and what the step gives back."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from cbatch.engine.scheduler.request import Request
 class ScheduledChunk(NamedTuple):
     """Tokens `start .. stop-1` of one request, computed in one step.
 
-    is_last:  whether the request's last token is among them, so that its next one can be sampled
-    blocks:   those of the request; the very list, by which one can tell whether it still holds them
-    to_score: places whose logits tell how likely the prompt's next token was, where that is asked for and not known
+    is_last:  whether the request's last token is among them, so that its next one is sampled
+    blocks:   the request's own list of blocks; if `request.blocks` is another list, it has lost them since
+    to_score: positions whose logits give the log-probability of the prompt's next token, if those are asked for
     """
 
     request: Request
@@ -27,7 +27,7 @@ class ScheduledChunk(NamedTuple):
 
     @classmethod
     def of(cls, request: Request, most: int) -> ScheduledChunk:
-        """The next tokens of a request, `most` at most."""
+        """The next tokens of a request, at most `most`."""
         start, wanted = request.num_computed, request.num_tokens
         stop = min(wanted, start + most)
         to_score = range(0)
@@ -42,7 +42,7 @@ class ScheduledChunk(NamedTuple):
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """The slices of one step, at most one for a request, and the requests that entered with it."""
+    """The chunks of one step, at most one for each request, and the requests that were admitted to it."""
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
@@ -53,23 +53,23 @@ class SchedulerOutput:
 
     @property
     def num_decoding(self) -> int:
-        """Rows that decode: a slice of one token that is not a prompt's first."""
+        """Number of decoding requests: chunks of one token that is not the first of a prompt."""
         return sum(chunk.is_last and chunk.num_tokens == 1 and chunk.start > 0 for chunk in self.chunks)
 
     @property
     def to_sample(self) -> list[ScheduledChunk]:
-        """Slices whose requests get a token from this step, in slice order."""
+        """Chunks whose requests get a token from this step, in order."""
         return [chunk for chunk in self.chunks if chunk.is_last]
 
     @property
     def to_score(self) -> list[ScheduledChunk]:
-        """Slices that hold tokens of a prompt to be scored, in slice order."""
+        """Chunks with prompt tokens whose log-probabilities are asked for, in order."""
         return [chunk for chunk in self.chunks if chunk.to_score]
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step has computed: a sample for each of the plan's `to_sample`, scores for each of its `to_score`."""
+    """What a step has computed: a sample for each chunk of `to_sample`, scores for each chunk of `to_score`."""
 
     samples: Sequence[Sample]
     scores: Sequence[Sequence[TokenLogprobs]] = ()

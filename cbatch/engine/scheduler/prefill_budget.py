@@ -1,8 +1,8 @@
-"""Which prompts get the tokens of a step that rows that decode leave to prompts, or that a limit leaves.
+"""How the tokens that a step leaves to prompts are divided among them.
 
-Whoever enters goes first, then the prompts that run, shortest remaining first: a short prompt does not wait for a long
-one that came before it. But half of the tokens are the oldest prompt's, so that none waits for ever, and all that it
-wants where the step can finish it.
+Newly admitted requests come first, then running prompts, shortest remaining first: a short prompt does not wait for a
+long one that came before it. But half of the tokens belong to the oldest prompt, so that none starves, and all that it
+needs if the step can finish it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ScheduleKey = tuple[int, int, int]
 
 
 def schedule_key(request: Request) -> ScheduleKey:
-    """The order of a step: priority, then decoding (0), entering (1) and prefill, the shortest first, then age."""
+    """The order of a step: priority; then decoding (0), admission (1) and prefill, shortest first; then age."""
     if request.is_decoding:
         return request.priority, 0, request.id
     return request.priority, request.num_pending if request.is_running else 1, request.id
@@ -24,9 +24,8 @@ def schedule_key(request: Request) -> ScheduleKey:
 class PrefillBudget:
     """Says how many tokens of a step each prompt may have; asked in the order of `schedule_key`.
 
-    limit: most tokens of all prompts; None for no limit. It holds for those that come behind a row that decodes,
-           which are no more urgent than that.
-    is_limited: whether such a row has been planned
+    limit:      most tokens of all prompts, or None. It applies to prompts that come after a decoding request.
+    is_limited: whether a decoding request has been scheduled
     """
 
     def __init__(self, limit: int | None, running: Iterable[tuple[ScheduleKey, Request]]) -> None:
@@ -40,15 +39,15 @@ class PrefillBudget:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the limit leaves no more to prompts."""
+        """Whether the limit is used up."""
         return self.is_limited and self._left == 0
 
     def allow(self, request: Request, budget: int) -> int:
-        """Most tokens that a prompt may have of the `budget` that is left in the step."""
+        """Most tokens that a prompt may have of the step's remaining `budget`."""
         if self.is_limited and self._left is not None:
             budget = min(budget, self._left)
         oldest = self._oldest.get(request.priority)
-        if oldest is None or request.id <= oldest.id:  # it was preempted meanwhile only if all younger ones were
+        if oldest is None or request.id <= oldest.id:  # preempted meanwhile only if all younger ones were
             return budget
         kept = self._kept.get(request.priority)
         if kept is None:
@@ -57,7 +56,7 @@ class PrefillBudget:
         return budget - kept
 
     def take(self, request: Request, count: int) -> None:
-        """A prompt gets so many tokens."""
+        """Counts the tokens that a prompt was given."""
         if self._left is not None:
             self._left = max(self._left - count, 0)
         if request is self._oldest.get(request.priority):

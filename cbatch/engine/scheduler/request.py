@@ -27,30 +27,30 @@ class StopStringDetokenizer(Protocol):
 
 
 class TokenConstraint(Protocol):
-    """Follows an output whose form is given (see `structured.GrammarState`)."""
+    """Follows a constrained output (`structured.grammar.GrammarState`)."""
 
     @property
     def is_finished(self) -> bool:
-        """Whether the output is whole and nothing can follow it."""
+        """Whether the output is complete and nothing can follow it."""
 
     def accept(self, token_id: int) -> None:
-        """Goes on by one token of the output."""
+        """Takes in one token of the output."""
 
 
 class TokenCounts:
-    """The different tokens of a text, and how often each of them was generated.
+    """The distinct tokens of a sequence, and how often each of them was generated.
 
-    tokens, counts: arrays of 64-bit integers of one length
+    tokens, counts: arrays of 64-bit integers, equally long
     """
 
     def __init__(self, prompt: Iterable[int] = ()) -> None:
-        """`prompt`: tokens that count as known, and as generated zero times."""
+        """`prompt`: tokens that count as generated zero times."""
         self._places = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
         self.tokens = array("q", self._places)
         self.counts = array("q", bytes(8 * len(self._places)))
 
     def add(self, token_id: int) -> None:
-        """One more that was generated."""
+        """Counts one generated token."""
         place = self._places.setdefault(token_id, len(self.tokens))
         if place == len(self.tokens):
             self.tokens.append(token_id)
@@ -60,24 +60,25 @@ class TokenCounts:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """Prompt and generated tokens in one list; how many of them are in the KV cache; which blocks hold them.
+    """Prompt and generated tokens in one list, how many of them are in the KV cache, and the blocks that hold them.
 
-    Invariant: the keys and values of `token_ids[:num_computed]` are in the cache, in the slots of `blocks`;
-    of `token_ids[:num_cached]` they were there already when it first entered.
-    There is no prefill or decode state: a request wants `num_tokens - num_computed` more tokens computed,
-    and when the last one has been, it gets a new token. Ids grow with arrival, so a smaller id is older.
-    A step that is planned counts as computed, and the token that it will give is coming: it has its place among the
-    `num_tokens` before anybody on the host knows which one it is.
+    Invariant: the keys and values of `token_ids[:num_computed]` are in `blocks`. Those of `token_ids[:num_cached]` were
+    cached already when the request was first admitted.
+    There is no prefill or decode state: a request needs `num_tokens - num_computed` more tokens computed, and when the
+    last of them is, it gets a new token. Ids grow with arrival, so a smaller id is older.
+    A scheduled step counts as computed. The token that it will give has a placeholder among the `num_tokens` until the
+    host knows it.
 
-    bad_words: sequences of tokens that may not be generated
-    detokenizer: finds stop strings; None if it has none
-    grammar_state: follows the output where its form is given
-    counts:    tokens that penalties look at
-    changes_logits: whether its parameters ask for that, before a token is chosen; most do not
-    num_coming: tokens that steps in flight will give it; `token_ids` holds those that are known
-    num_setbacks: how often requests of the same priority preempted it
-    has_ended: whether its last event was made, or it was cancelled; what steps in flight still give it is dropped
-    scored:    log-probabilities of the prompt's tokens from the second on, as far as they are known
+    stop_ids:       tokens that end the output
+    bad_words:      sequences of tokens that may not be generated
+    detokenizer:    finds stop strings; None if it has none
+    grammar_state:  follows a constrained output
+    counts:         tokens that penalties look at
+    changes_logits: whether its parameters change logits before a token is sampled; most do not
+    num_output_placeholders: tokens that steps in flight will give it; `token_ids` holds those that are known
+    num_peer_preemptions: how often requests of the same priority preempted it
+    has_ended:      whether its last event was made or it was cancelled; tokens of steps in flight are dropped then
+    scored:         log-probabilities of the prompt's tokens from the second on, as far as they are known
     """
 
     id: int
@@ -109,12 +110,12 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Known and coming."""
+        """Known tokens and placeholders."""
         return len(self.token_ids) + self.num_output_placeholders
 
     @property
     def num_pending(self) -> int:
-        """Tokens that no step has been planned for, at least 1 between steps."""
+        """Tokens that no step has been scheduled for; at least 1 between steps."""
         return len(self.token_ids) + self.num_output_placeholders - self.num_computed
 
     @property
@@ -123,25 +124,23 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether one token of work gives the next token; true for the last token of a prefill too."""
+        """Whether computing one token gives the next; also true for the last token of a prefill."""
         return self.num_computed > 0 and self.num_computed + 1 == len(self.token_ids) + self.num_output_placeholders
 
     @property
     def is_finishing(self) -> bool:
-        """Whether the last token that it may have is coming."""
-        return (
-            self.num_output_placeholders > 0
-            and self.num_generated + self.num_output_placeholders >= self.max_new_tokens
-        )
+        """Whether a step in flight gives it its last token."""
+        in_flight = self.num_output_placeholders
+        return in_flight > 0 and self.num_generated + in_flight >= self.max_new_tokens
 
     @property
     def is_running(self) -> bool:
-        """Whether it holds a seat: running requests own blocks, waiting ones own none."""
+        """Whether it has a slot: running requests hold blocks, waiting ones hold none."""
         return bool(self.blocks)
 
     @property
     def min_tokens(self) -> int:
-        """Tokens before which nothing ends the output; a form that is given says itself when it is whole."""
+        """Tokens before which nothing ends the output; 0 for a constrained output, which ends when it is complete."""
         return 0 if self.grammar_state is not None else self.params.min_tokens
 
     @property
@@ -150,7 +149,7 @@ class Request:
 
     @property
     def has_unscored_prompt(self) -> bool:
-        """Whether tokens of its prompt have no score yet that are to have one."""
+        """Whether log-probabilities of its prompt are asked for and not all known yet."""
         return self.scores_prompt and len(self.scored) < self.num_prompt - 1
 
     def accept(self, sample: Sample) -> TokenEvent:

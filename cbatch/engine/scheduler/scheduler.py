@@ -1,27 +1,26 @@
-"""Who computes how many tokens in the next step.
+"""Decides how many tokens of which requests the next step computes.
 
-There is no prefill phase and no decode phase. Every request has tokens that are not in the cache yet; each
-step has a budget of tokens, and hands it out in one order over running and waiting requests: priority,
-then decoding before prefill. A long prompt takes what is left of the budget in every step (chunked prefill), or of
-a limit below it (`pace`), and shares that with those behind it (`shares`). A finished request leaves at once, and a
-waiting one may enter at any step.
+There is no prefill phase and no decode phase. Every request has tokens that are not in the KV cache yet. Each step has
+a budget of tokens and hands it out in one order over running and waiting requests: priority first, then decoding before
+prefill. A long prompt takes what is left of the budget, step by step (chunked prefill), or of a smaller limit
+(`step_time`), and shares that with the prompts after it (`prefill_budget`). Finished requests leave immediately, and
+waiting requests may be admitted at any step.
 (Iteration-level scheduling: Orca, OSDI '22; chunked prefill: Sarathi-Serve, https://arxiv.org/abs/2403.02310.)
 
-Prompts that begin alike are computed once: a block counts as there as soon as the step that fills it is planned,
-since the keys and values of all tokens of a step are written, layer by layer, before any of them is attended to.
-So a request can enter beside the one whose blocks it shares.
+Prompts that begin alike are computed once. A block counts as cached as soon as the step that fills it is scheduled,
+because each layer writes the keys and values of all tokens of a step before any of them is attended to. So a request
+can be admitted in the same step as the one whose blocks it shares.
 
-The engine may plan a step before it knows what the one before has given. So a step counts as computed when it is
-planned: steps happen in the order of their plans, and a request's next token has its place before it is known. What
-such a token may end is noticed one step late; what that step has computed for it is dropped. Blocks may change hands
-meanwhile, for whoever gets them writes to them in a later step.
+Steps may overlap: a step can be scheduled before the tokens of the previous one are known. So a step counts as computed
+when it is scheduled; steps run in the order in which they were scheduled, and a request's next token has its place (a
+placeholder) before it is known. That such a token ends its request is noticed one step late, and what that step has
+computed for the request is dropped. Its blocks may have a new owner by then, which writes to them in a later step.
 
-When blocks run out, a running request preempts the youngest of the lowest priority, itself if need be; a
-waiting one preempts only lower priorities. A preempted request loses its blocks, keeps its tokens, and is
-computed again later. So the oldest request of the highest priority is never preempted, and always advances.
-A request enters when all that run are likely to find room until they end, so that this is rare; one that was
-preempted by its equals enters more cautiously each time, and after the third time only when none of them can do it
-again.
+When blocks run out, a running request preempts the youngest request of the lowest priority, which may be itself; a
+waiting request preempts only lower priorities. A preempted request loses its blocks, keeps its tokens, and is computed
+again later. So the oldest request of the highest priority is never preempted and always advances. Preemption is rare,
+because waiting requests are admitted once the projected peak of the KV cache fits (`admission`). Requests of the same
+priority preempt a request at most three times.
 """
 
 from __future__ import annotations
@@ -57,24 +56,24 @@ class Scheduler:
             raise ConfigError("max_seqs and max_batch_tokens must be at least 1.")
         self.pool = pool
         self.max_batch_tokens = max_batch_tokens
-        # With more seats than budget, decoding requests could leave a prefill no token, for ever.
+        # With more slots than budget, decoding requests could starve a prefill.
         self.max_seqs = min(max_seqs, max_batch_tokens)
         self.sequence_limits = SequenceLimits(max_model_len, pool.capacity)
         self.prefix_cache = prefix_cache
         self._admission = AdmissionPolicy(pool, self.sequence_limits)
         self._limits = self.max_batch_tokens, self.max_seqs
         self.prefill_limit: int | None = None
-        """Most tokens of prompts in a step beside rows that decode and are as urgent."""
+        """Most prompt tokens in a step beside decoding requests that are as urgent; None for no limit."""
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.finishing: set[Request] = set()
-        """Those whose last token is coming: they need neither seat nor blocks any more."""
+        """Requests that only wait for the last token of a step in flight: they need neither slot nor blocks."""
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
-        """Tokens of the prompts that were computed, and those of them that were in the cache already."""
+        """Tokens of the prompts that were computed, and how many of them were cached already."""
         self.held_back: Counter[str] = Counter(slots=0, cache=0, budget=0, target=0)
-        """Steps that left requests waiting, by what was short: `slots`, `cache`, `budget` or the time of `target`."""
+        """Steps that left requests waiting, by what was short; `target` is the time of a step."""
 
     @property
     def has_work(self) -> bool:
@@ -84,7 +83,7 @@ class Scheduler:
         insort(self.waiting, request, key=priority_key)
 
     def cancel(self, request: Request) -> None:
-        """Takes a request out, wherever it is, and frees its blocks. What a step in flight gives it is dropped."""
+        """Removes a request and frees its blocks. A token that a step in flight gives it is dropped."""
         request.has_ended = True
         if request.is_running:
             self._free_blocks(request)
@@ -94,9 +93,9 @@ class Scheduler:
             self.waiting.remove(request)
 
     def schedule(self) -> SchedulerOutput:
-        """Plans one step and gives every planned token its place in the cache. It counts as computed from now on.
+        """Schedules one step and gives each of its tokens a place in the cache. It counts as computed from now on.
 
-        Whoever is preempted comes later in the order than who preempts him, so nothing planned is taken back.
+        A preempted request comes later in the order than the one that preempts it, so no chunk is ever taken back.
         """
         scheduled = SchedulerOutput()
         self._free_finishing()
@@ -114,7 +113,7 @@ class Scheduler:
                 continue
             if request.is_running:
                 preempted.update(self._extend_blocks(request))
-            elif request is self.waiting[0]:  # else someone older was sent back to wait just now
+            elif request is self.waiting[0]:  # else an older request has just been preempted
                 preempted.update(self._admit(request))
                 if request.is_running:
                     scheduled.admitted.append(request)
@@ -132,12 +131,12 @@ class Scheduler:
         return scheduled
 
     def _free_finishing(self) -> None:
-        """Takes seats and blocks from requests whose last token is coming: others can have them from this step on."""
+        """Takes slots and blocks from requests that only wait for their last token; this step can use them."""
         for request in [request for request in self.running if request.is_finishing]:
             self._stop_running(request)
 
     def _schedule_chunk(self, request: Request, budget: int) -> ScheduledChunk:
-        """The request's next tokens, as many as the budget allows; they count as computed."""
+        """The request's next tokens, as many as `budget` allows; they count as computed."""
         chunk = ScheduledChunk.of(request, budget)
         request.num_computed = chunk.stop
         request.num_output_placeholders += chunk.is_last
@@ -145,13 +144,13 @@ class Scheduler:
         return chunk
 
     def _cache_full_blocks(self, request: Request, start: int) -> None:
-        """Makes known the blocks that are full from token `start` on, as far as it is known what they hold."""
+        """Caches the blocks that are full from token `start` on, as far as their tokens are known."""
         stop, size = min(request.num_computed, len(request.token_ids)), self.pool.block_size
         if self.prefix_cache and start // size < stop // size:
             self.pool.cache_full_blocks(request.blocks, request.token_ids, start, stop)
 
     def shrink(self, num_tokens: int) -> bool:
-        """Makes steps half as large as one of `num_tokens`, which memory could not hold; False where that was 1."""
+        """Halves the size of steps, from `num_tokens`, which did not fit in memory; False if that is 1."""
         num_tokens = min(num_tokens, self.max_batch_tokens)
         if num_tokens <= 1:
             return False
@@ -162,14 +161,14 @@ class Scheduler:
         return True
 
     def grow(self) -> bool:
-        """Makes steps twice as large as `shrink` has left them, up to what they were; True when they are that again."""
+        """Doubles the size of steps after `shrink`, up to the configured one; True if that is reached."""
         tokens, seqs = self._limits
         self.max_batch_tokens = min(2 * self.max_batch_tokens, tokens)
         self.max_seqs = min(2 * self.max_seqs, seqs, self.max_batch_tokens)
         return (self.max_batch_tokens, self.max_seqs) == self._limits
 
     def _waiting_in_order(self, preempted: set[Request]) -> Iterator[tuple[ScheduleKey, Request]]:
-        """The first waiting request, again and again, until one stays waiting or was preempted just now."""
+        """Yields the first waiting request until one is not admitted, or has just been preempted."""
         while self.waiting and self.waiting[0] not in preempted:
             head = self.waiting[0]
             yield schedule_key(head), head
@@ -177,20 +176,20 @@ class Scheduler:
                 return
 
     def update_from_output(self, scheduled: SchedulerOutput, result: StepResult) -> list[TokenEvent]:
-        """Takes in what a step has computed, but for requests that have ended since it was planned."""
+        """Updates the requests of a step with its tokens, except those that have ended since it was scheduled."""
         for chunk, scores in zip(scheduled.to_score, result.scores, strict=True):
             known = chunk.request.scored
             known += scores[len(known) - chunk.to_score.start :]
         events = []
         for chunk, sample in zip(scheduled.to_sample, result.samples, strict=True):
             if sample.error is not None and sample.error.code == "nan_logits":
-                self.pool.evict(chunk.blocks)  # others must not take over what may be no numbers either
+                self.pool.evict(chunk.blocks)  # their keys and values may be NaN, too
             if not chunk.request.has_ended:
                 events.append(self._accept(chunk.request, sample))
         return events
 
     def _accept(self, request: Request, sample: Sample) -> TokenEvent:
-        """Gives a request the token that was coming."""
+        """Replaces a request's placeholder by its token."""
         request.num_output_placeholders -= 1
         if request.num_generated == 0:
             self.num_prompt_tokens += request.num_prompt
@@ -205,9 +204,9 @@ class Scheduler:
         return event
 
     def rollback(self, scheduled: SchedulerOutput) -> None:
-        """Takes back a plan that was not computed: what it published, and who entered relying on that.
+        """Undoes a step that was not computed: uncaches its blocks, and sends requests back that may rely on them.
 
-        Steps that were planned later have to be taken back too.
+        Steps that were scheduled later have to be rolled back too.
         """
         size = self.pool.block_size
         for chunk in scheduled.chunks:
@@ -224,11 +223,11 @@ class Scheduler:
                 self._stop_running(request)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where an invariant is broken; tests call it after every step."""
+        """Raises AssertionError if an invariant is broken; tests call it after every step."""
         self.pool.check_integrity()
         held = Counter(block for request in self.running for block in request.blocks)
         assert all(self.pool.ref_count(block) == count for block, count in held.items())
-        assert len(held) == self.pool.num_used, "a block is taken that nobody holds"
+        assert len(held) == self.pool.num_used, "a block is used by no request"
         assert all(len(request.blocks) == len(set(request.blocks)) for request in self.running)
         assert not any(request.blocks or request.num_computed for request in self.waiting)
         assert not set(self.running) & set(self.waiting) and len(self.running) <= self.max_seqs
@@ -237,18 +236,15 @@ class Scheduler:
             assert request.num_computed <= len(request.blocks) * self.pool.block_size
 
     def _admit(self, request: Request) -> list[Request]:
-        """Seats a waiting request with blocks for all its known tokens, or leaves it waiting.
+        """Admits a waiting request with blocks for all its tokens, or leaves it waiting.
 
-        Returns the requests of lower priority that had to go for it.
+        Returns the requests of lower priority that it preempts.
         """
         if len(self.running) >= self.max_seqs and all(other.priority <= request.priority for other in self.running):
             return []
         # A prompt that is scored needs the logits of all its tokens.
-        shared = (
-            self.pool.get_cached_blocks(request.token_ids)
-            if self.prefix_cache and not request.has_unscored_prompt
-            else []
-        )
+        may_share = self.prefix_cache and not request.has_unscored_prompt
+        shared = self.pool.get_cached_blocks(request.token_ids) if may_share else []
         victims = self._admission.find_victims(request, shared, self.running, self.max_seqs)
         if victims is None:
             return []
@@ -265,7 +261,7 @@ class Scheduler:
         return victims
 
     def _extend_blocks(self, request: Request) -> Sequence[Request]:
-        """Gives a running request blocks for all its known tokens. Returns whom that preempted, perhaps itself."""
+        """Gives a running request blocks for all its tokens. Returns the preempted requests, perhaps itself."""
         need = self.pool.blocks_for(request.num_tokens) - len(request.blocks)
         if need <= 0:
             return ()
@@ -285,7 +281,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _stop_running(self, request: Request) -> None:
-        """Takes seat and blocks from a request; it waits for others, or only for its last token."""
+        """Takes slot and blocks from a request, which waits to be admitted again, or only for its last token."""
         self._free_blocks(request)
         request.num_computed = 0
         if request.is_finishing:

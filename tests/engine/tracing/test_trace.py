@@ -35,7 +35,7 @@ from cbatch.engine.tracing.trace import StepTracer
 from tests.support.rows import write_rows
 from tests.support.tiny_models import make_engine, make_network
 
-PHASES = ["schedule", "build", "forward", "sample", "land", "commit"]
+PHASES = ["schedule", "build", "forward", "sample", "fetch", "update"]
 
 
 def generate(trace: StepTracer | None, count: int, meanwhile: Callable[[int], None] = lambda place: None) -> list[int]:
