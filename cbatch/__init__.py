@@ -20,8 +20,8 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine import RequestError as RequestError
     from cbatch.engine import SamplingParams as SamplingParams
     from cbatch.engine import TokenEvent as TokenEvent
+else:
+    __getattr__, __all__ = lazy_exports(__name__)
+    __all__ += ["__version__"]
 
 __version__ = "0.1.0"
-
-__getattr__, __all__ = lazy_exports(__name__)
-__all__ += ["__version__"]

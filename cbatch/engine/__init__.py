@@ -37,5 +37,5 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.text.tool_calls import ToolCall as ToolCall
     from cbatch.engine.text.tool_calls import check_tools as check_tools
     from cbatch.engine.tracing.trace import StepTracer as StepTracer
-
-__getattr__, __all__ = lazy_exports(__name__)
+else:  # so that a type checker knows the names above and no others
+    __getattr__, __all__ = lazy_exports(__name__)

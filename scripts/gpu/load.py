@@ -17,7 +17,7 @@ from cbatch.cli.bench.load.generator import run_load
 from cbatch.cli.bench.load.results import Capacity, LoadResult
 from cbatch.cli.bench.load.scenario import SLO, Scenario
 from cbatch.cli.bench.workload import LengthDistribution
-from cbatch.engine import Engine, EngineConfig, EngineThread, SamplingParams, TokenEvent, Trace
+from cbatch.engine import Engine, EngineConfig, EngineThread, SamplingParams, StepTracer, TokenEvent
 from cbatch.engine.models.loader import LoadedModel
 from scripts.benchmarks import long_prompt
 
@@ -78,13 +78,11 @@ class Steady:
     what: str
     tokens_per_s: float
     idle_share: float | None
-    trouble: str = ""
+    error: str = ""
 
     def __str__(self) -> str:
         idle = "unknown" if self.idle_share is None else f"{self.idle_share:.2%}"
-        return (
-            f"{self.what}: {self.tokens_per_s:,.0f} tokens/s, device idle {idle}{self.trouble and f' ({self.trouble})'}"
-        )
+        return f"{self.what}: {self.tokens_per_s:,.0f} tokens/s, device idle {idle}{self.error and f' ({self.error})'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +144,13 @@ def steady(what: str, engine: Engine, sizes: Sizes) -> Steady:
     decode_all(engine, sizes)
     elapsed = decode_all(engine, sizes)
     with tempfile.TemporaryDirectory() as folder:
-        trace = Trace(Path(folder) / "trace.json", warmup=sizes.tokens // 2, steps=min(64, sizes.tokens // 4))
+        trace = StepTracer(Path(folder) / "trace.json", warmup=sizes.tokens // 2, steps=min(64, sizes.tokens // 4))
         decode_all(engine, sizes, trace)
     idle = trace.summary.idle_share if trace.summary is not None else None
-    return Steady(what, sizes.rows * sizes.tokens / elapsed, idle, trace.trouble)
+    return Steady(what, sizes.rows * sizes.tokens / elapsed, idle, trace.error)
 
 
-def decode_all(engine: Engine, sizes: Sizes, trace: Trace | None = None) -> float:
+def decode_all(engine: Engine, sizes: Sizes, trace: StepTracer | None = None) -> float:
     """Seconds that it takes until all rows have all of their tokens. Raises RuntimeError where one gets fewer."""
     done: SimpleQueue[TokenEvent] = SimpleQueue()
     params = SamplingParams(max_tokens=sizes.tokens, ignore_eos=True)

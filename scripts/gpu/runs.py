@@ -25,11 +25,11 @@ class Run:
     what: str
     tokens_per_s: float
     share: float = 0.0
-    trouble: str = ""
+    error: str = ""
 
     def __str__(self) -> str:
-        if self.trouble:
-            return f"{self.what}: {self.trouble}"
+        if self.error:
+            return f"{self.what}: {self.error}"
         share = f", {self.share:.0%} of the floor" if self.share else ""
         return f"{self.what}: {self.tokens_per_s:,.0f} output tokens/s{share}"
 
@@ -59,7 +59,7 @@ def run_engine(
         share = roofline_bound(work, ModelCost.of(engine), rates).reached(elapsed)
     tokens = sum(len(output.token_ids) for output in outputs)
     if tokens != work.output_tokens:
-        return Run(what, 0.0, trouble=f"{tokens} tokens came out, and {work.output_tokens} were asked for")
+        return Run(what, 0.0, error=f"{tokens} tokens came out, and {work.output_tokens} were asked for")
     return Run(f"{what}, {engine.stats().num_steps} steps", tokens / elapsed, share)
 
 
@@ -90,4 +90,4 @@ def runs(
         peer = run_peer(way, loaded, few, min(seats, peer_rows), budget)
         what = f"{name}, {peer_rows} requests, transformers' continuous batching ({peer.attention or way})"
         rate = peer.output_tokens / peer.elapsed_s if peer.elapsed_s else 0.0
-        yield Run(what, rate, trouble=peer.error)
+        yield Run(what, rate, error=peer.error)

@@ -24,7 +24,7 @@ def test_every_part_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert set(results) == {"machine", "attention", "model 8B"}
     assert len(results["attention"]) == 2 and len(results["model 8B"]) == 8
     assert all(line.get("figure", line.get("tokens_per_s")) > 0 for line in results["model 8B"])
-    assert not any(line.get("trouble") for line in results["model 8B"])
+    assert not any(line.get("error") for line in results["model 8B"])
 
 
 def test_sampling_is_checked() -> None:

@@ -165,8 +165,8 @@ def test_a_package_that_is_missing(job: Job) -> None:
     peer = replace(PEERS["cbatch"], packages=("no_such_package",))
     system = System("other", "Other")
     system.take(worker.prepare(peer, job), "pip install it", SMALL.lengths)
-    assert system.trouble == "not installed (No module named 'no_such_package'): pip install it"
-    assert table([system], floor=None)[1] == ["Other", "–", "", "", "", "", system.trouble]
+    assert system.error == "not installed (No module named 'no_such_package'): pip install it"
+    assert table([system], floor=None)[1] == ["Other", "–", "", "", "", "", system.error]
 
 
 def test_weights_for_llama_cpp(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert f"failed: {tmp_path / 'nowhere'} cannot be run: No such file or directory |" in shown
     figures: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())
     ours = figures["systems"][0]
-    assert ours["runs"][0]["output_tokens"] == figures["work"]["output_tokens"] and not ours["trouble"]
+    assert ours["runs"][0]["output_tokens"] == figures["work"]["output_tokens"] and not ours["error"]
     floor = figures["floor"]
     assert floor["seconds"] == max(floor["weights_s"], floor["compute_s"]) + floor["cache_s"] > 0
     speed = ours["runs"][0]["output_tokens"] / ours["runs"][0]["seconds"]

@@ -35,7 +35,7 @@ class StepTracer:
     path:      where the trace goes; a file that is there is replaced
     num_steps: steps so far, recorded or not
     summary:   what came out; None as long as no trace is written
-    trouble:   why there will be none; empty as long as nothing has gone wrong
+    error:     why there will be none; empty as long as nothing has gone wrong
     """
 
     def __init__(self, path: str | Path, *, warmup: int = WARMUP_STEPS, steps: int = MAX_STEPS) -> None:

@@ -39,7 +39,7 @@ Interpreters = dict[str, str]
 
 
 def call(name: str, task: str, job: Job, interpreters: Interpreters) -> dict[str, Any]:
-    """Has a task done in the interpreter of a system, and returns its reply; `trouble` if there is none."""
+    """Has a task done in the interpreter of a system, and returns its reply; `error` if there is none."""
     python = interpreters.get(name) or interpreters.get(name.partition("-")[0]) or sys.executable
     file, log = Path(job.folder) / "job.json", Path(job.folder) / f"{name}-{task}.log"
     job.write(file)
@@ -53,11 +53,11 @@ def call(name: str, task: str, job: Job, interpreters: Interpreters) -> dict[str
                 command, stdout=subprocess.PIPE, stderr=errors, env=os.environ | settings, timeout=LIMIT_S, cwd=ROOT
             )
     except OSError as error:
-        return {"trouble": f"{python} cannot be run: {error.strerror}"}
+        return {"error": f"{python} cannot be run: {error.strerror}"}
     except subprocess.TimeoutExpired:
-        return {"trouble": f"it took more than {LIMIT_S // 60} minutes; see {log}"}
+        return {"error": f"it took more than {LIMIT_S // 60} minutes; see {log}"}
     if not done.stdout:
-        return {"trouble": f"its process ended with code {done.returncode}; see {log}"}
+        return {"error": f"its process ended with code {done.returncode}; see {log}"}
     reply: dict[str, Any] = json.loads(done.stdout)
     return reply | {"cores_elsewhere": (cpu_seconds_elsewhere() - before) / (time.perf_counter() - started)}
 
@@ -85,7 +85,7 @@ class Comparison:
                 note(f"round {number} of {rounds}")
                 self.floors.append(call(OURS, "floor", self._job, self._interpreters))
                 for system in self.systems:
-                    if not system.trouble:
+                    if not system.error:
                         self._do(system, "run")
         except KeyboardInterrupt:
             note("interrupted; this is what there is so far")
@@ -95,7 +95,7 @@ class Comparison:
         reply = call(system.name, task, self._job, self._interpreters)
         system.take(reply, PEERS[system.name].install, self._job.work.lengths)
         done = "ready" if task == "prepare" else f"{system.speeds[-1]:,.1f} output tokens/s" if system.runs else ""
-        self._report.note(f"  {system.title}: {system.trouble or done}")
+        self._report.note(f"  {system.title}: {system.error or done}")
 
 
 def machine_facts(threads: int) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def describe(job: Job, shape: str, facts: dict[str, Any], floor: dict[str, Any])
         "work": f"{len(work.prompts)} requests at once: {tokens}; {limits}",
     }
     if "seconds" not in floor:
-        return lines | {"floor": f"not measured: {floor.get('trouble', 'interrupted')}"}
+        return lines | {"floor": f"not measured: {floor.get('error', 'interrupted')}"}
     rates = f"{floor['flops_per_s'] / 1e12:.2f} TFLOP/s (matrix product in {job.dtype}), "
     rates += f"{floor['bytes_per_s'] / 1e9:.1f} GB/s (copy)"
     weights, products, context = (f"{floor[part]:.3g} s" for part in ("weights_s", "compute_s", "cache_s"))

@@ -20,7 +20,7 @@ class System:
     runs:     one for each round: `seconds`, `output_tokens`, and where known `steps` and how many cores were busy
               with other things meanwhile (`cores_elsewhere`)
     first_tokens: of each request, in the last round
-    trouble:  why there is nothing to compare; empty where there is
+    error:  why there is nothing to compare; empty where there is
     """
 
     name: str
@@ -28,19 +28,19 @@ class System:
     versions: dict[str, str] = field(default_factory=dict)
     runs: list[dict[str, Any]] = field(default_factory=list)
     first_tokens: list[int] = field(default_factory=list)
-    trouble: str = ""
+    error: str = ""
 
     def take(self, reply: dict[str, Any], install: str, lengths: list[int]) -> None:
         """Adds a reply of a worker; `lengths` are the tokens that each request was to get."""
         if "missing" in reply:
-            self.trouble = f"not installed ({reply['missing'].rstrip('.')}): {install}"
-        elif "trouble" in reply:
-            self.trouble = f"failed: {reply['trouble']}"
+            self.error = f"not installed ({reply['missing'].rstrip('.')}): {install}"
+        elif "error" in reply:
+            self.error = f"failed: {reply['error']}"
         elif "versions" in reply:
             self.versions = reply["versions"]
         else:
             outputs = reply["outputs"]
-            self.trouble = difference([len(tokens) for tokens in outputs], lengths)
+            self.error = difference([len(tokens) for tokens in outputs], lengths)
             self.first_tokens = [tokens[0] for tokens in outputs if tokens]
             tokens = sum(map(len, outputs))
             known = {name: reply.get(name) for name in ("seconds", "steps", "cores_elsewhere")}
@@ -54,7 +54,7 @@ class System:
     @property
     def speed(self) -> float | None:
         """The median, where all that was asked for was done."""
-        return median(self.speeds) if self.runs and not self.trouble else None
+        return median(self.speeds) if self.runs and not self.error else None
 
 
 def difference(given: list[int], wanted: list[int]) -> str:
@@ -87,7 +87,7 @@ def table(systems: list[System], floor: float | None) -> list[list[str]]:
 def line_of(system: System, ours: System | None, floor: float | None) -> list[str]:
     speed, times = system.speed, ratio(system, ours)
     if speed is None:
-        return [system.title, "–", "", "", "", "", system.trouble or "no round was finished"]
+        return [system.title, "–", "", "", "", "", system.error or "no round was finished"]
     steps = sorted({run["steps"] for run in system.runs} - {None})
     equal = ""
     if times is not None and ours is not None:

@@ -57,7 +57,7 @@ TASKS: dict[str, Callable[[Peer, Job], Reply]] = {"prepare": prepare, "run": run
 def serve(name: str, task: str, file: Path) -> None:
     """Does a task and prints one line of JSON; never returns.
 
-    Whatever libraries print goes to stderr. What goes wrong is the `trouble` of the reply.
+    Whatever libraries print goes to stderr. What goes wrong is the `error` of the reply.
     """
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -66,7 +66,7 @@ def serve(name: str, task: str, file: Path) -> None:
     except Exception as error:  # any error of somebody else's system is a line of the table
         traceback.print_exc()
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reply = {"trouble": f"{type(error).__name__}: {lines[0] if lines else ''}"}
+        reply = {"error": f"{type(error).__name__}: {lines[0] if lines else ''}"}
     os.write(stdout, json.dumps(reply).encode() + b"\n")
     sys.stderr.flush()
     os._exit(0)  # some libraries wait for their own threads for ever
