@@ -413,10 +413,8 @@ def test_a_real_engine() -> None:
         engine_thread.submit([1, 2, 3], SamplingParams(max_tokens=2), events.put)
         while events.get(timeout=30).finish_reason is None:
             pass
-        assert (
-            engine_thread.engine.block_pool.num_used == 0
-            and engine_thread.engine.stats().num_running == engine_thread.engine.stats().num_waiting == 0
-        )
+        stats = engine_thread.engine.stats()
+        assert stats.used_blocks == stats.num_running == stats.num_waiting == 0
     finally:
         engine_thread.close()
     assert (result.users, result.users_served, result.errors) == (3, 1.0, 0)
