@@ -1,9 +1,9 @@
-"""Every error cbatch raises on purpose. Their texts are sentences for people.
+"""All errors that cbatch raises on purpose. Their messages are sentences for users.
 
 CbatchError
 ├── ConfigError     options that contradict each other or cannot be met
 ├── ModelError      a model that cannot be loaded, or would be silently wrong here
-├── EngineError     the engine failed in the middle of its work
+├── EngineError     the engine failed while requests were running, or is closed
 └── RequestError    one request that cannot be served; `code` names the kind
 """
 
@@ -21,11 +21,11 @@ class ModelError(CbatchError):
 
 
 class EngineError(CbatchError):
-    """The engine failed while requests were running."""
+    """The engine failed while requests were running, or is closed."""
 
 
 class RequestError(CbatchError):
-    """One request that cannot be served; other requests are not touched.
+    """One request that cannot be served; other requests go on.
 
     `code` is one of the error codes of an output row, such as `prompt_too_long` or `invalid_row`.
     """

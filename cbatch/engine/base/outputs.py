@@ -1,4 +1,4 @@
-"""What comes of a request: an event for each token, and the output that they make."""
+"""Outputs of requests: an event for each token, and the completion they add up to."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ FinishReason = Literal["stop", "length", "error"]
 
 
 class TokenLogprobs(NamedTuple):
-    """A token with its log-probability, and the likeliest tokens in its place with theirs, likeliest first.
+    """The log-probability of a token, and the most likely tokens in its place with theirs, most likely first.
 
-    They are those of the model: natural logarithms, before temperature, penalties and filters.
+    Natural logarithms of the model's own distribution, before temperature, penalties and filters.
     """
 
     token_id: int
@@ -23,7 +23,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """What a step gives one request: its next token, or the error that leaves it without."""
+    """What a step gives one request: its next token, or an error."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
@@ -31,15 +31,21 @@ class Sample(NamedTuple):
 
 
 class TokenEvent(NamedTuple):
-    """One new token of one request; the last one carries the reason for the end.
+    """One new token of one request. The last event of a request has a finish_reason.
 
-    text is the delta that became safe to show, which may be empty. `Engine.step` fills it in only for requests with
-    stop strings, so that detokenizing takes no time of the engine's thread; whoever reads the events makes the text of
-    the others (see `Engine.detokenizer`). The events of `Engine.stream` all have their text.
-    sample_index tells the outputs of one prompt apart. logprobs is there where it was asked for, prompt_logprobs (from
-    the second token of the prompt on) with the first event. cached_tokens of the prompt did not have to be computed. An
-    output of no tokens has one event, without a token. A request that failed has finish_reason `error`, an `error`, and
-    no token; one that was refused at the door never had an id.
+    request_id:      None if the request was refused
+    token_id:        None in the event of a failed request, and in the only event of an output without tokens
+    text:            new text, perhaps empty: unfinished characters and possible stop strings are held back.
+                     `Engine.step` fills it in only for requests with stop strings, so that the engine's thread does not
+                     detokenize; a detokenizer of the reader makes the text of the others (`Engine.detokenizer`).
+                     Events of `Engine.stream` always have it.
+    finish_reason:   `stop`, `length` or `error`; None while the output goes on
+    stop_reason:     the stop string that ended the output
+    error:           why the request failed
+    cached_tokens:   tokens of the prompt that were in the prefix cache
+    sample_index:    number of the output among several for one prompt
+    logprobs:        of this token, if asked for
+    prompt_logprobs: of the prompt's tokens from the second on, if asked for; in the first event
     """
 
     request_id: int | None
@@ -56,12 +62,14 @@ class TokenEvent(NamedTuple):
 
 @dataclass(slots=True)
 class Completion:
-    """What has come of a prompt. finish_reason is `stop`, `length` or `error`; then `error` says what went wrong.
+    """The output for one prompt.
 
-    cached_tokens:   how many of the prompt's tokens the prefix cache held
-    logprobs:        of each token of the output, where they were asked for
-    prompt_logprobs: of each token of the prompt from the second on, where they were asked for
-    others:          further outputs for the same prompt, where more than one was asked for
+    finish_reason:   `stop`, `length`, or `error`: then `error` says why
+    stop_reason:     the stop string that ended the output
+    cached_tokens:   tokens of the prompt that were in the prefix cache
+    logprobs:        of each token of the output, if asked for
+    prompt_logprobs: of each token of the prompt from the second on, if asked for
+    others:          further outputs for the same prompt (`n`)
     """
 
     text: str = ""
@@ -80,7 +88,7 @@ class Completion:
         return [self, *self.others]
 
     def take(self, event: TokenEvent) -> None:
-        """Adds what one event brings, to the output that it is of."""
+        """Adds an event to the output that it belongs to."""
         while len(self.others) < event.sample_index:
             self.others.append(Completion())
         (self.others[event.sample_index - 1] if event.sample_index else self)._take(event)

@@ -1,4 +1,4 @@
-"""What one request asks of the sampler, and how its randomness is seeded."""
+"""Sampling parameters of a request, and how its randomness is seeded."""
 
 from __future__ import annotations
 
@@ -17,55 +17,57 @@ GREEDY_BELOW = 1e-5
 
 
 MAX_TEMPERATURE = 1000.0
-"""Beyond this every token is as likely as any other, and float32 soon ends."""
+"""Above this every token is about equally likely, and float32 soon overflows."""
 
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
 MAX_BIASED = MAX_BAD_WORDS = 1024
-"""Tokens and words that every step looks at again."""
+"""Every step goes through all of them."""
 
 MAX_TOKEN_ID = 2**31
 
 CONSTRAINTS = ("response_format", "regex", "choice", "grammar")
-"""Parameters that say what form the output has; at most one of them stands in a request."""
+"""Parameters that constrain the output; a request has at most one of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen, and when it ends.
+    """How the tokens of one request are chosen, and when its output ends.
 
-    Names and meanings follow the OpenAI API and vLLM. Raises `RequestError` (`invalid_row`) for a wrong
-    type or a value out of range.
+    Names and meanings follow the OpenAI API and vLLM. Raises RequestError (`invalid_row`) for a wrong type or a value
+    out of range.
 
-    max_tokens:     most tokens to generate; None is the rest of the context; 0 scores the prompt or echoes it.
-    min_tokens:     end tokens and stop strings do not end the output before this many tokens.
-    n:              how many outputs, each with randomness of its own.
-    temperature:    0 is greedy, 1 samples from the model's own distribution.
-    top_k:          sample among the k likeliest tokens; 0 (or -1) is all.
-    top_p:          sample among the likeliest tokens that together reach this probability.
-    min_p:          drop tokens less likely than this share of the likeliest one.
-    seed:           None lets the caller derive one; see `derive_seed`.
-    stop:           strings that end the output; they are not part of the text.
-    stop_token_ids: further end tokens.
-    ignore_eos:     go on to max_tokens, past the model's end tokens.
+    max_tokens:     most tokens to generate; None: up to the end of the context; 0: none, to score or echo the prompt
+    min_tokens:     end tokens and stop strings do not end the output before this many tokens
+    n:              number of outputs, each with its own randomness
+    temperature:    0 is greedy; 1 samples from the model's own distribution
+    top_k:          sample among the k most likely tokens; 0 (or -1): among all
+    top_p:          sample among the most likely tokens that together reach this probability
+    min_p:          drop tokens less likely than this share of the most likely one
+    seed:           None: derived by the caller (`derive_seed`)
+    stop:           strings that end the output; they are not part of the text
+    stop_token_ids: further end tokens
+    ignore_eos:     continue past the model's end tokens, up to max_tokens
 
-    presence_penalty:    taken once from the logit of every token that was generated.
-    frequency_penalty:   taken as often as the token was generated.
-    repetition_penalty:  divides positive logits, multiplies negative ones, of tokens in prompt or output (CTRL,
-                         https://arxiv.org/abs/1909.05858).
-    logit_bias:          added to the logits of token ids, from -100 to 100; pairs, or a mapping.
-    bad_words:           strings whose tokens may not be generated one after the other.
+    presence_penalty:    subtracted from the logit of every token generated so far
+    frequency_penalty:   subtracted once for each time the token was generated
+    repetition_penalty:  divides positive and multiplies negative logits of tokens in prompt or output (CTRL,
+                         https://arxiv.org/abs/1909.05858)
+    logit_bias:          added to the logits of token ids, -100 to 100; a mapping or pairs
+    bad_words:           strings whose tokens may not be generated in sequence
 
-    logprobs:        report each token's log-probability, and the so many likeliest; from the raw logits.
-    prompt_logprobs: the same for the tokens of the prompt.
-    echo:            the text begins with the prompt's.
-    skip_special_tokens: the text is without special tokens.
+    logprobs:        report the log-probability of each token and of the k most likely ones, from the raw logits
+    prompt_logprobs: the same for the tokens of the prompt
+    echo:            begin the text with the prompt
+    skip_special_tokens: leave special tokens out of the text
 
-    response_format: `{"type": "json_object"}`, or `json_schema` with a schema, as OpenAI has it; kept as JSON text.
-    regex, choice, grammar: the output matches a pattern, is one of these strings, or fits a grammar.
+    response_format: `{"type": "json_object"}`, or `json_schema` with a schema, as in the OpenAI API; kept as JSON text
+    regex:           a pattern that the whole output matches
+    choice:          the output is one of these strings
+    grammar:         a grammar that the output follows, in llguidance's dialect of Lark
 
-    A form says itself when an output is whole: beside one, min_tokens and ignore_eos do not keep it going.
+    The last four exclude each other. Such an output ends when it is complete, whatever min_tokens and ignore_eos say.
     """
 
     max_tokens: int | None = 512
@@ -106,7 +108,7 @@ class SamplingParams:
             object.__setattr__(self, name, _tuple_of(name, getattr(self, name), kind))
         if len(self.bad_words) > MAX_BAD_WORDS:
             raise RequestError(
-                "invalid_row", f"bad_words has {len(self.bad_words):,} words; at most {MAX_BAD_WORDS:,} are taken."
+                "invalid_row", f"bad_words has {len(self.bad_words):,} words; at most {MAX_BAD_WORDS:,} are allowed."
             )
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         self._check_constraint()
@@ -116,7 +118,7 @@ class SamplingParams:
             scores = self.prompt_logprobs is not None or self.echo is True
             _check_int("max_tokens", self.max_tokens, low=0 if scores else 1)
             if self.max_tokens == 0 and self.n != 1:
-                raise RequestError("invalid_row", "n must be 1 where max_tokens is 0: nothing is generated.")
+                raise RequestError("invalid_row", "n must be 1 if max_tokens is 0: nothing is generated.")
         if self.seed is not None:
             _check_int("seed", self.seed, low=-(2**63), high=2**64 - 1)
         _check_int("min_tokens", self.min_tokens, low=0)
@@ -146,11 +148,11 @@ class SamplingParams:
             object.__setattr__(self, "response_format", text if _constraint_of_format(text) else None)
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
-            raise RequestError("invalid_row", f"{' and '.join(given)} cannot both say what form the output has.")
+            raise RequestError("invalid_row", f"{' and '.join(given)} cannot be combined.")
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise _invalid(name, "a text that is not empty", value)
+                raise _invalid(name, "a non-empty string", value)
 
     @property
     def greedy(self) -> bool:
@@ -158,13 +160,13 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether logits are changed before a token is chosen; bad words and a form of the output not counted."""
+        """Whether logits change before a token is sampled, not counting bad words and constraints."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         return penalties or bool(self.logit_bias) or self.min_tokens > 0
 
     @property
     def constraint(self) -> Constraint | None:
-        """What the output must be as a whole, where that is given."""
+        """The constraint on the output, if there is one."""
         if self.response_format is not None:
             return _constraint_of_format(_text_of_format(self.response_format))
         if self.choice is not None:
@@ -174,11 +176,11 @@ class SamplingParams:
         return Constraint("grammar", self.grammar) if self.grammar is not None else None
 
     def for_sample(self, number: int) -> SamplingParams:
-        """The parameters of one of `n` outputs; the prompt is scored once, with the first."""
+        """The parameters of output `number` of `n`; only the first one scores the prompt."""
         return replace(self, prompt_logprobs=None) if number and self.prompt_logprobs is not None else self
 
     def merged(self, overrides: Mapping[str, Any]) -> SamplingParams:
-        """These parameters with some replaced; a None in `overrides` keeps what stands here."""
+        """These parameters with some replaced; None in `overrides` keeps the value."""
         given = {name: value for name, value in overrides.items() if value is not None}
         if not given:
             return self
@@ -189,23 +191,23 @@ PARAM_NAMES: tuple[str, ...] = tuple(field.name for field in fields(SamplingPara
 
 
 def with_overrides(params: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters by name with some replaced; one form of the output takes the place of another."""
+    """Parameters by name with some replaced; a constraint replaces the other kinds of constraint."""
     other_form = not overrides.keys().isdisjoint(CONSTRAINTS)
     kept = {name: value for name, value in params.items() if not (other_form and name in CONSTRAINTS)}
     return kept | dict(overrides)
 
 
 def derive_seed(run_seed: int, kind: str, name: str | float) -> int:
-    """The seed of a row that gives none, 64 bits: a hash of the run's seed and what names the row.
+    """The 64-bit seed of a row without one: a hash of the run's seed and the row's name.
 
-    kind: `id` or `index`, so that the row with id 3 and the row at index 3 do not share their randomness.
+    kind: `id` or `index`, so that the row with id 3 and the row at index 3 differ
     """
     text = f"{run_seed}/{kind}/{type(name).__name__}/{name}"
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little")
 
 
 def _invalid(name: str, wanted: str, value: object) -> RequestError:
-    too_large = isinstance(value, int) and value.bit_length() > 100  # Python refuses to print really long ones
+    too_large = isinstance(value, int) and value.bit_length() > 100  # Python refuses to print very long ones
     return RequestError("invalid_row", f"{name} must be {wanted}, not {'this' if too_large else repr(value)[:60]}.")
 
 
@@ -224,7 +226,7 @@ def _check_number(name: str, value: object, low: float, high: float, open_low: b
 
 
 def _bias(value: object) -> tuple[tuple[int, float], ...]:
-    """Pairs of token id and bias, by token id; JSON's keys are strings."""
+    """Pairs of token id and bias, ordered by id; keys may be strings, as in JSON."""
     pairs = list(value.items() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [None])
     try:
         found = {int(token): float(bias) for token, bias in pairs if _is_bias(token, bias)}
@@ -248,7 +250,7 @@ def _is_bias(token: object, bias: object) -> bool:
 
 
 def _text_of_format(value: object) -> str:
-    """A response_format as JSON text, which has a hash, and keeps the order of properties."""
+    """A response_format as JSON text, which is hashable and keeps the order of properties."""
     if isinstance(value, Mapping):
         return json.dumps(value)
     return value if isinstance(value, str) else json.dumps(None)
@@ -256,7 +258,7 @@ def _text_of_format(value: object) -> str:
 
 @lru_cache(maxsize=256)
 def _constraint_of_format(text: str) -> Constraint | None:
-    """What OpenAI's response_format asks for; None for plain text."""
+    """The constraint of an OpenAI response_format; None for plain text."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Amounts of memory as people write and read them."""
+"""Amounts of memory as users write and read them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 
 
 def parse_memory(text: str, free: int) -> int:
-    """Bytes meant by `90%` (of `free`), `4GiB`, `500MB` or a plain number."""
+    """Bytes meant by `90%` (of `free`), `4GiB`, `500MB` or a plain number. Raises ConfigError for anything else."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[A-Za-z]*)\s*", text)
     unit = match[2].upper() if match else None
     if match and unit == "%" and 0 < float(match[1]) <= 100:
         return int(free * float(match[1]) / 100)
     if match and unit in _UNITS:
         return int(float(match[1]) * _UNITS[unit])
-    raise ConfigError(f"{text!r} is no amount of memory; write it as 4GiB, 500MiB or 90%.")
+    raise ConfigError(f"{text!r} is not an amount of memory; write it as 4GiB, 500MiB or 90%.")
 
 
 def format_bytes(count: float) -> str:
-    """A size for people: 1.5 GiB."""
+    """A size for users: 1.5 GiB."""
     for unit in ("bytes", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"

@@ -313,7 +313,7 @@ def test_refusals_are_sentences(
         "no-such/model": [str(source), "-m", "no-such/model"],
         "--top-p must be": [str(source), "--top-p", "7"],
         "no attention backend": [str(source), "-m", str(model_folder), "--attention", "magic"],
-        "no amount of memory": [str(source), "-m", str(model_folder), "--kv-cache-memory", "lots"],
+        "not an amount of memory": [str(source), "-m", str(model_folder), "--kv-cache-memory", "lots"],
         "are free": [str(source), "-m", str(model_folder), "--kv-cache-memory", "99999GiB"],
         "not available": [str(source), "-m", str(model_folder), "--device", "cuda:99"],
         "a file is needed": [str(source), "-m", str(model_folder), "-o", str(tmp_path)],

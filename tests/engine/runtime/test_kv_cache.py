@@ -23,7 +23,7 @@ def test_amounts_are_read_as_people_write_them(text: str, expected: int) -> None
 @pytest.mark.parametrize("text", ["", "lots", "-1GiB", "0%", "101%", "4 GiB of it", "nan"])
 def test_other_amounts_are_refused(text: str) -> None:
     """Guards against a cache of a size nobody asked for."""
-    with pytest.raises(ConfigError, match="no amount of memory"):
+    with pytest.raises(ConfigError, match="not an amount of memory"):
         parse_memory(text, 1000)
 
 
