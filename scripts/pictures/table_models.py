@@ -15,7 +15,16 @@ import transformers
 
 from cbatch.engine.engine import Engine
 from tests.support.architectures import CLASSES, NOT_BUILT_HERE
-from tests.support.model_verdicts import EQUAL, NOT_BUILT, REFUSED, Verdict, judge, scenarios, table_row, unseen_faults
+from tests.support.model_checks import (
+    EQUAL,
+    NOT_BUILT,
+    REFUSED,
+    CheckResult,
+    check_model,
+    compare_all_scenarios,
+    table_row,
+    unseen_faults,
+)
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 INTRODUCTION = """# Models
@@ -48,34 +57,34 @@ the encoding of all positions changes. A model with chunked attention runs up to
 
 The test suite checks every line of this table.
 
-| model type | class | verdict | reason |
+| model type | class | result | reason |
 |---|---|---|---|
 """
 
 
 def scenarios_and_faults(network: Any, engine: Engine) -> list[str]:
-    return scenarios(network, engine) + unseen_faults(network, engine)
+    return compare_all_scenarios(network, engine) + unseen_faults(network, engine)
 
 
 def main() -> int:
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    verdicts: dict[str, Verdict] = {}
+    results: dict[str, CheckResult] = {}
     for model_type in sys.argv[1:] or CLASSES:
-        verdict = verdicts[model_type] = judge(model_type, scenarios_and_faults)
-        if verdict.word == NOT_BUILT and model_type not in NOT_BUILT_HERE:
-            verdict = verdicts[model_type] = Verdict("unknown", verdict.reason)
-        print(f"{verdict.word:11} {model_type} {verdict.reason}", flush=True)
+        result = results[model_type] = check_model(model_type, scenarios_and_faults)
+        if result.status == NOT_BUILT and model_type not in NOT_BUILT_HERE:
+            result = results[model_type] = CheckResult("unknown", result.reason)
+        print(f"{result.status:11} {model_type} {result.reason}", flush=True)
     if sys.argv[1:]:
         return 0
-    counts = Counter(verdict.word for verdict in verdicts.values())
+    counts = Counter(result.status for result in results.values())
     faulty = counts.keys() - {EQUAL, REFUSED, NOT_BUILT}
     if faulty:
         print(f"Not written: some are {', '.join(sorted(faulty))}.", file=sys.stderr)
         return 1
     told = ", ".join(f"{counts[word]} {word}" for word in (EQUAL, REFUSED, NOT_BUILT))
     head = INTRODUCTION.format(version=transformers.__version__, torch=torch.__version__, counts=told)
-    rows = "".join(table_row(model_type, verdict) + "\n" for model_type, verdict in sorted(verdicts.items()))
+    rows = "".join(table_row(model_type, result) + "\n" for model_type, result in sorted(results.items()))
     DOCUMENT.write_text(head + rows, encoding="utf-8")
     return 0
 

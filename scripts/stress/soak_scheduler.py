@@ -1,8 +1,8 @@
-"""Block pool, prefix cache and scheduler in many small random worlds, every step compared with a plain model.
+"""Runs block pool, prefix cache and scheduler in many small random simulations, each step against a plain model.
 
     python -m scripts.stress.soak_scheduler --steps 1000000
 
-Ends with 1 at the first violation, and says how to repeat it. Needs no model.
+Exits with 1 at the first violation, and prints how to repeat it. Needs no language model.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from collections import Counter
 from tests.support.random_walk import RandomWalk
 
 ACTIONS = 200
-"""Random actions in each world, before it runs until all is done."""
+"""Random actions in each simulation, before it runs until all requests are done."""
 
 
-def report(counts: Counter[str], worlds: int, violations: int, began: float) -> str:
+def report(counts: Counter[str], simulations: int, violations: int, began: float) -> str:
     figures = ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()) if name != "steps")
     took = time.monotonic() - began
-    return f"{counts['steps']:,} steps in {worlds:,} worlds, {took:.0f} s: {figures}; violations {violations}"
+    return f"{counts['steps']:,} steps in {simulations:,} simulations, {took:.0f} s: {figures}; violations {violations}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1_000_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--world", type=int, default=0, help="number of the first world, to repeat one")
+    parser.add_argument("--steps", type=int, default=1_000_000, help="steps in all (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all simulations (%(default)s)")
+    parser.add_argument("--simulation", type=int, default=0, help="number of the first simulation, to repeat one")
     arguments = parser.parse_args()
     counts: Counter[str] = Counter()
-    began, number, told = time.monotonic(), arguments.world, 0
+    began, number, told = time.monotonic(), arguments.simulation, 0
     while counts["steps"] < arguments.steps:
         walk = RandomWalk(arguments.seed, number)
         try:
-            walk.live(ACTIONS)
+            walk.run(ACTIONS)
         except Exception:
             traceback.print_exc()
-            print(report(counts, number - arguments.world, 1, began))
-            sys.exit(f"{walk.simulation.shape}\nTo repeat it: --seed {arguments.seed} --world {number} --steps 1")
+            print(report(counts, number - arguments.simulation, 1, began))
+            sys.exit(f"{walk.simulation.shape}\nTo repeat it: --seed {arguments.seed} --simulation {number} --steps 1")
         counts += walk.simulation.counts + Counter(preemptions=walk.simulation.scheduler.num_preemptions)
         number += 1
         if counts["steps"] - told >= 100_000:
             told = counts["steps"]
-            print(report(counts, number - arguments.world, 0, began), flush=True)
-    print(report(counts, number - arguments.world, 0, began))
+            print(report(counts, number - arguments.simulation, 0, began), flush=True)
+    print(report(counts, number - arguments.simulation, 0, began))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from cbatch.engine.runtime.kv_cache import LayerShape
 
 
 @dataclass(frozen=True)
-class Case:
+class AttentionCase:
     layer: LayerShape
     group: int = 1
     block_size: int = 16

@@ -14,7 +14,7 @@ from cbatch.engine.scheduler.request import Request
 Stamps = NDArray[np.int64]
 
 
-class Colliding(int):
+class CollidingToken(int):
     """A token with the same hash as any other, so that only its value tells it apart."""
 
     def __hash__(self) -> int:
@@ -60,7 +60,7 @@ def next_token(stamp: int, vocabulary: int) -> int:
 def make_request(request: Request, stop_after: int | None, vocabulary: int, kind: type[int]) -> OracleRequest:
     """A new request and its output; token number `stop_after` of that, if there is one, becomes a stop token.
 
-    kind: of its tokens, `int` or `Colliding`
+    kind: of its tokens, `int` or `CollidingToken`
     """
     prompt, limit = request.token_ids, request.max_new_tokens
     tokens, stamps = list(prompt), stamps_of(prompt)

@@ -25,13 +25,13 @@ MOST_LIVE = 20
 
 
 class RandomWalk:
-    """One world and its random life."""
+    """One simulation, and the random actions on it."""
 
     def __init__(self, seed: int, number: int) -> None:
         self._random = random.Random(f"{seed}/{number}")
         below = self._random.random
-        self._is_level = below() < 0.3
-        """All requests are equals, and steps keep their size: preemption is bounded then."""
+        self._has_one_priority = below() < 0.3
+        """If all requests have one priority and steps keep their size, preemption is bounded."""
         self._longest_tail = self._random.choice((2, 3, 5, 16))
         self._most_tokens = self._random.choice((3, 10, 24))
         self.simulation = SchedulerSimulation(
@@ -47,8 +47,8 @@ class RandomWalk:
             )
         )
 
-    def live(self, actions: int) -> SchedulerSimulation:
-        """So many random actions, then steps until all is done."""
+    def run(self, actions: int) -> SchedulerSimulation:
+        """Does so many random actions, then steps until all requests are done."""
         names, weights = list(ACTIONS), list(ACTIONS.values())
         for name in self._random.choices(names, weights, k=actions):
             self._act(name)
@@ -60,14 +60,16 @@ class RandomWalk:
 
     def _act(self, name: str) -> None:
         simulation, draw = self.simulation, self._random.randrange
-        if self._is_level and name in ("urgent", "shrink"):
+        if self._has_one_priority and name in ("urgent", "shrink"):
             name = "add" if name == "urgent" else "step"
         if name == "step":
             simulation.step()
         elif name == "cancel":
             simulation.cancel(draw(MOST_LIVE))
         elif name == "fail":
-            simulation.fail_step(garbage=draw(2) == 0, late=draw(2) == 0, shrink=draw(16) == 0 and not self._is_level)
+            simulation.fail_step(
+                garbage=draw(2) == 0, late=draw(2) == 0, shrink=draw(16) == 0 and not self._has_one_priority
+            )
         elif name == "nan":
             simulation.step(broken=[draw(8)])
         elif name == "shrink":
@@ -82,7 +84,7 @@ class RandomWalk:
     def _add(self, name: str) -> None:
         simulation, draw = self.simulation, self._random.randrange
         capacity = simulation.scheduler.pool.capacity
-        priority = 1 if self._is_level else draw(1, 4)
+        priority = 1 if self._has_one_priority else draw(1, 4)
         if name == "evict":
             for _ in range(draw(1, 4)):
                 simulation.add(self._tail(capacity // 2 + 1, capacity), 1, priority)

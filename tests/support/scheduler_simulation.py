@@ -24,7 +24,7 @@ from cbatch.engine.scheduler.block_pool import BlockPool
 from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput, StepResult
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.scheduler.scheduler import Scheduler
-from tests.support.oracle import Colliding, OracleRequest, Stamps, make_request, next_token
+from tests.support.oracle import CollidingToken, OracleRequest, Stamps, make_request, next_token
 from tests.support.scheduler_invariants import StateBefore, check_between_steps, check_plan, require
 
 UNWRITTEN, GARBAGE, FIRST_NAN = -1, -2, -3
@@ -86,7 +86,7 @@ class SchedulerSimulation:
         self._tables = BlockTables()
         self._unseated: set[Request] = set()
         """Those who left early for a step that was to give them their last token, and was given up."""
-        self._token = Colliding if shape.colliding else int
+        self._token = CollidingToken if shape.colliding else int
         self._next_id = 0
         self._priorities: set[int] = set()
         self._num_nans = 0

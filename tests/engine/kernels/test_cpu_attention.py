@@ -17,7 +17,7 @@ from cbatch.engine.kernels.cpu.paged_kv import SPLIT, plan_attention
 from cbatch.engine.kernels.cpu.tensors import fits
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
-from tests.support.attention_cases import Case
+from tests.support.attention_cases import AttentionCase
 
 pytestmark = pytest.mark.kernels
 
@@ -26,20 +26,20 @@ NUM_BLOCKS = 64
 
 
 CASES = {
-    "plain": Case(LayerShape(2, 64, 64)),
-    "grouped heads": Case(LayerShape(3, 64, 64), group=3),
-    "one head for many": Case(LayerShape(1, 32, 32), group=16),
-    "odd sizes": Case(LayerShape(2, 80, 48), group=2),
-    "large blocks": Case(LayerShape(2, 32, 32), group=2, block_size=128),
-    "blocks of 48": Case(LayerShape(2, 32, 32), group=2, block_size=48),
-    "window": Case(LayerShape(2, 32, 32), group=2, window=21),
-    "softcap": Case(LayerShape(2, 32, 32), group=2, softcap=3.0),
-    "sinks": Case(LayerShape(2, 32, 32), group=4, sinks=True),
-    "all at once": Case(LayerShape(1, 256, 256), group=2, block_size=32, window=70, softcap=20.0, sinks=True),
+    "plain": AttentionCase(LayerShape(2, 64, 64)),
+    "grouped heads": AttentionCase(LayerShape(3, 64, 64), group=3),
+    "one head for many": AttentionCase(LayerShape(1, 32, 32), group=16),
+    "odd sizes": AttentionCase(LayerShape(2, 80, 48), group=2),
+    "large blocks": AttentionCase(LayerShape(2, 32, 32), group=2, block_size=128),
+    "blocks of 48": AttentionCase(LayerShape(2, 32, 32), group=2, block_size=48),
+    "window": AttentionCase(LayerShape(2, 32, 32), group=2, window=21),
+    "softcap": AttentionCase(LayerShape(2, 32, 32), group=2, softcap=3.0),
+    "sinks": AttentionCase(LayerShape(2, 32, 32), group=4, sinks=True),
+    "all at once": AttentionCase(LayerShape(1, 256, 256), group=2, block_size=32, window=70, softcap=20.0, sinks=True),
 }
 
 
-def make_batches(case: Case, seed: int) -> list[RaggedBatch]:
+def make_batches(case: AttentionCase, seed: int) -> list[RaggedBatch]:
     """Sequences in two steps: first chunks of all, then decoding, further chunks, and new ones beside them."""
     chooser = random.Random(seed)
     blocks = list(range(NUM_BLOCKS))
@@ -75,7 +75,7 @@ def make_batch(slices: list[tuple[int, int, int]], tables: list[list[int]], bloc
 
 
 def run(
-    backend: AttentionBackend, case: Case, batches: list[RaggedBatch], dtype: torch.dtype, of: torch.dtype
+    backend: AttentionBackend, case: AttentionCase, batches: list[RaggedBatch], dtype: torch.dtype, of: torch.dtype
 ) -> list[Tensor]:
     """Outputs [T, heads, value_dim] of each step, computed in a type from the same random numbers of another."""
     kv_cache = KVCache(

@@ -24,7 +24,7 @@ from cbatch.engine.kernels.triton.attention_prefill import PrefillTuning
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import LayerShape
 from tests.support import triton_interpreter as interpreter
-from tests.support.attention_cases import Case
+from tests.support.attention_cases import AttentionCase
 
 pytestmark = pytest.mark.kernels
 
@@ -38,17 +38,17 @@ HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 
 
 CASES = {
-    "plain": Case(LayerShape(2, 64, 64)),
-    "grouped heads": Case(LayerShape(2, 32, 32), group=3, block_size=5),
-    "one head for many": Case(LayerShape(1, 16, 16), group=17),
-    "odd sizes": Case(LayerShape(2, 80, 48), group=2, block_size=7),
-    "blocks of one": Case(LayerShape(1, 128, 128), group=4, block_size=1),
-    "window": Case(LayerShape(1, 32, 32), group=2, window=21),
-    "window of one": Case(LayerShape(1, 16, 32), window=1),
-    "wide window": Case(LayerShape(1, 32, 32), group=2, window=64),
-    "softcap": Case(LayerShape(1, 32, 32), group=2, softcap=3.0),
-    "sinks": Case(LayerShape(1, 32, 32), group=4, sinks=True),
-    "all at once": Case(LayerShape(1, 256, 192), group=2, block_size=32, window=70, softcap=20.0, sinks=True),
+    "plain": AttentionCase(LayerShape(2, 64, 64)),
+    "grouped heads": AttentionCase(LayerShape(2, 32, 32), group=3, block_size=5),
+    "one head for many": AttentionCase(LayerShape(1, 16, 16), group=17),
+    "odd sizes": AttentionCase(LayerShape(2, 80, 48), group=2, block_size=7),
+    "blocks of one": AttentionCase(LayerShape(1, 128, 128), group=4, block_size=1),
+    "window": AttentionCase(LayerShape(1, 32, 32), group=2, window=21),
+    "window of one": AttentionCase(LayerShape(1, 16, 32), window=1),
+    "wide window": AttentionCase(LayerShape(1, 32, 32), group=2, window=64),
+    "softcap": AttentionCase(LayerShape(1, 32, 32), group=2, softcap=3.0),
+    "sinks": AttentionCase(LayerShape(1, 32, 32), group=4, sinks=True),
+    "all at once": AttentionCase(LayerShape(1, 256, 192), group=2, block_size=32, window=70, softcap=20.0, sinks=True),
 }
 
 ScheduledChunk = tuple[int, int, int]  # sequence, first token, end
@@ -65,7 +65,7 @@ def backend() -> TritonAttention:
 class World:
     """Keys, values and queries of some sequences, and the blocks in which their tokens lie."""
 
-    case: Case
+    case: AttentionCase
     lengths: list[int]
     dtype: torch.dtype = torch.float32
     seed: int = 0

@@ -11,15 +11,15 @@ import transformers
 
 from cbatch.engine.models.hf_adapter import AttentionCalls
 from tests.support.architectures import CLASSES, NOT_BUILT_HERE
-from tests.support.model_verdicts import (
+from tests.support.model_checks import (
     EQUAL,
     INSENSITIVE,
     NOT_BUILT,
     REFUSED,
+    CheckResult,
     Fault,
-    Verdict,
-    combined,
-    judge,
+    check_model,
+    compare_combined_run,
     table_row,
     with_fault,
 )
@@ -34,14 +34,14 @@ IS_DOCUMENTED = f"transformers {transformers.__version__}," in TABLE
 @pytest.mark.parametrize("model_type", CLASSES)
 def test_equal_or_refused(model_type: str) -> None:
     """Guards against a family that is silently wrong, and against a table in the docs that says something else."""
-    verdict = judge(model_type, combined)
-    is_new = verdict.word == INSENSITIVE or (verdict.word == NOT_BUILT and model_type not in NOT_BUILT_HERE)
+    result = check_model(model_type, compare_combined_run)
+    is_new = result.status == INSENSITIVE or (result.status == NOT_BUILT and model_type not in NOT_BUILT_HERE)
     if is_new and not IS_DOCUMENTED:
-        pytest.skip(f"no test of {model_type} in transformers {transformers.__version__}: {verdict.reason}")
-    assert verdict.word in (EQUAL, REFUSED, NOT_BUILT), verdict
-    assert verdict.word != REFUSED or verdict.reason
+        pytest.skip(f"no test of {model_type} in transformers {transformers.__version__}: {result.reason}")
+    assert result.status in (EQUAL, REFUSED, NOT_BUILT), result
+    assert result.status != REFUSED or result.reason
     if IS_DOCUMENTED:
-        assert table_row(model_type, verdict) in TABLE.splitlines()
+        assert table_row(model_type, result) in TABLE.splitlines()
 
 
 @pytest.mark.skipif(not IS_DOCUMENTED, reason="docs/models.md is of another version of transformers")
@@ -78,4 +78,4 @@ FAULTS: dict[Fault, list[str]] = {
 )
 def test_planted_faults_are_seen(plant: Fault, model_type: str) -> None:
     """Guards the comparison itself: with a fault planted in a running engine it must fail, in families of all kinds."""
-    assert judge(model_type, with_fault(plant)) == Verdict("wrong", "combined")
+    assert check_model(model_type, with_fault(plant)) == CheckResult("wrong", "combined")

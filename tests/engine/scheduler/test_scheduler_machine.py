@@ -143,7 +143,7 @@ def wander(worlds: int) -> Counter[str]:
     """What happened in so many worlds of the random walk."""
     counts: Counter[str] = Counter()
     for number in range(worlds):
-        simulation = RandomWalk(0, number).live(150)
+        simulation = RandomWalk(0, number).run(150)
         counts += simulation.counts + Counter(preemptions=simulation.scheduler.num_preemptions)
     return counts
 

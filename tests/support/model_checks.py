@@ -1,4 +1,4 @@
-"""What becomes of an architecture in the engine: equal to the model's own greedy decoding, refused, or wrong."""
+"""Checks an architecture in the engine: it equals the model's own greedy decoding, is refused, or is wrong."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ Fault = Callable[[pytest.MonkeyPatch], None]
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """word is one of EQUAL, REFUSED, NOT_BUILT; anything else is a fault of the engine, or of this check."""
+class CheckResult:
+    """`status` is EQUAL, REFUSED or NOT_BUILT; anything else is a fault of the engine or of this check."""
 
-    word: str
+    status: str
     reason: str = ""
 
 
-def judge(model_type: str, differences: Callable[[Any, Engine], list[str]]) -> Verdict:
+def check_model(model_type: str, differences: Callable[[Any, Engine], list[str]]) -> CheckResult:
     """Builds a tiny model of a type, proves that its context matters, and compares.
 
     differences: names what differs from the model's own output, given the network and an engine for `run_combined`
@@ -47,17 +47,17 @@ def judge(model_type: str, differences: Callable[[Any, Engine], list[str]]) -> V
     try:
         network = make_architecture(model_type, GAINS[0])
     except Exception as error:  # whatever a library raises for a model it cannot make
-        return Verdict(NOT_BUILT, plain_reason(str(error)))
+        return CheckResult(NOT_BUILT, plain_reason(str(error)))
     try:
         engine = small_engine(network)
     except ModelError as error:
-        return Verdict(REFUSED, plain_reason(str(error)))
+        return CheckResult(REFUSED, plain_reason(str(error)))
     for gain in GAINS:
         draw(network, gain)
         if depends_on_context(network):
             wrong = differences(network, engine)
-            return Verdict("wrong", ", ".join(wrong)) if wrong else Verdict(EQUAL)
-    return Verdict(INSENSITIVE, "no weights were found with which its output depends on its context")
+            return CheckResult("wrong", ", ".join(wrong)) if wrong else CheckResult(EQUAL)
+    return CheckResult(INSENSITIVE, "no weights were found with which its output depends on its context")
 
 
 def plain_reason(message: str) -> str:
@@ -68,24 +68,24 @@ def plain_reason(message: str) -> str:
 
 
 def small_engine(network: Any) -> Engine:
-    """An engine in which PROMPTS are chunked, share blocks, wait for each other and are preempted."""
+    """An engine that chunks PROMPTS, shares their blocks, makes them wait for each other, and preempts them."""
     return make_engine(network, max_batch_tokens=16, max_seqs=6, kv_blocks=28)
 
 
-def combined(network: Any, engine: Engine) -> list[str]:
-    """One run that is everything at once, compared with the model's own forward over each finished text."""
+def compare_combined_run(network: Any, engine: Engine) -> list[str]:
+    """One run that does everything at once, compared with the model's own forward over each finished output."""
     outputs = run_combined(engine)
     pairs = zip(PROMPTS, outputs, strict=True)
-    return [] if all(follows(network, prompt, output) for prompt, output in pairs) else ["combined"]
+    return [] if all(is_greedy_output(network, prompt, output) for prompt, output in pairs) else ["combined"]
 
 
 def with_fault(plant: Fault) -> Callable[[Any, Engine], list[str]]:
-    """`combined` with a fault in the engine, which it must name as a difference."""
+    """`compare_combined_run` with a fault in the engine, which it must name as a difference."""
 
     def differences(network: Any, engine: Engine) -> list[str]:
         with pytest.MonkeyPatch.context() as patch:
             plant(patch)
-            return combined(network, engine)
+            return compare_combined_run(network, engine)
 
     return differences
 
@@ -106,9 +106,9 @@ def run_combined(engine: Engine) -> Outputs:
     return outputs
 
 
-def follows(network: Any, prompt: list[int], output: list[int]) -> bool:
+def is_greedy_output(network: Any, prompt: list[int], output: list[int]) -> bool:
     """Whether each output token is the model's own choice after the tokens before it, which is greedy decoding."""
-    logits = own_logits(network, [prompt + output[:-1]])[0, len(prompt) - 1 :]
+    logits = reference_logits(network, [prompt + output[:-1]])[0, len(prompt) - 1 :]
     return bool(logits.argmax(-1).tolist() == output)
 
 
@@ -117,21 +117,21 @@ def depends_on_context(network: Any) -> bool:
     prompts = make_prompts([14] * 3, seed=5)
     ids = torch.tensor(prompts + [[prompt[0] % 80 + 1, *prompt[1:]] for prompt in prompts])
     for _ in range(10):
-        ids = torch.cat([ids, own_logits(network, ids)[:, -1].argmax(-1, keepdim=True)], dim=1)
+        ids = torch.cat([ids, reference_logits(network, ids)[:, -1].argmax(-1, keepdim=True)], dim=1)
     outputs: Outputs = ids[:, 14:].tolist()
     changed = all(before != after for before, after in zip(outputs[:3], outputs[3:], strict=True))
     return changed and sum(len(set(output)) > 4 for output in outputs) > 3
 
 
-def own_logits(network: Any, ids: Any) -> torch.Tensor:
+def reference_logits(network: Any, ids: Any) -> torch.Tensor:
     """Logits [N, T, vocabulary] of the model's own forward, without our attention and without a cache."""
-    with own_attention(network), torch.inference_mode():
+    with eager_attention(network), torch.inference_mode():
         logits: torch.Tensor = network(input_ids=torch.as_tensor(ids), use_cache=False).logits
     return logits
 
 
 @contextmanager
-def own_attention(network: Any) -> Iterator[None]:
+def eager_attention(network: Any) -> Iterator[None]:
     before = network.config.get_text_config()._attn_implementation
     network.set_attn_implementation("eager")
     try:
@@ -140,23 +140,23 @@ def own_attention(network: Any) -> Iterator[None]:
         network.set_attn_implementation(before)
 
 
-def scenarios(network: Any, engine: Engine) -> list[str]:
-    """All ways to run, one by one, each compared with `generate` of transformers."""
+def compare_all_scenarios(network: Any, engine: Engine) -> list[str]:
+    """Runs each scenario alone, and compares it with `generate` of transformers. Returns those that differ."""
     network.generation_config.eos_token_id = None
-    with own_attention(network):
+    with eager_attention(network):
         expected = generate_alone(network, PROMPTS, LENGTHS)
     runs: dict[str, Callable[[], Outputs]] = {
-        "whole prompts": lambda: run_plainly(network, max_batch_tokens=256, prefix_cache=False),
-        "chunks of 7 tokens": lambda: run_plainly(network, max_batch_tokens=7, prefix_cache=False),
-        "preempted": lambda: run_plainly(network, block_size=1, kv_blocks=96, prefix_cache=False, preempted=True),
-        "prefixes shared": lambda: run_plainly(network, max_batch_tokens=64, kv_blocks=100, times=2),
-        "rows come and go": lambda: run_coming_and_going(network),
+        "whole prompts": lambda: run_all_at_once(network, max_batch_tokens=256, prefix_cache=False),
+        "chunks of 7 tokens": lambda: run_all_at_once(network, max_batch_tokens=7, prefix_cache=False),
+        "preempted": lambda: run_all_at_once(network, block_size=1, kv_blocks=96, prefix_cache=False, preempted=True),
+        "prefixes shared": lambda: run_all_at_once(network, max_batch_tokens=64, kv_blocks=100, times=2),
+        "rows come and go": lambda: run_with_arrivals(network),
         "combined": lambda: run_combined(engine),
     }
     return [name for name, run in runs.items() if run() != expected]
 
 
-def run_plainly(network: Any, *, times: int = 1, preempted: bool = False, **config: Any) -> Outputs:
+def run_all_at_once(network: Any, *, times: int = 1, preempted: bool = False, **config: Any) -> Outputs:
     engine = make_engine(network, **config)
     for _ in range(times):
         outputs = [output.token_ids for output in engine.generate(PROMPTS, PARAMS)]
@@ -165,8 +165,8 @@ def run_plainly(network: Any, *, times: int = 1, preempted: bool = False, **conf
     return outputs
 
 
-def run_coming_and_going(network: Any) -> Outputs:
-    """A row enters every second step beside another that is cancelled soon."""
+def run_with_arrivals(network: Any) -> Outputs:
+    """A request arrives every second step, beside another that is cancelled soon."""
     engine = make_engine(network, max_batch_tokens=16, max_seqs=4)
     outputs: Outputs = [[] for _ in PROMPTS]
     rows: dict[int, int] = {}
@@ -185,7 +185,7 @@ def run_coming_and_going(network: Any) -> Outputs:
     return outputs
 
 
-def table_row(model_type: str, verdict: Verdict) -> str:
+def table_row(model_type: str, result: CheckResult) -> str:
     """The line of docs/models.md about a model type."""
-    reason = NOT_BUILT_HERE[model_type] if verdict.word == NOT_BUILT else verdict.reason
-    return f"| `{model_type}` | {CLASSES[model_type]} | {verdict.word} | {reason} |"
+    reason = NOT_BUILT_HERE[model_type] if result.status == NOT_BUILT else result.reason
+    return f"| `{model_type}` | {CLASSES[model_type]} | {result.status} | {reason} |"
