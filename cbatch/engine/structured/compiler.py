@@ -1,11 +1,11 @@
-"""Output that keeps to a form: which tokens may come next, for JSON, schemas, patterns, choices and grammars.
+"""Compiles constraints on outputs: JSON, JSON schemas, patterns, choices and grammars.
 
-The library is llguidance. It works on the tokens' bytes with an Earley parser over derivatives of regexes, builds
-its automata as the output needs them, so that compiling is quick, counts its work against limits, lets other threads
-run meanwhile, and refuses what it does not know of JSON Schema, where others leave it out in silence.
+The library is llguidance: an Earley parser over derivatives of regexes that works on the bytes of tokens. It builds its
+automata as the output needs them, so compiling is quick. It counts its work against limits, releases the GIL, and
+refuses keywords of JSON Schema that it does not know, which other libraries ignore silently.
 
-Three things bound what a pattern can cost. A child process tries it first (see `structured_trial`); the library's
-limits end a step; and a step that takes too long all the same costs its request, and a thread, but not the engine.
+Three things bound what a pattern can cost. A child process tries it first (see `sandbox`). The library's own limits end
+a step. A step that takes too long all the same costs its request and a thread, but not the engine (see `masks`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from cbatch.engine.base.constraint import Constraint, constraint_error, to_lark
+from cbatch.engine.base.constraint import Constraint
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.structured.grammar import CompiledGrammar
+from cbatch.engine.structured.lark import constraint_error, to_lark
 from cbatch.engine.structured.sandbox import LIMITS, GrammarSandbox, Vocabulary
 from cbatch.engine.text.tokenizer import ChatTokenizer
 
@@ -28,7 +29,7 @@ MISSING = "Structured output needs the extra: pip install 'cbatch[structured]'."
 
 
 class ConstraintCompiler:
-    """Compiles constraints for one model; thread-safe. The library is imported when the first one comes."""
+    """Compiles constraints for one model. Thread-safe. The library is imported for the first one."""
 
     def __init__(self, tokenizer: ChatTokenizer, vocab_size: int) -> None:
         """`vocab_size`: width of the model's logits, which may differ from the tokenizer's vocabulary."""
@@ -41,14 +42,14 @@ class ConstraintCompiler:
         self._library: Any = None
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
-        """The grammar of a constraint, at once where it is known: one of the last, or one that is still in use.
+        """The grammar of a constraint. Returns at once for a recent one, and for one that is still in use.
 
-        Raises RequestError (`invalid_row`) for a constraint that is wrong, too complex, or asks for what the
-        library does not know; for a tokenizer that it does not know; and where the library is not installed.
+        Raises RequestError (`invalid_row`) if the constraint is invalid or too complex, if the library does not support
+        it or the tokenizer, or if the library is not installed.
         """
         known = self._find(constraint)
         if known is None:
-            with self._compiling:  # of several that want the same, one compiles
+            with self._compiling:  # of several threads with the same constraint, one compiles it
                 known = self._find(constraint) or self._compile(constraint)
             self._keep(constraint, known)
         if isinstance(known, str):
@@ -71,7 +72,7 @@ class ConstraintCompiler:
                 self._cache.popitem(last=False)
 
     def close(self) -> None:
-        """Ends the child process that tries constraints; another one comes where another one is needed."""
+        """Ends the child process that tries constraints. The next compilation starts a new one."""
         if self._sandbox is not None:
             self._sandbox.close()
 
@@ -94,7 +95,7 @@ class ConstraintCompiler:
         return CompiledGrammar(matcher, self.vocab_size)
 
     def _load(self) -> None:
-        """Imports the library and gives it the vocabulary, once."""
+        """Imports the library and passes it the vocabulary, once."""
         if self._library is not None:
             return
         try:

@@ -1,4 +1,4 @@
-"""Where one output stands in its grammar, and which tokens may come next."""
+"""The position of one output in its grammar, and the tokens that may come next."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ TOO_COMPLEX = "it is too complex at this place."
 
 
 class CompiledGrammar:
-    """A compiled constraint; made by `ConstraintCompiler.compile`, and any number of requests share it."""
+    """A compiled constraint, made by `ConstraintCompiler.compile`. Any number of requests may share it."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._matcher = matcher
 
     def new_matcher(self) -> Any:
-        """A matcher at the beginning, which shares nothing that changes: others do not decide what its limits allow."""
+        """A matcher at the beginning. It shares no mutable state, so others do not use up its limits."""
         return self._matcher.deep_copy()
 
 
 class GrammarState:
-    """Where one request's output stands in its grammar. One thread uses it at a time.
+    """The position of one request's output in its grammar. Used by one thread at a time.
 
-    `error` is a sentence once something has failed; nothing more comes of it then.
+    `error` is a sentence after something has failed. A failed state stays failed.
     """
 
     def __init__(
@@ -39,8 +39,9 @@ class GrammarState:
         starts_after: Callable[[list[int]], bool] | None = None,
     ) -> None:
         """
-        stop_ids:     allowed where the output may end
-        begins_after: whether the form begins behind the tokens so far, of an output that begins with something else
+        stop_ids:     tokens that end the output; allowed when it may end
+        starts_after: for outputs that begin with something else, such as reasoning: whether the constrained part
+                      starts after these tokens
         """
         self.vocab_size = grammar.vocab_size
         self.error: str | None = None
@@ -53,16 +54,16 @@ class GrammarState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text so far is a whole match, so that an end token may come."""
+        """Whether the text so far is a complete match, so that an end token may come."""
         return self.error is None and self._starts_after is None and bool(self._matcher.is_accepting())
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing can follow: the text is a whole match and no other begins with it, or an end token came."""
+        """Whether nothing can follow: an end token came, or the text is a complete match that no longer one extends."""
         return self._is_ended or (self.is_complete and bool(self._matcher.is_stopped()))
 
     def accept(self, token_id: int) -> None:
-        """Takes in a token of the output, also one of an output that is begun anew.
+        """Advances by one token of the output.
 
         Raises RequestError (`invalid_row`) for a token that the grammar does not allow here.
         """
@@ -81,10 +82,10 @@ class GrammarState:
             raise RequestError("invalid_row", self.error)
 
     def fill(self, allowed: np.ndarray) -> str | None:
-        """Writes which tokens may come into a row [V] bool; returns a sentence where that fails.
+        """Writes the tokens that may come next into a row [V] bool. Returns a sentence if that fails.
 
-        Stop ids may come exactly where the text is complete, other special tokens never. Where the output is finished
-        and there are no stop ids, nothing may come.
+        Stop ids may come exactly when the text is complete, other special tokens never. If the output is finished and
+        there are no stop ids, nothing may come.
         """
         if self._starts_after is not None:
             allowed[:] = True

@@ -1,4 +1,8 @@
-"""The token masks of a step, filled on threads of their own while the model runs."""
+"""The token masks of a step, filled on threads of their own while the model runs.
+
+llguidance can fill the masks of a batch on threads of its own (`LLExecutor`), but that call returns only when the
+slowest mask is done, and its threads cannot be replaced: one endless mask would hold up every request of the engine.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,14 @@ from torch import Tensor
 from cbatch.engine.structured.grammar import FAILED, GrammarState
 
 STEP_LIMIT = 5.0
-"""Seconds that one request's mask may take; real ones take milliseconds."""
+"""Seconds that the mask of one request may take. Real ones take milliseconds."""
 
 
 class TokenMasks(NamedTuple):
-    """What may come next for G guides.
+    """The tokens that may come next for G requests.
 
-    allowed  [G, V] bool, on the CPU; all true in the row of a guide that failed
-    errors   for each guide a sentence, or None; it is the guide's `error` from then on
+    allowed  [G, V] bool, on the CPU; all true in the row of a state that failed
+    errors   for each state a sentence or None; from then on it is the state's `error`
     """
 
     allowed: Tensor
@@ -30,14 +34,14 @@ class TokenMasks(NamedTuple):
 
 
 class _MaskJob:
-    """The masks of one step, which several threads fill."""
+    """The masks of one step, filled by several threads."""
 
     def __init__(self, states: Sequence[GrammarState]) -> None:
         self.states = states
         self.allowed = np.ones((len(states), states[0].vocab_size if states else 0), dtype=np.bool_)
         self.is_done = threading.Event()
         self._lock = threading.Lock()
-        self._begun: dict[int, float] = {}
+        self._started_at: dict[int, float] = {}
         self._waited = 0.0
         self._next = 0
         self._num_left = len(states)
@@ -45,29 +49,29 @@ class _MaskJob:
             self.is_done.set()
 
     def run(self) -> bool:
-        """Fills until nothing is left to take; False where one took so long that nobody waits for this thread."""
+        """Fills masks until none is left. False if one took so long that this thread was replaced."""
         while (index := self._take()) is not None:
             state = self.states[index]
             row = np.empty(self.allowed.shape[1], dtype=np.bool_)
             try:
                 error = state.error or state.fill(row)
-            except BaseException as raised:  # a panic of the library is no Exception
+            except BaseException as raised:  # a panic of the library is not an Exception
                 error = f"{FAILED}{raised!r}"
             if not self._finish(index, row, error):
                 return False
         return True
 
-    def give_up(self, waited: float, limit: float) -> int:
-        """Fails the guides that have been taking longer than `limit` seconds, and returns how many.
+    def fail_stalled(self, waited: float, limit: float) -> int:
+        """Fails the states whose masks have been taking longer than `limit` seconds, and returns how many.
 
-        waited: seconds that somebody has waited since the last call; no clock, which goes on for a stopped process
+        waited: seconds waited since the last call; no clock is used, because it goes on while a process is stopped
         """
         with self._lock:
             self._waited += waited
-            late = [index for index, begun in self._begun.items() if self._waited - begun > limit]
-            for index in late:
+            stalled = [index for index, started_at in self._started_at.items() if self._waited - started_at > limit]
+            for index in stalled:
                 self._close(index, f"{FAILED}the step took longer than {limit:g} s.")
-        return len(late)
+        return len(stalled)
 
     def result(self) -> TokenMasks:
         return TokenMasks(torch.from_numpy(self.allowed), [state.error for state in self.states])
@@ -77,12 +81,12 @@ class _MaskJob:
             if self._next == len(self.states):
                 return None
             self._next += 1
-            self._begun[self._next - 1] = self._waited
+            self._started_at[self._next - 1] = self._waited
             return self._next - 1
 
     def _finish(self, index: int, row: np.ndarray, error: str | None) -> bool:
         with self._lock:
-            if index not in self._begun:
+            if index not in self._started_at:
                 return False
             if error is None:
                 self.allowed[index] = row
@@ -90,7 +94,7 @@ class _MaskJob:
         return True
 
     def _close(self, index: int, error: str | None) -> None:
-        del self._begun[index]
+        del self._started_at[index]
         self.states[index].error = error
         self._num_left -= 1
         if self._num_left == 0:
@@ -98,19 +102,19 @@ class _MaskJob:
 
 
 def fill_masks(states: Sequence[GrammarState]) -> TokenMasks:
-    """The masks of some guides of one model, in this thread and without a limit of time."""
+    """The masks of some states of one model, filled in this thread and without a time limit."""
     job = _MaskJob(states)
     job.run()
     return job.result()
 
 
 class MaskFiller:
-    """Fills masks on threads of its own while the caller does something else, such as running the model."""
+    """Fills masks on threads of its own while the caller runs the model."""
 
     def __init__(self, num_threads: int | None = None, limit: float = STEP_LIMIT) -> None:
-        """num_threads: None is half of the processors, 8 at most.
-
-        limit: seconds that one guide's mask may take
+        """
+        num_threads: None is half of the processors, at most 8
+        limit:       seconds that the mask of one state may take
         """
         self._limit = limit
         self._jobs: queue.SimpleQueue[_MaskJob | None] = queue.SimpleQueue()
@@ -119,22 +123,22 @@ class MaskFiller:
         self._num_started = 0
 
     def begin(self, states: Sequence[GrammarState]) -> None:
-        """Starts filling; until `result` has returned, nobody else may use these guides."""
+        """Starts filling. Until `result` has returned, nothing else may use these states."""
         if not states:
             return
         job = _MaskJob(states)
         for _ in range(min(self._num_threads, len(states))):
             self._put(job)
-            self._job = job  # only now: nobody is to wait for what no thread will do
+            self._job = job  # only now: `result` must not wait for a job that no thread has
 
     def result(self) -> TokenMasks | None:
-        """The masks of the guides that `begin` was given, as soon as they are there; None where it was given none."""
+        """Waits for the masks of the states that were passed to `begin`; None if there were none."""
         job, self._job = self._job, None
         if job is None:
             return None
-        patience = min(self._limit, 0.1)
-        while not job.is_done.wait(patience):
-            for _ in range(job.give_up(patience, self._limit)):
+        interval = min(self._limit, 0.1)
+        while not job.is_done.wait(interval):
+            for _ in range(job.fail_stalled(interval, self._limit)):
                 self._num_started -= 1
                 self._put(job)
         return job.result()
@@ -155,4 +159,4 @@ class MaskFiller:
 def _work(jobs: queue.SimpleQueue[_MaskJob | None]) -> None:
     while (job := jobs.get()) is not None:
         if not job.run():
-            return  # another thread has taken this one's place
+            return  # this thread was replaced by another

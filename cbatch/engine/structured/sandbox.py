@@ -1,10 +1,10 @@
-"""Tries a grammar in a child process, so that one that takes for ever, or breaks the library, harms nobody.
+"""Tries a grammar in a child process, so that one that takes forever or crashes the library does no harm.
 
-The library bounds most of its work by limits of its own. What is left is quadratic work before they count, and
-recursion that ends a process where the stack does: a long chain of rules or references is enough. The child has
-less time, memory and stack than its parent has, so what passes there is safe here.
+The library limits most of its work itself. What is left is quadratic work before its limits apply, and recursion that
+overflows the stack: a long chain of rules or references is enough. The child has less time, memory and stack than its
+parent, so what passes there is safe here.
 
-This file is also what the child runs, with nothing of this package around it.
+The child runs this file as a script, without the rest of the package.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from collections.abc import Sequence
 from typing import IO, Any
 
 LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
-"""Options of the library's LLParserLimits that are not its defaults. A lexer state takes 1 to 2 kB."""
+"""The options of the library's LLParserLimits that differ from its defaults. A lexer state takes 1 to 2 kB."""
 
 CPU_LIMIT = 2.0
-"""Seconds of processor time for one trial: real schemas take milliseconds, and a busy machine changes nothing."""
+"""Seconds of processor time for one grammar, so that a busy machine changes nothing. Real schemas take milliseconds."""
 
 WALL_LIMIT = 60.0
-"""Seconds on the clock, for a child that hangs without computing."""
+"""Seconds of wall time, for a child that hangs without computing."""
 
 MEMORY_LIMIT = 1 << 30
 STACK = 1 << 20
-"""Bytes. Threads of the parent have a multiple of this stack."""
+"""Bytes. The parent's threads have several times as much."""
 
 STEPS = 32
-"""Tokens of the random output that is tried."""
+"""Length in tokens of the random output that is tried."""
 
 TOO_COMPLEX = "It is too complex."
 NO_MATCH = "No text can match it."
@@ -43,9 +43,9 @@ READY = b"ready\n"
 
 
 class Vocabulary:
-    """A vocabulary as the library takes it: tokens as bytes by id, empty for ids that are none.
+    """A vocabulary in the library's form: the bytes of each token by id, empty for unused ids.
 
-    The last id is an end token of our own, which no model has: it is allowed where the text may end.
+    The last id is an end token of our own, which no model has. It is allowed when the text may end.
     """
 
     is_tokenizer_wrapper = True
@@ -57,33 +57,33 @@ class Vocabulary:
         self.special_token_ids = [*special, self.eos_token_id]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Tokens of a text. The library asks for them only where it forces text, which we switch off."""
+        """Tokens of a text. The library asks for them only to force text, which is switched off."""
         return []
 
 
 def is_dead_end(matcher: Any) -> bool:
-    """Whether a matcher of the library failed because no text can follow, not at a limit."""
+    """Whether a matcher failed because no text can follow, and not because of a limit."""
     return str(matcher.get_error()).startswith("NoExtension")
 
 
 class GrammarSandbox:
-    """The child and what is said to it; thread-safe. It starts with the first grammar and stays for the next ones."""
+    """The child process that tries grammars. Thread-safe. The first grammar starts it; it stays for the next ones."""
 
     def __init__(self, library_folder: str, cpu_limit: float = CPU_LIMIT) -> None:
-        """`library_folder`: where the library can be imported from."""
+        """`library_folder`: the folder from which the library can be imported."""
         self._command = [sys.executable, "-I", "-S", __file__, library_folder, str(cpu_limit)]
         self._child: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
     def check(self, grammar: str) -> str | None:
-        """What is wrong with a grammar in the library's language; None where nothing is.
+        """What is wrong with a grammar of the library; None if nothing is.
 
-        Raises OSError where the child cannot run at all.
+        Raises OSError if the child cannot run at all.
         """
         with self._lock:
             if self._child is None or self._child.poll() is not None:
                 self._child = self._start()
-            answer = _ask(self._child, grammar)
+            answer = _send(self._child, grammar)
             if answer is None:
                 self._child = None
                 return TOO_COMPLEX
@@ -92,22 +92,22 @@ class GrammarSandbox:
     def close(self) -> None:
         with self._lock:
             if self._child is not None:
-                _end(self._child)
+                _kill(self._child)
             self._child = None
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # A session of its own: Ctrl-C is for the parent, which may want to end in good order.
+        # In a session of its own, so that Ctrl-C reaches only the parent, which shuts down in an orderly way.
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         child = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True)
-        weakref.finalize(self, _end, child)
+        weakref.finalize(self, _kill, child)
         if _read_line(child) != READY:
-            _end(child)
+            _kill(child)
             raise OSError("the process that tries grammars did not start")
         return child
 
 
-def _ask(child: subprocess.Popen[bytes], grammar: str) -> str | None:
-    """The child's answer, empty for a good grammar; None where the child did not survive it."""
+def _send(child: subprocess.Popen[bytes], grammar: str) -> str | None:
+    """The child's answer: empty for a good grammar, None if the child did not survive it."""
     assert child.stdin is not None
     try:
         child.stdin.write(json.dumps(grammar).encode() + b"\n")
@@ -117,7 +117,7 @@ def _ask(child: subprocess.Popen[bytes], grammar: str) -> str | None:
     else:
         line = _read_line(child)
     if not line.endswith(b"\n"):
-        _end(child)
+        _kill(child)
         return None
     return str(json.loads(line))
 
@@ -132,17 +132,17 @@ def _read_line(child: subprocess.Popen[bytes]) -> bytes:
         timer.cancel()
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def _kill(child: subprocess.Popen[bytes]) -> None:
     child.kill()
     child.wait()
     for pipe in (child.stdin, child.stdout):
         if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # of what was still to be written
+            with contextlib.suppress(BrokenPipeError):  # from data that was not written yet
                 pipe.close()
 
 
 def _serve(requests: IO[bytes], answers: IO[bytes], library_folder: str, cpu_limit: float) -> None:
-    """The child: one JSON string a line in, one out."""
+    """Runs in the child: reads one grammar a line as a JSON string, and answers with one JSON string a line."""
     import resource
 
     sys.path.append(library_folder)
@@ -154,14 +154,14 @@ def _serve(requests: IO[bytes], answers: IO[bytes], library_folder: str, cpu_lim
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     except (OSError, ValueError):
-        pass  # a system without these limits; time and stack are bounded all the same
+        pass  # a system without these limits; time and stack are bounded nevertheless
     threading.stack_size(STACK)
     answers.write(READY)
     answers.flush()
     for line in requests:
         found: list[str] = []
-        signal.setitimer(signal.ITIMER_PROF, cpu_limit)  # its signal ends the process, whatever it is doing
-        thread = threading.Thread(target=_try, args=(llguidance, tokenizer, limits, json.loads(line), found))
+        signal.setitimer(signal.ITIMER_PROF, cpu_limit)  # its signal ends the process in any case
+        thread = threading.Thread(target=_check, args=(llguidance, tokenizer, limits, json.loads(line), found))
         thread.start()
         thread.join()
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -169,7 +169,7 @@ def _serve(requests: IO[bytes], answers: IO[bytes], library_folder: str, cpu_lim
         answers.flush()
 
 
-def _try(llguidance: Any, tokenizer: Any, limits: Any, grammar: str, found: list[str]) -> None:
+def _check(llguidance: Any, tokenizer: Any, limits: Any, grammar: str, found: list[str]) -> None:
     matcher = llguidance.LLMatcher(tokenizer, grammar, limits=limits, log_level=0)
     if matcher.is_error():
         found.append(matcher.get_error() or TOO_COMPLEX)

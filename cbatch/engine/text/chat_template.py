@@ -1,7 +1,7 @@
-"""Renders chat templates, which are Jinja programs of models' authors, as transformers 5.23 does, without it.
+"""Renders chat templates, Jinja programs of the models' authors, exactly as transformers 5.23 does.
 
-Without it, because importing it takes a second, and because it replaces functions that it is given by their names:
-a template would get no date but the clock's.
+transformers itself is not used, because importing it takes a second, and because it overrides the functions that it is
+given: a template would get no date but the clock's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""What a message's reasoning may be called. Templates read the first; some of older models, the second."""
+"""Names for the reasoning of a message. Templates read the first one, those of some older models the second."""
 
 
 def render_chat(
@@ -31,13 +31,13 @@ def render_chat(
     special_tokens: Mapping[str, str],
     today: date,
 ) -> str:
-    """A conversation as the text that a model was trained on, up to where the assistant's turn begins.
+    """A conversation in the format that the model was trained on, up to the beginning of the assistant's turn.
 
-    tools:          functions that the model may ask for; a template is told of none where there are none
+    tools:          functions that the model may call; None is passed to the template if there are none
     special_tokens: by their names, such as `bos_token`
-    today:          the date that `strftime_now` writes down
+    today:          the date that `strftime_now` formats
 
-    Raises whatever the template raises, and what Jinja does where it is none.
+    Raises whatever the template raises, or what Jinja raises for an invalid template.
     """
     return _compile(template).render(
         **special_tokens,
@@ -50,7 +50,7 @@ def render_chat(
 
 
 def _prepare(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Without keys that hold nothing, which templates would print as None, and with reasoning under both names."""
+    """The message without keys that are None, which templates would print, and with its reasoning under both names."""
     kept = {key: value for key, value in message.items() if value is not None}
     reasoning = next((kept[key] for key in REASONING_KEYS if key in kept), None)
     return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
@@ -69,7 +69,7 @@ def _compile(template: str) -> Template:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Jinja's own filter would write `<`, `>` and `&` as escapes, for HTML."""
+    """Jinja's own filter would escape `<`, `>` and `&` for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -78,14 +78,14 @@ def _refuse(message: str) -> NoReturn:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what the assistant said, for training; here its body is only printed."""
+    """`{% generation %}` marks the assistant's text for training. Here its body is only printed."""
 
-    tags = {"generation"}  # noqa: RUF012  that is how Jinja has it
+    tags = {"generation"}  # noqa: RUF012  as Jinja declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # A block of its own, not the bare body: what is set within it must not be seen behind it.
+        # A block of its own, because variables that are set in it must not be visible after it.
         return nodes.CallBlock(self.call_method("_print"), [], [], body).set_lineno(line)
 
     def _print(self, caller: Macro) -> str:
@@ -103,7 +103,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """`namespace` in templates, without names that Python keeps for itself."""
+    """`namespace` in templates, without names that begin with an underscore."""
 
     def __init__(self, /, *args: Any, **kwargs: Any) -> None:
         values = dict(*args, **kwargs)

@@ -1,8 +1,8 @@
-"""Tokenizers: from a model's files alone where it is certain what they mean, and as transformers makes them.
+"""Loads tokenizers straight from a model's files if their meaning is certain, and otherwise through transformers.
 
-Importing transformers takes longer than all else that must be done before a first token, and for most folders it
-then does no more than to read `tokenizer.json`. What it may do besides depends on the class that the folder names,
-the model's type, and keys and files of older versions; this module knows the simple cases and leaves the others.
+Importing transformers takes longer than anything else before the first token, and for most folders it then only reads
+`tokenizer.json`. What else it may do depends on the class that the folder names, the model's type, and keys and files
+of older versions. This module knows the simple cases and leaves the others to transformers.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 from cbatch.engine.base.model_files import read_json_object
 
 VERBATIM_CLASSES = frozenset(("TokenizersBackend", "PreTrainedTokenizerFast"))
-"""Classes of transformers that take `tokenizer.json` as it is: one class with a new name and an old one."""
+"""Classes of transformers that use `tokenizer.json` as it is: the new and the old name of one class."""
 
 VERBATIM_MODEL_TYPES = frozenset(("granite", "llama", "mistral", "olmo2", "smollm3"))
-"""Types of models for which transformers never puts another class in the place of these two."""
+"""Model types for which transformers never replaces these two classes by another."""
 
 QWEN2_CLASSES = VERBATIM_CLASSES | {"Qwen2Tokenizer", "Qwen2TokenizerFast"}
 QWEN2_MODEL_TYPES = frozenset(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"))
-"""For these it may be Qwen2Tokenizer, whatever the folder says, which builds all but the vocabulary by itself."""
+"""For these, transformers may use Qwen2Tokenizer whatever the folder says. It builds all but the vocabulary itself."""
 
 QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Where Qwen's models split text into words (https://huggingface.co/Qwen/Qwen3-0.6B, `tokenizer.json`)."""
+"""How Qwen's models split text into words (https://huggingface.co/Qwen/Qwen3-0.6B, `tokenizer.json`)."""
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LISTED_TOKENS = ("additional_special_tokens", "extra_special_tokens")
@@ -45,7 +45,7 @@ IGNORED_KEYS = frozenset(
     "spaces_between_special_tokens special_tokens_map_file tokenizer_class tokenizer_file truncation_side "
     "use_default_system_prompt".split()
 )
-"""Keys of `tokenizer_config.json` that change neither tokens nor templates where there is a `tokenizer.json`."""
+"""Keys of `tokenizer_config.json` that change neither tokens nor templates if there is a `tokenizer.json`."""
 
 KNOWN_KEYS = IGNORED_KEYS.union(NAMED_TOKENS, LISTED_TOKENS, MUST_BE_OFF, ("added_tokens_decoder", "chat_template"))
 
@@ -54,12 +54,12 @@ OLDER_FILES = ("special_tokens_map.json", "added_tokens.json")
 
 @dataclass(slots=True)
 class TextTokenizer:
-    """What is needed of a model's tokenizer.
+    """The parts of a model's tokenizer that the engine uses.
 
-    backend:        does the work, without truncation and padding
-    bos_id:         the token that a text begins with, where the model has one
-    chat_template:  Jinja source, or several by name, of which `default` serves when nothing else is asked for
-    special_tokens: those with names that templates may use, such as `bos_token`
+    backend:        the tokenizer of `tokenizers`, without truncation and padding
+    bos_id:         the token that a text begins with; None if the model has none
+    chat_template:  Jinja source, or several by name, with `default` among them
+    special_tokens: by the names that templates may use, such as `bos_token`
     """
 
     backend: Tokenizer
@@ -68,14 +68,14 @@ class TextTokenizer:
     special_tokens: Mapping[str, str]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
-        """Token ids of a text, and the characters that each stands for."""
-        # In a batch of one: other threads go on meanwhile, which they do not while `encode` runs.
+        """Token ids of a text, with the characters that each of them stands for."""
+        # A batch of one, because `encode` holds the GIL and `encode_batch` does not.
         return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
 
 @dataclass(slots=True)
 class TransformersTokenizer(TextTokenizer):
-    """One that transformers has made, which may do more to a text than its backend does."""
+    """A tokenizer made by transformers, which may do more to a text than its backend does."""
 
     original: Any
 
@@ -85,7 +85,7 @@ class TransformersTokenizer(TextTokenizer):
 
 
 def from_transformers(tokenizer: Any) -> TransformersTokenizer:
-    """`tokenizer` is a fast tokenizer of transformers."""
+    """Wraps a fast tokenizer of transformers."""
     template, special_tokens = tokenizer.chat_template, tokenizer.special_tokens_map
     backend, bos_id = tokenizer.backend_tokenizer, tokenizer.bos_token_id
     return TransformersTokenizer(backend, bos_id, template, special_tokens, original=tokenizer)
@@ -94,7 +94,7 @@ def from_transformers(tokenizer: Any) -> TransformersTokenizer:
 def from_folder(folder: Path) -> TextTokenizer | None:
     """The tokenizer that transformers would make of a model folder.
 
-    None where that is not certain, and where something is wrong with the files, which transformers then says.
+    None if that is not certain, or if something is wrong with the files; then transformers reports it.
     """
     try:
         config, settings = (read_json_object(folder / name) for name in ("config.json", "tokenizer_config.json"))
@@ -107,14 +107,14 @@ def from_folder(folder: Path) -> TextTokenizer | None:
             settings, backend
         ):
             return None
-    except Exception:  # tokenizers raises plain Exception, and values of any type may stand in the files
+    except Exception:  # tokenizers raises plain Exception, and the files may hold values of any type
         return None
     bos = special_tokens.get("bos_token")
     return TextTokenizer(backend, None if bos is None else backend.token_to_id(bos), template, special_tokens)
 
 
 def _content(token: Any) -> str:
-    """A special token of `tokenizer_config.json`: text, or an object with its flags."""
+    """The text of a special token of `tokenizer_config.json`, which is text or an object with flags."""
     if isinstance(token, dict) and token.get("__type") == "AddedToken":
         token = token["content"]
     if not isinstance(token, str):
@@ -123,16 +123,16 @@ def _content(token: Any) -> str:
 
 
 def _is_known(folder: Path, settings: dict[str, Any]) -> bool:
-    """Whether only such keys and files are there as this module knows."""
+    """Whether this module knows all keys of the settings and all files of the folder."""
     if not KNOWN_KEYS.issuperset(settings) or any(settings.get(key) for key in MUST_BE_OFF):
         return False
-    # These older files count where the tokens are not listed; a tekken.json would go before tokenizer.json.
+    # These older files count if the tokens are not listed; a tekken.json would take precedence over tokenizer.json.
     older = "added_tokens_decoder" not in settings and any((folder / name).exists() for name in OLDER_FILES)
     return not older and not any(folder.glob("*tekken*.json"))
 
 
 def _is_read_verbatim(model_type: Any, settings: dict[str, Any], backend: Tokenizer) -> bool:
-    """Whether transformers takes `tokenizer.json` as it is, or builds the very same from its vocabulary."""
+    """Whether transformers uses `tokenizer.json` as it is, or builds an equal tokenizer from its vocabulary."""
     name = settings.get("tokenizer_class")
     if model_type in VERBATIM_MODEL_TYPES:
         return name in VERBATIM_CLASSES
@@ -140,7 +140,7 @@ def _is_read_verbatim(model_type: Any, settings: dict[str, Any], backend: Tokeni
 
 
 def _is_qwen2(settings: dict[str, Any], backend: Tokenizer) -> bool:
-    """Whether a tokenizer is the one that Qwen2Tokenizer builds around the same vocabulary and merges."""
+    """Whether Qwen2Tokenizer would build this tokenizer from the same vocabulary and merges."""
     model = backend.model
     if not isinstance(model, BPE) or model.dropout is not None or model.unk_token is not None:
         return False
@@ -154,18 +154,18 @@ def _is_qwen2(settings: dict[str, Any], backend: Tokenizer) -> bool:
         _as_json(backend.normalizer) == _as_json(NFC())
         and _as_json(backend.pre_tokenizer) == _as_json(expected)
         and _as_json(backend.decoder).startswith('{"type":"ByteLevel"')
-        # It has defaults of its own for tokens that the folder does not name.
+        # Qwen2Tokenizer has defaults of its own for tokens that the folder does not name.
         and {"eos_token", "pad_token", "unk_token"} <= settings.keys()
     )
 
 
 def _as_json(part: Any) -> str:
-    """A part of a tokenizer as JSON. Where offsets begin is left out: only post-processors look at it."""
+    """A part of a tokenizer as JSON, without the start of offsets, which only post-processors look at."""
     return "" if part is None else part.__getstate__().decode().replace('"trim_offsets":false', '"trim_offsets":true')
 
 
 def _has_all_special_tokens(settings: dict[str, Any], backend: Tokenizer) -> bool:
-    """Whether all tokens that the settings name are special ones of the tokenizer already, and nothing is cut off."""
+    """Whether all tokens that the settings name are special tokens already, and nothing is truncated or padded."""
     added = backend.get_added_tokens_decoder()
     listed = settings.get("added_tokens_decoder")
     if listed is not None and {int(number): AddedToken(**token).__getstate__() for number, token in listed.items()} != {
@@ -179,7 +179,7 @@ def _has_all_special_tokens(settings: dict[str, Any], backend: Tokenizer) -> boo
 
 
 def _chat_template(folder: Path, configured: Any) -> str | dict[str, str] | None:
-    """Templates in files of their own, else those of `tokenizer_config.json`."""
+    """Templates in files of their own; without such files, those of `tokenizer_config.json`."""
     paths = {path.name.removesuffix(".jinja"): path for path in (folder / "additional_chat_templates").glob("*.jinja")}
     default = folder / "chat_template.jinja"
     if default.is_file():

@@ -1,4 +1,4 @@
-"""Tries a chat template in a child process, so that one that never ends cannot hang the engine."""
+"""Renders a chat template once in a child process, so that one that never ends cannot hang the engine."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import sys
 from cbatch.engine.base.errors import ModelError
 
 TIME_LIMIT = 5.0
-"""Seconds; a real template takes a millisecond."""
+"""Seconds. A real template takes a millisecond."""
 
 _OUT_OF_MEMORY = 77
 
-# Only time and memory are judged here: a template that raises is an error of the row that makes it raise,
-# and a child that cannot run at all says nothing about the template.
+# The child only checks time and memory. A template that raises is an error of the request that makes it raise, and a
+# child that cannot run at all says nothing about the template.
 _CHILD = f"""
 import datetime, resource, sys
 
@@ -57,14 +57,14 @@ except Exception:
 
 
 class TemplateSandbox:
-    """A rendering of the template that runs beside the loading of the weights; ends with the `with` block.
+    """Renders the template while the body of the `with` block loads the weights.
 
-    Leaving the block raises ModelError where the template takes too long or too much memory.
+    Leaving the block raises ModelError if the template takes too long or too much memory.
     """
 
     def __init__(self, template: str, timeout: float = TIME_LIMIT) -> None:
         self._timeout = timeout
-        # -P: nothing in the working folder may pass for jinja2.
+        # -P: a file in the working folder must not be imported as jinja2.
         command = [sys.executable, "-P", "-c", _CHILD]
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null)
@@ -94,8 +94,8 @@ class TemplateSandbox:
             raise ModelError("The model's chat template takes too much memory.")
 
     def _wait(self, seconds: float) -> bool:
-        """Whether the child has ended by then. Its output, which is empty, ends with it."""
-        # Popen.wait with a limit only looks every 50 ms, as long as the child takes.
+        """Whether the child ends within this time. Its output, which is empty, closes when it ends."""
+        # Popen.wait with a timeout polls only every 50 ms, which is as long as the child takes.
         with self._child.stdout as output, selectors.DefaultSelector() as selector:  # type: ignore[union-attr]
             selector.register(output, selectors.EVENT_READ)
             return bool(selector.select(seconds))

@@ -1,4 +1,4 @@
-"""From what people write to token ids: plain text, or messages through the model's chat template."""
+"""Turns text, or messages through the model's chat template, into token ids."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from cbatch.engine.text.output_parser import OutputParser
 from cbatch.engine.text.tool_calls import template_messages
 
 FIXED_DATE = date(2024, 7, 26)
-"""What templates are told is today where nobody says: the date that Llama's own falls back on without a clock."""
+"""The date given to chat templates by default: the one that Llama's own template uses if it has no clock."""
 
 Message = Mapping[str, Any]
-"""`{"role": ..., "content": ...}` with text content; beside tool calls there may be none."""
+"""`{"role": ..., "content": ...}` with text content, which a message with tool calls may lack."""
 
 Prompt = str | Sequence[int] | Mapping[str, Sequence[Message]]
-"""Text, token ids, or a conversation: `{"messages": [{"role": "user", "content": "Hi"}]}`, perhaps with `tools`."""
+"""Text, token ids, or a conversation: `{"messages": [{"role": "user", "content": "Hi"}]}`, optionally with `tools`."""
 
 _Objects = list[dict[str, Any]]
 
@@ -31,7 +31,7 @@ _Objects = list[dict[str, Any]]
 class ChatTokenizer:
     """A model's tokenizer and chat template.
 
-    Special tokens that a person writes in a message stay text; only the template's own are special.
+    Special tokens that someone writes into a message stay text. Only those of the template itself are special.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
@@ -46,37 +46,37 @@ class ChatTokenizer:
 
     @property
     def templates(self) -> str | dict[str, str] | None:
-        """The chat template, or several by name."""
+        """The chat template; a dictionary by name if the model has several."""
         return self._tokenizer.chat_template
 
     @property
     def chat_template(self) -> str | None:
-        """The template's source; of several, the one that serves when nothing else is asked for."""
+        """The template's source; of several templates, the default one."""
         template = self.templates
         return template.get("default") if isinstance(template, dict) else template
 
     @cached_property
     def output_parser(self) -> OutputParser:
-        """The form of the model's output; a template of its own for tools counts too."""
+        """Parses the model's outputs. All of its templates count, such as one of its own for tools."""
         template = self.templates
         return OutputParser.from_template("\n".join(template.values()) if isinstance(template, dict) else template)
 
     @property
     def takes_tools(self) -> bool:
-        """Whether any of the model's templates tells it of tools."""
+        """Whether any of the model's templates mentions tools."""
         template = self.templates
         return any(
             "tools" in source for source in (template.values() if isinstance(template, dict) else [template or ""])
         )
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text as the tokenizer makes them, BOS included where it adds one, never twice."""
+        """Token ids of plain text, with BOS if the tokenizer adds it, but never twice."""
         ids, bos = self._tokenizer.encode(text).ids, self._tokenizer.bos_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     @property
     def template_has_clock(self) -> bool:
-        """Whether the template may write down the date."""
+        """Whether the template may write the date into the prompt."""
         return "strftime_now" in (self.chat_template or "")
 
     def encode_chat(
@@ -87,13 +87,13 @@ class ChatTokenizer:
         today: date = FIXED_DATE,
         answer: str = "",
     ) -> list[int]:
-        """Token ids of a conversation through the chat template, ready for the assistant's turn.
+        """Token ids of a conversation through the chat template, up to the assistant's turn.
 
-        tools:  functions that the model may ask for (see `check_tools`); a template may know nothing of them
-        today:  the date in templates that write one down; no clock runs, so that the same messages are the same ids.
-        answer: the beginning of the assistant's turn, where it is to go on from there
+        tools:  functions that the model may call (see `check_tools`); a template without tools ignores them
+        today:  the date for templates that write one; not read from a clock, so that equal messages give equal ids
+        answer: the beginning of the assistant's turn, which the model is to continue
 
-        Raises RequestError (`template_error`) where the template refuses the messages.
+        Raises RequestError (`template_error`) if the template refuses the messages.
         """
         if not self.chat_template:
             raise RequestError("template_error", "The model has no chat template; give a prompt, not messages.")
@@ -121,29 +121,29 @@ class ChatTokenizer:
         return IncrementalDetokenizer(self.backend, prompt, params.stop, hidden)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of a whole sequence."""
+        """The text of a whole sequence of tokens."""
         text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def opens_thinking(self, prompt: Sequence[int]) -> bool:
-        """Whether these prompt tokens end with an opening think tag, so that the output begins within it."""
+        """Whether the prompt ends with an opening think tag, so that the output begins as reasoning."""
         form = self.output_parser
         if form.think_tags is None:
             return False
         return form.opens_thinking(self.decode(prompt[-NUM_CONTEXT_TOKENS:], skip_special_tokens=False))
 
     def ends_thinking(self, token_ids: Sequence[int]) -> bool:
-        """Whether the closing think tag stands at the end of an output so far, or just before that."""
+        """Whether the closing think tag is among the last tokens of an output so far."""
         think_tags = self.output_parser.think_tags
         tail = self.decode(token_ids[-NUM_CONTEXT_TOKENS:], skip_special_tokens=False)
         return think_tags is not None and think_tags[1] in tail
 
     def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
-        """Token sequences that spell these words, at the beginning of a text and behind a space."""
+        """Token sequences that spell these words, at the start of a text and after a space."""
         return self._encode_bad_words(tuple(words))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for in a text, also where that is a part of a character."""
+        """The bytes that a token adds to a text, which may be part of a character."""
         return self._pieces.bytes_of(token_id)
 
     def _encode_words(self, words: tuple[str, ...]) -> list[list[int]]:
@@ -161,10 +161,10 @@ class ChatTokenizer:
             raise RequestError("template_error", f"The chat template refused the messages: {error}") from error
 
     def _encode_with_text_specials(self, messages: _Objects, tools: _Objects, today: date, answer: str) -> list[int]:
-        """Encodes messages and tools, or the beginning of an answer, in which someone wrote special tokens.
+        """Encodes messages, tools or the beginning of an answer that have special tokens written in them.
 
-        A separator, one private-use character that occurs nowhere in them, goes behind the first character of each,
-        so that the tokenizer does not see it; the tokens that stand for a separator are then left out.
+        A separator, a private-use character that occurs nowhere in them, is inserted after the first character of each
+        special token, so that the tokenizer does not recognize it. The tokens of the separators are then left out.
         """
         written = list(_strings([messages, tools, answer]))
         characters = set().union(*written)
@@ -174,7 +174,7 @@ class ChatTokenizer:
             raise RequestError("invalid_row", "The messages hold every private-use character of Unicode.")
         hide = partial(self._special_pattern.sub, partial(_insert_separator, separator))
         rendered = self._render(_map_strings(messages, hide), _map_strings(tools, hide), today) + hide(answer)
-        # Templates that print an object as Python does, or as JSON in ASCII, print the separator as an escape.
+        # A template that prints an object as Python does, or as JSON in ASCII, prints the separator as an escape.
         rendered = rendered.replace(_escape(separator), separator)
         encoding = self._tokenizer.encode(rendered, add_special_tokens=False)
         pairs = zip(encoding.ids, encoding.offsets, strict=True)
@@ -182,7 +182,7 @@ class ChatTokenizer:
 
 
 def encode_prompt(tokenizer: ChatTokenizer | None, prompt: Prompt, *, raw: bool, today: date, answer: str) -> list[int]:
-    """Token ids of a prompt for a model with this tokenizer, or without one: see `Engine.encode`."""
+    """See `Engine.encode`. `tokenizer` is None for a model that has none."""
     if not isinstance(prompt, str | Mapping):
         return list(prompt)
     if tokenizer is None:
@@ -205,7 +205,7 @@ def _insert_separator(separator: str, match: re.Match[str]) -> str:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every string of a JSON value, keys included: those of tools and arguments are written by people too."""
+    """Every string of a JSON value, and every key: people also write the keys of tools and arguments."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
@@ -218,7 +218,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of a JSON value with every string changed, keys included."""
+    """A copy of a JSON value with every string and every key changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):

@@ -23,12 +23,13 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from cbatch.engine.base.constraint import Constraint, Kind, to_lark
+from cbatch.engine.base.constraint import Constraint, Kind
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.models.loader import DEMO_MODEL
 from cbatch.engine.structured import compiler as compiler_module
 from cbatch.engine.structured.compiler import ConstraintCompiler
 from cbatch.engine.structured.grammar import GrammarState
+from cbatch.engine.structured.lark import to_lark
 from cbatch.engine.structured.masks import MaskFiller, fill_masks
 from cbatch.engine.structured.sandbox import TOO_COMPLEX, GrammarSandbox
 from cbatch.engine.text.fast_loader import from_transformers
@@ -446,19 +447,19 @@ def test_nothing_hangs_or_ends_the_process(compiler: ConstraintCompiler, name: s
     assert allowed_tokens(start(compiler, "choice", ["y"])) == [TOKENS.index(b"y")]
 
 
-def test_a_trial_that_takes_too_long_ends() -> None:
+def test_a_grammar_that_takes_too_long_ends() -> None:
     """Guards the limit of time on what the library's own limits do not reach; the next grammar is tried as ever."""
     good = to_lark(Constraint("regex", "a"))
-    trial = GrammarSandbox(str(Path(library().__file__).parent.parent), cpu_limit=0.2)
+    sandbox = GrammarSandbox(str(Path(library().__file__).parent.parent), cpu_limit=0.2)
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    assert trial.check(to_lark(Constraint("regex", ".?" * 8000))) == TOO_COMPLEX
+    assert sandbox.check(to_lark(Constraint("regex", ".?" * 8000))) == TOO_COMPLEX
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2
-    assert trial.check(good) is None
-    assert trial._child is not None
-    os.kill(trial._child.pid, signal.SIGKILL)
-    trial._child.wait()
-    assert trial.check(good) is None
-    trial.close()
+    assert sandbox.check(good) is None
+    assert sandbox._child is not None
+    os.kill(sandbox._child.pid, signal.SIGKILL)
+    sandbox._child.wait()
+    assert sandbox.check(good) is None
+    sandbox.close()
 
 
 def test_constraints_are_compiled_once(demo: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
