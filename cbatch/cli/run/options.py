@@ -44,6 +44,4 @@ class RunOptions:
             if is_given and not self.resume:
                 raise ConfigError(f"--{name} goes with --resume.")
         if self.resume and self.overwrite:
-            raise ConfigError(
-                "--resume keeps the rows of the output file, --overwrite drops them; give one of the two."
-            )
+            raise ConfigError("--resume keeps the rows of the output file, --overwrite drops them; give one of them.")
