@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 NO_REFERENCE_COUNTS = {"_nrt": False}
-"""Option of numba's compilers (0.61 to 0.68): kernels do not count references to arrays.
+"""An option of numba's compilers, private as of 0.68: kernels do not count references to arrays.
 
 Without it the threads of a step compete for the counters of the arrays that they share.
 """
@@ -30,7 +30,7 @@ def keep_compiled(
     inlines functions of many files. A damaged file, or code that another process saved under the same name, counts as
     missing. Errors while saving go to `on_error`. If no folder can be written, nothing is kept.
 
-    Private in numba 0.61 to 0.68: `FunctionCache._index_key` and the attribute `_cache` of dispatchers and callbacks.
+    Private as of numba 0.68: `FunctionCache._index_key`, and the attribute `_cache` of dispatchers and callbacks.
     """
     from numba.core.caching import FunctionCache, NullCache
 
@@ -67,8 +67,8 @@ def keep_compiled(
 def new_callback(function: Callable[..., None], signature: Any) -> Any:
     """A numba callback, not compiled yet; `compile` makes its `address`.
 
-    `numba.cfunc` compiles at once, before a cache can be set, and ignores NO_REFERENCE_COUNTS. Private in numba 0.61
-    to 0.68: the class `CFunc` and `sigutils.normalize_signature`.
+    `numba.cfunc` compiles at once, before a cache can be set, and ignores NO_REFERENCE_COUNTS. Private as of
+    numba 0.68: the class `CFunc` and `sigutils.normalize_signature`.
     """
     from numba.core import sigutils
     from numba.core.ccallback import CFunc

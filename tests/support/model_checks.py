@@ -64,7 +64,7 @@ def plain_reason(message: str) -> str:
     """An error without the name of the class and without figures that rounding decides."""
     message = re.sub(r"^\w+ is not supported: |^Class validation error[^\n]*\n\s*|\w+Error: ", "", message.strip())
     line = next((line.strip() for line in message.splitlines() if line.strip()), "no reason given")
-    return re.sub(r" by (\d[\d.e+-]*\d|nan)", "", line).rstrip(".")
+    return re.sub(r" by (\d([\d.e+-]*\d)?|nan)", "", line).rstrip(".")
 
 
 def small_engine(network: Any) -> Engine:

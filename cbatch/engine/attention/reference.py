@@ -1,4 +1,4 @@
-"""Attention by gathering each sequence's pages: slow, plain, and the oracle for every faster kernel."""
+"""Attention that gathers the blocks of each sequence: slow and plain, the reference for every faster kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cbatch.engine.runtime.kv_cache import LayerShape, Shape
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One slice of the step: rows of the ragged batch, its pages, and where it stands in its sequence."""
+    """The part of a step that belongs to a sequence: rows of the ragged batch, block ids, and positions."""
 
     rows: slice
     blocks: Tensor
@@ -24,7 +24,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceMetadata:
-    """What the layers of a step share. slots [T]: where each token goes in a layer's cache."""
+    """What the layers of a step share. slots [T]: the place of each token in a layer's cache."""
 
     sequences: list[Sequence]
     slots: Tensor
@@ -84,7 +84,7 @@ class ReferenceAttention:
 
 
 def _causal_mask(sequence: Sequence, window: int | None, device: torch.device) -> Tensor | None:
-    """[queries, keys], true where a query may look; None where it may look everywhere."""
+    """[queries, keys], true for keys that a query may see; None if it may see all of them."""
     if sequence.stop - sequence.start == 1 and (window is None or window >= sequence.stop):
         return None
     distance = (
@@ -103,7 +103,7 @@ def _explicit(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Softmax attention written out, for what torch's own function cannot do. All tensors head first."""
+    """Softmax attention written out, for options that torch's function does not have. All tensors are head first."""
     group = query.shape[0] // keys.shape[0]
     keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
     scores = (query @ keys.transpose(-1, -2)).float() * scale

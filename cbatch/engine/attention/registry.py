@@ -1,4 +1,4 @@
-"""Which attention backend serves a model on a device."""
+"""Chooses the attention backend of a model on a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAMES = ("cpu", "triton", "reference")
 
 
 def check_attention(name: str, device: torch.device, block_size: int) -> None:
-    """Raises ConfigError for a backend that is not there, or cannot serve, whatever the model is."""
+    """Raises ConfigError for a backend that does not exist, or cannot serve any model here."""
     if name not in ("auto", *NAMES):
         raise ConfigError(f"There is no attention backend {name!r}; choose auto or one of: {', '.join(NAMES)}.")
     if name == "cpu" and device.type != "cpu":
@@ -25,12 +25,12 @@ def check_attention(name: str, device: torch.device, block_size: int) -> None:
 
 
 def has_fast_path(name: str, device: torch.device, block_size: int) -> bool:
-    """Whether a model of the Llama family may take its fast path, as far as can be known before it is loaded."""
+    """Whether a model of the Llama family may take the fast path, as far as is known before it is loaded."""
     return name != "reference" and (device.type == "cuda" or block_size % 16 == 0)
 
 
 def check_quantize(name: str | None, device: torch.device, *, fast: bool) -> bool:
-    """Whether weights are to be quantized. Raises ConfigError for what there is not, or where it is of no use."""
+    """Whether to quantize the weights. Raises ConfigError for an unknown type, and without a fast path for it."""
     if name is None:
         return False
     if name != "int8":
@@ -46,14 +46,14 @@ def check_quantize(name: str | None, device: torch.device, *, fast: bool) -> boo
 def select_attention(
     name: str, device: torch.device, layers: list[LayerShape], block_size: int, dtype: torch.dtype
 ) -> AttentionBackend:
-    """The backend of that name; `auto` takes the best there is. Raises ConfigError where it cannot serve the model."""
+    """The backend of that name, or for `auto` the fastest. Raises ConfigError if it cannot serve the model."""
     check_attention(name, device, block_size)
     if name == "reference" or device.type not in ("cpu", "cuda"):
         return ReferenceAttention()
     named = "cpu" if device.type == "cpu" else "triton"
     try:
         backend = _cpu(layers, block_size, dtype) if named == "cpu" else _triton(device, layers, dtype)
-    except ImportError as error:  # neither numba nor Triton is made for everything that torch is made for
+    except ImportError as error:  # numba and Triton do not exist for every platform of torch
         if name == named:
             raise ConfigError(f"The attention backend {name} is not available: {error}.") from error
         return ReferenceAttention()

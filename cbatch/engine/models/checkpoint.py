@@ -1,4 +1,4 @@
-"""The fast path straight from a model's files: its config.json and safetensors, without transformers."""
+"""Loads the fast path straight from a model's config.json and safetensors, without transformers."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ class Tensors(Mapping[str, Tensor]):
 def load_fast_model(
     source: str, revision: str | None, device: torch.device, dtype: str, *, quantize: bool = False
 ) -> CpuModel | CudaModel | None:
-    """The model on the fast path; None where it has none, and where anything about its files is unusual.
+    """The model on the fast path; None if it has none, or if anything about its files is unusual.
 
-    Then the other path loads it, or says what is wrong. For `quantize` see `CpuModel`. Raises ModelError where memory
-    does not suffice, for the other path takes no less.
+    Then transformers loads it, or says what is wrong. For `quantize` see `CpuModel`. Raises ModelError if there is not
+    enough memory, because transformers would need as much.
     """
     try:
         return _load(source, revision, device, dtype, quantize)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        trouble = str(error).partition(". ")[0].rstrip(".")
+        reason = str(error).partition(". ")[0].rstrip(".")
     except (UnsupportedConfig, InvalidFile, ImportError, OSError, SafetensorError) as error:
         if quantize:
             raise ConfigError(f"{source} cannot be quantized to int8: {error}.") from error
-        _log.info("%s goes without the fast path: %s.", source, error)
+        _log.info("%s does not use the fast path: %s.", source, error)
         return None
-    # Here nothing holds the weights any more that were loaded.
-    raise ModelError(f"Cannot load {source}: its weights do not fit into the memory of {device} ({trouble}).")
+    # Raised here, where the weights that were loaded have been freed.
+    raise ModelError(f"Cannot load {source}: its weights do not fit into the memory of {device} ({reason}).")
 
 
 def _load(source: str, revision: str | None, device: torch.device, dtype: str, quantize: bool) -> CpuModel | CudaModel:
@@ -72,7 +72,7 @@ def _load(source: str, revision: str | None, device: torch.device, dtype: str, q
     names = ["generation_config.json", "model.safetensors", "model-*.safetensors", WEIGHTS_INDEX]
     folder = model_folder(source, revision, ["config.json", *names])
     if "eos_token_id" not in config | read_json_object(folder / "generation_config.json"):
-        raise UnsupportedConfig("neither of its configs says what ends an output")
+        raise UnsupportedConfig("neither config.json nor generation_config.json has an eos_token_id")
     number = torch.bfloat16 if quantize and dtype == "auto" else choose_dtype(dtype, _dtype_of(config), device)
     if device.type == "cuda":
         from cbatch.engine.models.cuda import CudaModel

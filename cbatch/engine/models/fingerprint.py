@@ -1,4 +1,4 @@
-"""What a model is, in one short hash: its config, its tokenizer, and samples of every tensor."""
+"""A short hash of what a model is: its config, its tokenizer, and samples of every tensor."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SAMPLES, SAMPLE_BYTES = 8, 16
 def fingerprint(folder: Path) -> str:
     """A hash of the model in a folder, 32 hexadecimal digits.
 
-    Of each tensor a few bytes are read, at even distances, so that it takes no longer for a large model. Names,
-    paths and times do not count. Raises ModelError for weights that are no safetensors files.
+    Only a few bytes of each tensor are read, at even distances, so that large models take no longer. Names, paths and
+    times do not count. Raises ModelError for weights that are not safetensors files.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name in ("config.json", "tokenizer_config.json", "special_tokens_map.json"):

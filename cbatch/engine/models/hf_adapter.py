@@ -1,13 +1,13 @@
-"""Any causal language model of transformers that goes through its AttentionInterface, on ragged batches.
+"""Runs any causal language model of transformers that calls its AttentionInterface on ragged batches.
 
-One attention function is registered under the name `cbatch`. A mask name that is not registered makes transformers
-build no mask, and the engine builds its own; which tokens a layer may see is learned once, in a probe, from the mask
-functions that the model itself asks for (see `masks`).
+One attention function is registered under the name `cbatch`. No mask function is registered under that name, so
+transformers builds no masks. A probe learns once which tokens a layer may see, from the mask functions that the model
+itself asks for (see `mask_patterns`).
 
-A model that keeps state anywhere else than in the keys and values seen here (recurrent layers, convolutions
-over tokens, sparse attention with an index of its own, position encodings that depend on the length of the whole text)
-would run on a ragged row and be silently wrong. `TransformersModel` refuses it: a probe looks at every call of
-the interface, and `selfcheck` compares small ragged steps with the model's own forward.
+Some models keep state outside the keys and values seen here: recurrent layers, convolutions over tokens, sparse
+attention with an index of its own, position encodings that depend on the length of the whole text. They would run on
+a ragged batch and be silently wrong, so `TransformersModel` refuses them: the probe looks at every call of the
+interface, and `self_check` compares small ragged steps with the model's own forward.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ ATTENTION_NAME = "cbatch"
 PROBE_NAME = "cbatch_probe"
 
 IGNORED_KEYWORDS = frozenset({"dropout", "is_causal", "logits_to_keep", "position_ids", "sliding_window", "use_cache"})
-"""Keywords of an attention call that say nothing new about a causal, paged, inference-only call.
+"""Keywords of an attention call that can be ignored, because attention is causal, paged and for inference only.
 
-A window is in the mask already. Nor do `output_...` switches, which ask for what else a model may return.
+The mask already contains the window. Keywords that begin with `output_` are ignored too: they ask for other results.
 """
 
-SERVED_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-"""Kinds of layers whose past is keys and values alone, whatever the length of the text."""
+SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+"""Types of layers whose only state is keys and values, whatever the length of the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class PagedContext:
 
 @dataclass(slots=True)
 class AttentionCalls:
-    """The attention calls of one forward pass. Their order tells them apart, and each has a cache of its own.
+    """The attention calls of one forward pass, each with a cache of its own. Their order identifies them.
 
-    A layer may attend twice, or be run again and again: what matters is that every step makes the same calls.
+    A layer may call attention twice, or run several times, as long as every step makes the same calls.
     """
 
     context: PagedContext
@@ -69,16 +69,16 @@ class AttentionCalls:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
         if mask is not None:
-            raise ModelError("its attention layers use a mask of their own")
+            raise ModelError("it uses attention masks of its own")
         call, self.calls = self.calls, self.calls + 1
         if call == len(self.windows):
-            raise ModelError(f"it attends more than {call} times in a step, unlike when it was loaded")
+            raise ModelError(f"it calls attention more than {call} times in a step, unlike when it was loaded")
         return self.context.attend(call, query, key, value, window=self.windows[call], **options)
 
 
 @dataclass(slots=True)
 class AttentionProbe:
-    """Stands in for a Step in the first pass of a model and writes down what each call stores and may see."""
+    """Takes the place of AttentionCalls in a model's first pass, and records what each call stores and may see."""
 
     shapes: list[LayerShape] = field(default_factory=list)
     patterns: list[MaskPattern] = field(default_factory=list)
@@ -90,7 +90,7 @@ class AttentionProbe:
 
 
 _current: ContextVar[AttentionCalls | AttentionProbe] = ContextVar("cbatch_step")
-"""The pass that is being made. Not a keyword through the model's forward, for not every family hands those on."""
+"""The current forward pass. It is not a keyword of the model's forward, because not every family passes those on."""
 
 
 def paged_attention(
@@ -105,14 +105,14 @@ def paged_attention(
     s_aux: Tensor | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls for each attention layer: query, key, value [1, heads, T, dim]."""
+    """What transformers calls for each attention layer; query, key, value: [1, heads, T, dim]."""
     unknown = sorted(
         name
         for name, value in keywords.items()
         if value is not None and name not in IGNORED_KEYWORDS and not name.startswith("output_")
     )
     if unknown:
-        raise ModelError(f"its attention layers use {', '.join(unknown)}, which this engine does not know")
+        raise ModelError(f"its attention layers use {', '.join(unknown)}, which this engine does not support")
     out = _current.get().attend(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -126,12 +126,9 @@ def paged_attention(
 
 
 class TransformersModel:
-    """A network of transformers, ready to run ragged batches over a paged cache.
+    """A transformers model, ready to run ragged batches over a paged cache. Its attributes are those of `Model`.
 
-    layers:         shape of what each attention call of a step stores, in the order of the calls
-    windows:        how many tokens back each of them sees, itself included; None for all
-    max_model_len:  longest sequence, prompt and output, in tokens
-    Raises ModelError where the network would be wrong here, with the reason.
+    Raises ModelError with the reason if the model would be wrong here.
     """
 
     has_own_threads = False
@@ -156,7 +153,7 @@ class TransformersModel:
             self.layers, self.windows = self._probe()
         except ModelError as error:
             raise ModelError(f"{self.name} is not supported: {error}.") from error
-        except Exception as error:  # whatever a model's own code raises when it is called in a new way
+        except Exception as error:  # whatever a model's own code raises
             raise ModelError(f"{self.name} is not supported: it fails on a ragged batch ({error}).") from error
 
     @property
@@ -173,13 +170,13 @@ class TransformersModel:
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch, kv_cache: KVCache, attention: AttentionBackend) -> Logits:
-        """Logits [R, vocabulary] of the rows to sample, in the model's dtype."""
+        """Logits [R, vocabulary] of the wanted rows, in the model's dtype."""
         context = PagedContext(kv_cache, attention, attention.prepare(batch, kv_cache.block_size))
         step = AttentionCalls(context, self.windows)
         logits = self._call(batch, step)
         if step.calls != len(self.layers):
             raise ModelError(
-                f"it attended {step.calls} times in a step, and {len(self.layers)} times when it was loaded"
+                f"it called attention {step.calls} times in a step, and {len(self.layers)} times when it was loaded"
             )
         return Logits(logits)
 
@@ -197,10 +194,10 @@ class TransformersModel:
         logits: Tensor = output.logits[0]
         if logits.shape[0] == len(batch.rows):
             return logits
-        return logits[batch.logit_rows]  # some families know no logits_to_keep
+        return logits[batch.logit_rows]  # some families ignore logits_to_keep
 
     def plain_logits(self, token_ids: list[int]) -> Tensor:
-        """Logits [T, vocabulary] of one sequence by the model's own forward, without our attention."""
+        """Logits [T, vocabulary] of one sequence by the model's own forward, with its own attention."""
         self._network.set_attn_implementation("eager")
         try:
             ids = torch.tensor([token_ids], device=self.device)
@@ -221,12 +218,12 @@ class TransformersModel:
         layers = self.config.num_hidden_layers
         if len(probe.shapes) < layers:
             raise ModelError(
-                f"{len(probe.shapes)} of its {layers} layers keep their past in attention that can be paged; "
-                "the others (recurrent, convolutional or built in) would be silently wrong"
+                f"{len(probe.shapes)} of its {layers} layers call attention that can be paged; "
+                "the others (recurrent, convolutional, or with attention of their own) would be silently wrong"
             )
         _check_patterns(self.config, probe.patterns)
         chunks = [pattern.chunk for pattern in probe.patterns if pattern.chunk]
-        self.max_model_len = min([self.max_model_len, *chunks])  # within its first chunk a layer sees all
+        self.max_model_len = min([self.max_model_len, *chunks])  # within its first chunk a layer sees every token
         return probe.shapes, [pattern.window for pattern in probe.patterns]
 
 
@@ -242,7 +239,7 @@ def _max_model_len(config: Any) -> int:
     lengths = (getattr(config, name, None) for name in names)
     longest = next((length for length in lengths if isinstance(length, int) and length > 0), 2048)
     for parameters in _rope_parameters(config):
-        # Past this length of the longest text in a row, this encoding changes for every token of it.
+        # Once the longest text of a batch passes this length, the encoding of every token changes.
         switch = parameters.get("original_max_position_embeddings")
         if parameters.get("rope_type") == "longrope" and isinstance(switch, int):
             longest = min(longest, switch)
@@ -250,13 +247,13 @@ def _max_model_len(config: Any) -> int:
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """The rotary settings of a config, one for all layers or one for each kind of layer."""
+    """The rotary settings of a config, one for all layers or one for each type of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     return list(rope.values()) if rope and all(isinstance(value, dict) for value in rope.values()) else [rope]
 
 
 def _check_config(config: Any, text_config: Any) -> None:
-    """Refuses what a probe of a few tokens cannot see."""
+    """Refuses what the probe, which has only a few tokens, cannot see."""
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError("it is an encoder-decoder")
     if getattr(text_config, "is_decoder", None) is False and hasattr(text_config, "add_cross_attention"):
@@ -264,28 +261,28 @@ def _check_config(config: Any, text_config: Any) -> None:
         if not any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
             raise ModelError("it is an encoder")
     if getattr(text_config, "attn_temperature_tuning", None):
-        raise ModelError("it scales attention by the place of a token in the whole row")
-    kinds = set(getattr(text_config, "layer_types", None) or ()) - SERVED_KINDS
+        raise ModelError("it scales attention by the index of a token in the batch")
+    kinds = set(getattr(text_config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
     if kinds:
-        raise ModelError(f"it has layers of kind {', '.join(sorted(kinds))}, which this engine does not know")
+        raise ModelError(f"it has layers of type {', '.join(sorted(kinds))}, which this engine does not support")
 
 
 def _check_patterns(config: Any, patterns: list[MaskPattern]) -> None:
-    """What the masks show must be what the config says: `generate` sizes its cache by the config."""
+    """Checks that the masks agree with the config, by which `generate` sizes its cache."""
     kinds = getattr(config, "layer_types", None)
     if not kinds:
         in_use = bool(getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True))
         kinds = ["sliding_attention" if in_use and _knows_windows(config) else "full_attention"] * len(patterns)
     if len(kinds) != len(patterns):
-        raise ModelError(f"it attends {len(patterns)} times in {len(kinds)} layers of several kinds")
+        raise ModelError(f"it calls attention {len(patterns)} times in {len(kinds)} layers of different types")
     wrong = [layer for layer, pattern in enumerate(patterns) if pattern.kind != kinds[layer]]
     if wrong:
-        raise ModelError(f"the sliding window of its layers {wrong} is not what its config says")
+        raise ModelError(f"the sliding windows of its layers {wrong} differ from its config")
 
 
 def _knows_windows(config: Any) -> bool:
-    """Whether a window is a setting of this family, and not a stray key in one config file."""
+    """Whether a window is a setting of this family, rather than a stray key in one config file."""
     try:
         return "sliding_window" in type(config)().to_dict()
-    except Exception:  # a config class that has no defaults
+    except Exception:  # a config class without defaults
         return True

@@ -1,4 +1,4 @@
-"""What a network of transformers has to read and multiply in a step."""
+"""What a transformers model has to read and multiply in a step."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import nn
 from cbatch.engine.models.base import LinearCost
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""What configs call the number of experts of a layer."""
+"""Config keys for the number of experts of a layer."""
 
 
 def linear_cost_of(network: Any, config: Any) -> LinearCost:
     """Matrices are all parameters of two dimensions or more, except embeddings, of which only rows are read.
 
-    An embedding that is the head as well counts once, for it is read as a head. Experts are all read in each step,
+    An embedding that is also the head counts once, as the head. Experts are all read in each step,
     and each token is multiplied with those that it chooses. Weights that are not parameters are not seen.
     """
     head = _head_weight(network)
@@ -39,7 +39,7 @@ def _head_weight(network: Any) -> nn.Parameter | None:
 
 
 def _matrices(network: Any, head: nn.Parameter | None) -> Iterator[nn.Parameter]:
-    """Each matrix once, however many modules share it."""
+    """Yields each matrix once, however many modules share it."""
     embeddings = {id(module.weight) for module in network.modules() if isinstance(module, nn.Embedding)}
     for parameter in network.parameters():
         if parameter.dim() >= 2 and (parameter is head or id(parameter) not in embeddings):
@@ -47,7 +47,7 @@ def _matrices(network: Any, head: nn.Parameter | None) -> Iterator[nn.Parameter]
 
 
 def _experts(config: Any) -> tuple[int, float]:
-    """How many experts a layer has, and the share of them that a token is multiplied with; 1 for all where unknown."""
+    """The number of experts of a layer, and the share of them that a token is multiplied with (1 if unknown)."""
     number = next((found for name in EXPERTS if isinstance(found := getattr(config, name, None), int)), 0)
     chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None)
     return number, chosen / number if number and isinstance(chosen, int) else 1.0
@@ -58,9 +58,9 @@ def _assumed(network: Any, head: nn.Parameter | None, experts: int, in_experts: 
     if head is None:
         notes.append("The model does not say which weights are its output head, so they count for every token.")
     if experts > 1 and in_experts:
-        notes.append("All experts are taken to be read in every step, as they are where many rows run at once.")
+        notes.append("All experts are assumed to be read in every step, as they are if many requests run at once.")
     elif experts > 1:
-        notes.append("The weights of experts could not be told from others, so every token counts with all of them.")
+        notes.append("The weights of experts could not be identified, so every token is assumed to use all of them.")
     if any(not parameter.dtype.is_floating_point for parameter in network.parameters()):
-        notes.append("Some weights are not floating-point numbers; where several share a byte they count as one.")
+        notes.append("Some weights are not floating-point numbers; if several share a byte, they count as one.")
     return tuple(notes)

@@ -1,4 +1,4 @@
-"""Finds a model, loads its weights and tokenizer, and says in one sentence what is wrong when it cannot."""
+"""Finds a model and loads its weights and tokenizer; if that fails, says why in one sentence."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOT_APPLIED = {
     "typical_p": 1.0,
     "num_beams": 1,
 }
-"""Keys of generation_config.json that would change the output, and the values with which they do not."""
+"""Keys of generation_config.json that would change the output but are not supported, and their neutral values."""
 
 DEMO_MODEL = Path(__file__).parents[2] / "demo"
 
@@ -42,14 +42,14 @@ DEMO_MODEL = Path(__file__).parents[2] / "demo"
 class LoadedModel:
     """A causal language model, and what its folder says about using it.
 
-    make_network: makes the module of transformers, on its device and in its dtype, in evaluation mode
-    tokenizer:  None for a folder without one; such a model takes and gives token ids only
-    defaults:   sampling parameters of the model's generation_config.json, greedy where it says nothing
+    make_network: makes the transformers model, on its device and in its dtype, in evaluation mode
+    tokenizer:  None if the folder has none; such a model takes and gives token ids only
+    defaults:   sampling parameters of generation_config.json; greedy by default
     eos_ids:    tokens that end an output
-    max_tokens: the limit of an output that generation_config.json sets, where it sets one
-    not_applied: keys of generation_config.json that ask for what this version does not do
-    fingerprint: hash of the files that make it up (see `fingerprint`); empty for one made in memory
-    decoder:    the model on the fast path, where it has one; then the network is made only for who asks for it
+    max_tokens: the limit of an output in generation_config.json, if there is one
+    not_applied: keys of generation_config.json that are not supported and would change the output
+    fingerprint: hash of the model's files (see `fingerprint`); empty for a model made in memory
+    decoder:    the model on the fast path, if it has one; then the transformers model is made on demand
     """
 
     name: str
@@ -67,7 +67,7 @@ class LoadedModel:
         return self.make_network()
 
     def without_weights(self) -> LoadedModel:
-        """What is left of it for an engine that is closed: all but the network and the decoder."""
+        """The same without its weights, for an engine that is closed."""
 
         def make_network() -> Any:
             raise EngineError("The engine is closed, and its model is no longer in memory.")
@@ -103,11 +103,11 @@ def load_model(
 ) -> LoadedModel:
     """Loads a Hugging Face causal language model from a folder or from the hub; None is the bundled demo model.
 
-    fast: take the fast path where the model has one
+    fast:     take the fast path if the model has one
     quantize: keep the matrices of the fast path as int8
 
     Only safetensors weights are read, and no code that comes with a model is run.
-    Raises ModelError, with one sentence, where that fails.
+    Raises ModelError, with one sentence, if that fails.
     """
     source = str(DEMO_MODEL) if name is None else name
     _check_folder(source)
@@ -167,9 +167,9 @@ def _load_network(source: str, revision: str | None, device: torch.device, dtype
 
 
 def _silence_libraries() -> None:
-    """Their warnings and bars are not for the people in front of this program; their errors still come.
+    """Hides the warnings and progress bars of transformers and the hub; their errors are still raised.
 
-    Called where they are used, and not before: importing transformers takes long.
+    Called just before they are used, because importing transformers takes long.
     """
     import logging
 
@@ -244,6 +244,6 @@ def _eos_ids(settings: Mapping[str, Any], config: Mapping[str, Any]) -> frozense
 
 
 def _first_sentence(error: BaseException) -> str:
-    """The first line of an error that libraries spread over many, as the end of a sentence."""
+    """The first line of a library's error, ended by a full stop."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return line if line.endswith(".") else line + "."

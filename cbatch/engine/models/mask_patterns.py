@@ -1,4 +1,4 @@
-"""Which earlier tokens a layer may see, learned from the mask function that the model hands to transformers."""
+"""Learns which earlier tokens a layer may see from the mask function that the model passes to transformers."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch import Tensor
 from cbatch.engine.base.errors import ModelError
 
 MaskFunction = Callable[..., Tensor]
-"""Of transformers: from the index of a batch, a head, a query and a key, broadcast, to whether that key is seen."""
+"""A mask function of transformers: the indices of batch, head, query and key, broadcast, to whether the key is seen."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaskPattern:
-    """A token sees itself and what comes before it: all of it, the last window-1 tokens, or those of its chunk."""
+    """A token sees itself and earlier tokens: all of them, the last window-1, or those of its chunk."""
 
     window: int | None = None
     chunk: int | None = None
 
     @property
     def kind(self) -> str:
-        """What transformers calls a layer that sees this."""
+        """What transformers calls a layer with this pattern."""
         return "sliding_attention" if self.window else "chunked_attention" if self.chunk else "full_attention"
 
     def allows(self, query: Tensor, key: Tensor) -> Tensor:
-        """Whether tokens at places `query` see those at places `key`; the two are broadcast."""
+        """Whether tokens at positions `query` see those at positions `key`; the two are broadcast."""
         seen = key <= query
         if self.window is not None:
             seen = seen & (query - key < self.window)
@@ -47,36 +47,35 @@ def probe_mask(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> Tensor:
-    """A mask function of transformers for the probe: a mask [1, 1, q_length, kv_length] that carries its Reach.
+    """Makes the masks of the probe: [1, 1, q_length, kv_length], with a MaskPattern as an attribute.
 
-    A mask that no Reach describes, or one that the model computes from this one, is refused by `pattern_of` if a layer
-    uses it.
+    `pattern_of` refuses a mask that no MaskPattern describes, or that the model computed from this one.
     """
     mask = torch.zeros(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
-    # Where transformers lays something over its own pattern, that may look at what the tokens of this pass are, and
-    # has no answer beyond them. Their being text then shows that among them it is causal.
+    # If transformers combines its pattern with another, that one may look at the tokens of this pass, and has no answer
+    # beyond them. These are text, so among them it shows whether the mask is causal for text.
     length = 2 * (local_size or q_length) + 4 if allow_is_causal_skip else q_length
     mask.pattern = _pattern(mask_function, length, local_size, device)  # type: ignore[attr-defined]
     return mask
 
 
 def pattern_of(mask: Tensor | None) -> MaskPattern:
-    """The Reach of what `probe_mask` gave; all that came before where there is no mask.
+    """The MaskPattern of a mask from `probe_mask`; without a mask, a token sees all earlier ones.
 
     Raises ModelError for any other mask.
     """
     pattern = MaskPattern() if mask is None else getattr(mask, "pattern", None)
     if not isinstance(pattern, MaskPattern):
-        raise ModelError("its attention layers use a mask of their own")
+        raise ModelError("it uses attention masks of its own")
     return pattern
 
 
 def _pattern(
     mask_function: MaskFunction, length: int, local_size: int | None, device: torch.device | str
 ) -> MaskPattern | None:
-    """The Reach that a mask function has in a text of `length` tokens, looked at around every border; None for none.
+    """The MaskPattern of a mask function in a text of `length` tokens, checked around every border; None if none fits.
 
-    local_size: the window or chunk, where there is one
+    local_size: the window or chunk, if there is one
     """
     size = local_size or length
     borders = [0, 1, size - 1, size, size + 1, 2 * size - 1, 2 * size, 2 * size + 1, length - 1]

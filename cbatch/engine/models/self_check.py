@@ -1,4 +1,4 @@
-"""Shows, with the loaded weights, that a model gives on a ragged batch what it gives alone."""
+"""Compares, with the loaded weights, a model's output on a ragged batch with its own output."""
 
 from __future__ import annotations
 
@@ -18,48 +18,46 @@ from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput
 from cbatch.engine.scheduler.request import Request
 
 _LENGTHS = (11, 7)
-# Slices of one token: the left neighbour of the second in the ragged row is not its own.
+# The last chunks are one token each: in the ragged row, the token left of the second is of another sequence.
 _CHUNKS = [(0, 10), (0, 6)], [(10, 11), (6, 7)]
 _WHOLE = ([(0, 11), (0, 7)],)
 _BLOCK_SIZE = 4
 
 
 def checked_model(network: Any) -> TransformersModel:
-    """A network of transformers, ready to run ragged batches. Raises ModelError where it would be wrong there."""
+    """A transformers model, ready to run ragged batches. Raises ModelError if it would be wrong there."""
     model = TransformersModel(network)
     check_ragged(model)
     return model
 
 
 def check_ragged(model: TransformersModel) -> None:
-    """Runs two sequences side by side in two chunks each, and compares with the model's own forward of each alone;
-    then one of them beside the last positions of the context.
+    """Runs two sequences side by side in two chunks each, and one of them beside the last positions of the context.
 
-    Raises ModelError where they differ by more than rounding: then something in the model looks across tokens
-    without going through attention, or a long text changes what others mean.
+    Raises ModelError if the results differ by more than rounding from the model's own forward of each sequence alone.
+    Then the model mixes tokens outside attention, or a long text changes the positions of others.
     """
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(model.vocab_size, (n,), generator=generator).tolist() for n in _LENGTHS]
     try:
         with torch.inference_mode():
             alone = [model.plain_logits(ids)[-1] for ids in sequences]
-            together = _paged_logits(model, sequences, _CHUNKS)
+            batched = _paged_logits(model, sequences, _CHUNKS)
             beside_long = _paged_logits(model, sequences, _WHOLE, far=True)
     except Exception as error:  # whatever a model's own code raises
         raise ModelError(f"{model.name} is not supported: its self-check fails ({error}).") from error
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.15
-    distances = [_distance(a.float(), b.float()) for a, b in zip(together, alone, strict=True)]
-    if not all(distance <= tolerance for distance in distances):  # a NaN is no small distance
+    errors = [_relative_error(a.float(), b.float()) for a, b in zip(batched, alone, strict=True)]
+    if not all(each <= tolerance for each in errors):  # so that NaN fails too
         raise ModelError(
-            f"{model.name} is not supported: on a ragged batch its output differs from its own "
-            f"by {max(distances):.2g}, so something in it looks across tokens outside of attention, or numbers them "
-            "itself."
+            f"{model.name} is not supported: its output on a ragged batch differs from its own by {max(errors):.2g}. "
+            "It mixes tokens outside attention, or computes its own position ids."
         )
-    distance = _distance(beside_long[0].float(), alone[0].float())
-    if not distance <= tolerance:
+    far_error = _relative_error(beside_long[0].float(), alone[0].float())
+    if not far_error <= tolerance:
         raise ModelError(
             f"{model.name} is not supported: beside a text of {model.max_model_len} tokens its output differs from "
-            f"its own by {distance:.2g}, so what its positions mean depends on the longest text."
+            f"its own by {far_error:.2g}. Its position encoding depends on the longest text."
         )
 
 
@@ -75,7 +73,7 @@ def _paged_logits(
         Request(id=number, token_ids=ids, params=SamplingParams(), max_new_tokens=1)
         for number, ids in enumerate(sequences)
     ]
-    # Blocks in an order of their own, so that a model cannot be right by reading the cache straight on.
+    # Blocks out of order, so that a model cannot be right by reading the cache in order.
     requests[0].blocks, requests[1].blocks = [4, 1, 3], [0, 2]
     attention = ReferenceAttention()
     shapes = [attention.block_shapes(layer, _BLOCK_SIZE, model.dtype) for layer in model.layers]
@@ -92,6 +90,6 @@ def _paged_logits(
     return logits
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
-    """Root mean square of the difference, in units of the spread of the values."""
+def _relative_error(a: Tensor, b: Tensor) -> float:
+    """Root mean square of the difference, relative to the standard deviation of the values."""
     return float((a - b).square().mean().sqrt() / b.std().clamp(min=1e-12))
