@@ -20,7 +20,7 @@ from cbatch.cli.chat.session.session import Notice, Session, Turn
 from cbatch.cli.chat.stats import ChatStats
 from cbatch.cli.chat.tui.markup import StyledLine, TextLayout, wrap_plain
 from cbatch.cli.chat.tui.status_bar import StatusBar
-from cbatch.cli.chat.tui.transcript import Transcript, visible
+from cbatch.cli.chat.tui.transcript import Transcript, visible_lines
 
 TEXT = st.text(st.one_of(st.characters(), st.sampled_from("  \n\n`*-#> \x1b\r\t日本👍\u200d\u0301")), max_size=200)
 
@@ -97,7 +97,7 @@ def test_alternatives_stand_side_by_side_where_they_fit() -> None:
 def test_the_visible_part(height: int, top: int | None, expected: tuple[int, int]) -> None:
     """Guards scrolling: the end is followed unless somebody looks further up, and no one gets lost."""
     chunks = [[[("", str(n))] for n in range(start, start + 2)] for start in range(0, 10, 2)]
-    lines, start, below = visible(chunks, height, top)
+    lines, start, below = visible_lines(chunks, height, top)
     assert (start, below) == expected and len(lines) == min(height, 10)
     assert texts(lines)[0] == str(start)
 

@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbatch.cli.chat.background_run import parse_run_options
+from cbatch.cli.common.exits import UserError
 from cbatch.cli.main import run_command
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.base.outputs import TokenEvent
@@ -327,7 +328,7 @@ def test_what_is_refused_by_the_command(tmp_path: Path, capfd: pytest.CaptureFix
 
 def test_a_batch_under_a_chat_has_no_trace_of_its_own() -> None:
     """Guards `/run --trace`, which could not be kept: the engine is running already."""
-    with pytest.raises(ConfigError, match="--trace cannot be changed here"):
+    with pytest.raises(UserError, match="--trace cannot be changed here"):
         parse_run_options("in.jsonl -o out.jsonl --trace t.json")
 
 

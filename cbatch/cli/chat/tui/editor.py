@@ -1,4 +1,4 @@
-"""The user's own editor on a text."""
+"""Runs the user's own editor."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from cbatch.cli.common.exits import UserError
 
 
 class Editor:
-    """Runs one editor at a time, on a thread that may wait for it."""
+    """Runs one editor at a time. `edit` blocks, so it is called on a thread of its own."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
     def edit(self, text: str, terminal: TextIO) -> str:
-        """What the user makes of a text in $VISUAL or $EDITOR. Raises UserError where that comes to nothing."""
+        """Returns the text after the user edited it in $VISUAL or $EDITOR. Raises UserError if the editor fails."""
         name = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
         try:
             return self._edit(shlex.split(name), text, terminal)
         except OSError as error:
-            raise UserError(f"Cannot open the editor {name}: {error.strerror}; $EDITOR may name another.") from error
+            raise UserError(f"Cannot open the editor {name}: {error.strerror}; set $EDITOR to another one.") from error
         except UnicodeDecodeError as error:
-            raise UserError(f"The editor {name} left what is not UTF-8 text; nothing is changed.") from error
+            raise UserError(f"The editor {name} did not leave UTF-8 text; nothing was changed.") from error
         except ValueError as error:
-            raise UserError(f"$EDITOR is no command: {error}.") from error
+            raise UserError(f"$EDITOR is not a command: {error}.") from error
 
     @property
     def is_open(self) -> bool:
         return self._process is not None
 
-    def end(self) -> None:
-        """Ends an editor that is open, so that nobody has to wait for it."""
+    def terminate(self) -> None:
+        """Terminates the editor if one is open, so that nobody has to wait for it."""
         if (process := self._process) is not None:
             process.terminate()
 
@@ -49,7 +49,7 @@ class Editor:
             code = self._process.wait()
             self._process = None
             if code != 0:
-                raise UserError(f"The editor {command[0]} ended with an error; nothing is changed.")
+                raise UserError(f"The editor {command[0]} ended with an error; nothing was changed.")
             return Path(name).read_text(encoding="utf-8")
         finally:
             Path(name).unlink(missing_ok=True)

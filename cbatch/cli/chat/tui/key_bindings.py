@@ -1,4 +1,4 @@
-"""Which key does what; all others are those of an Emacs-like line editor."""
+"""Key bindings of the chat. All other keys work as in Emacs, which is the default of prompt_toolkit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prompt_toolkit.widgets import TextArea
 
 
 class KeyTarget(Protocol):
-    """What keys act upon."""
+    """What keys act on."""
 
     input: TextArea
 
@@ -26,13 +26,13 @@ class KeyTarget(Protocol):
 
     def scroll(self, pages: int) -> None: ...
 
-    def switch_by(self, places: int) -> None: ...
+    def switch_by(self, offset: int) -> None: ...
 
-    def switch_to(self, place: int) -> None: ...
+    def switch_to(self, index: int) -> None: ...
 
 
 def make_key_bindings(terminal: KeyTarget) -> KeyBindingsBase:
-    """The bindings of a chat, which go before those of the library."""
+    """The chat's own bindings, which go before those of the library."""
     keys = KeyBindings()
     buffer = terminal.input.buffer
     typing = has_focus(terminal.input)
@@ -72,7 +72,7 @@ def make_key_bindings(terminal: KeyTarget) -> KeyBindingsBase:
 
 
 def _navigation_bindings(terminal: KeyTarget) -> KeyBindings:
-    """To other sessions, and up and down in this one."""
+    """Keys that scroll or switch sessions."""
     keys = KeyBindings()
 
     for key, pages in (("pageup", -1), ("pagedown", 1)):
@@ -81,16 +81,16 @@ def _navigation_bindings(terminal: KeyTarget) -> KeyBindings:
         def _(event: KeyPressEvent, pages: int = pages) -> None:
             terminal.scroll(pages)
 
-    for key, places in (("c-left", -1), ("c-right", 1)):
+    for key, offset in (("c-left", -1), ("c-right", 1)):
 
         @keys.add(key)
-        def _(event: KeyPressEvent, places: int = places) -> None:
-            terminal.switch_by(places)
+        def _(event: KeyPressEvent, offset: int = offset) -> None:
+            terminal.switch_by(offset)
 
-    for number in range(9):
+    for index in range(9):
 
-        @keys.add("escape", str(number + 1))
-        def _(event: KeyPressEvent, number: int = number) -> None:
-            terminal.switch_to(number)
+        @keys.add("escape", str(index + 1))
+        def _(event: KeyPressEvent, index: int = index) -> None:
+            terminal.switch_to(index)
 
     return keys

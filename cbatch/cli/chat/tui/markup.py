@@ -1,4 +1,4 @@
-"""Text of a model as lines of a terminal: wrapped at words, with a little of Markdown made visible.
+"""Text as lines of a terminal: wrapped at words, and with some Markdown made visible.
 
 Widths are in terminal cells, of which East Asian characters and emoji take two.
 """
@@ -13,12 +13,12 @@ from prompt_toolkit.utils import get_cwidth
 from cbatch.cli.common.console import safe
 
 Fragment = tuple[str, str]
-"""A style and text in it."""
+"""A style and text in that style, as prompt_toolkit takes them."""
 
 StyledLine = list[Fragment]
 
-LONG = 2000
-"""Characters of a line without end after which its beginning is laid out for good."""
+LONG_LINE = 2000
+"""Characters of an unfinished line after which its beginning is laid out for good."""
 
 _INLINE = re.compile(r"`([^`]+)`|(?<![\w*])\*\*(?=\S)([^*]+?)(?<=\S)\*\*(?![\w*])")
 _LIST = re.compile(r"(\s*)((?:[-*+]|\d{1,3}[.)]) +)")
@@ -29,10 +29,10 @@ _PIECE = re.compile(r"\s+|\S+")
 
 
 class TextLayout:
-    """Lines of a text that only ever grows; what is complete is laid out once."""
+    """Lays out a text that only grows. Finished lines are laid out once."""
 
     def __init__(self, width: int, style: str = "") -> None:
-        """`style`: of all of it, in which Markdown then means nothing."""
+        """With a `style`, all of the text has it and Markdown means nothing."""
         self._width = max(width, 1)
         self._style = style
         self._done: list[StyledLine] = []
@@ -40,15 +40,15 @@ class TextLayout:
         self._in_code = False
 
     def lines(self, text: str) -> list[StyledLine]:
-        """All lines of the text so far."""
+        """All lines of the text so far, which must begin with the text of the last call."""
         end = text.rfind("\n") + 1
         if end > self._num_done:
             for line in text[self._num_done : end - 1].split("\n"):
                 self._done += self._wrap(line)
                 self._in_code ^= _FENCE.match(line) is not None
             self._num_done = end
-        while len(text) - self._num_done > LONG:
-            cut = text.rfind(" ", self._num_done + 1, self._num_done + LONG) + 1 or self._num_done + LONG
+        while len(text) - self._num_done > LONG_LINE:
+            cut = text.rfind(" ", self._num_done + 1, self._num_done + LONG_LINE) + 1 or self._num_done + LONG_LINE
             self._done += self._wrap(text[self._num_done : cut])
             self._num_done = cut
         rest = text[self._num_done :]
@@ -73,14 +73,14 @@ class TextLayout:
 
 
 def wrap_plain(text: str, width: int, style: str = "", *, first: str = "", rest: str = "") -> list[StyledLine]:
-    """Lines of a text as it is, with something before the first line and the others."""
+    """Wraps a text without Markdown. `first` stands before its first line, `rest` before the others."""
     inner = max(width - get_cwidth(first), 1)
     lines = [line for part in safe(text).expandtabs(4).split("\n") for line in wrap([(style, part)], inner)]
     return [[(style, first if number == 0 else rest), *line] for number, line in enumerate(lines)]
 
 
 def side_by_side(columns: list[list[StyledLine]], width: int, gap: str = " │ ") -> list[StyledLine]:
-    """Columns of lines next to each other, each `width` wide."""
+    """Joins columns of lines, each `width` cells wide."""
     rows = []
     for row in range(max(map(len, columns))):
         line: StyledLine = []
@@ -95,7 +95,7 @@ def side_by_side(columns: list[list[StyledLine]], width: int, gap: str = " │ "
 def wrap(
     fragments: Iterable[Fragment], width: int, *, hanging_indent: int = 0, by_word: bool = True
 ) -> list[StyledLine]:
-    """Breaks one line into those that fit; all but the first are indented by `hanging_indent`."""
+    """Breaks one line into lines that fit; all but the first are indented by `hanging_indent`."""
     hanging_indent = hanging_indent if hanging_indent <= width // 2 else 0
     lines: list[StyledLine] = [[]]
     used = 0
@@ -103,14 +103,14 @@ def wrap(
         size = get_cwidth(piece)
         if used + size > width and (used > hanging_indent or len(lines) == 1) and size <= width - hanging_indent:
             if piece.isspace() and by_word:
-                continue  # at the end of a line nobody sees it
+                continue  # invisible at the end of a line
             lines.append([("", " " * hanging_indent)] if hanging_indent else [])
             used = hanging_indent
         if used + size <= width:
             _append(lines[-1], style, piece)
             used += size
             continue
-        for character in piece:  # longer than a line
+        for character in piece:  # the piece is longer than a line
             size = get_cwidth(character)
             if used + size > width and used > 0:
                 lines.append([("", " " * hanging_indent)] if hanging_indent else [])
@@ -121,7 +121,7 @@ def wrap(
 
 
 def _append(line: StyledLine, style: str, text: str) -> None:
-    """Adds to a line, of which a screen is drawn the faster the fewer fragments it has."""
+    """Joins text of the same style, because a line with fewer fragments is drawn faster."""
     if line and line[-1][0] == style:
         line[-1] = style, line[-1][1] + text
     else:

@@ -1,4 +1,4 @@
-"""While a screen is drawn, whatever else in the process prints goes somewhere else."""
+"""Keeps what the rest of the process prints off the screen."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import TextIO
 
 @contextmanager
 def capture_output(on_line: Callable[[str], None]) -> Iterator[TextIO]:
-    """Gives the terminal behind stdout; what is written to stdout and stderr comes to `on_line` instead.
+    """Yields the terminal behind stdout, and sends what is written to stdout and stderr to `on_line` instead.
 
-    `on_line` is called on a thread of its own with each line, of libraries in C too, without its end.
+    `on_line` gets each line without its end, also from libraries in C and from child processes. It is called on a
+    thread of its own.
     """
     streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
     for stream in streams:
@@ -36,11 +37,11 @@ def capture_output(on_line: Callable[[str], None]) -> Iterator[TextIO]:
         for fd, before in enumerate(kept, start=1):
             os.dup2(before, fd)
             os.close(before)
-        reader.join(1.0)  # a child process may hold the other end for longer
+        reader.join(1.0)  # a child process may keep the other end open for longer
 
 
 def _read(fd: int, on_line: Callable[[str], None]) -> None:
-    """Lines end at CR too: progress bars of libraries write nothing else between two states."""
+    """Splits at CR as well, because progress bars write only that between two states."""
     rest = b""
     with os.fdopen(fd, "rb", 0) as pipe:
         while data := pipe.read(65536):

@@ -1,4 +1,4 @@
-"""The chat on a terminal: a transcript that scrolls, a bar, and an input line that nothing tears."""
+"""The chat on a terminal: a transcript that scrolls, a status bar, and an input line."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ from cbatch.engine import CbatchError
 
 REDRAW_SECONDS = 1 / 40
 REFRESH_SECONDS = 0.5
-"""Of what changes by itself: the speed, the progress of a batch."""
+"""How often the status bar is drawn anew even if nothing else happens."""
 
 AUTOSAVE_SECONDS = 5.0
-"""How often the beginning of an answer that is still coming is written to the disk."""
+"""How often a reply that is still streaming is saved."""
 
-WELCOME = "/help shows what can be typed here; Ctrl-D leaves."
+WELCOME = "/help lists the commands and keys; Ctrl-D leaves."
 LEAVING = "Ctrl-D or /exit leaves."
 STYLE = Style.from_dict(
     {
@@ -72,7 +72,7 @@ STYLE = Style.from_dict(
 
 
 class Terminal:
-    """Puts a room on a terminal and does what is typed there."""
+    """Shows the sessions of a controller, and carries out what is typed."""
 
     def __init__(self, controller: ChatController, store: SessionStore, history: History) -> None:
         self.controller = controller
@@ -111,14 +111,14 @@ class Terminal:
         self._layout = Layout(FloatContainer(rows, [menu]), focused_element=self.input)
 
     def run(self) -> None:
-        """Until the user leaves. Raises Interrupted after a signal, and what kept the engine from opening."""
+        """Returns when the user leaves. Raises Interrupted after a signal, and what kept the engine from opening."""
         try:
             with capture_output(lambda line: self._callbacks.put(partial(self._on_output_line, line))) as terminal:
                 self._app = self._make_app(terminal)
                 asyncio.run(self._run(self._app))
         except (EOFError, OSError):  # the terminal went away
             pass
-        except Exception:  # where loading failed, what libraries said about it may help
+        except Exception:  # if loading failed, what libraries printed may say why
             self._callbacks.run_all()
             for line in self._captured_lines:
                 print(safe(line), file=sys.stderr)
@@ -130,13 +130,12 @@ class Terminal:
             self.background.close()
 
     def _on_open(self, error: BaseException | None) -> None:
-        """The engine is there, or will not be."""
         self.stats.loading = ""
         if error is not None and self._app is not None and not self._app.is_done:
             self._app.exit(exception=error)
 
     def _on_token(self, session: Session, reply: Reply, text: str) -> None:
-        """A token has come; how long it takes to the screen is measured where it is seen there."""
+        """Notes when a token came; `_after_render` measures how long it took to the screen."""
         if reply.num_tokens == 1:
             self.stats.count_first_token(reply.last_token_at - reply.requested_at)
         if session is self.controller.current and text:
@@ -149,7 +148,9 @@ class Terminal:
     def set_input(self, text: str) -> None:
         text = safe(text)
         document = Document(text, len(text))
-        asyncio.get_running_loop().call_soon(self.input.buffer.set_document, document)  # what was typed goes first
+        asyncio.get_running_loop().call_soon(
+            self.input.buffer.set_document, document
+        )  # after `_accept` has cleared the line
 
     def open_editor(self, text: str, then: Callable[[str], None]) -> None:
         app = self._app
@@ -160,14 +161,14 @@ class Terminal:
             async with in_terminal():
                 editing = asyncio.get_running_loop().run_in_executor(None, self._editor.edit, text, self._tty)
                 await asyncio.wait([editing])
-            self._run_shown(lambda: changed.append(editing.result().rstrip("\n")))
+            self._show_errors(lambda: changed.append(editing.result().rstrip("\n")))
             if changed and changed[0].strip() and changed[0] != text.rstrip("\n"):
-                self._run_shown(lambda: then(changed[0]))
+                self._show_errors(lambda: then(changed[0]))
 
         app.create_background_task(run())
 
     def on_ctrl_c(self) -> None:
-        """Ctrl-C: stops the answer, else clears the input, else says how to leave."""
+        """Stops the reply; if there is none, clears the input; if that is empty, says how to leave."""
         session = self.controller.current
         if self.controller.stop(session):
             return
@@ -178,15 +179,15 @@ class Terminal:
         if not isinstance(last, Notice) or last.text != LEAVING:
             session.add_notice(LEAVING)
 
-    def switch_to(self, place: int) -> None:
-        """To the session at a place in the list, from 0, if there is one."""
-        if place < len(self.controller.sessions):
-            self.controller.switch(self.controller.sessions[place])
+    def switch_to(self, index: int) -> None:
+        """Switches to a session by its index in the list, if there is one."""
+        if index < len(self.controller.sessions):
+            self.controller.switch(self.controller.sessions[index])
 
-    def switch_by(self, places: int) -> None:
-        """To a session further on in the list, which goes around."""
-        place = self.controller.sessions.index(self.controller.current) + places
-        self.switch_to(place % len(self.controller.sessions))
+    def switch_by(self, offset: int) -> None:
+        """Switches to a session after or before the current one; the list wraps around."""
+        index = self.controller.sessions.index(self.controller.current) + offset
+        self.switch_to(index % len(self.controller.sessions))
 
     def scroll(self, pages: int) -> None:
         self._view.scroll(pages)
@@ -195,7 +196,7 @@ class Terminal:
         self._tty = terminal
         output = create_output(stdout=terminal)
         write = output.write
-        # All text that is drawn goes this way, that of the input line too, of which the library filters the rest.
+        # Everything that is drawn passes here, also the input line, from which the library filters the other controls.
         output.write = lambda data: write(without_bidi(data))  # type: ignore[method-assign]
         app: Application[None] = Application(
             layout=self._layout,
@@ -208,7 +209,7 @@ class Terminal:
             after_render=lambda _: self._after_render(),
             output=output,
         )
-        app.ttimeoutlen = 0.05  # of a lone Escape
+        app.ttimeoutlen = 0.05  # how long a lone Escape waits for a second key
         return app
 
     async def _run(self, app: Application[None]) -> None:
@@ -221,19 +222,19 @@ class Terminal:
             await app.run_async(handle_sigint=False, set_exception_handler=False)
         finally:
             self._callbacks.set_wake(lambda: None)
-            for signum in (*SIGNALS, signal.SIGHUP):  # until everything is kept
+            for signum in (*SIGNALS, signal.SIGHUP):  # until everything is saved
                 loop.remove_signal_handler(signum)
                 signal.signal(signum, raise_interrupted if signum in SIGNALS else signal.SIG_IGN)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A mistake of ours on the way of an event: a sentence, and the chat goes on."""
+        """Shows a bug in an event handler as a notice; the chat goes on."""
         error = context.get("exception") or context.get("message")
         self.controller.current.add_notice(f"Something went wrong: {error!r}", is_error=True)
 
     def _on_signal(self, signum: int) -> None:
         if self._editor.is_open and signum == signal.SIGINT:
-            return  # Ctrl-C there is for the editor
-        self._editor.end()
+            return  # Ctrl-C is meant for the editor
+        self._editor.terminate()
         if self._app is not None and not self._app.is_done:
             self._app.exit(exception=Interrupted(signum))
 
@@ -243,7 +244,7 @@ class Terminal:
             self._app.invalidate()
 
     def _after_render(self) -> None:
-        if not self._is_loading:  # only now: importing torch takes the interpreter for seconds
+        if not self._is_loading:  # only after the first draw: importing torch blocks for seconds
             self._is_loading = True
             self.controller.client.start(self._callbacks.put, self._on_open)
         now = time.monotonic()
@@ -267,7 +268,7 @@ class Terminal:
         return [*self._status_bar.render(self._app.output.get_size().columns)]
 
     def _on_output_line(self, line: str) -> None:
-        """A line that something printed: of this program it is a note, others are shown when loading fails."""
+        """Shows a line that this program printed as a notice. Lines of libraries are kept in case loading fails."""
         name, _, text = line.partition("cbatch: ")
         if not name:
             self.controller.current.add_notice(text)
@@ -277,19 +278,20 @@ class Terminal:
                 self.stats.loading = f"loading the model: {line.strip()}"
 
     def _accept(self, buffer: Buffer) -> bool:
-        """Does what was typed, and has the input line cleared."""
+        """Carries out what was typed. Returns False, which has the library clear the input line."""
         self._view.follow()
         text = buffer.text.encode("utf-8", "replace").decode().strip()
         if text.startswith("/") and not text.startswith("//"):
-            self._run_shown(lambda: execute_command(self._context, text))
+            self._show_errors(lambda: execute_command(self._context, text))
         elif text:
-            self._run_shown(lambda: self.controller.send(self.controller.current, text.removeprefix("/")))
+            self._show_errors(lambda: self.controller.send(self.controller.current, text.removeprefix("/")))
         return False
 
-    def _run_shown(self, action: Callable[[], object]) -> None:
+    def _show_errors(self, action: Callable[[], object]) -> None:
+        """Runs an action, and shows what it raises as a notice."""
         try:
             action()
         except CbatchError as error:
             self.controller.current.add_notice(str(error), is_error=True)
-        except Exception as error:  # a mistake of ours costs a sentence, and not the conversations
+        except Exception as error:  # a bug must not cost the conversations
             self.controller.current.add_notice(f"Something went wrong: {error!r}", is_error=True)

@@ -1,4 +1,4 @@
-"""A session as lines of a terminal. What has not changed is laid out once."""
+"""A session as lines of a terminal. Only what has changed is laid out again."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from weakref import WeakKeyDictionary
 
 from cbatch.cli.chat.session.reply import Reply
 from cbatch.cli.chat.session.session import Notice, Session, Turn
+from cbatch.cli.chat.tui import markup
 from cbatch.cli.chat.tui.markup import StyledLine, TextLayout, side_by_side
-from cbatch.cli.chat.tui.markup import wrap_plain as laid_out
 from cbatch.cli.common.console import safe
 
 MIN_COLUMN = 24
-"""Narrower than this, answers stand below one another."""
+"""If columns would be narrower than this, replies stand below one another."""
 
 GAP = 3
 
 
-wrap_plain = lru_cache(maxsize=512)(laid_out)
-"""Long questions stand above answers that change with every token."""
+wrap_plain = lru_cache(maxsize=512)(markup.wrap_plain)
+"""Cached, because a long message is drawn again with every token of its reply."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedLines:
-    """Lines of an item, and what they were made of."""
+    """Lines of an item, and the state of the item that they show."""
 
-    stamp: Any
+    state: Any
     lines: list[StyledLine]
 
 
 class Transcript:
-    """Lays out sessions and remembers how."""
+    """Lays out sessions and caches the lines."""
 
     def __init__(self) -> None:
         self._items: WeakKeyDictionary[Turn | Notice, CachedLines] = WeakKeyDictionary()
-        self._answers: WeakKeyDictionary[Reply, tuple[int, TextLayout, TextLayout]] = WeakKeyDictionary()
+        self._layouts: WeakKeyDictionary[Reply, tuple[int, TextLayout, TextLayout]] = WeakKeyDictionary()
 
     def chunks(self, session: Session, width: int) -> list[list[StyledLine]]:
-        """Everything there is to show of a session, item by item."""
+        """All lines of a session, item by item."""
         chunks = [_message_lines(message, width) for message in session.prelude]
         unit = int(bool(session.prelude))
         before: Turn | Notice | None = None
@@ -48,7 +48,7 @@ class Transcript:
                 if isinstance(before, Notice):
                     chunks.append([[]])
                 if session.dropped and unit == session.dropped:
-                    chunks.append([[("class:fence", "── the model is shown what is below ──"[:width])], []])
+                    chunks.append([[("class:fence", "── the model sees only what is below ──"[:width])], []])
                 unit += 1
             chunks.append(self._item(item, width))
             before = item
@@ -56,30 +56,30 @@ class Transcript:
         return chunks
 
     def _item(self, item: Turn | Notice, width: int) -> list[StyledLine]:
-        stamp = (width, *_stamp(item))
-        laid = self._items.get(item)
-        if laid is None or laid.stamp != stamp:
+        state = (width, *_state_of(item))
+        cached = self._items.get(item)
+        if cached is None or cached.state != state:
             lines = self._turn(item, width) if isinstance(item, Turn) else _notice_lines(item, width)
-            laid = self._items[item] = CachedLines(stamp, lines)
-        return laid.lines
+            cached = self._items[item] = CachedLines(state, lines)
+        return cached.lines
 
     def _turn(self, turn: Turn, width: int) -> list[StyledLine]:
         lines = [*wrap_plain(turn.text, width, "class:user", first="> ", rest="  "), []]
         if not turn.first_compared:
-            return lines + (self._answer(turn.reply, width) if turn.reply else []) + [[]]
+            return lines + (self._reply(turn.reply, width) if turn.reply else []) + [[]]
         several = list(enumerate(turn.replies))[turn.first_compared :]
         column = (width - GAP * (len(several) - 1)) // len(several)
         if column >= MIN_COLUMN:
-            columns = [[[("class:heading", f"[{n}]")], *self._answer(reply, column)] for n, reply in several]
+            columns = [[[("class:heading", f"[{n}]")], *self._reply(reply, column)] for n, reply in several]
             return [*lines, *side_by_side(columns, column), []]
         for number, reply in several:
-            lines += [[("class:heading", f"[{number}]")], *self._answer(reply, width), []]
+            lines += [[("class:heading", f"[{number}]")], *self._reply(reply, width), []]
         return lines
 
-    def _answer(self, reply: Reply, width: int) -> list[StyledLine]:
-        known = self._answers.get(reply)
+    def _reply(self, reply: Reply, width: int) -> list[StyledLine]:
+        known = self._layouts.get(reply)
         if known is None or known[0] != width:
-            known = self._answers[reply] = width, TextLayout(width, "class:reasoning"), TextLayout(width)
+            known = self._layouts[reply] = width, TextLayout(width, "class:reasoning"), TextLayout(width)
         lines = list(known[1].lines(reply.reasoning))
         if lines and reply.text:
             lines.append([])
@@ -93,10 +93,10 @@ class Transcript:
         return lines
 
 
-def visible(chunks: list[list[StyledLine]], height: int, top: int | None) -> tuple[list[StyledLine], int, int]:
-    """The lines that are seen, the number of the first of them, and how many there are below.
+def visible_lines(chunks: list[list[StyledLine]], height: int, top: int | None) -> tuple[list[StyledLine], int, int]:
+    """The visible lines, the number of the first of them, and how many are below the screen.
 
-    top: the first line to be seen; None follows the end
+    top: number of the first visible line; None follows the end
     """
     total = sum(map(len, chunks))
     end = max(total - height, 0)
@@ -114,8 +114,8 @@ def visible(chunks: list[list[StyledLine]], height: int, top: int | None) -> tup
     return lines, start, total - start - len(lines)
 
 
-def _stamp(item: Turn | Notice) -> tuple[Any, ...]:
-    """What the lines of an item depend on; a text that only grows is told by its length."""
+def _state_of(item: Turn | Notice) -> tuple[Any, ...]:
+    """What the lines of an item depend on. Texts only grow, so their length is enough."""
     if isinstance(item, Notice):
         return ()
     replies = (

@@ -1,4 +1,4 @@
-"""The part of the screen in which the current session is read."""
+"""The part of the screen that shows the current session."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from prompt_toolkit.layout.controls import UIContent, UIControl
 
 from cbatch.cli.chat.session.session import Session
 from cbatch.cli.chat.session.session_list import SessionList
-from cbatch.cli.chat.tui.transcript import Transcript, visible
+from cbatch.cli.chat.tui.transcript import Transcript, visible_lines
 
 
 class TranscriptView(UIControl):
-    """Shows the end of the current session, or where its reader has scrolled to."""
+    """Shows the end of the current session, or the part that the user has scrolled to."""
 
     def __init__(self, sessions: SessionList) -> None:
         self._list = sessions
@@ -27,7 +27,7 @@ class TranscriptView(UIControl):
         session = self._list.current
         if session is not self._session:
             self._session, self._top = session, None
-        lines, start, below = visible(self._transcript.chunks(session, width), height, self._top)
+        lines, start, below = visible_lines(self._transcript.chunks(session, width), height, self._top)
         self._height, self._start = height, start
         if not below:
             self._top = None
@@ -40,9 +40,9 @@ class TranscriptView(UIControl):
         return UIContent(get_line, line_count=len(lines), show_cursor=False)
 
     def follow(self) -> None:
-        """Shows the end again."""
+        """Goes back to the end."""
         self._top = None
 
     def scroll(self, pages: int) -> None:
-        """By pages; up is negative."""
+        """Scrolls by pages; negative is up."""
         self._top = max(0, self._start + pages * max(self._height - 2, 1))
