@@ -8,25 +8,17 @@ from typing import Any
 from cbatch.cli.common.strict_json import json_type, parse_json_object
 from cbatch.cli.run.input import openai_batch
 from cbatch.cli.run.input.lines import MAX_LINE_BYTES, Line
-from cbatch.cli.run.input.row import (
-    ALIASES,
-    PROMPT_FIELDS,
-    InputRow,
-    check_spelling,
-    fill_messages,
-    fill_params,
-    fill_priority,
-    fill_prompt,
-    fill_token_ids,
-    fill_tools,
-    typed_field,
-)
+from cbatch.cli.run.input.row import ALIASES, InputRow
 from cbatch.engine import PARAM_NAMES, RequestError
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 
-PROMPT_PARSERS = dict(zip(PROMPT_FIELDS, (fill_messages, fill_prompt, fill_token_ids), strict=True))
-KNOWN = frozenset([*PROMPT_PARSERS, *PARAM_NAMES, *ALIASES, "id", "raw", "priority", "tools", "tool_choice"])
+PROMPT_SETTERS = {
+    "messages": InputRow.set_messages,
+    "prompt": InputRow.set_prompt,
+    "prompt_token_ids": InputRow.set_token_ids,
+}
+KNOWN = frozenset([*PROMPT_SETTERS, *PARAM_NAMES, *ALIASES, "id", "raw", "priority", "tools", "tool_choice"])
 
 
 def parse_line(line: Line, *, is_text: bool = False, allow_unknown: bool = False) -> InputRow:
@@ -71,18 +63,18 @@ def _fill(row: InputRow, fields: dict[str, Any], allow_unknown: bool) -> None:
     if isinstance(identity, bool) or not isinstance(identity, str | int | float | None):
         raise row.invalid(f"id must be a string or a number, not {json_type(identity)}")
     row.id = identity
-    row.raw = typed_field(row, fields, "raw", bool, False)
-    fill_priority(row, fields)
-    fill_params(row, fields)
-    fill_tools(row, fields)
+    row.raw = row.typed_field(fields, "raw", bool, False)
+    row.set_priority(fields)
+    row.set_params(fields)
+    row.set_tools(fields)
     if row.extra and not allow_unknown:
-        check_spelling(row, row.extra, KNOWN)
-    forms = [name for name in PROMPT_PARSERS if name in fields]
+        row.check_spelling(row.extra, KNOWN)
+    forms = [name for name in PROMPT_SETTERS if name in fields]
     if len(forms) != 1:
         raise row.invalid(
-            "the row has " + (f"both {' and '.join(forms)}" if forms else f"none of {', '.join(PROMPT_PARSERS)}")
+            "the row has " + (f"both {' and '.join(forms)}" if forms else f"none of {', '.join(PROMPT_SETTERS)}")
         )
-    PROMPT_PARSERS[forms[0]](row, fields[forms[0]])
+    PROMPT_SETTERS[forms[0]](row, fields[forms[0]])
     if row.raw and row.prompt is None:
         raise row.invalid("raw goes with prompt only")
     if row.tools and (row.raw or row.prompt_token_ids is not None):

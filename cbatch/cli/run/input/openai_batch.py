@@ -8,20 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from cbatch.cli.common.strict_json import json_type
-from cbatch.cli.run.input.row import (
-    ALIASES,
-    PROMPT_FIELDS,
-    ApiCall,
-    InputRow,
-    check_spelling,
-    fill_messages,
-    fill_params,
-    fill_priority,
-    fill_prompt,
-    fill_token_ids,
-    fill_tools,
-    typed_field,
-)
+from cbatch.cli.run.input.row import ALIASES, PROMPT_FIELDS, ApiCall, InputRow
 from cbatch.engine import PARAM_NAMES
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -53,7 +40,7 @@ def fill(row: InputRow, fields: dict[str, Any], *, allow_unknown: bool) -> None:
     url = fields.get("url")
     row.call = ApiCall(is_chat=url != TEXT, model=None)
     row.extra = {name: value for name, value in fields.items() if name not in REQUEST_FIELDS}
-    row.id = typed_field(row, fields, "custom_id", str, None)
+    row.id = row.typed_field(fields, "custom_id", str, None)
     if url not in (CHAT, TEXT):
         raise row.invalid(f"url must be {CHAT} or {TEXT}, not {url if isinstance(url, str) else json_type(url)}")
     if fields.get("method", "POST") != "POST":
@@ -70,15 +57,15 @@ def _fill_from_body(row: InputRow, body: dict[str, Any], *, is_chat: bool, allow
     model = body.get("model")
     row.call = ApiCall(is_chat, model if isinstance(model, str) else None)
     row.extra |= {name: value for name, value in body.items() if name not in KNOWN}
-    if typed_field(row, body, "stream", bool, False):
+    if row.typed_field(body, "stream", bool, False):
         raise row.invalid("stream is not possible in a batch")
-    fill_priority(row, body)
+    row.set_priority(body)
     for name, nothing in UNSUPPORTED.items():
         if body.get(name) not in (None, nothing):
             raise row.invalid(f"{name} is not available in this version of cbatch")
-    fill_params(row, body)
+    row.set_params(body)
     if not allow_unknown:
-        check_spelling(row, [name for name in body if name not in KNOWN], KNOWN)
+        row.check_spelling([name for name in body if name not in KNOWN], KNOWN)
     wanted = "messages" if is_chat else "prompt"
     if doubled := [name for name in PROMPT_FIELDS if name != wanted and body.get(name) is not None]:
         raise row.invalid(f"{doubled[0]} is not what this url takes, which is {wanted}")
@@ -92,12 +79,12 @@ def _fill_from_body(row: InputRow, body: dict[str, Any], *, is_chat: bool, allow
 
 def _fill_chat(row: InputRow, body: dict[str, Any]) -> None:
     """Reads a chat; here `logprobs` is a boolean, and `top_logprobs` the number of alternatives."""
-    if typed_field(row, body, "logprobs", bool, False):
-        row.params["logprobs"] = typed_field(row, body, "top_logprobs", int, 0)
+    if row.typed_field(body, "logprobs", bool, False):
+        row.params["logprobs"] = row.typed_field(body, "top_logprobs", int, 0)
     elif body.get("top_logprobs"):
         raise row.invalid("top_logprobs needs logprobs to be true")
-    fill_tools(row, body)
-    fill_messages(row, body.get("messages"))
+    row.set_tools(body)
+    row.set_messages(body.get("messages"))
     for message in row.messages or ():
         if message["role"] == "developer":  # the name that newer models of the API use
             message["role"] = "system"
@@ -110,9 +97,9 @@ def _fill_text(row: InputRow, prompt: Any) -> None:
     if isinstance(prompt, list):
         if prompt and isinstance(prompt[0], str | list):
             raise row.invalid("a row has one prompt; give each prompt a row of its own")
-        fill_token_ids(row, prompt)
+        row.set_token_ids(prompt)
     else:
-        fill_prompt(row, prompt)
+        row.set_prompt(prompt)
         row.raw = True
 
 

@@ -54,81 +54,84 @@ class InputRow:
         """An error with the row's line number."""
         return RequestError(code, f"line {self.index + 1}: {message}")
 
+    def set_params(self, fields: dict[str, Any]) -> None:
+        """Sets the sampling parameters from a row's fields; null means not given."""
+        for name, value in fields.items():
+            if name in _PARAMS and value is not None:
+                meant = ALIASES.get(name, name)
+                if self.params.setdefault(meant, value) != value:
+                    raise self.invalid(f"{name} says {value!r}, another name of it {self.params[meant]!r}")
 
-def fill_params(row: InputRow, fields: dict[str, Any]) -> None:
-    """Sets the sampling parameters from a row's fields; null means not given."""
-    for name, value in fields.items():
-        if name in _PARAMS and value is not None:
-            meant = ALIASES.get(name, name)
-            if row.params.setdefault(meant, value) != value:
-                raise row.invalid(f"{name} says {value!r}, another name of it {row.params[meant]!r}")
+    def set_tools(self, fields: dict[str, Any]) -> None:
+        """Sets the tools that the model may call, unless `tool_choice` is `none`."""
+        choice = fields.get("tool_choice")
+        if choice not in (None, "auto", "none"):
+            raise self.invalid("tool_choice must be auto or none; the model cannot be made to call a tool")
+        if fields.get("tools") is not None:
+            try:
+                tools = check_tools(fields["tools"])
+            except RequestError as error:
+                raise self.invalid(str(error)) from None
+            self.tools = tools if tools and choice != "none" else None
 
-
-def fill_tools(row: InputRow, fields: dict[str, Any]) -> None:
-    """Sets the tools that the model may call, unless `tool_choice` is `none`."""
-    choice = fields.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise row.invalid("tool_choice must be auto or none; the model cannot be made to call a tool")
-    if fields.get("tools") is not None:
-        try:
-            tools = check_tools(fields["tools"])
-        except RequestError as error:
-            raise row.invalid(str(error)) from None
-        row.tools = tools if tools and choice != "none" else None
-
-
-def fill_messages(row: InputRow, value: Any) -> None:
-    if not isinstance(value, list) or not value:
-        raise row.invalid("messages must be a list of at least one message")
-    row.messages = []
-    for number, message in enumerate(value, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise row.invalid(f"message {number} must be an object with a role and content")
-        content = message.get("content")
-        has_calls = message["role"] == "assistant" and bool(message.get("tool_calls"))
-        row.messages.append(
-            {**message, "content": "" if content is None and has_calls else _content(row, number, content)}
-        )
-
-
-def fill_prompt(row: InputRow, value: Any) -> None:
-    if not isinstance(value, str) or not value:
-        raise row.invalid("prompt is empty" if value == "" else f"prompt must be a string, not {json_type(value)}")
-    row.prompt = value
-
-
-def fill_token_ids(row: InputRow, value: Any) -> None:
-    if not isinstance(value, list) or not value or any(type(token) is not int for token in value):
-        raise row.invalid("prompt_token_ids must be a list of at least one whole number")
-    row.prompt_token_ids = value
-
-
-def fill_priority(row: InputRow, fields: dict[str, Any]) -> None:
-    row.priority = typed_field(row, fields, "priority", int, 0)
-    if abs(row.priority) > MAX_PRIORITY:
-        raise row.invalid(f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}")
-
-
-def typed_field(row: InputRow, fields: dict[str, Any], name: str, wanted: type, default: Any) -> Any:
-    """The value of a field, or the default if it is absent or null. Raises RequestError if it has another type."""
-    value = fields.get(name)
-    if value is None:
-        return default
-    if type(value) is not wanted:
-        words = {bool: "true or false", int: "a whole number", str: "a string", dict: "an object"}[wanted]
-        raise row.invalid(f"{name} must be {words}, not {json_type(value)}")
-    return value
-
-
-def check_spelling(row: InputRow, names: Iterable[str], known: Collection[str]) -> None:
-    """Refuses a column whose name is one edit away from that of a parameter. Raises RequestError."""
-    for name in names:
-        meant = next((other for other in sorted(known) if len(other) >= 5 and one_edit_apart(name, other)), None)
-        if meant:
-            raise row.invalid(
-                f"unknown parameter {name!r}; did you mean {meant!r}? (--allow-unknown carries it along)",
-                "unknown_parameter",
+    def set_messages(self, value: Any) -> None:
+        if not isinstance(value, list) or not value:
+            raise self.invalid("messages must be a list of at least one message")
+        self.messages = []
+        for number, message in enumerate(value, start=1):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise self.invalid(f"message {number} must be an object with a role and content")
+            content = message.get("content")
+            has_calls = message["role"] == "assistant" and bool(message.get("tool_calls"))
+            self.messages.append(
+                {**message, "content": "" if content is None and has_calls else self._content(number, content)}
             )
+
+    def set_prompt(self, value: Any) -> None:
+        if not isinstance(value, str) or not value:
+            raise self.invalid("prompt is empty" if value == "" else f"prompt must be a string, not {json_type(value)}")
+        self.prompt = value
+
+    def set_token_ids(self, value: Any) -> None:
+        if not isinstance(value, list) or not value or any(type(token) is not int for token in value):
+            raise self.invalid("prompt_token_ids must be a list of at least one whole number")
+        self.prompt_token_ids = value
+
+    def set_priority(self, fields: dict[str, Any]) -> None:
+        self.priority = self.typed_field(fields, "priority", int, 0)
+        if abs(self.priority) > MAX_PRIORITY:
+            raise self.invalid(f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}")
+
+    def typed_field(self, fields: dict[str, Any], name: str, wanted: type, default: Any) -> Any:
+        """The value of a field, or the default if it is absent or null. Raises RequestError if it has another type."""
+        value = fields.get(name)
+        if value is None:
+            return default
+        if type(value) is not wanted:
+            words = {bool: "true or false", int: "a whole number", str: "a string", dict: "an object"}[wanted]
+            raise self.invalid(f"{name} must be {words}, not {json_type(value)}")
+        return value
+
+    def check_spelling(self, names: Iterable[str], known: Collection[str]) -> None:
+        """Refuses a column whose name is one edit away from that of a parameter. Raises RequestError."""
+        for name in names:
+            meant = next((other for other in sorted(known) if len(other) >= 5 and one_edit_apart(name, other)), None)
+            if meant:
+                raise self.invalid(
+                    f"unknown parameter {name!r}; did you mean {meant!r}? (--allow-unknown carries it along)",
+                    "unknown_parameter",
+                )
+
+    def _content(self, number: int, value: Any) -> str:
+        """The text of one message, with its text parts joined."""
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list):
+            raise self.invalid(f"content of message {number} must be text, not {json_type(value)}")
+        for part in value:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise self.invalid(f"message {number} has a content part that is not text")
+        return "".join(part["text"] for part in value)
 
 
 def one_edit_apart(a: Sequence[str], b: Sequence[str]) -> bool:
@@ -141,15 +144,3 @@ def one_edit_apart(a: Sequence[str], b: Sequence[str]) -> bool:
         return rest_a[1:] == rest_b or rest_a == rest_b[1:]
     swapped = rest_a[:2] == rest_b[:2][::-1] and rest_a[2:] == rest_b[2:]
     return rest_a[1:] == rest_b[1:] or swapped
-
-
-def _content(row: InputRow, number: int, value: Any) -> str:
-    """The text of one message, with its text parts joined."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise row.invalid(f"content of message {number} must be text, not {json_type(value)}")
-    for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise row.invalid(f"message {number} has a content part that is not text")
-    return "".join(part["text"] for part in value)
