@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens and of the likeliest ones, from raw logits."""
+"""Log-probabilities of given tokens and of the likeliest ones, from raw logits."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from cbatch.engine.base.outputs import TokenLogprobs
 from cbatch.engine.runtime.transfer import HostCopy
 
 MIN_LOGPROB = -9999.0
-"""What stands for minus infinity, which JSON does not have; OpenAI's own number."""
+"""Stands for minus infinity, which JSON does not have. OpenAI uses the same number."""
 
 MAX_ELEMENTS = 2**26
-"""Logits that are turned into float32 at once: 256 MiB."""
+"""Most logits that are converted to float32 at once: 256 MiB."""
 
 
 class PendingLogprobs:
-    """Log-probabilities that a device is computing: of each row's token, and the likeliest tokens with theirs."""
+    """Log-probabilities that a device is computing: of each row's token and of the likeliest tokens."""
 
     def __init__(self, logits: Tensor, token_ids: Tensor, counts: Sequence[int]) -> None:
         """
         logits:    [N, V]
         token_ids: [N] int64 on the same device
-        counts:    how many of the likeliest tokens each row wants
+        counts:    [N], how many of the likeliest tokens each row wants
         """
         self._counts = counts
         size = max(MAX_ELEMENTS // logits.shape[-1], 1)
@@ -33,7 +33,7 @@ class PendingLogprobs:
         self._parts = [HostCopy(token_ids), *(HostCopy(*part) for part in parts)]
 
     def get(self) -> list[TokenLogprobs]:
-        """One for each row, when they are there. Not a number where the logits are none."""
+        """Waits for one record for each row. They are NaN if the logits are."""
         token_ids, *parts = [part.get() for part in self._parts]
         chosen, ids, values = ([row for part in parts for row in part[place].tolist()] for place in range(3))
         rows = zip(token_ids[0].tolist(), chosen, ids, values, self._counts, strict=True)
@@ -44,7 +44,10 @@ class PendingLogprobs:
 
 
 def _score(logits: Tensor, token_ids: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of rows [N, V]: log-probability of the token [N], and the `most` likeliest tokens with theirs [N, most]."""
+    """Log-probability of each token [N], and the ids and log-probabilities of the likeliest tokens [N, most].
+
+    logits: [N, V]
+    """
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     logprobs.clamp_(min=MIN_LOGPROB)
     top = logprobs.topk(most, dim=-1)

@@ -1,4 +1,4 @@
-"""From a step's logits to what each of its requests gets: a token, its log-probabilities, scores of the prompt."""
+"""What each request of a step gets from its logits: a token, its log-probabilities, and those of the prompt."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from cbatch.engine.structured.masks import TokenMasks
 
 NAN = RequestError("nan_logits", "The model's output for this request is not a number.")
 NO_ALLOWED_TOKEN = RequestError(
-    "invalid_row", "No token is left to choose from: bad_words, min_tokens or logit_bias forbid what the form needs."
+    "invalid_row",
+    "No token is left to choose from: bad_words, min_tokens or logit_bias forbid what the constraint needs.",
 )
 
 
 class PendingSample:
-    """A step whose tokens are being chosen; what the host is to know of them is on its way."""
+    """A step whose tokens are being sampled, and are on their way to the host."""
 
     def __init__(
         self,
@@ -37,13 +38,13 @@ class PendingSample:
         scored: NDArray[np.bool_] | None = None,
         masks: TokenMasks | None = None,
     ) -> None:
-        """Begins to sample a token for each request of a step that gets one, and to score prompts.
+        """Starts sampling a token for each request of a step that gets one, and scoring prompts.
 
-        Of each request, all tokens before that one have to be known.
+        All earlier tokens of these requests must be known.
 
         logits:  of R rows in the order of the ragged batch
-        scored:  [R] bool, which of them score prompts; None where none does
-        masks:   what the forms of outputs leave to the plan's `grammar_states`; None where there are none
+        scored:  [R] bool, which of the rows score prompts; None if none does
+        masks:   the tokens that the step's `grammar_states` allow; None if there are none
         """
         self.scheduled = scheduled
         self._scores: PendingLogprobs | None = None
@@ -67,18 +68,18 @@ class PendingSample:
 
     @property
     def in_flight_tokens(self) -> InFlightTokens:
-        """The tokens on the device, for the next step."""
+        """The sampled tokens on the device, as inputs of the next step."""
         tokens = self._sampled.tokens if self._sampled is not None else torch.empty(0, dtype=torch.int64)
         return InFlightTokens(tokens, {request: row for row, request in enumerate(self._requests)})
 
     def get(self) -> StepResult:
-        """What came of it, as soon as it is there."""
+        """Waits for the results of the step."""
         token_ids, largest = self._sampled.get() if self._sampled is not None else ([], [])
         scores = self._get_scores()
         found = iter(self._logprobs.get() if self._logprobs is not None else ())
         logprobs = [next(found) if request.params.logprobs is not None else None for request in self._requests]
         wrong = [
-            None if math.isfinite(value) else _what_is_wrong(value, request)
+            None if math.isfinite(value) else _sampling_error(value, request)
             for value, request in zip(largest, self._requests, strict=True)
         ]
         errors = self._masks.errors if self._masks is not None else ()
@@ -86,15 +87,13 @@ class PendingSample:
             grammar_state = self._requests[row].grammar_state
             if sentence is not None:
                 wrong[row] = RequestError("invalid_row", sentence)
-            elif (
-                grammar_state is not None and grammar_state.is_finished
-            ):  # nothing is left because nothing more may come
-                wrong[row] = None
-        _mark_broken_scores(self.scheduled, scores, wrong)
+            elif grammar_state is not None and grammar_state.is_finished:
+                wrong[row] = None  # no token is allowed because the output is complete
+        _fail_nan_scores(self.scheduled, scores, wrong)
         return StepResult([Sample(*row) for row in zip(token_ids, logprobs, wrong, strict=True)], scores)
 
     def _get_scores(self) -> list[list[TokenLogprobs]]:
-        """By slice."""
+        """One list for each chunk of the step that scores its prompt."""
         if self._scores is None:
             return []
         found = iter(self._scores.get())
@@ -102,13 +101,13 @@ class PendingSample:
 
 
 def grammar_states(scheduled: SchedulerOutput) -> list[GrammarState]:
-    """Those of the requests that get a token from a plan, in their order."""
+    """Those of the step's requests that get a token, in order."""
     requests = [chunk.request for chunk in scheduled.to_sample]
     return [requests[row].grammar_state for row in _constrained_rows(requests)]  # type: ignore[misc]
 
 
 def _constrained_rows(requests: list[Request]) -> list[int]:
-    """Rows whose outputs have a form, and go on."""
+    """Rows whose requests have a constraint and have not ended."""
     return [row for row, request in enumerate(requests) if request.grammar_state is not None and not request.has_ended]
 
 
@@ -116,15 +115,15 @@ def _pick(rows: Tensor, places: NDArray[np.int64]) -> Tensor:
     return rows.index_select(0, to_device([places], rows.device)[0])
 
 
-def _what_is_wrong(largest: float, request: Request) -> RequestError:
-    """Why no token can be chosen, where the largest logit is not finite after all that was asked for."""
+def _sampling_error(largest: float, request: Request) -> RequestError:
+    """Why no token can be sampled if the largest logit is not finite after processing."""
     params = request.params
     forbids = request.grammar_state is not None or params.logit_bias or request.bad_words or request.min_tokens > 0
     return NO_ALLOWED_TOKEN if largest == -math.inf and forbids else NAN
 
 
 def _begin_scores(scheduled: SchedulerOutput, logits: Tensor) -> PendingLogprobs:
-    """Log-probabilities of the prompt tokens that follow the rows of logits [N, V]."""
+    """Log-probabilities of the prompt tokens that follow those of the rows of logits [N, V]."""
     token_ids, counts = [], []
     for chunk in scheduled.to_score:
         places, request = chunk.to_score, chunk.request
@@ -134,7 +133,7 @@ def _begin_scores(scheduled: SchedulerOutput, logits: Tensor) -> PendingLogprobs
 
 
 def _begin_logprobs(requests: list[Request], logits: Tensor, chosen: SampledTokens) -> PendingLogprobs | None:
-    """Log-probabilities of the tokens that were chosen, for requests that ask for them; None where none does."""
+    """Log-probabilities of the sampled tokens for the requests that ask for them; None if none does."""
     rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
     if not rows:
         return None
@@ -144,10 +143,10 @@ def _begin_logprobs(requests: list[Request], logits: Tensor, chosen: SampledToke
     )
 
 
-def _mark_broken_scores(
+def _fail_nan_scores(
     scheduled: SchedulerOutput, scores: list[list[TokenLogprobs]], wrong: list[RequestError | None]
 ) -> None:
-    """A prompt with a score that is not a number, in this chunk or an earlier one, has none at all."""
+    """Fails the requests whose prompt has a score that is NaN, in this chunk or an earlier one."""
     now = {chunk.request: found for chunk, found in zip(scheduled.to_score, scores, strict=True)}
     for row, chunk in enumerate(scheduled.to_sample):
         request = chunk.request

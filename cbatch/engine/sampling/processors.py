@@ -1,7 +1,7 @@
-"""Logits processors: what requests ask to change in their logits before a token is chosen.
+"""Logits processors: changes that requests ask for in their logits before a token is sampled.
 
-All rows of a step at once, and only those that ask for something; the order is that of transformers: bias,
-repetition penalty, presence and frequency penalties, then what is forbidden: words, early ends, other forms.
+All rows of a step that ask for something are processed at once. The order is that of transformers: bias, repetition
+penalty, presence and frequency penalties, then forbidden tokens: bad words, early ends, constraints.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from cbatch.engine.runtime.transfer import to_device
 from cbatch.engine.scheduler.request import Request, TokenCounts
 
 LogitIndices = tuple[Tensor, Tensor]
-"""Places in logits [R, V]: rows and token ids, each [N] int64."""
+"""Indices into logits [R, V]: rows and token ids, each [N] int64."""
 
 
 def _logit_indices(rows: Sequence[int], tokens: Sequence[Sequence[int]], device: torch.device) -> LogitIndices:
-    """`tokens[i]` are those of row `rows[i]`."""
+    """Indices of the tokens `tokens[i]` in row `rows[i]`, for all i."""
     counts = [len(ids) for ids in tokens]
     ids = np.fromiter(chain.from_iterable(tokens), np.int64, sum(counts))
     there = to_device([np.repeat(np.array(rows, np.int64), counts), ids], device)
@@ -34,11 +34,14 @@ def _logit_indices(rows: Sequence[int], tokens: Sequence[Sequence[int]], device:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Penalties of some rows: the places of the tokens they touch, and for each place [N] how often that token was
-    generated, and the row's three factors.
+    """Penalties of some rows.
+
+    indices: the logits that they change
+    counts:  [N], how often each of these tokens was generated
+    The other fields [N] are the penalties of their rows.
     """
 
-    places: LogitIndices
+    indices: LogitIndices
     counts: Tensor
     repetition: Tensor
     presence: Tensor
@@ -46,7 +49,7 @@ class Penalties:
 
     @classmethod
     def build(cls, counts: dict[int, TokenCounts], requests: Sequence[Request], device: torch.device) -> Penalties:
-        """`counts`: tokens of the rows that have penalties."""
+        """`counts`: the known tokens of the rows with penalties, by row."""
         sizes = [len(one.tokens) for one in counts.values()]
 
         def column(name: str) -> NDArray[np.float32]:
@@ -64,13 +67,13 @@ class Penalties:
 
         Presence and frequency: https://platform.openai.com/docs/api-reference, "frequency and presence penalties".
         """
-        touched = logits[self.places]
+        touched = logits[self.indices]
         touched = torch.where(touched < 0, touched * self.repetition, touched / self.repetition)
-        logits[self.places] = touched - self.counts * self.frequency - (self.counts > 0) * self.presence
+        logits[self.indices] = touched - self.counts * self.frequency - (self.counts > 0) * self.presence
 
 
 def counts_for(params: SamplingParams, prompt: Sequence[int]) -> TokenCounts | None:
-    """What a request's penalties have to know; None where it has none."""
+    """The tokens that a request's penalties depend on; None if it has no penalties."""
     if params.repetition_penalty != 1:
         return TokenCounts(prompt)
     return TokenCounts() if params.presence_penalty != 0 or params.frequency_penalty != 0 else None
@@ -78,9 +81,9 @@ def counts_for(params: SamplingParams, prompt: Sequence[int]) -> TokenCounts | N
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """What the R rows of a step ask for; a part that no row asks for is None and costs nothing.
+    """What the R rows of a step ask for. A part that no row asks for is None and costs nothing.
 
-    forbidden:  tokens that may not come now: the ends of bad words, and end tokens before min_tokens
+    forbidden: tokens that may not come now: the last ones of bad words, and end tokens before min_tokens
     """
 
     bias: tuple[LogitIndices, Tensor] | None
@@ -99,9 +102,9 @@ class Processors:
         )
 
     def apply(self, logits: Tensor, allowed: Tensor | None = None, constrained_rows: Sequence[int] = ()) -> Tensor:
-        """Logits [R, V] as the rows want them, in float32 where any of them wants something; the given ones stay.
+        """A processed copy of logits [R, V] in float32; the logits themselves if no row asks for anything.
 
-        allowed: [G, V] bool, tokens that the forms of rows `constrained_rows` leave
+        allowed: [G, V] bool, the tokens that are allowed in the rows `constrained_rows`
         """
         if all(part is None for part in (self.bias, self.penalties, self.forbidden, allowed)):
             return logits
@@ -129,7 +132,7 @@ def _bias(rows: list[int], requests: Sequence[Request], device: torch.device) ->
 
 @lru_cache(maxsize=256)
 def _as_arrays(bias: tuple[tuple[int, float], ...]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Token ids and values of a bias, which is the same in every step."""
+    """Token ids and values of a bias. Cached, because they are the same in every step."""
     return np.array([token for token, _ in bias], np.int64), np.array([value for _, value in bias], np.float32)
 
 

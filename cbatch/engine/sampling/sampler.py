@@ -1,13 +1,13 @@
-"""From logits to tokens, one row for each request that gets a token in this step.
+"""Samples tokens from logits, one row for each request that gets a token in this step.
 
-Randomness needs no generator: every (seed, sample, position, token id) has its own uniform number, made by
-hashing the four (counter-based noise, as in Salmon et al., SC '11). A row's draw is the token with the largest
-`logit / temperature + Gumbel noise` among those the filters keep, which is a draw from the softmax (the Gumbel
-trick). So neither the neighbours of a row nor the order, chunking or repetition of steps can change it.
+Randomness needs no generator: every (seed, sample, position, token id) has a uniform number of its own, a hash of the
+four (counter-based noise, as in Salmon et al., SC '11). A row gets the token with the largest
+`logit / temperature + Gumbel noise` among those that the filters keep, which is a draw from the softmax (the Gumbel
+trick). So neither other rows nor the order, chunking or repetition of steps can change it.
 
-Here the definition stands in operations of torch. Float32 on the CPU goes through `cpu/sampling.py`, a GPU through
-`gpu/sampling.py`; they draw the same tokens many times faster, and may differ from it only where two tokens are as good
-to the last places of a float32.
+This module defines sampling by operations of torch. Float32 on the CPU goes through `kernels/cpu/sampling.py`, a GPU
+through `kernels/triton/sampling.py`. They give the same tokens many times faster, and may differ only if two tokens
+are equally good to the last bits of a float32.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _MASK64 = 0xFFFFFFFFFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """The D rows of a step that are drawn at random.
+    """Parameters of the D rows of a step that are sampled at random.
 
-    restricted  whether any of them filters its tokens
-    In their order: temperature, top_k (0: all), top_p, min_p [D] and noise keys [D, 2] int64.
+    restricted  whether any of them filters tokens
+    For each row: temperature, top_k (0: all), top_p, min_p [D] and noise keys [D, 2] int64.
     """
 
     restricted: bool
@@ -61,7 +61,7 @@ class SamplingMetadata:
 
 
 def pack_sampling_params(requests: list[Request]) -> NDArray[np.int32]:
-    """How each of R rows is drawn, as [6, R] int32, so that one copy brings it to a device.
+    """The sampling parameters of R rows as [6, R] int32, so that one copy brings them to a device.
 
     temperature (0 for greedy rows), top_p and min_p, as the bits of a float32; top_k (0: all); the noise key
     """
@@ -76,14 +76,14 @@ def pack_sampling_params(requests: list[Request]) -> NDArray[np.int32]:
 
 
 class SampledTokens(Protocol):
-    """Tokens that were chosen, on their way to the host."""
+    """Sampled tokens on their way to the host."""
 
     @property
     def tokens(self) -> Tensor:
-        """[R] int64, where they were chosen."""
+        """[R] int64, on the device of the logits."""
 
     def get(self) -> tuple[list[int], list[float]]:
-        """The tokens and the largest logit of each row, as soon as they are there.
+        """Waits for the token and the largest logit of each row.
 
         A row whose largest logit is not finite has no meaningful token: its logits are no numbers, or nothing is
         allowed.
@@ -103,7 +103,7 @@ class _OnHost(NamedTuple):
 
 
 class _OnDevice:
-    """Brings both to the host by one copy."""
+    """Copies both to the host at once."""
 
     def __init__(self, tokens: Tensor, largest: Tensor) -> None:
         self.tokens = tokens
@@ -115,9 +115,9 @@ class _OnDevice:
 
 
 def sample(logits: Tensor, requests: list[Request], argmax: Argmax | None = None) -> SampledTokens:
-    """Chooses a token for each row of logits [R, V]. On a GPU nobody waits for that.
+    """Samples a token for each row of logits [R, V]. Does not wait for a GPU.
 
-    likeliest: of these logits, where they are known
+    argmax: of these logits, if it is known
     """
     drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
     if argmax is not None or (logits.dtype == torch.float32 and logits.device.type == "cpu"):
@@ -142,7 +142,7 @@ def _likeliest(logits: Tensor) -> Argmax:
 
 @cache
 def _gpu_kernel() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-    """None where Triton is not installed."""
+    """None if Triton is not installed."""
     try:
         from cbatch.engine.kernels.triton.sampling import sample_rows
     except ImportError:
@@ -154,7 +154,7 @@ def _draw_on_host(logits: Tensor, rows: list[int], draw: SamplingMetadata) -> ND
     try:
         from cbatch.engine.kernels.cpu.sampling import DrawParams, draw_tokens
         from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
-    except ImportError:  # numba is not made for every Python
+    except ImportError:  # numba does not support every Python
         return _draw(logits[rows], draw).numpy()
     if logits.stride(1) != 1:
         logits = logits.contiguous()
@@ -185,18 +185,18 @@ def _draw(logits: Tensor, draw: SamplingMetadata) -> Tensor:
 
 
 def _kept(logits: Tensor, draw: SamplingMetadata) -> Tensor:
-    """Which of the sorted tokens [D, V] pass top-k, then top-p, then min-p, each on what the one before left."""
+    """Which of the sorted tokens [D, V] pass top-k, then top-p, then min-p, one after the other."""
     vocabulary = logits.shape[-1]
     top_k = torch.where(draw.top_k > 0, draw.top_k, vocabulary)
     kept = torch.arange(vocabulary, device=logits.device)[None] < top_k[:, None]
-    # Tokens as likely as the k-th stay too, as in transformers' TopKLogitsWarper.
+    # Tokens as likely as the k-th are kept too, as in transformers' TopKLogitsWarper.
     kth = logits.gather(1, (top_k.clamp(max=vocabulary) - 1)[:, None])
     kept |= logits >= kth
     probabilities = torch.softmax(logits.masked_fill(~kept, float("-inf")), dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
     kept &= (before < draw.top_p[:, None]) | (draw.top_p[:, None] >= 1)
     kept &= probabilities >= draw.min_p[:, None] * probabilities[:, :1]
-    kept[:, 0] = True  # the likeliest always stays, also in a row that is NaN and marked as such
+    kept[:, 0] = True  # the likeliest token is always kept, even in a row that is NaN and reported as such
     return kept
 
 
@@ -223,7 +223,7 @@ def noise_keys(
 def gumbel_noise(keys: Tensor, ids: Tensor) -> Tensor:
     """Standard Gumbel noise for keys [D, 2] and token ids [D or 1, N]: float32 [D, N]."""
     words = _mix(_mix(ids ^ keys[:, :1]) ^ keys[:, 1:])
-    # The exponential's small values decide who wins, so it is built from the end where float32 is fine.
+    # The smallest exponentials decide, so they are computed from the end where float32 is precise.
     uniform = ((words.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)  # rounding must not make it 1
     return -torch.log(-torch.log1p(-uniform))
 
