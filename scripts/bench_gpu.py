@@ -1,15 +1,16 @@
 """What cbatch does on this GPU, in one command: `python scripts/bench_gpu.py`. Takes less than eight minutes.
 
-Random models of the shapes of Qwen3-0.6B and Llama-3.1-8B are made on the device, so nothing is downloaded. First come
-the device's own rates, which everything else is a share of; then every kernel is checked; then attention, steps by
-their number of rows, and whole runs beside transformers' continuous batching with the same weights.
+Random models of the shapes of Qwen3-0.6B and Llama-3.1-8B are made on the device, so nothing is downloaded. The script
+measures the device's own rates first, as everything else is compared with them. Then it checks every kernel, and
+measures attention, steps by their number of requests, and whole runs beside transformers' continuous batching with the
+same weights.
 
-`--load` measures something else, on the 8B shape and in less than eight minutes too: how long the device waits for the
-host in a steady state, how many users can be served at once, each with his first token in half a second and fifty
-tokens a second, and what a long prompt does to those who are being answered.
+`--load` measures the engine under load instead, on the 8B shape and in less than eight minutes too: how long the device
+waits for the host in a steady state; how many users it serves at once, each with a first token within half a second and
+fifty tokens per second; and what a long prompt does to the requests that decode.
 
-A part that fails is said, and the others go on; the exit status is 1 then. `--tiny --device cpu` tries the script
-itself anywhere, with Triton's interpreter.
+If a part fails, the others go on, and the exit status is 1. `--tiny --device cpu` tries the script itself on any
+machine, with Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `cbatch` and
 
 
 class Report:
-    """What was measured so far, on the screen and for a file."""
+    """Prints results as they come, and keeps them for the JSON file."""
 
     def __init__(self) -> None:
         self.begun = time.perf_counter()
@@ -41,7 +42,7 @@ class Report:
         print(f"[{time.perf_counter() - self.begun:5.0f} s] {line}", flush=True)
 
     def part(self, name: str, lines: Callable[[], Iterator[Any]]) -> None:
-        """Runs one part; what goes wrong in it is not the end of the others."""
+        """Runs one part. If it fails, the report notes that, and other parts can follow."""
         self.say(f"--- {name}")
         found = self.results.setdefault(name, [])
         try:
@@ -58,15 +59,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--device", default="cuda", help="cuda or cpu (%(default)s)")
     add("--shapes", help="which models (0.6B,8B; with --load 8B)")
-    add("--load", action="store_true", help="measure idle gaps and many users at once, instead of the rest")
-    add("--tiny", action="store_true", help="small sizes, to try the script")
-    add("--requests", type=int, default=512, help="of a whole run (%(default)s)")
-    add("--peer-requests", type=int, default=128, help="of the runs that transformers does as well (%(default)s)")
-    add("--seats", type=int, default=512, help="most rows at once (%(default)s)")
-    add("--budget", type=int, default=4096, help="tokens of a step (%(default)s)")
+    add("--load", action="store_true", help="measure the engine under load instead")
+    add("--tiny", action="store_true", help="use small sizes, to try the script")
+    add("--requests", type=int, default=512, help="requests of a whole run (%(default)s)")
+    add(
+        "--peer-requests",
+        type=int,
+        default=128,
+        help="requests of runs beside transformers (%(default)s)",
+    )
+    add("--seats", type=int, default=512, help="most requests that run at once (%(default)s)")
+    add("--budget", type=int, default=4096, help="token budget of a step (%(default)s)")
     add("--sweep", action="store_true", help="try other settings of the attention kernels too, which takes minutes")
-    add("--only", default="", help="parts to run, by the beginnings of their names, with commas")
-    add("--json", type=Path, help="write the results there")
+    add("--only", default="", help="parts to run: the beginnings of their names, with commas between them")
+    add("--json", type=Path, help="write the results to this file")
     return parser.parse_args(arguments)
 
 
@@ -85,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     unknown = sorted(set(names) - GPU_SHAPES.keys())
     if unknown:
-        print(f"There is no shape {unknown[0]!r}; choose of {', '.join(GPU_SHAPES)}.", file=sys.stderr)
+        print(f"There is no shape {unknown[0]!r}; choose from {', '.join(GPU_SHAPES)}.", file=sys.stderr)
         return 2
     report = Report()
     shapes = {name: GPU_SHAPES[name] | (TINY if options.tiny else {}) for name in names}

@@ -25,7 +25,7 @@ from scripts.benchmarks.harness import Report, at_least_one, by_turns
 from scripts.benchmarks.terminal import Terminal
 
 ASKS, ROWS = 12, 64
-"""Questions a round, and rows of the batch underneath."""
+"""Questions in a round, and requests of the batch underneath."""
 QUESTION = "What is the capital of France?"
 STORY = "Tell me a story about a cat named Tom."
 
@@ -62,7 +62,7 @@ def ask(engine_thread: EngineThread, prompt: list[int]) -> FirstToken:
 
 @contextmanager
 def batch_underneath(engine_thread: EngineThread, prompt: list[int]) -> Iterator[None]:
-    """Rows that decode until the context ends."""
+    """Requests that decode until their context is full."""
     params = SamplingParams(max_tokens=900, ignore_eos=True)
     tickets = [engine_thread.submit(prompt, params, lambda event: None, seed=row) for row in range(ROWS)]
     while engine_thread.engine.stats().num_running < min(ROWS, engine_thread.engine.limits.max_seqs):
@@ -114,7 +114,7 @@ def report_first_tokens(found: dict[str, list[Round]], report: Report) -> None:
 
 
 def measure_screen() -> str:
-    """What `/stats` says about four sessions that answer at once."""
+    """What `/stats` reports about four sessions that answer at once."""
     terminal = Terminal("--no-history", "-q")
     terminal.wait("the bundled demo model")
     for name in ("a", "b", "c"):

@@ -1,9 +1,9 @@
-"""What a long prompt does to rows that decode, and to a short prompt behind it.
+"""What a long prompt does to requests that decode, and to a short prompt behind it.
 
     python -m scripts.benchmarks fairness
 
-Rows decode for a while; then a long prompt comes in, and short ones behind it. Steps have no target, the target `auto`,
-and a fixed one, by turns. The model is random.
+Requests decode for a while; then a long prompt arrives, and short ones behind it. The step time has no target, the
+target `auto`, and a fixed one, by turns. The model is random.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", choices=SHAPES, default="135m", help="shape of the model (%(default)s)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="(%(default)s)")
-    add("--rows", type=int, default=32, help="rows that decode (%(default)s)")
-    add("--row-tokens", type=int, default=256, help="tokens of the prompt of each (%(default)s)")
+    add("--rows", type=int, default=32, help="requests that decode (%(default)s)")
+    add("--row-tokens", type=int, default=256, help="tokens of the prompt of each of them (%(default)s)")
     add("--prompt-tokens", type=int, default=8000, help="tokens of the long prompt (%(default)s)")
     add("--short-tokens", type=int, default=64, help="tokens of each short prompt (%(default)s)")
     add("--steady-steps", type=int, default=40, help="steps of each pause (%(default)s)")
-    add("--budget", type=int, help="tokens of a step (512 on a CPU, 2048 on a GPU)")
-    add("--fixed-ms", type=float, default=100.0, help="the fixed target (%(default)s)")
+    add("--budget", type=int, help="token budget of a step (512 on a CPU, 2048 on a GPU)")
+    add("--fixed-ms", type=float, default=100.0, help="the fixed target, in milliseconds (%(default)s)")
     add("--rounds", type=at_least_one, default=1, help="(%(default)s)")
     add("--tiny", action="store_true", help="small sizes, to try the benchmark")
 

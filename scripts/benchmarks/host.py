@@ -1,4 +1,4 @@
-"""What the host does in a step of many decoding rows: scheduling it, building its input, taking in its tokens.
+"""What the host does in a step of many decoding requests: schedule it, build its input, take in its tokens.
 
     python -m scripts.benchmarks host --rows 512 --context 1500
 
@@ -48,7 +48,7 @@ class Share:
 
 
 def make_engine(rows: int, context: int, steps: int, *, ahead: bool) -> Engine:
-    """An engine all of whose rows decode from its second step on."""
+    """An engine all of whose requests decode from its second step on."""
     longest = context + steps + 16
     config = EngineConfig(
         device="cpu",
@@ -118,12 +118,17 @@ def measure_share(shape: str, rounds: int) -> Iterator[Share]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--rows", type=int, default=512, help="(%(default)s)")
-    add("--context", type=int, default=1500, help="tokens of each row before the first step (%(default)s)")
+    add("--rows", type=int, default=512, help="requests (%(default)s)")
+    add("--context", type=int, default=1500, help="tokens of each request before the first step (%(default)s)")
     add("--steps", type=int, default=100, help="(%(default)s)")
-    add("--share", action="store_true", help="measure the share beside a real model")
-    add("--shape", choices=PEER_SHAPES, default="135m", help="of the real model (%(default)s)")
-    add("--rounds", type=at_least_one, default=6, help="rounds of its work, the first to warm up (%(default)s)")
+    add("--share", action="store_true", help="measure the host's share of the time beside a real model")
+    add("--shape", choices=PEER_SHAPES, default="135m", help="size of the real model (%(default)s)")
+    add(
+        "--rounds",
+        type=at_least_one,
+        default=6,
+        help="rounds with the real model; the first warms up (%(default)s)",
+    )
 
 
 def run(options: argparse.Namespace, report: Report) -> int:

@@ -1,7 +1,7 @@
-"""The experiment of the benchmark `fairness`: rows decode while a long prompt and short ones come in.
+"""The experiment of the benchmark `fairness`: requests decode while a long prompt and short ones arrive.
 
-A short prompt follows at each quarter of the long one. At each eighth of it prompts are held back for some steps, which
-tells how long steady gaps are there: rows grow longer, and machines get faster and slower.
+A short prompt arrives at each quarter of the long one. At each eighth, prompts are held back for some steps, to measure
+the steady gap between tokens there: the requests grow longer meanwhile, and the machine gets faster or slower.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ QUARTERS, EIGHTHS = 4, 8
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens, but for `rows` and `steady_steps`, those of a pause. budget: of a step."""
+    """How large the experiment is, in tokens where nothing else is said.
+
+    rows:         requests that decode
+    steady_steps: steps of each pause
+    budget:       tokens of one step
+    """
 
     rows: int
     row_tokens: int
@@ -39,24 +44,25 @@ class Sizes:
     budget: int
 
     def blocks(self, block_size: int, least: int) -> int:
-        """Of a cache in which nobody is preempted, though a prompt advance by no more than `least` tokens a step."""
+        """Blocks of a cache in which no request is preempted, even if prompts advance by only `least` tokens a step."""
         steps = (EIGHTHS + 1) * self.steady_steps + 2 * -(-(self.prompt_tokens + QUARTERS * self.short_tokens) // least)
         tokens = self.rows * (self.row_tokens + steps) + self.prompt_tokens + QUARTERS * self.short_tokens
         return tokens // block_size + 2 * (self.rows + QUARTERS + 1)
 
 
 @dataclass(frozen=True)
-class Found:
-    """Seconds, of one target. A gap lies between two tokens of a row.
+class TargetResult:
+    """What was measured with one target, in seconds. A gap is the time between two tokens of a request.
 
-    steady:      p50 and p99 of the gaps before the long prompt, and after it, when rows are longer
-    gaps:        p50, p99 and the largest while it comes in
-    ratio:       p99 of those, each to the median of the steady ones of rows as long; between pauses, that grows evenly
+    steady:       p50 and p99 of the gaps before the long prompt, and after it, when requests are longer
+    gaps:         p50, p99 and the largest while the long prompt comes in
+    ratio:        p99 of those gaps, each divided by the median steady gap of requests as long, which is interpolated
+                  between two pauses
     steady_ratio: the same of all steady gaps
-    prompt_s:    to the first token of the long prompt, without the pauses
-    times_alone: that, to what it takes while nothing else runs
-    short_s:     to the first token of each short prompt
-    cores_elsewhere: how many other processes took meanwhile, on average: figures of a busy machine say little
+    prompt_s:     to the first token of the long prompt, without the pauses
+    times_alone:  `prompt_s` divided by what it takes if nothing else runs
+    short_s:      to the first token of each short prompt
+    cores_elsewhere: cores that other processes used meanwhile; the figures of a busy machine say little
     """
 
     target: str
@@ -83,14 +89,14 @@ class Found:
 
 
 class Gap(NamedTuple):
-    """The number of a token in its row, and how long it came after the one before it."""
+    """The number of a token in its request, and how long it came after the token before."""
 
     number: int
     seconds: float
 
 
 class Pause(NamedTuple):
-    """Steps without prompts: from when to when, and the gaps between tokens in them."""
+    """Steps without prompts: when they began and ended, and the gaps between their tokens."""
 
     begin: float
     end: float
@@ -98,7 +104,7 @@ class Pause(NamedTuple):
 
 
 class Clients:
-    """Asks an engine, and writes down when tokens come."""
+    """Sends requests to an engine, and notes when tokens come."""
 
     def __init__(self, engine: Engine, seed: int = 0) -> None:
         self.engine = engine
@@ -108,7 +114,7 @@ class Clients:
         self._chance = random.Random(seed)
 
     def ask(self, tokens: int, answer: int | None = None) -> int:
-        """The id of a new request of random tokens; its answer goes on for as long as there is room if None."""
+        """Adds a request of so many random tokens, and returns its id. If `answer` is None, its output has no limit."""
         prompt = [self._chance.randrange(10, self.engine.model.vocab_size) for _ in range(tokens)]
         params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
         return self.engine.add(prompt, params)
@@ -127,7 +133,7 @@ class Clients:
             self.step()
 
     def gaps(self, rows: Sequence[int], since: float, until: float) -> list[Gap]:
-        """Of all tokens of these rows that came in this time."""
+        """The gaps before all tokens of these requests that came in this time."""
         found = []
         for row in rows:
             for number, (before, after) in enumerate(pairwise(self.times[row])):
@@ -136,9 +142,10 @@ class Clients:
         return found
 
     def pause(self, rows: Sequence[int], steps: int) -> Pause:
-        """So many steps from now on, in which prompts are held.
+        """Does so many steps in which prompts are held back.
 
-        An engine that runs ahead has one more step in flight, at the beginning with a prompt, at the end without.
+        An engine that overlaps scheduling has one more step in flight: one with a prompt at the beginning, one without
+        at the end.
         """
         if self.is_ahead:
             self._hold()
@@ -156,12 +163,12 @@ class Clients:
 
 
 def percentiles(gaps: Sequence[Gap], *shares: float) -> list[float]:
-    """Seconds that so many of a hundred gaps do not exceed."""
+    """Percentiles of gaps, in seconds."""
     return [float(value) for value in np.percentile([gap.seconds for gap in gaps], shares)]
 
 
 def ratio_of(gaps: Sequence[Gap], pauses: Sequence[Pause]) -> float:
-    """p99 of gaps, each to the median of steady ones, which grows evenly with the rows from pause to pause."""
+    """p99 of gaps, each divided by the median steady gap, which is interpolated between the pauses."""
     places = [statistics.median(gap.number for gap in pause.gaps) for pause in pauses]
     medians = [statistics.median(gap.seconds for gap in pause.gaps) for pause in pauses]
     steady = np.interp([gap.number for gap in gaps], places, medians)
@@ -169,7 +176,7 @@ def ratio_of(gaps: Sequence[Gap], pauses: Sequence[Pause]) -> float:
 
 
 def measure_alone(engine: Engine, sizes: Sizes) -> float:
-    """Seconds to the first token of the long prompt, while nothing else runs."""
+    """Seconds to the first token of the long prompt if nothing else runs."""
     clients = Clients(engine)
     start = time.perf_counter()
     prompt = clients.ask(sizes.prompt_tokens, 1)
@@ -178,10 +185,10 @@ def measure_alone(engine: Engine, sizes: Sizes) -> float:
 
 
 def bring_in(clients: Clients, rows: Sequence[int], sizes: Sizes) -> tuple[list[Pause], list[float], list[float]]:
-    """Brings in the long prompt, and short ones on the way.
+    """Adds the long prompt, and short ones on the way.
 
-    Returns the pauses, from one before it to one after it; when it was asked, when each pause between began and ended,
-    and when its first token came; and the seconds to the first token of each short one.
+    Returns the pauses, from the one before the long prompt to the one after; the times at which it was added, each
+    pause in between began and ended, and its first token came; and the seconds to the first token of each short prompt.
     """
     pauses = [clients.pause(rows, sizes.steady_steps)]
     asked = time.perf_counter()
@@ -200,8 +207,8 @@ def bring_in(clients: Clients, rows: Sequence[int], sizes: Sizes) -> tuple[list[
     return pauses, edges, [clients.times[short][0] - since for short, since in shorts.items()]
 
 
-def measure(engine: Engine, sizes: Sizes, target: Target, alone_s: float) -> Found:
-    """Rows, then a long prompt, then short ones; the rows are dropped in the end."""
+def measure(engine: Engine, sizes: Sizes, target: Target, alone_s: float) -> TargetResult:
+    """Requests that decode, then a long prompt and short ones; the requests are cancelled at the end."""
     clients = Clients(engine)
     started, elsewhere = time.perf_counter(), cpu_seconds_elsewhere()
     rows = [clients.ask(sizes.row_tokens) for _ in range(sizes.rows)]
@@ -212,8 +219,8 @@ def measure(engine: Engine, sizes: Sizes, target: Target, alone_s: float) -> Fou
     for row in rows:
         engine.cancel(row)
     if engine.stats().num_preemptions:
-        raise RuntimeError("Rows were preempted: the cache is too small for these sizes.")
-    return Found(
+        raise RuntimeError("Requests were preempted: the cache is too small for these sizes.")
+    return TargetResult(
         target="none" if target is None else f"{target:g} ms" if target != "auto" else target,
         steady=[percentiles(pauses[0].gaps, 50, 99), percentiles(pauses[-1].gaps, 50, 99)],
         gaps=percentiles(beside, 50, 99, 100),
@@ -240,8 +247,8 @@ def open_engine(loaded: LoadedModel, sizes: Sizes, target: Target, device: torch
 
 def measure_targets(
     loaded: LoadedModel, sizes: Sizes, targets: Sequence[Target], rounds: int, device: torch.device
-) -> list[Found]:
-    """All targets, by turns. Each gets an engine of its own, and so learns anew."""
+) -> list[TargetResult]:
+    """Measures all targets by turns. Each measurement has an engine of its own, which learns the step times anew."""
     found = []
     warm = replace(sizes, prompt_tokens=min(sizes.prompt_tokens, 4 * sizes.budget), steady_steps=4)
     engine = open_engine(loaded, sizes, None, device)

@@ -1,4 +1,4 @@
-"""The engine under load: how long the device waits for the host, and how many users can be served at once."""
+"""The engine under load: how long the device waits for the host, and how many users it serves at once."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from cbatch.engine.models.loader import LoadedModel
 from scripts.benchmarks import long_prompt
 
 SLO_TARGET = SLO(ttft_s=0.5, tps=50.0)
-"""What each user is to get: the first token within half a second, and fifty tokens a second from then on."""
+"""What each user is promised: the first token within half a second, and fifty tokens per second from then on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """How large the experiments are.
 
-    rows, tokens: of the steady state, and how many each row gets
-    users:        who are to be served at once; most: how many the search tries
-    duration_s, probe_s: of the experiment with so many, and of each probe of the search
+    rows, tokens: requests of the steady state, and the output tokens of each
+    users, most:  users served at once, and the most that the search for the capacity tries
+    duration_s, probe_s: seconds of the experiment with `users`, and of each probe of the search
     inputs, outputs: tokens of a question and of an answer
-    fair:         of the long prompt that comes in beside rows that decode
+    fair:         sizes of the experiment with a long prompt beside requests that decode
     """
 
     rows: int
@@ -73,7 +73,7 @@ TINY = Sizes(
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """Rows that all decode: tokens a second, and what share of the time the device was idle; None where unknown."""
+    """Requests that all decode: tokens per second, and the share of the time in which the device was idle, if known."""
 
     what: str
     tokens_per_s: float
@@ -87,7 +87,7 @@ class Steady:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Users at once, and the share of them all of whose answers kept the level."""
+    """Users at once, and the share of them all of whose answers met the SLO."""
 
     what: str
     users: int
@@ -110,7 +110,7 @@ class Served:
         )
 
     def __str__(self) -> str:
-        share = "nobody could be judged" if self.share is None else f"{self.share:.1%} served"
+        share = "no user finished an answer" if self.share is None else f"{self.share:.1%} served"
         first = "?" if self.ttft_p99_s is None else f"{1e3 * self.ttft_p99_s:,.0f} ms"
         speed = "?" if not self.tpot_p99_s else f"{1 / self.tpot_p99_s:,.0f} tokens/s"
         error = f", {self.error}" if self.error else ""
@@ -121,26 +121,26 @@ class Served:
 
 
 TARGET_MS = 0.9e3 / SLO_TARGET.tps
-"""What steps aim at while users are served: a little less than what they wait for a token."""
+"""Target of a step while users are served: a little less than what a user may wait for a token."""
 
 
 def make_engine(
     loaded: LoadedModel,
     device: torch.device,
-    seats: int,
-    budget: int,
+    max_seqs: int,
+    max_batch_tokens: int,
     *,
     ahead: bool = True,
     target: float | None = None,
 ) -> Engine:
     config = EngineConfig(
-        device=str(device), max_seqs=seats, max_batch_tokens=budget, run_ahead=ahead, target_step_ms=target
+        device=str(device), max_seqs=max_seqs, max_batch_tokens=max_batch_tokens, run_ahead=ahead, target_step_ms=target
     )
     return Engine(config, loaded)
 
 
 def steady(what: str, engine: Engine, sizes: Sizes) -> Steady:
-    """So many rows at once: for kernels to be compiled, then timed, then with a trace of steps in the middle."""
+    """Decodes three times: to compile the kernels, to time it, and to trace steps in the middle."""
     decode_all(engine, sizes)
     elapsed = decode_all(engine, sizes)
     with tempfile.TemporaryDirectory() as folder:
@@ -151,7 +151,7 @@ def steady(what: str, engine: Engine, sizes: Sizes) -> Steady:
 
 
 def decode_all(engine: Engine, sizes: Sizes, trace: StepTracer | None = None) -> float:
-    """Seconds that it takes until all rows have all of their tokens. Raises RuntimeError where one gets fewer."""
+    """Seconds until all requests have all of their tokens. Raises RuntimeError if one gets fewer."""
     done: SimpleQueue[TokenEvent] = SimpleQueue()
     params = SamplingParams(max_tokens=sizes.tokens, ignore_eos=True)
     with closing(EngineThread(engine, trace)) as engine_thread:
@@ -162,12 +162,12 @@ def decode_all(engine: Engine, sizes: Sizes, trace: StepTracer | None = None) ->
         reasons = {done.get().finish_reason for _ in range(sizes.rows)}
         elapsed = time.perf_counter() - begun
     if reasons != {"length"}:
-        raise RuntimeError(f"Rows ended by {reasons}, not by their length.")
+        raise RuntimeError(f"Requests ended by {reasons}, not by their length.")
     return elapsed
 
 
 def scenario(engine: Engine, sizes: Sizes) -> Scenario:
-    """Users who think for a second between an answer and their next question."""
+    """Users who wait a second between an answer and their next question."""
     return Scenario(
         users=sizes.users,
         rate=sizes.users / (0.2 * sizes.duration_s),
@@ -182,18 +182,18 @@ def scenario(engine: Engine, sizes: Sizes) -> Scenario:
 
 
 def load_lines(
-    name: str, loaded: LoadedModel, device: torch.device, seats: int, budget: int, sizes: Sizes
+    name: str, loaded: LoadedModel, device: torch.device, max_seqs: int, max_batch_tokens: int, sizes: Sizes
 ) -> Iterator[Steady | Served | str]:
-    """All of it on one model."""
+    """All experiments on one model."""
     for ahead in (False, True):
         what = f"{name}, {sizes.rows} rows, {'running ahead' if ahead else 'step by step'}"
-        with make_engine(loaded, device, max(seats, sizes.rows), budget, ahead=ahead) as engine:
+        with make_engine(loaded, device, max(max_seqs, sizes.rows), max_batch_tokens, ahead=ahead) as engine:
             yield steady(what, engine, sizes)
     for gaps in long_prompt.measure_targets(loaded, sizes.fair, [None, "auto"], 1, device):
         yield f"{name}, {sizes.fair.rows} rows, then {sizes.fair.prompt_tokens:,} tokens: {gaps}"
-    seats = max(seats, sizes.most)
+    max_seqs = max(max_seqs, sizes.most)
     with (
-        make_engine(loaded, device, seats, budget, target=TARGET_MS) as engine,
+        make_engine(loaded, device, max_seqs, max_batch_tokens, target=TARGET_MS) as engine,
         closing(EngineThread(engine)) as engine_thread,
     ):
         asked = scenario(engine, sizes)
@@ -211,4 +211,4 @@ def capacity_lines(name: str, found: Capacity) -> Iterator[Served | str]:
     for users, result in found.probes.items():
         yield Served.of(f"{name}, probe", users, result)
     limit = ", the most that were tried" if found.is_limit else ""
-    yield f"{name}: the level holds for {found.users} users{limit}"
+    yield f"{name}: the SLO holds for {found.users} users{limit}"

@@ -20,7 +20,7 @@ from cbatch.engine.models.loader import LoadedModel
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Output tokens a second of a run, and the share of the floor's speed that it had; 0 where there is no floor."""
+    """Output tokens per second of a run, and the share of the floor's speed that it reached; 0 if there is no floor."""
 
     what: str
     tokens_per_s: float
@@ -40,12 +40,18 @@ def work_of(requests: int, low: int, high: int, vocabulary: int, context: int) -
 
 
 def run_engine(
-    what: str, loaded: LoadedModel, work: Workload, seats: int, budget: int, rates: DeviceRates, graphs: bool
+    what: str,
+    loaded: LoadedModel,
+    work: Workload,
+    max_seqs: int,
+    max_batch_tokens: int,
+    rates: DeviceRates,
+    graphs: bool,
 ) -> Run:
     config = EngineConfig(
         device=str(rates_device(loaded)),
-        max_seqs=seats,
-        max_batch_tokens=budget,
+        max_seqs=max_seqs,
+        max_batch_tokens=max_batch_tokens,
         prefix_cache=False,
         cuda_graphs=graphs,
     )
@@ -68,26 +74,32 @@ def rates_device(loaded: LoadedModel) -> torch.device:
 
 
 def free(device: torch.device) -> None:
-    """What nobody holds any more goes back to the device."""
+    """Gives memory that nobody holds any more back to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def runs(
-    name: str, loaded: LoadedModel, work: Workload, peer_rows: int, seats: int, budget: int, rates: DeviceRates
+    name: str,
+    loaded: LoadedModel,
+    work: Workload,
+    peer_rows: int,
+    max_seqs: int,
+    max_batch_tokens: int,
+    rates: DeviceRates,
 ) -> Iterator[Run]:
-    """All of the work; then its first rows, and the same rows by transformers."""
-    yield run_engine(f"{name}, {len(work.prompts)} requests", loaded, work, seats, budget, rates, True)
+    """All of the work; then its first requests, and the same requests by transformers."""
+    yield run_engine(f"{name}, {len(work.prompts)} requests", loaded, work, max_seqs, max_batch_tokens, rates, True)
     few = Workload(work.prompts[:peer_rows], work.output_lengths[:peer_rows], work.source)
-    yield run_engine(f"{name}, {peer_rows} requests", loaded, few, seats, budget, rates, True)
-    yield run_engine(f"{name}, {peer_rows} requests, no graphs", loaded, few, seats, budget, rates, False)
+    yield run_engine(f"{name}, {peer_rows} requests", loaded, few, max_seqs, max_batch_tokens, rates, True)
+    yield run_engine(f"{name}, {peer_rows} requests, no graphs", loaded, few, max_seqs, max_batch_tokens, rates, False)
     ways = ["transformers-cb"]
     if find_spec("flash_attn"):
         PEERS["with flash attention"] = partial(generate_continuous, attention="paged|flash_attention_2")
         ways.append("with flash attention")
     for way in ways if peer_rows else ():
-        peer = run_peer(way, loaded, few, min(seats, peer_rows), budget)
+        peer = run_peer(way, loaded, few, min(max_seqs, peer_rows), max_batch_tokens)
         what = f"{name}, {peer_rows} requests, transformers' continuous batching ({peer.attention or way})"
         rate = peer.output_tokens / peer.elapsed_s if peer.elapsed_s else 0.0
         yield Run(what, rate, error=peer.error)

@@ -43,7 +43,7 @@ def test_load_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(line["tokens_per_s"] > 0 and 0 < line["idle_share"] < 1 for line in lines[:2])
     assert ["none:" in line for line in lines[2:4]] == [True, False] and "auto:" in lines[3]
     assert lines[4]["users"] == 2 and lines[4]["share"] == lines[5]["share"] == 1.0
-    assert lines[-1].startswith("8B: the level holds for 2 users")
+    assert lines[-1].startswith("8B: the SLO holds for 2 users")
 
 
 def test_a_part_that_fails_does_not_end_the_others(capsys: pytest.CaptureFixture[str]) -> None:

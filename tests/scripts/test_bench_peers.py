@@ -20,8 +20,8 @@ from scripts.benchmarks.peers.table import System, disturbance, ratio, table
 from scripts.benchmarks.peers.work import (
     OUTPUT_LENGTHS,
     PROMPT_LENGTHS,
-    Job,
-    Work,
+    PeerJob,
+    PeerWork,
     make_model,
     make_once,
     make_work,
@@ -29,7 +29,7 @@ from scripts.benchmarks.peers.work import (
 from scripts.benchmarks.peers.worker import PEERS
 from scripts.benchmarks.shapes import PEER_SHAPES
 
-SMALL = Work([[5, 6, 7], [8] * 20, [9, 10]], [4, 9, 1])
+SMALL = PeerWork([[5, 6, 7], [8] * 20, [9, 10]], [4, 9, 1])
 
 
 def made_up(name: str, seconds: list[float], outputs: list[list[int]] | None = None) -> System:
@@ -42,10 +42,10 @@ def made_up(name: str, seconds: list[float], outputs: list[list[int]] | None = N
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+def job(tmp_path_factory: pytest.TempPathFactory) -> PeerJob:
     folder = tmp_path_factory.mktemp("peers")
     make_model(folder / "model", PEER_SHAPES["tiny"])
-    return Job(str(folder), "float32", threads=1, seats=2, budget=16, work=SMALL)
+    return PeerJob(str(folder), "float32", threads=1, max_seqs=2, max_batch_tokens=16, work=SMALL)
 
 
 def test_the_work_is_the_same_everywhere() -> None:
@@ -71,9 +71,9 @@ def test_lengths_are_log_uniform() -> None:
 
 def test_a_job_goes_through_a_file(tmp_path: Path) -> None:
     """Guards what the processes of systems are told."""
-    job = Job("somewhere", "float32", 1, 2, 16, SMALL)
+    job = PeerJob("somewhere", "float32", 1, 2, 16, SMALL)
     job.write(tmp_path / "job.json")
-    assert Job.read(tmp_path / "job.json") == job
+    assert PeerJob.read(tmp_path / "job.json") == job
     assert job.most_tokens == 29 + 7
 
 
@@ -152,7 +152,7 @@ def test_columns() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PEERS if name.startswith(("cbatch", "transformers"))])
-def test_a_system_does_the_work(job: Job, name: str) -> None:
+def test_a_system_does_the_work(job: PeerJob, name: str) -> None:
     """Guards the systems that are here in any case: all give what cbatch gives, to the wanted length."""
     reply = worker.run(PEERS[name], job)
     assert reply["outputs"] == worker.run(PEERS["cbatch"], job)["outputs"]
@@ -160,7 +160,7 @@ def test_a_system_does_the_work(job: Job, name: str) -> None:
     assert reply["steps"] == {"cbatch": 10, "transformers-one": 14, "transformers-static": 9}.get(name)
 
 
-def test_a_package_that_is_missing(job: Job) -> None:
+def test_a_package_that_is_missing(job: PeerJob) -> None:
     """Guards the line on what is not installed: it says what is missing, and how to get it."""
     peer = replace(PEERS["cbatch"], packages=("no_such_package",))
     system = System("other", "Other")

@@ -1,4 +1,4 @@
-"""Random lives of small worlds, quicker than hypothesis draws them, each repeatable from a seed and a number."""
+"""Random actions on small schedulers, quicker than hypothesis draws them; each repeatable from a seed and a number."""
 
 from __future__ import annotations
 

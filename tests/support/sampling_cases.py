@@ -50,7 +50,7 @@ def make_requests(count: int, seed: int = 0, **fixed: Any) -> list[Request]:
     return made
 
 
-def in_torch(logits: torch.Tensor, requests: list[Request]) -> list[int]:
+def draw_in_torch(logits: torch.Tensor, requests: list[Request]) -> list[int]:
     return sampler._draw(
         logits, SamplingMetadata.build(list(range(len(requests))), requests, torch.device("cpu"))
     ).tolist()

@@ -9,8 +9,8 @@ else should run on the machine meanwhile; if something does, the report says so.
 
 Systems: cbatch; transformers-one, transformers-static, transformers-cb (or transformers for all three); openvino;
 llama.cpp. A system that is not installed gets a line that says how to install it. Packages of several systems may not
-go together, so each system can have an interpreter of its own (--python). The one that runs this benchmark needs what
-cbatch needs.
+go together, so each system can have an interpreter of its own (--python). This benchmark itself needs what cbatch
+needs.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from typing import Any
 
 from scripts.benchmarks.harness import ROOT, Report, at_least_one, cpu_seconds_elsewhere
 from scripts.benchmarks.peers.table import OURS, System, disturbance, table
-from scripts.benchmarks.peers.work import Job, make_model, make_once, make_work
+from scripts.benchmarks.peers.work import PeerJob, make_model, make_once, make_work
 from scripts.benchmarks.peers.worker import PEERS
 from scripts.benchmarks.shapes import PEER_SHAPES
 
-SEATS, BUDGET = 32, 512
+MAX_SEQS, MAX_BATCH_TOKENS = 32, 512
 LIMIT_S = 3600
 """Seconds that one system may take for one task."""
 
 Interpreters = dict[str, str]
 
 
-def call(name: str, task: str, job: Job, interpreters: Interpreters) -> dict[str, Any]:
-    """Has a task done in the interpreter of a system, and returns its reply; `error` if there is none."""
+def call(name: str, task: str, job: PeerJob, interpreters: Interpreters) -> dict[str, Any]:
+    """Has a task done in the interpreter of a system. Returns its reply, which is an `error` if it gave none."""
     python = interpreters.get(name) or interpreters.get(name.partition("-")[0]) or sys.executable
     file, log = Path(job.folder) / "job.json", Path(job.folder) / f"{name}-{task}.log"
     job.write(file)
@@ -65,7 +65,7 @@ def call(name: str, task: str, job: Job, interpreters: Interpreters) -> dict[str
 class Comparison:
     """All rounds of all systems; Ctrl-C ends them early."""
 
-    def __init__(self, names: list[str], job: Job, interpreters: Interpreters, report: Report) -> None:
+    def __init__(self, names: list[str], job: PeerJob, interpreters: Interpreters, report: Report) -> None:
         self.systems = [System(name, PEERS[name].title) for name in names]
         self.floors: list[dict[str, Any]] = []
         self._job, self._interpreters, self._report = job, interpreters, report
@@ -111,19 +111,19 @@ def machine_facts(threads: int) -> dict[str, Any]:
 
 
 def default_threads() -> int:
-    """One for each core that this process may use, however many it can do at once."""
+    """One for each physical core that this process may use."""
     import psutil
 
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(psutil.cpu_count(logical=False) or allowed, allowed)
 
 
-def describe(job: Job, shape: str, facts: dict[str, Any], floor: dict[str, Any]) -> dict[str, str]:
+def describe(job: PeerJob, shape: str, facts: dict[str, Any], floor: dict[str, Any]) -> dict[str, str]:
     """What was done on what, and how the floor is computed."""
     work, config = job.work, job.model_config
     size = f"{config['num_hidden_layers']} layers of {config['hidden_size']}, vocabulary {config['vocab_size']:,}"
     tokens = f"{work.prompt_tokens:,} prompt tokens, {work.output_tokens:,} output tokens"
-    limits = f"at most {job.seats} requests and {job.budget} tokens in a step"
+    limits = f"at most {job.max_seqs} requests and {job.max_batch_tokens} tokens in a step"
     lines = {
         "machine": f"{facts['cpu']}, {facts['cores']} cores, {facts['threads']} threads for each system",
         "model": f"random Llama, {shape} ({size}), computed in {job.dtype}",
@@ -157,10 +157,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="interpreter of a system whose packages are not in this one; can be repeated",
     )
     add("--requests", type=at_least_one, default=32, help="number of requests (32)")
-    add("--seed", type=int, default=7, help="of the requests (7)")
+    add("--seed", type=int, default=7, help="seed of the requests (7)")
     shapes = "size of the model (135m); tiny only shows that all is set up"
     add("--shape", choices=PEER_SHAPES, default="135m", help=shapes)
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="what is computed in (bfloat16)")
+    add(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="dtype of the computation (bfloat16)",
+    )
     threads = "threads of each system (%(default)s, one for each core)"
     add("--threads", type=at_least_one, default=default_threads(), help=threads)
     add("--work-dir", type=Path, default=cache, help="where models are kept (%(default)s); the first run takes minutes")
@@ -192,7 +197,7 @@ def run(options: argparse.Namespace, report: Report) -> int:
     report.note(f"models are in {folder}")
     make_once(folder / "model", lambda target: make_model(target, shape))
     work = make_work(options.requests, options.seed, shape["vocab_size"])
-    job = Job(str(folder), options.dtype, options.threads, SEATS, BUDGET, work)
+    job = PeerJob(str(folder), options.dtype, options.threads, MAX_SEQS, MAX_BATCH_TOKENS, work)
     comparison = Comparison(options.peers, job, dict(options.python), report)
     comparison.run(options.rounds)
     systems, floor, facts = comparison.systems, comparison.floor, machine_facts(options.threads)

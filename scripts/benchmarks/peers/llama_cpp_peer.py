@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.peers.work import Done, Job, Peer, Work, make_once
+from scripts.benchmarks.peers.work import Peer, PeerJob, PeerResult, PeerWork, make_once
 
 PADDING = 256
 """llama.cpp makes contexts of multiples of this many tokens."""
 
 
-def prepare(job: Job) -> None:
+def prepare(job: PeerJob) -> None:
     make_once(job.converted("gguf"), lambda target: write_gguf(job, target))
 
 
-def write_gguf(job: Job, target: Path) -> None:
+def write_gguf(job: PeerJob, target: Path) -> None:
     """Converts the model: names of its own, and the rows of queries and keys in the order of its rotary embedding."""
     import gguf
 
@@ -82,23 +82,23 @@ class Context:
 
     handle: Any
     batch: Any
-    seats: int
-    budget: int
+    max_seqs: int
+    max_batch_tokens: int
     vocabulary: int
 
 
 @dataclass(eq=False)
-class Row:
+class Request:
     """A request: all its tokens that are known, how many of them are computed, and its sequence in the cache."""
 
     known: list[int]
     goal: int
     computed: int = 0
-    seat: int = 0
+    slot: int = 0
 
 
 @contextmanager
-def session(job: Job) -> Iterator[Callable[[Work], Done]]:
+def session(job: PeerJob) -> Iterator[Callable[[PeerWork], PeerResult]]:
     import llama_cpp
 
     llama_cpp.llama_backend_init()
@@ -106,8 +106,8 @@ def session(job: Job) -> Iterator[Callable[[Work], Done]]:
     model = llama_cpp.llama_model_load_from_file(str(job.converted("gguf")).encode(), settings)
     sizes = llama_cpp.llama_context_default_params()
     sizes.n_ctx = -(-job.most_tokens // PADDING) * PADDING
-    sizes.n_batch = sizes.n_ubatch = job.budget
-    sizes.n_seq_max = job.seats
+    sizes.n_batch = sizes.n_ubatch = job.max_batch_tokens
+    sizes.n_seq_max = job.max_seqs
     sizes.n_threads = sizes.n_threads_batch = job.threads
     sizes.kv_unified = True
     if job.dtype == "float32":
@@ -115,57 +115,58 @@ def session(job: Job) -> Iterator[Callable[[Work], Done]]:
     handle = llama_cpp.llama_init_from_model(model, sizes)
     if not handle:
         raise RuntimeError("llama.cpp could not make a context.")
-    batch = llama_cpp.llama_batch_init(job.budget, 0, 1)
-    context = Context(handle, batch, job.seats, job.budget, job.model_config["vocab_size"])
+    batch = llama_cpp.llama_batch_init(job.max_batch_tokens, 0, 1)
+    context = Context(handle, batch, job.max_seqs, job.max_batch_tokens, job.model_config["vocab_size"])
     yield lambda work: generate(context, work)
 
 
-def generate(context: Context, work: Work) -> Done:
-    """Steps over all requests that run, until none is left; who is finished makes room for who waits."""
+def generate(context: Context, work: PeerWork) -> PeerResult:
+    """Steps over all running requests until none is left; finished requests make room for waiting ones."""
     import llama_cpp
 
-    rows = [Row(list(prompt), total) for prompt, total in zip(work.prompts, work.totals, strict=True)]
-    waiting, running = deque(rows), list[Row]()
-    free = list(range(context.seats))
+    requests = [Request(list(prompt), total) for prompt, total in zip(work.prompts, work.totals, strict=True)]
+    waiting, running = deque(requests), list[Request]()
+    free = list(range(context.max_seqs))
     memory = llama_cpp.llama_get_memory(context.handle)
     steps = 0
     while waiting or running:
         while waiting and free:
             running.append(waiting.popleft())
-            running[-1].seat = free.pop()
+            running[-1].slot = free.pop()
         ends = fill(context, running)
         if llama_cpp.llama_decode(context.handle, context.batch) != 0:
             raise RuntimeError("llama.cpp could not compute a step.")
         steps += 1
-        for row, place in ends:
-            row.known.append(likeliest(context, place))
-            if len(row.known) == row.goal:
-                llama_cpp.llama_memory_seq_rm(memory, row.seat, -1, -1)
-                free.append(row.seat)
-                running.remove(row)
-    return Done([row.known[len(prompt) :] for row, prompt in zip(rows, work.prompts, strict=True)], steps)
+        for request, place in ends:
+            request.known.append(likeliest(context, place))
+            if len(request.known) == request.goal:
+                llama_cpp.llama_memory_seq_rm(memory, request.slot, -1, -1)
+                free.append(request.slot)
+                running.remove(request)
+    outputs = [request.known[len(prompt) :] for request, prompt in zip(requests, work.prompts, strict=True)]
+    return PeerResult(outputs, steps)
 
 
-def fill(context: Context, running: list[Row]) -> list[tuple[Row, int]]:
-    """Puts the next tokens into the batch, as many as fit; returns rows that get an output, and its place.
+def fill(context: Context, running: list[Request]) -> list[tuple[Request, int]]:
+    """Puts the next tokens into the batch, as many as fit. Returns the requests that get an output, and its place.
 
-    The oldest come first. Only the youngest are not through their prompts, so one token of each row that decodes is in
+    The oldest come first. Only the youngest are not through their prompts, so one token of each decoding request is in
     every step, and prompts take what is left.
     """
     batch, place = context.batch, 0
     ends = []
-    for row in running:
-        end = min(len(row.known), row.computed + context.budget - place)
-        for position in range(row.computed, end):
-            batch.token[place] = row.known[position]
+    for request in running:
+        end = min(len(request.known), request.computed + context.max_batch_tokens - place)
+        for position in range(request.computed, end):
+            batch.token[place] = request.known[position]
             batch.pos[place] = position
             batch.n_seq_id[place] = 1
-            batch.seq_id[place][0] = row.seat
-            batch.logits[place] = position + 1 == len(row.known)
+            batch.seq_id[place][0] = request.slot
+            batch.logits[place] = position + 1 == len(request.known)
             place += 1
-        if end > row.computed and end == len(row.known):
-            ends.append((row, place - 1))
-        row.computed = end
+        if end > request.computed and end == len(request.known):
+            ends.append((request, place - 1))
+        request.computed = end
     batch.n_tokens = place
     return ends
 

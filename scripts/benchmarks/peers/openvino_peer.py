@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.peers.work import Done, Job, Peer, Work, make_once
+from scripts.benchmarks.peers.work import Peer, PeerJob, PeerResult, PeerWork, make_once
 
 WEIGHTS = {"bfloat16": "fp16", "float32": "fp32"}
 """In files; where they are computed with in bfloat16, they are converted when they are loaded."""
@@ -20,7 +20,7 @@ WEIGHTS = {"bfloat16": "fp16", "float32": "fp32"}
 HINTS = {"bfloat16": "bf16", "float32": "f32"}
 
 
-def prepare(job: Job) -> None:
+def prepare(job: PeerJob) -> None:
     def export(target: Path) -> None:
         if importlib.util.find_spec("optimum.intel") is None:
             raise ImportError("optimum-intel exports the model.")
@@ -32,12 +32,12 @@ def prepare(job: Job) -> None:
 
 
 @contextmanager
-def session(job: Job) -> Iterator[Callable[[Work], Done]]:
+def session(job: PeerJob) -> Iterator[Callable[[PeerWork], PeerResult]]:
     import openvino_genai
 
     scheduler = openvino_genai.SchedulerConfig()
-    scheduler.max_num_batched_tokens = job.budget
-    scheduler.max_num_seqs = job.seats
+    scheduler.max_num_batched_tokens = job.max_batch_tokens
+    scheduler.max_num_seqs = job.max_seqs
     scheduler.cache_size = cache_gib(job)
     scheduler.dynamic_split_fuse = True
     scheduler.enable_prefix_caching = False
@@ -47,14 +47,14 @@ def session(job: Job) -> Iterator[Callable[[Work], Done]]:
     yield lambda work: generate(pipeline, work, ids)
 
 
-def cache_gib(job: Job) -> int:
+def cache_gib(job: PeerJob) -> int:
     """Whole GiB that hold all requests that run at once, with some to spare, for blocks are not filled to the end."""
     config = job.model_config
     values: int = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
     return 2 + 4 * values * job.most_tokens // 2**30
 
 
-def generate(pipeline: Any, work: Work, ids: Iterator[int]) -> Done:
+def generate(pipeline: Any, work: PeerWork, ids: Iterator[int]) -> PeerResult:
     import numpy as np
     import openvino
 
@@ -66,7 +66,7 @@ def generate(pipeline: Any, work: Work, ids: Iterator[int]) -> Done:
     while pipeline.has_non_finished_requests():
         pipeline.step()
         steps += 1
-    return Done([list(handle.read_all()[0].generated_ids) for handle in handles], steps)
+    return PeerResult([list(handle.read_all()[0].generated_ids) for handle in handles], steps)
 
 
 def greedy(length: int) -> Any:

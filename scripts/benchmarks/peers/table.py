@@ -1,4 +1,4 @@
-"""From what systems replied to a report for people."""
+"""Turns the replies of systems into a table for people."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 HEAD = ["system", "output tokens/s", "min – max", "of the floor", "steps", "first tokens as cbatch", "cbatch is"]
 OURS = "cbatch"
 DISTURBED = 0.1
-"""Cores that something else may take before a run counts as disturbed."""
+"""Cores that other processes may use before a run counts as disturbed."""
 
 
 @dataclass
 class System:
-    """A system and what became of it.
+    """A system, and what came of its runs.
 
     versions: of its packages
-    runs:     one for each round: `seconds`, `output_tokens`, and where known `steps` and how many cores were busy
-              with other things meanwhile (`cores_elsewhere`)
+    runs:     one for each round: `seconds`, `output_tokens`, and if known `steps` and how many cores other processes
+              used meanwhile (`cores_elsewhere`)
     first_tokens: of each request, in the last round
-    error:  why there is nothing to compare; empty where there is
+    error:        why there is nothing to compare; empty if there is
     """
 
     name: str
@@ -53,12 +53,12 @@ class System:
 
     @property
     def speed(self) -> float | None:
-        """The median, where all that was asked for was done."""
+        """The median; None if not all of the work was done."""
         return median(self.speeds) if self.runs and not self.error else None
 
 
 def difference(given: list[int], wanted: list[int]) -> str:
-    """A sentence on the first request that did not get its tokens; empty where all did."""
+    """A sentence on the first request that got another number of tokens; empty if there is none."""
     for number, (got, asked) in enumerate(zip(given, wanted, strict=True), 1):
         if got != asked:
             return f"not comparable: request {number} got {got:,} of {asked:,} tokens"
@@ -105,7 +105,7 @@ def line_of(system: System, ours: System | None, floor: float | None) -> list[st
 
 
 def disturbance(systems: list[System]) -> list[str]:
-    """A sentence where runs were not alone on the machine; else nothing."""
+    """A sentence if runs were not alone on the machine."""
     taken = [run["cores_elsewhere"] or 0.0 for system in systems for run in system.runs]
     disturbed = [cores for cores in taken if cores > DISTURBED]
     if not disturbed:

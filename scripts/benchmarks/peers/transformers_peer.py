@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from scripts.benchmarks.peers.work import Done, Job, Peer, Session, Work
+from scripts.benchmarks.peers.work import Peer, PeerJob, PeerResult, PeerWork, Session
 
 STATIC_ROWS = 8
 PAGE_SIZE = 256
-"""Tokens in a page of its cache, which is what it takes where nothing is said."""
+"""Tokens in a page of its cache: its own default."""
 
 
-def load_network(job: Job) -> Any:
+def load_network(job: PeerJob) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -30,11 +30,11 @@ def greedy(**options: Any) -> Any:
 
 
 @contextmanager
-def batches(job: Job, rows: int) -> Iterator[Callable[[Work], Done]]:
-    """`generate` on so many requests at once, in order. Each batch goes on until its longest row has all."""
+def batches(job: PeerJob, rows: int) -> Iterator[Callable[[PeerWork], PeerResult]]:
+    """`generate` on so many requests at once, in order. Each batch goes on until its longest output is done."""
     network = load_network(job)
 
-    def generate(work: Work) -> Done:
+    def generate(work: PeerWork) -> PeerResult:
         outputs: list[list[int]] = []
         steps = 0
         for first in range(0, len(work.prompts), rows):
@@ -42,7 +42,7 @@ def batches(job: Job, rows: int) -> Iterator[Callable[[Work], Done]]:
             tokens = generate_batch(network, work.prompts[first : first + rows], max(lengths))
             outputs += [row[:length] for row, length in zip(tokens, lengths, strict=True)]
             steps += max(lengths)
-        return Done(outputs, steps)
+        return PeerResult(outputs, steps)
 
     yield generate
 
@@ -63,8 +63,8 @@ def generate_batch(network: Any, prompts: list[list[int]], length: int) -> list[
 
 
 @contextmanager
-def continuous(job: Job) -> Iterator[Callable[[Work], Done]]:
-    """Its own continuous batching, with room for all requests that may run at once."""
+def continuous(job: PeerJob) -> Iterator[Callable[[PeerWork], PeerResult]]:
+    """Its own continuous batching, with a cache for all requests that may run at once."""
     from transformers import ContinuousBatchingConfig
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -72,9 +72,9 @@ def continuous(job: Job) -> Iterator[Callable[[Work], Done]]:
     network.set_attn_implementation("paged|sdpa" if "paged|sdpa" in ALL_ATTENTION_FUNCTIONS.valid_keys() else "sdpa")
     config = ContinuousBatchingConfig(
         page_size=PAGE_SIZE,
-        num_blocks=job.seats * (-(-max(job.work.totals) // PAGE_SIZE) + 1),
-        max_batch_tokens=job.budget,
-        max_requests_per_batch=job.seats,
+        num_blocks=job.max_seqs * (-(-max(job.work.totals) // PAGE_SIZE) + 1),
+        max_batch_tokens=job.max_batch_tokens,
+        max_requests_per_batch=job.max_seqs,
         allow_block_sharing=False,
     )
     with network.continuous_batching_context_manager(
@@ -82,11 +82,11 @@ def continuous(job: Job) -> Iterator[Callable[[Work], Done]]:
         continuous_batching_config=config,
         timeout=10,  # else it would do all that is left when something goes wrong
     ) as manager:
-        yield lambda work: Done(drain(manager, work), None)
+        yield lambda work: PeerResult(drain(manager, work), None)
 
 
-def drain(manager: Any, work: Work) -> list[list[int]]:
-    """Hands in all requests, and waits for all outputs."""
+def drain(manager: Any, work: PeerWork) -> list[list[int]]:
+    """Adds all requests, and waits for all outputs."""
     rows = {
         manager.add_request(prompt, max_new_tokens=length): row
         for row, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True))
@@ -104,7 +104,7 @@ def drain(manager: Any, work: Work) -> list[list[int]]:
     return outputs
 
 
-def _peer(what: str, session: Callable[[Job], Session]) -> Peer:
+def _peer(what: str, session: Callable[[PeerJob], Session]) -> Peer:
     return Peer(
         f"transformers, {what}", ("transformers", "torch"), "pip install torch transformers accelerate", session
     )

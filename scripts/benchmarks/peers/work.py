@@ -21,12 +21,12 @@ PROMPT_LENGTHS, OUTPUT_LENGTHS = (16, 512), (8, 256)
 FIRST_TOKEN = 10
 """The ids below stand for special tokens in most vocabularies."""
 
-WARM_ROWS, WARM_PROMPT, WARM_OUTPUT = 4, 64, 4
+WARM_REQUESTS, WARM_PROMPT, WARM_OUTPUT = 4, 64, 4
 
 
 @dataclass(frozen=True)
-class Work:
-    """Requests that are all there at the start: token ids of prompts, and how many tokens each is to get."""
+class PeerWork:
+    """Requests that are all there at the start: the token ids of each prompt, and the tokens of each output."""
 
     prompts: list[list[int]]
     lengths: list[int]
@@ -44,13 +44,13 @@ class Work:
         """Tokens of each request, prompt and output."""
         return [len(prompt) + length for prompt, length in zip(self.prompts, self.lengths, strict=True)]
 
-    def warm_up(self) -> Work:
-        """A little of it, for what a system does only once: compiling, and touching memory first."""
-        prompts = [prompt[:WARM_PROMPT] for prompt in self.prompts[:WARM_ROWS]]
-        return Work(prompts, [min(length, WARM_OUTPUT) for length in self.lengths[:WARM_ROWS]])
+    def warm_up(self) -> PeerWork:
+        """A small part of the work, for what a system does only once: compile, and touch memory for the first time."""
+        prompts = [prompt[:WARM_PROMPT] for prompt in self.prompts[:WARM_REQUESTS]]
+        return PeerWork(prompts, [min(length, WARM_OUTPUT) for length in self.lengths[:WARM_REQUESTS]])
 
 
-def make_work(requests: int, seed: int, vocabulary: int) -> Work:
+def make_work(requests: int, seed: int, vocabulary: int) -> PeerWork:
     """The same requests for the same seed, on any machine."""
     chance = random.Random(seed)
 
@@ -62,26 +62,26 @@ def make_work(requests: int, seed: int, vocabulary: int) -> Work:
         size, length = draw(PROMPT_LENGTHS), draw(OUTPUT_LENGTHS)
         prompts.append([chance.randrange(FIRST_TOKEN, vocabulary) for _ in range(size)])
         lengths.append(length)
-    return Work(prompts, lengths)
+    return PeerWork(prompts, lengths)
 
 
 @dataclass(frozen=True)
-class Job:
-    """All that a system is told.
+class PeerJob:
+    """What a system is asked to do.
 
     folder:  where the model is, and what systems make of it
     dtype:   bfloat16 or float32
     threads: how many a system may use
-    seats:   most requests that run at once
-    budget:  most tokens in a step
+    max_seqs: most requests that run at once
+    max_batch_tokens: most tokens in a step
     """
 
     folder: str
     dtype: str
     threads: int
-    seats: int
-    budget: int
-    work: Work
+    max_seqs: int
+    max_batch_tokens: int
+    work: PeerWork
 
     @property
     def model(self) -> Path:
@@ -95,8 +95,8 @@ class Job:
 
     @property
     def most_tokens(self) -> int:
-        """No more can be in a cache at once."""
-        return sum(sorted(self.work.totals)[-self.seats :])
+        """The most tokens that can be in a cache at once."""
+        return sum(sorted(self.work.totals)[-self.max_seqs :])
 
     def converted(self, name: str) -> Path:
         """Where a system keeps the model in a format of its own."""
@@ -106,19 +106,19 @@ class Job:
         file.write_text(json.dumps(asdict(self)))
 
     @classmethod
-    def read(cls, file: Path) -> Job:
+    def read(cls, file: Path) -> PeerJob:
         fields = json.loads(file.read_text())
-        return cls(**fields | {"work": Work(**fields["work"])})
+        return cls(**fields | {"work": PeerWork(**fields["work"])})
 
 
-class Done(NamedTuple):
-    """What a system gave: the output tokens of each request, and in how many steps where that is known."""
+class PeerResult(NamedTuple):
+    """The output tokens of each request, and the number of steps if it is known."""
 
     outputs: list[list[int]]
     steps: int | None
 
 
-Session = AbstractContextManager[Callable[[Work], Done]]
+Session = AbstractContextManager[Callable[[PeerWork], PeerResult]]
 """A system that is loaded for as long as the context lasts, ready to do work."""
 
 
@@ -130,14 +130,14 @@ class Peer:
     packages: what has to be importable, the system itself first
     install:  the command that installs them
     open:     loads it
-    prepare:  makes, once, the model in its own format; raises ImportError where a package for that is missing
+    prepare:  makes, once, the model in its own format; raises ImportError if a package for that is missing
     """
 
     title: str
     packages: tuple[str, ...]
     install: str
-    open: Callable[[Job], Session]
-    prepare: Callable[[Job], None] = lambda job: None
+    open: Callable[[PeerJob], Session]
+    prepare: Callable[[PeerJob], None] = lambda job: None
 
 
 def make_once(target: Path, make: Callable[[Path], None]) -> None:

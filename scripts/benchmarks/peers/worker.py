@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.benchmarks.peers import cbatch_peer, llama_cpp_peer, openvino_peer, transformers_peer
-from scripts.benchmarks.peers.work import Job, Peer
+from scripts.benchmarks.peers.work import Peer, PeerJob
 
 PEERS: dict[str, Peer] = {
     "cbatch": cbatch_peer.PEER,
@@ -25,8 +25,8 @@ PEERS: dict[str, Peer] = {
 Reply = dict[str, Any]
 
 
-def prepare(peer: Peer, job: Job) -> Reply:
-    """Imports a system and converts the model for it. `versions`, or `missing` where something is not installed."""
+def prepare(peer: Peer, job: PeerJob) -> Reply:
+    """Imports a system and converts the model for it. Replies `versions`, or `missing` if a package is not there."""
     try:
         modules = [importlib.import_module(name) for name in peer.packages]
         peer.prepare(job)
@@ -36,8 +36,8 @@ def prepare(peer: Peer, job: Job) -> Reply:
     return {"versions": {name: version for name, version in versions.items() if version}}
 
 
-def run(peer: Peer, job: Job) -> Reply:
-    """The whole work once, after a little of it that does not count."""
+def run(peer: Peer, job: PeerJob) -> Reply:
+    """Does all of the work once, after a warm-up that does not count."""
     with peer.open(job) as generate:
         generate(job.work.warm_up())
         started = time.perf_counter()
@@ -46,23 +46,23 @@ def run(peer: Peer, job: Job) -> Reply:
     return {"seconds": seconds, "outputs": done.outputs, "steps": done.steps}
 
 
-def floor(peer: Peer, job: Job) -> Reply:
-    """What the machine could do; by cbatch, whoever the peer is."""
+def floor(peer: Peer, job: PeerJob) -> Reply:
+    """What the machine could do at best, as cbatch measures it."""
     return cbatch_peer.measure_floor(job)
 
 
-TASKS: dict[str, Callable[[Peer, Job], Reply]] = {"prepare": prepare, "run": run, "floor": floor}
+TASKS: dict[str, Callable[[Peer, PeerJob], Reply]] = {"prepare": prepare, "run": run, "floor": floor}
 
 
 def serve(name: str, task: str, file: Path) -> None:
     """Does a task and prints one line of JSON; never returns.
 
-    Whatever libraries print goes to stderr. What goes wrong is the `error` of the reply.
+    What libraries print goes to stderr. If the task fails, the reply is an `error`.
     """
     stdout = os.dup(1)
     os.dup2(2, 1)
     try:
-        reply = TASKS[task](PEERS[name], Job.read(file))
+        reply = TASKS[task](PEERS[name], PeerJob.read(file))
     except Exception as error:  # any error of somebody else's system is a line of the table
         traceback.print_exc()
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]

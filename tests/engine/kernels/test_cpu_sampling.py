@@ -26,7 +26,7 @@ from cbatch.engine.kernels.cpu.sampling import (
 from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.sampling import sampler
 from cbatch.engine.sampling.sampler import SamplingMetadata, gumbel_noise, sample
-from tests.support.sampling_cases import LOGIT_SHAPES, in_torch, is_on_edge, make_logits, make_requests, score
+from tests.support.sampling_cases import LOGIT_SHAPES, draw_in_torch, is_on_edge, make_logits, make_requests, score
 
 pytestmark = pytest.mark.kernels
 
@@ -40,7 +40,7 @@ def test_draws_are_those_of_torch(shape: str) -> None:
     for seed, vocabulary in enumerate([7, 64, 500, 1000, 3333]):
         logits = make_logits(shape, 400, vocabulary, seed)
         requests = make_requests(400, seed)
-        mine, theirs = sample(logits, requests).get()[0], in_torch(logits, requests)
+        mine, theirs = sample(logits, requests).get()[0], draw_in_torch(logits, requests)
         different += [
             score(logits[row], requests[row], mine[row]) - score(logits[row], requests[row], theirs[row])
             for row in range(400)

@@ -16,7 +16,7 @@ from torch import Tensor
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.sampling.sampler import gumbel_noise, noise_key, pack_sampling_params, sample
 from cbatch.engine.scheduler.request import Request
-from tests.support.sampling_cases import LOGIT_SHAPES, in_torch, is_on_edge, make_logits, make_requests, score
+from tests.support.sampling_cases import LOGIT_SHAPES, draw_in_torch, is_on_edge, make_logits, make_requests, score
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 tl = pytest.importorskip("triton.language")
@@ -43,7 +43,7 @@ def draw(logits: Tensor, requests: list[Request], tiling: Tiling = SMALL) -> tup
 
 def check(logits: Tensor, requests: list[Request], tokens: list[int]) -> None:
     """At most one token is not the definition's, and only where rounding decides."""
-    expected = in_torch(logits.float(), requests)
+    expected = draw_in_torch(logits.float(), requests)
     different = [row for row in range(len(requests)) if tokens[row] != expected[row]]
     assert len(different) <= 1
     for row in different:
