@@ -101,7 +101,7 @@ def test_parameters_that_ask_for_nothing_are_fine() -> None:
         ({"logprobs": 21}, "from 0 to 20"),
         ({"n": 2, "max_tokens": 0, "echo": True}, "n must be 1"),
         ({"choice": "yes"}, "choice must be a list"),
-        ({"regex": "a", "choice": ["b"]}, "cannot both"),
+        ({"regex": "a", "choice": ["b"]}, "cannot be combined"),
         ({"response_format": "json"}, "response_format must be"),
         ({"repetition_penalty": 5e-324}, "repetition_penalty must be"),
     ],
