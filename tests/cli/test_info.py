@@ -1,4 +1,4 @@
-"""`cbatch info` says what one would ask in a bug report."""
+"""`cbatch info` shows what a bug report needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cbatch.cli.main import run_command
 
 
 def test_info_names_versions_model_and_cache(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards the figures: bytes a token over all layers, and a cache that counts in whole blocks."""
+    """Guards the figures: bytes of a token over all layers, and a cache of whole blocks."""
     assert run_command(["info", "-m", str(model_folder), "--kv-blocks", "10", "--dtype", "float32"]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert {"cbatch", "python", "torch", "transformers", "model", "device", "attention"} <= lines.keys()

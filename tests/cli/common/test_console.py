@@ -1,4 +1,4 @@
-"""What people see: nothing from a model or a file steers their terminal."""
+"""Output for people: no text of a model or a file can control their terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_text_cannot_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_rows_on_a_terminal_mean_the_same() -> None:
-    """Guards JSON that is looked at: what would steer the terminal is escaped, and reads back as it was."""
+    """Guards JSON on a terminal: control characters are escaped, and the text reads back unchanged."""
     row = json.dumps({"text": EVIL}, ensure_ascii=False).encode() + b"\n"
     shown = safe_json(row)
     assert json.loads(shown) == {"text": EVIL} and shown.endswith(b"}\n") and b"\\u202e" in shown

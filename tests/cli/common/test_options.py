@@ -1,4 +1,4 @@
-"""Options that several commands share: what they become, and what a wrong one is told."""
+"""Options that several commands share: the records they become, and the messages for wrong ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def options_of(command: click.Command, *arguments: str) -> dict[str, Any]:
 
 
 def test_every_engine_option_reaches_the_engine() -> None:
-    """Guards an option that is declared and changes nothing: each is a field of the configuration, by that name."""
+    """Guards against an engine option that changes nothing: each sets the field of its name."""
     for command in (run, chat, bench):
         values = options_of(command)
         assert set(ENGINE_FIELDS) <= values.keys()
@@ -30,7 +30,7 @@ def test_every_engine_option_reaches_the_engine() -> None:
 
 
 def test_every_option_is_a_field_of_its_record() -> None:
-    """Guards an option of `run` that is declared and then read by nobody."""
+    """Guards against an option of `run` that nothing reads."""
     values = options_of(run, "--stop", "x", "--top-k", "3", "--param", "echo=true", "--kv-blocks", "9")
     options = make_options(RunOptions, values)
     assert options.sampling.params == {"stop": ("x",), "top_k": 3, "echo": True} and options.engine.kv_blocks == 9
@@ -39,7 +39,7 @@ def test_every_option_is_a_field_of_its_record() -> None:
 
 
 def test_the_target_of_a_step() -> None:
-    """Guards --target-step-ms: milliseconds, auto or none; a chat takes auto where nothing is said."""
+    """Guards --target-step-ms: milliseconds, auto or none; the default of a chat is auto."""
     assert [options_of(command)["target_step_ms"] for command in (run, chat, bench)] == [None, "auto", None]
     for text, target in (("20", 20.0), ("0.5", 0.5), ("auto", "auto"), ("none", None)):
         assert options_of(chat, "--target-step-ms", text)["target_step_ms"] == target
@@ -47,14 +47,14 @@ def test_the_target_of_a_step() -> None:
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "fast", "", "1e999"])
 def test_a_wrong_target_is_named(text: str) -> None:
-    """Guards the sentence for a value that is no time."""
+    """Guards the message for a value that is not a time."""
     with pytest.raises(click.BadParameter, match="is no number of milliseconds above 0, nor auto or none") as error:
         options_of(run, "--target-step-ms", text)
     assert "--target-step-ms" in error.value.format_message()
 
 
 def test_the_environment_sets_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards CBATCH_RUN_TARGET_STEP_MS, which says the same as the option."""
+    """Guards CBATCH_RUN_TARGET_STEP_MS, which sets the same as the option."""
     monkeypatch.setenv("CBATCH_RUN_TARGET_STEP_MS", "35")
     assert options_of(run)["target_step_ms"] == 35.0
     assert options_of(run, "--target-step-ms", "none")["target_step_ms"] is None

@@ -1,4 +1,4 @@
-"""`cbatch run` under kills, signals, full disks, slow readers and slow writers: nothing that was finished is lost."""
+"""`cbatch run` under kills, signals, full disks, slow readers and slow writers: no finished row is lost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LONG = [{"id": n, "prompt": f"row {n}", "temperature": 1.0, "max_tokens": 3 if n
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_run_in_good_order(
+def test_a_signal_ends_a_run_gracefully(
     runs: ForkServer, model_folder: Path, tmp_path: Path, signum: signal.Signals
 ) -> None:
     """Guards Ctrl-C and a batch system's SIGTERM: whole rows, no reordering, 130 or 143, and --resume finishes."""
@@ -74,7 +74,7 @@ def test_a_signal_ends_a_run_in_good_order(
 
 
 def test_signals_while_the_model_loads(runs: ForkServer, model_folder: Path, tmp_path: Path) -> None:
-    """Guards the exit code, and that no empty file is left in the way, where nothing has begun yet."""
+    """Guards the exit code, and that no empty file is left, before the first row."""
     source, out = write_rows(tmp_path / "in.jsonl", LONG), tmp_path / "out.jsonl"
     run = runs.start("run", source, "-o", out, "-m", model_folder)
     until(out.exists)
@@ -96,7 +96,7 @@ def fifo(tmp_path: Path) -> Callable[[str], str]:
 def stalled(
     runs: ForkServer, model_folder: Path, tmp_path: Path, fifo: Callable[[str], str]
 ) -> Iterator[tuple[Run, int, Path]]:
-    """A run that hangs in its output because nobody reads on; the pipe's reading end, and the input."""
+    """A run that hangs because nobody reads its output, the reading end of its pipe, and its input."""
     source = write_rows(tmp_path / "in.jsonl", [{"prompt": "a", "max_tokens": 2, "column": "x" * 1000}] * 30_000)
     pipe = fifo("stdout")
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -122,7 +122,7 @@ def _grows(run: Run) -> bool:
 
 
 def test_a_second_signal_ends_at_once(stalled: tuple[Run, int, Path]) -> None:
-    """Guards against a run that cannot be stopped because nobody takes its output."""
+    """Guards against a run that cannot be stopped because nobody reads its output."""
     run, _, _ = stalled
     started = time.monotonic()
     run.send(signal.SIGINT)
@@ -133,14 +133,14 @@ def test_a_second_signal_ends_at_once(stalled: tuple[Run, int, Path]) -> None:
 
 
 def test_one_signal_suffices_when_nobody_reads(stalled: tuple[Run, int, Path]) -> None:
-    """Guards `cbatch run | less`: SIGTERM ends a run that hangs in its output, after a while."""
+    """Guards `cbatch run | less`: one SIGTERM ends a run that hangs in its output, after a few seconds."""
     run, _, _ = stalled
     run.send(signal.SIGTERM)
     assert run.code() == 143
 
 
 def test_a_slow_reader_holds_the_run_back(stalled: tuple[Run, int, Path]) -> None:
-    """Guards memory: at 1 kB/s of output no more rows are read than the window holds; a reader that goes is 141."""
+    """Guards memory: with a slow reader of the output, only a window of rows is read; 141 when the reader goes."""
     run, reader, source = stalled
     before, taken = run.rss_mib(), 0
     for _ in range(20):
@@ -179,7 +179,7 @@ def _position(run: Run, path: Path) -> int:
 
 
 def test_messages_that_nobody_can_read_cost_nothing(runs: ForkServer, model_folder: Path, tmp_path: Path) -> None:
-    """Guards a night's run against the log's disk being full: the rows are there, and the exit code is theirs."""
+    """Guards a run against a full disk of its log: the rows are there, and the exit code is theirs."""
     source, out = write_rows(tmp_path / "in.jsonl", [*LONG[:4], {"prompt": ""}]), tmp_path / "out.jsonl"
     assert runs.start("run", source, "-v", "-m", model_folder, "-o", out, stderr="/dev/full").code() == 1
     assert count_lines(out) == 5
@@ -198,7 +198,7 @@ def test_the_reader_of_a_report_that_goes_away(
 
 
 def test_a_full_device_is_exit_3(runs: ForkServer, model_folder: Path, tmp_path: Path) -> None:
-    """Guards against an output that takes nothing: a sentence, and exit code 3."""
+    """Guards an output that cannot be written: a message, and exit code 3."""
     source, stderr = write_rows(tmp_path / "in.jsonl", LONG[:3]), str(tmp_path / "stderr")
     run = runs.start("run", source, "-q", "-m", model_folder, stdout="/dev/full", stderr=stderr)
     assert run.code() == 3

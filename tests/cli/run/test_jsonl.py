@@ -25,7 +25,7 @@ def code(row: InputRow) -> str | None:
 
 
 def test_the_three_forms() -> None:
-    """Guards what a row may look like, with parameters, aliases and extra columns in their places."""
+    """Guards the three forms of a row, with parameters, aliases and extra columns."""
     row = parse('{"id": 7, "prompt": "hi", "max_new_tokens": 3, "stop": ["x"], "priority": 2, "note": {"a": 1}}')
     assert (row.id, row.prompt, row.params, row.priority) == (7, "hi", {"max_tokens": 3, "stop": ["x"]}, 2)
     assert row.extra == {"note": {"a": 1}} and row.error is None
@@ -74,13 +74,13 @@ TOOL = '{"type": "function", "function": {"name": "look"}}'
     ],
 )
 def test_what_is_wrong_is_named(text: str | bytes, expected: str, message: str) -> None:
-    """Guards the error codes of the contract and that each message says what and where."""
+    """Guards the error codes, and that each message says what is wrong, and in which line."""
     row = parse(text)
     assert code(row) == expected and message in str(row.error)
 
 
-def test_unknown_keys_are_carried_when_they_are_no_misspelling() -> None:
-    """Guards columns of people's own; --allow-unknown carries near misses as well."""
+def test_unknown_keys_are_carried_unless_they_look_misspelt() -> None:
+    """Guards the user's own columns; --allow-unknown carries near misses too."""
     assert parse('{"prompt": "a", "label": 1, "seeds": 2}').extra == {"label": 1, "seeds": 2}
     assert parse('{"prompt": "a", "temperatur": 1}', allow_unknown=True).extra == {"temperatur": 1}
 
@@ -107,14 +107,14 @@ def test_parameters_that_ask_for_nothing_are_fine() -> None:
     ],
 )
 def test_parameters_out_of_range_are_named(asked: dict[str, Any], message: str) -> None:
-    """Guards every new parameter with a sentence that is short whatever stands in the row."""
+    """Guards that each message is short, whatever the row holds."""
     with pytest.raises(RequestError) as caught:
         SamplingParams().merged(asked)
     assert message in str(caught.value) and len(str(caught.value)) < 250
 
 
 def test_tools_and_calls_are_taken() -> None:
-    """Guards tools, a choice against them, and an earlier call that has no content beside it."""
+    """Guards tools, `tool_choice: none`, and an earlier call without content."""
     assert parse(f'{{"prompt": "a", "tools": [{TOOL}]}}').tools == [json.loads(TOOL)]
     assert parse(f'{{"prompt": "a", "tools": [{TOOL}], "tool_choice": "none"}}').tools is None
     call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
@@ -124,7 +124,7 @@ def test_tools_and_calls_are_taken() -> None:
 
 
 def test_duplicate_keys_and_surrogates() -> None:
-    """Guards two corners of JSON: the last key wins, and half a character becomes U+FFFD."""
+    """Guards two corners of JSON: the last of duplicate keys wins, and a lone surrogate becomes U+FFFD."""
     assert parse('{"prompt": "a", "prompt": "b"}').prompt == "b"
     row = parse('{"prompt": "x\\ud800y", "k": ["\\udc00"], "pair": "\\ud83d\\ude00"}')
     assert row.prompt == "x\ufffdy" and row.extra == {"k": ["\ufffd"], "pair": "😀"}
@@ -132,7 +132,7 @@ def test_duplicate_keys_and_surrogates() -> None:
 
 @pytest.mark.parametrize("wrong", ['"raw": 1', '"id": []', '"temperatur": 1', '"priority": "x"'])
 def test_error_rows_carry_all_columns(wrong: str) -> None:
-    """Guards columns of people's own in rows that fail, whatever the order of keys."""
+    """Guards the user's own columns in error rows, whatever the order of keys."""
     for text in (f'{{"note": 1, {wrong}, "prompt": "a"}}', f'{{{wrong}, "prompt": "a", "note": 1}}'):
         row = parse(text)
         assert row.error is not None and row.extra["note"] == 1

@@ -1,4 +1,4 @@
-"""The input as lines: physical, bounded, and readable a second time."""
+"""Reading lines: physical lines, in bounded memory, and a second time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_line_that_is_too_long_is_one_error(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_hash_of_a_long_line_is_of_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the key of a line that is too long, which may be the last one of a file that grows."""
+    """Guards the key of a line that is too long: its line end, which may still be missing, changes nothing."""
     monkeypatch.setattr(lines, "MAX_LINE_BYTES", 10)
     for text in (b"x" * 29, b"y" * 30, b"z" * 31, b"w" * 32):
         digests = {next(read_lines(io.BytesIO(text + end))).digest for end in (b"", b"\n", b"\r\n")}
@@ -43,7 +43,7 @@ def test_the_hash_of_a_long_line_is_of_its_text(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_pipe_can_be_read_twice() -> None:
-    """Guards --resume on stdin: what was read to compare it comes again, then what was not read yet."""
+    """Guards --resume on stdin: lines that were read to compare them come again, then the rest."""
     reader, writer = os.pipe()
     os.write(writer, b"one\ntwo\nthree\nfour")
     os.close(writer)
@@ -61,7 +61,7 @@ def test_a_pipe_can_be_read_twice() -> None:
 
 
 def test_a_file_is_read_twice_from_where_it_stood() -> None:
-    """Guards --resume on a redirected file of which a shell has taken the first line."""
+    """Guards --resume on a redirected file whose first line a shell has already read."""
     stream = io.BytesIO(b"header\none\ntwo\n")
     stream.readline()
     spool = Spool(stream)

@@ -1,4 +1,4 @@
-"""Rows in the form of the OpenAI Batch API: its files run unchanged, its own types accept the results."""
+"""The OpenAI Batch API's form: its files run unchanged, and the types of the `openai` package accept the results."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> lis
 
 
 def test_results_have_the_shape_of_the_batch_api(results: list[dict[str, Any]]) -> None:
-    """Guards programs that read result files: ids, status, one of response and error, plus our index and key."""
+    """Guards programs that read result files: ids, status, either response or error, index and key."""
     assert [row["index"] for row in results] == list(range(11))
     for row in results:
         assert row["id"] == f"batch_req_{row['key']}" and (row["response"] is None) != (row["error"] is None)
@@ -112,7 +112,7 @@ def test_bodies_are_what_the_openai_package_reads(results: list[dict[str, Any]])
 
 
 def test_choices_and_logprobs_of_bodies(results: list[dict[str, Any]]) -> None:
-    """Guards n, both forms of log-probabilities, and the scoring of a prompt that echo with max_tokens 0 asks for."""
+    """Guards n, both forms of logprobs, and the scoring of a prompt by echo with max_tokens 0."""
     chatted, told, scored = (row["response"]["body"] for row in results[-3:])
     assert [choice["index"] for choice in chatted["choices"]] == [0, 1] and chatted["usage"]["completion_tokens"] == 6
     for choice in chatted["choices"]:
@@ -130,7 +130,7 @@ def test_choices_and_logprobs_of_bodies(results: list[dict[str, Any]]) -> None:
 
 
 def test_offsets_count_characters(model_folder: Path, tmp_path: Path) -> None:
-    """Guards text_offset and names of tokens where characters span several of them, and options for all rows."""
+    """Guards text_offset and token names for characters of several tokens, and options for all rows."""
     (tmp_path / "in.jsonl").write_text(json.dumps(text("é😀 hi", max_tokens=0)) + "\n")
     options = ["--logprobs", "3", "--param", "echo=true", "-m", str(model_folder), "-o", str(tmp_path / "out.jsonl")]
     assert run_command(["run", str(tmp_path / "in.jsonl"), *options]) == 0
@@ -141,8 +141,8 @@ def test_offsets_count_characters(model_folder: Path, tmp_path: Path) -> None:
     assert all(len(top) == 3 for top in logprobs["top_logprobs"][1:])
 
 
-def test_a_row_s_own_word_on_logprobs_counts(model_folder: Path) -> None:
-    """Guards `logprobs: false` against an option, scores in a chat's result, and fields that text requests lack."""
+def test_logprobs_of_a_row_override_the_option(model_folder: Path) -> None:
+    """Guards `logprobs: false` of a chat request against --logprobs."""
     engine = Engine(EngineConfig(model=str(model_folder), device="cpu"))
     builder = RequestBuilder(engine, RowOptions(params=SamplingParams(logprobs=2)))
     rows = [chat(), chat(logprobs=False), chat(logprobs=True, top_logprobs=1)]
@@ -150,7 +150,7 @@ def test_a_row_s_own_word_on_logprobs_counts(model_folder: Path) -> None:
 
 
 def test_no_max_tokens_means_the_rest_of_the_context(model_folder: Path) -> None:
-    """Guards the API's own default against that of our rows; one that was asked for holds for both."""
+    """Guards the API's default, which differs from ours; --max-tokens holds for both."""
     engine = Engine(EngineConfig(model=str(model_folder), device="cpu"))
     ours, theirs = (Line(0, json.dumps(row).encode()) for row in ({"prompt": "a"}, chat()))
     for given, expected in ((False, None), (True, 7)):
@@ -159,8 +159,8 @@ def test_no_max_tokens_means_the_rest_of_the_context(model_folder: Path) -> None
         assert (builder.build(ours).params.max_tokens, builder.build(theirs).params.max_tokens) == (7, expected)
 
 
-def test_the_model_is_asked_what_the_body_says() -> None:
-    """Guards prompts, roles and parameters on their way from a body to a request."""
+def test_bodies_become_rows() -> None:
+    """Guards prompts, roles and parameters of a body."""
     row = parse(EVERYTHING)
     assert row.error is None and row.messages == [{"role": "user", "content": "hi"}]
     asked = {"max_tokens": 4, "temperature": 1.0, "top_p": 0.9, "seed": 5}
@@ -206,20 +206,20 @@ def test_the_model_is_asked_what_the_body_says() -> None:
     ],
 )
 def test_what_is_wrong_is_named(fields: dict[str, Any], message: str) -> None:
-    """Guards against a request that is answered as if it had asked for something else."""
+    """Guards against answering something else than what was asked."""
     row = parse(fields)
     assert row.error is not None and row.error.code == "invalid_row" and message in str(row.error)
     assert row.call is not None and row.id == (fields["custom_id"] if isinstance(fields["custom_id"], str) else None)
 
 
 def test_misspelt_parameters_of_a_body() -> None:
-    """Guards the did-you-mean inside a body; what the API knows and we ignore is no misspelling."""
+    """Guards the did-you-mean in a body; fields that we ignore are not misspelt."""
     row = parse(chat(temprature=1))
     assert row.error is not None and row.error.code == "unknown_parameter" and "'temperature'" in str(row.error)
     assert parse(chat(temprature=1), allow_unknown=True).error is None
 
 
 def test_a_column_called_body_is_a_column() -> None:
-    """Guards rows of our own whose columns have names that the API uses, too."""
+    """Guards rows in cbatch's own form whose columns have names that the API uses."""
     assert parse({"prompt": "a", "body": "of the mail"}).extra == {"body": "of the mail"}
     assert parse({"prompt": "a", "url": "x", "method": "m"}).extra == {"url": "x", "method": "m"}

@@ -1,4 +1,4 @@
-"""Rows that ask for forms, tools and reasoning, through the whole command, on a model forced to say what is tested."""
+"""Constraints, tools and reasoning through the whole command, on a model forced to generate what is tested."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ SCHEMA = {
 }
 
 
-def test_rows_keep_to_their_form(tmp_path: Path) -> None:
-    """Guards each form beside rows without, sampled and greedy, and bad ones as errors of their own."""
+def test_rows_keep_to_their_constraint(tmp_path: Path) -> None:
+    """Guards each constraint beside rows without one, sampled and greedy; bad ones are error rows."""
     schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
     rows: list[dict[str, Any]] = [
         {"prompt": "a", "response_format": schema, "temperature": 1.0, "n": 3, "max_tokens": 80},
@@ -68,8 +68,8 @@ def test_rows_keep_to_their_form(tmp_path: Path) -> None:
     assert all(error["message"].startswith(f"line {number}: ") for number, error in enumerate(errors, start=7))
 
 
-def test_a_form_given_for_all_rows_gives_way_to_a_row_s_own(tmp_path: Path) -> None:
-    """Guards --param with a form, and a row that asks for another one."""
+def test_a_row_s_constraint_overrides_the_option(tmp_path: Path) -> None:
+    """Guards --param with a constraint, and a row with another one."""
     form = json.dumps({"type": "json_object"})
     rows = [{"prompt": "a", "max_tokens": 9}, {"prompt": "b", "choice": ["red"]}]
     done = run(tmp_path, rows, THINKS, "--param", f"response_format={form}")
@@ -77,7 +77,7 @@ def test_a_form_given_for_all_rows_gives_way_to_a_row_s_own(tmp_path: Path) -> N
 
 
 def test_reasoning_has_a_field_of_its_own(tmp_path: Path) -> None:
-    """Guards thoughts before an answer, thoughts without end, none at all, and plain text, which has no parts."""
+    """Guards reasoning before an answer, reasoning without end, none at all, and plain text."""
     thought = {"regex": r"<think>\nhm\n</think>\n\n[0-9]"}
     rows: list[dict[str, Any]] = [
         {"prompt": "a", **thought},
@@ -100,8 +100,8 @@ def test_reasoning_has_a_field_of_its_own(tmp_path: Path) -> None:
     assert body["choices"][0]["message"]["reasoning"] == "hm" and body["choices"][0]["message"]["content"].isdigit()
 
 
-def test_a_form_begins_behind_the_reasoning_that_the_prompt_opens(tmp_path: Path) -> None:
-    """Guards thinking models: they think freely, then the answer keeps to its form."""
+def test_a_constraint_starts_after_the_reasoning(tmp_path: Path) -> None:
+    """Guards thinking models: reasoning is free, and the answer keeps to its constraint."""
     rows = [
         {"prompt": "a", "choice": ["yes"], "max_tokens": 200, "temperature": 1.0, "id": number} for number in range(3)
     ]
@@ -111,7 +111,7 @@ def test_a_form_begins_behind_the_reasoning_that_the_prompt_opens(tmp_path: Path
 
 
 def test_tool_calls_come_back(tmp_path: Path) -> None:
-    """Guards tools on their way into the prompt, and calls on their way out in both forms."""
+    """Guards tools in the prompt, and tool calls in the results of both forms."""
     call = r"<tool_call>\n\{\"name\": \"add\", \"arguments\": \{\"a\": [0-9]\}\}\n</tool_call>"
     asked = {"tools": [TOOL], "regex": call}
     body = {"messages": [{"role": "user", "content": "a"}], **asked}
@@ -133,8 +133,8 @@ def test_tool_calls_come_back(tmp_path: Path) -> None:
     assert done[0]["usage"]["prompt_tokens"] > done[2]["usage"]["prompt_tokens"]
 
 
-def test_echo_is_no_part_of_the_answer(tmp_path: Path) -> None:
-    """Guards an echoed conversation against being read as thoughts and calls of the answer."""
+def test_echo_is_not_part_of_the_answer(tmp_path: Path) -> None:
+    """Guards against reading an echoed conversation as reasoning and calls of the answer."""
     messages = [{"role": "user", "content": "<tool_call>"}, {"role": "assistant", "content": "<think>x</think>"}]
     rows: list[dict[str, Any]] = [
         {"messages": messages, "tools": [TOOL], "echo": True, "regex": "fine"},
@@ -150,8 +150,8 @@ def test_echo_is_no_part_of_the_answer(tmp_path: Path) -> None:
     assert "n must be 1" in done[3]["error"]["message"]
 
 
-def test_keys_know_the_order_that_decides(tmp_path: Path) -> None:
-    """Guards resuming after a schema's properties, or a tool's, were put in another order."""
+def test_the_order_of_a_schema_is_in_the_key(tmp_path: Path) -> None:
+    """Guards --resume after the properties of a schema, or of a tool, were reordered."""
     schema: dict[str, Any] = {
         "type": "object",
         "properties": {"a": {"type": "null"}, "b": {"type": "null"}},
@@ -171,15 +171,15 @@ def test_keys_know_the_order_that_decides(tmp_path: Path) -> None:
     assert len({row["key"] for row in done}) == 4
 
 
-def test_tools_that_nobody_would_see_are_refused(tmp_path: Path) -> None:
-    """Guards against an answer that was given without the tools."""
+def test_tools_that_the_template_would_drop_are_refused(tmp_path: Path) -> None:
+    """Guards against an answer without the tools."""
     (row,) = run(tmp_path, [{"prompt": "a", "tools": [TOOL]}], THINKS)
     assert "takes no tools" in row["error"]["message"]
 
 
 @pytest.mark.parametrize("options", [["--max-batch-tokens", "3"], ["--max-seqs", "1"]])
 def test_results_do_not_depend_on_company(tmp_path: Path, options: list[str]) -> None:
-    """Guards rows with choices and log-probabilities: the same whatever the steps, but for the last places."""
+    """Guards choices and logprobs: the same in any batch, except for the last digits."""
     asked = {"logprobs": 1, "prompt_logprobs": 0, "temperature": 1.0, "max_tokens": 4}
     rows: list[dict[str, Any]] = [{"prompt": "row " * (n + 1), "n": 2, **asked} for n in range(3)]
     (tmp_path / "1").mkdir()

@@ -1,4 +1,4 @@
-"""The threads between reading and writing: one row out for each row in, in bounded memory, whatever the rows are."""
+"""The pipeline's threads: one row out for each row in, in bounded memory, whatever the rows are."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def engine(model_folder: Path) -> Iterator[Engine]:
 
 
 def run(engine: Engine, data: bytes, window: int = 16) -> list[dict[str, Any]]:
-    """What a run makes of an input, through the real reader, engine thread and writer."""
+    """Runs an input through the real reader, engine thread and writer."""
     stream = io.BytesIO()
     engine_thread = EngineThread(engine)
     builder = RequestBuilder(engine, RowOptions(params=SamplingParams(max_tokens=2)))
@@ -101,7 +101,7 @@ line = (
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(line, max_size=8), st.sampled_from([b"\n", b"\r\n"]), st.booleans())
 def test_every_line_has_exactly_one_outcome(engine: Engine, many: list[bytes], end: bytes, closed: bool) -> None:
-    """Guards against lost, doubled and broken rows, whatever bytes come in, and against one row that ends the run."""
+    """Guards against lost, doubled and broken rows, and a row that ends the run, whatever the bytes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lines_module, "MAX_LINE_BYTES", 2000)
         data = b"".join(line + end for line in many)
@@ -133,7 +133,7 @@ def test_a_line_of_64_mib_is_an_error_row_in_bounded_memory(engine: Engine) -> N
 
 
 def test_the_window_bounds_bytes_as_well_as_rows() -> None:
-    """Guards memory against a window full of large rows; one that is larger than the window goes alone."""
+    """Guards memory against a window full of large rows; a row larger than the window goes alone."""
     window = Window(3, size=100)
     window.acquire(0, 500)
     window.release([0])
@@ -145,7 +145,7 @@ def test_the_window_bounds_bytes_as_well_as_rows() -> None:
 
 
 def test_what_was_finished_before_a_signal_is_written(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards rows that are finished and still in the queue, more than one write takes, when the signal comes."""
+    """Guards rows that are finished and still queued when the signal comes, more than one write holds."""
     monkeypatch.setattr(batch_module, "MAX_ROWS_PER_WRITE", 4)
     stream, engine_thread = io.BytesIO(), EngineThread(engine)
     pipeline: Pipeline
@@ -206,7 +206,7 @@ def run_rows(rows: list[dict[str, Any]], model: Path, folder: Path, *arguments: 
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_company_changes_no_text(texts: dict[str, str], model_folder: Path, tmp_path: Path, name: str) -> None:
+def test_other_rows_change_no_text(texts: dict[str, str], model_folder: Path, tmp_path: Path, name: str) -> None:
     """Guards the contract's promise at temperature 1 for rows with an id, through the whole command."""
     rows = list(SAMPLED)
     if name == "shuffled":
@@ -225,6 +225,6 @@ def test_company_changes_no_text(texts: dict[str, str], model_folder: Path, tmp_
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_input() -> None:
-    """Guards flat memory: 60,000 rows more cost no more than a million may, which is 200 MiB, in proportion."""
+    """Guards flat memory: a million rows may take 200 MiB, and 60,000 their share of that."""
     few, many = (measure_apart(rows, 64) for rows in (1_000, 61_000))
     assert many["peak_mib"] - few["peak_mib"] < 200 * 60_000 / 1_000_000

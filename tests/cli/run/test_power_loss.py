@@ -40,7 +40,7 @@ def lines() -> Iterator[Line]:
 
 @dataclass(frozen=True)
 class Disk:
-    """What lies on a disk for certain, and what has only been said to it.
+    """What is on a disk for certain, and what was only written.
 
     synced:  content of the output file at its last sync
     pending: what was appended to it or cut off since, a (place, data) each
@@ -74,7 +74,7 @@ class Disk:
 
 
 class Recorder:
-    """Stands in for `os` in the output module, does what it is asked to, and notes every state of the disk."""
+    """Stands in for `os` in the writer's module, and records every state of the disk."""
 
     def __init__(self) -> None:
         self.states = [Disk()]
@@ -141,7 +141,7 @@ def run(path: Path, until: int = len(FINISHED)) -> int:
 
 
 def test_synced_rows_survive_a_power_loss_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards rows that were synced: in every state that the disk may be in they are there, and --resume finishes."""
+    """Guards synced rows: they survive in every state that the disk may be in, and --resume finishes."""
     recorder = Recorder()
     path = tmp_path / "out.jsonl"
     watch(recorder, monkeypatch)
@@ -183,6 +183,6 @@ def test_rows_are_synced_at_least_once_a_second(tmp_path: Path, monkeypatch: pyt
 
 
 def test_rows_of_the_test_are_rows_of_ours() -> None:
-    """Guards this file's own rows: the journal takes them, and would miss a synced one."""
+    """Guards this file's own rows: the journal accepts them, and a missing one would be noticed."""
     journal = Journal.read(io.BytesIO(row_of(3) + row_of(1)), "rows")
     assert list(journal.indices) == [3, 1] and journal.key(1) == make_key(Line(1, b""))

@@ -1,4 +1,4 @@
-"""`cbatch run --resume`: what is kept, what is run again, and what is refused with the file untouched."""
+"""`cbatch run --resume`: what it keeps, what it runs again, and what it refuses with the file untouched."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def done(case: Case) -> Case:
 
 
 def test_a_finished_file_is_left_alone(done: Case, capfd: pytest.CaptureFixture[str]) -> None:
-    """Guards the second call of a script: all rows kept, nothing computed, the same bytes, the same exit code."""
+    """Guards a repeated call: all rows are kept, with the same bytes and the same exit code."""
     before, inode = done.out.read_bytes(), done.out.stat().st_ino
     assert done.run("--resume") == 1
     assert (done.kept(), done.ran()) == (6, 0)
@@ -75,7 +75,7 @@ def test_a_finished_file_is_left_alone(done: Case, capfd: pytest.CaptureFixture[
 @pytest.mark.parametrize("order", ["input", "completion"])
 @pytest.mark.parametrize("keep", [0, 1, 3, 5])
 def test_what_is_missing_is_run(done: Case, keep: int, order: str) -> None:
-    """Guards a run that was cut off: torn row and missing rows come again, and the bytes are those of one run."""
+    """Guards a run that was cut off: a torn row and missing rows are run, and the bytes are those of one run."""
     whole = done.out.read_bytes().splitlines(keepends=True)
     done.out.write_bytes(b"".join(reversed(whole[-keep:] if keep else [])) + whole[0][:20])
     assert done.run("--resume", "--order", order, "--max-seqs", "2", "--max-batch-tokens", "5") == 1
@@ -91,7 +91,7 @@ def test_resume_starts_a_file_that_is_not_there(case: Case) -> None:
 
 
 def test_content_is_refused_without_resume(done: Case, capfd: pytest.CaptureFixture[str]) -> None:
-    """Guards last night's results."""
+    """Guards the results of an earlier run."""
     before = done.out.read_bytes()
     assert done.run() == 2 and "--resume continues it" in capfd.readouterr().err
     assert done.out.read_bytes() == before
@@ -178,7 +178,7 @@ CHANGES: dict[Callable[[Case, Path], list[str]], str] = {
 def test_what_no_longer_fits_is_named_and_left(
     done: Case, change: Callable[[Case, Path], list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards against a file of two minds: exit code 2, what differs, no byte changed; --recompute-changed goes on."""
+    """Guards against mixing two runs: exit code 2 with the difference, and no byte changed."""
     before = done.out.read_bytes()
     arguments = change(done, save_model(tmp_path / "other", generation={"eos_token_id": 3}))
     assert done.run("--resume", *arguments) == 2
@@ -190,7 +190,7 @@ def test_what_no_longer_fits_is_named_and_left(
 
 
 def test_what_decides_nothing_changes_no_key(done: Case) -> None:
-    """Guards against running a night's work again for the spelling of its JSON, or on another machine's settings."""
+    """Guards against repeating a run for the formatting of its JSON, or for another machine's settings."""
     respelt = [
         '{"max_tokens": 12, "prompt": "hel\\u006co", "id": "a", "priority": 3}',
         '{ "prompt": "sampled", "temperature": 1, "max_new_tokens": 9 }',
@@ -204,7 +204,7 @@ def test_what_decides_nothing_changes_no_key(done: Case) -> None:
 
 
 def test_options_that_do_not_concern_a_row_change_no_key(case: Case) -> None:
-    """Guards rows with a system message of their own, token ids, plain text and bad lines against such options."""
+    """Guards rows that --system, --raw and others do not concern."""
     own = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     case.rows([{"messages": own}, {"prompt_token_ids": [5, 6]}, {"prompt": "a", "raw": True}, "{bad"])
     assert case.run("--max-tokens", "3", "--param", "top_k=-1") == 1
@@ -213,7 +213,7 @@ def test_options_that_do_not_concern_a_row_change_no_key(case: Case) -> None:
 
 
 def test_rows_that_a_small_cache_cut_off_are_known(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
-    """Guards against keeping what a cache smaller than the context cut short; rows that had capacity are kept."""
+    """Guards against keeping rows that a cache smaller than the context cut off; rows that fitted are kept."""
     case.rows([{"prompt": "hello", "max_tokens": 60, "ignore_eos": True}, {"prompt": "hello", "max_tokens": 5}])
     assert case.run("--kv-blocks", "3") == 0
     assert case.run("--resume") == 2 and "1 made with other sampling parameters" in capfd.readouterr().err
@@ -225,8 +225,8 @@ def test_rows_that_a_small_cache_cut_off_are_known(case: Case, capfd: pytest.Cap
 CLOCK = "{{ strftime_now('%d %b %Y') }}"
 
 
-def test_a_prompt_too_long_for_the_context_is_so_in_any_cache(case: Case) -> None:
-    """Guards error rows of a small cache that are the same in a large one."""
+def test_a_prompt_too_long_for_the_context_has_one_key(case: Case) -> None:
+    """Guards error rows that are the same with a small cache and a large one."""
     case.rows([{"prompt": "x " * 400}])
     assert case.run("--kv-blocks", "3") == 1 and case.run("--resume") == 1 and case.kept() == 1
 
@@ -234,7 +234,7 @@ def test_a_prompt_too_long_for_the_context_is_so_in_any_cache(case: Case) -> Non
 def test_a_signal_during_the_final_ordering(
     done: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards Ctrl-C while a large file is put in order: 130, the journal as it was, and --resume orders it."""
+    """Guards Ctrl-C while a large file is being ordered: 130, the journal as it was, and --resume orders it."""
     whole = done.out.read_bytes()
     mixed = b"".join(reversed(whole.splitlines(keepends=True)))
     done.out.write_bytes(mixed)
@@ -245,10 +245,10 @@ def test_a_signal_during_the_final_ordering(
     assert done.run("--resume") == 1 and done.out.read_bytes() == whole
 
 
-def test_templates_with_a_clock_are_told_a_date(
+def test_templates_with_a_clock_get_a_date(
     case: Case, model_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards a run that goes on after midnight: the date is an option, with a fixed default, and part of the key."""
+    """Guards a run that is resumed after midnight: the date is an option with a fixed default, and part of the key."""
     case.model = shutil.copytree(model_folder, tmp_path / "clock")
     template = case.model / "chat_template.jinja"
     template.write_text(CLOCK + template.read_text())
@@ -259,10 +259,10 @@ def test_templates_with_a_clock_are_told_a_date(
     assert case.run("--overwrite", "--date", "2024-07-27") == 1 and case.out.read_bytes() != first
 
 
-def test_what_somebody_else_writes_to_the_file_is_noticed(
+def test_another_writer_of_the_file_is_noticed(
     case: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards an intact journal against being put in order by places that are no longer right."""
+    """Guards an intact journal against being ordered by offsets that are no longer right."""
     finish = FileWriter.finish
 
     def meddled(self: FileWriter, check_stop: Any) -> None:
@@ -283,7 +283,7 @@ def test_what_somebody_else_writes_to_the_file_is_noticed(
 
 
 def test_the_file_for_ordering_touches_nothing_of_others(case: Case, tmp_path: Path) -> None:
-    """Guards files behind a link or a pipe that somebody put where the ordered rows are written."""
+    """Guards files behind a link or a pipe that stands where the ordered rows are written."""
     precious, place = tmp_path / "precious", tmp_path / ".out.jsonl.cbatch-sorting"
     precious.write_text("precious")
     place.symlink_to(precious)
@@ -303,8 +303,8 @@ def test_outputs_that_cannot_be_opened_are_refused(case: Case, tmp_path: Path) -
     assert case.run() == 1 and len(list(tmp_path.iterdir())) == 4
 
 
-def test_errors_are_tried_again_when_asked(done: Case) -> None:
-    """Guards --retry-errors: rows that failed for want of memory, say; the file keeps one row an index."""
+def test_retry_errors(done: Case) -> None:
+    """Guards --retry-errors: error rows are run again, and the file keeps one row an index."""
     done.rows([*ROWS[:2], ROWS[2], '{"prompt": "mended", "max_tokens": 2}', *ROWS[4:]])
     assert done.run("--resume", "--retry-errors", "--order", "completion") == 1
     assert (done.kept(), done.ran()) == (4, 2)
@@ -314,7 +314,7 @@ def test_errors_are_tried_again_when_asked(done: Case) -> None:
 
 
 def test_an_interrupted_retry_keeps_the_last_row_of_an_index(done: Case) -> None:
-    """Guards the journal's rule: of two rows with an index the later one counts, the file has one in the end."""
+    """Guards the journal's rule: the last row of an index counts, and the file has one in the end."""
     whole = done.out.read_bytes()
     first = json.loads(whole.splitlines()[0])
     failed = json.dumps({"index": 0, "id": "a", "error": {"code": "nan_logits", "message": "m"}, "key": first["key"]})
@@ -338,7 +338,7 @@ def test_an_interrupted_retry_keeps_the_last_row_of_an_index(done: Case) -> None
 def test_damage_in_the_middle_is_refused(
     done: Case, damage: bytes, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards files that are damaged, or are no journal of ours: exit code 2, where it is, and no byte changed."""
+    """Guards damaged files and files of others: exit code 2, the line, and no byte changed."""
     content = damage + done.out.read_bytes()
     done.out.write_bytes(content)
     assert done.run("--resume") == 2
@@ -354,7 +354,7 @@ def test_a_tail_that_is_not_ours_is_not_cut_off(case: Case, text: str) -> None:
 
 
 def test_resume_from_a_pipe(done: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards `generate | cbatch run -o out --resume`: what was read to compare is there for the run as well."""
+    """Guards `generate | cbatch run -o out --resume`: lines read to compare them are run too."""
     whole = done.out.read_bytes()
     done.out.write_bytes(b"".join(whole.splitlines(keepends=True)[:4]))
     reader, writer = os.pipe()
@@ -377,10 +377,10 @@ def test_resume_from_a_pipe(done: Case, monkeypatch: pytest.MonkeyPatch) -> None
         (["--recompute-changed"], "--recompute-changed goes with --resume"),
     ],
 )
-def test_options_that_make_no_sense_together(
+def test_options_that_exclude_each_other(
     case: Case, arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards against guessing what was meant: a sentence and exit code 2."""
+    """Guards against guessing what was meant: a message and exit code 2."""
     assert case.run(*arguments) == 2 and message in capfd.readouterr().err
 
 
@@ -393,7 +393,7 @@ def test_two_runs_on_one_file(case: Case, capfd: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("link", ["symlink", "hard link", "itself"])
 def test_the_output_is_not_the_input(case: Case, link: str) -> None:
-    """Guards the prompts themselves, under whatever name."""
+    """Guards the input against being overwritten, under whatever name."""
     before = case.source.read_bytes()
     case.out = case.source if link == "itself" else case.out
     if link == "symlink":
@@ -405,7 +405,7 @@ def test_the_output_is_not_the_input(case: Case, link: str) -> None:
 
 
 class BadDisk:
-    """Stands in for `os` in the writer's module: a disk that takes `capacity` bytes, or does not sync."""
+    """Stands in for `os` in the writer's module: a disk that holds `capacity` bytes, or does not sync."""
 
     def __init__(self, *, capacity: int | None = None, sync_error: int | None = None, chunk: int = 2**30) -> None:
         self._capacity, self._sync_error, self._chunk = capacity, sync_error, chunk
@@ -433,7 +433,7 @@ class BadDisk:
 def test_a_full_disk_is_exit_3_and_resumable(
     case: Case, capacity: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards rows that fitted on a disk before it was full, with a row torn at any place."""
+    """Guards the rows written before a disk was full, with the last one torn at any byte."""
     assert case.run() == 1
     whole = case.out.read_bytes()
     with monkeypatch.context() as patch:
@@ -448,7 +448,7 @@ def test_a_full_disk_is_exit_3_and_resumable(
 def test_a_disk_that_does_not_sync_is_exit_3(
     case: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards against calling rows safe that the disk refused to keep."""
+    """Guards against losing rows silently when the disk refuses to sync."""
     with monkeypatch.context() as patch:
         patch.setattr(output_module, "os", BadDisk(sync_error=5))
         assert case.run() == 3
@@ -463,10 +463,10 @@ def test_short_writes_are_finished(done: Case, monkeypatch: pytest.MonkeyPatch) 
     assert done.run("--overwrite") == 1 and done.out.read_bytes() == whole
 
 
-def test_no_capacity_for_the_ordered_file(
+def test_no_space_for_the_ordered_file(
     done: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards a disk that holds the rows, but not twice: exit 3, all rows there, --resume puts them in order later."""
+    """Guards a disk that cannot hold the rows twice: exit 3, all rows there, and --resume orders them later."""
     whole = done.out.read_bytes()
     done.out.write_bytes(b"".join(reversed(whole.splitlines(keepends=True))))
     rewrite = FileWriter._rewrite
@@ -481,7 +481,7 @@ def test_no_capacity_for_the_ordered_file(
 
 
 def test_max_errors_stops_at_that_error(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
-    """Guards a night against a broken input: exit 3 with exactly N error rows, and --resume can go on."""
+    """Guards --max-errors: exit 3 with exactly N error rows, and --resume continues."""
     case.rows(["{bad"] * 9 + ROWS)
     for number in (1, 4):
         assert case.run("--overwrite", "--max-errors", str(number)) == 3
@@ -492,7 +492,7 @@ def test_max_errors_stops_at_that_error(case: Case, capfd: pytest.CaptureFixture
 
 
 def test_the_fingerprint_is_of_the_content(case: Case, tmp_path: Path, model_folder: Path) -> None:
-    """Guards resuming with a model that was moved, and against one that was trained on under the same name."""
+    """Guards --resume with a model that was moved, and against another model under the same name."""
     assert case.run() == 1
     moved = shutil.copytree(model_folder, tmp_path / "moved")
     config = json.loads((moved / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Keys: the same for what gives the same result, another for what does not, and never shared by two rows."""
+"""Keys: the same for the same result, different for another one, and never shared by two rows."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def key(name: str = "a", prompt: str = "hi", seed: int = 0) -> str:
 
 
 def test_rows_do_not_share_a_key() -> None:
-    """Guards ids that derive from keys, for rows that all give the same seed: in 32 bits, two of these would meet."""
+    """Guards ids that derive from keys, for rows with one seed: in 32 bits, two of these would collide."""
     keys = {MAKER.for_row(InputRow(0, id=f"{n}"), "hi", b"", 42) for n in range(100_000)}
     assert len(keys) == 100_000 and all(len(key) == KEY_LENGTH for key in list(keys)[:5])
     assert len({key[:16] for key in keys}) == 1
 
 
-def test_parameters_at_their_default_are_not_spelt() -> None:
-    """Guards keys of today against a parameter of tomorrow; the seed stands for itself."""
+def test_default_parameters_are_left_out() -> None:
+    """Guards existing keys against new parameters; the seed goes into the key separately."""
     assert (
         canonical_params(SamplingParams()) == b"{}" == canonical_params(SamplingParams(seed=3, top_k=-1, temperature=0))
     )
@@ -34,7 +34,7 @@ def test_parameters_at_their_default_are_not_spelt() -> None:
 
 
 def test_what_differs_is_named() -> None:
-    """Guards the words that tell a person why rows are not kept."""
+    """Guards the message that says why rows are not kept."""
     other = KeyMaker("other").for_row(InputRow(0, id="a"), "hi", canonical_params(SamplingParams()), 0)
     refused = MAKER.for_invalid_line(Line(0, b"{"))
     assert "another model" in explain_difference(key(), other)

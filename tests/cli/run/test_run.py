@@ -108,7 +108,7 @@ BREAKERS = [
 
 
 def test_no_row_can_end_the_run(run: Any) -> None:
-    """Guards the good rows: each of these once broke the reader, the engine or the writer."""
+    """Guards good rows: each of these bad ones once broke the reader, the engine or the writer."""
     good = {"prompt": "fine", "max_tokens": 2}
     code, rows = run([row for breaker in BREAKERS for row in (breaker, good)])
     assert code == 1 and len(rows) == 2 * len(BREAKERS)
@@ -136,7 +136,7 @@ def test_options_come_from_the_environment(run: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_rarer_parameters_come_as_json(run: Any) -> None:
-    """Guards --param, the way to what has no option of its own."""
+    """Guards --param, for parameters without an option of their own."""
     _, (row,) = run([{"prompt": "a"}], "--token-ids", "--max-tokens", "6")
     stop = row["token_ids"][2]
     _, (cut,) = run([{"prompt": "a"}], "--token-ids", "--max-tokens", "6", "--param", f"stop_token_ids=[{stop}]")
@@ -153,7 +153,7 @@ def test_a_system_message_does_not_need_a_template(run: Any, model_folder: Path,
 
 
 def test_stop_strings_need_a_tokenizer(tmp_path: Path) -> None:
-    """Guards against a stop string that is silently without effect."""
+    """Guards against a stop string without effect."""
     folder = save_model(tmp_path / "bare", tokenizer=False)
     source = write_rows(tmp_path / "in.jsonl", [{"prompt_token_ids": [5], "stop": "x"}])
     assert run_command(["run", str(source), "-m", str(folder), "-o", str(tmp_path / "out.jsonl")]) == 1
@@ -161,8 +161,8 @@ def test_stop_strings_need_a_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_interruption_lets_out_what_is_held_back(model_folder: Path) -> None:
-    """Guards finished rows on stdout, behind one that is not finished, against Ctrl-C."""
+def test_an_interruption_writes_held_rows(model_folder: Path) -> None:
+    """Guards finished rows that wait for an unfinished one when Ctrl-C comes."""
     command = [sys.executable, "-m", "cbatch", "run", "-v", "-m", str(model_folder), "--max-seqs", "1"]
     rows = [{"prompt": "long", "max_tokens": 230}] * 30 + [{"prompt": ""}]
     running = subprocess.Popen(
@@ -179,8 +179,8 @@ def test_an_interruption_lets_out_what_is_held_back(model_folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_max_errors_lets_out_what_is_held_back(model_folder: Path) -> None:
-    """Guards finished rows on stdout that wait for one which will not come."""
+def test_max_errors_writes_held_rows(model_folder: Path) -> None:
+    """Guards finished rows that wait for one that will not come."""
     rows = [{"prompt": "long", "max_tokens": 200}, {"prompt": ""}, {"prompt": "a", "max_tokens": 1}, {"prompt": ""}]
     done = pipe(model_folder, "".join(json.dumps(row) + "\n" for row in rows), "--max-errors", "2")
     assert done.returncode == 3
@@ -214,7 +214,7 @@ def test_check_runs_nothing_and_reports(run: Any, tmp_path: Path, capfd: pytest.
 
 
 def test_check_counts_what_a_run_then_does(run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Guards --check against being a second opinion: same rows, same errors, same prompt tokens as the run itself."""
+    """Guards --check: the same rows, errors and prompt tokens as a run."""
     run(ROWS, "--check", "-q")
     report = json.loads(capfd.readouterr().out)
     code, _ = run(ROWS, "--stats", str(tmp_path / "stats.json"), "-q")
@@ -224,7 +224,7 @@ def test_check_counts_what_a_run_then_does(run: Any, tmp_path: Path, capfd: pyte
 
 
 def test_timings_and_verbose(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    """Guards what depends on the moment: in rows only with --timings; -v tells each error as it comes."""
+    """Guards rows against times unless --timings is given; -v prints each error."""
     _, (row,) = run(ROWS[:1], "--timings")
     assert 0 < row["ttft_s"] <= row["elapsed_s"] and row["cached_tokens"] == 0
     code, (row,) = run(ROWS[1:2], "-v")
@@ -245,7 +245,7 @@ def test_the_summary_has_four_lines(run: Any, capfd: pytest.CaptureFixture[str])
 def test_stats_are_written_however_it_ends(
     arguments: list[str], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards programs that read --stats after a run that was refused."""
+    """Guards programs that read --stats, even after a run that was refused."""
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "in.jsonl", ROWS[:1])
     source = [] if arguments == ["none"] else ["in.jsonl"]
@@ -268,7 +268,7 @@ def test_system_option_reaches_rows_without_a_system_message(run: Any) -> None:
 
 
 def test_a_model_without_tokenizer_takes_token_ids(tmp_path: Path) -> None:
-    """Guards form 3 on a folder that has only weights: text is null, other forms are error rows."""
+    """Guards token ids on a model without a tokenizer: text is null, other forms are error rows."""
     folder = save_model(tmp_path / "bare", tokenizer=False)
     source = write_rows(tmp_path / "in.jsonl", [{"prompt_token_ids": [5, 6], "max_tokens": 2}, {"prompt": "a"}])
     target = tmp_path / "out.jsonl"
@@ -278,7 +278,7 @@ def test_a_model_without_tokenizer_takes_token_ids(tmp_path: Path) -> None:
 
 
 def test_generation_config_gives_the_defaults(tmp_path: Path) -> None:
-    """Guards that only keys that stand in the file count: do_sample decides, and top_k 50 is not invented."""
+    """Guards that only keys in the file count: do_sample decides, and top_k 50 is not invented."""
     rows = [{"prompt": "a", "id": n, "max_tokens": 8} for n in range(4)]
     source = write_rows(tmp_path / "in.jsonl", rows)
     texts = []
@@ -335,7 +335,7 @@ def test_refusals_are_sentences(
 def test_a_failing_engine_is_exit_3_and_keeps_what_is_done(
     run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards finished rows, the slowly written ones too, against a crash in a later step; and against hanging."""
+    """Guards finished rows against a crash in a later step, even if they are written slowly; and against hanging."""
     step, write = engine_thread.Engine.step, FileWriter.write
 
     def failing(self: engine_thread.Engine) -> Any:
@@ -354,10 +354,10 @@ def test_a_failing_engine_is_exit_3_and_keeps_what_is_done(
     assert "on fire" in capsys.readouterr().err
 
 
-def test_a_hiccup_is_told_of_and_costs_no_row(
+def test_a_failed_step_is_reported_and_costs_no_row(
     run: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards a run against one step that fails: the same rows, exit code 0, and a word about it at the end."""
+    """Guards a run against one step that fails: the same rows, exit code 0, and a note in the summary."""
     rows = [{"id": n, "prompt": f"row {n}", "temperature": 1.0, "max_tokens": 9} for n in range(5)]
     expected = run(rows)
     step, failures = engine_thread.Engine.step, [RuntimeError("a hiccup")]
@@ -373,7 +373,7 @@ def test_a_hiccup_is_told_of_and_costs_no_row(
 
 
 def test_a_text_that_cannot_be_made_is_its_row_s_error(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the other rows, whose texts are made on the thread that writes."""
+    """Guards the other rows: texts are made on the writer's thread, and one that fails is one error row."""
     rows = [{"prompt": "a", "max_tokens": 6, "temperature": 1.0, "seed": n} for n in range(8)]
     _, expected = run(rows, "--token-ids")
     push, victim = IncrementalDetokenizer.push, expected[0]["token_ids"][2]
@@ -427,7 +427,7 @@ def pipe(model: Path, data: str, *arguments: str) -> subprocess.CompletedProcess
 
 @pytest.mark.slow
 def test_the_command_in_a_pipeline(model_folder: Path) -> None:
-    """Guards stdin to stdout: data only on stdout, no bars or codes on a stderr that is no terminal."""
+    """Guards stdin to stdout: data only on stdout, no bars or codes on a stderr that is not a terminal."""
     data = "".join(json.dumps(row) + "\n" for row in ROWS)
     done = pipe(model_folder, data)
     assert done.returncode == 1 and len(done.stdout.splitlines()) == len(ROWS)

@@ -1,4 +1,4 @@
-"""What a run tells about itself: figures, an honest estimate, and what held it up."""
+"""Statistics of a run: figures, the estimate of the time left, and the bottleneck."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def request(tokens: int, first: float = 1.0, last: float = 2.0, error: RequestEr
 
 
 def test_figures_of_a_run() -> None:
-    """Guards --stats: first-token time from the row's being taken, time per token between first and last."""
+    """Guards --stats: time to the first token from when the row was taken, time per token after that."""
     stats = RunStats()
     stats.start(0.0)
     stats.start(5.0)
@@ -47,7 +47,7 @@ def test_nothing_was_run() -> None:
 
 
 def test_time_left_is_estimated_from_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the estimate: rows that are left times tokens a row, less what unfinished rows have already."""
+    """Guards the estimate: rows left times tokens a row, less the tokens of unfinished rows."""
     monkeypatch.setattr(tally_module.time, "monotonic", lambda: 10.0)
     stats = RunStats()
     stats.start(0.0)
@@ -81,7 +81,7 @@ def test_what_limited_a_run(state: dict[str, Any], waited: float, expected: str)
 
 
 def test_a_second_run_on_an_engine_counts_its_own() -> None:
-    """Guards the figures of a batch under a chat, whose engine has worked, and waited, before."""
+    """Guards the figures of a batch in a chat, whose engine has worked before."""
     before = EngineCounters(100, 3, 1, 0, 60.0, Counter(slots=5))
     assert EngineCounters(110, 3, 2, 0, 61.0, Counter(slots=7)) - before == EngineCounters(
         10, 0, 1, 0, 1.0, Counter(slots=2)

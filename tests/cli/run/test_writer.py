@@ -1,4 +1,4 @@
-"""Finished rows reach the file at once and end up in order."""
+"""Writers: finished rows are written at once, and end up in order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fresh(path: Path, *, input_order: bool = True) -> FileWriter:
 
 
 def test_a_stream_in_input_order_holds_back_only_what_must_wait() -> None:
-    """Guards the order on stdout, and the places that keep the window moving."""
+    """Guards the order on stdout, and the positions that move the window on."""
     stream = io.BytesIO()
     output = StreamWriter(stream, input_order=True)
     gone = [list(output.write([OutputRow(position, 2 * position, b"%d\n" % position)])) for position in (1, 0, 3, 2)]
@@ -57,7 +57,7 @@ def test_a_symlink_stays_one(tmp_path: Path) -> None:
 
 
 def test_content_is_not_overwritten_unless_told(tmp_path: Path) -> None:
-    """Guards last night's results: nothing changes in the file before a run starts."""
+    """Guards earlier results: nothing in the file changes before a run starts."""
     path = tmp_path / "out.jsonl"
     path.write_text("x")
     with FileWriter(path, input_order=True) as output, pytest.raises(ConfigError, match="not empty"):
@@ -91,7 +91,7 @@ def test_two_runs_do_not_share_a_file(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_replaced_before_it_was_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the moment in which another run puts its ordered rows in the place of the file that we have opened."""
+    """Guards the moment between opening a file and locking it, in which another run may replace it."""
     path = tmp_path / "out.jsonl"
     path.touch()
     flock = fcntl.flock
@@ -108,7 +108,7 @@ def test_a_file_that_was_replaced_before_it_was_locked(tmp_path: Path, monkeypat
 
 
 def test_signals_in_the_middle_of_a_write_lose_nothing() -> None:
-    """Guards rows against EINTR: signals come every millisecond while a pipe that is full takes them bit by bit."""
+    """Guards rows against EINTR: signals come every millisecond while a full pipe takes a few bytes at a time."""
     reader, writer = os.pipe()
     rows = [OutputRow(position, position, b"%d " % position * 50_000 + b"\n") for position in range(4)]
     taken, signals = bytearray(), []
