@@ -127,10 +127,10 @@ class ChatTokenizer:
 
     def opens_thinking(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt ends with an opening think tag, so that the output begins as reasoning."""
-        form = self.output_parser
-        if form.think_tags is None:
+        parser = self.output_parser
+        if parser.think_tags is None:
             return False
-        return form.opens_thinking(self.decode(prompt[-NUM_CONTEXT_TOKENS:], skip_special_tokens=False))
+        return parser.opens_thinking(self.decode(prompt[-NUM_CONTEXT_TOKENS:], skip_special_tokens=False))
 
     def ends_thinking(self, token_ids: Sequence[int]) -> bool:
         """Whether the closing think tag is among the last tokens of an output so far."""

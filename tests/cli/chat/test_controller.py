@@ -26,6 +26,7 @@ from cbatch.cli.common.exits import UserError
 from cbatch.cli.main import run_command
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.engine import Engine
+from cbatch.engine.text.detokenizer import IncrementalDetokenizer
 from tests.support.chat_harness import ChatHarness, reply_of
 
 PATIENCE = 60
@@ -72,6 +73,27 @@ def test_stopped_and_continued_is_the_whole_answer(harness: ChatHarness, params:
     assert reply_of(controller.current).text == whole
     with pytest.raises(UserError, match="complete"):
         controller.continue_reply(controller.current)
+
+
+def test_a_text_that_cannot_be_made_ends_its_answer_only(harness: ChatHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the chat's thread, on which text is made: the answer ends with its error, and its request with it."""
+    push, broken = IncrementalDetokenizer.push, list[IncrementalDetokenizer]()
+
+    def failing(self: IncrementalDetokenizer, token_id: int, *, may_stop: bool = True) -> str:
+        if not broken:
+            broken.append(self)
+        if self is broken[0]:
+            raise RuntimeError("no such byte")
+        return push(self, token_id, may_stop=may_stop)
+
+    monkeypatch.setattr(IncrementalDetokenizer, "push", failing)
+    controller = harness.make(params=LONG)
+    controller.send(controller.current, "Tell me a story about a cat named Tom.")
+    harness.settle(controller)
+    reply = reply_of(controller.current)
+    assert reply.state == "error" and reply.code == "internal_error" and "no such byte" in reply.error
+    assert harness.ask(harness.make(), "My name is Ada.") == "Nice to meet you, Ada!"
+    harness.wait_idle()
 
 
 def test_500_cancelled_answers_leave_nothing_behind(harness: ChatHarness) -> None:

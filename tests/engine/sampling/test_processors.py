@@ -85,7 +85,7 @@ def test_bias_is_that_of_transformers() -> None:
 
 
 def test_bad_words_are_those_of_transformers() -> None:
-    """Guards words of one token and of several: forbidden only where their beginning has just been written."""
+    """Guards words of one token and of several: forbidden only after their beginning."""
     request = make_request(4)
     last, before = request.token_ids[-1], request.token_ids[-2]
     words = [[5], [last, 6], [before, last, 7], [last, last, 8], [9, 10]]
@@ -99,7 +99,7 @@ def test_bad_words_are_those_of_transformers() -> None:
 
 
 def test_all_at_once_is_one_after_the_other() -> None:
-    """Guards the order where a row asks for everything: bias, repetition, presence and frequency, bad words."""
+    """Guards the order if a row asks for everything: bias, repetition, presence and frequency, bad words."""
     request = make_request(
         5, output=20, logit_bias={3: 9}, repetition_penalty=1.5, presence_penalty=0.3, frequency_penalty=0.2
     )

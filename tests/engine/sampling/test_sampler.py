@@ -110,7 +110,7 @@ def test_noise_differs_in_every_coordinate() -> None:
 
 
 def test_the_only_token_left_is_drawn() -> None:
-    """Guards against noise of minus infinity, which one draw in 30 million had: it lost where nothing else is left."""
+    """Guards against noise of minus infinity, which one draw in 30 million had: it lost even alone."""
     logits = torch.full((1, 90_000), -math.inf)
     logits[0, 88373] = 0.0
     assert draw(logits, [make_request(seed=452, position=10, temperature=1.0)]) == [88373]

@@ -1,4 +1,4 @@
-"""Whatever tokens are drawn under the masks, the text keeps to its form, and no pattern can hang or end the process."""
+"""Whatever is drawn under the masks, the text keeps to its constraint, and no pattern can hang or end the process."""
 
 from __future__ import annotations
 
@@ -324,7 +324,7 @@ def test_the_text_of_a_special_token_is_text(compiler: ConstraintCompiler) -> No
 
 
 def test_a_stop_token_that_is_text(compiler: ConstraintCompiler) -> None:
-    """Guards stop_token_ids of the row's own: they end the output, so they may come where it is complete only."""
+    """Guards stop_token_ids of the row's own: they end the output, so they may come only when it is complete."""
     a, y = TOKENS.index(b"a"), TOKENS.index(b"y")
     state = GrammarState(compiler.compile(Constraint("regex", "(a|y)a?")), [a])
     assert allowed_tokens(state) == [y]
@@ -335,7 +335,7 @@ def test_a_stop_token_that_is_text(compiler: ConstraintCompiler) -> None:
 
 
 def test_an_empty_output(compiler: ConstraintCompiler) -> None:
-    """Guards a pattern that only the empty text matches, where no end token may come to say so (ignore_eos)."""
+    """Guards a pattern that only the empty text matches, if no end token may come (ignore_eos)."""
     state = GrammarState(compiler.compile(Constraint("regex", "")), [])
     assert state.is_complete and allowed_tokens(state) == [] and state.is_finished
 
@@ -549,7 +549,7 @@ def test_the_filler_gives_what_fill_gives(compiler: ConstraintCompiler, num_thre
 def test_nobody_waits_for_a_thread_that_cannot_be_started(
     compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards a step against waiting for ever where the system has no thread left; it can be tried again."""
+    """Guards a step against waiting forever if the system has no thread left; it can be tried again."""
     filler, state = MaskFiller(1), start(compiler, "choice", '["y"]')
     with monkeypatch.context() as patched:
         patched.setattr(threading, "Thread", lambda **_: 1 // 0)
@@ -562,8 +562,8 @@ def test_nobody_waits_for_a_thread_that_cannot_be_started(
     filler.close()
 
 
-def test_a_form_may_begin_behind_something_else(compiler: ConstraintCompiler) -> None:
-    """Guards reasoning before JSON: anything but an end until the tag is closed, then the form from its beginning."""
+def test_a_constraint_may_begin_after_something_else(compiler: ConstraintCompiler) -> None:
+    """Guards reasoning before JSON: anything but an end until the tag is closed, then the whole constraint."""
     state = GrammarState(compiler.compile(Constraint("choice", '["y"]')), [STOP], lambda ids: ids[-1:] == [7])
     allowed = fill_masks([state]).allowed[0]
     assert int(allowed.sum()) == WIDTH - 1 and not allowed[STOP] and not state.is_complete

@@ -93,7 +93,7 @@ def test_stop_strings(tokenizer: Tokenizer, text: str, stop: tuple[str, ...], sh
 
 @pytest.mark.parametrize("prompt", ["prompt \ufffd", "日"])
 def test_a_prompt_that_ends_in_no_character_stays_out(tokenizer: Tokenizer, prompt: str) -> None:
-    """Guards the output against text of the prompt, where that ends inside a character or in U+FFFD."""
+    """Guards the output against text of the prompt, if that ends inside a character or in U+FFFD."""
     before = tokenizer.encode(prompt).ids
     for cut in (len(before), len(before) - 1):
         stream = IncrementalDetokenizer(tokenizer, before[:cut])
@@ -116,7 +116,7 @@ def test_special_tokens_are_not_text(tokenizer: Tokenizer) -> None:
 
 
 def test_a_tag_may_be_text_between_words() -> None:
-    """Guards special tokens that a chat's answer is read by: they are there, and so is the space behind them."""
+    """Guards special tokens that a chat's answer is read by: they are there, and so is the space after them."""
     made = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1}, unk_token="▁a"))
     made.decoder = decoders.Metaspace()
     made.add_special_tokens(["</think>", "<|end|>"])

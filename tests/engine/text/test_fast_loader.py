@@ -256,7 +256,7 @@ def test_a_qwen_that_does_not_say_all(tmp_path: Path) -> None:
     ],
 )
 def test_broken_files_are_said(name: str, content: str, tmp_path: Path) -> None:
-    """Guards the sentence where a tokenizer cannot be loaded at all."""
+    """Guards the error message if a tokenizer cannot be loaded at all."""
     folder = save(tmp_path, byte_level(), "llama", NAMED | {"tokenizer_class": "TokenizersBackend"})
     (folder / name).write_text(content)
     with pytest.raises(ModelError, match=r"^Cannot load the tokenizer of .*\.$"):

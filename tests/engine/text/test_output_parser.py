@@ -84,8 +84,8 @@ def test_template_shows_the_format(
     template: str | None, think_tags: tuple[str, str] | None, tool_call_tag: str | None
 ) -> None:
     """Guards against tags that a model never writes, and against those it does that are not looked for."""
-    form = OutputParser.from_template(template)
-    assert (form.think_tags, form.tool_call_tag) == (think_tags, tool_call_tag)
+    parser = OutputParser.from_template(template)
+    assert (parser.think_tags, parser.tool_call_tag) == (think_tags, tool_call_tag)
 
 
 def test_special_tags_are_all_that_parse_needs() -> None:
@@ -108,7 +108,7 @@ def test_special_tags_are_all_that_parse_needs() -> None:
     ],
 )
 def test_prompt_that_opens_thinking(prompt_end: str, opens: bool) -> None:
-    """Guards both ways in which a template steers thinking, and a person who writes the tag in a message."""
+    """Guards both ways in which a template steers thinking, and people who write the tag in a message."""
     assert THINKING.opens_thinking(prompt_end) is opens
     assert not OutputParser().opens_thinking(prompt_end)
 
@@ -221,7 +221,7 @@ def test_what_is_no_call_stays_text(block: str) -> None:
 
 
 def test_a_good_call_after_a_broken_one_is_found() -> None:
-    """Guards the calls behind a broken one, which itself stays text."""
+    """Guards the calls after a broken one, which stays text itself."""
     text = f"<tool_call>{{oops</tool_call>\n<tool_call>{call_text()}</tool_call>"
     assert parse_calls(QWEN3, text) == ParsedOutput("<tool_call>{oops</tool_call>", None, (ToolCall("look", "{}"),))
 
@@ -301,7 +301,7 @@ def test_other_llama_output_stays_text(text: str) -> None:
     ("template", "call"), [(QWEN3, f"<tool_call>{call_text()}</tool_call>"), (LLAMA32, call_text())]
 )
 def test_without_tools_calls_are_text(template: str, call: str) -> None:
-    """Guards rows without tools, and models without a known form of calls."""
+    """Guards rows without tools, and models whose format of calls is not known."""
     for tools in (None, []):
         assert OutputParser.from_template(template).parse(call, tools=tools) == ParsedOutput(call, None, ())
     assert OutputParser().parse(call, tools=[LOOK]) == ParsedOutput(call, None, ())
@@ -327,46 +327,46 @@ formats = st.sampled_from(FORMATS)
 
 
 @given(formats, texts, st.booleans())
-def test_every_output_can_be_parsed(form: OutputParser, text: str, is_thinking: bool) -> None:
+def test_every_output_can_be_parsed(parser: OutputParser, text: str, is_thinking: bool) -> None:
     """Guards a run against an output that no model was expected to write, and an output file against bad JSON."""
-    answer = form.parse(text, is_thinking=is_thinking, tools=[LOOK])
+    answer = parser.parse(text, is_thinking=is_thinking, tools=[LOOK])
     for call in answer.tool_calls:
         assert isinstance(json.loads(call.arguments), dict)
         assert (call.name + call.arguments).encode()
-    without = form.parse(text, is_thinking=is_thinking)
+    without = parser.parse(text, is_thinking=is_thinking)
     assert (without.reasoning, without.tool_calls) == (answer.reasoning, ())
     if not answer.tool_calls:
         assert answer == without
 
 
 @given(formats, texts)
-def test_text_without_tags_is_not_changed(form: OutputParser, text: str) -> None:
+def test_text_without_tags_is_not_changed(parser: OutputParser, text: str) -> None:
     """Guards all other outputs: not a space of them is lost."""
-    for tag in form.special_tags:
+    for tag in parser.special_tags:
         text = text.replace(tag[:-1], "")
-    assume(not any(tag in text for tag in form.special_tags))
-    if form.tool_call_tag == LLAMA:
+    assume(not any(tag in text for tag in parser.special_tags))
+    if parser.tool_call_tag == LLAMA:
         text += "."
-    assert form.parse(text, tools=[LOOK]) == ParsedOutput(text, None, ())
+    assert parser.parse(text, tools=[LOOK]) == ParsedOutput(text, None, ())
 
 
 @given(formats, texts, st.booleans())
-def test_think_blocks_lose_only_tags_and_white_space(form: OutputParser, text: str, is_thinking: bool) -> None:
+def test_think_blocks_lose_only_tags_and_white_space(parser: OutputParser, text: str, is_thinking: bool) -> None:
     """Guards every visible character of reasoning and text."""
-    answer = form.parse(text, is_thinking=is_thinking)
+    answer = parser.parse(text, is_thinking=is_thinking)
     kept = "".join(((answer.reasoning or "") + answer.text).split())
     left = "".join(text.split())
     assert left.endswith("".join(answer.text.split()))
-    assert len(left) - len(kept) <= sum(map(len, form.think_tags or ()))
+    assert len(left) - len(kept) <= sum(map(len, parser.think_tags or ()))
 
 
 @given(formats, texts, st.booleans())
-def test_every_split_is_the_beginning_of_the_final_one(form: OutputParser, text: str, is_thinking: bool) -> None:
+def test_every_split_is_the_beginning_of_the_final_one(parser: OutputParser, text: str, is_thinking: bool) -> None:
     """Guards the screen: what is shown while the answer grows is never taken back."""
-    final = form.parse(text, is_thinking=is_thinking)
+    final = parser.parse(text, is_thinking=is_thinking)
     last = ("", "")
     for end in range(len(text) + 1):
-        reasoning, rest = form.split(text[:end], is_thinking=is_thinking)
+        reasoning, rest = parser.split(text[:end], is_thinking=is_thinking)
         now = (reasoning or "", rest)
         assert now[0].startswith(last[0]) and now[1].startswith(last[1])
         assert not last[1] or now[0] == last[0]
