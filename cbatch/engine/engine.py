@@ -65,7 +65,11 @@ class Engine(AbstractContextManager["Engine"]):
         self._kv_bytes_per_token = sum(layer.bytes_per_token(model.dtype) for layer in model.layers)
         self.block_pool = BlockPool(self.runner.num_blocks, config.block_size)
         self.scheduler = Scheduler(
-            self.block_pool, limits.rows, limits.tokens, model.max_model_len, prefix_cache=config.prefix_cache
+            self.block_pool,
+            limits.max_seqs,
+            limits.max_batch_tokens,
+            model.max_model_len,
+            prefix_cache=config.prefix_cache,
         )
         overlap = self.device.type == "cuda" if config.run_ahead is None else config.run_ahead
         self._core = EngineCore(self.scheduler, self.runner, step_time, overlap=overlap)
@@ -354,5 +358,5 @@ def _check_options(config: EngineConfig, device: torch.device) -> tuple[bool, bo
 
 def _step_limits(config: EngineConfig, device: torch.device) -> StepLimits:
     """The largest steps, by the configuration or the defaults of the device."""
-    rows, tokens = (256, 2048) if device.type == "cuda" else (32, 512)
-    return StepLimits(config.max_seqs or rows, config.max_batch_tokens or tokens, config.cuda_graphs)
+    seqs, tokens = (256, 2048) if device.type == "cuda" else (32, 512)
+    return StepLimits(config.max_seqs or seqs, config.max_batch_tokens or tokens, config.cuda_graphs)

@@ -1,4 +1,4 @@
-"""The thread that owns an engine, so that front ends can submit from any thread and never block a step."""
+"""A thread that runs an engine, so that front ends can submit requests from any thread and never block a step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from cbatch.engine.tracing.spans import span
 from cbatch.engine.tracing.trace import StepTracer
 
 EventCallback = Callable[[TokenEvent], None]
-"""Takes the events of one request; called on the driver's thread, so it must be quick (a queue's put is)."""
+"""Receives the events of one request. It is called on the engine's thread, so it must be quick (put into a queue)."""
 
 
 @dataclass(slots=True)
 class RequestHandle:
-    """One submitted request, as the front end holds it; `request_id` is the engine's once it is queued there."""
+    """A submitted request. `request_id` is None until the engine has accepted it."""
 
     prompt: Prompt
     params: SamplingParams
@@ -38,7 +38,12 @@ class RequestHandle:
 
 @dataclass(slots=True)
 class _Retries:
-    """What failed since a step was taken in last; num_steps: how many were, then. futile: in vain also when smaller."""
+    """Failed attempts since the last completed step.
+
+    num_steps:     completed steps at that time
+    failures:      attempts that failed for another reason than memory
+    out_of_memory: attempts that ran out of memory; `futile` of them could not be made smaller
+    """
 
     num_steps: int = -1
     failures: int = 0
@@ -47,23 +52,24 @@ class _Retries:
 
 
 class EngineThread:
-    """Runs `engine.step()` for as long as there is work. Submissions and cancellations come through an inbox.
+    """Runs `engine.step()` as long as there is work. Requests and cancellations arrive through an inbox.
 
-    Every submitted request ends with one event that has a finish_reason, unless it is cancelled or the driver
-    is closed. A step that raises is tried again, `MAX_RETRIES` times in a row, and made smaller for a while where
-    the device's memory does not suffice. When the engine fails all the same, `failure` is set, and all requests,
-    later ones too, end with `internal_error`.
+    Every request ends with one event that has a finish_reason, unless it is cancelled or the thread is closed. A step
+    that raises is retried up to `MAX_RETRIES` times in a row; if the device is out of memory, steps are made smaller
+    for a while. If the engine fails nevertheless, `failure` is set, and all requests, later ones too, end with
+    `internal_error`.
 
-    num_retries, num_shrinks: steps that were tried again, and those of them that made the batch smaller
-    last_trouble: why the last of them was
-    num_tokens:   tokens generated so far, of all requests
+    num_retries: steps that were retried
+    num_shrinks: retries that made the batch smaller
+    last_error:  why the latest retry was needed
+    num_tokens:  tokens generated so far, of all requests
     """
 
     MAX_RETRIES = 3
     GROW_AFTER_STEPS = 32
 
     def __init__(self, engine: Engine, trace: StepTracer | None = None) -> None:
-        """`trace`: records some of the steps; it is whole after `close`."""
+        """`trace`: records some of the steps; it is complete after `close`."""
         self.engine = engine
         self._trace = trace
         if trace is not None:
@@ -81,7 +87,7 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._handles: dict[int, RequestHandle] = {}
         self._orphaned: list[int] = []
-        """Requests that the engine still has, and that were told that it failed."""
+        """Requests that ended when the engine failed, and that the engine still holds."""
         self._thread = threading.Thread(target=self._run, name="cbatch-engine", daemon=True)
         self._thread.start()
 
@@ -96,19 +102,19 @@ class EngineThread:
         sample_index: int = 0,
         tags: Sequence[str] = (),
     ) -> RequestHandle:
-        """Queues a request as `Engine.add` does; its events go to `on_event`."""
+        """Queues a request, with the parameters of `Engine.add`; its events go to `on_event`."""
         handle = RequestHandle(prompt, params, on_event, seed, priority, sample_index, tags)
         self._inbox.put(lambda: self._add(handle))
         return handle
 
     def cancel(self, handle: RequestHandle) -> None:
-        """Stops a request; at most the events of the step in flight still come."""
+        """Cancels a request; events of the step in flight may still come."""
         self._inbox.put(lambda: self._cancel(handle))
 
     def close(self) -> None:
-        """Stops after the step in flight and waits for the thread to end. Unfinished requests get no event.
+        """Ends the thread after the current step. Unfinished requests are cancelled and get no further event.
 
-        The engine stays as it is, without these requests: another driver may follow, or whoever made it closes it.
+        The engine stays open: its owner may start another thread for it, or close it.
         """
         self._inbox.put(None)
         self._thread.join()
@@ -118,7 +124,7 @@ class EngineThread:
 
     @property
     def idle_s(self) -> float:
-        """Seconds in which there was nothing to compute, up to now."""
+        """Seconds so far in which there was nothing to compute."""
         since = self._idle_since
         return self._idle_s + (time.monotonic() - since if since is not None else 0.0)
 
@@ -127,13 +133,13 @@ class EngineThread:
             try:
                 for event in self._step():
                     self._deliver(event)
-            except Exception as error:  # whatever a kernel or the device raises ends all requests, visibly
+            except Exception as error:  # whatever a kernel or the device raises: no request waits for ever
                 self._fail(error)
         if self._trace is not None:
             self._trace.finish()
 
     def _step(self) -> list[TokenEvent]:
-        """A step of the engine, which loses nothing where it raises, and so may be tried again."""
+        """A step of the engine, retried if it fails: `Engine.step` loses nothing when it raises."""
         while True:
             try:
                 with self._trace.step() if self._trace is not None else nullcontext():
@@ -154,13 +160,14 @@ class EngineThread:
                 continue
             retries.out_of_memory += 1
             self.engine.free_memory()
-            if retries.out_of_memory > 1 and not self._shrink():  # the first may have been somebody else's moment
+            # The first time, another process may have taken the memory for a moment.
+            if retries.out_of_memory > 1 and not self._shrink():
                 retries.futile += 1
                 if retries.futile > self.MAX_RETRIES:
-                    raise EngineError(f"the device's memory does not suffice for one token ({self.last_error})")
+                    raise EngineError(f"not even a step of one token fits in the device's memory ({self.last_error})")
 
     def _retries_since(self, num_steps: int) -> _Retries:
-        """Counted anew where a step was taken in since the last failure: that one could be begun says too little."""
+        """The failed attempts, counted anew after each completed step (a launched one may still fail)."""
         if self._retries.num_steps != num_steps:
             self._retries = _Retries(num_steps)
         return self._retries
@@ -174,7 +181,7 @@ class EngineThread:
         return True
 
     def _after_good_step(self) -> None:
-        """Tries larger steps again after a while, which is longer each time that did not go well."""
+        """Makes steps larger again after a while, which doubles each time that this fails."""
         if self._is_shrunk:
             self._good_steps += 1
             if self._good_steps >= self._patience:
@@ -182,7 +189,7 @@ class EngineThread:
                 self._is_shrunk = not self.engine.grow()
 
     def _process_inbox(self) -> bool:
-        """Carries out what is in the inbox, and waits there when idle. False when it is time to end."""
+        """Executes the commands in the inbox; waits for one when idle. False when the thread is to end."""
         while True:
             try:
                 command = self._inbox.get_nowait()
@@ -213,7 +220,7 @@ class EngineThread:
             )
         except RequestError as error:
             self._reject(handle, error)
-        except Exception as error:  # one request that breaks in a way nobody foresaw harms no other
+        except Exception as error:  # an unforeseen failure of one request harms no other
             self._reject(handle, RequestError("internal_error", f"The request failed: {error!r}"))
         else:
             handle.request_id = request_id
@@ -240,7 +247,7 @@ class EngineThread:
 
     def _fail(self, error: Exception) -> None:
         clear_frames(error)
-        with suppress(Exception):  # what is finished is told as such, unless it is a sink that failed
+        with suppress(Exception):  # deliver what is computed, unless a callback is what failed
             for event in self.engine.flush():
                 self._deliver(event)
         self.failure = error

@@ -1,7 +1,7 @@
-"""Decode steps as CUDA graphs: recorded once for each number of rows, and then started by one call.
+"""Decode steps as CUDA graphs: captured once for each batch size, then launched by one call.
 
-A decode step is some hundred short kernels. To launch them one by one takes the host longer than the device needs for
-them, when there are few rows.
+A decode step is a few hundred short kernels. With few rows, the host takes longer to launch them one by one than the
+device needs to run them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger("cbatch")
 
 @dataclass(slots=True)
 class _Recording:
-    """A step of so many rows, whose inputs always lie at the same addresses."""
+    """A step with a fixed number of rows, whose inputs always have the same addresses."""
 
     buffers: GraphBuffers
     run: Run
@@ -38,7 +38,7 @@ class _Recording:
 
 
 def graph_size_for(rows: int) -> int:
-    """Rows of the graph that serves so many: few sizes in all, and few rows computed for nothing."""
+    """Rows of the graph that serves `rows` sequences: few sizes in all, and little padding."""
     if rows <= 2:
         return rows
     step = 4 if rows <= 8 else 8 if rows <= 64 else 16 if rows <= 256 else 32
@@ -46,11 +46,11 @@ def graph_size_for(rows: int) -> int:
 
 
 class DecodeGraphs:
-    """Graphs of a model's decode steps over one cache, all in one pool of memory.
+    """Graphs of a model's decode steps over one KV cache, all in one memory pool.
 
-    A size is computed in the usual way when it is first needed, for kernels may have to be compiled, and recorded when
-    it is needed again: nobody waits for sizes that never come. Where memory does not suffice for that, sizes as large
-    go without a graph from then on; to try again would cost memory, which torch loses with each recording that fails
+    The first step of a size runs without a graph, since kernels may have to be compiled; the second one is captured. So
+    no time is lost on sizes that never come. If a capture runs out of memory, steps of that size or larger go without a
+    graph from then on: torch loses memory with each capture that fails
     (https://github.com/pytorch/pytorch/pull/190348).
     """
 
@@ -68,19 +68,19 @@ class DecodeGraphs:
         self.kv_cache = kv_cache
         self.max_rows = max_rows
         self._smallest_failed = graph_size_for(max_rows) + 1
-        """Rows of the smallest size for which memory did not suffice."""
+        """Rows of the smallest size that ran out of memory."""
         self._record = record or GraphRecorder(model.device)
         self._recordings: dict[int, _Recording] = {}
         widest = graph_size_for(max_rows)
         self._ids = torch.zeros(widest, dtype=torch.int64, device=model.device)
         self._positions = torch.zeros_like(self._ids)
         self._rows = torch.arange(widest, device=model.device)
-        # One for all graphs: each would keep its own else, together as much as some gigabytes.
+        # Shared by all graphs: one for each would take gigabytes.
         self._logits = torch.empty(widest, model.vocab_size, device=model.device)
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> Tensor | None:
-        """Logits [R, vocabulary] of a decode step, which hold until the next one; None for any other step."""
+        """Logits [R, vocabulary] of a decode step, valid until the next one; None for any other step."""
         rows = len(batch.stops)
         if not len(batch.ids) == len(batch.rows) == rows <= self.max_rows:
             return None
@@ -104,20 +104,20 @@ class DecodeGraphs:
         return logits[:rows]
 
     def _make_replay(self, size: int, recording: _Recording) -> bool:
-        """Records a step; False where that fails, and what it took is free again."""
+        """Captures a step; False if that fails. The memory of a failed capture is free again."""
         try:
             recording.replay = self._record(recording.run)
             return True
-        except Exception as error:  # whatever a driver or a library does not allow while it is recorded
-            is_full, trouble = is_out_of_memory(error), f"{error}"
+        except Exception as error:  # whatever a driver or library does not allow during a capture
+            is_full, reason = is_out_of_memory(error), f"{error}"
         if is_full:
             self._smallest_failed = size
             del self._recordings[size]
-            _log.warning("Decode steps of %d rows and more go without CUDA graphs, for memory does not suffice.", size)
+            _log.warning("Decode steps of %d or more sequences run without CUDA graphs: out of memory.", size)
         else:
             self.max_rows = 0
             self._recordings.clear()
-            _log.warning("Decode steps go without CUDA graphs, for one could not be recorded: %s", trouble)
+            _log.warning("Decode steps run without CUDA graphs, because one could not be captured: %s", reason)
         return False
 
     def _is_recorded(self, size: int) -> bool:
@@ -132,13 +132,13 @@ class DecodeGraphs:
         model, kv_cache = self.model, self.kv_cache
         blocks = len(kv_cache.keys[0])
         longest = min(-(-model.max_model_len // kv_cache.block_size), blocks)
-        # Rows may share what they begin with, so all together may be longer than the cache.
+        # Sequences may share blocks, so that together they may be longer than the cache.
         attention, most = self.attention, 2 * blocks * kv_cache.block_size
         buffers = attention.graph_buffers(size, longest, kv_cache.block_size, most)
         metadata = buffers.metadata
         ids, positions, rows, out = (tensor[:size] for tensor in (self._ids, self._positions, self._rows, self._logits))
 
-        def run() -> Tensor:  # holds nothing of this object, so that the cache goes when its engine does
+        def run() -> Tensor:  # does not hold this object, so that the cache is freed with its engine
             inputs = DeviceInputs(ids, positions, metadata.slots, rows)
             return model.forward_on_device(inputs, metadata, kv_cache, attention, out)
 
@@ -146,7 +146,7 @@ class DecodeGraphs:
 
 
 class GraphRecorder:
-    """Records what a function launches on the GPU; what it returns replays that, and returns the same tensor again."""
+    """Captures what a function launches on the GPU; returns a function that replays it and returns the same tensor."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = _recording_stream(device)
@@ -160,13 +160,13 @@ class GraphRecorder:
         before = torch.cuda.current_stream(self._stream.device)
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads may use the device meanwhile.
+            # thread_local: other threads may use the device meanwhile.
             with torch.cuda.graph(graph, self._memory, self._stream, "thread_local"):
                 out = run()
         except BaseException:
-            torch.cuda.set_stream(before)  # a recording that cannot be ended leaves its own
+            torch.cuda.set_stream(before)  # a capture that cannot be ended leaves its own stream current
             raise
-        self._memory = graph.pool()  # of the first that came to its end, for all
+        self._memory = graph.pool()  # the pool of the first capture that succeeded, for all
 
         def replay() -> Tensor:
             graph.replay()
@@ -176,11 +176,11 @@ class GraphRecorder:
 
 
 _one_at_a_time = threading.Lock()
-"""Held while something is recorded."""
+"""Held during a capture."""
 
 
 @cache
 def _recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for the process, not one for each engine: cuBLAS keeps a workspace for every stream it has been used on."""
+    """One for the process rather than for each engine: cuBLAS keeps a workspace for each stream it was used on."""
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return stream

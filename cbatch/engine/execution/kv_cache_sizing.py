@@ -1,8 +1,8 @@
-"""How large the KV cache is: what was asked for, as far as the largest step finds room beside it.
+"""How large the KV cache is: as large as requested, if the largest step still fits beside it.
 
-On a GPU the largest steps are computed before the cache is made, over one block that stands for all, and the memory
-they take is measured. (vLLM's profiling run does so with prompts, and its sampler; here decode steps are tried as well,
-for what attention keeps of their splits grows with their past, and recorded graphs keep memory of their own.)
+On a GPU the largest steps are computed before the cache is made, over a single block, and the memory they take is
+measured. (vLLM's profiling run does so with prompts and the sampler. Here decode steps are computed as well: attention
+keeps intermediate results that grow with the context, and CUDA graphs keep memory of their own.)
 """
 
 from __future__ import annotations
@@ -29,43 +29,45 @@ from cbatch.engine.scheduler.request import Request
 from cbatch.engine.structured.masks import TokenMasks
 
 RESERVED_BYTES = 256 * 2**20
-"""Bytes that stay free beside a step's peak: for gaps between tensors of changing sizes, and what graphs consist of."""
+"""Bytes that stay free beside a step's peak, for fragmentation and for the CUDA graphs themselves."""
 
 _ALL_FEATURES = SamplingParams(
     temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, presence_penalty=1.0, logit_bias=((0, 1.0),), logprobs=20
 )
-"""What takes most memory of what a request can ask for its next token."""
+"""The parameters that take most memory when a token is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The largest steps: most rows and most tokens of one, and whether decode steps are recorded as graphs.
+    """The largest steps of an engine.
+
+    graphs: whether decode steps are to become CUDA graphs
 
     Raises ConfigError for numbers below 1.
     """
 
-    rows: int
-    tokens: int
+    max_seqs: int
+    max_batch_tokens: int
     graphs: bool = False
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.tokens < 1:
+        if self.max_seqs < 1 or self.max_batch_tokens < 1:
             raise ConfigError("max_seqs and max_batch_tokens must be at least 1.")
 
     def __str__(self) -> str:
-        return f"A step of {self.tokens:,} tokens in up to {self.rows:,} sequences"
+        return f"A step of {self.max_batch_tokens:,} tokens in up to {self.max_seqs:,} sequences"
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSizeRequest:
-    """What was asked for a cache.
+    """The requested size of the KV cache.
 
-    memory:        `4GiB`, `512MiB`, or `90%` of what is free; None: the device's share
-    num_blocks:    an exact number, which goes before memory
-    block_bytes:   of one block
-    blocks_wanted: enough for every seat with a full context; more would never be used
+    memory:        `4GiB`, `512MiB`, or `90%` of free memory; None: the device's default
+    num_blocks:    exact number of blocks, which overrides memory
+    block_bytes:   bytes of one block
+    blocks_wanted: blocks for `max_seqs` sequences of full length; more would never be used
 
-    Raises ConfigError for no blocks.
+    Raises ConfigError if num_blocks is below 1.
     """
 
     memory: str | None
@@ -78,41 +80,41 @@ class CacheSizeRequest:
             raise ConfigError("kv_blocks must be at least 1.")
 
     def bytes_of(self, free: int, share: str) -> int:
-        """Of the cache that is asked for. Raises ConfigError where the text cannot be read."""
+        """Bytes of the requested cache. Raises ConfigError if `memory` cannot be parsed."""
         if self.num_blocks is not None:
             return self.num_blocks * self.block_bytes
         return parse_memory(self.memory or share, free)
 
     @property
     def is_share(self) -> bool:
-        """Whether a part of what is free is asked for, which may turn out smaller, and no amount."""
+        """Whether a percentage of free memory is requested, which may turn out smaller, rather than an amount."""
         return self.num_blocks is None and (self.memory is None or "%" in self.memory)
 
 
 def check_memory_option(text: str | None) -> None:
-    """Raises ConfigError for an amount that cannot be read, so that nobody waits for a model to learn it."""
+    """Raises ConfigError for an amount that cannot be parsed, before a model is loaded."""
     if text is not None:
         parse_memory(text, free=0)
 
 
 def make_runner(config: EngineConfig, model: Model, attention: AttentionBackend, limits: StepLimits) -> ModelRunner:
-    """A runner with a cache as large as the config asks for, or as the device allows.
+    """A model runner with a KV cache as large as the config requests, or as the device allows.
 
-    Raises ConfigError where the cache, or a step beside it, does not fit.
+    Raises ConfigError if the cache, or a step beside it, does not fit.
     """
     size = config.block_size
     per_token = sum(layer.bytes_per_token(model.dtype) for layer in model.layers)
     cache_size = CacheSizeRequest(
-        config.kv_cache_memory, config.kv_blocks, per_token * size, limits.rows * -(-model.max_model_len // size)
+        config.kv_cache_memory, config.kv_blocks, per_token * size, limits.max_seqs * -(-model.max_model_len // size)
     )
     memory = device_memory(model.device)
     num_blocks = choose_num_blocks(cache_size, model, attention, size, limits, memory)
     try:
-        return ModelRunner(model, attention, num_blocks, size, limits.rows if limits.graphs else 0)
+        return ModelRunner(model, attention, num_blocks, size, limits.max_seqs if limits.graphs else 0)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-    # Here nothing holds the half of the cache any more that was made.
+    # Only here nothing holds the part of the cache any more that was made.
     raise ConfigError(
         f"A KV cache of {format_bytes(num_blocks * cache_size.block_bytes)} could not be made on {memory.name}, where "
         f"{format_bytes(memory.free())} are free; give it less (--kv-cache-memory)."
@@ -127,7 +129,7 @@ def choose_num_blocks(
     limits: StepLimits,
     memory: DeviceMemory,
 ) -> int:
-    """How many blocks the cache gets, after the weights are loaded. Raises ConfigError as `make_runner` does."""
+    """Number of blocks of the cache; call it after loading the weights. Raises ConfigError as `make_runner` does."""
     free = memory.free()
     asked = cache_size.bytes_of(free, memory.share)
     if asked > free:
@@ -138,7 +140,7 @@ def choose_num_blocks(
     if memory.measure_peak is not None:
         cache_tokens = free // max(cache_size.block_bytes // block_size, 1)
         peak = MemoryProfiler(model, attention, block_size, limits, cache_tokens).peak(memory)
-        room = memory.free() - peak - RESERVED_BYTES  # kernels that were loaded meanwhile are no longer free
+        room = memory.free() - peak - RESERVED_BYTES  # kernels loaded meanwhile have taken memory
         _check_fits(room, asked, peak, free, cache_size, limits, memory.name)
     if cache_size.num_blocks is not None:
         return cache_size.num_blocks
@@ -154,7 +156,7 @@ def choose_num_blocks(
 def _check_fits(
     room: int, asked: int, peak: int, free: int, cache_size: CacheSizeRequest, limits: StepLimits, device: str
 ) -> None:
-    """Raises ConfigError where no cache fits beside a step, or not the one that was asked for."""
+    """Raises ConfigError if no cache fits beside the largest step, or not the requested one."""
     takes = (
         f"{limits} takes {format_bytes(peak + RESERVED_BYTES)} of the {format_bytes(free)} that are free on {device}"
     )
@@ -171,29 +173,28 @@ def _check_fits(
 
 
 class MemoryProfiler:
-    """The largest steps of a model, computed over a cache of one block, in which all sequences have their tokens.
+    """Computes the largest steps of a model to measure their memory, over a cache of one block for all sequences.
 
-    A step's memory does not depend on what is in the cache. Nothing of this is known to a scheduler or a block pool,
-    and no graph is recorded. Left out is what few steps have: scores of prompts, and penalties of long texts. Where
-    such a step does not fit, it is made smaller (`engine_thread.py`).
+    A step's memory does not depend on what is in the cache. Log-probabilities of prompts and penalties of long texts
+    are left out, since few steps have them; if such a step does not fit, `EngineThread` makes it smaller.
     """
 
     def __init__(
         self, model: Model, attention: AttentionBackend, block_size: int, limits: StepLimits, cache_tokens: int
     ) -> None:
-        """cache_tokens: how many the largest cache could hold"""
+        """cache_tokens: tokens that the largest possible cache holds"""
         self._model = model
         self._limits = limits
-        self._rows = min(limits.rows, limits.tokens)
+        self._rows = min(limits.max_seqs, limits.max_batch_tokens)
         self._cache_tokens = cache_tokens
         self._longest = max(min(model.max_model_len, cache_tokens), 1)
         self._ids = [0] * self._longest
         self._runner = ModelRunner(model, attention, 1, block_size)
         for layer in (*self._runner.kv_cache.keys, *self._runner.kv_cache.values):
-            layer.zero_()  # rows that are no numbers would go another way
+            layer.zero_()  # NaN would take another path through the sampler
 
     def peak(self, memory: DeviceMemory) -> int:
-        """Most bytes that a step takes. Raises ConfigError where not even one fits."""
+        """Most bytes that a step takes. Raises ConfigError if a step does not fit even without a cache."""
         assert memory.measure_peak is not None
         try:
             with use_device(self._model.device):
@@ -202,7 +203,7 @@ class MemoryProfiler:
                 peaks = [memory.measure_peak(partial(self._compute, step)) for step in steps]
                 kept = 0
                 if graph_parts(self._model, self._runner.attention, self._limits.graphs):
-                    # Graphs have their own memory, which other steps cannot use, and logits of their own in it.
+                    # Graphs keep memory, with logits of their own, that other steps cannot use.
                     kept = memory.measure_peak(partial(self._forward, decode))
                 return max(peaks) + kept
         except Exception as error:
@@ -214,11 +215,11 @@ class MemoryProfiler:
         )
 
     def prompt_steps(self) -> list[SchedulerOutput]:
-        """As many tokens as a step can have: of few long prompts, and of as many as there are seats."""
-        rows, tokens = self._rows, self._limits.tokens
+        """Two steps with as many tokens as allowed: in few long prompts, and in as many prompts as allowed."""
+        rows, tokens = self._rows, self._limits.max_batch_tokens
         few = [length for length in _lengths(rows, tokens, self._longest, least=0) if length]
         many = [min(tokens // rows + (row < tokens % rows), self._longest) for row in range(rows)]
-        # Where attention copies the past of a chunk, the last one of a long text takes most.
+        # If attention gathers the past of a chunk, the last chunk of a long prompt takes most memory.
         past = self._longest - few[0] if self._runner.attention.gathers_kv else 0
         return [
             self._scheduled([(past, past + few[0]), *((0, length) for length in few[1:])]),
@@ -226,12 +227,12 @@ class MemoryProfiler:
         ]
 
     def decode_step(self) -> SchedulerOutput:
-        """One token in every seat, behind as much text as the cache could hold."""
+        """A step that decodes one token of each sequence, with as much context as the cache could hold."""
         lengths = _lengths(self._rows, self._cache_tokens, self._longest, least=1)
         return self._scheduled([(length - 1, length) for length in lengths])
 
     def _scheduled(self, bounds: list[tuple[int, int]]) -> SchedulerOutput:
-        """Slices start .. stop-1, after each of which a token is sampled."""
+        """Chunks start .. stop-1; a token is sampled after each."""
         chunks = []
         for number, (start, stop) in enumerate(bounds):
             request = Request(number, self._ids, _ALL_FEATURES, 1, seed=number, grammar_state=_AnyToken())
@@ -247,7 +248,7 @@ class MemoryProfiler:
         return batch, self._runner.forward(batch)
 
     def _compute(self, scheduled: SchedulerOutput) -> None:
-        """A step as the engine computes it, every row with a form, filters, a penalty and log-probabilities."""
+        """A step as the engine computes it, with a constraint and all of `_ALL_FEATURES` for each request."""
         batch, logits = self._forward(scheduled)
         rows = len(scheduled.to_sample)
         masks = TokenMasks(torch.ones(rows, self._model.vocab_size, dtype=torch.bool), [None] * rows)
@@ -255,16 +256,16 @@ class MemoryProfiler:
 
 
 class _AnyToken:
-    """A form that allows every token."""
+    """A constraint that allows every token."""
 
     is_finished = False
 
     def accept(self, token_id: int) -> None:
-        """Nothing follows from it."""
+        """Does nothing."""
 
 
 def _lengths(count: int, total: int, longest: int, least: int) -> list[int]:
-    """`count` numbers that add up to `total`, as far as each may be `longest`; the first as large as can be."""
+    """`count` numbers from `least` to `longest` that add up to `total` if possible, the largest ones first."""
     lengths = []
     for _ in range(count):
         lengths.append(max(min(longest, total), least))

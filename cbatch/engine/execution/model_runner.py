@@ -1,4 +1,4 @@
-"""Runs a model on a ragged batch over the paged cache."""
+"""Runs a model on ragged batches over the paged KV cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cbatch.engine.models.base import CapturableModel, Model
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache
 
-Part = TypeVar("Part")
+T = TypeVar("T")
 
 
 def graph_parts(
@@ -24,12 +24,12 @@ def graph_parts(
 
 
 class ModelRunner:
-    """Owns the model and the cache's tensors, until it is closed; knows nothing of requests."""
+    """Owns a model, its KV cache and its CUDA graphs until it is closed. Knows nothing of requests."""
 
     def __init__(
         self, model: Model, attention: AttentionBackend, num_blocks: int, block_size: int, max_graph_rows: int = 0
     ) -> None:
-        """graph_rows: decode steps of up to so many rows become CUDA graphs, where model and attention allow it"""
+        """max_graph_rows: capture decode steps of up to this many sequences, if model and attention allow it"""
         self.attention = attention
         self.num_blocks = num_blocks
         shapes = [attention.block_shapes(layer, block_size, model.dtype) for layer in model.layers]
@@ -42,10 +42,12 @@ class ModelRunner:
 
     @property
     def model(self) -> Model:
+        """Raises EngineError after `close`."""
         return _open(self._model)
 
     @property
     def kv_cache(self) -> KVCache:
+        """Raises EngineError after `close`."""
         return _open(self._kv_cache)
 
     @property
@@ -57,17 +59,17 @@ class ModelRunner:
         _open(self._model)
 
     def forward(self, batch: RaggedBatch) -> Logits:
-        """Logits [R, vocabulary] of the rows that get a token; the batch's keys and values are in the cache then."""
+        """Logits [R, vocabulary] of the batch's `rows`; stores the keys and values of its tokens in the cache."""
         if self._graphs is not None and (logits := self._graphs.forward(batch)) is not None:
             return Logits(logits)
         return self.model.forward(batch, self.kv_cache, self.attention)
 
     def close(self) -> None:
-        """Lets go of the model, the cache and the graphs. Whoever asks for one of them then gets an EngineError."""
+        """Drops the model, the cache and the graphs; to use one of them afterwards raises EngineError."""
         self._graphs = self._kv_cache = self._model = None
 
 
-def _open(part: Part | None) -> Part:
+def _open(part: T | None) -> T:
     if part is None:
         raise EngineError("The engine is closed.")
     return part

@@ -1,4 +1,4 @@
-"""A step's plan as arrays, on the host and on the device: all slices in one row, without padding."""
+"""A scheduled step as arrays, on the host and on the device: all chunks in one row, without padding."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from cbatch.engine.scheduler.request import Request
 
 
 class InFlightTokens(NamedTuple):
-    """Tokens that are on the device, and not yet known on the host.
+    """Tokens of the step in flight, which the host does not know yet.
 
-    tokens: [R] int64, what the step before has sampled
+    tokens: [R] int64, sampled by that step
     rows:   the row of each request's token
     """
 
@@ -30,20 +30,20 @@ class InFlightTokens(NamedTuple):
 
 
 class BlockTables:
-    """Block ids of requests as rows of one array, which is kept from step to step: most steps add few of them."""
+    """Block ids of requests as rows of one array, which is kept from step to step, since most steps add few ids."""
 
     def __init__(self) -> None:
         self._array = np.zeros((0, 0), np.int32)
         self._places: dict[int, int] = {}
-        """Row of the array, by the id of the request."""
+        """Row of the array by the id of the request."""
         self._held: list[list[int]] = []
-        """For each row the list that it was written from."""
+        """For each row, the list that it was written from."""
         self._counts: list[int] = []
 
     def rows(self, requests: Sequence[Request], blocks: Sequence[list[int]]) -> NDArray[np.int32]:
-        """[S, B] block ids of each request; what is behind its last one means nothing.
+        """[S, B] block ids of each request; entries after its last one are undefined.
 
-        A list of blocks may only be added to; where it is another one than the last time, it is written anew.
+        A list of blocks may only grow; another list for the same request is written anew.
         """
         if len(self._held) + len(requests) > len(self._array):
             self._begin_anew(len(requests))
@@ -74,14 +74,14 @@ class BlockTables:
         self._counts[place] = len(blocks)
 
     def _begin_anew(self, rows: int) -> None:
-        """Forgets all; with room for several steps' worth of rows that come and go, this is rare."""
+        """Forgets all rows. This is rare, since the array has room for the requests of several steps."""
         self._places, self._held, self._counts = {}, [], []
         if 4 * rows > len(self._array):
             self._array = np.zeros((8 * rows, self._array.shape[1]), np.int32)
 
 
 class Argmax(NamedTuple):
-    """The token with the largest logit of each of R rows, the first of equal ones, on the host.
+    """The token with the largest logit of each of R rows (the first of equal ones), on the host.
 
     tokens: [R] int64
     logits: [R] float32, NaN where any of the row's is
@@ -92,14 +92,14 @@ class Argmax(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """What a model gives for R rows: logits [R, V], and the likeliest tokens where it found them on its way."""
+    """What a model returns for R rows: logits [R, V], and the argmax if the model has computed it."""
 
     values: Tensor
     argmax: Argmax | None = None
 
 
 class DeviceTokens(NamedTuple):
-    """Tokens that only the device knows: [N] places among the step's, and the rows of `tokens` [R] that go there."""
+    """Input tokens that only the device knows: [N] their places in the batch, and their rows of `tokens` [R]."""
 
     tokens: Tensor
     places: NDArray[np.int64]
@@ -108,21 +108,21 @@ class DeviceTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class RaggedBatch:
-    """S slices of T tokens in all, concatenated; the logits of R of them are asked for.
+    """S chunks with T tokens in all, concatenated; R of the tokens need logits.
 
     On the host:
-    ids            [T] int64 tokens; those that only the device knows are 0
-    positions      [T] int64, place of each token in its own sequence
+    ids            [T] int64, tokens; 0 for those that only the device knows
+    positions      [T] int64, position of each token in its sequence
     slots          [T] int64, place of each token in the KV cache: block * block_size + offset
-    rows           [R] int64, rows of the T whose logits are wanted, to get a next token or to score the prompt's
-    tables         [S, B] int32, block ids of each sequence; what is after its last means nothing
-    starts, stops  S ints: slice i computes tokens starts[i] .. stops[i]-1 of its sequence, and each of them attends to
-                   the tokens of that sequence up to itself, nobody else's
-    scored         [R] bool, which of the R rows score a prompt; None where none does
-    late           tokens that only the device knows, which is not the CPU then; None where there are none
+    rows           [R] int64, which of the T tokens need logits, to sample the next token or to score the prompt
+    tables         [S, B] int32, block ids of each sequence; entries after its last one are undefined
+    starts, stops  S ints: chunk i computes tokens starts[i] .. stops[i]-1 of its sequence; each attends to the tokens
+                   of that sequence up to itself
+    scored         [R] bool, which of the R rows score a prompt; None if none does
+    device_tokens  tokens that only the device knows; None if there are none, as always on a CPU
 
-    On the `device` the arrays are tensors, brought there by one copy when the first of them is asked for: `input_ids`,
-    `position_ids`, `slot_mapping`, `logit_rows` and `block_tables`.
+    On the device the arrays are the tensors `input_ids`, `position_ids`, `slot_mapping`, `logit_rows` and
+    `block_tables`; one copy brings all of them there when the first one is used.
     """
 
     ids: NDArray[np.int64]
@@ -174,13 +174,13 @@ class RaggedBatch:
         tables: BlockTables | None = None,
         in_flight_tokens: InFlightTokens | None = None,
     ) -> RaggedBatch:
-        """
-        tables: kept from step to step, so that not all of it is made anew
-        coming: tokens of the slices that the host does not know; they go into `input_ids` on the device, on a CPU
-                into `ids` at once
+        """The batch of a scheduled step.
+
+        tables:           kept from step to step, so that they need not be rebuilt
+        in_flight_tokens: tokens that the host does not know yet; on a CPU they are put into `ids` at once
         """
         requests, starts, stops, are_last, blocks, _ = zip(*scheduled.chunks, strict=True)
-        # numpy, because torch takes longer, and each of its operations lets other threads take the interpreter.
+        # numpy: torch takes longer, and each of its operations lets other threads take the interpreter.
         furthest = np.array(stops)
         lengths = furthest - np.array(starts)
         ends = lengths.cumsum()
@@ -195,7 +195,7 @@ class RaggedBatch:
         ids, unknown = _token_ids(scheduled.chunks)
         device_tokens = None
         if unknown:
-            assert in_flight_tokens is not None, "tokens that nobody knows"
+            assert in_flight_tokens is not None, "a token that is not in flight is unknown"
             device_tokens = DeviceTokens(
                 in_flight_tokens.tokens,
                 ends[unknown] - 1,
@@ -208,7 +208,7 @@ class RaggedBatch:
 
 
 def _token_ids(chunks: Sequence[ScheduledChunk]) -> tuple[NDArray[np.int64], list[int]]:
-    """The tokens of all slices as far as the host knows them, and the slices whose last one it does not know."""
+    """The tokens of all chunks, 0 for those the host does not know, and the numbers of the chunks that end with one."""
     known = [chunk.request.token_ids[chunk.start : chunk.stop] for chunk in chunks]
     unknown = []
     for number, (chunk, tokens) in enumerate(zip(chunks, known, strict=True)):
@@ -219,7 +219,7 @@ def _token_ids(chunks: Sequence[ScheduledChunk]) -> tuple[NDArray[np.int64], lis
 
 
 def _scored_rows(scheduled: SchedulerOutput) -> NDArray[np.int64]:
-    """Rows of the ragged batch whose logits score a prompt; most steps have none."""
+    """Tokens of the batch whose logits score a prompt; most steps have none."""
     rows: list[int] = []
     if any(chunk.request.scores_prompt for chunk in scheduled.chunks):
         first = 0

@@ -1,4 +1,4 @@
-"""Which type of numbers a model is computed in."""
+"""The dtype that a model computes in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from cbatch.engine.base.errors import ConfigError
 
 
 def choose_dtype(name: str, checkpoint: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """`auto` is the checkpoint's own type, or float32 where the CPU has no fast arithmetic for it."""
+    """The dtype by name; `auto` is the checkpoint's, or float32 on a CPU without fast arithmetic for that.
+
+    Raises ConfigError for an unknown name.
+    """
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name != "auto":
         if name not in names:
@@ -21,6 +24,6 @@ def choose_dtype(name: str, checkpoint: torch.dtype | None, device: torch.device
 
 
 def _cpu_has_bfloat16() -> bool:
-    # torch has no public word for this; a build without these names is one without the instructions.
+    # torch has no public function for this; a build without these names lacks the instructions.
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, name, bool)() for name in names)

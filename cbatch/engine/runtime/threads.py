@@ -1,4 +1,4 @@
-"""How many threads torch's own operations take."""
+"""The number of threads that torch and our own kernels use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _outside = threading.local()
 
 
 def num_threads() -> int:
-    """How many threads computing may take, also within `single_threaded`."""
+    """Number of threads for computing, also within `single_threaded`."""
     count: int = getattr(_outside, "count", None) or torch.get_num_threads()
     return count
 
@@ -21,8 +21,8 @@ def num_threads() -> int:
 def single_threaded() -> Iterator[None]:
     """Keeps torch's operations on the calling thread.
 
-    When one of its parallel operations is over, its other threads look for more for about a millisecond, and so take
-    the processor from threads of ours.
+    After a parallel operation, torch's other threads spin for about a millisecond, which takes the cores from our own
+    threads.
     """
     _outside.count = before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""From the host to a device: small arrays, and which device is meant."""
+"""Small arrays from the host to a device and back, and the current device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _ALIGNMENT = 16
-"""Bytes: kernels are compiled for addresses that are multiples of it, or once more for others."""
+"""Bytes. Triton compiles a kernel once more for addresses that are not multiples of it."""
 
 
 def use_device(device: torch.device) -> AbstractContextManager[object]:
-    """Kernels of Triton are launched on torch's current device, wherever the tensors lie."""
+    """Makes a GPU torch's current device, on which Triton launches kernels wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -28,14 +28,14 @@ def synchronize(device: torch.device) -> None:
 
 
 def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """The arrays as tensors there, by one copy that nobody waits for. On the CPU they keep their memory."""
+    """The arrays as tensors on a device, by one asynchronous copy. On the CPU they share their memory."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     return unpack(pack(arrays, arrays, pin=True).to(device, non_blocking=True), arrays)
 
 
 class HostCopy:
-    """Tensors on their way to the host. Nobody waits for them until they are asked for."""
+    """An asynchronous copy of tensors to the host."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._arrived: torch.cuda.Event | None = None
@@ -49,18 +49,18 @@ class HostCopy:
             self._arrived.record(torch.cuda.current_stream(tensors[0].device))
 
     def get(self) -> tuple[Tensor, ...]:
-        """The tensors, on the host."""
+        """Waits for the copy, and returns the tensors on the host."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._tensors
 
 
-def pack(arrays: Sequence[NDArray[Any]], room: Sequence[NDArray[Any]], *, pin: bool) -> Tensor:
-    """The bytes of all arrays, each where that of `room` begins, in memory that ends with the last.
+def pack(arrays: Sequence[NDArray[Any]], layout: Sequence[NDArray[Any]], *, pin: bool) -> Tensor:
+    """A buffer with the bytes of all arrays, at the aligned offsets of `layout`, up to the end of the last array.
 
-    room: the arrays themselves, or larger ones; each has an aligned place
+    layout: the arrays themselves, or larger ones
     """
-    places = _places(room)
+    places = _places(layout)
     buffer = torch.empty(places[-2] + arrays[-1].nbytes, dtype=torch.uint8, pin_memory=pin)
     there = buffer.numpy()
     for array, place in zip(arrays, places, strict=False):
@@ -69,7 +69,7 @@ def pack(arrays: Sequence[NDArray[Any]], room: Sequence[NDArray[Any]], *, pin: b
 
 
 def unpack(buffer: Tensor, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-    """A buffer for arrays of these shapes and types (see `pack`), as tensors that share its memory."""
+    """The tensors in a buffer for arrays of these shapes and types (see `pack`); they share its memory."""
     result = []
     for array, place in zip(arrays, _places(arrays), strict=False):
         kind = torch.from_numpy(np.empty(0, array.dtype)).dtype
@@ -78,7 +78,7 @@ def unpack(buffer: Tensor, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
 
 
 def packed_size(arrays: Sequence[NDArray[Any]]) -> int:
-    """Bytes of a buffer for all arrays."""
+    """Bytes of a buffer that holds all arrays."""
     return _places(arrays)[-1]
 
 

@@ -1,4 +1,4 @@
-"""Names for the phases of a step: they stand in a trace while one is recorded, and cost next to nothing else."""
+"""Named spans for the phases of a step. A trace shows them; without one they cost next to nothing."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _open: OpenSpan | None = None
 
 
 def span(name: str) -> AbstractContextManager[object]:
-    """A context whose time a trace shows under this name, on the thread that is in it."""
+    """A context that a trace shows under this name, on the current thread."""
     return _NOTHING if _open is None else _open(name)
 
 
 def record_spans(open_span: OpenSpan | None) -> None:
-    """From now on `open_span` makes the contexts of all threads; None makes them empty again."""
+    """Makes `span` use `open_span` on all threads from now on; None turns spans off."""
     global _open
     _open = open_span

@@ -1,4 +1,4 @@
-"""What a trace in Chrome's format says of the steps in it: how long the device had nothing to do.
+"""Summarizes the steps in a trace of Chrome's format: how long the device was idle.
 
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 STEP, FORWARD, WAIT = "step", "forward", "wait"
-"""Spans that are counted here: a call of the engine's step, the model in it, and waiting for requests."""
+"""The spans that count: a call of `Engine.step`, the model in it, and waiting for requests."""
 
 _DEVICE = "device"
 _CATEGORIES = {"kernel": _DEVICE, "gpu_memcpy": _DEVICE, "gpu_memset": _DEVICE, "user_annotation": ""}
-"""Events that matter, by the name that torch's profiler gives their kind."""
+"""The events that count, by their category in torch's profiler."""
 
 
 class Interval(NamedTuple):
-    """A time from `begin` to `end`, in µs."""
+    """From `begin` to `end`, in µs."""
 
     begin: float
     end: float
@@ -29,15 +29,15 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """What came out of some steps.
+    """Times of the steps in a trace.
 
-    num_steps:  calls of the engine's step
-    seconds:    on a GPU from its first work to the end of its last, on a CPU from the first step to the end of the
-                last; the time in which there was no request is not in it
-    waited_s:   that time
-    idle_share: of `seconds`, in which the GPU did nothing, or the CPU something else than the model; None where
+    num_steps:  calls of `Engine.step`
+    seconds:    on a GPU from the begin of its first to the end of its last work, on a CPU from the first to the last
+                step; without `waited_s`
+    waited_s:   seconds without a request
+    idle_share: share of `seconds` in which the GPU did nothing, or the CPU something other than the model; None if
                 their work is not in the trace
-    on_device:  whether it is about a GPU
+    on_device:  whether the steps ran on a GPU
     """
 
     num_steps: int
@@ -56,17 +56,18 @@ class TraceSummary:
 
 
 def read_summary(path: Path, *, on_device: bool) -> TraceSummary:
-    """The summary of a trace that torch's profiler has written.
+    """The summary of a trace written by torch's profiler.
 
     on_device: whether the steps ran on a GPU
-    Raises OSError where it cannot be read, and ValueError where it is not whole.
+
+    Raises OSError if the file cannot be read, and ValueError if it is incomplete.
     """
     with path.open(encoding="utf-8") as stream:
         return summarize(json.load(stream, object_hook=_kept), on_device=on_device)
 
 
 def summarize(events: Iterable[tuple[str, Interval] | None], *, on_device: bool) -> TraceSummary:
-    """The summary of the spans of a trace by their names, and of the device's work, which is called `device`."""
+    """The summary of named spans; those of the device's work have the name `device`."""
     found: dict[str, list[Interval]] = {name: [] for name in (STEP, FORWARD, WAIT, _DEVICE)}
     for name, interval in filter(None, events):
         if name in found:
@@ -89,7 +90,7 @@ def summarize(events: Iterable[tuple[str, Interval] | None], *, on_device: bool)
 
 
 def union_length(intervals: Iterable[Interval]) -> float:
-    """How long at least one of the intervals lasts: what several streams do at once counts once."""
+    """Length of the union of intervals: simultaneous work of several streams counts once."""
     total, until = 0.0, -math.inf
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, until))
@@ -98,7 +99,7 @@ def union_length(intervals: Iterable[Interval]) -> float:
 
 
 def _kept(fields: dict[str, Any]) -> Any:
-    """What is kept of a JSON object while a trace is read, which may have a million of them."""
+    """The part of a JSON object to keep while a trace is read; it may have a million of them."""
     if "traceEvents" in fields:
         return fields["traceEvents"]
     name = _CATEGORIES.get(fields.get("cat", "")) if fields.get("ph") == "X" else None

@@ -1,4 +1,4 @@
-"""A trace of some of an engine's steps, by torch's profiler, to be looked at in Perfetto or chrome://tracing."""
+"""Traces of an engine's steps by torch's profiler, for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ if TYPE_CHECKING:
     import torch.profiler
 
 WARMUP_STEPS = 8
-"""Steps before the first one that is recorded: kernels are compiled in them, and CUDA graphs recorded."""
+"""Steps before the first recorded one: they compile kernels and capture CUDA graphs."""
 
 MAX_STEPS = 64
-"""A step of a large model has thousands of events."""
+"""Recorded steps. A step of a large model has thousands of events."""
 
 _profiler_is_taken = threading.Lock()
-"""torch has one profiler for a process, and may crash where two are nested."""
+"""torch has one profiler for the process, and may crash if two are nested."""
 
 
 class StepTracer:
-    """Records steps of an `EngineThread`, and writes them down once there are enough, or at the end.
+    """Records steps of an `EngineThread`, and writes the trace after enough of them or at the end.
 
-    The profiler records the thread that starts it, and what the device does for anybody. Whatever goes wrong with it
-    ends the recording, and never a step.
+    The profiler records the thread that starts it, and all work of the device. If it fails, the recording ends, and
+    the steps go on.
 
-    path:      where the trace goes; a file that is there is replaced
+    path:      file of the trace; an existing one is replaced
     num_steps: steps so far, recorded or not
-    summary:   what came out; None as long as no trace is written
-    error:     why there will be none; empty as long as nothing has gone wrong
+    summary:   of the written trace; None before
+    error:     why no trace will be written; empty if nothing has failed
     """
 
     def __init__(self, path: str | Path, *, warmup: int = WARMUP_STEPS, steps: int = MAX_STEPS) -> None:
-        """`steps` are recorded after `warmup` others. Raises ConfigError where no file can be written at that path."""
+        """Records `steps` steps after `warmup` others. Raises ConfigError if the file cannot be written."""
         self.path = Path(path)
         self.warmup = warmup
         self.num_steps = 0
@@ -60,12 +60,12 @@ class StepTracer:
             raise ConfigError(f"Cannot write the trace {path}: {reason}.") from error
 
     def prepare(self) -> None:
-        """Sets the profiler up; to be called on the thread that imported torch, or it complains on stderr."""
+        """Sets up the profiler. Call it on the thread that imported torch, or the profiler complains on stderr."""
         self._attempt(self._prepare)
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A context for one step, always on the same thread."""
+        """A context for one step. All steps belong to the same thread."""
         if self.num_steps == self.warmup:
             self._attempt(self._start)
         try:
@@ -77,19 +77,19 @@ class StepTracer:
                 self.finish()
 
     def finish(self) -> None:
-        """Ends the recording and writes it down, where there is one that is not written yet; on the steps' thread."""
+        """Ends a recording and writes it, if that has not been done; on the thread of the steps."""
         if self._profiler is not None:
             self._attempt(self._finish)
 
     def _prepare(self) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it tells on stderr of every start and stop
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it logs every start and stop on stderr
         import torch
         from torch.autograd import profiler
         from torch.profiler import ProfilerActivity, profile
 
         self._has_lock = _profiler_is_taken.acquire(blocking=False)
         if not self._has_lock or getattr(profiler, "_is_profiler_enabled", False):
-            raise EngineError("torch's profiler is at work for somebody else")
+            raise EngineError("torch's profiler is already in use")
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             activities.append(ProfilerActivity.CUDA)
@@ -109,7 +109,7 @@ class StepTracer:
         profiler, was_recording = self._profiler, self._is_recording
         assert profiler is not None
         if not was_recording:
-            profiler.start_trace()  # the way out of being prepared
+            profiler.start_trace()  # a prepared profiler can only stop after it was started
         profiler.stop_trace()
         self._give_back()
         if was_recording:
@@ -124,10 +124,10 @@ class StepTracer:
             self.summary = summary
         finally:
             self._temporary.unlink(missing_ok=True)
-            self._temporary.with_name(f"{self._temporary.name}.tmp").unlink(missing_ok=True)  # the profiler's own
+            self._temporary.with_name(f"{self._temporary.name}.tmp").unlink(missing_ok=True)  # the profiler's
 
     def _give_back(self) -> None:
-        """Lets others have the profiler."""
+        """Releases the profiler."""
         self._profiler, self._is_recording = None, False
         if self._has_lock:
             record_spans(None)
@@ -135,15 +135,15 @@ class StepTracer:
             self._has_lock = False
 
     def _check_written(self) -> None:
-        """The profiler is silent where it fails: what is missing then is the file."""
+        """Raises if there is no file, since the profiler fails silently."""
         if not self._temporary.exists():
-            self._temporary.touch()  # says why, if that is still so
-            raise ValueError("it could not be written whole, for the disk may be full")
+            self._temporary.touch()  # raises the reason, if it persists
+            raise ValueError("it is incomplete; the disk may be full")
 
     def _attempt(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # a trace is worth no step, whatever the profiler or the disk has
+        except Exception as error:  # whatever the profiler or the disk raises, the steps go on
             self._give_back()
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             self.error = f"Cannot write the trace {self.path}: {reason or repr(error)}."
