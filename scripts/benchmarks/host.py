@@ -147,7 +147,7 @@ def report_phases(options: argparse.Namespace, report: Report) -> None:
 
 
 def report_share(options: argparse.Namespace, report: Report) -> None:
-    found = list(measure_share(options.shape, options.rounds))[1:]  # the first touches its memory first
+    found = list(measure_share(options.shape, options.rounds))[1:]  # the first round touches memory for the first time
     for one in found:
         report.line(one)
     share = median(one.outside_s / one.elapsed_s for one in found)

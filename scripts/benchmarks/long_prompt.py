@@ -252,7 +252,7 @@ def measure_targets(
     found = []
     warm = replace(sizes, prompt_tokens=min(sizes.prompt_tokens, 4 * sizes.budget), steady_steps=4)
     engine = open_engine(loaded, sizes, None, device)
-    measure(engine, warm, None, 1.0)  # kernels are compiled
+    measure(engine, warm, None, 1.0)  # compiles the kernels
     alone_s = measure_alone(engine, sizes)
     engine.close()
     del engine

@@ -57,9 +57,10 @@ CASES = {
     "counts": Constraint("regex", "(a{1,500}){1,500}"),
 }
 
-# Compiles a constraint, and starts an output: its mask as packed bits, and what takes a token and says whether it ends.
 Output = tuple[Callable[[], Any], Callable[[int], bool]]
+"""An output under a constraint: fills its mask as packed bits; takes a token, and says whether the output ends."""
 Library = Callable[[Constraint], Callable[[], Output]]
+"""Compiles a constraint; the result starts outputs under it."""
 
 
 def make_tokens(count: int) -> list[bytes]:
@@ -122,7 +123,7 @@ def xgrammar_library(tokens: list[bytes]) -> Library:
 
 
 def measure(library: Library, constraint: Constraint, vocabulary: int, seconds: float) -> tuple[float, list[float]]:
-    """Milliseconds to compile, and to fill each mask of random outputs, for at most so many seconds."""
+    """Milliseconds to compile, and to fill each mask of random outputs. Stops after so many seconds."""
     begun = time.perf_counter()
     start = library(constraint)
     compiling = time.perf_counter() - begun

@@ -27,7 +27,7 @@ def prompt_cases(path: Path) -> list[Case]:
 
 
 def is_right(case: Case, output: Completion) -> bool:
-    """Exact for all but stories: those name the hero and the place, have a fair length and end by themselves."""
+    """Whether the answer is exact. A story is right if it names hero and place, is long enough and ends by itself."""
     if not case.words:
         return output.text == case.answer
     named = all(word in output.text for word in case.words)
@@ -44,7 +44,7 @@ def complete(engine: Engine, cases: list[Case]) -> list[Completion]:
 
 
 def perplexity(model: str, dtype: str, quantize: str | None, cases: list[Case]) -> float:
-    """Of the right answers, by token, as the model is computed in these numbers."""
+    """Perplexity of the right answers, by token, of the model in this dtype."""
     total, count = 0.0, 0
     with Engine(EngineConfig(model=model, dtype=dtype, quantize=quantize)) as engine:
         for at in range(0, len(cases), BATCH):
@@ -73,12 +73,16 @@ def print_perplexities(model: str, cases: list[Case]) -> None:
 
 
 def main() -> None:
-    """Score and print."""
+    """Scores the model, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=str(ROOT / "cbatch" / "demo"))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--per-skill", type=int, default=120)
-    parser.add_argument("--perplexity", action="store_true", help="of the right answers, in several types of numbers")
+    parser.add_argument(
+        "--perplexity",
+        action="store_true",
+        help="print the perplexity of the right answers in several dtypes, instead of the scores",
+    )
     parser.add_argument("--show-wrong", action="store_true", help="print the wrong answers to standard error")
     args = parser.parse_args()
     cases = held_out(args.per_skill) + own_wording() + prompt_cases(ROOT / "scripts" / "prompts.jsonl")

@@ -1,4 +1,4 @@
-"""Whether the kernels are right on this device: against float64, against torch, and against transformers."""
+"""Checks the kernels on this device against float64, torch and transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from scripts.gpu.clock import make_batch
 BLOCK_SIZE = 16
 
 Check = tuple[str, bool, str]
-"""What was checked, whether it was right, and by which figure."""
+"""What was checked, whether it is right, and the figure that decided."""
 
 RULES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -38,7 +38,7 @@ RULES: dict[str, dict[str, Any]] = {
 def check_attention(
     heads: int, kv_heads: int, dim: int, sequences: int, longest: int, device: torch.device
 ) -> Iterator[Check]:
-    """Random ragged steps against the reference in float64; what is not written of the cache is not a number."""
+    """Compares random ragged steps with the reference in float64. Slots that nobody wrote hold NaN."""
     chance = random.Random(1)
     kinds = {"decode": (1, 1), "prefill": (2, longest // 2), "mixed": (1, longest // 4)}
     for kind, (fewest, most) in kinds.items():
@@ -90,7 +90,7 @@ def _attention_error(
 
 
 def check_model(name: str, config: Config, device: torch.device) -> Check:
-    """Logits of some layers of a model: as near to float32 as transformers' own in bfloat16, or nearly so."""
+    """Checks that the logits of a few layers are about as near to float32 as transformers' own in the same dtype."""
     config = config | {"num_hidden_layers": min(4, config["num_hidden_layers"])}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     tensors = RandomTensors(config, device, torch.bfloat16)
@@ -112,7 +112,7 @@ def check_model(name: str, config: Config, device: torch.device) -> Check:
 
 
 def check_sampling(rows: int, vocabulary: int, device: torch.device) -> Check:
-    """Tokens drawn from random logits, against the definition with a sort."""
+    """Compares tokens drawn from random logits with the definition, which sorts."""
     chance = random.Random(2)
     kinds: list[dict[str, Any]] = [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.02}, {"top_k": 200, "top_p": 0.95}]
     requests = cast(

@@ -1,4 +1,4 @@
-"""Time on a device, and rows of a step to spend it on."""
+"""Measures time on a device, and makes steps to measure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cbatch.engine.runtime.batch import RaggedBatch
 
 
 def seconds(work: Callable[[], Any], device: torch.device, repeats: int = 10, rounds: int = 3) -> float:
-    """Of one piece of work: the median of some rounds, after one that does not count."""
+    """Seconds of one call of `work`: the median of some rounds, after one that does not count."""
     times = []
     for _ in range(rounds + 1):
         wait(device)
@@ -34,7 +34,7 @@ def wait(device: torch.device) -> None:
 def make_batch(
     starts: Sequence[int], stops: Sequence[int], num_blocks: int, block_size: int, vocabulary: int, device: torch.device
 ) -> RaggedBatch:
-    """Slices of sequences whose blocks lie anywhere in the cache; a logit row for each."""
+    """A step over tokens `starts` to `stops` of sequences whose blocks lie anywhere in the cache; each gets logits."""
     chance = random.Random(0)
     free = list(range(num_blocks))
     chance.shuffle(free)

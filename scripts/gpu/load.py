@@ -197,7 +197,7 @@ def load_lines(
         closing(EngineThread(engine)) as engine_thread,
     ):
         asked = scenario(engine, sizes)
-        run_load(engine_thread, asked.probe(1, min(3.0, sizes.probe_s)), SLO_TARGET)  # kernels are compiled
+        run_load(engine_thread, asked.probe(1, min(3.0, sizes.probe_s)), SLO_TARGET)  # compiles the kernels
         yield Served.of(name, sizes.users, run_load(engine_thread, asked, SLO_TARGET))
         found = find_capacity(
             lambda users: run_load(engine_thread, asked.probe(users, sizes.probe_s), SLO_TARGET),

@@ -57,7 +57,7 @@ def run_engine(
     )
     params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in work.output_lengths]
     with Engine(config, loaded) as engine:
-        engine.generate(work.prompts[:8], SamplingParams(max_tokens=8, ignore_eos=True))  # kernels are compiled
+        engine.generate(work.prompts[:8], SamplingParams(max_tokens=8, ignore_eos=True))  # compiles the kernels
         engine.synchronize()
         start = time.perf_counter()
         outputs = engine.generate(work.prompts, params)

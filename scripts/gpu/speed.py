@@ -1,4 +1,4 @@
-"""Attention and whole steps against what the device can do at best."""
+"""Measures attention and whole steps, and compares them with what the device can do at best."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One thing measured. share: of the rate that the device has for it."""
+    """One measurement; `share` is its share of the device's rate."""
 
     what: str
     figure: float
@@ -39,7 +39,7 @@ class Line:
 
 
 class Cache:
-    """One layer's cache, filled with random numbers, and sequences in it."""
+    """The cache of one layer, filled with random numbers, and sequences in it."""
 
     def __init__(self, config: Config, starts: list[int], stops: list[int], device: torch.device) -> None:
         self.heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -68,7 +68,7 @@ def decode_cache(config: Config, sequences: int, device: torch.device) -> Cache:
 
 
 def decode_line(what: str, cache: Cache, attention: TritonAttention, rates: DeviceRates) -> Line:
-    """Bytes of keys and values that a layer reads in a second."""
+    """Bytes of keys and values that a layer reads per second."""
     bytes_ = 2 * sum(cache.batch.stops) * cache.kv_heads * cache.dim * cache.dtype.itemsize
     rate = bytes_ / cache.seconds(attention)
     return Line(what, rate / 1e9, "GB/s", rate / rates.bytes_per_s)
@@ -77,7 +77,7 @@ def decode_line(what: str, cache: Cache, attention: TritonAttention, rates: Devi
 def prefill_line(
     what: str, config: Config, chunks: int, past: int, tokens: int, rates: DeviceRates, attention: TritonAttention
 ) -> Line:
-    """Operations of a layer in a second, of the pairs of tokens that causal attention needs."""
+    """Operations of a layer per second, counting the pairs of tokens that causal attention needs."""
     cache = Cache(config, [past] * chunks, [past + tokens] * chunks, attention.device)
     pairs = chunks * (tokens * past + tokens * (tokens + 1) // 2)
     rate = 4 * pairs * cache.heads * cache.dim / cache.seconds(attention)
@@ -97,7 +97,7 @@ def attention_lines(shapes: dict[str, Config], rates: DeviceRates, device: torch
 
 
 def sweep_lines(config: Config, rates: DeviceRates, device: torch.device) -> Iterator[Line]:
-    """Other settings of the kernels, for whoever wants to find better ones. Each is compiled first."""
+    """Measures other settings of the kernels, to find better ones. Each is compiled first."""
     cache = decode_cache(config, 256, device)
     choices: dict[str, list[Any]] = {
         "tile_bytes": [8192, 16384, 32768],
@@ -110,7 +110,7 @@ def sweep_lines(config: Config, rates: DeviceRates, device: torch.device) -> Ite
         try:
             attention = TritonAttention(device, DecodeTuning(**settings))
             yield decode_line(f"decode {settings}", cache, attention, rates)
-        except Exception as error:  # some take more of the device than there is
+        except Exception as error:  # some settings need more of the device than there is
             print(f"decode {settings}: {type(error).__name__}")
     for rows, warps, tokens, stages in itertools.product((64, 128), (4, 8), (32, 64, 128), (2, 3, 5)):
         tuning = PrefillTuning(rows=rows, warps=warps, tokens=tokens, stages=stages)
@@ -121,7 +121,10 @@ def sweep_lines(config: Config, rates: DeviceRates, device: torch.device) -> Ite
 
 
 def step_lines(name: str, decoder: CudaModel, rates: DeviceRates) -> Iterator[Line]:
-    """Decode steps by their number of rows, replayed and launched one by one; against reading weights and context."""
+    """Measures decode steps by their number of requests, as graphs and as single launches.
+
+    They are compared with the time in which the device reads the weights and the context.
+    """
     device, attention = decoder.device, TritonAttention(decoder.device)
     on_gpu = device.type == "cuda"
     context, sizes = (1024, (1, 4, 16, 64, 128, 256)) if on_gpu else (20, (1, 3))

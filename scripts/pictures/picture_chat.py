@@ -18,7 +18,7 @@ from scripts.benchmarks.terminal import Terminal
 PICTURE = Path(__file__).parents[2] / "docs" / "chat.svg"
 WIDTH, HEIGHT, MARGIN = 8.4, 17.0, 12
 MOST_SECONDS = 1.2
-"""Longest time a frame stands but the last."""
+"""Longest time for which a frame is shown, except for the last one."""
 
 FRAME_SECONDS = 0.3
 
@@ -55,7 +55,7 @@ def drawn(frame: Frame) -> str:
                 parts.append(f'{box} fill="{FOREGROUND}"/>')
                 fill = BACKGROUND
             weight = ' font-weight="bold"' if bold else ""
-            for words in WORDS.finditer(text):  # wide blanks would be folded into one
+            for words in WORDS.finditer(text):  # several blanks would be folded into one
                 place = f'x="{x + words.start() * WIDTH:.1f}" y="{y + 13:.1f}"'
                 length = f'textLength="{len(words[0]) * WIDTH:.1f}"'
                 parts.append(f'<text {place} {length} fill="{fill}"{weight}>{escape(words[0])}</text>')
@@ -63,7 +63,7 @@ def drawn(frame: Frame) -> str:
 
 
 def animated(frames: list[tuple[Frame, float]]) -> str:
-    """Frames with the seconds for which each is seen, over and over; the last one where nothing moves."""
+    """An animation that shows each frame for its seconds, in a loop. Viewers without animation show the last frame."""
     total = sum(seconds for _, seconds in frames)
     styles, groups, start = [], [], 0.0
     for number, (frame, seconds) in enumerate(frames):

@@ -2,7 +2,7 @@
 
     python -m scripts.stress.kill_runs --kills 1000
 
-Rows are sampled, large and bad ones among them, on a tiny random model. Needs the tests' own packages.
+The rows are sampled on a tiny random model; some are large, one is bad. Needs the packages of the tests.
 """
 
 from __future__ import annotations

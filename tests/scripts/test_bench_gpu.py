@@ -1,4 +1,4 @@
-"""Guards the script that measures a GPU: it has to run when one is at hand for a short time."""
+"""Guards the script that measures a GPU: it has to work at once when there is a GPU for a short time."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_every_part_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_sampling_is_checked() -> None:
-    """Guards the check of the sampler, whose requests are none that an engine has made."""
+    """Guards the check of the sampler, whose requests no engine has made."""
     name, is_right, figure = checks.check_sampling(5, 300, torch.device("cpu"))
     assert name == "sampling" and is_right and figure.startswith("5 of 5")
 
 
 @pytest.mark.slow
 def test_load_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards the measurements of idle gaps and of many users, with tiny sizes."""
+    """Guards `--load` from end to end, with tiny sizes."""
     out = tmp_path / "results.json"
     assert bench_gpu.main(["--device", "cpu", "--tiny", "--load", "--json", str(out)]) == 0, capsys.readouterr()
     lines = json.loads(out.read_text())["load 8B"]
@@ -47,7 +47,7 @@ def test_load_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_part_that_fails_does_not_end_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards the rest of a run, and that the failure is said."""
+    """Guards the other parts, and the report of the failure."""
     report = bench_gpu.Report()
     report.part("one", lambda: iter([1 // 0]))
     report.part("two", lambda: iter(["fine"]))

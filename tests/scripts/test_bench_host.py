@@ -1,4 +1,4 @@
-"""Guards the script that measures the host's part of a step."""
+"""Guards the benchmark of the host's part of a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from scripts.benchmarks.harness import main
 
 
 def test_every_phase_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards the names of the phases, with and without running ahead, from end to end."""
+    """Guards the names of the phases, with and without overlap scheduling, from end to end."""
     main(["host", "--rows", "3", "--context", "9", "--steps", "14"])
     lines = capsys.readouterr().out.splitlines()
     assert ["running ahead" in line for line in lines] == [False, True]
@@ -16,7 +16,7 @@ def test_every_phase_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_share_beside_a_real_model_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards the other way of measuring, on a small shape: rounds, and a share that is one."""
+    """Guards `--share` on a small model: a line for each round, and a share between 0 and 100%."""
     main(["host", "--share", "--shape", "tiny", "--rounds", "3"])
     *rounds, last = capsys.readouterr().out.splitlines()
     assert len(rounds) == 2 and all("ms a step" in line for line in rounds)

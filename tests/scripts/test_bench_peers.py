@@ -1,4 +1,4 @@
-"""The comparison with other engines: the same work for all, honest lines in the table, and cbatch through all of it."""
+"""The benchmark beside other engines: all get the same work, the table is honest, and cbatch runs through all of it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SMALL = PeerWork([[5, 6, 7], [8] * 20, [9, 10]], [4, 9, 1])
 
 
 def made_up(name: str, seconds: list[float], outputs: list[list[int]] | None = None) -> System:
-    """A system that gave its replies: 4 tokens for one request and 6 for another, unless said otherwise."""
+    """A system that has replied: by default 4 tokens for one request and 6 for another."""
     system = System(name, name.upper())
     for one in seconds:
         reply = {"seconds": one, "outputs": outputs or [[1] * 4, [2] * 6], "steps": 6}
@@ -57,7 +57,7 @@ def test_the_work_is_the_same_everywhere() -> None:
 
 
 def test_lengths_are_log_uniform() -> None:
-    """Guards the skew of lengths: within their ends, and each quarter of the logarithmic scale as often."""
+    """Guards the distribution of lengths: within their range, each quarter of the logarithmic scale equally often."""
     work = make_work(4000, 1, 512)
     sizes = [len(prompt) for prompt in work.prompts]
     for lengths, (low, high) in ((sizes, PROMPT_LENGTHS), (work.lengths, OUTPUT_LENGTHS)):
@@ -70,7 +70,7 @@ def test_lengths_are_log_uniform() -> None:
 
 
 def test_a_job_goes_through_a_file(tmp_path: Path) -> None:
-    """Guards what the processes of systems are told."""
+    """Guards the job that the processes of systems read."""
     job = PeerJob("somewhere", "float32", 1, 2, 16, SMALL)
     job.write(tmp_path / "job.json")
     assert PeerJob.read(tmp_path / "job.json") == job
@@ -78,7 +78,7 @@ def test_a_job_goes_through_a_file(tmp_path: Path) -> None:
 
 
 def test_what_was_cut_off_is_made_anew(tmp_path: Path) -> None:
-    """Guards against models that are there by half, and against making them twice."""
+    """Guards against half-written models, and against making a model twice."""
     target, made = tmp_path / "model", []
 
     def make(part: Path, fails: bool = False) -> None:
@@ -106,7 +106,7 @@ def test_speeds_and_ratios() -> None:
 
 
 def test_less_work_has_no_ratio() -> None:
-    """Guards against a speed that stands for less work than was asked for, in any round, and tokens that move."""
+    """Guards against a speed for less work than was asked for, even if the total of tokens is right."""
     lazy = made_up("lazy", [0.1], [[1] * 5, [2] * 5])
     lines = table([made_up("cbatch", [1.0]), lazy], floor=None)
     assert lines[2][1:] == ["–", "", "", "", "", "not comparable: request 1 got 5 of 4 tokens"]
@@ -114,7 +114,7 @@ def test_less_work_has_no_ratio() -> None:
 
 
 def test_without_cbatch_there_are_no_ratios() -> None:
-    """Guards runs of other systems alone."""
+    """Guards comparisons without cbatch."""
     assert table([made_up("other", [1.0])], floor=None)[1][-1] == ""
     broken = made_up("cbatch", [1.0], [[], [2] * 6])
     assert [line[-1] for line in table([made_up("other", [1.0]), broken], floor=None)[1:]] == [
@@ -124,7 +124,7 @@ def test_without_cbatch_there_are_no_ratios() -> None:
 
 
 def test_runs_that_were_not_alone() -> None:
-    """Guards against figures of a busy machine that look like others: it is said, and how busy it was."""
+    """Guards against figures of a busy machine: the report says how busy it was."""
     system = made_up("cbatch", [1.0, 1.0, 1.0])
     assert disturbance([system]) == []
     for run, cores in zip(system.runs, [0.05, 0.3, 1.26], strict=True):
@@ -135,7 +135,7 @@ def test_runs_that_were_not_alone() -> None:
 
 
 def test_columns() -> None:
-    """Guards both forms of the table: same cells, figures under one another."""
+    """Guards both forms of the table: the same cells, and aligned figures."""
     lines = [["system", "speed", "note"], ["a", "1,000.0", "x"], ["long name", "7.5", ""]]
     assert in_columns(lines, markdown=True) == [
         "| system    |   speed | note |",
@@ -153,7 +153,7 @@ def test_columns() -> None:
 
 @pytest.mark.parametrize("name", [name for name in PEERS if name.startswith(("cbatch", "transformers"))])
 def test_a_system_does_the_work(job: PeerJob, name: str) -> None:
-    """Guards the systems that are here in any case: all give what cbatch gives, to the wanted length."""
+    """Guards the systems that are always installed: all give the same tokens as cbatch."""
     reply = worker.run(PEERS[name], job)
     assert reply["outputs"] == worker.run(PEERS["cbatch"], job)["outputs"]
     assert list(map(len, reply["outputs"])) == SMALL.lengths and reply["seconds"] > 0
@@ -161,7 +161,7 @@ def test_a_system_does_the_work(job: PeerJob, name: str) -> None:
 
 
 def test_a_package_that_is_missing(job: PeerJob) -> None:
-    """Guards the line on what is not installed: it says what is missing, and how to get it."""
+    """Guards the line about a missing package: it says what is missing, and how to install it."""
     peer = replace(PEERS["cbatch"], packages=("no_such_package",))
     system = System("other", "Other")
     system.take(worker.prepare(peer, job), "pip install it", SMALL.lengths)
@@ -170,7 +170,7 @@ def test_a_package_that_is_missing(job: PeerJob) -> None:
 
 
 def test_weights_for_llama_cpp(tmp_path: Path) -> None:
-    """Guards its model being ours: bits are read as they are, and heads turn in its order as they do in ours."""
+    """Guards the weights for llama.cpp: bits are read unchanged, and rotary heads are put in its order."""
     weight = torch.randn(2 * 8, 6).to(torch.bfloat16)
     save_file({"layer.q_proj.weight": weight, "norm": weight[0].clone()}, tmp_path / "model.safetensors")
     bits = dict(llama_cpp_peer.read_bfloat16(tmp_path / "model.safetensors"))
@@ -186,7 +186,7 @@ def test_weights_for_llama_cpp(tmp_path: Path) -> None:
 
 
 def test_names_of_systems(capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards the command line: one word for all of transformers, and sentences for what is wrong."""
+    """Guards the command line: `transformers` means all three, and errors are sentences."""
     options = parse(["peers", "--peers", "openvino,transformers,openvino", "--python", "openvino=~/bin/python"])
     assert options.peers == ["openvino", "transformers-one", "transformers-static", "transformers-cb"]
     assert options.python == [("openvino", str(Path.home() / "bin/python"))]
@@ -202,7 +202,7 @@ def test_names_of_systems(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("option", ["--work-dir", "--json"])
 def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str) -> None:
-    """Guards hours of rounds against a path that is wrong: it is seen before the first of them."""
+    """Guards hours of rounds against a wrong path: it is refused before the first round."""
     (tmp_path / "file").touch()
     options = ["--work-dir", str(tmp_path / "work"), option, str(tmp_path / "file" / "inside")]
     assert main(["peers", *options, "--shape", "tiny"]) == 2
@@ -211,7 +211,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.slow
 def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards the command as people run it: cbatch in a process of its own, beside systems that are not there."""
+    """Guards the whole benchmark: cbatch in a process of its own, beside systems that are not installed."""
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')  # finds nothing that is installed
     bare.chmod(0o755)

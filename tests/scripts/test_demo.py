@@ -19,7 +19,7 @@ PROMPTS = Path(__file__).parents[2] / "scripts" / "prompts.jsonl"
 
 @pytest.mark.slow
 def test_the_main_job_of_the_readme(tmp_path: Path) -> None:
-    """Guards the first thing anyone runs: the exact answers, ends by themselves, lengths that vary, one notice."""
+    """Guards the first command that anyone runs: exact answers that end by themselves, and one notice."""
     command = Path(sys.executable).with_name("cbatch")
     out = tmp_path / "out.jsonl"
     done = subprocess.run([command, "run", PROMPTS, "-o", out], capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""The demo model's training dialogues and its held-out set do not meet, and come again from their seeds."""
+"""Training dialogues and held-out set of the demo model are disjoint, and reproducible from their seeds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_the_same_seed_gives_the_same_dialogues() -> None:
 
 
 def test_training_holds_nothing_of_the_test() -> None:
-    """Guards the honesty of the table: what the trainer keeps has no held-out operand, word, name or question."""
+    """Guards the scores: the trainer keeps no dialogue with a held-out operand, word, name or question."""
     cases = data.held_out() + data.own_wording()
     overlap = data.Overlap(cases)
     kept = [dialogue for dialogue in data.training_dialogues(11, 2000) if not overlap.found(dialogue)]

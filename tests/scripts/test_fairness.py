@@ -1,4 +1,4 @@
-"""The script that measures fairness under load: it runs from end to end, and its figures have their form."""
+"""The benchmark of long prompts: it runs from end to end, and its figures have the right form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scripts.benchmarks.long_prompt import Clients, Gap, Pause, Sizes, ratio_of
 
 
 def test_all_targets_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards the whole run with tiny sizes: rows, long and short prompts under each target, as JSON."""
+    """Guards the whole benchmark with tiny sizes, and its JSON: requests, long and short prompts, for each target."""
     assert main(["fairness", "--tiny", "--json", "--fixed-ms", "7.5"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["sizes"]["rows"] == 2 and data["device"] == "cpu"
@@ -39,13 +39,13 @@ def test_the_text_names_every_target(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_gaps_are_compared_with_those_of_rows_as_long() -> None:
-    """Guards the ratio: rows grow longer while a prompt comes in, so that a steady gap does too."""
+    """Guards the ratio: requests grow longer while a prompt comes in, and so does the steady gap."""
     pauses = [Pause(0.0, 1.0, [Gap(9, 0.1), Gap(11, 0.1)]), Pause(5.0, 6.0, [Gap(29, 0.3), Gap(31, 0.3)])]
     assert ratio_of([Gap(10, 0.2), Gap(20, 0.4), Gap(30, 0.6)], pauses) == pytest.approx(2.0)
 
 
 class AsyncEngine:
-    """Two rows and a prompt; a step takes 1 s, and 9 s more with a part of the prompt. Tokens come one step late."""
+    """Two requests and a prompt; a step takes 1 s, 10 s with a chunk of the prompt. Tokens may come one step late."""
 
     def __init__(self, ahead: bool) -> None:
         self.now = 0.0
@@ -62,7 +62,7 @@ class AsyncEngine:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_pause_is_what_has_no_prompt(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards engines that run ahead: what was in flight with a prompt is not in the pause, nor is a pause outside."""
+    """Guards overlap scheduling: a step in flight with a prompt is outside the pause, and all other steps are in it."""
     engine: Any = AsyncEngine(ahead)
     monkeypatch.setattr(long_prompt.time, "perf_counter", lambda: engine.now)
     clients = Clients(engine)
@@ -76,7 +76,7 @@ def test_a_pause_is_what_has_no_prompt(ahead: bool, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_cache_suffices() -> None:
-    """Guards against preemption in the middle of what is measured: there is room for the most steps it can take."""
+    """Guards the measurement against preemption: the cache holds the tokens of the most steps that it can take."""
     sizes = Sizes(rows=2, row_tokens=8, prompt_tokens=100, short_tokens=4, steady_steps=5, budget=32)
     steps = 9 * 5 + 2 * (116 // 4)
     assert sizes.blocks(16, 4) * 16 >= 2 * (8 + steps) + 116 + 7 * 16

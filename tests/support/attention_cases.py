@@ -1,4 +1,4 @@
-"""Forms of attention that every backend is tested with."""
+"""Kinds of attention with which every backend is tested."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ class AttentionCase:
 
     @property
     def options(self) -> dict[str, object]:
-        """Arguments of `attend`, but for the sinks."""
+        """Arguments of `attend`, except for the sinks."""
         return {"scale": 0.3, "window": self.window, "softcap": self.softcap}

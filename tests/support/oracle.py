@@ -1,4 +1,4 @@
-"""A plain model: its next token is a pure function of all tokens before it, so an output is known before it begins."""
+"""A plain model whose next token is a pure function of all tokens before it, so every output is known in advance."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def stamps_of(tokens: Sequence[int], before: Sequence[int] = ()) -> list[int]:
 
 
 def next_token(stamp: int, vocabulary: int) -> int:
-    """What the oracle says after the token with this stamp."""
+    """The token that follows the one with this stamp."""
     return (stamp >> 7) % vocabulary
 
 

@@ -108,7 +108,7 @@ def make_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 
 def generate_alone(network: Any, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
-    """What transformers' own `generate` makes of each prompt, one by one, greedily."""
+    """Greedy outputs of transformers' own `generate`, one prompt at a time."""
     before = network.config._attn_implementation
     network.set_attn_implementation("eager")
     try:
@@ -131,7 +131,7 @@ def generate_alone(network: Any, prompts: list[list[int]], lengths: list[int]) -
 
 @contextmanager
 def no_collector() -> Iterator[None]:
-    """What is gone in here went because nobody held it, and not because a collector of cycles came by."""
+    """Turns the collector of cycles off: what is freed in here was freed because nobody held it."""
     gc.collect()
     gc.disable()
     try:
