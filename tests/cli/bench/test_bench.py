@@ -48,6 +48,7 @@ def mixed() -> Workload:
     return Workload(make_prompts([5, 40, 3, 17, 2, 25, 9]), [9, 4, 18, 1, 25, 7, 12], "by hand")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_every_strategy_gives_what_generate_gives(name: str) -> None:
     """Guards the comparison: the same tokens whatever is switched off, and all work is accounted for."""
@@ -90,6 +91,7 @@ def test_padding_fills_up_to_the_longest() -> None:
     assert (counts.prefill, counts.padding) == (2000, 6000) and counts.padded_token_share == 0.75
 
 
+@pytest.mark.slow
 def test_what_each_technique_saves() -> None:
     """Guards the ablations: each switches off what it says, and nothing else."""
     work = mixed()

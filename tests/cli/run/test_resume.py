@@ -174,6 +174,7 @@ CHANGES: dict[Callable[[Case, Path], list[str]], str] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_what_no_longer_fits_is_named_and_left(
     done: Case, change: Callable[[Case, Path], list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -130,6 +130,7 @@ def test_output_is_the_same_after_preemption(prefix_cache: bool, ahead: bool) ->
     assert engine.stats().num_preemptions > 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"kv_blocks": 9, "max_batch_tokens": 20}], ids=str)
 def test_cancelling_at_any_step_changes_nobody_else(settings: dict[str, Any]) -> None:
     """Guards tokens in flight of requests that are gone: dropped, and no block leaks, wherever a request is."""

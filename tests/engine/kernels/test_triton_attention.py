@@ -26,7 +26,7 @@ from cbatch.engine.runtime.kv_cache import LayerShape
 from tests.support import triton_interpreter as interpreter
 from tests.support.attention_cases import AttentionCase
 
-pytestmark = pytest.mark.kernels
+pytestmark = [pytest.mark.slow, pytest.mark.kernels]
 
 interpreter.mend()
 
@@ -180,7 +180,6 @@ def test_half_precision_is_near_the_reference(name: str) -> None:
         torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance, check_dtype=False)
 
 
-@pytest.mark.slow
 def test_usual_tiles_equal_the_reference() -> None:
     """Guards the sizes that are used by default: splits, tiles and programs as on a GPU."""
     world = World(CASES["grouped heads"], [530, 70])
@@ -191,7 +190,6 @@ def test_usual_tiles_equal_the_reference() -> None:
         torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5, check_dtype=False)
 
 
-@pytest.mark.slow
 def test_a_decode_row_has_the_same_bits_in_any_company() -> None:
     """Guards the promise that who decodes or prefills beside a row does not change its result."""
     world = World(replace(CASES["grouped heads"], window=50, sinks=True), [90, 5, 64, 33, 100], HALF)
@@ -212,7 +210,6 @@ def test_a_decode_row_has_the_same_bits_in_any_company() -> None:
         assert same[0].isfinite().all() and all(torch.equal(one, same[0]) for one in same)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 40])
 def test_buffers_serve_one_step_after_another(window: int | None) -> None:
     """Guards captured graphs: the same tensors, filled anew with fewer, longer or no rows, give each step's results."""

@@ -29,6 +29,7 @@ ROWS = 400 if DEVICE.type == "cuda" else 8
 SMALL = Tiling(block=16, chunk=16, part=16, group=16, warps=(4, 4))
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.kernels,
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # infinities are meant
 ]
@@ -110,7 +111,6 @@ def test_greedy_rows_beside_drawn_ones() -> None:
     check(logits[1::2], requests[1::2], tokens[1::2])
 
 
-@pytest.mark.slow
 def test_tokens_are_the_same_in_any_company_and_layout() -> None:
     """Guards the promise that neighbours never change a token; rows of a wider buffer, and columns, likewise."""
     wide = make_logits("normal", 6, 420)
