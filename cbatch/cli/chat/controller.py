@@ -124,7 +124,8 @@ class ChatController(SessionList):
         """Keeps one of several replies, counted from 0."""
         turn = self._require_last_turn(session)
         if not 0 <= number < len(turn.replies):
-            raise UserError(f"Pick one of the replies 0 to {len(turn.replies) - 1}.")
+            last = len(turn.replies) - 1
+            raise UserError(f"Pick one of the replies 0 to {last}." if last else "There is only one reply.")
         self._stop_replies(session)
         turn.pick(number)
         self.save(session)

@@ -106,7 +106,8 @@ def do_retry(context: CommandContext, count: str) -> None:
         )
     before = context.session.last.fallback if context.session.last is not None else 0
     if number > 1:
-        context.show(f"/pick K keeps one of {first} to {first + number - 1}; /pick {before} keeps the previous reply")
+        last = first + number - 1
+        context.show(f"/pick K keeps reply K ({first} to {last}); /pick {before} goes back to the previous reply")
     else:
         context.show(f"/pick {before} goes back to the previous reply")
 

@@ -113,7 +113,7 @@ class Reply:
         elif self.code == "prompt_too_long":
             self.remark = "/trim drops the oldest turns and asks again; /undo takes the message back"
         elif state == "length" and limit is not None and self.num_tokens >= limit:
-            self.remark = f"cut off after {limit:,} tokens (max_tokens); /continue resumes it"
+            self.remark = f"cut off after max_tokens = {limit:,}; /continue resumes it"
         elif state == "length":
             self.code = CONTEXT_FULL
             self.remark = "cut off because the context is full; /trim drops the oldest turns and resumes it"
