@@ -16,7 +16,7 @@ TIMEOUT_S = 60
 
 
 class ChatHarness:
-    """Makes controllers on one engine, and does for them what a front end's loop does."""
+    """Makes controllers on one engine, and runs their callbacks as a front end does."""
 
     def __init__(self, engine: Engine) -> None:
         self.client = EngineClient(lambda: engine)

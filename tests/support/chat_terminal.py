@@ -1,4 +1,4 @@
-"""The real `cbatch chat` in a pseudo-terminal: what is typed into it, and what its screen shows."""
+"""The real `cbatch chat` in a pseudo-terminal: types into it and reads its screen."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PATIENCE = 120
 
 
 class Chat:
-    """A chat of 80 × 24; used as a context, at whose end it is killed if it is still there."""
+    """A chat on a screen of 80 × 24. At the end of the `with` block it is killed if it still runs."""
 
     def __init__(
         self, runs: ForkServer, home: Path, *arguments: object, color: bool = True, env: dict[str, str] | None = None
     ) -> None:
-        """`home`: where it keeps sessions and history."""
+        """`home` is where it saves sessions and history."""
         self._runs, self._arguments = runs, arguments
         self._columns, self._rows = 80, 24
         self._env = {"TERM": "xterm-256color", "XDG_STATE_HOME": str(home), "NO_COLOR": "" if color else "1"}
@@ -65,12 +65,12 @@ class Chat:
 
     @property
     def text(self) -> str:
-        """All that the screen shows, without the ends of lines, so that wrapped sentences are whole."""
+        """All that the screen shows, on one line, so that wrapped sentences are whole."""
         return " ".join(" ".join(self.lines).split())
 
     @property
     def input(self) -> str:
-        """The line that is being typed, behind its prompt."""
+        """The input line without its prompt."""
         line = next(line for line in reversed(self.lines) if "> " in f"{line} " and not line.startswith(">"))
         return line.partition(">")[2].strip()
 
@@ -86,7 +86,7 @@ class Chat:
         self.send(line + "\r")
 
     def pump(self, seconds: float = 0.05) -> None:
-        """Takes in what the program writes for a while."""
+        """Reads what the program writes for a while."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             try:
@@ -97,7 +97,7 @@ class Chat:
             self._stream.feed(data)
 
     def wait(self, *texts: str, gone: str = "") -> None:
-        """Until the screen shows all these texts, and no longer the one that is to be gone."""
+        """Waits until the screen shows all these texts, and no longer shows `gone`."""
         end = time.monotonic() + PATIENCE
         while not all(text in self.text or text in "".join(self.lines) for text in texts) or (
             gone and gone in self.text
@@ -107,7 +107,7 @@ class Chat:
             self.pump()
 
     def ask_for_long(self, question: str = "Tell me a story.") -> None:
-        """Asks, and waits until the answer has begun."""
+        """Sends a message, and waits until its reply has begun."""
         self.say(question)
         self.wait("1 running")
         end = time.monotonic() + PATIENCE
@@ -117,7 +117,7 @@ class Chat:
             self.pump()
 
     def settle(self) -> None:
-        """Until the screen has not changed for a while."""
+        """Waits until the screen has not changed for a while."""
         before: list[str] = []
         while before != self.lines:
             before = self.lines
@@ -130,12 +130,12 @@ class Chat:
         self.run.send(signal.SIGWINCH)
 
     def leave(self) -> int:
-        """Ctrl-D; returns the exit code."""
+        """Presses Ctrl-D. Returns the exit code."""
         self.send("\x04")
         return self.ended()
 
     def ended(self) -> int:
-        """Waits for the end; returns the exit code, negative where a signal killed it."""
+        """Waits for the end. Returns the exit code, which is negative if a signal killed it."""
         end = time.monotonic() + PATIENCE
         while not self.run.is_over():
             assert time.monotonic() < end, "it does not end"

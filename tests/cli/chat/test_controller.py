@@ -1,4 +1,4 @@
-"""Sessions and their answers on a real engine, without a screen: what is asked, kept, cut off and gone on with."""
+"""Sessions and their replies on a real engine, without a screen: requested, saved, stopped and continued."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LONG = {"ignore_eos": True, "max_tokens": 300}
 
 
 def test_a_fork_costs_no_prefill(harness: ChatHarness) -> None:
-    """Guards `/fork` and later turns: what was said is in the cache, and only what is new is computed."""
+    """Guards `/fork` and later turns: the conversation is in the cache, and only what is new is computed."""
     controller = harness.make()
     harness.ask(controller, "My name is Ada.")
     harness.ask(controller, "Tell me a story about a cat named Tom.")
@@ -58,8 +58,8 @@ def test_a_fork_costs_no_prefill(harness: ChatHarness) -> None:
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.9}])
-def test_stopped_and_continued_is_the_whole_answer(harness: ChatHarness, params: dict[str, Any]) -> None:
-    """Guards `/stop` and `/continue`: together they give what an undisturbed answer gives, sampled ones too."""
+def test_a_stopped_and_continued_reply_is_the_whole_reply(harness: ChatHarness, params: dict[str, Any]) -> None:
+    """Guards `/stop` and `/continue`: together they give the undisturbed reply, sampled or not."""
     question = "Tell me a story about a cat named Tom."
     whole = harness.ask(harness.make(params=params), question)
     controller = harness.make(params=params)
@@ -75,8 +75,8 @@ def test_stopped_and_continued_is_the_whole_answer(harness: ChatHarness, params:
         controller.continue_reply(controller.current)
 
 
-def test_a_text_that_cannot_be_made_ends_its_answer_only(harness: ChatHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the chat's thread, on which text is made: the answer ends with its error, and its request with it."""
+def test_a_text_that_cannot_be_made_ends_its_reply_only(harness: ChatHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the chat's thread, on which text is made: the reply ends with its error, and its request with it."""
     push, broken = IncrementalDetokenizer.push, list[IncrementalDetokenizer]()
 
     def failing(self: IncrementalDetokenizer, token_id: int, *, may_stop: bool = True) -> str:
@@ -96,8 +96,8 @@ def test_a_text_that_cannot_be_made_ends_its_answer_only(harness: ChatHarness, m
     harness.wait_idle()
 
 
-def test_500_cancelled_answers_leave_nothing_behind(harness: ChatHarness) -> None:
-    """Guards memory: answers cut off at random moments, waiting, in their prefill or later, give their blocks back."""
+def test_500_cancelled_replies_leave_nothing_behind(harness: ChatHarness) -> None:
+    """Guards memory: replies stopped at random moments, waiting, in prefill or later, give their blocks back."""
     engine_thread = harness.client.engine_thread
     assert engine_thread is not None
     harness.wait_idle()
@@ -128,8 +128,8 @@ def test_500_cancelled_answers_leave_nothing_behind(harness: ChatHarness) -> Non
     engine_thread.engine.scheduler.check_integrity()
 
 
-def test_retry_keeps_the_answer_before(harness: ChatHarness) -> None:
-    """Guards alternatives: several at once, each of its own randomness; a retry that is stopped costs nothing."""
+def test_retry_keeps_the_previous_reply(harness: ChatHarness) -> None:
+    """Guards alternatives: several at once, each with its own seed; a retry that is stopped costs nothing."""
     controller = harness.make(params={"temperature": 1.0})
     session = controller.current
     first = harness.ask(controller, "Tell me a story about a cat named Tom.")
@@ -162,7 +162,7 @@ def do_something(controller: ChatController, session: Session, chance: random.Ra
 
 
 def test_retries_and_trims_in_any_order(harness: ChatHarness) -> None:
-    """Guards what is chosen, shown and fallen back on, after every order of retries, picks, trims and stops."""
+    """Guards which reply is chosen, shown and fallen back to, after retries, picks, trims and stops in any order."""
     chance = random.Random(3)
     transcript = Transcript()
     for number in range(25):
@@ -183,7 +183,7 @@ def test_retries_and_trims_in_any_order(harness: ChatHarness) -> None:
 
 
 def test_a_refused_command_stops_nothing(harness: ChatHarness) -> None:
-    """Guards an answer that is coming against commands that cannot do anything about it."""
+    """Guards a streaming reply against commands that are refused."""
     controller = harness.make(params=LONG)
     controller.send(controller.current, "Tell me a story.")
     session = controller.current
@@ -198,7 +198,7 @@ def test_a_refused_command_stops_nothing(harness: ChatHarness) -> None:
 
 
 def test_an_engine_that_fails_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the user against waiting for ever: each answer ends with what helps, and what waits is not asked."""
+    """Guards the user against waiting for ever: each reply ends with advice, and queued messages are not sent."""
     harness = ChatHarness(Engine(EngineConfig(dtype="float32", device="cpu")))
     controller = harness.make()
     controller.send(controller.current, "Tell me a story.")
@@ -219,7 +219,7 @@ def test_an_engine_that_fails_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_batch_that_ends_early_leaves_the_engine_to_the_chat(harness: ChatHarness, tmp_path: Path) -> None:
-    """Guards `/run stop`: what is not finished is taken out of the engine, and nothing more is put in."""
+    """Guards `/run stop`: unfinished rows leave the engine, and no more are added."""
     engine_thread = harness.client.engine_thread
     assert engine_thread is not None
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -259,14 +259,14 @@ def test_a_batch_that_ends_early_leaves_the_engine_to_the_chat(harness: ChatHarn
     ],
 )
 def test_what_run_refuses(harness: ChatHarness, line: str, message: str) -> None:
-    """Guards `/run` against options that make no sense under a chat: a sentence, at once."""
+    """Guards `/run` against options that make no sense in a chat: they are refused at once."""
     assert harness.client.engine_thread is not None
     with pytest.raises(UserError, match=message):
         BackgroundRun().start(harness.client.engine_thread, line)
 
 
 def test_a_greedy_session_is_sampled_for_a_retry(harness: ChatHarness) -> None:
-    """Guards `/retry` where the answer would be the same again."""
+    """Guards `/retry` in a session whose reply would be the same again."""
     controller = harness.make()
     harness.ask(controller, "Tell me a story about a cat named Tom.")
     controller.retry(controller.current, 4)
@@ -275,8 +275,8 @@ def test_a_greedy_session_is_sampled_for_a_retry(harness: ChatHarness) -> None:
     assert len({reply.text for reply in controller.current.last.replies}) > 2
 
 
-def test_what_waits_is_said_in_order_and_can_be_taken_back(harness: ChatHarness) -> None:
-    """Guards messages typed while an answer comes, and commands on the last turn in that moment."""
+def test_queued_messages_are_sent_in_order_and_can_be_taken_back(harness: ChatHarness) -> None:
+    """Guards messages typed while a reply streams, and commands for the last turn at that moment."""
     controller = harness.make(params=LONG)
     session = controller.current
     for text in ("Tell me a story.", "Spell the word lamp.", "Hello."):
@@ -304,7 +304,7 @@ def test_what_waits_is_said_in_order_and_can_be_taken_back(harness: ChatHarness)
 
 
 def test_a_full_context_is_a_message_and_can_be_trimmed(harness: ChatHarness) -> None:
-    """Guards long conversations: an error that says what helps, `/trim` that asks again, and the start that stays."""
+    """Guards long conversations: the error gives advice, `/trim` asks again, and the system message stays."""
     controller = harness.make(params={"max_tokens": 20}, system="be brief")
     session = controller.current
     for number in range(9):
@@ -323,7 +323,7 @@ def test_a_full_context_is_a_message_and_can_be_trimmed(harness: ChatHarness) ->
 
 
 def test_auto_trim_goes_on_for_ever(harness: ChatHarness) -> None:
-    """Guards `--auto-trim`: no turn fails, each leaves room for an answer, and the user is told what went."""
+    """Guards `--auto-trim`: no turn fails, each leaves room for a reply, and the user is told what was dropped."""
     controller = harness.make(params={"max_tokens": 30}, auto_trim=True)
     for number in range(9):
         harness.ask(controller, f"{number} " + "word " * 150)
@@ -334,8 +334,8 @@ def test_auto_trim_goes_on_for_ever(harness: ChatHarness) -> None:
     assert reply_of(controller.current).code == "prompt_too_long", "one message that is too long stays an error"
 
 
-def test_a_context_that_fills_up_during_an_answer(harness: ChatHarness) -> None:
-    """Guards an answer without a limit of its own: it ends where the context does, and says so."""
+def test_a_context_that_fills_up_during_a_reply(harness: ChatHarness) -> None:
+    """Guards a reply without `max_tokens`: it ends with the context, and says so."""
     controller = harness.make(params={"ignore_eos": True})
     harness.ask(controller, "Tell me a story. " + "word " * 300)
     reply = reply_of(controller.current)
@@ -343,8 +343,8 @@ def test_a_context_that_fills_up_during_an_answer(harness: ChatHarness) -> None:
     assert reply.prompt_tokens + reply.num_tokens == 1024
 
 
-def test_an_exported_session_is_a_row_with_the_same_answer(harness: ChatHarness, tmp_path: Path) -> None:
-    """Guards the way from a chat to a batch and back: the row gives the answer of the chat, and opens as a session."""
+def test_an_exported_session_is_a_row_with_the_same_reply(harness: ChatHarness, tmp_path: Path) -> None:
+    """Guards the way from a chat to a batch and back: the row gives the reply of the chat, and opens as a session."""
     controller = harness.make(params={"temperature": 0.9, "top_p": 0.95}, system="Answer in upper case.", seed=4)
     harness.ask(controller, "My name is Ada.")
     told = harness.ask(controller, "Tell me a story about a cat named Tom.")
@@ -367,7 +367,7 @@ def test_an_exported_session_is_a_row_with_the_same_answer(harness: ChatHarness,
 
 
 def test_sessions_are_kept_as_they_are(harness: ChatHarness, tmp_path: Path) -> None:
-    """Guards what is on disk: whole after each turn, cut off after leaving, and never that of another session."""
+    """Guards the files: whole after each turn, with a stopped reply after leaving, and never another session's."""
     store = SessionStore(tmp_path)
     controller = harness.make(store=store, params=LONG)
     session = controller.current
@@ -390,7 +390,7 @@ def reply_of_turn(session: Session, number: int) -> Reply:
 
 
 def test_saving_never_overwrites_another_session(harness: ChatHarness, tmp_path: Path) -> None:
-    """Guards sessions of yesterday, of the same name, and files that are none."""
+    """Guards older sessions of the same name, and files that are not sessions."""
     store = SessionStore(tmp_path)
     controller = harness.make(store=store)
     harness.ask(controller, "Hello.")
@@ -408,7 +408,7 @@ def test_saving_never_overwrites_another_session(harness: ChatHarness, tmp_path:
 
 
 def test_two_chats_do_not_overwrite_each_other(harness: ChatHarness, tmp_path: Path) -> None:
-    """Guards one file that is open in two chats: the one that comes later goes on in a file of its own."""
+    """Guards a file that is open in two chats: the second one continues in a file of its own."""
     stores = [SessionStore(tmp_path), SessionStore(tmp_path)]
     first, second = (harness.make(store=store) for store in stores)
     harness.ask(first, "My name is Ada.")
@@ -426,7 +426,7 @@ def test_two_chats_do_not_overwrite_each_other(harness: ChatHarness, tmp_path: P
 
 
 def test_a_disk_that_fails_costs_no_conversation(harness: ChatHarness, tmp_path: Path) -> None:
-    """Guards the chat where nothing can be written: it goes on, and the user is told."""
+    """Guards a chat that cannot write: it goes on, and the user is told."""
     (tmp_path / "file").write_text("")
     store = SessionStore(tmp_path / "file")
     controller = harness.make(store=store)
@@ -466,7 +466,7 @@ GOOD: dict[str, Any] = {
     ],
 )
 def test_a_damaged_session_is_refused_with_a_reason(change: dict[str, Any], tmp_path: Path) -> None:
-    """Guards the chat against files that anybody may have written, in every field that is trusted later."""
+    """Guards the chat against files that anybody may have written, in every field that is used later."""
     path = tmp_path / "s.json"
     path.write_text(json.dumps(GOOD))
     assert read_session(path).turns[0].text == "u"

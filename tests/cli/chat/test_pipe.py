@@ -1,4 +1,4 @@
-"""`cbatch chat` without a terminal: lines in, answers out, exit codes."""
+"""`cbatch chat` without a terminal: lines in, replies out, exit codes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Talk = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def talk(runs: ForkServer, tmp_path: Path) -> Talk:
-    """Pipes text into a chat; gives its exit code, stdout and stderr."""
+    """Pipes text into a chat. Returns its exit code, stdout and stderr."""
 
     def call(text: str | bytes, *arguments: object) -> tuple[int, str, str]:
         streams = [tmp_path / name for name in ("stdin", "stdout", "stderr")]
@@ -37,15 +37,15 @@ def talk(runs: ForkServer, tmp_path: Path) -> Talk:
 
 
 def test_each_line_is_a_turn_of_one_conversation(talk: Talk) -> None:
-    """Guards `echo hi | cbatch chat`: answers alone on stdout, the rest on stderr, what was said remembered."""
+    """Guards `echo hi | cbatch chat`: only replies on stdout, the rest on stderr, and what was said is remembered."""
     code, out, err = talk("My name is Ada.\n\nWhat is my name?")
     assert (code, out) == (0, "Nice to meet you, Ada!\nYour name is Ada.\n")
     assert "demo model" in err
     assert talk("My name is Ada.\r\n", "-q")[1:] == ("Nice to meet you, Ada!\n", "")
 
 
-def test_lines_that_cannot_be_answered(talk: Talk) -> None:
-    """Guards the other lines, and the exit code: a bad line is a sentence that says which."""
+def test_lines_that_get_no_reply(talk: Talk) -> None:
+    """Guards the other lines and the exit code: the message says which line is bad."""
     code, out, err = talk(b"My name is Ada.\n\xff\n" + b"word " * 1500 + b"\nWhat is my name?\n", "-q")
     assert (code, out) == (1, "Nice to meet you, Ada!\nYour name is Ada.\n")
     second, third = err.splitlines()
@@ -72,13 +72,13 @@ def test_auto_trim(talk: Talk) -> None:
     ],
 )
 def test_what_is_refused(talk: Talk, arguments: list[str], code: int, message: str) -> None:
-    """Guards usage errors: a sentence and exit code 2, also where there is nothing to answer."""
+    """Guards usage errors: a sentence and exit code 2, even if no message comes."""
     found, out, err = talk("", *arguments)
     assert (found, out) == (code, "") and message in err and "Traceback" not in err
 
 
 def test_from_a_batch(talk: Talk, runs: ForkServer, tmp_path: Path) -> None:
-    """Guards going on from a row of a batch, with its question and without."""
+    """Guards continuing from a row of a batch, with its question and without."""
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "Hello."}\n{"prompt": "My name is Ada."}\n{"prompt": 5}\n')
     assert runs.start("run", source, "-o", out).code() == 1
@@ -90,7 +90,7 @@ def test_from_a_batch(talk: Talk, runs: ForkServer, tmp_path: Path) -> None:
 
 
 def test_a_reader_that_goes_away_and_a_full_disk(runs: ForkServer, tmp_path: Path) -> None:
-    """Guards `cbatch chat | head -1`: it ends silently; and an output that cannot be written."""
+    """Guards `cbatch chat | head -1`: it ends silently. Also an output that cannot be written."""
     text, err = tmp_path / "in", tmp_path / "err"
     text.write_text("Count from 3 to 9.\n" * 50)
     fifo = tmp_path / "fifo"
@@ -106,7 +106,7 @@ def test_a_reader_that_goes_away_and_a_full_disk(runs: ForkServer, tmp_path: Pat
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals(runs: ForkServer, tmp_path: Path, signum: int, code: int) -> None:
-    """Guards the exit codes of a chat in a pipeline that is interrupted in the middle of an answer."""
+    """Guards the exit codes of a chat in a pipeline that is interrupted in the middle of a reply."""
     text, out, err = (tmp_path / name for name in ("in", "out", "err"))
     text.write_text("Tell me a story.\n")
     run = runs.start(
@@ -121,7 +121,7 @@ def test_signals(runs: ForkServer, tmp_path: Path, signum: int, code: int) -> No
 
 
 def test_the_installed_command() -> None:
-    """Guards the whole way, with nothing imported before: one line in, one answer out."""
+    """Guards the whole way, with nothing imported before: one line in, one reply out."""
     command = [sys.executable, "-m", "cbatch", "chat", "-q"]
     done = subprocess.run(command, input="Spell the word lamp.", capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout, done.stderr) == (0, "l-a-m-p\n", "")

@@ -1,4 +1,4 @@
-"""What a session looks like: wrapping, a little Markdown, the bar; all of it fits, and nothing steers the terminal."""
+"""How a session is drawn: wrapping, Markdown, the status bar. All of it fits, and nothing steers the terminal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def styles(lines: list[StyledLine], word: str) -> set[str]:
 
 @given(TEXT, st.integers(2, 90), st.data())
 def test_text_that_grows_is_laid_out_as_the_whole(text: str, width: int, data: st.DataObject) -> None:
-    """Guards streaming: whatever pieces a text comes in, the screen ends the same, and no line is too wide."""
+    """Guards streaming: in whatever pieces a text comes, the result is the same, and no line is too wide."""
     layout = TextLayout(width)
     for end in sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6))):
         layout.lines(text[:end])
@@ -47,7 +47,7 @@ def test_text_that_grows_is_laid_out_as_the_whole(text: str, width: int, data: s
 
 @given(TEXT, st.integers(1, 60))
 def test_plain_text_loses_nothing_but_blanks(text: str, width: int) -> None:
-    """Guards what the user typed against a wrap that swallows it."""
+    """Guards what the user typed against being swallowed by a wrap."""
     shown = "".join("".join(texts(wrap_plain(text, width))).split())
     kept = (c for c in text if unicodedata.category(c) != "Cc" and c not in "\u061c\u200e\u200f\u2028\u2029")
     bidi = {chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
@@ -55,7 +55,7 @@ def test_plain_text_loses_nothing_but_blanks(text: str, width: int) -> None:
 
 
 def test_markdown_is_readable() -> None:
-    """Guards code blocks, which keep their form, lists, which hang, and emphasis, which is seen; sums are none."""
+    """Guards code blocks, which keep their spaces, lists, which are indented, and emphasis; `2**3` is none."""
     source = (
         "# Title\n- a **bold** item that is long\n"
         "```python\nx  =  1  # long enough to be cut\n```\n2**3 and 4**5 `code`"
@@ -70,7 +70,7 @@ def test_markdown_is_readable() -> None:
 
 
 def test_a_long_line_is_laid_out_once() -> None:
-    """Guards the screen against an answer without a line end, which would be wrapped anew for each token."""
+    """Guards the screen against a reply without line ends, which would be wrapped anew for each token."""
     layout, text = TextLayout(80), "word " * 20_000
     lines = layout.lines(text)
     assert len(layout._done) > 0.9 * len(lines)
@@ -95,7 +95,7 @@ def test_alternatives_stand_side_by_side_where_they_fit() -> None:
     ("height", "top", "expected"), [(4, None, (6, 0)), (4, 2, (2, 4)), (40, 3, (0, 0)), (1, 99, (9, 0))]
 )
 def test_the_visible_part(height: int, top: int | None, expected: tuple[int, int]) -> None:
-    """Guards scrolling: the end is followed unless somebody looks further up, and no one gets lost."""
+    """Guards scrolling: the end is followed unless the user has scrolled up, and every line can be reached."""
     chunks = [[[("", str(n))] for n in range(start, start + 2)] for start in range(0, 10, 2)]
     lines, start, below = visible_lines(chunks, height, top)
     assert (start, below) == expected and len(lines) == min(height, 10)
@@ -105,7 +105,7 @@ def test_the_visible_part(height: int, top: int | None, expected: tuple[int, int
 @pytest.mark.parametrize("width", [1, 5, 20, 80, 200])
 @pytest.mark.parametrize("count", [1, 3, 40])
 def test_the_bar_fits_and_shows_the_current_session(width: int, count: int) -> None:
-    """Guards the bar on any window, with any number of sessions, and with names of wide characters."""
+    """Guards the bar at any width, with any number of sessions, and with names of wide characters."""
     client: Any = SimpleNamespace(engine_thread=None)
     controller = ChatController(client)
     for number in range(count - 1):
@@ -130,7 +130,7 @@ def test_notes_stand_together_and_turns_apart() -> None:
 
 
 def test_what_libraries_print_does_not_reach_the_screen() -> None:
-    """Guards the screen against lines of Python, C libraries, child processes and progress bars in between."""
+    """Guards the screen against output of Python, C libraries, child processes and progress bars."""
     code = """
 import os, subprocess, sys
 from cbatch.cli.chat.tui.output_capture import capture_output

@@ -1,4 +1,4 @@
-"""`cbatch chat` as its users see it: keys into a pseudo-terminal, and a screen that is looked at."""
+"""`cbatch chat` as its users see it: keys go into a pseudo-terminal, and the screen is checked."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.support.tiny_models import make_network
 pytestmark = pytest.mark.slow
 
 LONG = ("--ignore-eos", "--max-tokens", 900, "--attention", "reference")
-"""Answers that go on for as long as a test needs them to, on the slow path."""
+"""Replies that last as long as a test needs, on the slow path."""
 
 
 def test_sessions_stream_side_by_side_and_remember_their_own(runs: ForkServer, tmp_path: Path) -> None:
-    """Guards what the chat is for: two conversations at once, neither of which hears the other."""
+    """Guards what the chat is for: two conversations at once that do not mix."""
     with Chat(runs, tmp_path) as chat:
         chat.say("My name is Ada.")
         chat.wait("Ada!")
@@ -42,8 +42,8 @@ def test_sessions_stream_side_by_side_and_remember_their_own(runs: ForkServer, t
         assert "Ada" not in chat.text
 
 
-def test_typing_while_an_answer_streams(runs: ForkServer, tmp_path: Path) -> None:
-    """Guards the input line against output that tears it, and what is shown against a screen drawn anew."""
+def test_typing_while_a_reply_streams(runs: ForkServer, tmp_path: Path) -> None:
+    """Guards the input line against streaming output, and the screen against differences when it is drawn anew."""
     sentence = "what I type meanwhile: äöü 日本語 stays whole"
     with Chat(runs, tmp_path, *LONG) as chat:
         chat.say("Tell me a story.")
@@ -63,8 +63,8 @@ def test_typing_while_an_answer_streams(runs: ForkServer, tmp_path: Path) -> Non
         assert chat.lines == before and chat.input == sentence
 
 
-def test_what_is_said_meanwhile_waits_for_its_turn(runs: ForkServer, tmp_path: Path) -> None:
-    """Guards a message that is sent while an answer is coming: it is shown, and asked after that."""
+def test_a_message_sent_meanwhile_is_queued(runs: ForkServer, tmp_path: Path) -> None:
+    """Guards a message that is sent while a reply streams: it is shown, and sent after that."""
     with Chat(runs, tmp_path, *LONG) as chat:
         chat.say("Tell me a story.")
         chat.wait("1 running")
@@ -75,7 +75,7 @@ def test_what_is_said_meanwhile_waits_for_its_turn(runs: ForkServer, tmp_path: P
 
 
 def test_ctrl_c_and_ctrl_d(runs: ForkServer, tmp_path: Path) -> None:
-    """Guards each meaning of Ctrl-C: it stops an answer, clears what is typed, says how to leave, and never ends."""
+    """Guards each meaning of Ctrl-C: it stops a reply, clears the input or says how to leave, and never ends."""
     with Chat(runs, tmp_path, *LONG) as chat:
         chat.send("\x03")
         chat.wait("Ctrl-D or /exit leaves.")
@@ -97,7 +97,7 @@ def test_ctrl_c_and_ctrl_d(runs: ForkServer, tmp_path: Path) -> None:
 
 
 def test_fork_retry_pick_and_undo(runs: ForkServer, tmp_path: Path) -> None:
-    """Guards going back and aside in a conversation."""
+    """Guards forks, retries and undoing."""
     with Chat(runs, tmp_path) as chat:
         chat.say("My name is Ada.")
         chat.wait("Ada!")
@@ -138,7 +138,7 @@ def test_a_batch_runs_under_a_live_chat(runs: ForkServer, tmp_path: Path) -> Non
 
 
 def test_a_batch_is_stopped_and_resumed(runs: ForkServer, tmp_path: Path) -> None:
-    """Guards leaving while a batch runs underneath: what is finished is on disk, and the run can be gone on with."""
+    """Guards leaving while a batch runs: finished rows are on disk, and the run can be resumed."""
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows = [{"prompt": "Tell me a story.", "ignore_eos": True, "max_tokens": 30 + n} for n in range(400)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -156,7 +156,7 @@ def test_a_batch_is_stopped_and_resumed(runs: ForkServer, tmp_path: Path) -> Non
 
 
 def test_sessions_survive_a_kill(runs: ForkServer, tmp_path: Path) -> None:
-    """Guards a conversation against the end of its process, in the middle of an answer."""
+    """Guards a conversation against a kill in the middle of a reply."""
     with Chat(runs, tmp_path) as chat:
         chat.say("My name is Ada.")
         chat.wait("Ada!")
@@ -184,7 +184,7 @@ def test_sessions_survive_a_kill(runs: ForkServer, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_ends_it_in_good_order(runs: ForkServer, tmp_path: Path, signum: int, code: int) -> None:
-    """Guards what was said and what has come so far against every way of being ended, and the screen after it."""
+    """Guards messages and a partial reply against every signal, and the screen after it."""
     with Chat(runs, tmp_path, *LONG) as chat:
         chat.say("Tell me a story about a cat named Tom.")
         chat.wait("a cat named Tom. ", "running")
@@ -202,7 +202,7 @@ def test_a_signal_ends_it_in_good_order(runs: ForkServer, tmp_path: Path, signum
 
 
 def test_a_model_that_cannot_be_loaded(runs: ForkServer, tmp_path: Path) -> None:
-    """Guards the end of a chat whose prompt was there before its model: a sentence on the screen of before, exit 2."""
+    """Guards a chat whose model cannot be loaded: a sentence on the normal screen, and exit code 2."""
     with Chat(runs, tmp_path, "-m", "/no/such/model") as chat:
         assert chat.ended() == 2
         chat.pump(0.2)
@@ -210,7 +210,7 @@ def test_a_model_that_cannot_be_loaded(runs: ForkServer, tmp_path: Path) -> None
 
 
 def test_no_history_writes_nothing(runs: ForkServer, tmp_path: Path) -> None:
-    """Guards a chat that is to leave no trace."""
+    """Guards `--no-history`."""
     with Chat(runs, tmp_path, "--no-history") as chat:
         chat.say("My name is Ada.")
         chat.wait("Ada!")
@@ -219,7 +219,7 @@ def test_no_history_writes_nothing(runs: ForkServer, tmp_path: Path) -> None:
 
 
 def test_a_resized_window_is_drawn_anew(runs: ForkServer, tmp_path: Path) -> None:
-    """Guards the screen against what a window of another size had on it, down to one in which nothing fits."""
+    """Guards the screen against leftovers after a resize, down to a window in which nothing fits."""
     with Chat(runs, tmp_path, *LONG) as chat:
         chat.ask_for_long()
         for columns, rows in ((40, 12), (120, 40), (5, 2), (1, 1), (61, 24)):
@@ -251,7 +251,7 @@ def test_pasted_text_stays_whole(runs: ForkServer, tmp_path: Path) -> None:
 
 
 def test_completion_and_history(runs: ForkServer, tmp_path: Path) -> None:
-    """Guards Tab on commands, sessions and files, and history that lasts from one chat to the next."""
+    """Guards Tab for commands, sessions and files, and a history that lasts from one chat to the next."""
     (tmp_path / "some-notes.txt").write_text("My name is Ada.\n")
     with Chat(runs, tmp_path) as chat:
         chat.send("/ren\t")
@@ -276,7 +276,7 @@ def test_completion_and_history(runs: ForkServer, tmp_path: Path) -> None:
 
 
 def test_the_editor_changes_the_last_message(runs: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards `/edit`: the screen comes back, and the new text is asked in place of the old one."""
+    """Guards `/edit`: the screen comes back, and the new text replaces the old message."""
     editor = tmp_path / "editor"
     editor.write_text('#!/bin/sh\nsed -i s/lamp/tree/ "$1"\n')
     editor.chmod(0o700)
@@ -290,7 +290,7 @@ def test_the_editor_changes_the_last_message(runs: ForkServer, tmp_path: Path, m
 
 
 def test_no_color(runs: ForkServer, tmp_path: Path) -> None:
-    """Guards people and programs that asked for no colours; without that wish there are some."""
+    """Guards `NO_COLOR`; without it there are colours."""
     colours = re.compile(rb"\x1b\[(?:\d+;)*(?:3[0-9]|4[0-9]|9[0-7]|10[0-7])[;m]")
     for color in (True, False):
         with Chat(runs, tmp_path, color=color) as chat:
@@ -319,7 +319,7 @@ PIECES = [
 
 
 def hostile_model(folder: Path) -> Path:
-    """A random model each of whose tokens is a piece of a control sequence."""
+    """A random model whose tokens are pieces of control sequences."""
     vocabulary = {piece: number for number, piece in enumerate(PIECES)}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
     backend.decoder = decoders.Fuse()
@@ -330,7 +330,7 @@ def hostile_model(folder: Path) -> Path:
 
 
 def test_control_sequences_never_reach_the_terminal(runs: ForkServer, tmp_path: Path) -> None:
-    """Guards the terminal against the model, split over tokens, and against saved sessions, names and errors."""
+    """Guards the terminal against control sequences from the model, saved sessions, names and errors."""
     evil = "\x1b]52;c;aGk=\x07\x1b[6n\x9b31m\rx‮"
     session = {
         "cbatch_session": 1, "name": f"n{evil}", "system": None, "params": {}, "prelude": [], "dropped": 0,

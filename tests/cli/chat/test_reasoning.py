@@ -1,4 +1,4 @@
-"""Models that think before they answer, in a chat: what is shown, what the model is told later, what is kept."""
+"""Models that think before they reply: what the screen shows, what later prompts contain, and what is saved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORCED = {"regex": r"<think>\nhm \*\*so\*\*\n</think>\n\n[0-9]"}
 
 
 def make(change: str) -> ChatHarness:
-    """The demo model with a template that has think tags; `change` says what it writes before an answer."""
+    """The demo model with a template that has think tags. `change` is what the template writes before a reply."""
     engine = Engine(EngineConfig(dtype="float32", device="cpu"))
     assert engine.tokenizer is not None and engine.tokenizer.chat_template is not None
     template = engine.tokenizer.chat_template
@@ -46,7 +46,7 @@ def shown(controller: Any) -> list[str]:
 
 
 def test_reasoning_is_shown_apart_and_not_told_again(tmp_path: Path) -> None:
-    """Guards the style on the screen, the next turn's prompt, and what a saved session has of it."""
+    """Guards the style on the screen, the next turn's prompt, and the saved session."""
     harness = make("")
     store = SessionStore(tmp_path)
     controller = harness.make(params=FORCED, store=store)
@@ -69,7 +69,7 @@ def test_reasoning_is_shown_apart_and_not_told_again(tmp_path: Path) -> None:
 
 
 def test_thoughts_that_are_cut_off_go_on(harness: ChatHarness) -> None:
-    """Guards `/stop` and `/continue` inside the reasoning or the answer: together they are the undisturbed one."""
+    """Guards `/stop` and `/continue` inside the reasoning or the text: together they give the undisturbed reply."""
     question = "Tell me a story about a cat named Tom."
     whole = harness.make()
     harness.ask(whole, question)
@@ -87,7 +87,7 @@ def test_thoughts_that_are_cut_off_go_on(harness: ChatHarness) -> None:
 
 
 def test_one_form_takes_the_place_of_another(harness: ChatHarness) -> None:
-    """Guards a session that could neither be asked nor loaded after two forms were set in it."""
+    """Guards a session that could neither be used nor loaded after two constraints were set in it."""
     context: Any = SimpleNamespace(controller=harness.make(), show=lambda *lines: None)
     context.session = context.controller.current
     do_set(context, "regex [0-9]{2}")
@@ -100,7 +100,7 @@ def test_one_form_takes_the_place_of_another(harness: ChatHarness) -> None:
 
 
 def test_a_form_cannot_go_on_in_the_middle(harness: ChatHarness) -> None:
-    """Guards against the second half of an answer that begins its form anew."""
+    """Guards against the second half of a reply that starts its constraint anew."""
     controller = harness.make(params={"regex": "[a-z ]{300}", "max_tokens": 3})
     harness.ask(controller, "Speak.")
     controller.continue_reply(controller.current)
