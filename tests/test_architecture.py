@@ -11,9 +11,13 @@ import pytest
 
 import cbatch
 import cbatch.engine
+from tests.support.tiny_models import make_engine, make_network
 
 PACKAGE = Path(cbatch.__file__).parent
 ROOT = Path(__file__).parents[1]
+
+ENGINE_ATTRIBUTES = ("config", "device", "loaded", "tokenizer")
+"""Attributes of an engine that are for everybody; the others it keeps for itself and for tests."""
 
 
 def imported_modules(path: Path) -> set[str]:
@@ -34,6 +38,17 @@ def test_front_ends_use_public_names_only() -> None:
     for path in (PACKAGE / "cli").rglob("*.py"):
         inside = [used for used in imported_modules(path) if used.startswith("cbatch.engine.")]
         assert not inside, f"{path.relative_to(PACKAGE)} imports {inside}"
+
+
+def test_front_ends_use_the_engine_from_outside() -> None:
+    """Guards the seam: commands read an engine's limits, stats and steps, never its scheduler, blocks or runner."""
+    inner = {name for name in vars(make_engine(make_network("llama"))) if name not in ENGINE_ATTRIBUTES}
+    assert {"scheduler", "block_pool", "runner", "_core"} <= inner
+    for path in (PACKAGE / "cli").rglob("*.py"):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+        engines = [node for node in nodes if ast.unparse(node.value).split(".")[-1] in ("engine", "_engine")]
+        inside = sorted(node.attr for node in engines if node.attr in inner)
+        assert not inside, f"{path.relative_to(PACKAGE)} uses {inside} of an engine"
 
 
 @pytest.mark.parametrize("module", [cbatch, cbatch.engine])

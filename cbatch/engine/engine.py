@@ -28,7 +28,6 @@ from cbatch.engine.runtime.transfer import synchronize
 from cbatch.engine.sampling.processors import counts_for
 from cbatch.engine.scheduler.block_pool import BlockPool
 from cbatch.engine.scheduler.limits import EngineLimits
-from cbatch.engine.scheduler.output import SchedulerOutput
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.scheduler.scheduler import Scheduler
 from cbatch.engine.scheduler.step_time import MIN_PREFILL_TOKENS, StepTimeController
@@ -257,11 +256,6 @@ class Engine(AbstractContextManager["Engine"]):
                 del self._requests[event.request_id]
         return events
 
-    @property
-    def last_scheduled(self) -> SchedulerOutput:
-        """What the latest step computes."""
-        return self._core.last_scheduled
-
     def synchronize(self) -> None:
         """Waits until the device has done all its work, so that time can be measured."""
         synchronize(self.device)
@@ -277,7 +271,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     def shrink(self) -> bool:
         """Halves the size of steps, from that of the latest one; False if that had one token. See `EngineThread`."""
-        return self.scheduler.shrink(self.last_scheduled.num_tokens)
+        return self.scheduler.shrink(self._core.last_scheduled.num_tokens)
 
     def grow(self) -> bool:
         """Doubles the size of steps, up to the configured one; True if that is reached."""

@@ -152,7 +152,7 @@ def test_example_of_a_step() -> None:
     forward = engine.runner.forward
 
     def spy(batch: Any) -> Any:
-        held.append([list(chunk.request.blocks) for chunk in engine.last_scheduled.chunks])
+        held.append([list(chunk.request.blocks) for chunk in engine._core.last_scheduled.chunks])
         return forward(batch)
 
     engine.runner.forward = spy  # type: ignore[method-assign]

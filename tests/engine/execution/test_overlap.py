@@ -247,4 +247,4 @@ def test_a_shortage_while_a_step_is_taken_in_is_that_of_the_step() -> None:
     engine = make_engine(make_network("llama"), run_ahead=True)
     engine.add(make_prompts([5])[0], SamplingParams(max_tokens=1))
     assert engine.step() == [] and len(engine.step()) == 1
-    assert engine.last_scheduled.num_tokens == 5 and engine.shrink() and engine.limits.max_batch_tokens == 2
+    assert engine._core.last_scheduled.num_tokens == 5 and engine.shrink() and engine.limits.max_batch_tokens == 2
