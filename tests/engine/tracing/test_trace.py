@@ -310,7 +310,7 @@ def test_a_link_leads_to_the_trace(tmp_path: Path) -> None:
 
 def test_what_is_refused_by_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Guards exit code 2 before a model is looked for, and files of the run against being replaced by the trace."""
-    source = write_rows(tmp_path / "in.jsonl", [{"prompt": "hello", "max_tokens": 6}])
+    source = write_rows(tmp_path / "in.jsonl", [{"id": "a", "prompt": "hello", "max_tokens": 6}])
     before = source.read_text()
     cases = {
         "Cannot write the trace no/t.json: No such file or directory.": ["run", str(source), "--trace", "no/t.json"],
