@@ -1,1 +1,6 @@
-"""Kernels for a GPU, written in Triton; nobody imports them where Triton is not installed."""
+"""GPU kernels, written in Triton. They are only imported if Triton is installed.
+
+Kernels, and the functions that they call, take flat lists of arguments instead of records: Triton 3.6, which comes with
+the oldest torch supported here, turns the fields of a constexpr record into plain numbers that `tl.zeros` refuses; 3.9
+still loses the names of a tuple's fields; and `do_not_specialize` cannot name a field.
+"""

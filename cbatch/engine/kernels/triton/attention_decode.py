@@ -1,8 +1,8 @@
-"""Attention of decode rows: one query token each, over a long past that lies in pages.
+"""Attention of decode rows: one query token each, over many cached tokens.
 
-Its time is that of reading the cache. A fixed number of programs walk over a list of items, each a split of one
-sequence for one KV head; all query heads that share the KV head are one tile. What the next step changes is read from
-the device, so that a captured launch is right for it.
+It takes as long as reading the cache. A fixed number of programs walk over a list of items, each a split of one
+sequence for one KV head. All query heads that share the KV head form one tile. Whatever changes from step to step is
+read on the device, so a captured launch is right for the next step.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from cbatch.engine.kernels.triton.attention_tile import (
 
 
 class DecodeTuning(NamedTuple):
-    """What may be tried on a device. Only `split` and `tile_bytes` can change the bits of a result.
+    """Tuning parameters. Only `split` and `tile_bytes` can change the bits of a result.
 
     split            tokens of a split: long enough that starting one is cheap, short enough that few rows fill a GPU
-    tile_bytes       keys that a program reads at once: large enough for full lines, small enough for several in flight
-    warps            warps of a program: they share the columns of a tile, whose rows are the heads of one group
-    stages           depth of the pipeline. To find a block, to read it and to use it are stages of their own, so that
-                     5 have two tiles in flight, and 3 have one
-    programs_per_sm  programs that walk over the list on each multiprocessor: as many as fit at once
-    chunk            partial results that are read at once when they are put together
+    tile_bytes       bytes of keys that a program reads at once: large enough for full cache lines, small enough that
+                     several reads are in flight
+    warps            warps of a program; they share the columns of a tile, whose rows are the heads of one group
+    stages           depth of the pipeline. Finding a block, reading it and using it are separate stages, so 5 stages
+                     have two tiles in flight, and 3 have one
+    programs_per_sm  programs on each multiprocessor: as many as fit at once
+    chunk            partial results that are merged at once
     """
 
     split: int = 512
@@ -45,11 +46,11 @@ class DecodeTuning(NamedTuple):
     chunk: int = 16
 
     def tile_tokens(self, key_tile: int, dtype: torch.dtype) -> int:
-        """Tokens of a tile, for heads of a padded size; a power of 2."""
+        """Tokens of a tile, a power of 2, for heads of a padded size."""
         return min(max(16, self.tile_bytes // (key_tile * dtype.itemsize)), 128)
 
     def programs(self, multiprocessors: int, head_tile: int) -> int:
-        """Programs of a launch; the registers that a large head takes leave room for one less."""
+        """Programs of a launch. Large heads take so many registers that one program less fits."""
         return multiprocessors * max(1, self.programs_per_sm - (head_tile > 128))
 
 
@@ -63,12 +64,12 @@ def attend_decode(
     multiprocessors: int,
     tuning: DecodeTuning,
 ) -> None:
-    """Writes the decode rows of out [T, query heads, value_dim]; its other rows are not touched.
+    """Writes the decode rows of out [T, query heads, value_dim], and no other rows.
 
     query            [T, query heads, key_dim], any strides between rows and heads
     keys, values     [num_blocks, kv_heads, block_size, dim]
-    multiprocessors  how many the device has; how many programs are launched does not depend on the rows, unless they
-                     could never occupy so many
+    multiprocessors  how many the device has. The number of programs does not depend on the rows of a step, except
+                     that it is never larger than the buffers can use
     """
     layer, options = cache_layout(query, keys, values), params.arguments(query)
     levels = len(decode.totals)
@@ -102,7 +103,7 @@ def _decode_kernel(
     VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Each program takes every `programs`-th pair of an item and a KV head. The heads of an item are neighbours."""
+    """Program p of P takes pairs p, p + P, ... of an item and a KV head. The heads of an item are neighbours."""
     work = tl.load(totals + levels - 1) * KV_HEADS
     for turn in range(tl.program_id(0), work, tl.num_programs(0)):
         item = items + turn // KV_HEADS * 2
@@ -121,7 +122,7 @@ def _decode_kernel(
         )  # fmt: skip
         member, column = tl.arange(0, ROWS), tl.arange(0, VALUE_TILE)
         row = head * GROUP + member
-        # A list that serves windows has splits before the window, of which nothing is kept.
+        # The list may have splits before the window, whose results are not stored.
         members = tl.where((begin < end) | (length == 0), GROUP, 0)
         kept = (member < members)[:, None] & (column < VALUE_DIM)[None, :]
         place = row[:, None] * VALUE_DIM + column[None, :]
@@ -142,9 +143,9 @@ def _attend_split(
     BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """What the query heads of one row find in tokens begin .. end-1, and the logarithm of the sum of their weights.
+    """Attention of the query heads of one row over tokens begin .. end-1, and the logarithm of the sum of weights.
 
-    The sinks take part in the first split.
+    The sinks take part in the first split only.
     """
     member, column = tl.arange(0, ROWS), tl.arange(0, KEY_TILE)
     row = head * GROUP + member
@@ -166,7 +167,7 @@ def _attend_split(
         scores = tl.where(there[None, :], scores, float("-inf"))
         v = load_kv(values, rows, there, VALUE_DIM, VALUE_TILE, True)
         acc, largest, total = online_softmax_update(scores, v, acc, largest, total)
-    total = tl.where(total == 0, 1.0, total)  # a row of padding
+    total = tl.where(total == 0, 1.0, total)  # padding
     return acc / total[:, None], largest + tl.log2(total)
 
 
@@ -176,7 +177,7 @@ def _combine_kernel(
     HAS_WINDOW: tl.constexpr, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_TILE: tl.constexpr,
     SPLIT: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Puts the splits of one row and head together, in their order; a row of one split has its result already."""
+    """Merges the splits of one row and head, in their order. A row of one split has its result already."""
     sequence, head = sequences + tl.program_id(0) * 4, tl.program_id(1)
     length = tl.load(sequence + 1)
     last = tl.maximum(length - 1, 0) // SPLIT

@@ -1,9 +1,9 @@
-"""What the attention kernels read about a step: small int32 arrays, made in numpy and brought over in one copy.
+"""What the attention kernels read about a step: small int32 arrays, made in numpy and sent to the device in one copy.
 
-A decode row is cut into splits of a fixed number of tokens at fixed places of its sequence, so that its result has the
-same bits in any company. An item is one split of one sequence. Items are listed by their distance from the end of the
-sequence: first the last split of every row, then the last but one, and so on. A layer that sees only a window of its
-past needs no list of its own therefore: its items are the beginning of the list.
+A decode row is cut into splits of a fixed number of tokens, at fixed positions of its sequence, so its result has the
+same bits in every batch. An item is one split of one sequence. Items are listed by their distance from the end of the
+sequence: first the last split of every row, then the last but one, and so on. So a layer with a sliding window needs no
+list of its own: its items are a prefix of the list.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Ints = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class DecodeMetadata:
-    """Slices of one token, on the device.
+    """Decode rows, on the device.
 
-    sequences  [S, 4] int32: row in the ragged batch, length with the row's own token (0 is padding), place of its
-               first block in `block_ids`, and of its first part among the partial results
-    items      [capacity, 2] int32: sequence and split; what is behind the last item is never read
+    sequences  [S, 4] int32: row in the ragged batch, length including the row's own token (0 is padding), index of its
+               first block in `block_ids`, and of its first partial result
+    items      [capacity, 2] int32: sequence and split; entries after the last item are never read
     totals     [levels] int32: totals[k] items are at most k splits away from the end of their sequence
-    pages      [P] int32: block ids
-    parts      how many partial results there may be; 0 where no sequence has more than one split
+    block_ids  [P] int32
+    partials   how many partial results there may be; 0 if no sequence has more than one split
     split      tokens of a split
     """
 
@@ -49,12 +49,12 @@ class DecodeMetadata:
 
 @dataclass(slots=True)
 class PrefillMetadata:
-    """Slices of several tokens.
+    """Chunks of several tokens.
 
-    sequences  [S, 4] int32 on the device: first row in the ragged batch, first token, end of the slice's tokens, and
-               place of its first block in `block_ids`
-    pages      [P] int32: block ids
-    ranges     [S, 2] int32 on the host: first token and end of each slice
+    sequences  [S, 4] int32 on the device: first row in the ragged batch, first token, end of the chunk's tokens, and
+               index of its first block in `block_ids`
+    block_ids  [P] int32
+    ranges     [S, 2] int32 on the host: first token and end of each chunk
     """
 
     sequences: Tensor
@@ -63,7 +63,7 @@ class PrefillMetadata:
     _tiles: dict[int, Tensor] = field(default_factory=dict)
 
     def tiles(self, tokens: int) -> Tensor:
-        """Tiles of that many tokens, [N, 2] int32 on the device: sequence, and first token within its slice."""
+        """Tiles of that many tokens, [N, 2] int32 on the device: sequence, and first token within its chunk."""
         if tokens not in self._tiles:
             self._tiles[tokens] = to_device([list_query_tiles(self.ranges, tokens)], self.block_ids.device)[0]
         return self._tiles[tokens]
@@ -71,7 +71,7 @@ class PrefillMetadata:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """What the layers of a step share. slots [T]: place of each token in the cache, negative for none."""
+    """What the layers of a step share. slots [T]: place of each token in the cache; negative: it is not stored."""
 
     slots: Tensor
     decode: DecodeMetadata | None
@@ -87,12 +87,12 @@ class DecodeSplits(NamedTuple):
 
     @property
     def partials(self) -> int:
-        """Partial results in all: one for each split of a sequence that has several."""
+        """The number of partial results: one for each split of a sequence that has several."""
         return len(self.items) - int(2 * self.totals[0] - self.totals[1]) if len(self.totals) > 1 else 0
 
 
 def list_splits(rows: Ints, lengths: Ints, first_pages: Ints, split: int) -> DecodeSplits:
-    """The splits of decode rows [S]; a row of length 0 has one too, which writes zeros."""
+    """The splits of decode rows [S]. A row of length 0 has one split, which writes zeros."""
     splits = np.maximum(-(-lengths // split), 1)
     partials = np.where(splits > 1, splits, 0)
     sequences = np.stack([rows, lengths, first_pages, partials.cumsum() - partials], 1)
@@ -101,14 +101,14 @@ def list_splits(rows: Ints, lengths: Ints, first_pages: Ints, split: int) -> Dec
     back = np.repeat(np.arange(len(counts)), counts)
     place = np.arange(totals[-1]) - np.repeat(totals - counts, counts)
     sequence = np.argsort(-splits, kind="stable")[place]
-    # The last splits are of all sizes. Programs take items in turns, so neighbours in the list should be alike.
+    # The last splits have all sizes. Programs take items in turn, so neighbours in the list should be of similar size.
     sequence[: counts[0]] = np.argsort((splits - 1) * split - lengths, kind="stable")
     items = np.stack([sequence, splits[sequence] - 1 - back], 1)
     return DecodeSplits(sequences.astype(np.int32), items.astype(np.int32), totals.astype(np.int32))
 
 
 def list_query_tiles(ranges: Ints, tokens: int) -> Ints:
-    """Tiles of query tokens [N, 2]: sequence and first token; those that look at the longest past begin first."""
+    """Tiles of query tokens [N, 2], sequence and first token; those that see the most tokens come first."""
     counts = -(-(ranges[:, 1] - ranges[:, 0]) // tokens)
     sequence = np.repeat(np.arange(len(counts)), counts)
     first = (np.arange(len(sequence)) - np.repeat(counts.cumsum() - counts, counts)) * tokens
@@ -119,9 +119,9 @@ def list_query_tiles(ranges: Ints, tokens: int) -> Ints:
 class DecodeBuffers:
     """Metadata of decode rows at fixed addresses, for a captured graph: `fill` gives it the rows of the next step.
 
-    rows        how many rows the graph has
-    max_blocks  most blocks of one row
-    max_tokens  most tokens of all rows together; None: every row may have all its blocks
+    rows        rows of the graph
+    max_blocks  limit of the blocks of one row
+    max_tokens  limit of the tokens of all rows; None: every row may fill its blocks
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class DecodeBuffers:
         self.rows, self.max_blocks, self.block_size, self.split = rows, max_blocks, block_size, split
         self._levels = -(-max_blocks * block_size // split)
         items, block_ids = self.max_tokens // split + rows, self.max_tokens // block_size + rows
-        # The pages come last, so that a copy ends with those that are used.
+        # The block ids come last, so that a copy ends with those that are used.
         shapes: list[tuple[int, ...]] = [(rows, 4), (items, 2), (self._levels,), (rows,), (block_ids,)]
         self._room = [np.empty(shape, np.int32) for shape in shapes]
         self._packed = torch.zeros(packed_size(self._room), dtype=torch.uint8, device=device)
@@ -148,17 +148,18 @@ class DecodeBuffers:
         self.fill(np.zeros((0, 1), np.int32), [])
 
     def holds(self, stops: Sequence[int]) -> bool:
-        """Whether rows of these lengths find room."""
+        """Whether rows of these lengths fit."""
         longest = max(stops, default=0)
         fits = len(stops) <= self.rows and longest <= self.max_blocks * self.block_size
         return fits and sum(stops) <= self.max_tokens
 
     def fill(self, tables: Ints, stops: Sequence[int]) -> None:
-        """Overwrites the metadata by one copy, on the current stream. The rows behind the last are padding.
+        """Overwrites the metadata by one copy, on the current stream. Rows after the last are padding.
 
-        tables [S, B] int32 on the host: block ids of each row; stops [S]: lengths with the row's own token.
+        tables: [S, B] int32 on the host, block ids of each row
+        stops:  [S] lengths including the row's own token
 
-        Raises ValueError where the rows find no room.
+        Raises ValueError if the rows do not fit.
         """
         if not self.holds(stops):
             raise ValueError(f"{len(stops)} rows of {sum(stops)} tokens do not fit into the buffers of a graph.")
@@ -174,7 +175,7 @@ class DecodeBuffers:
         self._packed[: len(filled)].copy_(filled, non_blocking=True)
 
     def _slots(self, tables: Ints, lengths: Ints) -> Ints:
-        """Where each row's own token goes; negative for padding."""
+        """The place of each row's own token in the cache; negative for padding."""
         slots = np.full(self.rows, -1, np.int32)
         (real,) = np.nonzero(lengths)
         last = lengths[real] - 1
@@ -185,9 +186,9 @@ class DecodeBuffers:
 def build_metadata(
     slots: Tensor, tables: Tensor, starts: Sequence[int], stops: Sequence[int], split: int
 ) -> AttentionMetadata:
-    """Metadata of one step: slices of one token are decode rows, longer ones prefill, and those that end at 0 padding.
+    """Metadata of a step. Chunks of one token are decode rows, longer ones prefill; those that end at 0 are padding.
 
-    slots [T] and tables [S, B] int32 are on the device already.
+    slots [T] and tables [S, B] int32 are on the device.
     """
     ends = np.array(stops, np.int32)
     counts = np.where(ends == 0, 1, ends - np.array(starts, np.int32))

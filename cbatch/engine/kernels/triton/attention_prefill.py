@@ -1,7 +1,7 @@
-"""Attention of slices of several tokens: chunks of prompts, over themselves and what of the prompt is cached already.
+"""Attention of chunks of prompts, over themselves and the part of the prompt that is cached already.
 
 A program takes a tile of query tokens with all query heads that share a KV head, and walks over the tokens before them
-with the online softmax. Tiles of keys that all its queries see in full are not masked.
+with the online softmax. Tiles of keys that all of its queries see are not masked.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from cbatch.engine.kernels.triton.attention_tile import (
 
 
 class PrefillTuning(NamedTuple):
-    """What may be tried on a device.
+    """Tuning parameters.
 
-    rows           rows of the query's tile, tokens times heads: each key is read once for all of them
-    tokens         keys that are visited at once, for heads of up to 128; half as many for larger ones
-    warps, stages  warps of a program, and how many tiles of keys and values it has in flight
+    rows           rows of a query tile, tokens times heads: each key is read once for all of them
+    tokens         keys of a tile for heads of up to 128; half as many for larger heads
+    warps, stages  warps of a program, and the tiles of keys and values that it has in flight
     """
 
     rows: int = 128
@@ -38,9 +38,9 @@ class PrefillTuning(NamedTuple):
     stages: int = 3
 
     def fitted(self, head_tile: int, dtype: torch.dtype, group: int) -> PrefillTuning:
-        """The same for heads of a padded size and numbers of a type, so that tiles fit into a multiprocessor.
+        """Parameters for heads of a padded size in a type, so that tiles fit into a multiprocessor.
 
-        float32 has no matrix units: its tiles are small so that they stay in registers.
+        Tiles of float32, which has no matrix units, are small enough to stay in registers.
         """
         exact = dtype == torch.float32
         rows = max(min(self.rows, 32) if exact else self.rows, triton.next_power_of_2(group))
@@ -57,7 +57,7 @@ def attend_prefill(
     params: AttentionParams,
     tuning: PrefillTuning,
 ) -> None:
-    """Writes the rows of out [T, query heads, value_dim] that belong to prefill slices; others are not touched.
+    """Writes the rows of out [T, query heads, value_dim] that belong to chunks of prompts, and no other rows.
 
     query         [T, query heads, key_dim], any strides between rows and heads
     keys, values  [num_blocks, kv_heads, block_size, dim]
@@ -99,7 +99,7 @@ def _prefill_kernel(
     stop, whole = start + end, (start + begin + 1) // TOKENS * TOKENS
     visited = tl.maximum(start + begin + 1 - window, 0) // TOKENS * TOKENS if HAS_WINDOW else 0
     shared = tl.minimum(tl.cdiv(tl.maximum(stop - window, 0), TOKENS) * TOKENS, whole) if HAS_WINDOW else 0
-    # Tiles at the window's beginning, tiles that all queries see in full, and tiles at the end.
+    # Tiles at the start of the window, tiles that all queries see in full, and tiles at the end.
     edges = (visited, shared, whole, stop)
     for phase in tl.static_range(0 if HAS_WINDOW else 1, 3):
         acc, largest, total = _visit(
@@ -121,7 +121,7 @@ def _visit(
     HAS_SOFTCAP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr, TOKENS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Takes the tokens of tiles begin .. end-1 into the softmax; `stop` is where the tokens in the cache end."""
+    """Adds the tokens begin .. end-1 to the softmax, tile by tile; the tokens in the cache end at `stop`."""
     for place in range(begin, end, TOKENS):
         tokens = place + tl.arange(0, TOKENS)
         there = tokens < stop

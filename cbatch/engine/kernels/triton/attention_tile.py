@@ -1,6 +1,6 @@
-"""What the attention kernels have in common: where tokens lie in the cache, and how a tile of them is attended to.
+"""What both attention kernels need: the places of tokens in the cache, and attention over one tile of them.
 
-Scores are kept in base 2: they are multiplied with log2(e) beforehand, and exp2 is what the hardware has.
+Scores are in base 2: they are multiplied with log2(e), because the hardware computes exp2.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class AttentionParams:
     sinks: Tensor | None = None
 
     def arguments(self, query: Tensor) -> dict[str, Any]:
-        """Arguments of a kernel; what is not asked for is compiled out of it."""
+        """Arguments of a kernel. Options that are None are compiled out of it."""
         return {
             "scale": self.scale * LOG2_E,
             "window": self.window or 0,
@@ -38,7 +38,7 @@ class AttentionParams:
 
 
 def cache_layout(query: Tensor, keys: Tensor, values: Tensor) -> dict[str, int]:
-    """Arguments that say how a layer's cache lies; the sizes of a tile are powers of 2, the rest of it is masked."""
+    """Arguments for the layout of a layer's cache. Tiles are padded to powers of 2 and masked."""
     _, kv_heads, block_size, key_dim = keys.shape
     return {
         "KV_HEADS": kv_heads,
@@ -65,7 +65,7 @@ def kv_rows(
 def load_kv(
     cache: tl.tensor, rows: tl.tensor, there: tl.tensor, DIM: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """[tokens, TILE] keys or values; zero beyond the head's size, and for tokens that are not there."""
+    """[tokens, TILE] keys or values; 0 beyond the head's size, and for masked tokens."""
     column = tl.arange(0, TILE)
     place = cache + rows[:, None] * DIM + column[None, :]
     if MASKED:
@@ -82,7 +82,7 @@ def scaled_scores(
     """[queries, tokens] scores in base 2."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if HAS_SOFTCAP:
-        # tanh(x) = 1 - 2 / (exp(2x) + 1), right at both ends; in base 2 exp(2x) is exp2(2x) of a score in base 2.
+        # tanh(x) = 1 - 2 / (exp(2x) + 1) is right at both ends, and exp(2x) is exp2 of twice the score in base 2.
         bend = softcap * 1.4426950408889634
         scores = bend * (1.0 - 2.0 / (tl.exp2(2.0 * scores / softcap) + 1.0))
     return scores
@@ -92,9 +92,9 @@ def scaled_scores(
 def online_softmax_update(
     scores: tl.tensor, v: tl.tensor, acc: tl.tensor, largest: tl.tensor, total: tl.tensor
 ) -> tl.tensor:
-    """One step of the online softmax: acc [queries, dim], largest and total [queries] with a tile more in them."""
+    """Adds a tile to the online softmax: acc [queries, dim], largest and total [queries]."""
     peak = tl.maximum(largest, tl.max(scores, 1))
-    # A row that has seen nothing yet has no largest score to subtract.
+    # A row that has seen no key yet has no largest score to subtract.
     shift = tl.where(peak == float("-inf"), 0.0, peak)
     weights = tl.exp2(scores - shift[:, None])
     fade = tl.exp2(largest - shift)

@@ -1,4 +1,4 @@
-"""Random numbers of tokens, and float32 as integers, for the kernels that draw."""
+"""The Gumbel noise of tokens, and float32 as ordered integers, for the sampling kernels."""
 
 # mypy: allow-untyped-decorators
 
@@ -17,14 +17,14 @@ _OFFSET = tl.constexpr(127 * math.log(2) + 1e-3)
 
 @triton.jit
 def to_ordered_int(x: tl.tensor) -> tl.tensor:
-    """An integer for a float32, in the same order."""
+    """A float32 as an integer in the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
 def from_ordered_int(order: tl.tensor) -> tl.tensor:
-    """The float32 of such an integer."""
+    """The float32 of an integer from `to_ordered_int`."""
     bits = order.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -41,7 +41,7 @@ def _mix(word: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def uniform_of(ids: tl.tensor, key: tl.tensor) -> tl.tensor:
-    """The uniform number of each token id; key: two words."""
+    """The uniform random number of each token id; key: two words."""
     words = _mix(_mix(ids.to(tl.uint32) ^ key[0]) ^ key[1])
     return tl.minimum((words.to(tl.float32) + 0.5) * _STEP, _BELOW_ONE)
 
@@ -50,7 +50,7 @@ def uniform_of(ids: tl.tensor, key: tl.tensor) -> tl.tensor:
 def noise(uniform: tl.tensor) -> tl.tensor:
     """Standard Gumbel noise (see `sampler.gumbel_noise`).
 
-    log1p as in W. Kahan's note on it: what 1 - u loses in rounding is put right by a factor.
+    log1p after W. Kahan: a factor corrects what 1 - u loses in rounding.
     """
     rest = 1 - uniform
     exponential = tl.where(rest == 1, uniform, -tl.log(rest) * (uniform / (1 - rest)))
@@ -59,5 +59,5 @@ def noise(uniform: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def noise_bound(uniform: tl.tensor) -> tl.tensor:
-    """A number that the noise does not reach: see `cpu/sampling.py`."""
+    """An upper bound of the noise: see `kernels/cpu/sampling.py`."""
     return uniform.to(tl.int32, bitcast=True).to(tl.float32) * _STEEPNESS + _OFFSET

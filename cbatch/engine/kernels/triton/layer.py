@@ -1,8 +1,8 @@
-"""What a layer of the Llama family does between its matrix products, each as one Triton kernel.
+"""The kernels of a layer of the Llama family between its matrix products.
 
-A step of few tokens takes as long as its launches and its reading of weights, so what one kernel can do is one kernel.
-No argument that changes from step to step is a number of the host: nothing is compiled again, and a captured launch is
-right for the next step. Sums, norms, angles and gates are float32 whatever the tensors are.
+A step of few tokens takes as long as its launches and the reading of its weights, so whatever fits into one kernel is
+one kernel. No argument that changes from step to step is a number on the host: nothing is compiled again, and a
+captured launch is right for the next step. Sums, norms, angles and gates are float32 whatever the tensors are.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ def _norm_kernel(
 
 
 def embed_and_norm(embedding: Tensor, ids: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """stream [T, hidden] float32 = embedding[ids]; out [T, hidden] = its RMSNorm (Zhang and Sennrich, 2019)."""
+    """residual [T, hidden] float32 = embedding[ids]; out [T, hidden] = its RMSNorm (Zhang and Sennrich, 2019)."""
     _norm(residual, embedding, ids, weight, eps, out, embeds=True)
 
 
 def add_and_norm(residual: Tensor, added: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """stream [T, hidden] float32 += added [T, hidden]; out [T, hidden] = its RMSNorm."""
+    """residual [T, hidden] float32 += added [T, hidden]; out [T, hidden] = its RMSNorm."""
     _norm(residual, added, residual, weight, eps, out)
 
 
 def select_and_norm(residual: Tensor, added: Tensor, rows: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """out [R, hidden] = RMSNorm of (stream + added)[rows]; the stream is left as it is."""
+    """out [R, hidden] = RMSNorm of (residual + added)[rows]; the residual does not change."""
     _norm(residual, added, rows, weight, eps, out, selects=True)
 
 
@@ -101,9 +101,9 @@ def _norm_and_rope(
     DIM: tl.constexpr,
     HAS_NORMS: tl.constexpr,
 ) -> Any:
-    """Reads heads [N, DIM], norms them where they have one, and rotates them (RoPE); returns both halves, float32.
+    """Reads heads [N, DIM], norms them if there are norms, and rotates them (RoPE); returns both halves, float32.
 
-    part, inside: [N, half] places of the left halves in `row`, and which of them there are
+    part, inside: [N, half] offsets of the left halves from `row`, and which of them exist
     """
     half: tl.constexpr = DIM // 2
     left = tl.load(row + part, mask=inside, other=0.0).to(tl.float32)
@@ -135,7 +135,7 @@ def _rope_and_store_kv_kernel(
     HALF_TILE: tl.constexpr,
     HAS_NORMS: tl.constexpr,
 ) -> None:
-    """One program per token and head of keys, with the query heads that share it; see `rope_and_store_kv`."""
+    """One program per token and KV head, with the query heads that share it; see `rope_and_store_kv`."""
     half: tl.constexpr = DIM // 2
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     member, column = tl.arange(0, GROUP_TILE)[:, None], tl.arange(0, HALF_TILE)[None, :]
@@ -202,5 +202,5 @@ def silu_and_mul(gate_up: Tensor, out: Tensor) -> None:
 
 
 def _warps(threads: int) -> int:
-    """Warps for so many threads, each of which reads 16 bytes at once, or a few times that."""
+    """Warps for so many threads, each of which reads 16 bytes, or a few times that."""
     return min(max(threads // 32, 1), 16)

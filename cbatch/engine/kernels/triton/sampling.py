@@ -1,16 +1,17 @@
-"""Chooses a token for each row of logits on a GPU, by the definition in `sampler.py`, without sorting a row.
+"""Samples a token for each row of logits on a GPU without sorting it; `sampler.py` defines what is sampled.
 
-Two kernels. The first reads all logits once, each program a chunk of one row: greedy rows and rows without filters are
-done then but for the best of their chunks. Of rows with filters it keeps the largest logit of each block of tokens and
-the sum of the probabilities. The second has one program per row, and goes on as `cpu/sampling.py` does:
+There are two kernels. The first reads all logits once; each program takes a chunk of one row. For greedy rows and rows
+without filters, it leaves only the best token of each chunk to compare. For rows with filters, it keeps the largest
+logit of each block of tokens, and the sum of the probabilities. The second has one program per row, and goes on like
+`kernels/cpu/sampling.py`:
 
-- What the filters keep is always the beginning of the tokens in order: by logit, equal ones by id. A bound from below
-  on the last logit that can be kept is known from the blocks' largest. Only blocks that reach it are looked at again.
-- A token is drawn among what reaches the bound, then asked for: how likely are those before it, all together? If it is
-  not kept, then only tokens before it are, and it is drawn again among these, which takes few rounds. A token's noise
-  is always the same, so the last token is the one that a draw among those that are kept had given.
+- Order the tokens by logit, then by id: the filters always keep a prefix of that order. The largest logits of the
+  blocks give a lower bound of the last logit that can be kept. Only blocks that reach the bound are read again.
+- A token is drawn from all that reach the bound, and then checked: what is the probability of all tokens before it? If
+  the filters do not keep it, they keep only tokens before it, and the draw is repeated among these, which takes few
+  rounds. A token's noise is always the same, so the last draw gives what a draw among the kept tokens would have given.
 
-Chunks depend on the vocabulary only, and every sum is taken in one order: a row's token is the same in any company.
+Chunks depend only on the vocabulary, and every sum has one order, so a row's token is the same in every batch.
 """
 
 # mypy: allow-untyped-decorators
@@ -30,17 +31,17 @@ from cbatch.engine.kernels.triton.vocab_scan import kth_largest, mass_before, ma
 _INFINITY = tl.constexpr(math.inf)
 _NAN = tl.constexpr(math.nan)
 _SLACK = tl.constexpr(1e-3)
-"""Above what rounding can do to a bound."""
+"""More than rounding can change a bound."""
 
 
 class Tiling(NamedTuple):
-    """How the work is cut, each a power of two.
+    """Tuning parameters, all powers of two.
 
     block:  tokens whose largest logit is kept
-    chunk:  blocks that a program of the first kernel looks at
-    part:   blocks whose noise it makes at a time; it divides `chunk`
-    group:  blocks that the second kernel looks at at a time
-    warps:  of a program of the first and of the second kernel
+    chunk:  blocks of a program of the first kernel
+    part:   blocks whose noise that program computes at once; it divides `chunk`
+    group:  blocks that the second kernel reads at once
+    warps:  warps of a program of the first and of the second kernel
     """
 
     block: int = 64
@@ -59,7 +60,7 @@ def sample_rows(logits: Tensor, words: Tensor, tiling: Tiling = TILING) -> tuple
     logits: [R, V] float32, float16 or bfloat16
     words:  [6, R] int32 on the same device, see `sampler.pack_sampling_params`
 
-    A row whose largest logit is not finite gets a token that means nothing.
+    A row whose largest logit is not finite gets an arbitrary token.
     """
     if logits.stride(1) != 1:
         logits = logits.contiguous()
@@ -109,7 +110,7 @@ def _noise_key(words: tl.tensor, row: tl.tensor, rows: tl.tensor) -> tl.tensor:
 def _select_blocks(
     block_max: tl.tensor, lists: tl.tensor, blocks: tl.tensor, least: tl.tensor, BLOCKS: tl.constexpr
 ) -> tl.tensor:
-    """Lists the blocks whose largest x reaches `least` and is possible, in their order; returns how many there are."""
+    """Lists the blocks whose largest x reaches `least` and is not minus infinity; returns their number."""
     block = tl.arange(0, BLOCKS)
     top = tl.load(block_max + block, mask=block < blocks, other=-_INFINITY)
     is_there = (top >= least) & (top > -_INFINITY)
@@ -120,9 +121,9 @@ def _select_blocks(
 
 @triton.jit
 def _logit_floor(length: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, most: tl.tensor) -> tl.tensor:
-    """What x of tokens that top-p and min-p keep is not below."""
+    """A lower bound of the x of tokens that top-p and min-p keep."""
     floor = tl.full((), -_INFINITY, tl.float32)
-    if top_p < 1:  # all tokens below it together are less likely than 1 - top-p: the likeliest alone has e^0
+    if top_p < 1:  # all tokens below it add up to less than 1 - top_p, because the likeliest alone has e^0
         floor = most + tl.log((1 - top_p) / length) - _SLACK
     if min_p > 0:
         floor = tl.maximum(floor, most + tl.log(min_p) - _SLACK)
@@ -142,8 +143,7 @@ def _draw_kept(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Draws among the tokens that reach the floor, and again among those before the token, until the filters
-    keep it.
+    """Draws from the tokens that reach the floor, then from those before the drawn token, until the filters keep it.
 
     first, most: the likeliest token and its x; total: the sum of e^(x - most) of what top-k keeps
     """
@@ -180,7 +180,7 @@ def _draw_filtered(
     least = floor
     if k > 0:
         least = tl.full((), -_INFINITY, tl.float32)
-        if k <= blocks:  # k blocks have a token as large as the k-th largest of the blocks' largest
+        if k <= blocks:  # k blocks have a token that reaches the k-th largest of the blocks' maxima
             summary = (block_max, blocks, 1.0, lists, tl.cdiv(blocks, BLOCK))
             least = kth_largest(summary, k, least, most, False, GROUP, BLOCK)
     row = (values, length, temperature, lists, _select_blocks(block_max, lists, blocks, least, BLOCKS))
@@ -209,7 +209,7 @@ def _scan_kernel(
 ) -> None:
     """One chunk of one row: its best token [R, C], and in `found` [R, 3, C] its score, sum and largest raw logit.
 
-    The score of a token is its x = logit / temperature, and its noise too where the row is drawn without filters.
+    The score of a token is x = logit / temperature, plus its noise if the row is drawn without filters.
     """
     chunk, row, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     params = _row_params(words, row, rows, length)

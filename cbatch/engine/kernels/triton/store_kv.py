@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def store_kv(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, slots: Tensor) -> None:
-    """Stores new_keys [T, kv_heads, key_dim] and new_values by slot; rows with a negative slot are left out.
+    """Stores new_keys [T, kv_heads, key_dim] and new_values by slot; rows with a negative slot are not stored.
 
     keys, values: [num_blocks, kv_heads, block_size, dim]
     """

@@ -1,7 +1,7 @@
-"""Passes over the logits of one row, block by block of its tokens, in one program.
+"""Passes over the logits of one row, in blocks of tokens, in one program.
 
-A row is (values, their number, temperature, ids of the blocks to look at, how many these are). Loops are `while`: the
-interpreter of Triton 3.6 cannot count up to a number that it computed.
+A row is a tuple (values, their number, temperature, ids of the blocks to scan, how many these are). Loops are `while`:
+Triton 3.6's interpreter cannot loop up to a number that it computed.
 """
 
 # mypy: allow-untyped-decorators
@@ -22,11 +22,9 @@ _INFINITY = tl.constexpr(math.inf)
 def _tile(
     row: tl.tensor, start: tl.tensor, LISTED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr
 ) -> tl.tensor:
-    """x [GROUP, BLOCK], values divided by the temperature, and their places, of the row's blocks from `start`.
+    """x [GROUP, BLOCK], values divided by the temperature, and their token ids, of the row's blocks from `start`.
 
-    row: (values, their number, temperature, ids of the blocks to look at, how many these are)
-
-    x is minus infinity where there is no value, or one that is not a number. Without LISTED the blocks are all blocks.
+    x is minus infinity past the end of the row, and for NaN. Without LISTED, all blocks are scanned.
     """
     values, length, temperature, lists, stop = row
     blocks = start + tl.arange(0, GROUP)
@@ -35,7 +33,7 @@ def _tile(
         blocks = tl.load(lists + blocks, mask=is_there, other=0)
     places = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     raw = tl.load(values + places, mask=is_there[:, None] & (places < length), other=-_INFINITY).to(tl.float32)
-    # Rounded as torch does it: equal logits must stay equal, and others in their order.
+    # Rounded as in torch: equal logits must stay equal, and the order of others must not change.
     return tl.where(raw == raw, tl.div_rn(raw, temperature), -_INFINITY), places
 
 
@@ -65,10 +63,10 @@ def noisy_argmax(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The largest x plus noise, and its token, of those within the bounds (floor, limit, end): that reach the floor and
-    come before the token `end`, whose x is `limit`. Where there is none, the token is `first`.
+    """The largest x plus noise, and its token, within the bounds (floor, limit, end): tokens that reach the floor and
+    come before the token `end`, whose x is `limit`. If there is none, the token is `first`.
 
-    Logarithms are taken only where a bound of the noise does not rule out that they matter.
+    Only tokens that an upper bound of the noise does not rule out take logarithms.
     """
     length, stop = row[1], row[4]
     floor, limit, end = bounds
@@ -93,7 +91,7 @@ def noisy_argmax(
 def mass_before(
     row: tl.tensor, most: tl.tensor, limit: tl.tensor, end: tl.tensor, GROUP: tl.constexpr, BLOCK: tl.constexpr
 ) -> tl.tensor:
-    """The sum of e^(x - most) of the tokens before the token `end`, whose x is `limit`."""
+    """The sum of e^(x - most) over the tokens before the token `end`, whose x is `limit`."""
     mass = tl.zeros([GROUP, BLOCK], tl.float32)
     group = 0
     while group < row[4]:
@@ -113,9 +111,9 @@ def kth_largest(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """A number that k of the x reach: more only where the k-th is equal to the next. At least k reach `least`.
+    """The k-th largest x, by bisection; at least k reach `least`.
 
-    Halves the range where it must be, and draws its ends in to the next x: many can be equal in half precision.
+    Each step also moves the ends of the range to the nearest x, because many can be equal in half precision.
     """
     low, high = to_ordered_int(least), to_ordered_int(most)
     while low < high:
