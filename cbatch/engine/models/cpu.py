@@ -90,15 +90,19 @@ class CpuModel:
         self._params = DecoderParams(spec.num_heads, spec.rms_norm_eps, spec.head_dim**-0.5, np.array(spec.windows))
         self._thread_pool = shared_thread_pool(num_threads())
         self._element = np.dtype(np.float32 if dtype == torch.float32 else np.uint16)
-        self._attention_workspace = new_attention_workspace(
-            self._thread_pool.size, spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.head_dim, self._element
-        )
-        self._linear_workspace = new_linear_workspace(
-            self._thread_pool.size,
-            self._weights.matrices.dtype,
-            max(spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim),
-        )
         self._activations = self._new_activations(16)
+        self._buffers = Buffers(
+            self._activations,
+            new_linear_workspace(
+                self._thread_pool.size,
+                self._weights.matrices.dtype,
+                max(spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim),
+            ),
+            new_attention_workspace(
+                self._thread_pool.size, spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.head_dim, self._element
+            ),
+        )
+        """Those of the last step."""
         self._paged_kvs: WeakKeyDictionary[KVCache, PagedKV] = WeakKeyDictionary()
         self._logits = np.empty((0, 0), np.float32)
         self._logit_buffers: dict[int, _LogitBuffer] = {}
@@ -132,17 +136,22 @@ class CpuModel:
 
     def _arguments(self, batch: RaggedBatch, kv_cache: KVCache, outputs: StepOutputs) -> _StepArguments:
         spec, length, furthest = self.spec, len(batch.ids), max(batch.stops)
-        if length > len(self._activations.residual):
-            self._activations = self._new_activations(length)
         if furthest > len(self._cos):
             self._cos, self._sin = self._rotary_tables(2 * furthest)
         inputs = StepInputs(batch.ids, batch.positions, self._cos, self._sin, np.arange(length), batch.rows)
         shape = spec.num_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim
         plan = plan_attention(batch.tables, batch.starts, batch.stops, batch.slots, *shape)
-        activations = Activations(*(array[:length] for array in self._activations))
-        buffers = Buffers(activations, self._linear_workspace, self._attention_workspace)
-        kv = self._paged_kv(kv_cache)
+        kv, buffers = self._paged_kv(kv_cache), self._buffers_for(length)
         return _StepArguments(self._weights, self._params, kv, plan, inputs, buffers, outputs)
+
+    def _buffers_for(self, length: int) -> Buffers:
+        """Memory for a step of so many tokens, which is kept."""
+        if length > len(self._activations.residual):
+            self._activations = self._new_activations(length)
+        if length != len(self._buffers.activations.residual):
+            activations = Activations(*(array[:length] for array in self._activations))
+            self._buffers = self._buffers._replace(activations=activations)
+        return self._buffers
 
     def _paged_kv(self, kv_cache: KVCache) -> PagedKV:
         """The cache as the kernels take it."""

@@ -76,17 +76,6 @@ class AttentionPlan(NamedTuple):
     is_last: NDArray[np.bool_]
 
 
-class _PlanBuffers(NamedTuple):
-    """What `_plan_tasks` fills in; see `AttentionPlan`. order, costs: [N] int64 of the tasks."""
-
-    tasks: NDArray[np.int64]
-    order: NDArray[np.int64]
-    costs: NDArray[np.int64]
-    first_rows: NDArray[np.int64]
-    merges: NDArray[np.int64]
-    is_last: NDArray[np.bool_]
-
-
 def plan_attention(
     tables: NDArray[np.int32],
     starts: Sequence[int],
@@ -104,36 +93,34 @@ def plan_attention(
     begins, ends, max_tokens = np.array(starts), np.array(stops), max(1, _MAX_QUERY_ROWS // group)
     sequences = len(begins)
     size = len(slots) // max_tokens + 2 * sequences + sum(starts) // SPLIT
-    buffers = _PlanBuffers(
-        np.empty((size, 6), np.int64),
-        np.empty(size, np.int64),
-        np.empty(size, np.int64),
-        np.empty(sequences, np.int64),
-        np.empty((sequences, 3), np.int64),
-        np.zeros(len(slots), np.bool_),
+    tasks, order = np.empty((size, 6), np.int64), np.empty((size, 2), np.int64)
+    first_rows, merges = np.empty(sequences, np.int64), np.empty((sequences, 3), np.int64)
+    is_last = np.zeros(len(slots), np.bool_)
+    num_tasks, num_merges, num_partials = _plan_tasks(
+        begins, ends, max_tokens, tasks, order, first_rows, merges, is_last
     )
-    num_tasks, num_merges, num_partials = _plan_tasks(begins, ends, max_tokens, buffers)
     partials = np.empty((num_partials, heads, value_dim + 2), np.float32)
-    tasks, merges = buffers.tasks[buffers.order[:num_tasks]], buffers.merges[:num_merges]
-    return AttentionPlan(tables, begins, buffers.first_rows, tasks, merges, partials, slots, buffers.is_last)
+    tasks, merges = tasks[order[:num_tasks, 0]], merges[:num_merges]
+    return AttentionPlan(tables, begins, first_rows, tasks, merges, partials, slots, is_last)
 
 
 @entry
-def _plan_tasks(begins: Any, ends: Any, max_tokens: int, buffers: _PlanBuffers) -> tuple[int, int, int]:
-    """Lists the tasks and their order, the most expensive first; returns the numbers of tasks, merges and partials.
+def _plan_tasks(
+    begins: Any, ends: Any, max_tokens: int, tasks: Any, order: Any, first_rows: Any, merges: Any, is_last: Any
+) -> tuple[int, int, int]:
+    """Lists the tasks, and in `order` [N, 2] their indices and costs, the most expensive first.
 
-    In one call: a dozen numpy operations take longer, because each step's weights evict them from the processor's
-    caches.
+    Returns the numbers of tasks, merges and partial results. All in one call: a dozen numpy operations take longer,
+    because each step's weights evict them from the processor's caches.
     """
-    tasks, order, costs = buffers.tasks, buffers.order, buffers.costs
     num_tasks = num_merges = num_partials = row = 0
     for sequence in range(len(begins)):
         begin, tokens = begins[sequence], ends[sequence] - begins[sequence]
-        buffers.first_rows[sequence] = row
+        first_rows[sequence] = row
         row += tokens
-        buffers.is_last[row - 1] = True
+        is_last[row - 1] = True
         if tokens == 1 and begin >= SPLIT:
-            buffers.merges[num_merges] = row - 1, num_partials, begin // SPLIT + 1
+            merges[num_merges] = row - 1, num_partials, begin // SPLIT + 1
             num_merges += 1
             for start in range(0, begin + 1, SPLIT):
                 tasks[num_tasks] = sequence, 0, 1, start, min(begin + 1, start + SPLIT), num_partials
@@ -144,18 +131,18 @@ def _plan_tasks(begins: Any, ends: Any, max_tokens: int, buffers: _PlanBuffers) 
                 taken = min(max_tokens, tokens - first)
                 tasks[num_tasks] = sequence, first, taken, 0, begin + first + taken, -1
                 num_tasks += 1
-    for task in range(num_tasks):  # a stable insertion sort by cost
+    for task in range(num_tasks):  # a stable insertion sort
         cost = (tasks[task, 4] - tasks[task, 3]) * tasks[task, 2]
         low, high = 0, task
         while low < high:
             middle = (low + high) // 2
-            if costs[middle] >= cost:
+            if order[middle, 1] >= cost:
                 low = middle + 1
             else:
                 high = middle
         for place in range(task, low, -1):
-            order[place], costs[place] = order[place - 1], costs[place - 1]
-        order[low], costs[low] = task, cost
+            order[place, 0], order[place, 1] = order[place - 1, 0], order[place - 1, 1]
+        order[low, 0], order[low, 1] = task, cost
     return num_tasks, num_merges, num_partials
 
 
