@@ -1,4 +1,4 @@
-"""Several prompts on one engine, from the first to the last token: what Python programs call."""
+"""`Engine.generate` and `Engine.stream`: several prompts on one engine, from the first to the last token."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Steppable(Protocol):
 
 @dataclass(slots=True)
 class Output:
-    """One output of a prompt, as its reader needs it.
+    """What is needed to read one output of a prompt.
 
     index: of the prompt
-    echo:  what is to stand before the output in its text
+    echo:  text that is put before the output
     """
 
     index: int
@@ -54,17 +54,17 @@ class Output:
 
 
 class Generation:
-    """Prompts that an engine completes side by side, and the events of their outputs."""
+    """Completes several prompts at once on an engine, and yields the events of their outputs."""
 
     def __init__(self, engine: Steppable) -> None:
         self._engine = engine
         self._outputs: dict[int, Output] = {}
-        """Those that have not ended, by the id of the request."""
+        """Unfinished outputs, by the id of the request."""
 
     def run(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> Generator[tuple[Output, TokenEvent]]:
-        """Every output's events, as the engine gives them. Leaving the iteration cancels what has not ended."""
+        """The events of all outputs, as the engine returns them. Leaving the iteration cancels unfinished requests."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         try:
             for index, (prompt, asked) in enumerate(zip(prompts, each, strict=True)):
@@ -74,11 +74,13 @@ class Generation:
                     yield Output(index, OutputDetokenizer()), TokenEvent(None, None, finish_reason="error", error=error)
             while self._outputs:
                 for event in self._engine.step():
-                    output = self._outputs.get(event.request_id)  # type: ignore[arg-type]
-                    if output is not None:
-                        if event.finish_reason is not None:
-                            del self._outputs[event.request_id]  # type: ignore[arg-type]
-                        yield output, event
+                    request_id = event.request_id
+                    if request_id is None or request_id not in self._outputs:
+                        continue
+                    output = self._outputs[request_id]
+                    if event.finish_reason is not None:
+                        del self._outputs[request_id]
+                    yield output, event
         finally:
             for request_id in self._outputs:
                 self._engine.cancel(request_id)
