@@ -33,6 +33,13 @@ def test_imports_go_downward() -> None:
     assert done.returncode == 0, done.stdout
 
 
+def test_folders_stay_small() -> None:
+    """Guards the map that the folders are: one that grows beyond a screen has to be divided."""
+    counts = {folder: len({*folder.glob("*.py")} - {folder / "__init__.py"}) for folder in PACKAGE.rglob("*/")}
+    too_many = {str(folder): count for folder, count in counts.items() if count > 16}
+    assert not too_many and counts[PACKAGE / "engine"] <= 8 and counts[PACKAGE / "cli"] <= 6
+
+
 def test_front_ends_use_public_names_only() -> None:
     """Guards the seam: the command line sees what `cbatch.engine` exports, nothing inside it."""
     for path in (PACKAGE / "cli").rglob("*.py"):
