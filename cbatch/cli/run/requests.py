@@ -170,11 +170,11 @@ class RequestBuilder:
             return row.prompt_token_ids
         messages = row.messages
         if row.tools and not self._has_template:
-            raise RequestError("invalid_row", "tools go through a chat template, and this model has none")
+            raise RequestError("invalid_row", "tools need a chat template, and this model has none")
         if row.tools and self.options.raw:
-            raise RequestError("invalid_row", "tools go through the chat template, and --raw leaves that out")
+            raise RequestError("invalid_row", "tools need the chat template, and --raw skips it")
         if row.tools and not self._takes_tools:
-            raise RequestError("invalid_row", "this model's chat template takes no tools")
+            raise RequestError("invalid_row", "this model's chat template does not support tools")
         if row.prompt is not None:
             if row.raw or self.options.raw or not self._has_template:
                 return row.prompt

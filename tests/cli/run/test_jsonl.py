@@ -58,7 +58,7 @@ TOOL = '{"type": "function", "function": {"name": "look"}}'
         ('{"prompt": "a", "id": [1]}', "invalid_row", "id must be"),
         ('{"prompt": "a", "priority": 1.5}', "invalid_row", "priority must be a whole number"),
         ('{"prompt": "a", "raw": 1}', "invalid_row", "raw must be true or false"),
-        ('{"prompt_token_ids": [1], "raw": true}', "invalid_row", "raw goes with prompt"),
+        ('{"prompt_token_ids": [1], "raw": true}', "invalid_row", "raw works only with prompt"),
         ('{"messages": []}', "invalid_row", "at least one message"),
         ('{"messages": [{"content": "a"}]}', "invalid_row", "message 1"),
         ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "invalid_row", "not text"),

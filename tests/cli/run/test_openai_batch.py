@@ -199,10 +199,10 @@ def test_bodies_become_rows() -> None:
         (text([]), "at least one whole number"),
         (text(None), "prompt must be a string, not null"),
         (chat() | {"prompt": "a"}, "both body and prompt"),
-        (chat(prompt="a"), "prompt is not what this url takes, which is messages"),
-        (text("a", messages=[]), "messages is not what this url takes, which is prompt"),
+        (chat(prompt="a"), "this url takes messages, not prompt"),
+        (text("a", messages=[]), "this url takes prompt, not messages"),
         ({"custom_id": "x", "method": "POST", "url": "/v1/completions"}, "body must be an object, not null"),
-        (chat(max_tokens=3, max_completion_tokens=4), "max_completion_tokens says 4, another name of it 3"),
+        (chat(max_tokens=3, max_completion_tokens=4), "max_completion_tokens is 4, but another name of it is 3"),
     ],
 )
 def test_what_is_wrong_is_named(fields: dict[str, Any], message: str) -> None:

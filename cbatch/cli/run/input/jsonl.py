@@ -76,6 +76,6 @@ def _fill(row: InputRow, fields: dict[str, Any], allow_unknown: bool) -> None:
         )
     PROMPT_SETTERS[forms[0]](row, fields[forms[0]])
     if row.raw and row.prompt is None:
-        raise row.invalid("raw goes with prompt only")
+        raise row.invalid("raw works only with prompt")
     if row.tools and (row.raw or row.prompt_token_ids is not None):
-        raise row.invalid("tools go through the chat template, so they need messages or a prompt that is not raw")
+        raise row.invalid("tools need the chat template, so give messages or a prompt that is not raw")

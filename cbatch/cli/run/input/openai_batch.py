@@ -58,7 +58,7 @@ def _fill_from_body(row: InputRow, body: dict[str, Any], *, is_chat: bool, allow
     row.call = ApiCall(is_chat, model if isinstance(model, str) else None)
     row.extra |= {name: value for name, value in body.items() if name not in KNOWN}
     if row.typed_field(body, "stream", bool, False):
-        raise row.invalid("stream is not possible in a batch")
+        raise row.invalid("stream is not supported in a batch")
     row.set_priority(body)
     for name, nothing in UNSUPPORTED.items():
         if body.get(name) not in (None, nothing):
@@ -68,7 +68,7 @@ def _fill_from_body(row: InputRow, body: dict[str, Any], *, is_chat: bool, allow
         row.check_spelling([name for name in body if name not in KNOWN], KNOWN)
     wanted = "messages" if is_chat else "prompt"
     if doubled := [name for name in PROMPT_FIELDS if name != wanted and body.get(name) is not None]:
-        raise row.invalid(f"{doubled[0]} is not what this url takes, which is {wanted}")
+        raise row.invalid(f"this url takes {wanted}, not {doubled[0]}")
     if not is_chat and (strange := [name for name in CHAT_FIELDS if body.get(name)]):
         raise row.invalid(f"{strange[0]} is a field of {CHAT}, and this is a request to {TEXT}")
     if is_chat:

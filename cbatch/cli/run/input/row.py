@@ -60,13 +60,13 @@ class InputRow:
             if name in _PARAMS and value is not None:
                 meant = ALIASES.get(name, name)
                 if self.params.setdefault(meant, value) != value:
-                    raise self.invalid(f"{name} says {value!r}, another name of it {self.params[meant]!r}")
+                    raise self.invalid(f"{name} is {value!r}, but another name of it is {self.params[meant]!r}")
 
     def set_tools(self, fields: dict[str, Any]) -> None:
         """Sets the tools that the model may call, unless `tool_choice` is `none`."""
         choice = fields.get("tool_choice")
         if choice not in (None, "auto", "none"):
-            raise self.invalid("tool_choice must be auto or none; the model cannot be made to call a tool")
+            raise self.invalid("tool_choice must be auto or none; the model cannot be forced to call a tool")
         if fields.get("tools") is not None:
             try:
                 tools = check_tools(fields["tools"])
