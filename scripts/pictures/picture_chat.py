@@ -20,7 +20,7 @@ WIDTH, HEIGHT, MARGIN = 8.4, 17.0, 12
 MOST_SECONDS = 1.2
 """Longest time for which a frame is shown, except for the last one."""
 
-FRAME_SECONDS = 0.3
+FRAME_SECONDS = 0.1
 
 COLOURS = {"cyan": "#56c8d8", "brightblack": "#8a8f98", "green": "#7ec97e", "brown": "#d8b25e", "red": "#e06c6c"}
 BACKGROUND, FOREGROUND = "#1d2026", "#d7dae0"

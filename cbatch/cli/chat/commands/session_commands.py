@@ -101,9 +101,7 @@ def do_retry(context: CommandContext, count: str) -> None:
     number = parse_number(count, 1, 32) if count else 1
     first = context.controller.retry(context.session, number)
     if context.controller.is_greedy(context.session):
-        context.show(
-            f"sampled at temperature {RETRY_TEMPERATURE}, because this session is greedy and would repeat itself"
-        )
+        context.show(f"sampled at temperature {RETRY_TEMPERATURE}; this session is greedy and would repeat itself")
     before = context.session.last.fallback if context.session.last is not None else 0
     if number > 1:
         last = first + number - 1
