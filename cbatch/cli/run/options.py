@@ -42,6 +42,6 @@ class RunOptions:
         self.sampling.check()
         for name, is_given in (("retry-errors", self.retry_errors), ("recompute-changed", self.recompute_changed)):
             if is_given and not self.resume:
-                raise ConfigError(f"--{name} goes with --resume.")
+                raise ConfigError(f"--{name} needs --resume.")
         if self.resume and self.overwrite:
             raise ConfigError("--resume keeps the rows of the output file, --overwrite drops them; give one of them.")

@@ -251,7 +251,7 @@ def test_a_batch_that_ends_early_leaves_the_engine_to_the_chat(harness: ChatHarn
         ("in.jsonl -o out.jsonl --no-such", "No such option"),
         ("in.jsonl -o out.jsonl --model x", "--model cannot be changed"),
         ("in.jsonl -o out.jsonl --target-step-ms 20", "--target-step-ms cannot be changed"),
-        ("in.jsonl -o out.jsonl --retry-errors", "goes with --resume"),
+        ("in.jsonl -o out.jsonl --retry-errors", "needs --resume"),
         ("in.jsonl -o /dev/null", "is not one"),
         ("'in.jsonl", "No closing quotation"),
         ("--help", "takes the options"),

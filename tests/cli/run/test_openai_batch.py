@@ -187,7 +187,7 @@ def test_bodies_become_rows() -> None:
         (chat() | {"custom_id": 3}, "custom_id must be a string"),
         (call("x"), "body must be an object, not a string"),
         (call({}), "messages must be a list"),
-        (chat(stream=True), "stream is not possible"),
+        (chat(stream=True), "stream is not supported"),
         (chat(logprobs=3), "logprobs must be true or false"),
         (chat(top_logprobs=3), "top_logprobs needs logprobs"),
         (chat(tool_choice="required"), "auto or none"),

@@ -374,8 +374,8 @@ def test_resume_from_a_pipe(done: Case, monkeypatch: pytest.MonkeyPatch) -> None
         (["--resume", "-o", "-"], "--resume needs an output file"),
         (["--resume", "-o", "/dev/null"], "--resume needs an output file"),
         (["--resume", "--overwrite"], "give one of them"),
-        (["--retry-errors"], "--retry-errors goes with --resume"),
-        (["--recompute-changed"], "--recompute-changed goes with --resume"),
+        (["--retry-errors"], "--retry-errors needs --resume"),
+        (["--recompute-changed"], "--recompute-changed needs --resume"),
     ],
 )
 def test_options_that_exclude_each_other(
