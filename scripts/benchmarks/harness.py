@@ -57,9 +57,9 @@ class Report:
         if self._json_file != "-":
             print(text, flush=True)
 
-    def table(self, rows: Sequence[Sequence[str]]) -> None:
-        """The first row is the head."""
-        for line in in_columns(rows, self._markdown):
+    def table(self, rows: Sequence[Sequence[str]], *, notes: bool = False) -> None:
+        """The first row is the head. notes: the last column is text, and may be long"""
+        for line in in_columns(rows, markdown=self._markdown, notes=notes):
             self.line(line)
 
     def facts(self, named: Mapping[str, str]) -> None:
@@ -113,20 +113,24 @@ def cpu_seconds_elsewhere() -> float:
     return sum(spent) - waiting - counted_twice - sum(own[:4])
 
 
-def in_columns(rows: Sequence[Sequence[str]], markdown: bool) -> list[str]:
-    """A table as Markdown or as columns; figures are aligned right, the first and the last column left."""
-    last = len(rows[0]) - 1
-    widths = [max(len(row[column]) for row in rows) for column in range(last)]
+def in_columns(rows: Sequence[Sequence[str]], *, markdown: bool, notes: bool) -> list[str]:
+    """A table as Markdown or as columns of text: a column of names, columns of figures, perhaps one of notes."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    if notes:
+        widths[-1] = len(rows[0][-1])
 
     def text(row: Sequence[str]) -> str:
-        cells = [
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=False))
-        ]
-        return f"| {' | '.join([*cells, row[last]])} |" if markdown else "  ".join([*cells, row[last]]).rstrip()
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[0] = row[0].ljust(widths[0])
+        if notes:
+            cells[-1] = row[-1]
+        return f"| {' | '.join(cells)} |" if markdown else "  ".join(cells).rstrip()
 
-    rules = ["-" * width + ("-" if column == 0 else ":") for column, width in enumerate(widths)]
-    rule = f"|-{'|-'.join([*rules, '---'])}|" if markdown else "-" * (sum(widths) + 2 * last + len(rows[0][last]))
+    rules = ["-" * width + ":" for width in widths]
+    rules[0] = "-" * (widths[0] + 1)
+    if notes:
+        rules[-1] = "---"
+    rule = f"|-{'|-'.join(rules)}|" if markdown else "-" * (sum(widths) + 2 * (len(widths) - 1))
     return [text(rows[0]), rule, *map(text, rows[1:])]
 
 
@@ -153,7 +157,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     benchmark = load_benchmark(name)
     parser = argparse.ArgumentParser(
         f"python -m scripts.benchmarks {name}",
-        description=sys.modules[BENCHMARKS[name]].__doc__,
+        description=import_module(BENCHMARKS[name]).__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     benchmark.add_options(parser)

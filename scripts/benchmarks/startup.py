@@ -61,7 +61,7 @@ def run(options: argparse.Namespace, report: Report) -> int:
     ways = {"parts": lambda: time_parts(options.model), "command": lambda: time_command(options.model)}
     rounds = by_turns(ways, options.rounds)
     seconds = {name: value for way in ways for name, value in median_by_name(rounds[way]).items()}
-    rows = [[name, f"{value:.2f}", ""] for name, value in seconds.items()]
-    report.table([["part", f"seconds, median of {options.rounds}", ""], *rows])
+    rows = [[name, f"{value:.2f}"] for name, value in seconds.items()]
+    report.table([["part", f"seconds, median of {options.rounds}"], *rows])
     report.figures |= {"rounds": options.rounds, "seconds": seconds}
     return 0

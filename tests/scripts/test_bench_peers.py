@@ -137,13 +137,13 @@ def test_runs_that_were_not_alone() -> None:
 def test_columns() -> None:
     """Guards both forms of the table: the same cells, and aligned figures."""
     lines = [["system", "speed", "note"], ["a", "1,000.0", "x"], ["long name", "7.5", ""]]
-    assert in_columns(lines, markdown=True) == [
+    assert in_columns(lines, markdown=True, notes=True) == [
         "| system    |   speed | note |",
         "|-----------|--------:|----|",
         "| a         | 1,000.0 | x |",
         "| long name |     7.5 |  |",
     ]
-    assert in_columns(lines, markdown=False) == [
+    assert in_columns(lines, markdown=False, notes=True) == [
         "system       speed  note",
         "------------------------",
         "a          1,000.0  x",

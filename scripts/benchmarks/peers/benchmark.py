@@ -203,7 +203,7 @@ def run(options: argparse.Namespace, report: Report) -> int:
     systems, floor, facts = comparison.systems, comparison.floor, machine_facts(options.threads)
     report.facts(describe(job, options.shape, facts, floor))
     report.line()
-    report.table(table(systems, work.output_tokens / floor["seconds"] if "seconds" in floor else None))
+    report.table(table(systems, work.output_tokens / floor["seconds"] if "seconds" in floor else None), notes=True)
     report.line()
     known = [", ".join(f"{name} {version}" for name, version in system.versions.items()) for system in systems]
     report.line(f"Versions: {'; '.join(dict.fromkeys(filter(None, known))) or 'none'}")
