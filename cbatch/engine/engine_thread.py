@@ -146,16 +146,16 @@ class EngineThread:
                     events = self.engine.step()
             except Exception as error:
                 self.last_error = f"{type(error).__name__}: {error}"
-                is_memory = is_out_of_memory(error)
+                ran_out_of_memory = is_out_of_memory(error)
                 retries = self._retries_since(self.engine.stats().num_steps)
-                if not is_memory and retries.failures == self.MAX_RETRIES:
+                if not ran_out_of_memory and retries.failures == self.MAX_RETRIES:
                     raise
             else:
                 self._after_good_step()
                 return events
             # Only here, where the exception no longer holds the tensors of the step, can their memory be freed.
             self.num_retries += 1
-            if not is_memory:
+            if not ran_out_of_memory:
                 retries.failures += 1
                 continue
             retries.out_of_memory += 1

@@ -40,7 +40,7 @@ def main() -> None:
         except Exception:
             traceback.print_exc()
             print(report(counts, number - arguments.simulation, 1, began))
-            sys.exit(f"{walk.simulation.shape}\nTo repeat it: --seed {arguments.seed} --simulation {number} --steps 1")
+            sys.exit(f"{walk.simulation.sizes}\nTo repeat it: --seed {arguments.seed} --simulation {number} --steps 1")
         counts += walk.simulation.counts + Counter(preemptions=walk.simulation.scheduler.num_preemptions)
         number += 1
         if counts["steps"] - told >= 100_000:

@@ -1,4 +1,4 @@
-"""The engine's own promises: how outputs end, that company changes nothing, that nothing is left behind."""
+"""The engine's promises: how outputs end, that other requests change nothing, that nothing leaks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_stop_token_ids_and_min_tokens(prompt: list[int]) -> None:
     assert len(later.token_ids) >= 6 and tokens[0] not in later.token_ids[:5]
 
 
-def test_max_tokens_is_clamped_to_the_room(prompt: list[int]) -> None:
+def test_max_tokens_is_clamped_to_context_and_cache(prompt: list[int]) -> None:
     """Guards against writing past the context or the cache: the output ends with `length`."""
     long = make_engine(network(), kv_blocks=100).generate([prompt], SamplingParams(max_tokens=None))[0]
     assert long.finish_reason == "length" and len(long.token_ids) == 160 - 9
@@ -71,7 +71,7 @@ def test_max_tokens_is_clamped_to_the_room(prompt: list[int]) -> None:
 
 
 def test_bad_prompts_fail_alone() -> None:
-    """Guards that one bad prompt costs nothing to its neighbours."""
+    """Guards the other prompts beside a bad one."""
     good = make_prompts([5])[0]
     outputs = make_engine(network()).generate(
         [[], good, [VOCABULARY], [1] * 500, [-1], "text"], SamplingParams(max_tokens=4)
@@ -89,8 +89,8 @@ def test_stop_tokens_outside_the_vocabulary_are_refused() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_batch_tokens": 5}, {"kv_blocks": 14}, {"max_seqs": 2}], ids=str)
-def test_sampled_rows_do_not_depend_on_company(settings: dict[str, int]) -> None:
-    """Guards the contract's promise at temperature 1: chunking, preemption, order and seats change no token."""
+def test_sampled_outputs_do_not_depend_on_other_requests(settings: dict[str, int]) -> None:
+    """Guards the contract's promise at temperature 1: chunking, preemption, order and slots change no token."""
     prompts = make_prompts([3, 14, 7, 20, 1])
     asked = [SamplingParams(max_tokens=16, temperature=1.0, top_p=0.95, seed=seed) for seed in range(5)]
     alone = [make_engine(network()).generate([p], [a])[0].token_ids for p, a in zip(prompts, asked, strict=True)]
@@ -101,7 +101,7 @@ def test_sampled_rows_do_not_depend_on_company(settings: dict[str, int]) -> None
     assert (engine.stats().num_preemptions > 0) == ("kv_blocks" in settings)
 
 
-def test_seeds_are_derived_from_the_place() -> None:
+def test_seeds_are_derived_from_the_index() -> None:
     """Guards against equal prompts that all get the same answer when sampled without a seed."""
     prompts = make_prompts([6]) * 4
     params = SamplingParams(max_tokens=8, temperature=1.0)
@@ -111,7 +111,7 @@ def test_seeds_are_derived_from_the_place() -> None:
 
 
 def test_streaming_yields_tokens_as_they_come_and_cleans_up(prompt: list[int]) -> None:
-    """Guards the streaming form: one event a token, and leaving early gives all memory back."""
+    """Guards streaming: one event for each token, and leaving early frees all blocks."""
     engine = make_engine(network())
     events = list(engine.stream([prompt], SamplingParams(max_tokens=5)))
     assert [event.token_id for _, event in events] == greedy(prompt, 5)
@@ -135,8 +135,8 @@ def test_cancel_at_every_step_leaks_nothing() -> None:
     engine.cancel(12345)
 
 
-def test_a_row_that_is_not_finite_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the neighbours of a row whose logits turn NaN, and the memory it held."""
+def test_a_request_with_nan_logits_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the other requests beside one whose logits become NaN, and its blocks."""
     engine = make_engine(network())
     forward = engine.runner.forward
 
@@ -153,7 +153,7 @@ def test_a_row_that_is_not_finite_fails_alone(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_common_beginning_is_computed_once() -> None:
-    """Guards a system prompt that a thousand rows share: one request computes it, the others beside it do not."""
+    """Guards a system prompt that many requests share: only one of them computes it."""
     engine = make_engine(network(), max_batch_tokens=64)
     trunk = make_prompts([41])[0]
     sizes: list[int] = []
@@ -169,8 +169,8 @@ def test_a_common_beginning_is_computed_once() -> None:
     assert {output.cached_tokens for output in outputs} == {0}
 
 
-def test_limits_and_stats_are_those_of_the_work() -> None:
-    """Guards what front ends show and decide by: sizes as they were asked for, counts as the requests make them."""
+def test_limits_and_stats() -> None:
+    """Guards what front ends show and decide by: the requested sizes, and the counts of the requests."""
     engine = make_engine(network(), kv_blocks=40, block_size=4, max_seqs=2, max_batch_tokens=64)
     limits = engine.limits
     assert (limits.max_seqs, limits.max_batch_tokens, limits.max_model_len) == (2, 64, engine.model.max_model_len)
@@ -192,7 +192,7 @@ def test_limits_and_stats_are_those_of_the_work() -> None:
 
 
 def test_each_step_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards measurements: one record a step that ran the model, with what was computed and how long that took."""
+    """Guards measurements: one record for each run of the model, with its chunks and its time."""
     ticks = count()
     monkeypatch.setattr("cbatch.engine.execution.loop.clock", lambda: float(next(ticks)))
     engine = make_engine(network(), block_size=4, max_batch_tokens=8)
@@ -210,7 +210,7 @@ def test_each_step_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_answer_is_cached_for_the_next_turn() -> None:
-    """Guards chat: what was generated is there for the prompt that goes on from it."""
+    """Guards chat: an answer is cached for the prompt that continues it."""
     engine = make_engine(network())
     prompt = make_prompts([10])[0]
     answer = engine.generate([prompt], SamplingParams(max_tokens=15))[0].token_ids
@@ -220,7 +220,7 @@ def test_an_answer_is_cached_for_the_next_turn() -> None:
 
 
 def test_a_step_that_fails_leaves_nothing_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards requests that entered relying on blocks that the failed step was to fill."""
+    """Guards requests that were admitted relying on blocks of a step that failed."""
     engine = make_engine(network(), max_batch_tokens=64)
     trunk = make_prompts([41])[0]
     first, second = (engine.add([*trunk, tail], SamplingParams(max_tokens=3)) for tail in (1, 2))
@@ -243,8 +243,8 @@ def test_a_step_that_fails_leaves_nothing_shared(monkeypatch: pytest.MonkeyPatch
     assert tokens == greedy([*trunk, 2], 3)
 
 
-def test_nothing_of_a_row_that_is_not_finite_stays_behind() -> None:
-    """Guards rows that come after one whose keys and values turned NaN in the cache: they get the same blocks."""
+def test_nan_keys_and_values_do_not_stay_cached() -> None:
+    """Guards requests that get the blocks of one whose keys and values became NaN."""
     network, poison = make_network("llama"), 7
     with torch.no_grad():
         network.model.embed_tokens.weight[poison] = float("nan")
@@ -281,14 +281,14 @@ def test_nothing_of_a_row_that_is_not_finite_stays_behind() -> None:
     ],
 )
 def test_parameters_out_of_range_are_named(name: str, value: Any) -> None:
-    """Guards against nonsense reaching the sampler; the message says which parameter and what it was."""
+    """Guards the sampler against invalid values; the message names the parameter and the value."""
     with pytest.raises(RequestError, match=f"^{name} must be") as caught:
         SamplingParams(**{name: value})
     assert caught.value.code == "invalid_row"
 
 
-def test_a_target_for_steps_paces_prompts_and_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards --target-step-ms end to end: what steps held and took is learnt, limits are kept, outputs stay."""
+def test_a_target_time_limits_prompts_and_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards --target-step-ms end to end: step times are learnt, limits are kept, outputs stay the same."""
     seen: list[tuple[int, int, float]] = []
     observe = AdaptivePrefillLimit.observe
 

@@ -1,4 +1,4 @@
-"""The thread that owns the engine: every request ends, wherever it comes from and whatever happens."""
+"""The engine's thread: every request ends, whatever happens."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_cancelling_frees_memory_and_sends_no_more(engine_thread: EngineThread) 
     assert engine_thread.engine.stats().num_running == engine_thread.engine.stats().num_waiting == 0
 
 
-class Trouble:
+class FailingForward:
     """A model's forward that raises the errors it is given, one a call, and then works again."""
 
     def __init__(self, engine_thread: EngineThread, *errors: Exception) -> None:
@@ -96,9 +96,9 @@ def greedy(prompt: list[int], count: int) -> list[int]:
 
 
 def test_a_step_that_fails_is_tried_again(engine_thread: EngineThread) -> None:
-    """Guards a night's run against one hiccup of a device, and its text against a step that counts twice."""
+    """Guards a long run against one hiccup of a device, and its text against a step that counts twice."""
     prompt = make_prompts([9])[0]
-    Trouble(engine_thread, *[RuntimeError("hiccup")] * EngineThread.MAX_RETRIES)
+    FailingForward(engine_thread, *[RuntimeError("hiccup")] * EngineThread.MAX_RETRIES)
     tokens = [event.token_id for event in until_end(collect(engine_thread, prompt, max_tokens=6))]
     assert tokens == greedy(prompt, 6)
     assert engine_thread.num_retries == EngineThread.MAX_RETRIES and engine_thread.last_error == "RuntimeError: hiccup"
@@ -106,8 +106,8 @@ def test_a_step_that_fails_is_tried_again(engine_thread: EngineThread) -> None:
 
 
 def test_a_step_that_keeps_failing_ends_every_request(engine_thread: EngineThread) -> None:
-    """Guards front ends against hanging when a kernel or the device fails for good."""
-    Trouble(engine_thread, *[RuntimeError("device lost")] * (EngineThread.MAX_RETRIES + 1))
+    """Guards front ends against hanging if a kernel or the device fails permanently."""
+    FailingForward(engine_thread, *[RuntimeError("device lost")] * (EngineThread.MAX_RETRIES + 1))
     (event,) = until_end(collect(engine_thread, [1, 2]))
     assert event.error is not None and event.error.code == "internal_error"
     assert str(engine_thread.failure) == "device lost"
@@ -115,10 +115,10 @@ def test_a_step_that_keeps_failing_ends_every_request(engine_thread: EngineThrea
     assert late.error is not None and "device lost" in str(late.error)
 
 
-def test_another_driver_may_follow_one_that_failed(engine_thread: EngineThread) -> None:
-    """Guards an engine that works again against requests of a driver that is gone, whose events nobody awaits."""
+def test_another_thread_may_follow_one_that_failed(engine_thread: EngineThread) -> None:
+    """Guards an engine that works again against requests of a closed thread."""
     forward = engine_thread.engine.runner.forward
-    Trouble(engine_thread, *[RuntimeError("device lost")] * (EngineThread.MAX_RETRIES + 1))
+    FailingForward(engine_thread, *[RuntimeError("device lost")] * (EngineThread.MAX_RETRIES + 1))
     until_end(collect(engine_thread, [1, 2]))
     engine_thread.close()
     engine_thread.engine.runner.forward = forward  # type: ignore[method-assign]
@@ -130,8 +130,10 @@ def test_another_driver_may_follow_one_that_failed(engine_thread: EngineThread) 
 
 @pytest.mark.parametrize("where", ["forward", "sample"])
 @pytest.mark.parametrize("run_ahead", [False, True])
-def test_what_was_finished_is_told_of(run_ahead: bool, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards a row whose last token was computed against the failure of a step that was begun before that was known."""
+def test_finished_requests_are_reported_after_a_failure(
+    run_ahead: bool, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a request whose last token is computed against the failure of a step launched before that was known."""
     engine = make_engine(make_network("llama"), run_ahead=run_ahead)
     owner, name = (engine.runner, "forward") if where == "forward" else (PendingSample, "__init__")
     works, calls = getattr(owner, name), count()
@@ -154,8 +156,8 @@ def test_what_was_finished_is_told_of(run_ahead: bool, where: str, monkeypatch: 
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])
-def test_a_step_that_can_never_be_taken_in_ends_every_request(run_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against trying for ever: where the engine runs ahead, a step can be begun after each that failed."""
+def test_a_step_that_never_completes_ends_every_request(run_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against retrying for ever: with overlap, a step can be launched after each one that failed."""
 
     def get(evaluation: PendingSample) -> None:
         raise RuntimeError("device lost")
@@ -168,72 +170,72 @@ def test_a_step_that_can_never_be_taken_in_ends_every_request(run_ahead: bool, m
     engine_thread.close()
 
 
-def test_memory_that_does_not_suffice_makes_the_batch_smaller(engine_thread: EngineThread) -> None:
-    """Guards a run against the device's memory: steps are halved until they fit, and every row gets its own tokens."""
+def test_running_out_of_memory_makes_the_batch_smaller(engine_thread: EngineThread) -> None:
+    """Guards a run against the device's memory: steps are halved until they fit, and no token changes."""
     prompts = make_prompts([30, 20, 9, 3, 5, 4])
     ready = threading.Event()
     engine_thread._inbox.put(lambda: ready.wait(10) and None)
-    trouble = Trouble(engine_thread, *[torch.OutOfMemoryError("CUDA out of memory")] * 5)
+    faults = FailingForward(engine_thread, *[torch.OutOfMemoryError("CUDA out of memory")] * 5)
     events = [collect(engine_thread, prompt, max_tokens=40) for prompt in prompts]
     ready.set()
     tokens = [[event.token_id for event in until_end(queue)] for queue in events]
     assert tokens == [greedy(prompt, 40) for prompt in prompts]
-    assert trouble.sizes[:6] == [71, 71, 35, 17, 8, 4] and max(trouble.sizes[6:60]) <= 4
+    assert faults.sizes[:6] == [71, 71, 35, 17, 8, 4] and max(faults.sizes[6:60]) <= 4
     assert engine_thread.num_shrinks == 4 and engine_thread.failure is None
     engine_thread.engine.scheduler.check_integrity()
 
 
 def test_a_smaller_batch_grows_again(engine_thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the rest of a night against one short moment without memory: steps become as large as they were."""
+    """Guards the rest of a long run after a moment without memory: steps grow back to their size."""
     monkeypatch.setattr(engine_thread, "_patience", 1)
     scheduler = engine_thread.engine.scheduler
     before = scheduler.max_batch_tokens, scheduler.max_seqs
-    Trouble(engine_thread, *[torch.OutOfMemoryError("CUDA out of memory")] * 3)
+    FailingForward(engine_thread, *[torch.OutOfMemoryError("CUDA out of memory")] * 3)
     until_end(collect(engine_thread, make_prompts([9])[0], max_tokens=1))
     assert scheduler.max_batch_tokens < before[0]
     until_end(collect(engine_thread, make_prompts([9])[0], max_tokens=60))
     assert (scheduler.max_batch_tokens, scheduler.max_seqs) == before and engine_thread.num_shrinks == 2
 
 
-def test_one_short_moment_without_memory_changes_nothing(engine_thread: EngineThread) -> None:
-    """Guards the last row of a night, whose steps are of one token, against a moment that passes."""
+def test_running_out_of_memory_once_changes_nothing(engine_thread: EngineThread) -> None:
+    """Guards the last request of a long run, whose steps have one token, against a moment without memory."""
     prompt = make_prompts([9])[0]
     expected = greedy(prompt, 6)
-    trouble = Trouble(engine_thread)
+    faults = FailingForward(engine_thread)
     events = collect(engine_thread, prompt, max_tokens=6)
     events.get(timeout=30)
-    trouble._errors.append(torch.OutOfMemoryError("CUDA out of memory"))
+    faults._errors.append(torch.OutOfMemoryError("CUDA out of memory"))
     assert [event.token_id for event in until_end(events)] == expected[1:]
     assert engine_thread.failure is None and engine_thread.num_shrinks == 0
 
 
-def test_memory_that_never_suffices_is_a_failure(engine_thread: EngineThread) -> None:
+def test_never_having_enough_memory_is_a_failure(engine_thread: EngineThread) -> None:
     """Guards against shrinking for ever."""
-    Trouble(engine_thread, *[torch.OutOfMemoryError("CUDA out of memory")] * 50)
+    FailingForward(engine_thread, *[torch.OutOfMemoryError("CUDA out of memory")] * 50)
     (event,) = until_end(collect(engine_thread, [1, 2, 3]))
     assert event.error is not None and "fits in the device's memory" in str(event.error)
 
 
-def test_other_troubles_do_not_count_as_full_memory(engine_thread: EngineThread) -> None:
-    """Guards the reason that people are told: three hiccups and then one moment without memory end nothing."""
+def test_other_errors_do_not_count_as_out_of_memory(engine_thread: EngineThread) -> None:
+    """Guards the counts of failures: three other errors and then one moment without memory end nothing."""
     prompt, hiccups = make_prompts([9])[0], [RuntimeError("hiccup")] * EngineThread.MAX_RETRIES
-    Trouble(engine_thread, *hiccups, torch.OutOfMemoryError("CUDA out of memory"))
+    FailingForward(engine_thread, *hiccups, torch.OutOfMemoryError("CUDA out of memory"))
     tokens = [event.token_id for event in until_end(collect(engine_thread, prompt, max_tokens=6))]
     assert tokens == greedy(prompt, 6) and engine_thread.num_retries == EngineThread.MAX_RETRIES + 1
 
 
-def test_a_driver_s_word_for_full_memory_counts_too(engine_thread: EngineThread) -> None:
-    """Guards steps that fail outside of torch's allocator: libraries say it in words, and steps are made smaller."""
+def test_messages_of_drivers_count_as_out_of_memory(engine_thread: EngineThread) -> None:
+    """Guards steps that run out of memory outside torch's allocator, which only a message tells."""
     prompt = make_prompts([30])[0]
-    trouble = Trouble(
+    faults = FailingForward(
         engine_thread, *[RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")] * 4
     )
     tokens = [event.token_id for event in until_end(collect(engine_thread, prompt, max_tokens=6))]
-    assert tokens == greedy(prompt, 6) and trouble.sizes[:5] == [30, 30, 15, 7, 3]
+    assert tokens == greedy(prompt, 6) and faults.sizes[:5] == [30, 30, 15, 7, 3]
 
 
-def test_what_failed_holds_no_memory_when_it_is_tried_again(engine_thread: EngineThread) -> None:
-    """Guards a retry: the tensors of the step that failed are gone, also where its exception is part of a cycle."""
+def test_a_failed_step_holds_no_memory_when_it_is_retried(engine_thread: EngineThread) -> None:
+    """Guards a retry: the tensors of the failed step are freed, even if its exception is part of a cycle."""
     activations, left = weakref.WeakSet[torch.Tensor](), []
     forward = engine_thread.engine.runner.forward
 
@@ -243,9 +245,9 @@ def test_what_failed_holds_no_memory_when_it_is_tried_again(engine_thread: Engin
             return forward(batch)
         tensor = torch.zeros(3)
         activations.add(tensor)
-        trouble = torch.OutOfMemoryError("CUDA out of memory")
-        trouble.me = trouble  # type: ignore[attr-defined]
-        raise trouble
+        error = torch.OutOfMemoryError("CUDA out of memory")
+        error.me = error  # type: ignore[attr-defined]
+        raise error
 
     engine_thread.engine.runner.forward = full  # type: ignore[method-assign]
     until_end(collect(engine_thread, make_prompts([9])[0], max_tokens=6))
@@ -253,7 +255,7 @@ def test_what_failed_holds_no_memory_when_it_is_tried_again(engine_thread: Engin
 
 
 def test_a_failure_that_is_kept_holds_no_memory(engine_thread: EngineThread) -> None:
-    """Guards the device after an engine has failed: the driver keeps the reason, and not the tensors of that step."""
+    """Guards the device after an engine has failed: the thread keeps the error, but not the tensors of that step."""
     activations = weakref.WeakSet[torch.Tensor]()
 
     def lost(batch: Any) -> Any:
@@ -267,7 +269,7 @@ def test_a_failure_that_is_kept_holds_no_memory(engine_thread: EngineThread) -> 
         assert str(engine_thread.failure) == "device lost" and not activations
 
 
-def test_a_text_that_breaks_harms_no_other(engine_thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_text_harms_no_other_request(engine_thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards what a step commits: a search for stop strings that raises ends its own request, and nothing is redone."""
 
     class Broken:
@@ -293,8 +295,8 @@ def test_a_text_that_breaks_harms_no_other(engine_thread: EngineThread, monkeypa
     assert engine_thread.num_retries == 0
 
 
-def test_a_request_that_breaks_the_engine_in_a_new_way_harms_no_other(engine_thread: EngineThread) -> None:
-    """Guards the thread itself: an exception that nobody foresaw ends one request."""
+def test_an_unforeseen_error_of_a_request_harms_no_other(engine_thread: EngineThread) -> None:
+    """Guards the thread: an unforeseen exception ends one request only."""
     (event,) = until_end(collect(engine_thread, ["no", "ids"]))  # type: ignore[list-item]
     assert event.error is not None and event.error.code == "internal_error"
     assert len(until_end(collect(engine_thread, [1, 2], max_tokens=3))) == 3

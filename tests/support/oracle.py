@@ -28,8 +28,8 @@ class OracleRequest:
     tokens:  prompt and whole output
     stamps:  what each token's slot must hold
     reason:  why the output ends there
-    entered: number of the step in which it last entered
-    cached:  tokens of it that were in the cache when it first entered, for a step that was not given up
+    entered: number of the step that last admitted it
+    cached:  tokens of it that were cached when it was first admitted to a step that was not rolled back
     """
 
     request: Request

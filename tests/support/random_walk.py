@@ -32,7 +32,7 @@ class RandomWalk:
         below = self._random.random
         self._has_one_priority = below() < 0.3
         """If all requests have one priority and steps keep their size, preemption is bounded."""
-        self._longest_tail = self._random.choice((2, 3, 5, 16))
+        self._longest_suffix = self._random.choice((2, 3, 5, 16))
         self._most_tokens = self._random.choice((3, 10, 24))
         self.simulation = SchedulerSimulation(
             SimulationSizes(
@@ -42,7 +42,7 @@ class RandomWalk:
                 max_batch_tokens=self._random.randint(1, 32),
                 prefix_cache=below() < 0.9,
                 colliding=below() < 0.2,
-                runs_ahead=below() < 0.7,
+                overlap=below() < 0.7,
                 vocabulary=self._random.choice((3, 50)),
             )
         )
@@ -77,8 +77,8 @@ class RandomWalk:
         elif name == "grow":
             simulation.grow()
         elif name == "limit":
-            simulation.limit_prompts(self._random.choice((None, 1, 2, 3, 8)))
-        elif len(simulation.rows) < MOST_LIVE:
+            simulation.limit_prefill(self._random.choice((None, 1, 2, 3, 8)))
+        elif len(simulation.requests) < MOST_LIVE:
             self._add(name)
 
     def _add(self, name: str) -> None:
@@ -87,13 +87,13 @@ class RandomWalk:
         priority = 1 if self._has_one_priority else draw(1, 4)
         if name == "evict":
             for _ in range(draw(1, 4)):
-                simulation.add(self._tail(capacity // 2 + 1, capacity), 1, priority)
+                simulation.add(self._suffix(capacity // 2 + 1, capacity), 1, priority)
             return
-        start = 0 if name == "add" else draw(3 * self._longest_tail)
-        tail = self._tail(0, 3) if name == "fork" else self._tail(1, min(self._longest_tail, capacity))
-        prompt = simulation.prompt(draw(MOST_LIVE), start, tail, generated=name == "fork")
+        start = 0 if name == "add" else draw(3 * self._longest_suffix)
+        suffix = self._suffix(0, 3) if name == "fork" else self._suffix(1, min(self._longest_suffix, capacity))
+        prompt = simulation.prompt(draw(MOST_LIVE), start, suffix, generated=name == "fork")
         stop_after = draw(1, self._most_tokens + 1) if draw(3) == 0 else None
         simulation.add(prompt, draw(1, self._most_tokens + 1), 0 if name == "urgent" else priority, stop_after)
 
-    def _tail(self, least: int, most: int) -> list[int]:
+    def _suffix(self, least: int, most: int) -> list[int]:
         return [self._random.randrange(3) for _ in range(self._random.randint(least, most))]

@@ -1,4 +1,4 @@
-"""What must be true of the scheduler's plans and of its bookkeeping, said without looking at how it is done."""
+"""What must be true of the scheduler's steps and of its bookkeeping, stated without its algorithm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cbatch.engine.scheduler.scheduler import Scheduler
 
 
 class Violation(AssertionError):
-    """Something that must be true is not."""
+    """An invariant is broken."""
 
 
 def require(is_so: bool, otherwise: str) -> None:
@@ -23,12 +23,12 @@ def require(is_so: bool, otherwise: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StateBefore:
-    """What was so before a step, of those who want more than what is coming to them already.
+    """The state before a step, of the requests that need more than the tokens in flight.
 
-    first:    who is to advance in any case
-    running:  who was running; `decoding` who of those was decoding
-    computed: how many tokens of each were computed, or planned to be
-    excused:  who need not advance, nor anybody who waits behind them, as long as somebody runs
+    first:    the request that has to advance in any case
+    running:  the running requests; `decoding` those of them that were decoding
+    computed: number of computed or scheduled tokens of each
+    excused:  requests that need not advance as long as others run, and neither do those that wait after them
     """
 
     first: Request | None
@@ -40,29 +40,29 @@ class StateBefore:
     @classmethod
     def of(cls, scheduler: Scheduler, excused: Collection[Request] = ()) -> StateBefore:
         running = [request for request in scheduler.running if not request.is_finishing]
-        wanting = running + [request for request in scheduler.waiting if not request.is_finishing]
-        pushing = wanting
+        unfinished = running + [request for request in scheduler.waiting if not request.is_finishing]
+        competing = unfinished
         if running and (held := [priority_key(request) for request in scheduler.waiting if request in excused]):
-            pushing = [request for request in wanting if request.is_running or priority_key(request) < min(held)]
-        first = min(pushing, key=priority_key, default=None)
+            competing = [request for request in unfinished if request.is_running or priority_key(request) < min(held)]
+        first = min(competing, key=priority_key, default=None)
         decoding = tuple(request for request in running if request.is_decoding)
         computed = {request: request.num_computed for request in running}
         return cls(first, frozenset(running), decoding, computed, frozenset(excused))
 
 
-def check_plan(scheduler: Scheduler, scheduled: SchedulerOutput, before: StateBefore) -> None:
-    """Limits, slices, progress and the order of service of one step, before it is computed."""
+def check_scheduled(scheduler: Scheduler, scheduled: SchedulerOutput, before: StateBefore) -> None:
+    """Checks limits, chunks, progress and order of one step, before it is computed."""
     requests = [chunk.request for chunk in scheduled.chunks]
     planned, admitted = set(requests), set(scheduled.admitted)
-    require(len(requests) == len(planned) <= scheduler.max_seqs, "more slices than seats, or two for one request")
+    require(len(requests) == len(planned) <= scheduler.max_seqs, "more chunks than slots, or two for one request")
     require(scheduled.num_tokens <= scheduler.max_batch_tokens, "more tokens than a step may have")
-    require(planned <= set(scheduler.running), "a slice of a request that has no seat")
-    require(admitted == planned - before.running, "who entered is not who was planned without having run")
+    require(planned <= set(scheduler.running), "a chunk of a request that does not run")
+    require(admitted == planned - before.running, "the admitted requests are not those that did not run before")
     for chunk in scheduled.chunks:
         request, end = chunk.request, chunk.stop
-        wanted = request.num_tokens - chunk.is_last  # the token that this step gives has its place already
-        require(before.computed.get(request, chunk.start) == chunk.start < end <= wanted, "a slice that does not fit")
-        require(request.num_computed == end, "a slice that does not count as computed")
+        wanted = request.num_tokens - chunk.is_last  # the placeholder of this step's token
+        require(before.computed.get(request, chunk.start) == chunk.start < end <= wanted, "a chunk that does not fit")
+        require(request.num_computed == end, "a chunk that does not count as computed")
         require(chunk.is_last == (end == wanted), "a wrong is_last")
         require(
             request.num_generated + request.num_output_placeholders <= request.max_new_tokens,
@@ -74,18 +74,18 @@ def check_plan(scheduler: Scheduler, scheduled: SchedulerOutput, before: StateBe
         priority_key(request) < priority_key(first) for request in admitted & before.excused
     ):
         require(first in planned, "the oldest of the highest priority does not advance")
-    is_spent = _check_prompt_limit(scheduler, scheduled, before)
+    is_spent = _check_prefill_limit(scheduler, scheduled, before)
     if scheduled.num_tokens < scheduler.max_batch_tokens and not is_spent:
         whole = {chunk.request for chunk in scheduled.chunks if chunk.is_last}
-        require(whole == set(scheduler.running), "budget is left, and somebody did not get all he wants")
+        require(whole == set(scheduler.running), "budget is left, and a request did not get all it needs")
     _check_oldest_prompts(scheduled, before)
     for request in before.decoding:
         if request.is_running and request not in planned:
             _check_passed_over(scheduler, scheduled, request)
 
 
-def _check_prompt_limit(scheduler: Scheduler, scheduled: SchedulerOutput, before: StateBefore) -> bool:
-    """Whether prompts have all that the limit allows; it holds for those no more urgent than a row that decodes."""
+def _check_prefill_limit(scheduler: Scheduler, scheduled: SchedulerOutput, before: StateBefore) -> bool:
+    """Whether prompts use the whole limit. It applies to those that are not more urgent than a decoding request."""
     limit, decoding = scheduler.prefill_limit, set(before.decoding)
     rows = [chunk.request.priority for chunk in scheduled.chunks if chunk.request in decoding]
     prompts = [chunk for chunk in scheduled.chunks if chunk.request not in decoding]
@@ -93,12 +93,12 @@ def _check_prompt_limit(scheduler: Scheduler, scheduled: SchedulerOutput, before
         return False
     total = sum(chunk.num_tokens for chunk in prompts)
     limited = any(chunk.request.priority >= min(rows) for chunk in prompts)
-    require(not limited or total <= limit, f"{total} tokens of prompts beside rows that decode, {limit} are allowed")
+    require(not limited or total <= limit, f"{total} tokens of prompts beside decoding requests, {limit} are allowed")
     return total >= limit
 
 
 def _check_oldest_prompts(scheduled: SchedulerOutput, before: StateBefore) -> None:
-    """The oldest prompt of a priority gets all it wants, or as much as all younger ones together, of those that ran."""
+    """The oldest running prompt of a priority gets all it needs, or as much as all younger ones in sum."""
     prompts = before.running.difference(before.decoding)
     counts = {chunk.request: chunk.num_tokens for chunk in scheduled.chunks if chunk.request not in before.decoding}
     whole = {chunk.request for chunk in scheduled.chunks if chunk.is_last}
@@ -112,7 +112,7 @@ def _check_oldest_prompts(scheduled: SchedulerOutput, before: StateBefore) -> No
 
 
 def _check_passed_over(scheduler: Scheduler, scheduled: SchedulerOutput, request: Request) -> None:
-    """A decoding request gets no token only where higher priorities, and older ones of its own, took all of them."""
+    """A decoding request gets no token only if higher priorities, and older requests of its own, took all of them."""
     higher = sum(chunk.num_tokens for chunk in scheduled.chunks if chunk.request.priority < request.priority)
     beside = [s for s in scheduled.chunks if s.request.priority == request.priority and s.request.id < request.id]
     taken = higher + sum(chunk.num_tokens for chunk in beside if chunk.num_tokens == 1)
@@ -120,13 +120,13 @@ def _check_passed_over(scheduler: Scheduler, scheduled: SchedulerOutput, request
 
 
 def check_between_steps(scheduler: Scheduler, live: Collection[Request]) -> None:
-    """Every live request is in one place, every block is free or held, and what will be written has one owner."""
+    """Every live request is in one place, every block is free or held, and blocks to be written have one owner."""
     scheduler.check_integrity()
     pool, running, waiting, finishing = scheduler.pool, scheduler.running, scheduler.waiting, scheduler.finishing
     require(len(running) + len(waiting) + len(finishing) == len(live), "a request is in two places, or in none")
     require({*running, *waiting, *finishing} == set(live), "a request is lost, or is there and should not be")
-    require(all(request.is_finishing for request in finishing), "a request leaves that wants more")
-    require(len(running) <= scheduler.max_seqs, "more requests run than there are seats")
+    require(all(request.is_finishing for request in finishing), "a finishing request needs more tokens")
+    require(len(running) <= scheduler.max_seqs, "more requests run than there are slots")
     held = Counter(block for request in running for block in request.blocks)
     references = {block: count for block in range(pool.num_blocks) if (count := pool.ref_count(block))}
     require(references == held, "references differ from who holds the blocks")

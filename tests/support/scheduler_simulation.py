@@ -1,8 +1,7 @@
-"""A small world for the scheduler: an oracle for a model, and a cache in which every slot says what it holds.
+"""A simulation around the scheduler: an oracle as the model, and a cache in which every slot tells what it holds.
 
-Tokens are sampled from what is read through the block tables, as attention would read them. So whatever another
-request or another time has left in a slot shows: aliasing, sharing of what is not the same, stale content, a write
-too many.
+Tokens are sampled from what is read through the block tables, as attention would read them. So whatever another request
+or an earlier owner has left in a slot shows: aliasing, wrong sharing, stale content, a write too many.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput, Step
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.scheduler.scheduler import Scheduler
 from tests.support.oracle import CollidingToken, OracleRequest, Stamps, make_request, next_token
-from tests.support.scheduler_invariants import StateBefore, check_between_steps, check_plan, require
+from tests.support.scheduler_invariants import StateBefore, check_between_steps, check_scheduled, require
 
 UNWRITTEN, GARBAGE, FIRST_NAN = -1, -2, -3
 """What a slot can hold besides stamps, which are not negative. Each planted NaN has a number: -3, -4 and so on."""
@@ -33,7 +32,12 @@ UNWRITTEN, GARBAGE, FIRST_NAN = -1, -2, -3
 
 @dataclass(frozen=True, slots=True)
 class SimulationSizes:
-    """The sizes of one world. vocabulary: of generated tokens; colliding: whether all tokens have one hash."""
+    """The sizes of a simulation.
+
+    vocabulary: number of different generated tokens
+    colliding:  whether all tokens have the same hash
+    overlap:    whether a step is scheduled before the tokens of the previous one are known
+    """
 
     block_size: int
     num_blocks: int
@@ -43,14 +47,14 @@ class SimulationSizes:
     prefix_cache: bool = True
     vocabulary: int = 50
     colliding: bool = False
-    runs_ahead: bool = False
+    overlap: bool = False
 
 
 class StepInFlight(NamedTuple):
-    """A step that is computed, of which nobody has told the scheduler yet.
+    """A step that is computed, and whose tokens the scheduler does not know yet.
 
-    results: tokens, None for those that are no numbers
-    nans:    the planted ones that are the reason for that
+    results: tokens; None if the logits are NaN
+    nans:    the planted NaNs that are the reason for that
     """
 
     scheduled: SchedulerOutput
@@ -64,56 +68,58 @@ class StepInFlight(NamedTuple):
 
 
 class SchedulerSimulation:
-    """A scheduler, its pool, the cache, and all that must be true of them; raises Violation where it is not.
+    """A scheduler, its block pool and the cache, and all that must be true of them; raises Violation otherwise.
 
-    counts: steps, shared blocks, cancellations and so on, for people
+    requests: the live ones, with what the oracle expects of them
+    past:     the last ones that have ended
+    counts:   steps, shared blocks, cancellations and so on, for reports
     """
 
-    def __init__(self, shape: SimulationSizes) -> None:
-        self.shape = shape
+    def __init__(self, sizes: SimulationSizes) -> None:
+        self.sizes = sizes
         self.scheduler = Scheduler(
-            BlockPool(shape.num_blocks, shape.block_size),
-            shape.max_seqs,
-            shape.max_batch_tokens,
-            shape.max_model_len,
-            prefix_cache=shape.prefix_cache,
+            BlockPool(sizes.num_blocks, sizes.block_size),
+            sizes.max_seqs,
+            sizes.max_batch_tokens,
+            sizes.max_model_len,
+            prefix_cache=sizes.prefix_cache,
         )
-        self.cache = np.full((shape.num_blocks, shape.block_size), UNWRITTEN, np.int64)
-        self.rows: dict[Request, OracleRequest] = {}
+        self.cache = np.full((sizes.num_blocks, sizes.block_size), UNWRITTEN, np.int64)
+        self.requests: dict[Request, OracleRequest] = {}
         self.past: deque[OracleRequest] = deque(maxlen=8)
         self.counts: Counter[str] = Counter()
-        self._flight: StepInFlight | None = None
+        self._in_flight: StepInFlight | None = None
         self._tables = BlockTables()
-        self._unseated: set[Request] = set()
-        """Those who left early for a step that was to give them their last token, and was given up."""
-        self._token = CollidingToken if shape.colliding else int
+        self._lost_finishing: set[Request] = set()
+        """Requests that only waited for the last token of a step, and the step was rolled back."""
+        self._token = CollidingToken if sizes.colliding else int
         self._next_id = 0
         self._priorities: set[int] = set()
         self._num_nans = 0
         self._seen_nans: dict[int, int] = {}
-        """The planted NaNs that a commit was told of, and in which step."""
+        """The planted NaNs that the scheduler was told of, and in which step."""
         self._prompt_tokens = self._cached_tokens = 0
 
-    # What may happen
+    # Actions
 
-    def prompt(self, which: int, cut: int, tail: Sequence[int], *, generated: bool = False) -> list[int]:
-        """A prompt that begins like another: `cut` tokens of row `which`, or all it has so far, then `tail`."""
-        known = [*self.rows.values(), *self.past]
+    def prompt(self, which: int, cut: int, suffix: Sequence[int], *, generated: bool = False) -> list[int]:
+        """A prompt that begins like another: `cut` tokens of request `which`, or all its tokens, then `suffix`."""
+        known = [*self.requests.values(), *self.past]
         start: list[int] = []
         if known:
             request = known[which % len(known)].request
             start = list(request.token_ids) if generated else request.token_ids[:cut]
-        longest = min(self.scheduler.pool.capacity, self.shape.max_model_len - 1)
-        return (start + [self._token(token) for token in tail])[:longest] or [self._token(1)]
+        longest = min(self.scheduler.pool.capacity, self.sizes.max_model_len - 1)
+        return (start + [self._token(token) for token in suffix])[:longest] or [self._token(1)]
 
     def add(self, prompt: list[int], max_tokens: int, priority: int = 0, stop_after: int | None = None) -> Request:
-        """Adds a request; its `stop_after`-th token is a stop token, if it comes to that."""
+        """Adds a request; its token number `stop_after` is a stop token, if it gets that far."""
         limit = min(max_tokens, self.scheduler.sequence_limits.max_new_tokens(len(prompt)))
         params = SamplingParams(max_tokens=limit)
         request = Request(self._next_id, list(prompt), params, max_new_tokens=limit, priority=priority)
         self._next_id += 1
         self._priorities.add(priority)
-        self.rows[request] = make_request(request, stop_after, self.shape.vocabulary, self._token)
+        self.requests[request] = make_request(request, stop_after, self.sizes.vocabulary, self._token)
         self.scheduler.add(request)
         self.counts["requests"] += 1
         self.check()
@@ -121,236 +127,240 @@ class SchedulerSimulation:
 
     def cancel(self, which: int) -> None:
         """Cancels one of the live requests, waiting or running."""
-        if self.rows:
-            request = list(self.rows)[which % len(self.rows)]
+        if self.requests:
+            request = list(self.requests)[which % len(self.requests)]
             self.counts["cancelled running" if request.is_running else "cancelled waiting"] += 1
             self.scheduler.cancel(request)
             self._forget(request)
             self.check()
 
     def step(self, *, broken: Collection[int] = ()) -> None:
-        """One step. The slices whose numbers are in `broken` come out as NaN, in the cache too."""
+        """One step. The chunks whose numbers are in `broken` become NaN, in the cache too."""
         scheduled, started = self._schedule(), None
         if scheduled.chunks:
             started = self._compute(scheduled, {scheduled.chunks[n % len(scheduled.chunks)].request for n in broken})
-        self._take_in()
-        self._flight = started
-        if not self.shape.runs_ahead:
-            self._take_in()
+        self._update()
+        self._in_flight = started
+        if not self.sizes.overlap:
+            self._update()
         self.check()
 
     def fail_step(self, *, garbage: bool, late: bool = False, shrink: bool = False) -> None:
-        """A step that is planned and then given up: nothing was written to the cache, or what nobody can use.
+        """A step that is scheduled and rolled back.
 
-        late: the step before, if one is in flight, fails as well, and that is seen only then
+        garbage: it has written to the cache before it failed
+        late:    the previous step, if it is in flight, fails as well, which is noticed only now
         """
         scheduled = self._schedule()
-        if late and self._flight is not None:
-            self._unseated |= self.scheduler.finishing
-            self._give_up(self._flight.scheduled, garbage=garbage)
-            self._flight = None
+        if late and self._in_flight is not None:
+            self._lost_finishing |= self.scheduler.finishing
+            self._roll_back(self._in_flight.scheduled, garbage=garbage)
+            self._in_flight = None
             self.counts["failed late"] += 1
-        self._give_up(scheduled, garbage=garbage)
+        self._roll_back(scheduled, garbage=garbage)
         self.counts["failed steps"] += 1
         self.check()
         if shrink:
             self.shrink(scheduled.num_tokens)
 
     def shrink(self, num_tokens: int) -> None:
-        """Makes steps half as large as one of `num_tokens`."""
+        """Halves the size of steps, from `num_tokens`."""
         before = self.scheduler.max_batch_tokens
         size = min(before, num_tokens)
         done = self.scheduler.shrink(num_tokens)
-        require(done == (size > 1), "a wrong word of shrink")
+        require(done == (size > 1), "shrink returns the wrong value")
         wanted = size // 2 if size > 1 else before
         require(self.scheduler.max_batch_tokens == wanted, "a step that did not shrink, or too far")
         self.counts["shrinks"] += done
         self.check()
 
     def grow(self) -> bool:
-        """Makes steps twice as large again, up to what they were; True when they are that."""
+        """Doubles the size of steps, up to the original one; True if that is reached."""
         done = self.scheduler.grow()
-        limits = self.shape.max_batch_tokens, min(self.shape.max_seqs, self.shape.max_batch_tokens)
-        require(done == ((self.scheduler.max_batch_tokens, self.scheduler.max_seqs) == limits), "a wrong word of grow")
+        limits = self.sizes.max_batch_tokens, min(self.sizes.max_seqs, self.sizes.max_batch_tokens)
+        require(
+            done == ((self.scheduler.max_batch_tokens, self.scheduler.max_seqs) == limits),
+            "grow returns the wrong value",
+        )
         require(self.scheduler.max_batch_tokens <= limits[0], "a step that grew larger than it was")
         self.check()
         return done
 
-    def limit_prompts(self, limit: int | None) -> None:
-        """From now on, so many tokens of prompts beside rows that decode."""
+    def limit_prefill(self, limit: int | None) -> None:
+        """Limits the prompt tokens of steps with decoding requests."""
         self.scheduler.prefill_limit = limit
         self.counts["limits"] += limit is not None
 
     def drain(self) -> None:
-        """Steps until all requests are done.
+        """Steps until all requests are finished.
 
-        In every step the oldest of the highest priority advances by a token at least, and it is never preempted.
-        So it is done after as many steps as it has tokens in the end, but for the last, which is not computed. One
-        step more is needed for each where its end is noticed one step late.
+        In every step the oldest request of the highest priority advances by at least one token, and it is never
+        preempted. So it takes at most as many steps as it has tokens, without the last one, which is not computed; with
+        overlap one more, since its end is noticed one step late.
         """
-        bound = sum(len(row.tokens) - 1 + self.shape.runs_ahead for row in self.rows.values())
-        while self.rows:
-            require(bound > 0, f"{len(self.rows)} requests are not done within the bound of steps")
+        bound = sum(len(expected.tokens) - 1 + self.sizes.overlap for expected in self.requests.values())
+        while self.requests:
+            require(bound > 0, f"{len(self.requests)} requests are not done within the bound of steps")
             bound -= 1
             self.step()
-        require(self.scheduler.pool.num_used == 0, "blocks are taken, and there are no requests")
+        require(self.scheduler.pool.num_used == 0, "blocks are used, and there are no requests")
 
     def check(self) -> None:
-        """All that must be true between two steps."""
-        check_between_steps(self.scheduler, self.rows.keys())
+        """Checks what must be true between two steps."""
+        check_between_steps(self.scheduler, self.requests.keys())
         for request in self.scheduler.running:
-            self._compare(self.rows[request], request.blocks, request.num_computed)
-        flight = self._flight.scheduled.to_sample if self._flight is not None else []
-        in_flight_tokens = {chunk.request for chunk in flight}
+            self._compare(self.requests[request], request.blocks, request.num_computed)
+        in_flight = self._in_flight.scheduled.to_sample if self._in_flight is not None else []
+        in_flight_tokens = {chunk.request for chunk in in_flight}
         wrong = [
-            request.id for request in self.rows if request.num_output_placeholders != (request in in_flight_tokens)
+            request.id for request in self.requests if request.num_output_placeholders != (request in in_flight_tokens)
         ]
-        require(not wrong, f"requests {wrong} count on other tokens than those that are coming")
-        known = [*self.rows.values(), *self.past]
+        require(not wrong, f"requests {wrong} count on other tokens than those in flight")
+        known = [*self.requests.values(), *self.past]
         if known:
             self._probe(known[(self.counts["steps"] + self.counts["requests"]) % len(known)])
         if len(self._priorities) == 1 and not self.counts["shrinks"]:
-            often = max((request.num_preemptions for request in self.rows), default=0)
-            require(often <= MAX_PREEMPTIONS, "a request was preempted too often by its equals")
+            often = max((request.num_preemptions for request in self.requests), default=0)
+            require(often <= MAX_PREEMPTIONS, "a request was preempted too often by its peers")
         totals = self.scheduler.num_prompt_tokens, self.scheduler.num_cached_tokens
         require(totals == (self._prompt_tokens, self._cached_tokens), "wrong figures of the prefix cache")
 
-    # How it is done
+    # How they are done
 
     def _schedule(self) -> SchedulerOutput:
-        moment = StateBefore.of(self.scheduler, self._unseated)
+        before = StateBefore.of(self.scheduler, self._lost_finishing)
         scheduled = self.scheduler.schedule()
-        check_plan(self.scheduler, scheduled, moment)
+        check_scheduled(self.scheduler, scheduled, before)
         self.counts["steps"] += 1
         self.counts["tokens"] += scheduled.num_tokens
         self.counts["tokens coming"] += sum(s.stop > len(s.request.token_ids) for s in scheduled.chunks)
         for chunk in scheduled.chunks:
             if chunk.request in scheduled.admitted:
-                self._enter(self.rows[chunk.request], chunk.start)
+                self._enter(self.requests[chunk.request], chunk.start)
         return scheduled
 
-    def _give_up(self, scheduled: SchedulerOutput, *, garbage: bool) -> None:
+    def _roll_back(self, scheduled: SchedulerOutput, *, garbage: bool) -> None:
         if garbage:
             for chunk in scheduled.chunks:
                 places = np.arange(chunk.start, chunk.stop)
-                blocks = np.array(chunk.blocks)[places // self.shape.block_size]
-                self.cache[blocks, places % self.shape.block_size] = GARBAGE
+                blocks = np.array(chunk.blocks)[places // self.sizes.block_size]
+                self.cache[blocks, places % self.sizes.block_size] = GARBAGE
         self.scheduler.rollback(scheduled)
 
-    def _take_in(self) -> None:
-        """Tells the scheduler what the step in flight has given, and looks at what comes of it."""
-        flight, self._flight = self._flight, None
-        if flight is None:
+    def _update(self) -> None:
+        """Gives the scheduler the tokens of the step in flight, and checks the events."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is None:
             return
-        scheduled, results, nans = flight
+        scheduled, results, nans = in_flight
         live = [(chunk.request, result) for chunk, result in zip(scheduled.to_sample, results, strict=True)]
-        live = [(request, result) for request, result in live if request in self.rows]
+        live = [(request, result) for request, result in live if request in self.requests]
         self.counts["dropped tokens"] += len(results) - len(live)
         for nan in nans:
             self._seen_nans.setdefault(nan, self.counts["steps"])
-        events = self._commit(scheduled, results)
+        events = self._update_from_output(scheduled, results)
         require([event.request_id for event in events] == [request.id for request, _ in live], "not an event a token")
         for event, (_, result) in zip(events, live, strict=True):
-            self._take(event, is_nan=result is None)
+            self._check_event(event, is_nan=result is None)
 
-    def _commit(self, scheduled: SchedulerOutput, results: list[int | None]) -> list[TokenEvent]:
-        """The only place that knows what form `update_from_output` wants a step's results in."""
+    def _update_from_output(self, scheduled: SchedulerOutput, results: list[int | None]) -> list[TokenEvent]:
+        """The only place that knows the form in which the scheduler takes the results of a step."""
         samples = [Sample(0, error=NAN) if token is None else Sample(token) for token in results]
         return self.scheduler.update_from_output(scheduled, StepResult(samples))
 
     def _batch(self, scheduled: SchedulerOutput) -> RaggedBatch:
-        in_flight_tokens = self._flight.in_flight_tokens if self._flight is not None else None
-        return RaggedBatch.build(scheduled, self.shape.block_size, torch.device("cpu"), self._tables, in_flight_tokens)
+        in_flight_tokens = self._in_flight.in_flight_tokens if self._in_flight is not None else None
+        return RaggedBatch.build(scheduled, self.sizes.block_size, torch.device("cpu"), self._tables, in_flight_tokens)
 
     def _compute(self, scheduled: SchedulerOutput, broken: Collection[Request]) -> StepInFlight:
-        """Writes the stamps of a plan, reads what attention would read, and samples from that."""
+        """Writes the stamps of a step, reads what attention would read, and samples from that."""
         batch = self._batch(scheduled)
         slots = batch.slots
-        require(len(set(slots.tolist())) == len(slots), "one slot for two tokens of a step")
+        require(len(set(slots.tolist())) == len(slots), "two tokens of a step in one slot")
         ids, positions = batch.ids, batch.positions
         at = 0
         for chunk in scheduled.chunks:
             part = slice(at, at := at + chunk.num_tokens)
-            row = self.rows[chunk.request]
-            tokens = row.tokens[chunk.start : chunk.stop]
-            is_right = tokens == ids[part].tolist() or self._is_doomed(chunk.request)
+            expected = self.requests[chunk.request]
+            tokens = expected.tokens[chunk.start : chunk.stop]
+            is_right = tokens == ids[part].tolist() or self._will_be_nan(chunk.request)
             require(is_right, "other tokens in the batch than the request has")
             require(list(range(chunk.start, chunk.stop)) == positions[part].tolist(), "wrong positions")
-            self.cache.reshape(-1)[slots[part]] = self._values(row, chunk, chunk.request in broken)
+            self.cache.reshape(-1)[slots[part]] = self._values(expected, chunk, chunk.request in broken)
         for chunk, table in zip(scheduled.chunks, batch.tables.tolist(), strict=True):
-            self._compare(self.rows[chunk.request], table, chunk.stop)
+            self._compare(self.requests[chunk.request], table, chunk.stop)
         last = self.cache.reshape(-1)[slots[batch.rows]].tolist()
-        results = [self._token(next_token(value, self.shape.vocabulary)) if value >= 0 else None for value in last]
+        results = [self._token(next_token(value, self.sizes.vocabulary)) if value >= 0 else None for value in last]
         failed = [chunk for chunk, result in zip(scheduled.to_sample, results, strict=True) if result is None]
         values = [self._read(chunk.blocks, chunk.stop) for chunk in failed]
         return StepInFlight(scheduled, results, [nan for one in values for nan in one[one <= FIRST_NAN].tolist()])
 
-    def _is_doomed(self, request: Request) -> bool:
-        """Whether the token that is coming to a request is no number, so that what it is computed from is dropped."""
-        if self._flight is None:
+    def _will_be_nan(self, request: Request) -> bool:
+        """Whether the request's token in flight is NaN, so that what is computed from it is dropped."""
+        if self._in_flight is None:
             return False
-        pairs = zip(self._flight.scheduled.to_sample, self._flight.results, strict=True)
+        pairs = zip(self._in_flight.scheduled.to_sample, self._in_flight.results, strict=True)
         return any(chunk.request is request and result is None for chunk, result in pairs)
 
-    def _values(self, row: OracleRequest, chunk: ScheduledChunk, is_broken: bool) -> Any:
-        """What a slice writes: its stamps, or a NaN where one is planted or comes before them."""
+    def _values(self, expected: OracleRequest, chunk: ScheduledChunk, is_broken: bool) -> Any:
+        """What a chunk writes: its stamps, or a NaN if one is planted in it or before it."""
         if is_broken:
             self._num_nans += 1
             return FIRST_NAN + 1 - self._num_nans
         if self._num_nans:
-            before = self._read(row.request.blocks, chunk.start)
+            before = self._read(expected.request.blocks, chunk.start)
             if (nans := before[before <= FIRST_NAN]).size:
                 return nans[0]
-        return row.stamps[chunk.start : chunk.stop]
+        return expected.stamps[chunk.start : chunk.stop]
 
     def _read(self, table: Sequence[int], stop: int) -> Stamps:
         return self.cache[table].reshape(-1)[:stop]
 
-    def _compare(self, row: OracleRequest, table: Sequence[int], stop: int) -> None:
-        """Every slot a request reads holds what belongs there, or a NaN that was there when it entered."""
+    def _compare(self, expected: OracleRequest, table: Sequence[int], stop: int) -> None:
+        """Every slot that a request reads holds what belongs there, or a NaN that was there when it was admitted."""
         values = self._read(table, stop)
-        wrong = values[values != row.stamps[:stop]].tolist()
+        wrong = values[values != expected.stamps[:stop]].tolist()
         if wrong:
-            require(max(wrong) <= FIRST_NAN, f"request {row.request.id} reads what is not its own: {values}")
-            known = [value for value in wrong if self._seen_nans.get(value, row.entered) < row.entered]
-            require(not known, f"request {row.request.id} took over what is known to be NaN")
+            require(max(wrong) <= FIRST_NAN, f"request {expected.request.id} reads what is not its own: {values}")
+            known = [value for value in wrong if self._seen_nans.get(value, expected.entered) < expected.entered]
+            require(not known, f"request {expected.request.id} took over what is known to be NaN")
 
-    def _probe(self, row: OracleRequest) -> None:
-        """What the pool offers for a sequence holds that sequence, and no NaN that is known."""
-        blocks = self.scheduler.pool.get_cached_blocks(row.tokens)
-        values = self._read(blocks, len(blocks) * self.shape.block_size)
-        wrong = values[values != row.stamps[: len(values)]].tolist()
+    def _probe(self, expected: OracleRequest) -> None:
+        """The cached blocks of a sequence hold that sequence, and no known NaN."""
+        blocks = self.scheduler.pool.get_cached_blocks(expected.tokens)
+        values = self._read(blocks, len(blocks) * self.sizes.block_size)
+        wrong = values[values != expected.stamps[: len(values)]].tolist()
         if wrong:
             require(max(wrong) <= FIRST_NAN, f"blocks {blocks} are offered and hold something else: {values}")
             require(self._seen_nans.keys().isdisjoint(wrong), f"blocks {blocks} are offered and hold NaN")
 
-    def _enter(self, row: OracleRequest, start: int) -> None:
-        row.entered = self.counts["steps"]
-        self.counts["shared blocks"] += start // self.shape.block_size
-        if row.request.num_generated == 0 and row.request.num_preemptions == 0:
-            row.cached = start
+    def _enter(self, expected: OracleRequest, start: int) -> None:
+        expected.entered = self.counts["steps"]
+        self.counts["shared blocks"] += start // self.sizes.block_size
+        if expected.request.num_generated == 0 and expected.request.num_preemptions == 0:
+            expected.cached = start
 
-    def _take(self, event: TokenEvent, *, is_nan: bool) -> None:
+    def _check_event(self, event: TokenEvent, *, is_nan: bool) -> None:
         """Compares an event, and the request's tokens, with the oracle."""
-        request = next(request for request in self.rows if request.id == event.request_id)
-        row, length = self.rows[request], len(request.token_ids)
+        request = next(request for request in self.requests if request.id == event.request_id)
+        expected, length = self.requests[request], len(request.token_ids)
         failed = event.error is not None and event.error.code == "nan_logits"
         require(failed == is_nan == (event.finish_reason == "error"), f"request {request.id}: a wrong end: {event}")
-        if length == row.request.num_prompt + (not is_nan):
+        if length == expected.request.num_prompt + (not is_nan):
             self._prompt_tokens += request.num_prompt
-            self._cached_tokens += row.cached
+            self._cached_tokens += expected.cached
         if is_nan:
-            self.counts["NaN rows"] += 1
+            self.counts["NaN requests"] += 1
             self._forget(request)
             return
-        require(request.token_ids == row.tokens[:length], f"request {request.id} has other tokens than alone")
-        require(event.token_id == row.tokens[length - 1], f"request {request.id}: a wrong token in its event")
-        require(event.cached_tokens == row.cached, f"request {request.id}: wrong count of cached tokens")
-        wanted = row.reason if length == len(row.tokens) else None
+        require(request.token_ids == expected.tokens[:length], f"request {request.id} has other tokens than alone")
+        require(event.token_id == expected.tokens[length - 1], f"request {request.id}: a wrong token in its event")
+        require(event.cached_tokens == expected.cached, f"request {request.id}: wrong count of cached tokens")
+        wanted = expected.reason if length == len(expected.tokens) else None
         require(event.finish_reason == wanted, f"request {request.id} ends by {event.finish_reason}, not {wanted}")
         if wanted is not None:
             self.counts[f"finished by {wanted}"] += 1
             self._forget(request)
 
     def _forget(self, request: Request) -> None:
-        self.past.append(self.rows.pop(request))
+        self.past.append(self.requests.pop(request))

@@ -136,15 +136,15 @@ def choose_num_blocks(
         raise ConfigError(
             f"A KV cache of {format_bytes(asked)} was asked for, and {format_bytes(free)} are free on {memory.name}."
         )
-    room = free
+    available = free
     if memory.measure_peak is not None:
         cache_tokens = free // max(cache_size.block_bytes // block_size, 1)
         peak = MemoryProfiler(model, attention, block_size, limits, cache_tokens).peak(memory)
-        room = memory.free() - peak - RESERVED_BYTES  # kernels loaded meanwhile have taken memory
-        _check_fits(room, asked, peak, free, cache_size, limits, memory.name)
+        available = memory.free() - peak - RESERVED_BYTES  # kernels loaded meanwhile have taken memory
+        _check_fits(available, asked, peak, free, cache_size, limits, memory.name)
     if cache_size.num_blocks is not None:
         return cache_size.num_blocks
-    fitting = min(asked, room) // cache_size.block_bytes
+    fitting = min(asked, available) // cache_size.block_bytes
     if fitting < 1:
         text = cache_size.memory or memory.share
         raise ConfigError(
@@ -154,21 +154,21 @@ def choose_num_blocks(
 
 
 def _check_fits(
-    room: int, asked: int, peak: int, free: int, cache_size: CacheSizeRequest, limits: StepLimits, device: str
+    available: int, asked: int, peak: int, free: int, cache_size: CacheSizeRequest, limits: StepLimits, device: str
 ) -> None:
     """Raises ConfigError if no cache fits beside the largest step, or not the requested one."""
     takes = (
         f"{limits} takes {format_bytes(peak + RESERVED_BYTES)} of the {format_bytes(free)} that are free on {device}"
     )
-    if room < cache_size.block_bytes:
+    if available < cache_size.block_bytes:
         raise ConfigError(
             f"{takes} after the weights, which leaves no room for a KV cache; a smaller --max-batch-tokens makes it "
             "smaller, and so does a smaller --max-seqs."
         )
-    if asked > room and not cache_size.is_share:
+    if asked > available and not cache_size.is_share:
         raise ConfigError(
-            f"A KV cache of {format_bytes(asked)} was asked for. {takes}, so {format_bytes(max(room, 0))} are left for "
-            "the cache; a smaller --max-batch-tokens leaves more."
+            f"A KV cache of {format_bytes(asked)} was asked for. {takes}, so {format_bytes(max(available, 0))} are "
+            "left for the cache; a smaller --max-batch-tokens leaves more."
         )
 
 

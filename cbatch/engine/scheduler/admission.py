@@ -30,9 +30,9 @@ def priority_key(request: Request) -> tuple[int, int]:
 class AdmissionPolicy:
     """Decides whether a waiting request fits, and learns from the lengths of outputs. Changes no request or block."""
 
-    def __init__(self, pool: BlockPool, room: SequenceLimits) -> None:
+    def __init__(self, pool: BlockPool, limits: SequenceLimits) -> None:
         self._pool = pool
-        self._room = room
+        self._limits = limits
         self._lengths = OutputLengths()
         self._growing: dict[float, list[Growth]] = {}
         """The running requests, shortest growth first, for each share of `GROWTH_SHARES` used in this step."""
@@ -75,7 +75,7 @@ class AdmissionPolicy:
             blocks = set(victims[-1].blocks).difference(shared)  # what the request takes over does not become free
             given_up.update(blocks)
             free += sum(given_up[block] == self._pool.ref_count(block) for block in blocks)
-        if num_staying == 0 or max_seqs * self._pool.blocks_for(self._room.context) <= self._pool.num_blocks:
+        if num_staying == 0 or max_seqs * self._pool.blocks_for(self._limits.context) <= self._pool.num_blocks:
             return victims
         if request.num_peer_preemptions >= MAX_PREEMPTIONS:
             return victims if self._fits_worst_case(request, running) else None

@@ -111,7 +111,7 @@ class StepTracer:
         if not was_recording:
             profiler.start_trace()  # a prepared profiler can only stop after it was started
         profiler.stop_trace()
-        self._give_back()
+        self._release_profiler()
         if was_recording:
             self._write(profiler)
 
@@ -126,7 +126,7 @@ class StepTracer:
             self._temporary.unlink(missing_ok=True)
             self._temporary.with_name(f"{self._temporary.name}.tmp").unlink(missing_ok=True)  # the profiler's
 
-    def _give_back(self) -> None:
+    def _release_profiler(self) -> None:
         """Releases the profiler."""
         self._profiler, self._is_recording = None, False
         if self._has_lock:
@@ -144,6 +144,6 @@ class StepTracer:
         try:
             action()
         except Exception as error:  # whatever the profiler or the disk raises, the steps go on
-            self._give_back()
+            self._release_profiler()
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             self.error = f"Cannot write the trace {self.path}: {reason or repr(error)}."

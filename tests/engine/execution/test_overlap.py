@@ -1,4 +1,4 @@
-"""Running ahead against the plain loop: the same outputs in every company, and nothing left behind."""
+"""Overlapped steps against plain ones: the same outputs beside any other requests, and no leaks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def add_all(engine: Engine) -> dict[int, str]:
 
 
 def outcome(event: TokenEvent) -> tuple[Any, ...]:
-    """All of an event but how much of its prompt was cached."""
+    """All of an event except the number of cached tokens."""
     return (
         event.token_id, event.text, event.finish_reason, event.stop_reason, event.error and event.error.code,
         event.logprobs, event.prompt_logprobs and list(event.prompt_logprobs),
@@ -65,7 +65,7 @@ def outcome(event: TokenEvent) -> tuple[Any, ...]:
 
 
 def steps(engine: Engine, *, shaken: bool = False) -> Iterator[list[TokenEvent]]:
-    """Events of each step until nothing is left to do. shaken: most of those who run are preempted again and again"""
+    """Events of each step until all requests are done. shaken: most running requests are preempted repeatedly"""
     while engine.has_work:
         if shaken and engine.stats().num_steps % 4 == 3:
             while engine.shrink():
@@ -78,7 +78,7 @@ def steps(engine: Engine, *, shaken: bool = False) -> Iterator[list[TokenEvent]]
 
 
 def run(engine: Engine, *, shaken: bool = False) -> dict[str, list[tuple[Any, ...]]]:
-    """What every request of `ASKED` gets, and that nothing is left when all are done."""
+    """The outputs of all requests of `ASKED`; checks that nothing is left in the end."""
     names = add_all(engine)
     found: dict[str, list[tuple[Any, ...]]] = {name: [] for name in names.values()}
     for events in steps(engine, shaken=shaken):
@@ -91,12 +91,12 @@ def run(engine: Engine, *, shaken: bool = False) -> dict[str, list[tuple[Any, ..
 
 @cache
 def expected() -> dict[str, list[tuple[Any, ...]]]:
-    """One after the other, in the plain loop."""
+    """Outputs of the requests one after the other, without overlap."""
     return run(make(ahead=False, max_seqs=1, prefix_cache=False))
 
 
 def test_the_kinds_of_requests_differ() -> None:
-    """Guards the tests here: outputs that end in every way, and several tokens in most of them."""
+    """Guards these tests: outputs end in every way, and most have several tokens."""
     ends = {name: (len(events), events[-1][2], events[-1][3]) for name, events in expected().items()}
     assert ends["greedy"][1] in ("length", "stop") and ends["stop string"][2] == "a"
     assert ends["stop tokens"][1] == ends["form that ends by itself"][1] == "stop" and 5 <= ends["late stop"][0] < 22
@@ -116,7 +116,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(("settings", "ahead"), product(SETTINGS, (False, True)), ids=str)
 def test_output_is_the_same(settings: dict[str, Any], ahead: bool) -> None:
-    """Guards every feature, running ahead or not, with and without prefix cache, in small steps, with few seats."""
+    """Guards every feature, with and without overlap and prefix cache, in small steps, with few slots."""
     engine = make(ahead=ahead, **settings)
     assert run(engine) == expected()
     assert run(engine) == expected()
@@ -124,7 +124,7 @@ def test_output_is_the_same(settings: dict[str, Any], ahead: bool) -> None:
 
 @pytest.mark.parametrize(("prefix_cache", "ahead"), product((True, False), (False, True)))
 def test_output_is_the_same_after_preemption(prefix_cache: bool, ahead: bool) -> None:
-    """Guards requests that lose their blocks while tokens are coming to them, and are computed again."""
+    """Guards requests that lose their blocks while tokens are in flight, and are computed again."""
     engine = make(ahead=ahead, prefix_cache=prefix_cache, max_batch_tokens=100)
     assert run(engine, shaken=True) == expected()
     assert engine.stats().num_preemptions > 30
@@ -132,8 +132,8 @@ def test_output_is_the_same_after_preemption(prefix_cache: bool, ahead: bool) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"kv_blocks": 9, "max_batch_tokens": 20}], ids=str)
-def test_cancelling_at_any_step_changes_nobody_else(settings: dict[str, Any]) -> None:
-    """Guards tokens in flight of requests that are gone: dropped, and no block leaks, wherever a request is."""
+def test_cancelling_at_any_step_changes_no_other_request(settings: dict[str, Any]) -> None:
+    """Guards cancelled requests with tokens in flight: the tokens are dropped, and no block leaks."""
     engine = make(ahead=True, **settings)
     for cancel_at in range(0, 24, 2):
         names = add_all(engine)
@@ -157,7 +157,7 @@ class Hiccup(RuntimeError):
 
 
 def every(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Raises instead of each so-many-th call, and the one after that."""
+    """Raises instead of every `count`-th call and the one after it."""
     calls = 0
 
     def sometimes(*args: Any, **kwargs: Any) -> Any:
@@ -173,7 +173,7 @@ def every(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("where", ["forward", "sample", "get"])
 @pytest.mark.parametrize("settings", [{}, {"kv_blocks": 9, "max_batch_tokens": 20}], ids=str)
 def test_steps_that_fail_lose_nothing(where: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards retries, wherever a step fails: each event comes once, also of the step that was taken in before."""
+    """Guards retries, wherever a step fails: each event comes once, also those of the previous step."""
     engine = make(ahead=True, **settings)
     if where == "forward":
         monkeypatch.setattr(engine.runner, "forward", every(5, engine.runner.forward))
@@ -197,7 +197,7 @@ def test_steps_that_fail_lose_nothing(where: str, settings: dict[str, Any], monk
 
 
 def keep_events(monkeypatch: pytest.MonkeyPatch, *lengths: int) -> tuple[Engine, list[int]]:
-    """An engine with a request of each length, which keeps the events of the first step, for the next one failed."""
+    """An engine with a request of each length that keeps the events of its first step, since the next one failed."""
     engine = make_engine(make_network("llama"), run_ahead=True)
     asked = zip(make_prompts([5, 6]), lengths, strict=True)
     ids = [engine.add(prompt, SamplingParams(max_tokens=length)) for prompt, length in asked]
@@ -212,7 +212,7 @@ def keep_events(monkeypatch: pytest.MonkeyPatch, *lengths: int) -> tuple[Engine,
 
 @pytest.mark.parametrize("length", [4, 1])
 def test_a_cancelled_request_gets_no_event_that_was_kept(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards callers from events of what they have dropped, also where the last one is kept of a request that ended."""
+    """Guards callers from events of cancelled requests, even if the request had ended and its event was kept."""
     engine, (first, second) = keep_events(monkeypatch, length, 4)
     engine.cancel(first)
     events = [event for events in steps(engine) for event in events]
@@ -220,14 +220,14 @@ def test_a_cancelled_request_gets_no_event_that_was_kept(length: int, monkeypatc
 
 
 def test_kept_events_are_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the last event of a request that has ended, when nobody else is left who wants a step."""
+    """Guards the last event of a request that has ended, when no other request needs a step."""
     engine, (first, second) = keep_events(monkeypatch, 1, 4)
     engine.cancel(second)
     assert [event.request_id for events in steps(engine) for event in events] == [first]
 
 
-def test_the_model_is_started_before_the_last_step_is_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the overlap: while a step's tokens are waited for, the device has the next; none is for nothing."""
+def test_the_model_is_launched_before_the_previous_step_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the overlap: while the host waits for a step, the device has the next one; no step is wasted."""
     engine = make_engine(make_network("llama"), run_ahead=True)
     done: list[str] = []
     forward, get = engine.runner.forward, PendingSample.get
@@ -238,12 +238,12 @@ def test_the_model_is_started_before_the_last_step_is_taken_in(monkeypatch: pyte
     monkeypatch.setattr(engine.runner, "forward", note("forward", forward))
     monkeypatch.setattr(PendingSample, "get", note("get", get))
     engine.generate(make_prompts([5]), SamplingParams(max_tokens=4))
-    assert done == ["forward", *["forward", "get"] * 3, "get"], "the end of the output is known when it is planned"
+    assert done == ["forward", *["forward", "get"] * 3, "get"], "the end of the output is known when it is scheduled"
     assert engine.stats().num_steps == 4
 
 
-def test_a_shortage_while_a_step_is_taken_in_is_that_of_the_step() -> None:
-    """Guards smaller steps after a call that only takes in and lacks memory: the last plan is of the step in flight."""
+def test_running_out_of_memory_on_completion_shrinks_the_step_in_flight() -> None:
+    """Guards smaller steps after a call that only completes a step and runs out of memory."""
     engine = make_engine(make_network("llama"), run_ahead=True)
     engine.add(make_prompts([5])[0], SamplingParams(max_tokens=1))
     assert engine.step() == [] and len(engine.step()) == 1

@@ -1,4 +1,4 @@
-"""What is likely to come: lengths of outputs from the recent past, and the peak of what requests hold together."""
+"""Forecasts: output lengths from the recent past, and the peak of the blocks that requests hold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cbatch.engine.scheduler.forecast import HISTORY, PRIOR, Growth, OutputLengt
 
 
 def test_remaining_is_the_mean_of_the_longer_ones() -> None:
-    """Guards the estimate, its limit, and what stands in for a past that is not there."""
+    """Guards the estimate, its limit, and the default while no output has ended."""
     lengths = OutputLengths()
     assert lengths.remaining(0, 10_000) == PRIOR and lengths.remaining(300, 10_000) == 300
     for length in (10, 20, 60):
@@ -18,7 +18,7 @@ def test_remaining_is_the_mean_of_the_longer_ones() -> None:
 
 
 def test_only_recent_outputs_count() -> None:
-    """Guards against a morning's rows deciding about the evening's, and against growing without end."""
+    """Guards against outdated lengths, and against a history that grows without end."""
     lengths = OutputLengths()
     for length in [1000] * HISTORY + [50] * HISTORY:
         lengths.add(length)
@@ -26,7 +26,7 @@ def test_only_recent_outputs_count() -> None:
 
 
 def simulated_peak(used: int, growing: list[Growth], size: int) -> int:
-    """Step by step: each request that goes on holds one block more for each `size` tokens, from the first on."""
+    """The peak by simulation: each request takes one more block for each `size` tokens, from the first on."""
     most, alive, held = used, list(growing), used
     for step in range(max(one.tokens for one in growing) + 1):
         now = held + sum(-(-step // size) for _ in alive)
@@ -38,7 +38,7 @@ def simulated_peak(used: int, growing: list[Growth], size: int) -> int:
 
 
 def test_peak_is_that_of_a_simulation() -> None:
-    """Guards the formula against the plain count, step by step."""
+    """Guards the formula against a simulation."""
     random_ = random.Random(1)
     for _ in range(300):
         growing = [Growth(random_.randint(0, 40), random_.randint(1, 9)) for _ in range(random_.randint(1, 8))]

@@ -1,4 +1,4 @@
-"""The scheduler and the block pool, without a model: nothing leaks, nobody starves, budgets hold."""
+"""The scheduler and the block pool without a model: nothing leaks, no request starves, budgets hold."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def step(scheduler: Scheduler) -> dict[int, int]:
     return planned
 
 
-def test_pool_hands_out_each_block_once() -> None:
-    """Guards against two owners of one block, and against blocks that are never given back."""
+def test_pool_allocates_each_block_once() -> None:
+    """Guards against two owners of one block, and against blocks that are never freed."""
     pool = BlockPool(6, 4)
     first, second = pool.allocate(4), pool.allocate(2)
     assert sorted(first + second) == list(range(6)) and pool.num_free == 0
@@ -62,7 +62,7 @@ def test_pool_hands_out_each_block_once() -> None:
     assert pool.num_used == 2 and sorted(pool.allocate(4)) == sorted(first)
 
 
-def test_pool_refuses_double_free_and_overdraft() -> None:
+def test_pool_refuses_double_free_and_overallocation() -> None:
     """Guards against a bookkeeping error passing in silence."""
     pool = BlockPool(2, 4)
     blocks = pool.allocate(2)
@@ -73,8 +73,8 @@ def test_pool_refuses_double_free_and_overdraft() -> None:
         pool.free(blocks[:1])
 
 
-def test_pool_finds_published_content_and_evicts_the_oldest() -> None:
-    """Guards the prefix cache: tokens and what is before them decide, the longest unused goes first, ends first."""
+def test_pool_finds_cached_content_and_evicts_the_oldest() -> None:
+    """Guards the prefix cache: tokens and what is before them decide; the least recently used block goes first."""
     pool = BlockPool(5, 2)
     blocks = pool.allocate(3)
     pool.cache_full_blocks(blocks, [1, 2, 3, 4, 5, 6], 0, 6)
@@ -93,8 +93,8 @@ def test_pool_finds_published_content_and_evicts_the_oldest() -> None:
     pool.check_integrity()
 
 
-def test_content_computed_twice_leads_on() -> None:
-    """Guards two requests that fill the same block at the same time: what either adds to it is found."""
+def test_content_computed_twice_is_found_with_what_follows() -> None:
+    """Guards two requests that fill the same block in the same step: what either of them adds is found."""
     pool = BlockPool(6, 2)
     one, other = pool.allocate(2), pool.allocate(3)
     pool.cache_full_blocks(one, [1, 2, 3, 4], 0, 4)
@@ -107,7 +107,7 @@ def test_content_computed_twice_leads_on() -> None:
 
 
 def test_a_higher_priority_counts_shared_blocks_once() -> None:
-    """Guards room for an urgent row where those that go for it share blocks with each other or with it."""
+    """Guards the blocks for an urgent request if its victims share blocks with each other or with it."""
     for blocks in range(7, 16):
         scheduler = Scheduler(BlockPool(blocks, 4), 8, 64, 1000)
         add(scheduler, *(make_request(n, 13, 8, priority=5) for n in range(4)))
@@ -120,7 +120,7 @@ def test_a_higher_priority_counts_shared_blocks_once() -> None:
 
 
 def test_prefill_is_chunked_and_shares_the_budget_with_decode() -> None:
-    """Guards the heart of it: a decoding row gets its token in every step while a long prompt comes in."""
+    """Guards the core idea: a decoding request gets a token in every step while a long prompt is computed."""
     scheduler = make_scheduler(blocks=20, budget=8)
     add(scheduler, make_request(0, 3, output=10))
     assert step(scheduler) == {0: 3}
@@ -129,8 +129,8 @@ def test_prefill_is_chunked_and_shares_the_budget_with_decode() -> None:
     assert step(scheduler) == {0: 1}
 
 
-def test_finished_rows_leave_and_waiting_ones_enter_at_once() -> None:
-    """Guards against a batch that waits for its slowest row."""
+def test_finished_requests_leave_and_waiting_ones_are_admitted_at_once() -> None:
+    """Guards against a batch that waits for its slowest request."""
     scheduler = make_scheduler(seqs=2)
     add(scheduler, make_request(0, 2, output=1), make_request(1, 2, output=5), make_request(2, 2, output=5))
     assert step(scheduler) == {0: 2, 1: 2}
@@ -138,7 +138,7 @@ def test_finished_rows_leave_and_waiting_ones_enter_at_once() -> None:
 
 
 def test_running_out_of_blocks_preempts_the_youngest() -> None:
-    """Guards the order of preemption, and that the preempted row keeps its tokens."""
+    """Guards the order of preemption, and that the preempted request keeps its tokens."""
     scheduler = make_scheduler(blocks=6, budget=64)
     old, young = make_request(0, 7, output=16), make_request(1, 7, output=16)
     add(scheduler, old, young)
@@ -150,8 +150,8 @@ def test_running_out_of_blocks_preempts_the_youngest() -> None:
     assert old.num_generated == young.num_generated == 16 and old.num_preemptions == 0
 
 
-def test_a_higher_priority_takes_the_seat_of_the_youngest_lower_one() -> None:
-    """Guards that interactive rows do not wait behind a batch that fills all seats."""
+def test_a_higher_priority_takes_the_slot_of_the_youngest_lower_one() -> None:
+    """Guards interactive requests against waiting for a batch that fills all slots."""
     scheduler = make_scheduler(seqs=2, blocks=16)
     add(scheduler, make_request(0, 2, 20, priority=5), make_request(1, 2, 20, priority=5))
     step(scheduler)
@@ -159,8 +159,8 @@ def test_a_higher_priority_takes_the_seat_of_the_youngest_lower_one() -> None:
     assert step(scheduler) == {2: 2, 0: 1}
 
 
-def test_urgent_rows_all_enter_at_once() -> None:
-    """Guards against one admission a step where several lower rows can go."""
+def test_urgent_requests_are_all_admitted_at_once() -> None:
+    """Guards against one admission a step if several lower requests can be preempted."""
     scheduler = make_scheduler(seqs=3, blocks=32)
     add(scheduler, *(make_request(n, 2, 20, priority=5) for n in range(3)))
     step(scheduler)
@@ -168,8 +168,8 @@ def test_urgent_rows_all_enter_at_once() -> None:
     assert step(scheduler) == {3: 2, 4: 2, 0: 1}
 
 
-def test_urgent_prompts_go_before_rows_of_a_batch_in_the_budget() -> None:
-    """Guards the first token of a chat beside a batch: its prompt takes all of a step, also where a limit is set."""
+def test_urgent_prompts_get_the_budget_before_a_batch() -> None:
+    """Guards the first token of a chat beside a batch: its prompt takes all of a step, even with a limit."""
     for limit in (None, 2):
         scheduler = make_scheduler(blocks=32, budget=8)
         scheduler.prefill_limit = limit
@@ -181,7 +181,7 @@ def test_urgent_prompts_go_before_rows_of_a_batch_in_the_budget() -> None:
 
 
 def test_an_urgent_prompt_takes_the_blocks_of_a_batch() -> None:
-    """Guards that interactive rows do not wait for memory that a batch holds."""
+    """Guards interactive requests against waiting for memory that a batch holds."""
     scheduler = make_scheduler(blocks=8, budget=64)
     add(scheduler, make_request(0, 12, 8, priority=5), make_request(1, 12, 8, priority=5))
     assert step(scheduler) == {0: 12, 1: 12}
@@ -189,8 +189,8 @@ def test_an_urgent_prompt_takes_the_blocks_of_a_batch() -> None:
     assert step(scheduler) == {2: 12, 0: 1}
 
 
-def test_prompts_keep_to_their_limit_beside_rows_that_decode() -> None:
-    """Guards the time of a step: all prompts share the limit, and it ends with the rows that decode."""
+def test_prompts_keep_to_their_limit_beside_decoding_requests() -> None:
+    """Guards the time of a step: all prompts share the limit, which holds only beside decoding requests."""
     scheduler = make_scheduler(blocks=40, budget=32, seqs=8)
     scheduler.prefill_limit = 5
     add(scheduler, *(make_request(n, 2, 4) for n in range(3)))
@@ -203,8 +203,8 @@ def test_prompts_keep_to_their_limit_beside_rows_that_decode() -> None:
     assert step(scheduler) == {3: 27, 4: 5}
 
 
-def test_a_limit_of_0_lets_rows_decode_alone() -> None:
-    """Guards the step that measures what a step without prompts takes, and prompts where nothing decodes."""
+def test_a_limit_of_0_leaves_a_step_to_decoding() -> None:
+    """Guards the step that measures the time without prompts, and prompts while no request decodes."""
     scheduler = make_scheduler(blocks=40)
     scheduler.prefill_limit = 0
     add(scheduler, make_request(0, 4, 3))
@@ -223,7 +223,7 @@ def steps_to_finish(scheduler: Scheduler, request: Request) -> int:
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
-    """Guards the first token of short prompts: they enter at once and get half of each step until they are done."""
+    """Guards the first token of short prompts: they are admitted at once and get half of each step."""
     scheduler = make_scheduler(blocks=400, budget=16, seqs=8)
     long, second, short = make_request(0, 800, 1), make_request(1, 400, 1), make_request(2, 20, 1)
     add(scheduler, long)
@@ -236,7 +236,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
 
 
 def test_a_long_prompt_advances_by_half_of_each_step() -> None:
-    """Guards long prompts against starving, however many short ones come behind them."""
+    """Guards long prompts against starving, however many short ones come after them."""
     scheduler = make_scheduler(blocks=400, budget=17, seqs=8)
     scheduler.prefill_limit = 8
     add(scheduler, make_request(0, 2, 400), make_request(1, 400, 1))
@@ -249,13 +249,13 @@ def test_a_long_prompt_advances_by_half_of_each_step() -> None:
 
 
 def test_a_prompt_that_a_step_can_finish_is_finished() -> None:
-    """Guards rows of a batch, alike in length, against sharing every step so that all of them are late."""
+    """Guards prompts of similar length against sharing every step, which delays all of them."""
     scheduler = make_scheduler(blocks=40, budget=16)
     add(scheduler, *(make_request(n, 12, 1) for n in range(4)))
     assert [step(scheduler) for _ in range(3)] == [{0: 12, 1: 4}, {1: 8, 2: 8}, {2: 4, 3: 12}]
 
 
-def test_what_is_left_of_a_prompt_decides_not_its_length() -> None:
+def test_the_rest_of_a_prompt_decides_not_its_length() -> None:
     """Guards a long conversation whose history is in the prefix cache: its turn is short."""
     scheduler = Scheduler(BlockPool(200, 4), 4, 16, 1000)
     history = list(range(200))
@@ -269,16 +269,16 @@ def test_what_is_left_of_a_prompt_decides_not_its_length() -> None:
     assert step(scheduler) == {2: 4, 1: 12}
 
 
-def test_an_equal_priority_preempts_nobody() -> None:
-    """Guards against two rows that throw each other out for ever."""
+def test_the_same_priority_is_not_preempted() -> None:
+    """Guards against two requests that preempt each other for ever."""
     scheduler = make_scheduler(seqs=1, blocks=16)
     add(scheduler, make_request(0, 2, 5), make_request(1, 2, 5))
     assert [step(scheduler) for _ in range(2)] == [{0: 2}, {0: 1}]
     assert scheduler.num_preemptions == 0
 
 
-def test_a_large_waiting_row_is_not_overtaken() -> None:
-    """Guards against a big prompt starving behind small ones of its own priority."""
+def test_a_large_waiting_request_is_not_overtaken() -> None:
+    """Guards a large prompt against starving behind small ones of its own priority."""
     scheduler = make_scheduler(blocks=8, seqs=4, budget=64)
     add(scheduler, make_request(0, 20, 30), make_request(1, 24, 1), make_request(2, 2, 1))
     assert step(scheduler) == {0: 20}
@@ -294,7 +294,7 @@ def test_what_can_never_fit_is_refused() -> None:
         scheduler.sequence_limits.max_new_tokens(1000)
 
 
-def test_no_seats_or_no_budget_is_an_error() -> None:
+def test_no_slots_or_no_budget_is_an_error() -> None:
     """Guards against an engine that never does anything."""
     with pytest.raises(ConfigError):
         make_scheduler(seqs=0)
@@ -328,7 +328,7 @@ def test_random_traffic_ends_and_leaks_nothing(seed: int) -> None:
 
 
 def most_preempted(seed: int) -> int:
-    """How often a request was preempted at most, among equals of which none is expected to go on."""
+    """How often a request was preempted at most, among peers that are all expected to end at once."""
     random_ = random.Random(seed)
     scheduler = make_scheduler(blocks=40, block_size=4, seqs=16, budget=64)
     requests = [make_request(n, random_.randint(1, 20), random_.randint(40, 100)) for n in range(40)]
@@ -338,7 +338,7 @@ def most_preempted(seed: int) -> int:
     return max(request.num_preemptions for request in requests)
 
 
-def test_equals_preempt_each_other_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_preempt_each_other_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against thrashing, however wrong the forecast; without the bound the same work must break it."""
     monkeypatch.setattr(OutputLengths, "remaining", lambda *_: 1)
     assert max(most_preempted(seed) for seed in range(5)) == MAX_PREEMPTIONS
@@ -346,8 +346,8 @@ def test_equals_preempt_each_other_a_bounded_number_of_times(monkeypatch: pytest
     assert max(most_preempted(seed) for seed in range(5)) > MAX_PREEMPTIONS
 
 
-def test_a_request_that_was_preempted_often_enters_for_good() -> None:
-    """Guards the bound itself: it waits until nothing that goes before it can take its blocks."""
+def test_a_request_that_was_preempted_often_is_not_preempted_again() -> None:
+    """Guards the bound itself: the request waits until no request before it can take its blocks."""
     scheduler = make_scheduler(blocks=10, block_size=4, seqs=4, budget=64)
     old, often = make_request(0, 4, 24), make_request(1, 4, 17)
     often.num_peer_preemptions = MAX_PREEMPTIONS
@@ -357,8 +357,8 @@ def test_a_request_that_was_preempted_often_enters_for_good() -> None:
     assert step(scheduler) == {0: 1, 1: 4}
 
 
-def test_what_higher_priorities_do_makes_nobody_cautious() -> None:
-    """Guards a batch under a chat: rows that gave way to turns wait for no room that they will hardly need."""
+def test_preemption_by_higher_priorities_makes_no_request_cautious() -> None:
+    """Guards a batch under a chat: requests that made way for it do not wait for blocks that they hardly need."""
     scheduler = make_scheduler(blocks=12, block_size=4, seqs=4, budget=64)
     add(scheduler, *(make_request(n, 4, 40, priority=1) for n in range(2)))
     step(scheduler)
@@ -369,19 +369,19 @@ def test_what_higher_priorities_do_makes_nobody_cautious() -> None:
     assert scheduler.num_preemptions >= 5
 
 
-def test_rows_enter_by_what_outputs_were_like() -> None:
-    """Guards seats that stay empty for limits that nobody reaches, and memory that all who enter will lack."""
-    seated = {}
+def test_requests_are_admitted_by_recent_output_lengths() -> None:
+    """Guards against slots that stay empty for limits that no output reaches, and against admitting too many."""
+    admitted = {}
     for length in (2, 400):
         scheduler = make_scheduler(blocks=100, block_size=4, seqs=32, budget=512)
         for _ in range(50):
             scheduler._admission.observe_length(length)
         add(scheduler, *(make_request(n, 4, 300) for n in range(32)))
-        seated[length] = len(step(scheduler))
-    assert seated[2] == 32 and 3 < seated[400] < 8
+        admitted[length] = len(step(scheduler))
+    assert admitted[2] == 32 and 3 < admitted[400] < 8
 
 
 def test_scheduling_needs_no_torch() -> None:
-    """Guards the layering: the scheduler can be tested and read without a tensor library."""
+    """Guards the layers: the scheduler can be tested and read without a tensor library."""
     code = "import sys, cbatch.engine.scheduler.scheduler; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""Block pool, prefix cache and scheduler under whatever hypothesis can think of, against a plain model."""
+"""Block pool, prefix cache and scheduler under whatever hypothesis generates, checked against an oracle."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ shapes = st.builds(
     prefix_cache=st.sampled_from([True, True, True, False]),
     vocabulary=st.sampled_from([2, 50]),
     colliding=st.booleans(),
-    runs_ahead=st.sampled_from([True, True, False]),
+    overlap=st.sampled_from([True, True, False]),
 )
 which = st.integers(0, 2 * MOST_LIVE)
 tails = st.lists(st.integers(0, 1), max_size=9)
@@ -42,13 +42,13 @@ stops = st.none() | lengths
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Everything that can happen to a scheduler; the world checks what must be true after each of it."""
+    """Everything that can happen to a scheduler; the simulation checks its invariants after each action."""
 
     simulation: SchedulerSimulation
 
-    @initialize(shape=shapes)
-    def begin(self, shape: SimulationSizes) -> None:
-        self.simulation = SchedulerSimulation(shape)
+    @initialize(sizes=shapes)
+    def begin(self, sizes: SimulationSizes) -> None:
+        self.simulation = SchedulerSimulation(sizes)
 
     @rule(several=st.lists(tails, min_size=1, max_size=5), tokens=lengths, priority=priorities, stop=stops)
     def add(self, several: list[list[int]], tokens: int, priority: int, stop: int | None) -> None:
@@ -101,8 +101,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.grow()
 
     @rule(limit=st.sampled_from([None, 1, 2, 5]))
-    def limit_prompts(self, limit: int | None) -> None:
-        self.simulation.limit_prompts(limit)
+    def limit_prefill(self, limit: int | None) -> None:
+        self.simulation.limit_prefill(limit)
 
     @rule()
     def grow(self) -> None:
@@ -115,13 +115,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.simulation.drain()
 
     def _add(self, prompt: list[int], tokens: int, priority: int, stop: int | None = None) -> None:
-        if len(self.simulation.rows) < MOST_LIVE:
+        if len(self.simulation.requests) < MOST_LIVE:
             self.simulation.add(prompt, tokens, priority, stop)
 
 
 @pytest.mark.slow
-def test_whatever_happens() -> None:
-    """Guards every output against its company, every block against two owners, and every request against starving."""
+def test_invariants_hold_under_all_actions() -> None:
+    """Guards every output against other requests, every block against two owners, every request against starving."""
     quick = settings(
         max_examples=100,
         stateful_step_count=60,
@@ -134,42 +134,42 @@ def test_whatever_happens() -> None:
 
 
 def test_the_smallest_step_does_not_shrink() -> None:
-    """Guards against a step of no tokens, in which nothing could ever advance."""
+    """Guards against steps without tokens, in which no request could advance."""
     scheduler = Scheduler(BlockPool(4, 1), max_seqs=1, max_batch_tokens=1, max_model_len=8)
     assert not scheduler.shrink(2) and scheduler.max_batch_tokens == scheduler.max_seqs == 1
 
 
-def wander(worlds: int) -> Counter[str]:
-    """What happened in so many worlds of the random walk."""
+def count_events(walks: int) -> Counter[str]:
+    """Counts what happens in so many random walks."""
     counts: Counter[str] = Counter()
-    for number in range(worlds):
+    for number in range(walks):
         simulation = RandomWalk(0, number).run(150)
         counts += simulation.counts + Counter(preemptions=simulation.scheduler.num_preemptions)
     return counts
 
 
-def test_random_walk_meets_everything() -> None:
-    """Guards the soak: in its worlds all happens that is to be survived, and is survived."""
-    counts = wander(25)
-    names = "failed steps,shrinks,limits,NaN rows,cancelled running,cancelled waiting,shared blocks,preemptions"
+def test_random_walks_meet_everything() -> None:
+    """Guards the soak test: its random walks meet everything that the scheduler has to survive."""
+    counts = count_events(25)
+    names = "failed steps,shrinks,limits,NaN requests,cancelled running,cancelled waiting,shared blocks,preemptions"
     assert all(counts[name] >= 10 for name in [*names.split(","), "finished by stop", "finished by length"]), counts
 
 
 def free_too_early(self: BlockPool, blocks: Sequence[int]) -> None:
-    """Frees a block although one more request holds it: then it is handed out anew, and written to."""
+    """Frees a block that another request still holds, so that it is allocated again and overwritten."""
     for block in reversed(blocks):
         self._references[block] -= 1
         if self._references[block] <= 1:
             self._free[block] = None
 
 
-def publish_too_early(self: BlockPool, blocks: Sequence[int], token_ids: Sequence[int], start: int, stop: int) -> None:
-    """Publishes what later steps will compute."""
+def cache_too_early(self: BlockPool, blocks: Sequence[int], token_ids: Sequence[int], start: int, stop: int) -> None:
+    """Caches blocks that only later steps will fill."""
     cache_full_blocks(self, blocks, token_ids, start, min(len(token_ids), len(blocks) * self.block_size))
 
 
-def match_hashes(self: BlockPool, token_ids: Sequence[int]) -> list[int]:
-    """Takes a hash for the tokens."""
+def compare_hashes_only(self: BlockPool, token_ids: Sequence[int]) -> list[int]:
+    """Compares hashes instead of tokens."""
     blocks = []
     content, size = 0, self.block_size
     known = {hash(key): block for key, block in self._known.items()}
@@ -182,16 +182,16 @@ def match_hashes(self: BlockPool, token_ids: Sequence[int]) -> list[int]:
     return blocks
 
 
-def abandon_and_leave_published(self: Scheduler, scheduled: SchedulerOutput) -> None:
-    """Leaves known what an abandoned step was to compute."""
+def roll_back_but_leave_cached(self: Scheduler, scheduled: SchedulerOutput) -> None:
+    """Leaves the blocks of a rolled back step cached."""
     evict = self.pool.evict
     self.pool.evict = lambda blocks: None  # type: ignore[method-assign]
     rollback(self, scheduled)
     self.pool.evict = evict  # type: ignore[method-assign]
 
 
-def commit_and_stay(self: Scheduler, scheduled: SchedulerOutput, results: Iterable[Any]) -> Any:
-    """Forgets that a decoding request's last token is in the cache now."""
+def keep_running_after_the_end(self: Scheduler, scheduled: SchedulerOutput, results: Iterable[Any]) -> Any:
+    """Forgets that the last token of a decoding request is in the cache now."""
     events = update_from_output(self, scheduled, results)
     for chunk in scheduled.chunks:
         if chunk.request.blocks is chunk.blocks:
@@ -199,33 +199,33 @@ def commit_and_stay(self: Scheduler, scheduled: SchedulerOutput, results: Iterab
     return events
 
 
-def commit_what_ended(self: Scheduler, scheduled: SchedulerOutput, results: Iterable[Any]) -> Any:
-    """Gives requests that have ended what a step in flight has computed for them all the same."""
+def update_ended_requests(self: Scheduler, scheduled: SchedulerOutput, results: Iterable[Any]) -> Any:
+    """Gives requests that have ended the token of a step in flight."""
     for chunk in scheduled.chunks:
         chunk.request.has_ended = False
     return update_from_output(self, scheduled, results)
 
 
-def commit_and_overlook_what_it_lost(self: Scheduler, scheduled: SchedulerOutput, results: Iterable[Any]) -> Any:
-    """Looks for what a request with a NaN has left behind only where that request is now."""
+def overlook_lost_blocks(self: Scheduler, scheduled: SchedulerOutput, results: Iterable[Any]) -> Any:
+    """Evicts only the blocks that a request with a NaN holds now, not those it has lost."""
     chunks = [chunk._replace(blocks=chunk.request.blocks) for chunk in scheduled.chunks]
     return update_from_output(self, SchedulerOutput(chunks, scheduled.admitted), results)
 
 
-def abandon_and_count_on_it(self: Scheduler, scheduled: SchedulerOutput) -> None:
-    """Goes on counting on the tokens of a step that was given up."""
+def keep_placeholders_after_rollback(self: Scheduler, scheduled: SchedulerOutput) -> None:
+    """Keeps the placeholders of a step that was rolled back."""
     rollback(self, scheduled)
     for chunk in scheduled.chunks:
         chunk.request.num_output_placeholders += chunk.is_last
 
 
-def plan_a_token_too_many(request: Request) -> bool:
-    """Plans steps for requests whose last token is coming."""
+def never_finishing(request: Request) -> bool:
+    """Schedules requests whose last token is in flight."""
     return False
 
 
-def commit_and_offer_nan(self: Scheduler, scheduled: SchedulerOutput, results: Iterable[Any]) -> Any:
-    """Leaves known what a request has computed that came out as NaN."""
+def keep_nan_blocks_cached(self: Scheduler, scheduled: SchedulerOutput, results: Iterable[Any]) -> Any:
+    """Leaves the blocks of a request with a NaN cached."""
     evict = self.pool.evict
     self.pool.evict = lambda blocks: None  # type: ignore[method-assign]
     events = update_from_output(self, scheduled, results)
@@ -233,8 +233,8 @@ def commit_and_offer_nan(self: Scheduler, scheduled: SchedulerOutput, results: I
     return events
 
 
-def take_and_forget(self: PrefillBudget, request: Request, count: int) -> None:
-    """Takes nothing off the limit."""
+def take_without_counting(self: PrefillBudget, request: Request, count: int) -> None:
+    """Does not count tokens against the limit."""
 
 
 def allow_everything(self: PrefillBudget, request: Request, budget: int) -> int:
@@ -249,16 +249,16 @@ cache_full_blocks, rollback, update_from_output = (
 )
 FAULTS: list[tuple[type, str, Any, str]] = [
     (BlockPool, "free", free_too_early, "free and held blocks"),
-    (BlockPool, "cache_full_blocks", publish_too_early, "hold something else|not its own"),
-    (BlockPool, "get_cached_blocks", match_hashes, "hold something else|not its own"),
-    (Scheduler, "rollback", abandon_and_leave_published, "hold something else|not its own"),
-    (Scheduler, "update_from_output", commit_and_stay, "two owners|bound of steps|does not fit"),
-    (Scheduler, "update_from_output", commit_what_ended, "not an event a token|two places|not in list"),
-    (Scheduler, "update_from_output", commit_and_overlook_what_it_lost, "NaN"),
-    (Scheduler, "rollback", abandon_and_count_on_it, "count on other tokens"),
-    (Request, "is_finishing", property(plan_a_token_too_many), "too many is coming"),
-    (Scheduler, "update_from_output", commit_and_offer_nan, "NaN"),
-    (PrefillBudget, "take", take_and_forget, "tokens of prompts"),
+    (BlockPool, "cache_full_blocks", cache_too_early, "hold something else|not its own"),
+    (BlockPool, "get_cached_blocks", compare_hashes_only, "hold something else|not its own"),
+    (Scheduler, "rollback", roll_back_but_leave_cached, "hold something else|not its own"),
+    (Scheduler, "update_from_output", keep_running_after_the_end, "two owners|bound of steps|does not fit"),
+    (Scheduler, "update_from_output", update_ended_requests, "not an event a token|two places|not in list"),
+    (Scheduler, "update_from_output", overlook_lost_blocks, "NaN"),
+    (Scheduler, "rollback", keep_placeholders_after_rollback, "count on other tokens"),
+    (Request, "is_finishing", property(never_finishing), "too many is coming"),
+    (Scheduler, "update_from_output", keep_nan_blocks_cached, "NaN"),
+    (PrefillBudget, "take", take_without_counting, "tokens of prompts"),
     (PrefillBudget, "allow", allow_everything, "does not advance|younger ones"),
 ]
 
@@ -271,8 +271,8 @@ FAULTS: list[tuple[type, str, Any, str]] = [
 def test_planted_faults_are_seen(
     owner: type, method: str, fault: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards the machine itself: it sees these faults, and without the scheduler's own check of its books."""
+    """Guards the test itself: it finds these faults even without the scheduler's own integrity check."""
     monkeypatch.setattr(owner, method, fault)
     monkeypatch.setattr(Scheduler, "check_integrity", lambda self: None)
     with pytest.raises((Violation, ValueError), match=message):
-        wander(100)
+        count_events(100)

@@ -1,4 +1,4 @@
-"""The pace of prompts beside rows that decode, by simulated steps: targets are kept, and prompts always advance."""
+"""The limit on prompt tokens, in simulated steps: the target time is kept, and prompts always advance."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from cbatch.engine.scheduler.step_time import (
 )
 
 Model = Callable[[int, int, int], float]
-"""Seconds of a step by its rows that decode, its tokens of a prompt, and how deep in the prompt those are."""
+"""Seconds of a step by its decoding requests, its prompt tokens, and their depth in the prompt."""
 
 SETTLED = 30
-"""Steps after which the target has to be kept."""
+"""Steps after which the target must be kept."""
 
 
 def affine(rows: int, tokens: int, depth: int) -> float:
@@ -35,26 +35,26 @@ def affine(rows: int, tokens: int, depth: int) -> float:
 
 
 def deep(rows: int, tokens: int, depth: int) -> float:
-    """Attention makes a token dearer the deeper it lies."""
+    """Attention makes deeper tokens more expensive."""
     return 0.010 + 0.0001 * rows + tokens * (0.0001 + 1e-8 * depth)
 
 
 def free_at_first(rows: int, tokens: int, depth: int) -> float:
-    """Reading the weights takes longer than what the first 150 tokens compute."""
+    """Reading the weights takes longer than computing the first 150 tokens."""
     return 0.010 + 0.0001 * rows + 0.0002 * max(0, tokens - 150)
 
 
-def dear_at_first(rows: int, tokens: int, depth: int) -> float:
-    """Any prompt takes a step off its fastest path."""
+def expensive_at_first(rows: int, tokens: int, depth: int) -> float:
+    """Any prompt token costs the step its fastest path."""
     return 0.010 + 0.0001 * rows + (0.003 + 0.0002 * tokens if tokens else 0)
 
 
-MODELS = [affine, deep, free_at_first, dear_at_first]
+MODELS = [affine, deep, free_at_first, expensive_at_first]
 
 
 @dataclass
 class Device:
-    """Steps that take what a model says, with noise, and whose lengths are known some steps late."""
+    """Steps that take as long as a cost model says, with noise, and whose times are known some steps later."""
 
     model: Model
     target: Target
@@ -64,7 +64,7 @@ class Device:
     delay: int = 0
     seed: int = 0
     steps: list[tuple[int, float]] = field(default_factory=list)
-    """Tokens of the prompt, and seconds, of each step since rows decode."""
+    """Prompt tokens and seconds of each step since the first decoding one."""
 
     def __post_init__(self) -> None:
         self.pace = AdaptivePrefillLimit(self.target, self.least)
@@ -84,7 +84,7 @@ class Device:
             self.step()
 
     def prefill(self, prompt: int, start: int = 0) -> list[tuple[int, float]]:
-        """Brings a prompt in from `start` on, and returns its steps."""
+        """Computes a prompt from token `start` on, and returns its steps."""
         before = len(self.steps)
         while start < prompt:
             assert self.limit is not None
@@ -102,7 +102,7 @@ def p99(seconds: list[float]) -> float:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("target", ["auto", 0.018, 0.1])
 def test_the_target_is_kept(model: Model, target: Target, delay: int) -> None:
-    """Guards the gap between tokens: p99 keeps to the target under noise of 3%, and steps are not far below it."""
+    """Guards the gap between tokens: p99 keeps to the target with noise of 3%, and steps are not far below it."""
     allowed = STEADY_MULTIPLE * model(8, 0, 0) if target == "auto" else target
     assert isinstance(allowed, float)
     seconds = []
@@ -117,7 +117,7 @@ def test_the_target_is_kept(model: Model, target: Target, delay: int) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_rare_long_steps_count(model: Model) -> None:
-    """Guards p99 where noise is not normal: two steps of a hundred take 1.25 times as long."""
+    """Guards p99 if noise is not normal: two steps in a hundred take 1.25 times as long."""
     seconds = []
     for seed in range(4):
         chance = random.Random(seed)
@@ -132,8 +132,8 @@ def test_rare_long_steps_count(model: Model) -> None:
     assert p99(seconds) <= 1.02 * 0.018
 
 
-def test_noise_beyond_all_bounds_leaves_prompts_their_part() -> None:
-    """Guards prompts on a machine that is busy elsewhere: where p99 cannot be kept to, they go on all the same."""
+def test_extreme_noise_does_not_stop_prompts() -> None:
+    """Guards prompts on a busy machine: if p99 cannot be kept, they advance nevertheless."""
     chance = random.Random(0)
     device = Device(affine, 0.018, noise=0.02)
     device.decode()
@@ -143,7 +143,7 @@ def test_noise_beyond_all_bounds_leaves_prompts_their_part() -> None:
     assert 0.68 * 0.018 < usual < 0.78 * 0.018
 
 
-def test_short_parts_hide_no_noise() -> None:
+def test_small_steps_hide_no_noise() -> None:
     """Guards p99 of full steps among many small ones, which are far below the target whatever the noise is."""
     device, full = Device(affine, 0.018, noise=0.08), []
     device.decode()
@@ -157,7 +157,7 @@ def test_short_parts_hide_no_noise() -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_much_noise_keeps_below_twice_the_steady_time(model: Model) -> None:
-    """Guards what is left between `auto` and 2: p99 of steps with noise of 8% stays below twice a steady step."""
+    """Guards `auto`: with noise of 8%, the p99 of steps stays below twice a steady step."""
     for seed in range(5):
         device = Device(model, "auto", noise=0.08, seed=seed)
         device.decode()
@@ -167,7 +167,7 @@ def test_much_noise_keeps_below_twice_the_steady_time(model: Model) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_without_noise_the_limit_settles(model: Model) -> None:
-    """Guards against a limit that swings: in the end it stays within a tenth of itself, or one token."""
+    """Guards against a limit that swings: in the end it varies by less than a tenth, or by one token."""
     device = Device(model, 0.02)
     device.decode()
     counts = [tokens for tokens, _ in device.prefill(100_000)[SETTLED:-1]]
@@ -175,8 +175,8 @@ def test_without_noise_the_limit_settles(model: Model) -> None:
     assert max(late) - min(late) <= max(1, max(late) / 10), late
 
 
-def test_steps_with_and_without_prompts_are_no_noise() -> None:
-    """Guards the part of prompts that come one by one: that steps differ in what they hold says nothing of noise."""
+def test_steps_with_and_without_prompts_are_not_noise() -> None:
+    """Guards prompts that come one by one: steps with different contents are not taken for noise."""
     device = Device(affine, 0.02)
     for _ in range(200):
         device.step(device.limit or 0)
@@ -185,7 +185,7 @@ def test_steps_with_and_without_prompts_are_no_noise() -> None:
 
 
 def test_no_target_is_no_limit() -> None:
-    """Guards runs that want throughput only, whatever their steps take."""
+    """Guards runs that only need throughput."""
     device = Device(affine, None)
     device.step(500)
     assert device.limit is None
@@ -193,7 +193,7 @@ def test_no_target_is_no_limit() -> None:
 
 @pytest.mark.parametrize("target", ["auto", 1e-6])
 def test_prompts_always_advance(target: Target) -> None:
-    """Guards prompts where the target cannot be met: the least is left, in all steps but one of many that measures."""
+    """Guards prompts if the target cannot be met: they keep the minimum, except in rare measuring steps."""
     device = Device(lambda rows, tokens, depth: 0.01 + 0.1 * tokens, target)
     device.decode()
     steps = device.prefill(2000)
@@ -203,7 +203,7 @@ def test_prompts_always_advance(target: Target) -> None:
 
 
 def test_an_outlier_changes_little() -> None:
-    """Guards against a step that compiled something, or was was swapped out: the limit halves, and comes back."""
+    """Guards against a step that compiled or was swapped out: the limit halves and recovers."""
     device = Device(affine, 0.018)
     device.prefill(20_000)
     before = device.limit
@@ -217,7 +217,7 @@ def test_an_outlier_changes_little() -> None:
 
 @pytest.mark.parametrize("factor", [0.25, 4.0])
 def test_a_jump_of_the_cost_is_followed(factor: float) -> None:
-    """Guards a prompt that suddenly costs more, or less: soon no step is too long, and later none too short."""
+    """Guards a prompt that suddenly costs more or less: soon no step is too long, and later none is too short."""
     cost = [1.0]
     device = Device(lambda rows, tokens, depth: 0.01 + 0.0002 * tokens * cost[0], 0.018, least=1)
     device.decode()
@@ -227,8 +227,8 @@ def test_a_jump_of_the_cost_is_followed(factor: float) -> None:
     assert max(seconds) <= 0.018 and min(seconds[WINDOW:]) > 0.015
 
 
-def test_the_end_of_a_prompt_says_nothing() -> None:
-    """Guards the limit against short prompts and last pieces, whose steps are short because they hold little."""
+def test_the_end_of_a_prompt_is_ignored() -> None:
+    """Guards the limit against short prompts and last chunks, whose steps are short because they have few tokens."""
     device = Device(affine, 0.018)
     device.prefill(5000)
     before = device.limit
@@ -239,8 +239,8 @@ def test_the_end_of_a_prompt_says_nothing() -> None:
     assert device.limit is not None and before is not None and device.limit < before
 
 
-def test_without_rows_that_decode_nothing_is_learnt() -> None:
-    """Guards against whole prompts, in steps that nobody waits for, being taken for what is to be shortened."""
+def test_steps_without_decoding_requests_are_ignored() -> None:
+    """Guards against limiting prompts by steps that no decoding request waits for."""
     device = Device(affine, 0.018)
     device.prefill(5000)
     before = device.limit
@@ -251,7 +251,7 @@ def test_without_rows_that_decode_nothing_is_learnt() -> None:
 
 
 def test_an_unknown_steady_time_is_measured() -> None:
-    """Guards `auto` where prompts never cease: one step without them, whenever nothing tells what such a step takes."""
+    """Guards `auto` if prompts never cease: one step without them measures the steady time, when it is unknown."""
     device = Device(affine, "auto")
     device.step(4)
     assert device.limit == 0
@@ -264,7 +264,7 @@ def test_an_unknown_steady_time_is_measured() -> None:
 
 
 def test_the_steady_time_drifts() -> None:
-    """Guards `auto` while rows grow longer: the target follows what steps take, also in the middle of a prompt."""
+    """Guards `auto` while sequences grow longer: the target follows, also in the middle of a prompt."""
     slow = [1.0]
     device = Device(lambda rows, tokens, depth: (0.01 + 0.0002 * tokens) * slow[0], "auto")
     device.decode()
@@ -276,7 +276,7 @@ def test_the_steady_time_drifts() -> None:
 
 
 def test_a_steady_time_that_was_too_long_is_corrected() -> None:
-    """Guards against first steps that compiled something: a step with a prompt that took less shows that."""
+    """Guards against first steps that compiled something: a shorter step with a prompt proves them wrong."""
     device = Device(affine, "auto")
     for _ in range(5):
         device.step(times=500)
@@ -285,7 +285,7 @@ def test_a_steady_time_that_was_too_long_is_corrected() -> None:
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that the test moves."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -305,7 +305,7 @@ class Clock:
 
 
 def test_pauses_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the seconds of a step: from one landing to the next, and none where there was nothing to do before."""
+    """Guards the seconds of a step: from one completed step to the next, not counting pauses without work."""
     seen: list[tuple[int, int, float]] = []
     monkeypatch.setattr(AdaptivePrefillLimit, "observe", lambda self, *step: seen.append(step))
     clock, step_time = Clock(monkeypatch), StepTimeController("auto", 4)
@@ -318,7 +318,7 @@ def test_pauses_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_milliseconds_become_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the unit of the option, and that without a target nothing is measured."""
+    """Guards the unit of the option, and that there is no limit without a target."""
     clock, step_time = Clock(monkeypatch), StepTimeController(50.0, 4)
     assert clock.step_completed(step_time, 0.040, decoding=1, tokens=4) == 4
     assert clock.step_completed(step_time, 0.005, decoding=1, tokens=4) == 8
@@ -327,7 +327,7 @@ def test_milliseconds_become_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, math.nan, math.inf, "fast", "20"])
-def test_a_target_that_is_no_time_is_refused(wrong: Any) -> None:
-    """Guards the sentence for a wrong target from Python."""
+def test_a_target_that_is_not_a_time_is_refused(wrong: Any) -> None:
+    """Guards the error message for a wrong target."""
     with pytest.raises(ConfigError, match="target_step_ms must be milliseconds, 'auto' or None"):
         StepTimeController(wrong, 4)
