@@ -149,7 +149,7 @@ def model_lines(name: str, config: Any, rates: Any, device: Any, options: argpar
     from scripts.gpu import runs, speed
 
     loaded = load_random(name, config, device, fast_path=device.type == "cuda")
-    decoder = loaded.decoder
+    decoder = loaded.fast_model
     if not isinstance(decoder, CudaModel):  # on a CPU
         tensors = RandomTensors(config, device, torch.float32)
         decoder = CudaModel(config, tensors, torch.float32, device)

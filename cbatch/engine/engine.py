@@ -56,7 +56,7 @@ class Engine(AbstractContextManager["Engine"]):
             config.model, config.revision, device, config.dtype, fast=fast, quantize=quantize
         )
         self.tokenizer = self.loaded.tokenizer
-        model: Model = self.loaded.decoder if fast and self.loaded.decoder else checked_model(self.loaded.network)
+        model: Model = self.loaded.fast_model if fast and self.loaded.fast_model else checked_model(self.loaded.network)
         self.device = model.device
         limits = _step_limits(config, self.device)
         attention = select_attention(config.attention, self.device, model.layers, config.block_size, model.dtype)

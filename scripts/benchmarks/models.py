@@ -70,11 +70,11 @@ def load_random(name: str, config: Config, device: torch.device, *, fast_path: b
         tokenizer=None,
         defaults=SamplingParams(),
         eos_ids=frozenset(),
-        decoder=_make_decoder(config, tensors, device) if fast_path else None,
+        fast_model=_make_fast_model(config, tensors, device) if fast_path else None,
     )
 
 
-def _make_decoder(config: Config, tensors: Mapping[str, Tensor], device: torch.device) -> Model:
+def _make_fast_model(config: Config, tensors: Mapping[str, Tensor], device: torch.device) -> Model:
     if device.type == "cuda":
         from cbatch.engine.models.cuda import CudaModel  # which needs Triton
 
@@ -103,4 +103,4 @@ class FreeModel:
         return Logits(self._logits.expand(len(batch.rows), -1))
 
     def loaded(self, eos_ids: frozenset[int] = frozenset()) -> LoadedModel:
-        return LoadedModel("free", lambda: None, None, SamplingParams(), eos_ids, decoder=self)
+        return LoadedModel("free", lambda: None, None, SamplingParams(), eos_ids, fast_model=self)

@@ -70,7 +70,7 @@ def run_engine(
 
 
 def rates_device(loaded: LoadedModel) -> torch.device:
-    return loaded.decoder.device if loaded.decoder is not None else torch.device("cpu")
+    return loaded.fast_model.device if loaded.fast_model is not None else torch.device("cpu")
 
 
 def free(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""A GPU's decoder for tests, and steps for it; without a GPU, Triton's interpreter runs its kernels."""
+"""A CudaModel for tests, and steps for it; without a GPU, Triton's interpreter runs its kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 from cbatch.engine.attention.triton import TritonAttention
 from cbatch.engine.models.cuda import CudaModel
 
-interpreter.mend()
+interpreter.patch_loops()
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -57,15 +57,15 @@ def expected_of(name: str) -> list[list[int]]:
     return generate_alone(network_of(name), make_prompts(LENGTHS), OUTPUTS)
 
 
-def decoder_of(network: Any, dtype: torch.dtype = torch.float32) -> CudaModel:
+def model_of(network: Any, dtype: torch.dtype = torch.float32) -> CudaModel:
     return CudaModel(network.config.to_dict(), network.state_dict(), dtype, DEVICE)
 
 
-def engine_around(monkeypatch: pytest.MonkeyPatch, decoder: CudaModel, **config: Any) -> Engine:
-    """Makes an engine around a decoder, also on a CPU, where it would choose another."""
+def engine_around(monkeypatch: pytest.MonkeyPatch, model: CudaModel, **config: Any) -> Engine:
+    """Makes an engine with a CudaModel, also on a CPU, for which an engine would choose another."""
     monkeypatch.setattr("cbatch.engine.engine.has_fast_path", lambda *_: True)
     monkeypatch.setattr("cbatch.engine.engine.select_attention", lambda *_: TritonAttention(DEVICE))
-    loaded = LoadedModel("tiny", lambda: None, None, SamplingParams(), frozenset(), decoder=decoder)
+    loaded = LoadedModel("tiny", lambda: None, None, SamplingParams(), frozenset(), fast_model=model)
     settings: dict[str, Any] = {"block_size": 5, "kv_blocks": 30, "max_seqs": 4, "device": str(DEVICE)} | config
     return Engine(EngineConfig(**settings), loaded)
 
@@ -94,14 +94,14 @@ def batch_of(prompts: list[list[int]], start: int = 0) -> RaggedBatch:
     )
 
 
-def kv_cache_of(decoder: CudaModel) -> KVCache:
-    shapes = [TritonAttention(DEVICE).block_shapes(layer, 16, decoder.dtype) for layer in decoder.layers]
-    kv_cache = KVCache(shapes, 8, 16, decoder.dtype, DEVICE)
+def kv_cache_of(model: CudaModel) -> KVCache:
+    shapes = [TritonAttention(DEVICE).block_shapes(layer, 16, model.dtype) for layer in model.layers]
+    kv_cache = KVCache(shapes, 8, 16, model.dtype, DEVICE)
     for layer in (*kv_cache.keys, *kv_cache.values):
         layer.fill_(torch.nan)
     return kv_cache
 
 
-def logits_of(decoder: CudaModel, batch: RaggedBatch, kv_cache: KVCache) -> Tensor:
+def logits_of(model: CudaModel, batch: RaggedBatch, kv_cache: KVCache) -> Tensor:
     with torch.inference_mode():
-        return decoder.forward(batch, kv_cache, TritonAttention(DEVICE)).values
+        return model.forward(batch, kv_cache, TritonAttention(DEVICE)).values

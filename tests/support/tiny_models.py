@@ -86,8 +86,8 @@ def loaded(network: Any, tokenizer: Any = None, eos_ids: frozenset[int] = frozen
 
 def fast(network: Any, dtype: torch.dtype = torch.float32) -> LoadedModel:
     """A model of the Llama family on the fast path, with the weights of a network."""
-    decoder = CpuModel(network.config.to_dict(), network.state_dict(), dtype)
-    return LoadedModel("tiny", lambda: network, None, SamplingParams(), frozenset(), decoder=decoder)
+    model = CpuModel(network.config.to_dict(), network.state_dict(), dtype)
+    return LoadedModel("tiny", lambda: network, None, SamplingParams(), frozenset(), fast_model=model)
 
 
 def make_fast_engine(network: Any, **config: Any) -> Engine:

@@ -28,7 +28,7 @@ TYPES = {
 
 @contextmanager
 def launches_compiled() -> Iterator[dict[str, Any]]:
-    """Compiles each kernel where it is launched, as for a launch with these arguments, and does not run it.
+    """Compiles each launched kernel for its arguments instead of running it.
 
     Yields what has been compiled; a key begins with the kernel's name. For a process that does not interpret kernels.
     """
@@ -89,11 +89,11 @@ def attention() -> None:
 
 def decoder() -> None:
     """A decode step of a model with norms of heads, and of one of odd sizes."""
-    from tests.support.cuda_model import batch_of, decoder_of, kv_cache_of, logits_of, network_of
+    from tests.support.cuda_model import batch_of, kv_cache_of, logits_of, model_of, network_of
     from tests.support.tiny_models import make_prompts
 
     for name in ("qwen3, norms", "odd sizes"):
-        model = decoder_of(network_of(name), torch.bfloat16)
+        model = model_of(network_of(name), torch.bfloat16)
         logits_of(model, batch_of(make_prompts([1])), kv_cache_of(model))
 
 

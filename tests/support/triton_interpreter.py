@@ -1,4 +1,4 @@
-"""Mends Triton's interpreter where numpy has moved on: before 3.9 it made Python numbers of arrays of one element."""
+"""Patches Triton's interpreter, which before 3.9 made Python numbers of one-element arrays, as numpy no longer can."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 
-def mend() -> None:
-    """Lets kernels loop between bounds that they have loaded. Does nothing where they can."""
+def patch_loops() -> None:
+    """Lets kernels loop between bounds that they have loaded; does nothing if they can."""
     try:
         int(np.zeros(1))  # type: ignore[call-overload]
     except TypeError:

@@ -49,7 +49,7 @@ class LoadedModel:
     max_tokens: the limit of an output in generation_config.json, if there is one
     not_applied: keys of generation_config.json that are not supported and would change the output
     fingerprint: hash of the model's files (see `fingerprint`); empty for a model made in memory
-    decoder:    the model on the fast path, if it has one; then the transformers model is made on demand
+    fast_model: the model on the fast path, if it has one; then the transformers model is made on demand
     """
 
     name: str
@@ -60,7 +60,7 @@ class LoadedModel:
     max_tokens: int | None = None
     not_applied: tuple[str, ...] = ()
     fingerprint: str = ""
-    decoder: Model | None = None
+    fast_model: Model | None = None
 
     @cached_property
     def network(self) -> Any:
@@ -72,7 +72,7 @@ class LoadedModel:
         def make_network() -> Any:
             raise EngineError("The engine is closed, and its model is no longer in memory.")
 
-        return replace(self, make_network=make_network, decoder=None)
+        return replace(self, make_network=make_network, fast_model=None)
 
 
 def choose_device(name: str) -> torch.device:
@@ -115,9 +115,9 @@ def load_model(
     template = tokenizer.chat_template if tokenizer else None
     make_network: Callable[[], Any] = partial(_load_network, source, revision, device, dtype)
     with TemplateSandbox(template) if template else nullcontext():
-        decoder = load_fast_model(source, revision, device, dtype, quantize=quantize) if fast else None
-        if decoder is not None:
-            config = decoder.config
+        fast_model = load_fast_model(source, revision, device, dtype, quantize=quantize) if fast else None
+        if fast_model is not None:
+            config = fast_model.config
         else:
             network = make_network()
             make_network, config = lambda: network, network.config.get_text_config().to_dict()
@@ -137,7 +137,7 @@ def load_model(
         max_tokens=settings.get("max_new_tokens"),
         not_applied=tuple(key for key in NOT_APPLIED if settings.get(key) not in (None, NOT_APPLIED[key])),
         fingerprint=fingerprint(folder),
-        decoder=decoder,
+        fast_model=fast_model,
     )
 
 

@@ -19,11 +19,11 @@ from tests.support.cuda_model import (
     LENGTHS,
     OUTPUTS,
     batch_of,
-    decoder_of,
     engine_around,
     expected_of,
     kv_cache_of,
     logits_of,
+    model_of,
     network_of,
     run,
 )
@@ -70,10 +70,10 @@ def test_sizes() -> None:
 @pytest.mark.parametrize("name", ["qwen3, norms", "mistral, window"])
 def test_equals_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the engine with graphs, ahead of its host: rows that leave and come, filled-up sizes, the same tokens."""
-    decoder = decoder_of(network_of(name))
-    engine = engine_around(monkeypatch, decoder, max_batch_tokens=8, run_ahead=True)
+    model = model_of(network_of(name))
+    engine = engine_around(monkeypatch, model, max_batch_tokens=8, run_ahead=True)
     record = recorder()
-    engine.runner._graphs = DecodeGraphs(decoder, engine.runner.attention, engine.runner.kv_cache, 4, record)
+    engine.runner._graphs = DecodeGraphs(model, engine.runner.attention, engine.runner.kv_cache, 4, record)
     assert run(engine) == expected_of(name)
     assert run(engine) == expected_of(name)
     if isinstance(record, Repeater):
@@ -82,9 +82,9 @@ def test_equals_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_other_steps_are_left_alone() -> None:
     """Guards the choice: prompts, more rows than there are graphs for, and rows that find no room go the usual way."""
-    decoder, prompts = decoder_of(network_of("llama")), make_prompts([9, 9])
-    kv_cache = kv_cache_of(decoder)
-    graphs = DecodeGraphs(decoder, TritonAttention(DEVICE), kv_cache, 2, recorder())
+    model, prompts = model_of(network_of("llama")), make_prompts([9, 9])
+    kv_cache = kv_cache_of(model)
+    graphs = DecodeGraphs(model, TritonAttention(DEVICE), kv_cache, 2, recorder())
     with torch.inference_mode():
         assert graphs.forward(batch_of(prompts)) is None
         assert graphs.forward(batch_of(make_prompts([1, 1, 1]))) is None
@@ -92,20 +92,20 @@ def test_other_steps_are_left_alone() -> None:
         assert graphs.forward(replace(step, rows=step.rows[:1])) is None
         assert graphs.forward(replace(step, stops=[9, 100_000])) is None
         for _ in range(3):  # run, recorded, replayed
-            logits_of(decoder, batch_of([prompt[:8] for prompt in prompts]), kv_cache)
+            logits_of(model, batch_of([prompt[:8] for prompt in prompts]), kv_cache)
             found = graphs.forward(step)
             assert found is not None
-            torch.testing.assert_close(found, logits_of(decoder, step, kv_cache))
+            torch.testing.assert_close(found, logits_of(model, step, kv_cache))
 
 
 def test_a_step_that_cannot_be_recorded_is_computed(caplog: pytest.LogCaptureFixture) -> None:
     """Guards against devices and libraries that do not let themselves be recorded: all steps go the usual way."""
-    decoder, prompts = decoder_of(network_of("llama")), make_prompts([9, 9])
-    kv_cache, record = kv_cache_of(decoder), Repeater()
-    graphs = DecodeGraphs(decoder, TritonAttention(DEVICE), kv_cache, 2, record)
+    model, prompts = model_of(network_of("llama")), make_prompts([9, 9])
+    kv_cache, record = kv_cache_of(model), Repeater()
+    graphs = DecodeGraphs(model, TritonAttention(DEVICE), kv_cache, 2, record)
     alone, both = batch_of(prompts[:1], start=8), batch_of(prompts, start=8)
     with torch.inference_mode():
-        logits_of(decoder, batch_of([prompt[:8] for prompt in prompts]), kv_cache)
+        logits_of(model, batch_of([prompt[:8] for prompt in prompts]), kv_cache)
         assert all(graphs.forward(step) is not None for step in (alone, alone, both))
         record.error = RuntimeError("not while recording")
         assert graphs.forward(both) is None and "not while recording" in caplog.text
@@ -117,9 +117,9 @@ def test_a_step_is_computed_where_memory_does_not_suffice_to_record_it(caplog: p
 
     A recording that fails is not tried again: each attempt would cost memory for good.
     """
-    decoder, prompts = decoder_of(network_of("llama")), make_prompts([9, 9, 9, 9])
-    kv_cache, record, held = kv_cache_of(decoder), Repeater(), weakref.WeakSet[Tensor]()
-    graphs = DecodeGraphs(decoder, TritonAttention(DEVICE), kv_cache, 4, record)
+    model, prompts = model_of(network_of("llama")), make_prompts([9, 9, 9, 9])
+    kv_cache, record, held = kv_cache_of(model), Repeater(), weakref.WeakSet[Tensor]()
+    graphs = DecodeGraphs(model, TritonAttention(DEVICE), kv_cache, 4, record)
     steps = {rows: batch_of(prompts[:rows], start=8) for rows in (1, 2, 4)}
 
     def full(run: Run) -> Run:
@@ -131,7 +131,7 @@ def test_a_step_is_computed_where_memory_does_not_suffice_to_record_it(caplog: p
             raise RuntimeError("operation failed due to a previous error during capture")
 
     with torch.inference_mode():
-        logits_of(decoder, batch_of([prompt[:8] for prompt in prompts]), kv_cache)
+        logits_of(model, batch_of([prompt[:8] for prompt in prompts]), kv_cache)
         expected = {rows: graphs.forward(steps[rows]).clone() for rows in (1, 2, 4)}  # type: ignore[union-attr]
         graphs.forward(steps[4])
         graphs._record = full
@@ -148,10 +148,10 @@ def test_a_step_is_computed_where_memory_does_not_suffice_to_record_it(caplog: p
 
 def test_a_driver_does_without_graphs_where_memory_does_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the size of steps: that a graph finds no memory does not mean that the step does not."""
-    decoder, record = decoder_of(network_of("qwen3, norms")), Repeater()
+    model, record = model_of(network_of("qwen3, norms")), Repeater()
     record.error = torch.OutOfMemoryError("CUDA out of memory")
-    with engine_around(monkeypatch, decoder) as engine:
-        engine.runner._graphs = DecodeGraphs(decoder, engine.runner.attention, engine.runner.kv_cache, 4, record)
+    with engine_around(monkeypatch, model) as engine:
+        engine.runner._graphs = DecodeGraphs(model, engine.runner.attention, engine.runner.kv_cache, 4, record)
         engine_thread, events = EngineThread(engine), [SimpleQueue[TokenEvent]() for _ in LENGTHS]
         for prompt, length, sink in zip(make_prompts(LENGTHS), OUTPUTS, events, strict=True):
             engine_thread.submit(prompt, SamplingParams(max_tokens=length), sink.put)
@@ -162,17 +162,17 @@ def test_a_driver_does_without_graphs_where_memory_does_not_suffice(monkeypatch:
 
 def test_the_first_run_has_to_come_through(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards recordings from kernels that are not compiled yet, where memory was full the first time."""
-    decoder, record = decoder_of(network_of("llama")), Repeater()
-    graphs = DecodeGraphs(decoder, TritonAttention(DEVICE), kv_cache_of(decoder), 2, record)
+    model, record = model_of(network_of("llama")), Repeater()
+    graphs = DecodeGraphs(model, TritonAttention(DEVICE), kv_cache_of(model), 2, record)
     step = batch_of(make_prompts([1]))
-    forward = decoder.forward_on_device
+    forward = model.forward_on_device
     with torch.inference_mode():
         monkeypatch.setattr(
-            decoder, "forward_on_device", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full"))
+            model, "forward_on_device", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full"))
         )
         with pytest.raises(torch.OutOfMemoryError):
             graphs.forward(step)
-        monkeypatch.setattr(decoder, "forward_on_device", forward)
+        monkeypatch.setattr(model, "forward_on_device", forward)
         graphs.forward(step)
         assert record.recorded == 0
         graphs.forward(step)
@@ -181,9 +181,9 @@ def test_the_first_run_has_to_come_through(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_cache_goes_with_its_graphs() -> None:
     """Guards a device's memory, which the cache takes most of: nothing waits for the collector of cycles."""
-    decoder = decoder_of(network_of("llama"))
-    kv_cache = kv_cache_of(decoder)
-    graphs, alive = DecodeGraphs(decoder, TritonAttention(DEVICE), kv_cache, 2, Repeater()), weakref.ref(kv_cache)
+    model = model_of(network_of("llama"))
+    kv_cache = kv_cache_of(model)
+    graphs, alive = DecodeGraphs(model, TritonAttention(DEVICE), kv_cache, 2, Repeater()), weakref.ref(kv_cache)
     with torch.inference_mode():
         for _ in range(2):
             graphs.forward(batch_of(make_prompts([1])))

@@ -1,4 +1,4 @@
-"""Guards attention over pages against the reference, on random ragged batches with poison in all unused places."""
+"""Guards attention over the paged cache against the reference, on ragged batches with NaN in all unused places."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def make_batches(case: AttentionCase, seed: int) -> list[RaggedBatch]:
     lengths = [chooser.choice((1, 2, 15, 16, 17, 40, 63, 64, 65, 120, 190)) for _ in range(5)]
     for length in lengths:
         tables.append([blocks.pop() for _ in range(-(-(length + 40) // case.block_size)) if blocks] or [0])
-    room = [len(table) * case.block_size for table in tables]
-    first = [(row, 0, min(length, room[row])) for row, length in enumerate(lengths)]
-    second = [(row, stop, min(stop + chooser.choice((1, 1, 1, 7, 30)), room[row])) for row, _, stop in first]
+    capacity = [len(table) * case.block_size for table in tables]
+    first = [(row, 0, min(length, capacity[row])) for row, length in enumerate(lengths)]
+    second = [(row, stop, min(stop + chooser.choice((1, 1, 1, 7, 30)), capacity[row])) for row, _, stop in first]
     for slices in (first, [one for one in second if one[2] > one[1]]):
         steps.append(make_batch(slices, tables, case.block_size))
     return steps
@@ -77,7 +77,7 @@ def make_batch(slices: list[tuple[int, int, int]], tables: list[list[int]], bloc
 def run(
     backend: AttentionBackend, case: AttentionCase, batches: list[RaggedBatch], dtype: torch.dtype, of: torch.dtype
 ) -> list[Tensor]:
-    """Outputs [T, heads, value_dim] of each step, computed in a type from the same random numbers of another."""
+    """Outputs [T, heads, value_dim] of each step, computed in a type from random numbers of another."""
     kv_cache = KVCache(
         [backend.block_shapes(case.layer, case.block_size, dtype)], NUM_BLOCKS, case.block_size, dtype, CPU
     )
@@ -102,7 +102,7 @@ def run(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_reference(name: str, dtype: torch.dtype) -> None:
-    """Guards kernels in every form of attention, in chunks that end anywhere; poison in unused places must not show."""
+    """Guards kernels in every form of attention, in chunks that end anywhere; NaN in unused places must not show."""
     case = CASES[name]
     assert fits([case.layer], case.block_size, dtype)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
@@ -115,8 +115,8 @@ def test_equals_the_reference(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_pieces_cover_every_token_once(seed: int) -> None:
-    """Guards the cut: each token sees all before it, one long row in parts that lie side by side, dear pieces first."""
+def test_tasks_cover_every_token_once(seed: int) -> None:
+    """Guards the plan: each token sees all before it, long rows in adjacent splits, expensive tasks first."""
     chance, group = random.Random(seed), random.Random(seed).choice([1, 3, 8, 100])
     starts = [chance.choice([0, 3, SPLIT - 1, SPLIT, 2 * SPLIT, 1300]) for _ in range(chance.randint(1, 30))]
     stops = [start + chance.choice([1, 1, 1, 2, chance.randint(3, 200)]) for start in starts]
@@ -142,8 +142,8 @@ def test_pieces_cover_every_token_once(seed: int) -> None:
 
 @pytest.mark.parametrize("window, shift", [(None, 0.0), (16, 0.0), (16, -4.0), (16, -300.0)])
 def test_a_token_has_the_same_bits_however_its_sequence_was_cut(window: int | None, shift: float) -> None:
-    """Guards the promise that neither chunks nor neighbours change a result; nor do chunks outside of the window, which
-    counted as a score of 0 once, whatever the others were."""
+    """Guards the promise that neither chunks nor neighbours change a result; nor do tiles outside the window, which
+    once counted as a score of 0."""
     case, length = CASES["grouped heads"], 150
     backend, heads = CpuAttention(), 9
     generator = torch.Generator().manual_seed(0)
@@ -165,10 +165,10 @@ def test_a_token_has_the_same_bits_however_its_sequence_was_cut(window: int | No
 
 
 @pytest.mark.parametrize("window", [None, 700, 90])
-def test_long_rows_are_seen_in_parts(window: int | None) -> None:
-    """Guards rows whose segments are computed apart and added up: right, and the same bits as in a chunk of many.
+def test_long_rows_are_split(window: int | None) -> None:
+    """Guards rows whose splits are computed apart and merged: right, and the same bits as in a chunk of many.
 
-    Segments before a window once gave what another row had left behind.
+    Splits before a window once gave what another row had left behind.
     """
     layer, length, options = LayerShape(2, 32, 32), 1700, {"scale": 0.2, "window": window, "sinks": torch.ones(4)}
     generator = torch.Generator().manual_seed(0)
@@ -191,8 +191,8 @@ def test_long_rows_are_seen_in_parts(window: int | None) -> None:
     assert torch.equal(results[1], results[2])
 
 
-def test_a_part_that_is_no_number_shows() -> None:
-    """Guards NaN in an early segment of a long row, which must come out as NaN."""
+def test_nan_in_a_split_shows() -> None:
+    """Guards NaN in an early split of a long row, which must come out as NaN."""
     layer, backend = LayerShape(1, 16, 16), CpuAttention()
     kv_cache = KVCache([backend.block_shapes(layer, 16, torch.float32)], NUM_BLOCKS, 16, torch.float32, CPU)
     key = torch.ones(601, 1, 16)

@@ -1,4 +1,4 @@
-"""Guards the inner loop of all matrix products, and what is computed beside it."""
+"""Guards the microkernel, the matrix products around it, and the functions of single numbers."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def test_products_of_every_number_of_rows(dtype: np.dtype[Any], columns: int) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-def test_a_row_has_the_same_bits_in_any_company(dtype: np.dtype[Any]) -> None:
+def test_a_row_has_the_same_bits_in_every_batch(dtype: np.dtype[Any]) -> None:
     """Guards the promise that a result does not depend on what else is in the step, to the last bit."""
     weight, a = draw((64, 128), dtype, 1), draw((200, 128), dtype, 2)
-    together = product(a, weight)
+    batched = product(a, weight)
     for first, stop in [(0, 1), (1, 3), (5, 11), (7, 19), (100, 141)]:
-        assert np.array_equal(product(a[first:stop].copy(), weight), together[first:stop])
+        assert np.array_equal(product(a[first:stop].copy(), weight), batched[first:stop])
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -140,7 +140,7 @@ def test_gates_of_any_size() -> None:
 
 
 def test_rounding_to_bfloat16() -> None:
-    """Guards rounding to the nearest, ties to even, as torch does it; no number stays no number."""
+    """Guards rounding to the nearest, ties to even, as torch does it; NaN stays NaN."""
     numbers = np.random.default_rng(0).integers(0, 2**32, 3000, dtype=np.uint32).view(np.float32)
     numbers = np.concatenate([numbers, np.float32([0, -0.0, np.inf, -np.inf, 1 + 2**-8, 1 + 3 * 2**-8])])
     expected = torch.from_numpy(numbers).bfloat16().float().numpy()

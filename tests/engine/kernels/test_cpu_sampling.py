@@ -72,14 +72,16 @@ def test_the_largest_is_that_of_numpy(length: int) -> None:
 
 
 @entry
-def keep(row: Any, temperature: Any, top_k: int, top_p: Any, min_p: Any, tops: Any, room: Any, kept: Any) -> None:
+def keep(
+    row: Any, temperature: Any, top_k: int, top_p: Any, min_p: Any, block_max: Any, candidates: Any, kept: Any
+) -> None:
     """Fills in which tokens of a row are kept [V] bool."""
-    first = block_maxima(row, temperature, tops)
-    limit = kth_largest_logit(row, temperature, top_k, tops, room)
-    total = mass_before(row, temperature, tops, divide(row[first], temperature), limit, len(row))
+    first = block_maxima(row, temperature, block_max)
+    limit = kth_largest_logit(row, temperature, top_k, block_max, candidates)
+    total = mass_before(row, temperature, block_max, divide(row[first], temperature), limit, len(row))
     for i in range(len(row)):
         kept[i] = divide(row[i], temperature) >= limit and is_kept(
-            row, temperature, top_p, min_p, tops, first, total, i
+            row, temperature, top_p, min_p, block_max, first, total, i
         )
 
 
@@ -87,8 +89,8 @@ def kept_tokens(row: NDArray[np.float32], params: SamplingParams) -> NDArray[np.
     kept = np.zeros(len(row), np.bool_)
     numbers = np.array([params.temperature, params.top_p, params.min_p], np.float32)
     k = min(params.top_k or len(row), len(row))
-    tops, room = np.zeros(-(-len(row) // BLOCK), np.float32), np.zeros_like(row)
-    keep(row, numbers[0], k, numbers[1], numbers[2], tops, room, kept)
+    block_max, candidates = np.zeros(-(-len(row) // BLOCK), np.float32), np.zeros_like(row)
+    keep(row, numbers[0], k, numbers[1], numbers[2], block_max, candidates, kept)
     return kept
 
 
@@ -130,21 +132,21 @@ def test_noise_is_that_of_torch() -> None:
     np.testing.assert_allclose(mine, gumbel_noise(keys, ids[None]).numpy(), rtol=1e-6, atol=1e-6)
 
 
-def test_draws_are_the_same_in_any_company_and_with_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_are_the_same_in_every_batch_and_with_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the promise that neither neighbours nor threads change a token; rows of a wider buffer likewise."""
     wide = make_logits("normal", 40, 1100)
     logits, requests = wide[:, :1000], make_requests(40)
-    together = sample(logits, requests).get()[0]
-    assert together == sample(logits.contiguous(), requests).get()[0]
-    assert together == sample(logits.T.contiguous().T, requests).get()[0]
-    assert together == [sample(logits[row : row + 1], requests[row : row + 1]).get()[0][0] for row in range(40)]
+    batched = sample(logits, requests).get()[0]
+    assert batched == sample(logits.contiguous(), requests).get()[0]
+    assert batched == sample(logits.T.contiguous().T, requests).get()[0]
+    assert batched == [sample(logits[row : row + 1], requests[row : row + 1]).get()[0][0] for row in range(40)]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert all(sample(logits, requests).get()[0] == together for _ in range(20))
+    assert all(sample(logits, requests).get()[0] == batched for _ in range(20))
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
-def test_rows_without_meaning_harm_nobody(bad: float) -> None:
-    """Guards against a crash, a wait without end or a token that is none; they are marked as before."""
+def test_rows_that_are_not_finite_change_no_others(bad: float) -> None:
+    """Guards against a crash, an endless loop or an invalid token; such rows are marked."""
     logits, requests = make_logits("normal", 60, 300), make_requests(60)
     whole = sample(logits, requests).get()[0]
     logits[0:20], logits[20:40, 70:200:2], logits[40:60:2, 0] = bad, bad, bad
@@ -153,6 +155,6 @@ def test_rows_without_meaning_harm_nobody(bad: float) -> None:
     assert torch.equal(torch.tensor(largest).isfinite(), logits.max(dim=-1).values.isfinite())
 
 
-def test_room_and_threads_are_kept() -> None:
+def test_memory_and_threads_are_kept() -> None:
     """Guards against megabytes and threads that come and go with every step."""
     assert shared_thread_pool(2) is shared_thread_pool(2) and sampling_workspace(2, 500) is sampling_workspace(2, 500)

@@ -1,4 +1,4 @@
-"""Guards the GPU's attention against the reference, on ragged batches with poison in all unused places.
+"""Guards the GPU's attention against the reference, on ragged batches with NaN in all unused places.
 
 Without a GPU the kernels run in Triton's interpreter, which multiplies bfloat16 wrongly: it is tested on a GPU only.
 """
@@ -28,7 +28,7 @@ from tests.support.attention_cases import AttentionCase
 
 pytestmark = [pytest.mark.slow, pytest.mark.kernels]
 
-interpreter.mend()
+interpreter.patch_loops()
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
@@ -62,8 +62,8 @@ def backend() -> TritonAttention:
 
 
 @dataclass
-class World:
-    """Keys, values and queries of some sequences, and the blocks in which their tokens lie."""
+class Sequences:
+    """Keys, values and queries of some sequences, and the blocks of their tokens."""
 
     case: AttentionCase
     lengths: list[int]
@@ -128,7 +128,7 @@ class World:
     def run(
         self, attention: AttentionBackend, steps: list[list[ScheduledChunk]], dtype: torch.dtype, only_written: int = 0
     ) -> list[Tensor]:
-        """What each step's slices attend to, [T, heads, value_dim], computed in a type; the first may be left out."""
+        """The results of each step, [T, heads, value_dim], computed in a type; the first steps only store."""
         device = DEVICE if attention.name == "triton" else CPU
         cache = self.cache(attention, dtype, device)
         found = []
@@ -158,11 +158,11 @@ def chunks_and_decodes(lengths: list[int], seed: int) -> list[list[ScheduledChun
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_reference(name: str) -> None:
-    """Guards every form of attention: prefill, decode and both in a step; poison in unused places must not show."""
-    world = World(CASES[name], [1, 2, 34, 75] if CASES[name].group < 16 else [1, 34])
-    steps = chunks_and_decodes(world.lengths, seed=1)
-    found = world.run(backend(), steps, torch.float32)
-    expected = world.run(ReferenceAttention(), steps, torch.float64)
+    """Guards every form of attention: prefill, decode and both in a step; NaN in unused places must not show."""
+    sequences = Sequences(CASES[name], [1, 2, 34, 75] if CASES[name].group < 16 else [1, 34])
+    steps = chunks_and_decodes(sequences.lengths, seed=1)
+    found = sequences.run(backend(), steps, torch.float32)
+    expected = sequences.run(ReferenceAttention(), steps, torch.float64)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5, check_dtype=False)
 
@@ -170,10 +170,10 @@ def test_equals_the_reference(name: str) -> None:
 @pytest.mark.parametrize("name", ["grouped heads", "all at once"])
 def test_half_precision_is_near_the_reference(name: str) -> None:
     """Guards kernels in the types that models have: sums are float32, only what is stored is rounded."""
-    world = World(CASES[name], [1, 33, 50], HALF)
-    steps = chunks_and_decodes(world.lengths, seed=2)
-    found = world.run(backend(), steps, HALF)
-    expected = world.run(ReferenceAttention(), steps, torch.float64)
+    sequences = Sequences(CASES[name], [1, 33, 50], HALF)
+    steps = chunks_and_decodes(sequences.lengths, seed=2)
+    found = sequences.run(backend(), steps, HALF)
+    expected = sequences.run(ReferenceAttention(), steps, torch.float64)
     tolerance = 2e-2 if DEVICE.type == "cuda" else 3e-3
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == HALF
@@ -182,26 +182,26 @@ def test_half_precision_is_near_the_reference(name: str) -> None:
 
 def test_usual_tiles_equal_the_reference() -> None:
     """Guards the sizes that are used by default: splits, tiles and programs as on a GPU."""
-    world = World(CASES["grouped heads"], [530, 70])
+    sequences = Sequences(CASES["grouped heads"], [530, 70])
     steps = [[(0, 0, 512), (1, 0, 60)], [(0, 512, 529), (1, 60, 69)], [(0, 529, 530), (1, 69, 70)]]
-    found = world.run(TritonAttention(DEVICE), steps, torch.float32, only_written=1)
-    expected = world.run(ReferenceAttention(), steps, torch.float64, only_written=1)
+    found = sequences.run(TritonAttention(DEVICE), steps, torch.float32, only_written=1)
+    expected = sequences.run(ReferenceAttention(), steps, torch.float64, only_written=1)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5, check_dtype=False)
 
 
-def test_a_decode_row_has_the_same_bits_in_any_company() -> None:
-    """Guards the promise that who decodes or prefills beside a row does not change its result."""
-    world = World(replace(CASES["grouped heads"], window=50, sinks=True), [90, 5, 64, 33, 100], HALF)
+def test_a_decode_row_has_the_same_bits_in_every_batch() -> None:
+    """Guards the promise that requests beside a row, decoding or in prefill, do not change its result."""
+    sequences = Sequences(replace(CASES["grouped heads"], window=50, sinks=True), [90, 5, 64, 33, 100], HALF)
     attention = backend()
-    cache = world.cache(attention, HALF, DEVICE)
-    world.write(attention, cache, [(one, 0, length) for one, length in enumerate(world.lengths)])
-    assert world.sinks is not None
-    sinks, results = world.sinks.to(DEVICE), []
+    cache = sequences.cache(attention, HALF, DEVICE)
+    sequences.write(attention, cache, [(one, 0, length) for one, length in enumerate(sequences.lengths)])
+    assert sequences.sinks is not None
+    sinks, results = sequences.sinks.to(DEVICE), []
     for chunks, others in ([], []), ([], [4, 2, 1, 3]), ([(2, 10, 20)], [3, 1]):
-        company = [*chunks, *((one, world.lengths[one] - 1, world.lengths[one]) for one in others), (0, 89, 90)]
-        metadata = attention.prepare(world.batch(company, DEVICE), world.case.block_size)
-        query = world.rows(world.query, company, HALF, DEVICE)
+        batch = [*chunks, *((one, sequences.lengths[one] - 1, sequences.lengths[one]) for one in others), (0, 89, 90)]
+        metadata = attention.prepare(sequences.batch(batch, DEVICE), sequences.case.block_size)
+        query = sequences.rows(sequences.query, batch, HALF, DEVICE)
         for window in (None, 50):
             out = attention.attend(query, *cache, metadata, scale=0.3, window=window, sinks=sinks)
             results.append((window, out[-1]))
@@ -213,24 +213,24 @@ def test_a_decode_row_has_the_same_bits_in_any_company() -> None:
 @pytest.mark.parametrize("window", [None, 40])
 def test_buffers_serve_one_step_after_another(window: int | None) -> None:
     """Guards captured graphs: the same tensors, filled anew with fewer, longer or no rows, give each step's results."""
-    world = World(replace(CASES["grouped heads"], window=window), [90, 5, 64, 33])
-    attention, size = backend(), world.case.block_size
-    cache = world.cache(attention, torch.float32, DEVICE)
-    everything = [(one, 0, length) for one, length in enumerate(world.lengths)]
-    world.write(attention, cache, everything)
+    sequences = Sequences(replace(CASES["grouped heads"], window=window), [90, 5, 64, 33])
+    attention, size = backend(), sequences.case.block_size
+    cache = sequences.cache(attention, torch.float32, DEVICE)
+    everything = [(one, 0, length) for one, length in enumerate(sequences.lengths)]
+    sequences.write(attention, cache, everything)
     buffers = attention.graph_buffers(rows=4, max_blocks=20, block_size=size)
     addresses = [buffers.metadata.decode.items.data_ptr(), buffers.metadata.slots.data_ptr()]  # type: ignore[union-attr]
     for rows in ([0, 1, 2, 3], [3], [], [1, 0]):
-        slices = [(one, world.lengths[one] - 1, world.lengths[one]) for one in rows]
-        width = max((len(world.tables[one]) for one in rows), default=1)
+        slices = [(one, sequences.lengths[one] - 1, sequences.lengths[one]) for one in rows]
+        width = max((len(sequences.tables[one]) for one in rows), default=1)
         tables = np.zeros((len(rows), width), np.int32)
         for row, one in enumerate(rows):
-            tables[row, : len(world.tables[one])] = world.tables[one]
+            tables[row, : len(sequences.tables[one])] = sequences.tables[one]
         buffers.fill(tables, [stop for _, _, stop in slices])
         query = torch.randn(4, 6, 32).to(DEVICE)
         if rows:
-            query[: len(rows)] = world.rows(world.query, slices, torch.float32, DEVICE)
-            batch = world.batch(slices, DEVICE)
+            query[: len(rows)] = sequences.rows(sequences.query, slices, torch.float32, DEVICE)
+            batch = sequences.batch(slices, DEVICE)
             assert buffers.metadata.slots[: len(rows)].tolist() == batch.slot_mapping.tolist()
             expected = attention.attend(
                 query[: len(rows)], *cache, attention.prepare(batch, size), scale=0.3, window=window
@@ -242,7 +242,7 @@ def test_buffers_serve_one_step_after_another(window: int | None) -> None:
 
 
 def test_buffers_refuse_what_they_cannot_hold() -> None:
-    """Guards memory behind the buffers: too many rows, too long ones, or too many tokens in all are told."""
+    """Guards memory behind the buffers: too many rows, too long ones, or too many tokens are refused."""
     buffers = backend().graph_buffers(rows=2, max_blocks=10, block_size=5, max_tokens=70)
     assert buffers.holds([50, 20])
     buffers.fill(np.arange(20, dtype=np.int32).reshape(2, 10), [50, 20])
@@ -253,13 +253,13 @@ def test_buffers_refuse_what_they_cannot_hold() -> None:
 
 
 def test_padding_rows_write_nothing_and_get_zeros() -> None:
-    """Guards rows that only fill a batch up: no slot, no past, no poison, and their neighbours do not see them."""
-    world = World(CASES["plain"], [40, 20])
+    """Guards rows that only pad a batch: no slot, no past, no NaN, and no effect on their neighbours."""
+    sequences = Sequences(CASES["plain"], [40, 20])
     attention = backend()
-    cache = world.cache(attention, torch.float32, DEVICE)
-    world.write(attention, cache, [(0, 0, 40), (1, 0, 20)])
+    cache = sequences.cache(attention, torch.float32, DEVICE)
+    sequences.write(attention, cache, [(0, 0, 40), (1, 0, 20)])
     before = [tensor.clone() for tensor in cache]
-    batch = world.batch([(0, 39, 40), (1, 19, 20)], DEVICE)
+    batch = sequences.batch([(0, 39, 40), (1, 19, 20)], DEVICE)
     padded = replace(batch, slots=np.array([-1, -1]), starts=[39, -1], stops=[40, 0])
     metadata = attention.prepare(padded, 16)
     attention.store_kv(*cache, torch.ones(2, 2, 64, device=DEVICE), torch.ones(2, 2, 64, device=DEVICE), metadata)
@@ -274,23 +274,23 @@ def test_padding_rows_write_nothing_and_get_zeros() -> None:
 
 def test_rows_may_be_parts_of_wider_ones() -> None:
     """Guards strides: queries, keys and values are often columns of one matrix."""
-    world = World(CASES["odd sizes"], [40])
+    sequences = Sequences(CASES["odd sizes"], [40])
     attention, slices = backend(), [(0, 0, 40)]
-    cache = world.cache(attention, torch.float32, DEVICE)
-    _, metadata = world.write(attention, cache, slices)
-    wide = torch.cat([world.query[0], world.keys[0]], 1).to(DEVICE)
-    other = world.cache(attention, torch.float32, DEVICE)
+    cache = sequences.cache(attention, torch.float32, DEVICE)
+    _, metadata = sequences.write(attention, cache, slices)
+    wide = torch.cat([sequences.query[0], sequences.keys[0]], 1).to(DEVICE)
+    other = sequences.cache(attention, torch.float32, DEVICE)
     attention.store_kv(
-        *other, wide[:, 4:], world.values[0].transpose(0, 1).contiguous().transpose(0, 1).to(DEVICE), metadata
+        *other, wide[:, 4:], sequences.values[0].transpose(0, 1).contiguous().transpose(0, 1).to(DEVICE), metadata
     )
     assert all(torch.equal(a.nan_to_num(9e9), b.nan_to_num(9e9)) for a, b in zip(cache, other, strict=True))
-    straight = attention.attend(world.query[0].to(DEVICE), *cache, metadata, scale=0.3)
+    straight = attention.attend(sequences.query[0].to(DEVICE), *cache, metadata, scale=0.3)
     assert torch.equal(attention.attend(wide[:, :4], *cache, metadata, scale=0.3), straight)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_work_is_listed_once_and_windows_are_a_beginning(seed: int) -> None:
-    """Guards the list of items: each split once, those near the end first, parts that nobody shares."""
+    """Guards the list of items: each split once, those near the end first, partial results that none share."""
     chooser = np.random.default_rng(seed)
     lengths = chooser.choice([0, 1, 31, 32, 33, 64, 65, 300, 1000], int(chooser.integers(1, 9)))
     rows = np.arange(len(lengths))

@@ -43,7 +43,7 @@ def draw(logits: Tensor, requests: list[Request], tiling: Tiling = SMALL) -> tup
 
 
 def check(logits: Tensor, requests: list[Request], tokens: list[int]) -> None:
-    """At most one token is not the definition's, and only where rounding decides."""
+    """At most one token is not the definition's, and only if rounding decides."""
     expected = draw_in_torch(logits.float(), requests)
     different = [row for row in range(len(requests)) if tokens[row] != expected[row]]
     assert len(different) <= 1
@@ -111,15 +111,15 @@ def test_greedy_rows_beside_drawn_ones() -> None:
     check(logits[1::2], requests[1::2], tokens[1::2])
 
 
-def test_tokens_are_the_same_in_any_company_and_layout() -> None:
+def test_tokens_are_the_same_in_every_batch_and_layout() -> None:
     """Guards the promise that neighbours never change a token; rows of a wider buffer, and columns, likewise."""
     wide = make_logits("normal", 6, 420)
     logits, requests = wide[:, 7:307], make_requests(6)
-    together, _ = draw(logits, requests)
-    assert together == draw(logits.contiguous(), requests)[0]
-    assert together == draw(logits.T.contiguous().T, requests)[0]
-    assert together[::-1] == draw(logits.flip(0), requests[::-1])[0]
-    assert together == [draw(logits[row : row + 1], requests[row : row + 1])[0][0] for row in range(6)]
+    batched, _ = draw(logits, requests)
+    assert batched == draw(logits.contiguous(), requests)[0]
+    assert batched == draw(logits.T.contiguous().T, requests)[0]
+    assert batched[::-1] == draw(logits.flip(0), requests[::-1])[0]
+    assert batched == [draw(logits[row : row + 1], requests[row : row + 1])[0][0] for row in range(6)]
 
 
 def test_tiles_do_not_change_the_tokens() -> None:
@@ -131,8 +131,8 @@ def test_tiles_do_not_change_the_tokens() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
-def test_rows_without_meaning_harm_nobody(bad: float) -> None:
-    """Guards against a crash, a wait without end or a token that is none; their largest logit is not finite."""
+def test_rows_that_are_not_finite_change_no_others(bad: float) -> None:
+    """Guards against a crash, an endless loop or an invalid token; such rows report a logit that is not finite."""
     logits, requests = make_logits("normal", 6, 290), make_requests(6)
     whole, _ = draw(logits, requests)
     logits[0:2], logits[2:4, 70:200:2], logits[4, 0] = bad, bad, bad
@@ -151,7 +151,7 @@ def _noise_kernel(ids: tl.tensor, keys: tl.tensor, drawn: tl.tensor, bounds: tl.
 
 
 def test_noise_is_that_of_torch() -> None:
-    """Guards the hash to the bit, its logarithms where they are near 0, and the bound that saves them."""
+    """Guards the hash to the bit, its logarithms near 0, and the bound that makes most of them unnecessary."""
     ids = torch.cat([torch.arange(59), torch.tensor([65_535, 65_536, 88_373, 151_935, 2**31 - 1])]).to(DEVICE)
     for key in [(0, 0), (1, 2), (0xFFFFFFFF, 0x80000000), noise_key(452, 0, 10)]:
         keys, (drawn, bounds) = torch.tensor([key], device=DEVICE), torch.empty(2, 64, device=DEVICE)
@@ -178,7 +178,7 @@ def test_noise_keys_are_those_of_whole_numbers() -> None:
 
 
 @pytest.mark.gpu
-def test_nobody_waits_for_the_device() -> None:
+def test_sampling_does_not_wait_for_the_device() -> None:
     """Guards the queue of the GPU: no copy or result is waited for while a step's tokens are chosen."""
     logits, requests = make_logits("normal", 40, 5000), make_requests(40)
     on_device = logits.to(DEVICE)

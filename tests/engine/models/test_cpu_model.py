@@ -130,8 +130,8 @@ def test_bfloat16_is_near_float32(name: str) -> None:
         assert errors.square().mean().sqrt() <= 1.2 * bound
 
 
-def test_company_changes_no_bit_in_bfloat16() -> None:
-    """Guards what the other path cannot promise: the same log-probabilities alone, in company and in small steps."""
+def test_the_batch_changes_no_bit_in_bfloat16() -> None:
+    """Guards what the other path cannot promise: the same log-probabilities alone, in a batch and in small steps."""
     loaded = fast(network_of("llama"), torch.bfloat16)
     params = SamplingParams(max_tokens=12, logprobs=5)
     prompts = make_prompts([5, 90, 33, 64, 17])
@@ -140,9 +140,9 @@ def test_company_changes_no_bit_in_bfloat16() -> None:
         settings = EngineConfig(block_size=16, kv_blocks=60, device="cpu", prefix_cache=False, **config)
         return [output.logprobs for output in Engine(settings, loaded).generate(rows, params)]
 
-    together = run_with(prompts)
-    assert run_with(prompts, max_batch_tokens=9) == together
-    assert [run_with([prompt])[0] for prompt in prompts] == together
+    batched = run_with(prompts)
+    assert run_with(prompts, max_batch_tokens=9) == batched
+    assert [run_with([prompt])[0] for prompt in prompts] == batched
 
 
 ASKED: dict[str, dict[str, Any]] = {
@@ -174,8 +174,8 @@ def test_requests_get_what_they_ask_for(name: str) -> None:
     assert name != "no end" or all(token % 2 for token in expected[0][:8])
 
 
-def test_more_rows_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards steps whose logits find no room that is kept: prompts that are scored, and very many rows."""
+def test_more_rows_than_memory_is_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards steps whose logits exceed the memory that is kept: scored prompts, and very many rows."""
     monkeypatch.setattr("cbatch.engine.models.cpu._KEPT_LOGIT_ROWS", 2)
     assert run(make_fast_engine(network_of("llama"))) == expected_of("llama")
 
@@ -198,7 +198,7 @@ def test_the_likeliest_tokens_are_those_of_the_logits() -> None:
     assert seen == 5 * len(LENGTHS)
 
 
-def test_a_row_that_is_no_number_fails_alone() -> None:
+def test_a_row_of_nan_fails_alone() -> None:
     """Guards the neighbours of a row whose past has turned NaN, on the path that finds the likeliest by itself."""
     engine = make_fast_engine(network_of("llama"))
     prompts = make_prompts([20, 33])
@@ -213,7 +213,7 @@ def test_a_row_that_is_no_number_fails_alone() -> None:
 
 
 def test_what_is_not_of_the_family_is_refused() -> None:
-    """Guards against a model that would be computed wrongly: every deviation sends it the other way."""
+    """Guards against a model that would be computed wrongly: every deviation sends it to transformers."""
     network = network_of("llama")
     config, tensors = network.config.to_dict(), network.state_dict()
     CpuModel(config, tensors, torch.float32)

@@ -22,11 +22,11 @@ from tests.support.cuda_model import (
     DEVICE,
     MODELS,
     batch_of,
-    decoder_of,
     engine_around,
     expected_of,
     kv_cache_of,
     logits_of,
+    model_of,
     network_of,
     run,
 )
@@ -44,7 +44,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.kernels]
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards every kind of model, token for token in float32, in steps that mix decoding with chunks of prompts."""
-    engine = engine_around(monkeypatch, decoder_of(network_of(name)), max_batch_tokens=8)
+    engine = engine_around(monkeypatch, model_of(network_of(name)), max_batch_tokens=8)
     assert run(engine) == expected_of(name)
 
 
@@ -62,9 +62,9 @@ def test_half_precision_is_near_float32(name: str, dtype: torch.dtype) -> None:
     halves = make_network(MODELS[name][0], **MODELS[name][1])
     draw_weights(halves)
     halves = halves.to(dtype)
-    decoder, batch = decoder_of(network, dtype), batch_of(prompts)
+    model, batch = model_of(network, dtype), batch_of(prompts)
     batch = replace(batch, rows=np.arange(len(batch.ids)))
-    ours = logits_of(decoder, batch, kv_cache_of(decoder)).cpu()
+    ours = logits_of(model, batch, kv_cache_of(model)).cpu()
     with torch.inference_mode():
         exact, theirs = (
             torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in prompts]).float().log_softmax(-1)
@@ -75,19 +75,19 @@ def test_half_precision_is_near_float32(name: str, dtype: torch.dtype) -> None:
 
 def test_padded_rows_change_nothing() -> None:
     """Guards a step that is filled up for a graph: rows without a slot write nothing, and the others are the same."""
-    decoder, prompts = decoder_of(network_of("qwen3, norms")), make_prompts([9, 9])
-    attention, kv_cache, other = TritonAttention(DEVICE), kv_cache_of(decoder), kv_cache_of(decoder)
+    model, prompts = model_of(network_of("qwen3, norms")), make_prompts([9, 9])
+    attention, kv_cache, other = TritonAttention(DEVICE), kv_cache_of(model), kv_cache_of(model)
     for each in (kv_cache, other):
-        logits_of(decoder, batch_of([prompt[:8] for prompt in prompts]), each)
+        logits_of(model, batch_of([prompt[:8] for prompt in prompts]), each)
     step = batch_of(prompts, start=8)
-    expected = logits_of(decoder, step, other)
+    expected = logits_of(model, step, other)
     buffers = attention.graph_buffers(4, 2, 16)
     buffers.fill(step.tables, step.stops)
     inputs = [torch.cat([part, torch.zeros_like(part)]) for part in (step.input_ids, step.position_ids)]
     rows = torch.arange(4, device=DEVICE)
     with torch.inference_mode():
         graph_inputs = DeviceInputs(*inputs, buffers.metadata.slots, rows)
-        found = decoder.forward_on_device(graph_inputs, buffers.metadata, kv_cache, attention)
+        found = model.forward_on_device(graph_inputs, buffers.metadata, kv_cache, attention)
     torch.testing.assert_close(found[:2], expected)
     for mine, theirs in zip(kv_cache.keys + kv_cache.values, other.keys + other.values, strict=True):
         torch.testing.assert_close(mine, theirs, equal_nan=True)
@@ -95,13 +95,13 @@ def test_padded_rows_change_nothing() -> None:
 
 def test_chunk_without_logits() -> None:
     """Guards a step that only computes parts of prompts: no rows of logits, and the cache is written."""
-    decoder = decoder_of(network_of("llama"))
-    kv_cache, prompts = kv_cache_of(decoder), make_prompts([12])
+    model = model_of(network_of("llama"))
+    kv_cache, prompts = kv_cache_of(model), make_prompts([12])
     batch = batch_of([prompts[0][:7]])
     nothing = replace(batch, rows=batch.rows[:0])
-    assert logits_of(decoder, nothing, kv_cache).shape == (0, decoder.vocab_size)
-    found = logits_of(decoder, batch_of(prompts, start=7), kv_cache)
-    torch.testing.assert_close(found, logits_of(decoder, batch_of(prompts), kv_cache_of(decoder)))
+    assert logits_of(model, nothing, kv_cache).shape == (0, model.vocab_size)
+    found = logits_of(model, batch_of(prompts, start=7), kv_cache)
+    torch.testing.assert_close(found, logits_of(model, batch_of(prompts), kv_cache_of(model)))
 
 
 class Operations(TorchDispatchMode):
@@ -123,11 +123,11 @@ class NoAttention(TritonAttention):
 
 def operations_of(layers: int) -> list[str]:
     """Names of torch's operations in a decode step, attention left out."""
-    decoder = decoder_of(make_network("qwen2", num_hidden_layers=layers), torch.float16)
-    batch, kv_cache = batch_of(make_prompts([1, 1])), kv_cache_of(decoder)
+    model = model_of(make_network("qwen2", num_hidden_layers=layers), torch.float16)
+    batch, kv_cache = batch_of(make_prompts([1, 1])), kv_cache_of(model)
     inputs = DeviceInputs(batch.input_ids, batch.position_ids, batch.slot_mapping, batch.logit_rows)
     with torch.inference_mode(), Operations() as noted:
-        decoder.forward_on_device(inputs, None, kv_cache, NoAttention(DEVICE))
+        model.forward_on_device(inputs, None, kv_cache, NoAttention(DEVICE))
     return noted.names
 
 
@@ -175,15 +175,15 @@ def test_weights_are_held_once(is_tied: bool) -> None:
     network = make_network("qwen2", tie_word_embeddings=is_tied)
     tensors = {name: tensor for name, tensor in network.state_dict().items() if not is_tied or name != "lm_head.weight"}
     files = Files(tensors)
-    decoder = CudaModel(network.config.to_dict(), files, torch.float16, DEVICE)
+    model = CudaModel(network.config.to_dict(), files, torch.float16, DEVICE)
     assert files.most <= 2
     parameters = sum(tensor.numel() for tensor in tensors.values())
-    assert decoder.num_parameters == parameters and decoder.weight_bytes == 2 * parameters
+    assert model.num_parameters == parameters and model.weight_bytes == 2 * parameters
     head = network.lm_head.weight.numel()
     matrices = sum(tensor.numel() for name, tensor in tensors.items() if tensor.dim() == 2 and "embed" not in name)
-    assert decoder.linear_cost.weight_bytes == 2 * (matrices + (head if is_tied else 0))
-    assert decoder.linear_cost.head_parameters == head
-    assert decoder.linear_cost.parameters == parameters - head * (1 if is_tied else 2)
+    assert model.linear_cost.weight_bytes == 2 * (matrices + (head if is_tied else 0))
+    assert model.linear_cost.head_parameters == head
+    assert model.linear_cost.parameters == parameters - head * (1 if is_tied else 2)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -199,8 +199,8 @@ def test_what_does_not_fit_is_refused() -> None:
             CudaModel(other, tensors, dtype, DEVICE)
     with pytest.raises(UnsupportedConfig):
         CudaModel(config, tensors | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}, torch.float16, DEVICE)
-    decoder, reference = decoder_of(network), ReferenceAttention()
-    shapes = [reference.block_shapes(layer, 16, decoder.dtype) for layer in decoder.layers]
-    kv_cache = KVCache(shapes, 8, 16, decoder.dtype, DEVICE)
+    model, reference = model_of(network), ReferenceAttention()
+    shapes = [reference.block_shapes(layer, 16, model.dtype) for layer in model.layers]
+    kv_cache = KVCache(shapes, 8, 16, model.dtype, DEVICE)
     with pytest.raises(ValueError, match="laid out"):
-        decoder.forward(batch_of(make_prompts([3])), kv_cache, reference)
+        model.forward(batch_of(make_prompts([3])), kv_cache, reference)

@@ -55,14 +55,14 @@ def make_family(family: str, **extra: Any) -> Any:
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refused_at_load(kind: str) -> None:
-    """Guards against text that is wrong without anyone being told."""
+    """Guards against text that is silently wrong."""
     family, extra, reason = REFUSED[kind]
     network = make_family(family, **extra)
     with pytest.raises(ModelError, match=reason):
         make_engine(network)
 
 
-class LooksAcross(torch.nn.Module):
+class MixesTokens(torch.nn.Module):
     """A layer that mixes neighbouring tokens outside of attention, as token shift and short convolutions do."""
 
     def __init__(self, inner: torch.nn.Module, strength: float = 0.1) -> None:
@@ -80,7 +80,7 @@ def test_self_check_sees_what_no_list_names() -> None:
     """Guards against the next architecture: the check is of what a model does, not of what it is called."""
     network = make_network("llama")
     check_ragged(TransformersModel(network))
-    network.model.layers[1].mlp = LooksAcross(network.model.layers[1].mlp)
+    network.model.layers[1].mlp = MixesTokens(network.model.layers[1].mlp)
     with pytest.raises(ModelError, match="mixes tokens outside attention"):
         make_engine(network)
 
@@ -190,13 +190,13 @@ def test_served_up_to_where_it_would_be_wrong(kind: str) -> None:
     assert engine.model.max_model_len == limit
     outputs = engine.generate(prompts, [SamplingParams(max_tokens=length) for length in lengths])
     assert [output.token_ids for output in outputs] == generate_alone(network, prompts, lengths)
-    (late,) = engine.generate(make_prompts([40]), SamplingParams(max_tokens=1))
-    assert late.error is not None and late.error.code == "prompt_too_long"
+    (long,) = engine.generate(make_prompts([40]), SamplingParams(max_tokens=1))
+    assert long.error is not None and long.error.code == "prompt_too_long"
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_self_check_sees_positions_that_depend_on_company(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the limit above where a config names it otherwise: a long text must not change what others say."""
+def test_self_check_sees_positions_that_depend_on_the_batch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the limit above if a config spells it differently: a long text must not change what others get."""
     family, extra, _ = LIMITED[kind]
     monkeypatch.setattr("cbatch.engine.models.hf_adapter._max_model_len", lambda config: 120)
     with pytest.raises(ModelError, match="depends on the longest text"):
@@ -224,8 +224,8 @@ def test_a_model_that_attends_more_or_less_often_than_before_is_stopped() -> Non
             engine.step()
 
 
-def test_a_model_that_gives_no_number_is_refused() -> None:
-    """Guards the self-check against comparing NaN with anything and finding it small."""
+def test_a_model_that_gives_nan_is_refused() -> None:
+    """Guards the self-check against taking NaN for a small difference."""
     network = make_network("llama")
     network.lm_head.weight.data[3] = float("nan")
     with pytest.raises(ModelError, match="differs from its own by nan"):
@@ -237,6 +237,6 @@ def test_half_precision_passes_the_self_check(dtype: torch.dtype) -> None:
     """Guards against refusing good models for rounding, and against a tolerance that lets everything pass."""
     make_engine(make_network("mixtral").to(dtype))
     faulty = make_network("llama").to(dtype)
-    faulty.model.layers[0].mlp = LooksAcross(faulty.model.layers[0].mlp, strength=0.5)
+    faulty.model.layers[0].mlp = MixesTokens(faulty.model.layers[0].mlp, strength=0.5)
     with pytest.raises(ModelError, match="mixes tokens outside attention"):
         make_engine(faulty)

@@ -61,7 +61,7 @@ def test_whoever_took_the_model_keeps_it(model_folder: Path) -> None:
     """Guards benches, which open an engine, take its model for others, and close it."""
     with Engine(EngineConfig(model=str(model_folder), device="cpu", kv_blocks=40)) as engine:
         taken, expected = engine.loaded, engine.generate([[1, 2, 3]], FEW)[0].token_ids
-    assert engine.loaded.decoder is None and engine.loaded.name == taken.name
+    assert engine.loaded.fast_model is None and engine.loaded.name == taken.name
     with Engine(engine.config, taken) as other:
         assert other.generate([[1, 2, 3]], FEW)[0].token_ids == expected
 
