@@ -12,10 +12,10 @@ from queue import SimpleQueue
 
 import torch
 
-from cbatch.cli.bench.load.capacity import find_capacity
 from cbatch.cli.bench.load.generator import run_load
+from cbatch.cli.bench.load.measure import find_capacity
 from cbatch.cli.bench.load.results import Capacity, LoadResult
-from cbatch.cli.bench.load.scenario import SLO, Scenario
+from cbatch.cli.bench.load.users import SLO, Scenario
 from cbatch.cli.bench.workload import LengthDistribution
 from cbatch.engine import Engine, EngineConfig, EngineThread, SamplingParams, StepTracer, TokenEvent
 from cbatch.engine.models.loader import LoadedModel

@@ -10,61 +10,13 @@ from cbatch.cli.common.percentiles import Percentiles
 
 
 @dataclass(frozen=True, slots=True)
-class TokenCounts:
-    """Tokens that a run computed.
-
-    prefill, decode, padding, idle: by kind, see `TokenKind`
-    generated:         output tokens, wanted or not
-    wanted:            output tokens that the workload asked for
-    slot_steps:        slots times steps
-    useful_slot_steps: those in which a slot worked on a request that was not finished
-    """
-
-    prefill: int
-    decode: int
-    padding: int
-    idle: int
-    generated: int
-    wanted: int
-    slot_steps: int
-    useful_slot_steps: int
-
-    @classmethod
-    def of(cls, record: RunRecord) -> TokenCounts:
-        return cls(
-            prefill=sum(step.tokens("prefill") for step in record.steps),
-            decode=sum(step.tokens("decode") for step in record.steps),
-            padding=sum(step.tokens("padding") for step in record.steps),
-            idle=sum(step.tokens("idle") for step in record.steps),
-            generated=sum(len(request.tokens) for request in record.requests),
-            wanted=sum(request.wanted for request in record.requests),
-            slot_steps=record.slots * len(record.steps),
-            useful_slot_steps=sum(step.slots("prefill", "decode") for step in record.steps),
-        )
-
-    @property
-    def computed(self) -> int:
-        return self.prefill + self.decode + self.padding + self.idle
-
-    @property
-    def padded_token_share(self) -> float:
-        """Share of padding among the tokens of padded prompts."""
-        return self.padding / max(self.prefill + self.padding, 1)
-
-    @property
-    def wasted_output_share(self) -> float:
-        """Share of the output tokens that nobody wanted."""
-        return (self.generated - self.wanted) / max(self.generated, 1)
-
-    @property
-    def idle_slot_share(self) -> float:
-        """Share of slots, over all steps, that were empty or computed nothing useful."""
-        return 1 - self.useful_slot_steps / max(self.slot_steps, 1)
-
-
-@dataclass(frozen=True, slots=True)
 class RunMetrics:
-    """Metrics of one run, named as in `--json`: times in seconds, shares in 0..1, memory in bytes."""
+    """Metrics of one run, named as in `--json`: times in seconds, shares in 0..1, memory in bytes.
+
+    padded_token_share:  share of padding among the tokens of padded prompts
+    wasted_output_share: share of the output tokens that nobody wanted
+    idle_slot_share:     share of slots, over all steps, that were empty or computed nothing useful
+    """
 
     elapsed_s: float
     output_tokens_per_s: float
@@ -87,7 +39,6 @@ class RunMetrics:
 
 
 def run_metrics(record: RunRecord, work: Workload) -> RunMetrics:
-    counts = TokenCounts.of(record)
     elapsed = max(record.elapsed_s, 1e-9)
     first = [request.first for request in record.requests if request.first is not None]
     per_token = [
@@ -98,6 +49,8 @@ def run_metrics(record: RunRecord, work: Workload) -> RunMetrics:
     model_s = sum(step.model_s for step in record.steps)
     step_s = sum(step.end - step.start for step in record.steps)
     num_steps = max(len(record.steps), 1)
+    padding, generated = record.tokens("padding"), record.generated_tokens
+    computed, slot_steps = record.tokens("prefill", "decode", "padding", "idle"), record.useful_slot_steps
     blocks_used = [step.blocks_used for step in record.steps]
     return RunMetrics(
         elapsed_s=record.elapsed_s,
@@ -105,13 +58,13 @@ def run_metrics(record: RunRecord, work: Workload) -> RunMetrics:
         total_tokens_per_s=(work.prompt_tokens + work.output_tokens) / elapsed,
         ttft_s=Percentiles.of(first),
         tpot_s=Percentiles.of(per_token),
-        padded_token_share=counts.padded_token_share,
-        wasted_output_share=counts.wasted_output_share,
-        idle_slot_share=counts.idle_slot_share,
+        padded_token_share=padding / max(record.tokens("prefill", "padding"), 1),
+        wasted_output_share=(generated - record.wanted_tokens) / max(generated, 1),
+        idle_slot_share=1 - slot_steps / max(record.slots * len(record.steps), 1),
         steps=len(record.steps),
-        tokens_computed=counts.computed,
-        tokens_per_step=counts.computed / num_steps,
-        slots_in_use=counts.useful_slot_steps / num_steps,
+        tokens_computed=computed,
+        tokens_per_step=computed / num_steps,
+        slots_in_use=slot_steps / num_steps,
         cache_use_mean=sum(blocks_used) / num_steps / record.num_blocks,
         cache_use_peak=max(blocks_used, default=0) / record.num_blocks,
         preemptions=record.preemptions,

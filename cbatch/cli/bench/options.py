@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cbatch.engine import ConfigError
+from cbatch.cli.bench.workload import DistributionName, LengthDistribution
+from cbatch.engine import ConfigError, EngineConfig
 
 if TYPE_CHECKING:
-    from cbatch.cli.bench.load.scenario import SLO
     from cbatch.cli.bench.strategies import Strategy
-    from cbatch.cli.bench.workload import DistributionName, LengthDistribution
-    from cbatch.engine import EngineConfig
+
+SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_duration(text: str) -> float:
+    """Seconds meant by `500ms`, `2s`, `1.5m` or `1h`. Raises ConfigError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text)
+    if match is None or match[2] not in SECONDS:
+        raise ConfigError(f"{text!r} is not a duration; write it as 500ms, 2s or 1m.")
+    return float(match[1]) * SECONDS[match[2]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +69,8 @@ class BenchOptions:
     @property
     def lengths(self) -> tuple[LengthDistribution, LengthDistribution]:
         """Lengths of prompts and of outputs. Raises ConfigError."""
-        from cbatch.cli.bench.workload import LengthDistribution, parse_length_range
-
-        inputs, outputs = parse_length_range(self.input_len), parse_length_range(self.output_len)
-        return LengthDistribution(*inputs, self.distribution), LengthDistribution(*outputs, self.distribution)
-
-    @property
-    def slo(self) -> SLO:
-        """Raises ConfigError."""
-        from cbatch.cli.bench.load.scenario import SLO, parse_duration
-
-        return SLO(parse_duration(self.slo_ttft), self.slo_tps)
+        parse = LengthDistribution.parse
+        return parse(self.input_len, self.distribution), parse(self.output_len, self.distribution)
 
     def check(self) -> None:
         """Raises ConfigError if options do not go together, or if results could not be written in the end."""
@@ -85,14 +86,9 @@ class BenchOptions:
         from cbatch.cli.bench.peers import PEERS
         from cbatch.cli.bench.strategies import ABLATIONS, STRATEGIES
 
-        for option, names, known in (
-            ("strategies", self.strategies, list(STRATEGIES)),
-            ("ablate", self.ablate, list(ABLATIONS)),
-            ("peer", self.peer, list(PEERS)),
-        ):
-            wrong = [name for name in names if name not in known]
-            if wrong:
-                raise ConfigError(f"--{option} is a list of {', '.join(known)}; {', '.join(wrong)} is not one of them.")
+        _check_names("strategies", self.strategies, STRATEGIES)
+        _check_names("ablate", self.ablate, ABLATIONS)
+        _check_names("peer", self.peer, PEERS)
         if not self.strategies:
             raise ConfigError(f"--strategies is a list of {', '.join(STRATEGIES)}, and it is empty.")
         chosen = {name: STRATEGIES[name] for name in self.strategies}
@@ -101,8 +97,6 @@ class BenchOptions:
         return chosen | {f"no-{name}": ABLATIONS[name] for name in self.ablate}
 
     def _check_load(self) -> None:
-        from cbatch.cli.bench.load.scenario import parse_duration
-
         if self.prompts is not None:
             raise ConfigError("A file of prompts is for strategies; users ask synthetic questions (--input-len).")
         if self.ablate or self.peer:
@@ -115,9 +109,10 @@ class BenchOptions:
     def _check_targets(self) -> None:
         if not self.plot and not self.report:
             return
-        from cbatch.cli.bench.render.style import require_matplotlib
-
-        require_matplotlib()
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError as error:
+            raise ConfigError("Pictures need matplotlib: pip install 'cbatch[plot]'.") from error
         try:
             if self.plot:
                 Path(self.plot).mkdir(parents=True, exist_ok=True)
@@ -125,3 +120,9 @@ class BenchOptions:
                 Path(self.report).open("ab").close()
         except OSError as error:
             raise ConfigError(f"Cannot write {error.filename}: {error.strerror}.") from error
+
+
+def _check_names(option: str, names: list[str], known: Collection[str]) -> None:
+    wrong = ", ".join(name for name in names if name not in known)
+    if wrong:
+        raise ConfigError(f"--{option} is a list of {', '.join(known)}; {wrong} is not one of them.")

@@ -6,25 +6,15 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.cli.bench.load.results import Capacity, LoadReport
-from cbatch.cli.bench.render.tables import (
-    Table,
-    cost_table,
-    load_table,
-    markdown_lines,
-    memory_table,
-    seconds,
-    strategy_table,
-    waste_table,
-)
-from cbatch.cli.bench.render.timeline import SIDE_BY_SIDE, draw_timeline
+from cbatch.cli.bench.render import tables
+from cbatch.cli.bench.render.tables import seconds
+from cbatch.cli.bench.render.timeline import draw_timeline, side_by_side
 from cbatch.cli.bench.results import ComparisonReport
 from cbatch.cli.common.console import emit, notice, safe
-
-if TYPE_CHECKING:
-    from cbatch.cli.bench.recorder import RunRecord
+from cbatch.engine import ConfigError
 
 Report = ComparisonReport | LoadReport
 
@@ -34,28 +24,34 @@ WIDTH = 100
 NOT_ON_PAGE = ("strategy", "title", "elapsed_s_of_rounds", "first_error", "first_difference")
 
 
-def print_comparison(report: ComparisonReport, records: Mapping[str, RunRecord]) -> None:
+def print_report(report: Report) -> None:
     """Prints tables, and the timeline in characters."""
-    work, roofline, techniques = report.work, report.roofline, report.techniques
-    _print_head(report)
+    machine = report.machine
+    emit(safe(report.model))
+    emit(safe(f"{machine.device}, {machine.threads} threads, torch {machine.torch}"))
+    if isinstance(report, ComparisonReport):
+        _print_comparison(report)
+    else:
+        _print_load(report)
+
+
+def _print_comparison(report: ComparisonReport) -> None:
+    work, rates, techniques, options = report.work, report.rates, report.techniques, report.options
     emit(
-        f"{work.requests} requests ({safe(work.source)}), {work.prompt_tokens:,} prompt and "
-        f"{work.output_tokens:,} output tokens, {work.slots} slots, median of {work.rounds}"
+        f"{len(work.prompts)} requests ({safe(work.source)}), {work.prompt_tokens:,} prompt and "
+        f"{work.output_tokens:,} output tokens, {options.batch_size} slots, median of {options.rounds}"
     )
-    _print_table(strategy_table(report.strategies))
+    _print_table(tables.strategy_table(report.strategies))
     emit(
-        f"\nThe roofline allows {seconds(roofline.floor_s)}: this device copies "
-        f"{roofline.copy_bytes_per_s / 1e9:,.0f} GB/s and multiplies "
-        f"{roofline.matrix_flops_per_s / 1e12:,.2f} TFLOP/s."
+        f"\nThe roofline allows {seconds(report.bound.seconds)}: this device copies "
+        f"{rates.bytes_per_s / 1e9:,.0f} GB/s and multiplies {rates.flops_per_s / 1e12:,.2f} TFLOP/s."
     )
-    for sentence in roofline.assumed:
+    for sentence in report.assumed:
         emit(sentence)
-    _print_table(waste_table(report.runs))
-    if techniques.prompt_memory is not None:
-        _print_table(memory_table(techniques.prompt_memory))
-    if techniques.token_costs is not None:
-        _print_table(cost_table(techniques.token_costs))
-    pair = {title: records[title] for title in SIDE_BY_SIDE if title in records}
+    _print_table(tables.waste_table(report.runs))
+    _print_table(tables.memory_table(techniques.prompt_memory or []))
+    _print_table(tables.cost_table(techniques.token_costs or []))
+    pair = side_by_side(report.records)
     if pair:
         is_terminal = sys.stdout is not None and sys.stdout.isatty()
         width = shutil.get_terminal_size((WIDTH, 24)).columns if is_terminal else WIDTH
@@ -64,43 +60,58 @@ def print_comparison(report: ComparisonReport, records: Mapping[str, RunRecord])
             emit(line)
 
 
-def print_load(report: LoadReport) -> None:
-    settings = report.settings
-    _print_head(report)
+def _print_load(report: LoadReport) -> None:
+    scenario, found, options = report.scenario, report.found, report.options
     emit(
-        f"prompts of {settings.input_len} and answers of {settings.output_len} tokens, {settings.turns} turns, "
-        f"{settings.think_s:g} s of thinking; SLO: first token in {seconds(settings.slo_ttft_s)}, "
-        f"{settings.slo_tps:g} tokens/s for each user"
+        f"prompts of {options.input_len} and answers of {options.output_len} tokens, {scenario.turns} turns, "
+        f"{scenario.think_s:g} s of thinking; SLO: first token in {seconds(report.slo.ttft_s)}, "
+        f"{report.slo.tps:g} tokens/s for each user"
     )
-    _print_table(load_table(report.runs))
-    if isinstance(report.found, Capacity):
-        limit = ", the most that were tried" if report.found.is_limit else ""
-        emit(f"\nThe SLO holds for {report.found.users:,} users at once{limit}.")
+    _print_table(tables.load_table(report.runs))
+    if isinstance(found, Capacity):
+        limit = ", the most that were tried" if found.is_limit else ""
+        emit(f"\nThe SLO holds for {found.users:,} users at once{limit}.")
     lag = max(result.worst_lag_s for result in report.runs.values())
     if lag > 0.1:
         emit(f"Questions were asked up to {seconds(lag)} late, so the load was less than intended.")
 
 
-def draw_pictures(report: Report, records: Mapping[str, RunRecord], folder: Path | None) -> list[tuple[str, str]]:
-    """Draws all pictures, writes them into the folder, if any, and returns the title and SVG of each."""
-    from cbatch.cli.bench.render.plots import draw_all, load_points
+def _print_table(table: tables.Table) -> None:
+    if table:
+        emit("\n" + "\n".join(tables.markdown_lines(table)))
+
+
+def write_files(report: Report) -> None:
+    """Writes the pictures and the page that were asked for. Raises ConfigError if they cannot be written."""
+    plot, page = report.options.plot, report.options.report
+    if not plot and not page:
+        return
+    try:
+        pictures = _draw_pictures(report, Path(plot) if plot else None)
+        if page:
+            _write_page(Path(page), report, pictures)
+    except OSError as error:
+        raise ConfigError(f"Cannot write {error.filename}: {error.strerror}.") from error
+
+
+def _draw_pictures(report: Report, folder: Path | None) -> dict[str, str]:
+    """Draws all pictures, writes them into the folder, if any, and returns the SVG texts by title."""
+    from cbatch.cli.bench.render.plots import FILE_NAMES, draw_all, load_points
 
     if isinstance(report, ComparisonReport):
-        pictures = draw_all(records, report.runs)
+        pictures = draw_all(report.records, report.runs)
     else:
-        settings = report.settings
         points = load_points(report.runs) if isinstance(report.found, Capacity) else []
-        objective = f"TTFT {seconds(settings.slo_ttft_s)}, {settings.slo_tps:g} tokens/s"
-        pictures = draw_all({}, {}, points, objective)
+        pictures = draw_all({}, {}, points, f"TTFT {seconds(report.slo.ttft_s)}, {report.slo.tps:g} tokens/s")
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        for picture in pictures.values():
-            (folder / picture.file_name).write_text(picture.svg, encoding="utf-8")
+        for title, svg in pictures.items():
+            (folder / FILE_NAMES[title]).write_text(svg, encoding="utf-8")
         notice(f"{len(pictures)} pictures are in {safe(str(folder))}")
-    return [(title, picture.svg) for title, picture in pictures.items()]
+    return pictures
 
 
-def write_page(path: Path, report: Report, pictures: list[tuple[str, str]]) -> None:
+def _write_page(path: Path, report: Report, pictures: Mapping[str, str]) -> None:
     """Writes the report as one HTML page."""
     from cbatch.cli.bench.render.report import html_report
 
@@ -120,15 +131,3 @@ def write_page(path: Path, report: Report, pictures: list[tuple[str, str]]) -> N
 
 def _on_page(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if name not in NOT_ON_PAGE}
-
-
-def _print_head(report: Report) -> None:
-    machine = report.machine
-    emit(safe(report.model))
-    emit(safe(f"{machine.device}, {machine.threads} threads, torch {machine.torch}"))
-
-
-def _print_table(table: Table) -> None:
-    emit("")
-    for line in markdown_lines(table):
-        emit(line)

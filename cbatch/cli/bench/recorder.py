@@ -89,6 +89,25 @@ class RunRecord:
     peak_bytes: int | None = None
     example: ExampleStep | None = None
 
+    def tokens(self, *kinds: TokenKind) -> int:
+        """Tokens of these kinds that were computed."""
+        return sum(step.tokens(*kinds) for step in self.steps)
+
+    @property
+    def wanted_tokens(self) -> int:
+        """Output tokens that the workload asked for."""
+        return sum(request.wanted for request in self.requests)
+
+    @property
+    def generated_tokens(self) -> int:
+        """Output tokens, wanted or not."""
+        return sum(len(request.tokens) for request in self.requests)
+
+    @property
+    def useful_slot_steps(self) -> int:
+        """How often a slot worked in a step on a request that was not finished."""
+        return sum(step.slots("prefill", "decode") for step in self.steps)
+
 
 Score = tuple[bool, bool, int, int]
 

@@ -2,12 +2,65 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from cbatch.cli.bench.machine import Machine
+import torch
+import transformers
+
+from cbatch import __version__
 from cbatch.cli.bench.metrics import OutputDifference, RunMetrics
+from cbatch.cli.bench.options import BenchOptions
+from cbatch.cli.bench.recorder import RunRecord
+from cbatch.cli.bench.roofline import DeviceRates, RooflineBound
+from cbatch.cli.bench.techniques import Techniques
+from cbatch.cli.bench.workload import Workload
+from cbatch.cli.common.loading import describe
+from cbatch.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The device and the versions of what runs on it, named as in `--json`."""
+
+    device: str
+    threads: int
+    system: str
+    cbatch: str
+    python: str
+    torch: str
+    transformers: str
+
+    @classmethod
+    def of(cls, engine: Engine) -> Machine:
+        device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else _processor()
+        return cls(
+            device=device,
+            threads=torch.get_num_threads(),
+            system=platform.platform(),
+            cbatch=__version__,
+            python=platform.python_version(),
+            torch=torch.__version__,
+            transformers=transformers.__version__,
+        )
+
+
+def describe_model(engine: Engine) -> str:
+    shown = describe(engine)
+    return f"{shown['model']}, {shown['parameters']}, {shown['dtype']}, attention {shown['attention']}"
+
+
+def _processor() -> str:
+    """The name of the processor, if the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return name or platform.processor() or platform.machine()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,73 +118,23 @@ class FailedPeer:
 AnyResult = StrategyResult | FailedPeer
 
 
-@dataclass(frozen=True, slots=True)
-class RooflineSummary:
-    """The rates of the device and the least seconds that the work takes on it, named as in `--json`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonReport:
+    """Strategies and peers on the same work.
 
-    assumed: sentences about what the model did not tell
+    records: the median run of each strategy, by its title
+    assumed: sentences about what the model did not tell, for the roofline
     """
 
-    copy_bytes_per_s: float
-    matrix_flops_per_s: float
-    weights_s: float
-    compute_s: float
-    cache_s: float
-    floor_s: float
-    assumed: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
-class PromptMemory:
-    """The memory that a long prompt takes when it is computed in chunks of `tokens_a_step` tokens."""
-
-    prompt_tokens: int
-    tokens_a_step: int
-    peak_bytes: int
-    elapsed_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class TokenCost:
-    """Seconds that one more token takes after a context, with its KV cache and without."""
-
-    context_tokens: int
-    without_cache_s: float
-    with_cache_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Techniques:
-    """What chunked prefill and the KV cache are worth; None for what was not measured."""
-
-    prompt_memory: list[PromptMemory] | None = None
-    token_costs: list[TokenCost] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-
-@dataclass(frozen=True, slots=True)
-class WorkSummary:
-    """The work that every strategy did, named as in `--json`."""
-
-    source: str
-    requests: int
-    prompt_tokens: int
-    output_tokens: int
-    slots: int
-    rounds: int
-
-
-@dataclass(frozen=True, slots=True)
-class ComparisonReport:
-    """Strategies and peers on the same work."""
-
+    options: BenchOptions
     machine: Machine
     model: str
-    work: WorkSummary
+    work: Workload
     strategies: list[AnyResult]
-    roofline: RooflineSummary
+    records: dict[str, RunRecord]
+    rates: DeviceRates
+    bound: RooflineBound
+    assumed: Sequence[str]
     techniques: Techniques
 
     @property
@@ -141,12 +144,25 @@ class ComparisonReport:
         return {result.title: result.metrics for result in results if isinstance(result.metrics, RunMetrics)}
 
     def to_json(self) -> dict[str, Any]:
-        data = {
+        work, techniques = self.work, self.techniques.to_json()
+        data: dict[str, Any] = {
             "machine": asdict(self.machine),
             "model": self.model,
-            "work": asdict(self.work),
+            "work": {
+                "source": work.source,
+                "requests": len(work.prompts),
+                "prompt_tokens": work.prompt_tokens,
+                "output_tokens": work.output_tokens,
+                "slots": self.options.batch_size,
+                "rounds": self.options.rounds,
+            },
             "strategies": [result.to_json() for result in self.strategies],
-            "roofline": asdict(self.roofline),
+            "roofline": {
+                "copy_bytes_per_s": self.rates.bytes_per_s,
+                "matrix_flops_per_s": self.rates.flops_per_s,
+                **asdict(self.bound),
+                "floor_s": self.bound.seconds,
+                "assumed": self.assumed,
+            },
         }
-        techniques = self.techniques.to_json()
         return data | {"techniques": techniques} if techniques else data

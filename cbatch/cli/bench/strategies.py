@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from cbatch.cli.bench.peak_memory import PeakMemory
 from cbatch.cli.bench.recorder import RunRecord, RunRecorder
@@ -195,18 +195,3 @@ def measure_interleaved(
             on_progress(f"round {number + 1} of {rounds}: {strategies[name].title}")
             records[name].append(experiment.measure(strategies[name]))
     return records
-
-
-class TimedRun(Protocol):
-    """A run of ours or of a peer, with its time in seconds."""
-
-    @property
-    def elapsed_s(self) -> float: ...
-
-
-AnyRun = TypeVar("AnyRun", bound=TimedRun)
-
-
-def median_run(runs: list[AnyRun]) -> AnyRun:
-    """The run with the median time; of two in the middle, the faster one."""
-    return sorted(runs, key=lambda run: run.elapsed_s)[(len(runs) - 1) // 2]

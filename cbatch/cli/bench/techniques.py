@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from cbatch.cli.bench.peak_memory import PeakMemory
-from cbatch.cli.bench.results import PromptMemory, TokenCost
 from cbatch.cli.bench.strategies import Experiment
 from cbatch.engine import ConfigError, Engine, SamplingParams
 
@@ -15,6 +15,50 @@ LONG_PROMPT = 10_000
 CHUNK = 512
 SHORTEST = 64
 REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class PromptMemory:
+    """The memory that a long prompt takes when it is computed in chunks of `tokens_a_step` tokens."""
+
+    prompt_tokens: int
+    tokens_a_step: int
+    peak_bytes: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCost:
+    """Seconds that one more token takes after a context, with its KV cache and without."""
+
+    context_tokens: int
+    without_cache_s: float
+    with_cache_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Techniques:
+    """What chunked prefill and the KV cache are worth; None for what was not measured."""
+
+    prompt_memory: list[PromptMemory] | None = None
+    token_costs: list[TokenCost] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def measure_techniques(
+    experiment: Experiment, context: int, names: Sequence[str], on_progress: Callable[[str], None]
+) -> Techniques:
+    """What chunked prefill saves of memory and the KV cache of time, for those of the two that are among the names."""
+    prompt_memory = token_costs = None
+    if "chunked-prefill" in names:
+        on_progress("memory of a long prompt, in chunks and whole")
+        prompt_memory = measure_prompt_memory(experiment, context)
+    if "kv-cache" in names:
+        on_progress("time of one more token after longer and longer contexts, with and without the KV cache")
+        token_costs = measure_token_costs(experiment, context)
+    return Techniques(prompt_memory, token_costs)
 
 
 def measure_prompt_memory(experiment: Experiment, context: int) -> list[PromptMemory]:

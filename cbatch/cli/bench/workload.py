@@ -28,6 +28,18 @@ class LengthDistribution:
     high: int
     distribution: DistributionName = "loguniform"
 
+    @classmethod
+    def parse(cls, text: str, distribution: DistributionName) -> LengthDistribution:
+        """`16:256`, or one number for both ends. Raises ConfigError."""
+        first, _, second = text.partition(":")
+        try:
+            low, high = int(first), int(second or first)
+        except ValueError:
+            low = high = 0
+        if not 1 <= low <= high:
+            raise ConfigError(f"{text!r} is not a range of lengths; write it as 16:256, or as one number.")
+        return cls(low, high, distribution)
+
     def sampler(self, rng: random.Random) -> Callable[[], int]:
         """A function that draws a length; `fixed` always gives the high end."""
         low, high = math.log(self.low), math.log(self.high)
@@ -64,18 +76,6 @@ class Workload:
     def batches(self, size: int) -> list[range]:
         """Indices of the requests in groups of `size`, in order."""
         return [range(first, min(first + size, len(self.prompts))) for first in range(0, len(self.prompts), size)]
-
-
-def parse_length_range(text: str) -> tuple[int, int]:
-    """`16:256`, or one number for both. Raises ConfigError."""
-    first, _, second = text.partition(":")
-    try:
-        low, high = int(first), int(second or first)
-    except ValueError:
-        low = high = 0
-    if not 1 <= low <= high:
-        raise ConfigError(f"{text!r} is not a range of lengths; write it as 16:256, or as one number.")
-    return low, high
 
 
 def first_plain_token(vocabulary: int) -> int:

@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from cbatch.cli.bench import command, compare
+from cbatch.cli.bench import compare
+from cbatch.cli.bench.compare import median_run
 from cbatch.cli.bench.metrics import (
     OutputDifference,
-    TokenCounts,
     TokenPosition,
     compare_outputs,
     run_metrics,
     wanted_outputs,
 )
 from cbatch.cli.bench.recorder import RunRecord, RunRecorder
-from cbatch.cli.bench.strategies import ABLATIONS, STRATEGIES, Experiment, median_run
-from cbatch.cli.bench.workload import LengthDistribution, Workload, parse_length_range, synthetic_workload
+from cbatch.cli.bench.strategies import ABLATIONS, STRATEGIES, Experiment
+from cbatch.cli.bench.workload import LengthDistribution, Workload, synthetic_workload
 from cbatch.cli.common.percentiles import Percentiles
 from cbatch.cli.main import run_command
 from cbatch.engine import ConfigError
@@ -55,30 +55,29 @@ def test_every_strategy_gives_what_generate_gives(name: str) -> None:
     work = mixed()
     record = measure(name, work, 3)
     assert wanted_outputs(record) == generate_alone(network(), work.prompts, work.output_lengths)
-    counts = TokenCounts.of(record)
-    assert counts.wanted == work.output_tokens and max(step.slots("prefill", "decode") for step in record.steps) <= 3
+    assert record.wanted_tokens == work.output_tokens
+    assert max(step.slots("prefill", "decode") for step in record.steps) <= 3
     assert all(
         request.first is not None and request.last is not None and request.first <= request.last
         for request in record.requests
     )
     if name not in ("static", "kv-cache", "ragged"):
         # The first token of a row comes with its prompt, and the last one is computed no more.
-        assert counts.prefill == work.prompt_tokens and counts.decode == work.output_tokens - len(work.output_lengths)
-        assert counts.padding == counts.idle == 0
+        assert record.tokens("prefill") == work.prompt_tokens
+        assert record.tokens("decode") == work.output_tokens - len(work.output_lengths)
+        assert record.tokens("padding", "idle") == 0
 
 
 def test_a_static_batch_waits_for_its_slowest() -> None:
     """Guards the counts, done by hand: outputs of 8, 50 and 18 tokens are 150 slot-steps, of which 74 are wasted."""
     work = Workload(make_prompts([6, 6, 6]), [8, 50, 18], "by hand")
     record = measure("static", work, 3)
-    counts = TokenCounts.of(record)
-    assert (counts.generated, counts.generated - counts.wanted) == (150, 74)
-    assert counts.wasted_output_share == 74 / 150 and counts.padding == 0
+    metrics = run_metrics(record, work)
+    assert (record.generated_tokens, record.generated_tokens - record.wanted_tokens) == (150, 74)
+    assert metrics.wasted_output_share == 74 / 150 and record.tokens("padding") == 0
     # Of the 147 tokens that were computed again, all but those of the rows that were done.
-    assert (counts.decode, counts.idle) == (7 + 49 + 17, 74)
-    assert run_metrics(record, work).idle_slot_share == pytest.approx(
-        1 - counts.useful_slot_steps / (3 * len(record.steps))
-    )
+    assert (record.tokens("decode"), record.tokens("idle")) == (7 + 49 + 17, 74)
+    assert metrics.idle_slot_share == pytest.approx(1 - record.useful_slot_steps / (3 * len(record.steps)))
 
 
 def test_padding_fills_up_to_the_longest() -> None:
@@ -87,8 +86,9 @@ def test_padding_fills_up_to_the_longest() -> None:
     work = Workload(make_prompts(lengths), [1] * 8, "by hand")
     network = make_network("llama", max_position_embeddings=1100)
     config = EngineConfig(device="cpu", max_batch_tokens=512)
-    counts = TokenCounts.of(Experiment(loaded(network), config, work, 8).measure(STRATEGIES["static"]))
-    assert (counts.prefill, counts.padding) == (2000, 6000) and counts.padded_token_share == 0.75
+    record = Experiment(loaded(network), config, work, 8).measure(STRATEGIES["static"])
+    assert (record.tokens("prefill"), record.tokens("padding")) == (2000, 6000)
+    assert run_metrics(record, work).padded_token_share == 0.75
 
 
 @pytest.mark.slow
@@ -96,17 +96,17 @@ def test_what_each_technique_saves() -> None:
     """Guards the ablations: each switches off what it says, and nothing else."""
     work = mixed()
     records = {name: measure(name, work, 3) for name in ALL}
-    counts = {name: TokenCounts.of(record) for name, record in records.items()}
+    computed = {name: run_metrics(record, work).tokens_computed for name, record in records.items()}
     recomputed = sum(
         sum(range(len(prompt), len(prompt) + length))
         for prompt, length in zip(work.prompts, work.output_lengths, strict=True)
     )
-    assert counts["kv-cache"].computed == recomputed > 5 * counts["continuous"].computed
+    assert computed["kv-cache"] == recomputed > 5 * computed["continuous"]
     assert max(step.tokens("prefill") for step in records["chunked-prefill"].steps) >= 40
     assert max(step.tokens("prefill") for step in records["continuous"].steps) <= 16
-    assert counts["ragged"].padding > work.prompt_tokens and counts["dynamic"].padding == 0
+    assert records["ragged"].tokens("padding") > work.prompt_tokens and records["dynamic"].tokens("padding") == 0
     assert len(records["dynamic"].steps) > len(records["continuous"].steps)
-    assert counts["none"].useful_slot_steps == len(records["none"].steps)
+    assert records["none"].useful_slot_steps == len(records["none"].steps)
 
 
 def test_times_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_lengths_keep_to_their_ends(distribution: Any) -> None:
 def test_wrong_ranges_are_refused(text: str) -> None:
     """Guards a sentence instead of a traceback."""
     with pytest.raises(ConfigError, match="not a range of lengths"):
-        parse_length_range(text)
+        LengthDistribution.parse(text, "uniform")
 
 
 @pytest.mark.slow
@@ -228,7 +228,7 @@ def test_everything_at_once(model_folder: Path, tmp_path: Path, capsys: pytest.C
 def test_the_first_cache_is_gone(monkeypatch: pytest.MonkeyPatch, model_folder: Path) -> None:
     """Guards the measured memory, and that of a GPU: the cache of the engine that read the prompts is freed."""
     caches: list[Any] = []
-    opened, compared = command.open_engine, compare.compare
+    opened, compared = compare.open_engine, compare.compare
 
     def watch(*arguments: Any, **options: Any) -> Any:
         engine = opened(*arguments, **options)
@@ -239,7 +239,7 @@ def test_the_first_cache_is_gone(monkeypatch: pytest.MonkeyPatch, model_folder: 
         assert caches[0]() is None
         return compared(*arguments)
 
-    monkeypatch.setattr(command, "open_engine", watch)
+    monkeypatch.setattr(compare, "open_engine", watch)
     monkeypatch.setattr(compare, "compare", check)
     lengths = ["--input-len", "4:9", "--output-len", "2:5", "--requests", "3", "--rounds", "1", "--json"]
     assert run_command(["bench", *lengths, "-m", str(model_folder)]) == 0

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from cbatch.cli.bench.load.capacity import find_capacity
 from cbatch.cli.bench.load.generator import run_load
+from cbatch.cli.bench.load.measure import find_capacity
 from cbatch.cli.bench.load.results import LoadResult
-from cbatch.cli.bench.load.scenario import SLO, Scenario, parse_duration
-from cbatch.cli.bench.load.users import Turn, User
+from cbatch.cli.bench.load.users import SLO, Scenario, Turn, User
+from cbatch.cli.bench.options import parse_duration
 from cbatch.cli.bench.workload import LengthDistribution
 from cbatch.cli.common.percentiles import Percentiles
 from cbatch.engine import ConfigError, Engine, EngineThread, RequestError, SamplingParams, TokenEvent

@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
@@ -32,7 +33,7 @@ from cbatch.cli.bench.render.timeline import (
     whole_percents,
 )
 from cbatch.cli.bench.workload import Workload
-from cbatch.engine import ConfigError
+from cbatch.cli.main import run_command
 from tests.support.tiny_models import make_engine, make_network
 
 if TYPE_CHECKING:
@@ -202,17 +203,17 @@ EXPECTED = {
 def test_pictures_are_whole() -> None:
     """Guards that each picture is well-formed, says what it shows, and is the same for the same data."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
-    from cbatch.cli.bench.render.plots import draw_all
+    from cbatch.cli.bench.render.plots import FILE_NAMES, draw_all
 
     pictures = draw_all(both(), some_metrics(), some_points(), objective="TTFT under 1 s")
-    assert {picture.file_name for picture in pictures.values()} == EXPECTED.keys()
-    for picture in pictures.values():
-        missing = EXPECTED[picture.file_name] - texts_of(picture.svg)
-        assert not missing, f"{picture.file_name} lacks {missing}; it has {texts_of(picture.svg)}"
-        assert "<dc:date>" not in picture.svg
+    assert {FILE_NAMES[title] for title in pictures} == EXPECTED.keys()
+    for title, svg in pictures.items():
+        missing = EXPECTED[FILE_NAMES[title]] - texts_of(svg)
+        assert not missing, f"{title} lacks {missing}; it has {texts_of(svg)}"
+        assert "<dc:date>" not in svg
     again = draw_all(both(), {})
     assert len(again) == 3
-    assert all(picture == pictures[title] for title, picture in again.items())
+    assert all(svg == pictures[title] for title, svg in again.items())
 
 
 def test_pictures_of_little() -> None:
@@ -244,13 +245,14 @@ def test_step_picture_chooses_requests() -> None:
     assert choose_chunks(chunks[20:21]) == chunks[20:21]
 
 
-def test_missing_matplotlib_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the message for people who have not installed the extra."""
-    from cbatch.cli.bench.render.plots import draw_all
-
+@pytest.mark.parametrize("option", ["--plot", "--report"])
+def test_missing_matplotlib_is_named(
+    option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards the message for people who have not installed the extra, before anything is measured."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"pip install 'cbatch\[plot\]'"):
-        draw_all(both(), {})
+    assert run_command(["bench", option, str(tmp_path / "out"), "-m", "no/model"]) == 2
+    assert "pip install 'cbatch[plot]'" in capsys.readouterr().err
 
 
 class Page(HTMLParser):
@@ -291,7 +293,7 @@ def test_report_is_safe_and_whole() -> None:
         "load": [dataclasses.asdict(point) for point in some_points()],
         "empty": {},
     }
-    text = html_report(data, [(evil, f"<svg><title>{evil}</title></svg>")])
+    text = html_report(data, {evil: f"<svg><title>{evil}</title></svg>"})
     page = Page()
     page.feed(text)
     page.close()

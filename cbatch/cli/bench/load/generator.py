@@ -14,8 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from cbatch.cli.bench.load.results import LoadResult
-from cbatch.cli.bench.load.scenario import SLO, Scenario
-from cbatch.cli.bench.load.users import Turn, User
+from cbatch.cli.bench.load.users import SLO, Scenario, Turn, User
 from cbatch.cli.common.percentiles import Percentiles
 from cbatch.engine import SamplingParams
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cbatch.cli.bench.machine import Machine
+from cbatch.cli.bench.load.users import SLO, Scenario
+from cbatch.cli.bench.options import BenchOptions
+from cbatch.cli.bench.results import Machine
 from cbatch.cli.common.percentiles import Percentiles
 
 
@@ -71,27 +73,15 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadSettings:
-    """What the users did and the service they were to get, named as in `--json`."""
-
-    rate: float
-    duration_s: float
-    think_s: float
-    turns: int
-    input_len: str
-    output_len: str
-    slo_ttft_s: float
-    slo_tps: float
-
-
-@dataclass(frozen=True, slots=True)
 class LoadReport:
     """One load, or the search for the most users."""
 
+    options: BenchOptions
     machine: Machine
     model: str
+    scenario: Scenario
+    slo: SLO
     found: LoadResult | Capacity
-    settings: LoadSettings
 
     @property
     def runs(self) -> dict[int, LoadResult]:
@@ -99,10 +89,19 @@ class LoadReport:
         return self.found.probes if isinstance(self.found, Capacity) else {self.found.users: self.found}
 
     def to_json(self) -> dict[str, Any]:
-        found = self.found.to_json()
+        found, scenario = self.found.to_json(), self.scenario
         return {
             "machine": asdict(self.machine),
             "model": self.model,
             **(found if isinstance(self.found, Capacity) else {"load": found}),
-            "work": asdict(self.settings),
+            "work": {
+                "rate": scenario.rate,
+                "duration_s": scenario.duration_s,
+                "think_s": scenario.think_s,
+                "turns": scenario.turns,
+                "input_len": self.options.input_len,
+                "output_len": self.options.output_len,
+                "slo_ttft_s": self.slo.ttft_s,
+                "slo_tps": self.slo.tps,
+            },
         }

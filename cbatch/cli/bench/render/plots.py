@@ -4,39 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
 
 from cbatch.cli.bench.load.results import LoadResult
 from cbatch.cli.bench.metrics import RunMetrics
 from cbatch.cli.bench.recorder import RunRecord, TokenKind
+from cbatch.cli.bench.render import style, timeline
 from cbatch.cli.bench.render.step_plot import plot_step
-from cbatch.cli.bench.render.style import (
-    BACKGROUND,
-    EMPTY_SLOT,
-    KIND_COLOURS,
-    MUTED,
-    TEXT,
-    add_legend,
-    axes_grid,
-    new_figure,
-    svg_text,
-    with_style,
-)
-from cbatch.cli.bench.render.timeline import (
-    KINDS,
-    SIDE_BY_SIDE,
-    Interval,
-    chunk_intervals,
-    share_line,
-    slot_intervals,
-    time_shares,
-    whole_percents,
-)
+from cbatch.cli.bench.render.timeline import Interval
 from cbatch.cli.common.percentiles import Percentiles
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+FILE_NAMES = {
+    "Timeline": "timeline.svg",
+    "Utilisation": "utilisation.svg",
+    "Speed": "speed.svg",
+    "Load": "load.svg",
+    "One step": "step.svg",
+}
+"""Of all pictures, by title."""
 
 BINS = 200
 """Points in time of the utilisation of the longest run; each is a mean over its stretch."""
@@ -45,7 +33,7 @@ TIMELINE = "Static batches wait for their slowest request; continuous batching a
 
 UTILISATION = "How much of the engine does useful work"
 
-SHADES = {"p50": TEXT, "p90": "#8c959f", "p99": "#d0d7de"}
+SHADES = {"p50": style.TEXT, "p90": "#8c959f", "p99": "#d0d7de"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +52,6 @@ class LoadPoint:
     within: float
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """A picture as the text of an SVG file."""
-
-    file_name: str
-    svg: str
-
-
 def load_points(runs: Mapping[int, LoadResult]) -> list[LoadPoint]:
     """Points for the runs, by number of users. Leaves out runs in which nothing could be judged."""
     points = []
@@ -82,41 +62,42 @@ def load_points(runs: Mapping[int, LoadResult]) -> list[LoadPoint]:
     return points
 
 
-@with_style
 def plot_timeline(records: Mapping[str, RunRecord]) -> Figure:
     """A lane for each slot, with all strategies on the same time scale."""
     slots = [record.slots for record in records.values()]
     lane = min(0.2, 5 / max(sum(slots), 1))
     height = 1.45 + sum(slots) * lane + 0.38 * len(slots)
-    figure = new_figure(height, TIMELINE, "One lane for each slot; the numbers are those of the requests.")
-    add_legend(figure)
+    figure = style.new_figure(height, TIMELINE, "One lane for each slot; the numbers are those of the requests.")
+    style.add_legend(figure)
     hspace = 0.38 * len(slots) / max(sum(slots) * lane, 0.1)
-    panels = axes_grid(figure, slots, left=0.5, top=1.1, bottom=0.45, hspace=hspace)
+    panels = style.axes_grid(figure, slots, left=0.5, top=1.1, bottom=0.45, hspace=hspace)
     end = max(record.elapsed_s for record in records.values()) or 1.0
     for axes, (title, record) in zip(panels, records.items(), strict=True):
         _draw_lanes(axes, record, end, labels=lane > 0.12)
         axes.set_title(f"{title}: {record.elapsed_s:.2f} s", weight="bold", pad=5)
-        axes.set_title(share_line(record), loc="right", color=MUTED, pad=5)
+        axes.set_title(timeline.share_line(record), loc="right", color=style.MUTED, pad=5)
     panels[-1].set_xlabel("seconds")
     return figure
 
 
 def _draw_lanes(axes: Axes, record: RunRecord, end: float, *, labels: bool) -> None:
-    from matplotlib.collections import PolyCollection
-
-    found = slot_intervals(record)
-    axes.barh(range(record.slots), record.elapsed_s, height=0.8, color=EMPTY_SLOT)
-    for kind in KINDS:
+    found = timeline.slot_intervals(record)
+    axes.barh(range(record.slots), record.elapsed_s, height=0.8, color=style.EMPTY_SLOT)
+    for kind in timeline.KINDS:
         boxes = [_box(interval) for interval in found if interval.kind == kind]
-        axes.add_collection(PolyCollection(boxes, facecolors=KIND_COLOURS[kind], linewidths=0), autolim=False)
+        axes.add_collection(PolyCollection(boxes, facecolors=style.KIND_COLOURS[kind], linewidths=0), autolim=False)
     entries = [interval for interval in found if interval.is_entry]
-    tops, bottoms = [interval.slot - 0.4 for interval in entries], [interval.slot + 0.4 for interval in entries]
-    axes.vlines(
-        [interval.start for interval in entries], tops, bottoms, color=BACKGROUND, linewidth=1.5 if labels else 0.4
-    )
-    for request, interval in _longest_outputs(found).items():
-        if labels and interval.end - interval.start > 0.006 * end * (1 + len(str(request))):
-            axes.text(interval.start + 0.004 * end, interval.slot, str(request), size=7, va="center", color=TEXT)
+    starts, slots = [interval.start for interval in entries], [interval.slot for interval in entries]
+    tops, bottoms = [slot - 0.4 for slot in slots], [slot + 0.4 for slot in slots]
+    axes.vlines(starts, tops, bottoms, color=style.BACKGROUND, linewidth=1.5 if labels else 0.4)
+    longest: dict[int, Interval] = {}
+    for interval in found:
+        if interval.kind == "decode":
+            before = longest.get(interval.request, interval)
+            longest[interval.request] = max(before, interval, key=lambda one: one.seconds)
+    for request, interval in longest.items():
+        if labels and interval.seconds > 0.006 * end * (1 + len(str(request))):
+            axes.text(interval.start + 0.004 * end, interval.slot, str(request), size=7, va="center", color=style.TEXT)
     axes.set_ylim(record.slots - 0.5, -0.5)
     axes.set_xlim(0, end)
     axes.spines["left"].set_visible(False)
@@ -130,40 +111,25 @@ def _box(interval: Interval) -> list[tuple[float, float]]:
     return [(interval.start, top), (interval.end, top), (interval.end, bottom), (interval.start, bottom)]
 
 
-def _longest_outputs(intervals: Sequence[Interval]) -> dict[int, Interval]:
-    """The longest decode interval of each request."""
-    longest: dict[int, Interval] = {}
-    for interval in intervals:
-        if interval.kind == "decode" and _length(interval) > _length(longest.get(interval.request)):
-            longest[interval.request] = interval
-    return longest
-
-
-def _length(interval: Interval | None) -> float:
-    return interval.end - interval.start if interval is not None else 0.0
-
-
-@with_style
 def plot_utilisation(records: Mapping[str, RunRecord]) -> Figure:
     """The share of slots that are busy over time, by kind of work."""
     height = 1.52 + 0.95 * len(records)
-    figure = new_figure(height, UTILISATION, "Share of the slots that compute, over time; blue is useful work.")
-    add_legend(figure)
-    panels = axes_grid(figure, [1] * len(records), left=0.6, top=1.12, bottom=0.45, hspace=0.45)
+    figure = style.new_figure(height, UTILISATION, "Share of the slots that compute, over time; blue is useful work.")
+    style.add_legend(figure)
+    panels = style.axes_grid(figure, [1] * len(records), left=0.6, top=1.12, bottom=0.45, hspace=0.45)
     end = max(record.elapsed_s for record in records.values()) or 1.0
     for axes, (title, record) in zip(panels, records.items(), strict=True):
         edges, busy = utilisation(record, max(round(BINS * record.elapsed_s / end), 20))
-        axes.barh(0.5, record.elapsed_s, height=1, color=EMPTY_SLOT)
+        axes.barh(0.5, record.elapsed_s, height=1, color=style.EMPTY_SLOT)
         floor = [0.0] * (len(edges) - 1)
-        for kind in KINDS:
+        for kind in timeline.KINDS:
             if any(busy[kind]):
                 top = [below + share for below, share in zip(floor, busy[kind], strict=True)]
-                axes.stairs(top, edges, baseline=floor, fill=True, color=KIND_COLOURS[kind], linewidth=0)
+                axes.stairs(top, edges, baseline=floor, fill=True, color=style.KIND_COLOURS[kind], linewidth=0)
                 floor = top
         axes.set_title(title, weight="bold", pad=4)
-        axes.set_title(
-            f"useful {whole_percents(time_shares(record))['useful']}% of {record.elapsed_s:.2f} s", loc="right", pad=4
-        )
+        useful = timeline.whole_percents(timeline.time_shares(record))["useful"]
+        axes.set_title(f"useful {useful}% of {record.elapsed_s:.2f} s", loc="right", pad=4)
         axes.set_ylim(0, 1)
         axes.set_xlim(0, end)
         axes.set_yticks([0, 0.5, 1], ["0", "50%", "100%"])
@@ -175,28 +141,24 @@ def plot_utilisation(records: Mapping[str, RunRecord]) -> Figure:
 def utilisation(record: RunRecord, bins: int) -> tuple[list[float], dict[TokenKind, list[float]]]:
     """The edges of equal stretches of a run, in seconds, and the mean share of slots in each of them by kind."""
     width = record.elapsed_s / bins or 1.0
-    busy: dict[TokenKind, list[float]] = {kind: [0.0] * bins for kind in KINDS}
-    for step in record.steps:
-        for interval in chunk_intervals(step):
-            for n in range(int(interval.start / width), min(int(interval.end / width) + 1, bins)):
-                overlap = min(interval.end, (n + 1) * width) - max(interval.start, n * width)
-                busy[interval.kind][n] += overlap / width / record.slots
+    busy: dict[TokenKind, list[float]] = {kind: [0.0] * bins for kind in timeline.KINDS}
+    for interval, n, overlap in timeline.binned(record, width, bins):
+        busy[interval.kind][n] += overlap / width / record.slots
     return [n * width for n in range(bins + 1)], busy
 
 
-@with_style
 def plot_speed(metrics: Mapping[str, RunMetrics]) -> Figure:
     """Output tokens a second, time to first token and time per further token of each strategy."""
-    figure = new_figure(
+    figure = style.new_figure(
         1.25 + 0.32 * len(metrics),
         "Output speed, and how long a request waits for its first and its next token",
         "Times are p50 / p90 / p99, dark to light: half, 90% and 99% of the requests are within them.",
     )
     names = list(metrics)
     left = 0.4 + 0.075 * max(map(len, names))
-    speed, first, per_token = axes_grid(figure, [1], 3, left=left, right=0.1, top=1.0, bottom=0.15, wspace=0.15)
+    speed, first, per_token = style.axes_grid(figure, [1], 3, left=left, right=0.1, top=1.0, bottom=0.15, wspace=0.15)
     rates = [metrics[name].output_tokens_per_s for name in names]
-    speed.barh(names, rates, height=0.6, color=KIND_COLOURS["decode"])
+    speed.barh(names, rates, height=0.6, color=style.KIND_COLOURS["decode"])
     for place, rate in enumerate(rates):
         speed.text(rate, place, f" {rate:,.0f}", va="center")
     _finish_bars(speed, "output tokens/s", max(rates), len(names))
@@ -223,11 +185,10 @@ def _finish_bars(axes: Axes, title: str, longest: float, count: int, space: floa
     axes.set_ylim(count - 0.5, -0.5)
     axes.set_xlim(0, longest * space or 1)
     axes.set_xticks([])
-    axes.tick_params(left=False, labelcolor=TEXT, labelsize=9)
+    axes.tick_params(left=False, labelcolor=style.TEXT, labelsize=9)
     axes.spines[["bottom"]].set_visible(False)
 
 
-@with_style
 def plot_load(points: Sequence[LoadPoint], objective: str = "") -> Figure:
     """Time to first token, speed of each user, and share of users within the objective, by number of users.
 
@@ -235,16 +196,16 @@ def plot_load(points: Sequence[LoadPoint], objective: str = "") -> Figure:
     """
     points = sorted(points, key=lambda point: point.users)
     subtitle = f"The objective (SLO) is {objective}." if objective else ""
-    figure = new_figure(3.1, "What each user gets as the number of users grows", subtitle)
-    first, speed, within = axes_grid(figure, [1], 3, left=0.5, right=0.35, top=0.98, bottom=0.5, wspace=0.36)
+    figure = style.new_figure(3.1, "What each user gets as the number of users grows", subtitle)
+    first, speed, within = style.axes_grid(figure, [1], 3, left=0.5, right=0.35, top=0.98, bottom=0.5, wspace=0.36)
     users = [point.users for point in points]
     _line(first, users, [point.ttft_p99 for point in points], "p99", SHADES["p90"], "bottom")
-    _line(first, users, [point.ttft_p50 for point in points], "p50", TEXT, "top")
+    _line(first, users, [point.ttft_p50 for point in points], "p50", style.TEXT, "top")
     first.set_title("time to first token, s", pad=6)
-    _line(speed, users, [point.tps_p50 for point in points], "p50", TEXT, "bottom")
+    _line(speed, users, [point.tps_p50 for point in points], "p50", style.TEXT, "bottom")
     _line(speed, users, [point.tps_p10 for point in points], "p10", SHADES["p90"], "top")
     speed.set_title("output tokens/s of a user", pad=6)
-    _line(within, users, [point.within * 100 for point in points], "", TEXT, "bottom")
+    _line(within, users, [point.within * 100 for point in points], "", style.TEXT, "bottom")
     within.set_title("users within the objective, %", pad=6)
     within.set_ylim(0, 105)
     ticks = [count for count in users if count & (count - 1) == 0] if len(users) > 6 else users
@@ -267,30 +228,28 @@ def _line(axes: Axes, users: Sequence[int], values: Sequence[float], name: str, 
         axes.annotate(name, (users[-1], values[-1]), (13, 0), textcoords="offset points", va=side, color=colour)
 
 
+@style.picture_style()
 def draw_all(
     records: Mapping[str, RunRecord],
     metrics: Mapping[str, RunMetrics],
     points: Sequence[LoadPoint] = (),
     objective: str = "",
-) -> dict[str, Picture]:
-    """All pictures that there is data for, by title.
+) -> dict[str, str]:
+    """The SVG text of all pictures that there is data for, by the titles of FILE_NAMES.
 
-    records: by the titles of the strategies; a step of the last of SIDE_BY_SIDE is drawn too
+    records: by the titles of the strategies; a step of the last of `side_by_side` is drawn too
     metrics: by the same titles
-
-    Raises ConfigError if matplotlib is missing.
     """
-    pair = {title: records[title] for title in SIDE_BY_SIDE if title in records}
-    drawn: dict[str, tuple[str, Figure]] = {}
+    pair = timeline.side_by_side(records)
+    figures: dict[str, Figure] = {}
     if pair:
-        drawn["Timeline"] = "timeline.svg", plot_timeline(pair)
+        figures["Timeline"] = plot_timeline(pair)
     if records:
-        drawn["Utilisation"] = "utilisation.svg", plot_utilisation(records)
+        figures["Utilisation"] = plot_utilisation(records)
     if metrics:
-        drawn["Speed"] = "speed.svg", plot_speed(metrics)
+        figures["Speed"] = plot_speed(metrics)
     if points:
-        drawn["Load"] = "load.svg", plot_load(points, objective)
-    shown = list(pair.values())[-1] if pair else None
-    if shown is not None and shown.example is not None:
-        drawn["One step"] = "step.svg", plot_step(shown)
-    return {title: Picture(name, svg_text(figure, title)) for title, (name, figure) in drawn.items()}
+        figures["Load"] = plot_load(points, objective)
+    if pair and (shown := list(pair.values())[-1]).example is not None:
+        figures["One step"] = plot_step(shown)
+    return {title: style.svg_text(figure, title) for title, figure in figures.items()}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -18,61 +17,44 @@ SHORT = {word.lower(): word for word in ("TTFT", "TPOT", "KV", "CPU", "GPU", "SL
 NOTHING = "–"
 
 
-@dataclass(frozen=True, slots=True)
-class _Table:
+class _Table(NamedTuple):
     """The first cell of a line is its heading."""
 
     head: list[str]
     lines: list[list[str]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Section:
-    heading: str
-    content: _Table | str
-
-
-def html_report(data: Mapping[str, Any], pictures: Iterable[tuple[str, str]]) -> str:
+def html_report(data: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
     """A page with a section for each entry of the data, and the pictures.
 
     data:     by headings, in order; `title` is that of the page. An entry is a text, a mapping of values (a table of
               two columns), a mapping of mappings (a column for each, as for strategies), or a list of mappings
               (a line for each). Names ending in _s are seconds, in _share shares of 1, in _bytes bytes.
-    pictures: title and SVG of each. They are embedded as images, whose content cannot run or load anything.
+    pictures: SVG texts by title. They are embedded as images, whose content cannot run or load anything.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
     )
     return environment.get_template("report.html.jinja").render(
-        title=str(data.get("title", "Benchmark")),
-        sections=[_Section(_heading(name), _content(value)) for name, value in data.items() if name != "title"],
-        pictures=[{"title": title, "source": _data_uri(svg)} for title, svg in pictures],
+        title=data["title"],
+        sections=[(_words(name), _content(value)) for name, value in data.items() if name != "title"],
+        pictures=[(title, base64.b64encode(svg.encode()).decode()) for title, svg in pictures.items()],
     )
 
 
-def _data_uri(svg: str) -> str:
-    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
-
-
 def _content(value: Any) -> _Table | str:
-    if isinstance(value, Mapping) and value and all(isinstance(column, Mapping) for column in value.values()):
-        return _columns(value)
     if isinstance(value, Mapping):
-        return _Table([], [[_words(name), _shown(name, item)] for name, item in _flat(value).items()])
+        has_columns = bool(value) and all(isinstance(column, Mapping) for column in value.values())
+        columns = [_flat(column) for column in (value.values() if has_columns else [value])]
+        names = dict.fromkeys(name for column in columns for name in column)
+        lines = [[_words(name), *(_shown(name, column.get(name)) for column in columns)] for name in names]
+        return _Table(["", *map(str, value)] if has_columns else [], lines)
     if isinstance(value, Sequence) and value and all(isinstance(line, Mapping) for line in value):
-        lines = [_flat(line) for line in value]
-        names = list(dict.fromkeys(name for line in lines for name in line))
-        cells = [[_shown(name, line.get(name)) for name in names] for line in lines]
-        return _Table([_words(name) for name in names], cells)
+        entries = [_flat(entry) for entry in value]
+        names = dict.fromkeys(name for entry in entries for name in entry)
+        lines = [[_shown(name, entry.get(name)) for name in names] for entry in entries]
+        return _Table([_words(name) for name in names], lines)
     return _shown("", value)
-
-
-def _columns(value: Mapping[Any, Mapping[str, Any]]) -> _Table:
-    """A line for each name in any of the mappings, a column for each mapping."""
-    columns = [_flat(column) for column in value.values()]
-    names = dict.fromkeys(name for column in columns for name in column)
-    lines = [[_words(name), *(_shown(name, column.get(name)) for column in columns)] for name in names]
-    return _Table(["", *map(str, value)], lines)
 
 
 def _flat(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,11 +73,6 @@ def _words(name: str) -> str:
     """A key of the data in words."""
     words = str(name).replace("_per_s", "/s").removesuffix("_bytes").removesuffix("_s").replace("_", " ")
     return " ".join(SHORT.get(word, word) for word in words.split(" "))
-
-
-def _heading(name: str) -> str:
-    words = _words(name)
-    return words[:1].upper() + words[1:]
 
 
 def _shown(name: str, value: Any) -> str:

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from cbatch.cli.bench.recorder import RecordedChunk, RunRecord
-from cbatch.cli.bench.render.style import (
-    BACKGROUND,
-    CHUNK_COLOURS,
-    EMPTY_SLOT,
-    TEXT,
-    WIDTH,
-    axes_grid,
-    new_figure,
-    with_style,
-)
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from cbatch.cli.bench.render.style import BACKGROUND, CHUNK_COLOURS, EMPTY_SLOT, TEXT, WIDTH, axes_grid, new_figure
 
 MAX_CHUNKS = len(CHUNK_COLOURS)
 RESERVED_PROMPTS = 3
@@ -93,7 +83,6 @@ def lay_out(chunks: list[tuple[RecordedChunk, BlockTable]], block_size: int) -> 
     return drawn, left - gap
 
 
-@with_style
 def plot_step(record: RunRecord) -> Figure:
     """The example step of a record. Raises ValueError if it has none."""
     example = record.example

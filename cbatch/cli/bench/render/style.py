@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import re
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from cbatch.cli.bench.recorder import TokenKind
-from cbatch.cli.bench.render.timeline import KIND_LABELS, KINDS
-from cbatch.engine import ConfigError
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from cbatch.cli.bench.render.timeline import KIND_LABELS
 
 WIDTH = 9.2
 """Inches; 883 pixels in a browser, the width of a README on GitHub."""
@@ -59,80 +59,52 @@ SETTINGS: dict[str, Any] = {
 """Text is drawn as paths, since a viewer's own fonts may be wider or narrower."""
 
 
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
-
-
-def require_matplotlib() -> None:
-    """Raises ConfigError if it is not installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("Pictures need matplotlib: pip install 'cbatch[plot]'.") from error
-
-
-def with_style(draw: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Makes a function draw with SETTINGS, and raise ConfigError if matplotlib is not installed."""
-
-    @functools.wraps(draw)
-    def draw_styled(*args: Given.args, **kwargs: Given.kwargs) -> Result:
-        require_matplotlib()
-        import matplotlib
-
-        with matplotlib.rc_context():
-            matplotlib.rcdefaults()
-            matplotlib.rcParams.update(SETTINGS)
-            return draw(*args, **kwargs)
-
-    return draw_styled
+@contextmanager
+def picture_style() -> Iterator[None]:
+    """Draws with SETTINGS, whatever settings of matplotlib the user has."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(SETTINGS)
+        yield
 
 
 def new_figure(height: float, title: str, subtitle: str = "") -> Figure:
     """An empty figure, `height` inches high, with a title that says what to see in it."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(WIDTH, height), facecolor=BACKGROUND)
     figure.text(0.12 / WIDTH, 1 - 0.12 / height, title, size=12, weight="bold", va="top", color=TEXT)
     figure.text(0.12 / WIDTH, 1 - 0.38 / height, subtitle, size=9, va="top", color=MUTED)
     return figure
 
 
-def axes_grid(figure: Figure, heights: Iterable[float], columns: int = 1, **margins: float) -> list[Axes]:
-    """A grid of axes, row by row. A single column shares its x axis.
-
-    heights: relative heights of the rows
-    margins: left, right, top and bottom in inches, and the gaps wspace and hspace as shares of the axes
-    """
-    rows = list(heights)
+def axes_grid(
+    figure: Figure,
+    heights: Sequence[float],
+    columns: int = 1,
+    *,
+    left: float,
+    right: float = 0.2,
+    top: float,
+    bottom: float,
+    **spaces: float,
+) -> list[Axes]:
+    """Rows of axes with these relative heights. Margins in inches; `hspace` and `wspace` as in matplotlib."""
     height = figure.get_figheight()
-    inches = {"left": 0.6, "right": 0.2, "top": 0.75, "bottom": 0.5} | margins
-    gridspec = {
-        "height_ratios": rows,
-        "left": inches["left"] / WIDTH,
-        "right": 1 - inches["right"] / WIDTH,
-        "top": 1 - inches["top"] / height,
-        "bottom": inches["bottom"] / height,
-        "hspace": inches.get("hspace", 0.2),
-        "wspace": inches.get("wspace", 0.2),
-    }
-    grid = figure.subplots(len(rows), columns, squeeze=False, sharex=columns == 1, gridspec_kw=gridspec)
-    return [axes for row in grid for axes in row]
+    margins = {"left": left / WIDTH, "right": 1 - right / WIDTH, "top": 1 - top / height, "bottom": bottom / height}
+    gridspec = {"height_ratios": heights, **margins, **spaces}
+    return list(figure.subplots(len(heights), columns, squeeze=False, sharex=columns == 1, gridspec_kw=gridspec).flat)
 
 
-def add_legend(figure: Figure, kinds: Iterable[TokenKind] = KINDS, *, top: float = 0.72) -> None:
-    """Adds a line of coloured squares with their meaning, `top` inches below the top edge."""
-    from matplotlib.patches import Rectangle
-
-    y, x = 1 - top / figure.get_figheight(), 0.12
-    for kind in kinds:
-        side = 0.12
-        size: dict[str, Any] = {"width": side / WIDTH, "height": side / figure.get_figheight()}
-        figure.add_artist(Rectangle((x / WIDTH, y), **size, color=KIND_COLOURS[kind], linewidth=0))
-        figure.text((x + 0.18) / WIDTH, y, KIND_LABELS[kind], size=9, va="bottom", color=TEXT)
-        x += 0.45 + 0.075 * len(KIND_LABELS[kind])
+def add_legend(figure: Figure) -> None:
+    """Adds a line of coloured squares with the kinds of work that they stand for."""
+    height, x, side = figure.get_figheight(), 0.12, 0.12
+    y = 1 - 0.72 / height
+    for kind, label in KIND_LABELS.items():
+        square = Rectangle((x / WIDTH, y), side / WIDTH, side / height, color=KIND_COLOURS[kind], linewidth=0)
+        figure.add_artist(square)
+        figure.text((x + 0.18) / WIDTH, y, label, size=9, va="bottom", color=TEXT)
+        x += 0.45 + 0.075 * len(label)
 
 
-@with_style
 def svg_text(figure: Figure, title: str) -> str:
     """A figure as SVG text, the same for the same data."""
     file = io.StringIO()

@@ -6,113 +6,115 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from cbatch.cli.bench.load.results import LoadResult
 from cbatch.cli.bench.metrics import OutputDifference, RunMetrics
-from cbatch.cli.bench.results import AnyResult, FailedPeer, PromptMemory, TokenCost
+from cbatch.cli.bench.results import AnyResult, FailedPeer
+from cbatch.cli.bench.techniques import PromptMemory, TokenCost
 from cbatch.cli.common.percentiles import Percentiles
 from cbatch.engine import format_bytes
 
-Table = list[list[str]]
-"""Lines of cells; the first line holds the headings."""
+Table = list[dict[str, str]]
+"""Lines of cells by heading. The first line has all headings; where others lack one, the cell is empty."""
 
 
 def strategy_table(results: Sequence[AnyResult]) -> Table:
     """Speed and latency, one line a strategy or peer. Speedups are relative to the first of them."""
-    head = ["strategy", "seconds", "output tok/s", "speedup", "of roofline", "first token p50 / p99"]
-    head += ["per token p50 / p99", "equal outputs"]
-    table = [head]
+    table: Table = []
+    first_s: float | None = None
     for result in results:
         if isinstance(result, FailedPeer):
-            table.append([result.title, result.error, *[""] * (len(head) - 2)])
+            table.append({"strategy": result.title, "seconds": result.error})
             continue
         metrics = result.metrics
+        first_s = first_s or metrics.elapsed_s
+        latency = (metrics.ttft_s, metrics.tpot_s) if isinstance(metrics, RunMetrics) else None
         table.append(
-            [
-                result.title,
-                f"{metrics.elapsed_s:.2f}",
-                f"{metrics.output_tokens_per_s:,.0f}",
-                _speedup(results[0], metrics.elapsed_s),
-                f"{result.floor_share:.1%}",
-                _pair(metrics.ttft_s) if isinstance(metrics, RunMetrics) else "",
-                _pair(metrics.tpot_s) if isinstance(metrics, RunMetrics) else "",
-                _agreement(result.difference),
-            ]
+            {
+                "strategy": result.title,
+                "seconds": f"{metrics.elapsed_s:.2f}",
+                "output tok/s": f"{metrics.output_tokens_per_s:,.0f}",
+                "speedup": f"{first_s / metrics.elapsed_s:.2f}",
+                "of roofline": f"{result.floor_share:.1%}",
+                "first token p50 / p99": _pair(latency[0]) if latency else "",
+                "per token p50 / p99": _pair(latency[1]) if latency else "",
+                "equal outputs": _agreement(result.difference),
+            }
         )
     return table
 
 
 def waste_table(runs: Mapping[str, RunMetrics]) -> Table:
     """What was computed and what was wasted, one line a strategy. `runs`: metrics by title."""
-    head = ["strategy", "steps", "tokens computed", "a step", "padding", "past the end", "idle slots", "preempted"]
-    head += ["cache peak", "memory peak", "outside model"]
-    table = [head]
-    for title, metrics in runs.items():
-        table.append(
-            [
-                title,
-                f"{metrics.steps:,}",
-                f"{metrics.tokens_computed:,}",
-                f"{metrics.tokens_per_step:.1f}",
-                f"{metrics.padded_token_share:.0%}",
-                f"{metrics.wasted_output_share:.0%}",
-                f"{metrics.idle_slot_share:.0%}",
-                f"{metrics.preemptions:,}",
-                f"{metrics.cache_use_peak:.1%}",
-                format_bytes(metrics.peak_memory_bytes or 0),
-                f"{metrics.outside_model_share:.1%}",
-            ]
-        )
-    return table
+    return [
+        {
+            "strategy": title,
+            "steps": f"{metrics.steps:,}",
+            "tokens computed": f"{metrics.tokens_computed:,}",
+            "a step": f"{metrics.tokens_per_step:.1f}",
+            "padding": f"{metrics.padded_token_share:.0%}",
+            "past the end": f"{metrics.wasted_output_share:.0%}",
+            "idle slots": f"{metrics.idle_slot_share:.0%}",
+            "preempted": f"{metrics.preemptions:,}",
+            "cache peak": f"{metrics.cache_use_peak:.1%}",
+            "memory peak": format_bytes(metrics.peak_memory_bytes or 0),
+            "outside model": f"{metrics.outside_model_share:.1%}",
+        }
+        for title, metrics in runs.items()
+    ]
 
 
 def memory_table(entries: Iterable[PromptMemory]) -> Table:
     """A long prompt in chunks and whole."""
-    table = [["tokens a step", "prompt", "peak memory", "first token"]]
-    for entry in entries:
-        memory = format_bytes(entry.peak_bytes)
-        table.append([f"{entry.tokens_a_step:,}", f"{entry.prompt_tokens:,}", memory, seconds(entry.elapsed_s)])
-    return table
+    return [
+        {
+            "tokens a step": f"{entry.tokens_a_step:,}",
+            "prompt": f"{entry.prompt_tokens:,}",
+            "peak memory": format_bytes(entry.peak_bytes),
+            "first token": seconds(entry.elapsed_s),
+        }
+        for entry in entries
+    ]
 
 
 def cost_table(entries: Iterable[TokenCost]) -> Table:
     """One more token after longer and longer contexts."""
-    table = [["context", "with cache", "without", "speedup"]]
-    for entry in entries:
-        kept, recomputed = entry.with_cache_s, entry.without_cache_s
-        speedup = f"{recomputed / kept:.1f}"
-        table.append([f"{entry.context_tokens:,}", seconds(kept), seconds(recomputed), speedup])
-    return table
+    return [
+        {
+            "context": f"{entry.context_tokens:,}",
+            "with cache": seconds(entry.with_cache_s),
+            "without": seconds(entry.without_cache_s),
+            "speedup": f"{entry.without_cache_s / entry.with_cache_s:.1f}",
+        }
+        for entry in entries
+    ]
 
 
 def load_table(runs: Mapping[int, LoadResult]) -> Table:
     """How users were served, one line a run. `runs`: results by number of users."""
-    table = [["users", "within SLO", "answers", "first token p50 / p99", "tok/s a user p50 / p10", "tok/s in all"]]
+    table: Table = []
     for users, result in runs.items():
-        speeds = [1 / tpot if tpot else 0.0 for tpot in (result.tpot_s.p50, result.tpot_s.p90)]
+        p50, p10 = (1 / tpot if tpot else 0.0 for tpot in (result.tpot_s.p50, result.tpot_s.p90))
         served = result.users_served
         table.append(
-            [
-                f"{users:,}",
-                f"{served:.0%}" if served is not None else "-",
-                f"{result.answers:,}" + (f", {result.errors} errors" if result.errors else ""),
-                _pair(result.ttft_s),
-                f"{speeds[0]:,.0f} / {speeds[1]:,.0f}",
-                f"{result.output_tokens_per_s:,.0f}",
-            ]
+            {
+                "users": f"{users:,}",
+                "within SLO": f"{served:.0%}" if served is not None else "-",
+                "answers": f"{result.answers:,}" + (f", {result.errors} errors" if result.errors else ""),
+                "first token p50 / p99": _pair(result.ttft_s),
+                "tok/s a user p50 / p10": f"{p50:,.0f} / {p10:,.0f}",
+                "tok/s in all": f"{result.output_tokens_per_s:,.0f}",
+            }
         )
     return table
 
 
 def markdown_lines(table: Table) -> list[str]:
     """A Markdown table with aligned columns: the first to the left, the others to the right."""
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-
-    def padded(cells: list[str]) -> str:
-        texts = [
-            cell.ljust(w) if n == 0 else cell.rjust(w) for n, (cell, w) in enumerate(zip(cells, widths, strict=True))
-        ]
-        return f"| {' | '.join(texts)} |"
-
+    head = list(table[0])
+    lines = [head, *([line.get(heading, "") for heading in head] for line in table)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     rule = "|".join("-" * (width + 2) if n == 0 else "-" * (width + 1) + ":" for n, width in enumerate(widths))
-    return [padded(table[0]), f"|{rule}|", *(padded(line) for line in table[1:])]
+    formats = [f"{{:{'>' if n else '<'}{width}}}" for n, width in enumerate(widths)]
+    shown = [f"| {' | '.join(formats).format(*cells)} |" for cells in lines]
+    return [shown[0], f"|{rule}|", *shown[1:]]
 
 
 def seconds(value: float | None) -> str:
@@ -120,10 +122,6 @@ def seconds(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value * 1000:.1f} ms" if value < 0.1 else f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
-
-
-def _speedup(first: AnyResult, elapsed_s: float) -> str:
-    return "" if isinstance(first, FailedPeer) else f"{first.metrics.elapsed_s / elapsed_s:.2f}"
 
 
 def _pair(times: Percentiles) -> str:

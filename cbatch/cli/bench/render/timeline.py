@@ -17,7 +17,6 @@ KIND_LABELS: dict[TokenKind, str] = {
 }
 
 SIDE_BY_SIDE = ("static batches", "continuous")
-"""Titles of the strategies whose timelines are drawn one below the other."""
 
 SHARES = ("useful", "padding", "idle", "empty")
 MAX_LANES = 32
@@ -42,6 +41,15 @@ class Interval:
     end: float
     is_entry: bool = False
 
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+def side_by_side(records: Mapping[str, RunRecord]) -> dict[str, RunRecord]:
+    """Those of the records, by title, whose timelines are drawn one below the other."""
+    return {title: records[title] for title in SIDE_BY_SIDE if title in records}
+
 
 def chunk_intervals(step: RecordedStep) -> Iterator[Interval]:
     """An interval for each chunk of a step. Chunks of one slot share the step's time by their tokens."""
@@ -53,6 +61,14 @@ def chunk_intervals(step: RecordedStep) -> Iterator[Interval]:
         start = starts[chunk.slot]
         starts[chunk.slot] = end = start + (step.end - step.start) * chunk.tokens / tokens[chunk.slot]
         yield Interval(chunk.slot, chunk.request, chunk.kind, start, end)
+
+
+def binned(record: RunRecord, bin_s: float, bins: int) -> Iterator[tuple[Interval, int, float]]:
+    """Cuts the intervals of all chunks into bins of `bin_s` seconds: yields interval, bin and seconds in it."""
+    for step in record.steps:
+        for interval in chunk_intervals(step):
+            for n in range(min(int(interval.start / bin_s), bins - 1), min(int(interval.end / bin_s), bins - 1) + 1):
+                yield interval, n, min(interval.end, (n + 1) * bin_s) - max(interval.start, n * bin_s)
 
 
 def slot_intervals(record: RunRecord) -> list[Interval]:
@@ -82,7 +98,7 @@ def time_shares(record: RunRecord) -> dict[str, float]:
     seconds = dict.fromkeys(KINDS, 0.0)
     for step in record.steps:
         for interval in chunk_intervals(step):
-            seconds[interval.kind] += interval.end - interval.start
+            seconds[interval.kind] += interval.seconds
     busy = sum(seconds.values())
     whole = max(record.slots * record.elapsed_s, busy) or 1.0
     useful = seconds["prefill"] + seconds["decode"]
@@ -142,12 +158,9 @@ def _dominant_kinds(record: RunRecord, columns: int, end: float) -> dict[tuple[i
     """The kind that took most of the time of each slot and column, unless it was empty for longer."""
     bin_s = end / columns
     seconds: dict[tuple[int, int], dict[TokenKind, float]] = {}
-    for step in record.steps:
-        for interval in chunk_intervals(step):
-            for n in range(_column(interval.start, columns, end), _column(interval.end, columns, end) + 1):
-                overlap = min(interval.end, (n + 1) * bin_s) - max(interval.start, n * bin_s)
-                cell = seconds.setdefault((interval.slot, n), {})
-                cell[interval.kind] = cell.get(interval.kind, 0.0) + overlap
+    for interval, n, overlap in binned(record, bin_s, columns):
+        cell = seconds.setdefault((interval.slot, n), {})
+        cell[interval.kind] = cell.get(interval.kind, 0.0) + overlap
     chosen: dict[tuple[int, int], TokenKind] = {}
     for place, cell in seconds.items():
         kind = max(cell, key=lambda kind: cell[kind])
