@@ -174,7 +174,7 @@ class RequestBuilder:
         if row.tools and self.options.raw:
             raise RequestError("invalid_row", "tools need the chat template, and --raw skips it")
         if row.tools and not self._takes_tools:
-            raise RequestError("invalid_row", "this model's chat template does not support tools")
+            raise RequestError("invalid_row", "this model's chat template takes no tools")
         if row.prompt is not None:
             if row.raw or self.options.raw or not self._has_template:
                 return row.prompt

@@ -174,7 +174,7 @@ def test_the_order_of_a_schema_is_in_the_key(tmp_path: Path) -> None:
 def test_tools_that_the_template_would_drop_are_refused(tmp_path: Path) -> None:
     """Guards against an answer without the tools."""
     (row,) = run(tmp_path, [{"prompt": "a", "tools": [TOOL]}], THINKS)
-    assert "does not support tools" in row["error"]["message"]
+    assert "takes no tools" in row["error"]["message"]
 
 
 @pytest.mark.parametrize("options", [["--max-batch-tokens", "3"], ["--max-seqs", "1"]])
