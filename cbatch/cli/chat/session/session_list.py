@@ -7,11 +7,6 @@ from cbatch.cli.common.console import safe
 from cbatch.cli.common.exits import UserError
 
 
-def is_name(text: str) -> bool:
-    """Whether a session can have this name: one word, not a number, and nothing that steers a terminal."""
-    return len(text.split()) == 1 and not text.isdecimal() and len(text) <= 60 and safe(text) == text
-
-
 class SessionList:
     """Open sessions in order. `current` is the one on the screen, once there is any."""
 
@@ -31,7 +26,7 @@ class SessionList:
     def add_loaded(self, session: Session) -> Session:
         """Adds a session from a file; it gets another name if its own is taken or cannot be one."""
         taken = {other.name for other in self.sessions}
-        if not is_name(session.name):
+        if not _is_name(session.name):
             session.name = "loaded"
         names = (session.name if n == 1 else f"{session.name}-{n}" for n in range(1, len(taken) + 2))
         session.name = next(name for name in names if name not in taken)
@@ -60,6 +55,11 @@ class SessionList:
             return f"s{number}"
         if name in taken:
             raise UserError(f"There is a session {name} already.")
-        if not is_name(name):
+        if not _is_name(name):
             raise UserError("A name is one word of at most 60 characters, and not a number.")
         return name
+
+
+def _is_name(text: str) -> bool:
+    """Whether a session can have this name: one word, not a number, and nothing that steers a terminal."""
+    return len(text.split()) == 1 and not text.isdecimal() and len(text) <= 60 and safe(text) == text

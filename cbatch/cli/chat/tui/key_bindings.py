@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from prompt_toolkit.filters import Condition, has_focus, is_searching
@@ -10,19 +9,15 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent, merge_key_bin
 from prompt_toolkit.key_binding.key_bindings import KeyBindingsBase
 from prompt_toolkit.widgets import TextArea
 
+from cbatch.cli.chat.commands.registry import CommandUI
 
-class KeyTarget(Protocol):
+
+class KeyTarget(CommandUI, Protocol):
     """What keys act on."""
 
     input: TextArea
 
     def on_ctrl_c(self) -> None: ...
-
-    def exit(self) -> None: ...
-
-    def set_input(self, text: str) -> None: ...
-
-    def open_editor(self, text: str, then: Callable[[str], None]) -> None: ...
 
     def scroll(self, pages: int) -> None: ...
 
