@@ -140,19 +140,19 @@ def test_a_batch_runs_under_a_live_chat(runs: ForkServer, tmp_path: Path) -> Non
 def test_a_batch_is_stopped_and_resumed(runs: ForkServer, tmp_path: Path) -> None:
     """Guards leaving while a batch runs: finished rows are on disk, and the run can be resumed."""
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    rows = [{"prompt": "Tell me a story.", "ignore_eos": True, "max_tokens": 30 + n} for n in range(400)]
+    rows = [{"prompt": "Tell me a story.", "ignore_eos": True, "max_tokens": 30 + n} for n in range(120)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with Chat(runs, tmp_path) as chat:
         chat.wait("KV cache:")
         chat.say(f"/run {source} -o {out}")
-        chat.wait("/400,")
+        chat.wait("/120,")
         while not out.read_bytes():
             chat.pump()
         assert chat.leave() == 0
     kept = len(out.read_bytes().splitlines())
-    assert 0 < kept < 400
+    assert 0 < kept < 120
     assert runs.start("run", source, "-o", out, "--resume").code() == 0
-    assert [json.loads(line)["index"] for line in out.read_bytes().splitlines()] == list(range(400))
+    assert [json.loads(line)["index"] for line in out.read_bytes().splitlines()] == list(range(120))
 
 
 def test_sessions_survive_a_kill(runs: ForkServer, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_dozen_kills(runs: ForkServer, model_folder: Path, tmp_path: Path) -> 
     assert test.counts.torn >= 5 and test.counts.in_ordering >= 4
 
 
-LONG = [{"id": n, "prompt": f"row {n}", "temperature": 1.0, "max_tokens": 3 if n < 4 else 200} for n in range(40)]
+LONG = [{"id": n, "prompt": f"row {n}", "temperature": 1.0, "max_tokens": 3 if n < 4 else 90} for n in range(40)]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
