@@ -14,7 +14,7 @@ from cbatch.engine.runtime.batch import RaggedBatch
 
 
 def seconds(work: Callable[[], Any], device: torch.device, repeats: int = 10, rounds: int = 3) -> float:
-    """Seconds of one call of `work`: the median of some rounds, after one that does not count. On a CPU it is tried once."""
+    """Seconds of one call of `work`: the median of some rounds, after one that does not count. A CPU does one."""
     if device.type == "cpu":
         repeats = rounds = 1
     times = []
