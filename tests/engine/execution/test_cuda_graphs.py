@@ -1,4 +1,4 @@
-"""Guards recorded decode steps. Without a GPU what is recorded is called again, on the same tensors."""
+"""Decode steps as CUDA graphs. Without a GPU, a replay calls the function again on the same tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.kernels]
 
 
 class Repeater:
-    """Does what a graph does: runs the same again, and gives the same tensor."""
+    """Does what a graph does: runs the same again and returns the same tensor."""
 
     def __init__(self) -> None:
         self.recorded = self.replayed = 0
@@ -61,7 +61,7 @@ def recorder() -> GraphRecorder | Repeater:
 
 
 def test_sizes() -> None:
-    """Guards the sizes of graphs: none too small, few of them, and little computed for nothing."""
+    """Guards the sizes of graphs: none is too small, there are few, and padding is small."""
     sizes = {rows: graph_size_for(rows) for rows in range(1, 513)}
     assert all(rows <= size <= max(rows + 31, 4) for rows, size in sizes.items())
     assert len(set(sizes.values())) < 40 and sizes[1] == 1 and sizes[256] == 256
@@ -69,7 +69,7 @@ def test_sizes() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3, norms", "mistral, window"])
 def test_equals_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the engine with graphs, ahead of its host: rows that leave and come, filled-up sizes, the same tokens."""
+    """Guards the engine with graphs and overlap: requests come and go, batches are padded, tokens stay the same."""
     model = model_of(network_of(name))
     engine = engine_around(monkeypatch, model, max_batch_tokens=8, run_ahead=True)
     record = recorder()
@@ -80,8 +80,8 @@ def test_equals_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert record.recorded >= 2 and record.replayed > record.recorded
 
 
-def test_other_steps_are_left_alone() -> None:
-    """Guards the choice: prompts, more rows than there are graphs for, and rows that find no room go the usual way."""
+def test_other_steps_run_without_graphs() -> None:
+    """Guards the choice: prompts, too many rows, and rows that do not fit in the buffers run without graphs."""
     model, prompts = model_of(network_of("llama")), make_prompts([9, 9])
     kv_cache = kv_cache_of(model)
     graphs = DecodeGraphs(model, TritonAttention(DEVICE), kv_cache, 2, recorder())
@@ -98,8 +98,8 @@ def test_other_steps_are_left_alone() -> None:
             torch.testing.assert_close(found, logits_of(model, step, kv_cache))
 
 
-def test_a_step_that_cannot_be_recorded_is_computed(caplog: pytest.LogCaptureFixture) -> None:
-    """Guards against devices and libraries that do not let themselves be recorded: all steps go the usual way."""
+def test_a_step_that_cannot_be_captured_runs(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards devices and libraries that cannot be captured: all steps run without graphs."""
     model, prompts = model_of(network_of("llama")), make_prompts([9, 9])
     kv_cache, record = kv_cache_of(model), Repeater()
     graphs = DecodeGraphs(model, TritonAttention(DEVICE), kv_cache, 2, record)
@@ -112,8 +112,8 @@ def test_a_step_that_cannot_be_recorded_is_computed(caplog: pytest.LogCaptureFix
         assert graphs.forward(alone) is None and len(caplog.records) == 1
 
 
-def test_a_step_is_computed_where_memory_does_not_suffice_to_record_it(caplog: pytest.LogCaptureFixture) -> None:
-    """Guards a full device: the step is not made smaller for it, recordings that are there stay, as do smaller ones.
+def test_a_step_runs_if_its_capture_runs_out_of_memory(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards a full device: the step is not made smaller, and existing and smaller graphs stay in use.
 
     A recording that fails is not tried again: each attempt would cost memory for good.
     """
@@ -146,8 +146,8 @@ def test_a_step_is_computed_where_memory_does_not_suffice_to_record_it(caplog: p
     assert record.recorded == 2 and sorted(graphs._recordings) == [1, 4] and len(caplog.records) == 1
 
 
-def test_a_driver_does_without_graphs_where_memory_does_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the size of steps: that a graph finds no memory does not mean that the step does not."""
+def test_a_failed_capture_does_not_shrink_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the size of steps: a graph that does not fit in memory does not mean that the step does not."""
     model, record = model_of(network_of("qwen3, norms")), Repeater()
     record.error = torch.OutOfMemoryError("CUDA out of memory")
     with engine_around(monkeypatch, model) as engine:
@@ -160,8 +160,8 @@ def test_a_driver_does_without_graphs_where_memory_does_not_suffice(monkeypatch:
     assert found == expected_of("qwen3, norms") and engine_thread.num_retries == engine_thread.num_shrinks == 0
 
 
-def test_the_first_run_has_to_come_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards recordings from kernels that are not compiled yet, where memory was full the first time."""
+def test_the_first_run_has_to_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards captures against kernels that are not compiled yet because the first run failed."""
     model, record = model_of(network_of("llama")), Repeater()
     graphs = DecodeGraphs(model, TritonAttention(DEVICE), kv_cache_of(model), 2, record)
     step = batch_of(make_prompts([1]))
@@ -180,7 +180,7 @@ def test_the_first_run_has_to_come_through(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_cache_goes_with_its_graphs() -> None:
-    """Guards a device's memory, which the cache takes most of: nothing waits for the collector of cycles."""
+    """Guards a device's memory: the cache is freed without waiting for the garbage collector."""
     model = model_of(network_of("llama"))
     kv_cache = kv_cache_of(model)
     graphs, alive = DecodeGraphs(model, TritonAttention(DEVICE), kv_cache, 2, Repeater()), weakref.ref(kv_cache)

@@ -1,4 +1,4 @@
-"""The size of the KV cache beside the largest step. A device of the tests stands in for a GPU; the steps are real."""
+"""The size of the KV cache beside the largest step. The GPU is simulated; the steps are real."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from cbatch.engine.runtime.memory import DeviceMemory
 from tests.support.tiny_models import VOCABULARY, loaded, make_engine, make_network, make_prompts, no_collector
 
 MIB, GIB = 2**20, 2**30
-A_TOKEN = MIB // 8
-"""Bytes that the device of these tests counts for each token of a step."""
+BYTES_PER_TOKEN = MIB // 8
+"""Bytes that the simulated device counts for each token of a step."""
 
 
 @dataclass
 class Gpu:
-    """A device of 10 GiB, on which a step takes so much a token, and leaves some of it taken, as libraries do."""
+    """A device of 10 GiB, on which a step takes `BYTES_PER_TOKEN`, and keeps some of them, as libraries do."""
 
     total: int = 10 * GIB
     left_behind: int = 0
@@ -58,7 +58,7 @@ class Gpu:
         step()
         assert len(self.steps) == before + 1, "nothing was computed"
         self.taken = self.left_behind
-        peak = len(self.steps[-1].input_ids) * A_TOKEN
+        peak = len(self.steps[-1].input_ids) * BYTES_PER_TOKEN
         if peak > self.for_activations:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return peak
@@ -66,7 +66,7 @@ class Gpu:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    """Every engine of the test believes to be on it."""
+    """Makes every engine of the test see this device."""
     made = Gpu()
     forward = TransformersModel.forward
 
@@ -88,7 +88,7 @@ def make(**config: Any) -> Engine:
 def choose(
     memory: str | None = None, num_blocks: int | None = None, limits: StepLimits | None = None, **gpu: int
 ) -> int:
-    """Blocks of 1 MiB, of which 100,000 would be of use, on such a device."""
+    """Chooses from blocks of 1 MiB, of which 100,000 would be useful, on such a device."""
     device = Gpu(**gpu)
     model = checked_model(make_network("llama"))
     forward = model.forward
@@ -102,50 +102,50 @@ def choose(
     return choose_num_blocks(cache_size, model, ReferenceAttention(), 4, limits or StepLimits(2, 64), device.memory)
 
 
-STEP = 64 * A_TOKEN + RESERVED_BYTES
+STEP = 64 * BYTES_PER_TOKEN + RESERVED_BYTES
 
 
-def test_the_cache_gets_what_is_asked_for_where_there_is_room() -> None:
+def test_the_cache_gets_what_is_requested_if_it_fits() -> None:
     """Guards the contract: 90% of what is free after the weights, or an amount, or a number of blocks."""
     assert choose() == 9 * GIB // MIB and choose("50%") == 5 * GIB // MIB
     assert choose("4GiB") == 4096 and choose(num_blocks=7) == 7
 
 
-def test_a_step_keeps_its_room() -> None:
-    """Guards steps on full devices: of a share that is too large the cache gets what a step and the reserve leave."""
+def test_a_percentage_leaves_memory_for_a_step() -> None:
+    """Guards steps on full devices: a percentage that is too large is reduced to what a step and the reserve leave."""
     assert choose("100%") == (10 * GIB - STEP) // MIB
     assert choose("100%", left_behind=100 * MIB) == (10 * GIB - STEP) // MIB - 100
     assert choose(total=2 * STEP) == STEP // MIB, "less than the 90% of the default"
 
 
 @pytest.mark.parametrize("asked", [{"memory": "9.99GiB"}, {"num_blocks": 10_230}])
-def test_an_amount_that_leaves_no_room_for_a_step_is_refused(asked: dict[str, Any]) -> None:
-    """Guards against a run that starts, and ends with its first full step; the message has the figures."""
+def test_an_amount_that_leaves_too_little_for_a_step_is_refused(asked: dict[str, Any]) -> None:
+    """Guards against a run that fails at its first full step; the message has the figures."""
     takes = r"A step of 64 tokens in up to 2 sequences takes 264.0 MiB of the 10.0 GiB that are free on gpu:7"
     with pytest.raises(ConfigError, match=rf"10.0 GiB was asked for. {takes}, so 9.7 GiB are left.*--max-batch-tokens"):
         choose(**asked)
 
 
 def test_more_than_is_free_is_refused_before_any_step() -> None:
-    """Guards the time until the message where nothing has to be measured for it."""
+    """Guards the time until the message if nothing has to be measured for it."""
     with pytest.raises(ConfigError, match=r"20.0 GiB was asked for, and 10.0 GiB are free on gpu:7"):
         choose("20GiB")
 
 
 def test_a_step_that_leaves_nothing_is_refused() -> None:
-    """Guards the sentence: how much a step of so many tokens takes, and what makes it smaller."""
+    """Guards the message: how much such a step takes, and what makes it smaller."""
     with pytest.raises(ConfigError, match=r"A step of 64 tokens.* takes 264.0 MiB of the 264.0 MiB.*leaves no room.*"):
         choose(total=STEP)
 
 
-def test_memory_that_ends_in_the_trial_is_a_sentence() -> None:
-    """Guards the pass itself: a step that does not fit even without a cache."""
+def test_running_out_of_memory_while_profiling_is_a_clear_error() -> None:
+    """Guards the profiling: a step that does not fit even without a cache."""
     with pytest.raises(ConfigError, match=r"takes more than the 10.0 GiB that are free.*--max-batch-tokens") as caught:
         choose(for_activations=4 * MIB)
     assert caught.value.__context__ is None, "what was raised before holds the tensors of the step"
 
 
-def test_other_errors_of_the_trial_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_while_profiling_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the reason of a failure that has nothing to do with memory."""
 
     def broken(*_: Any) -> Any:
@@ -156,8 +156,8 @@ def test_other_errors_of_the_trial_are_not_hidden(monkeypatch: pytest.MonkeyPatc
         choose()
 
 
-def test_the_largest_steps_are_tried(gpu: Gpu) -> None:
-    """Guards the measure: all tokens in few rows and in all seats, and a token in every seat behind long texts."""
+def test_the_largest_steps_are_profiled(gpu: Gpu) -> None:
+    """Guards the profile: all tokens in few and in many prompts, and a decode step with long contexts."""
     engine = make(kv_cache_memory="20%")
     gpu.steps, seen = [], gpu.steps[-3:]
     few, many, decode = ([stop - start for start, stop in zip(one.starts, one.stops, strict=True)] for one in seen)
@@ -167,8 +167,8 @@ def test_the_largest_steps_are_tried(gpu: Gpu) -> None:
     assert engine.limits.num_blocks == 6 * 40, "no more than every seat can use"
 
 
-def test_long_budgets_are_tried_in_several_rows() -> None:
-    """Guards budgets beyond the context, caches that hold less than the context, and those of a single seat."""
+def test_budgets_beyond_the_context_are_profiled_in_several_prompts() -> None:
+    """Guards budgets beyond the context, caches smaller than the context, and a single slot."""
     model = checked_model(make_network("llama"))
 
     def bounds(limits: StepLimits, cache_tokens: int) -> list[list[tuple[int, int]]]:
@@ -184,8 +184,8 @@ def test_long_budgets_are_tried_in_several_rows() -> None:
     assert bounds(StepLimits(4, 2), 0) == [[(0, 1), (0, 1)], [(0, 1), (0, 1)], [(0, 1), (0, 1)]]
 
 
-def test_every_row_of_the_trial_asks_for_everything(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the memory of sampling: logits of all seats through forms, penalties, filters and log-probabilities."""
+def test_every_profiled_request_uses_all_features(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the memory of sampling: constraints, penalties, filters and log-probabilities in all slots."""
     evaluation, seen = sizing.PendingSample, []
 
     def watch(*arguments: Any) -> Any:
@@ -201,8 +201,8 @@ def test_every_row_of_the_trial_asks_for_everything(gpu: Gpu, monkeypatch: pytes
     assert all(sample.error is None and len(sample.logprobs.top) == 20 for sample in done.get().samples)
 
 
-def test_what_lay_in_memory_before_is_not_computed_with(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the trial against rows that are no numbers, whose sampling goes another way."""
+def test_profiling_does_not_read_uninitialized_memory(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the profile against NaN, which takes another path through the sampler."""
 
     class Dirty(KVCache):
         def __init__(self, *arguments: Any) -> None:
@@ -223,16 +223,16 @@ def test_what_lay_in_memory_before_is_not_computed_with(gpu: Gpu, monkeypatch: p
     assert len(errors) == 5 and not any(errors)
 
 
-def test_graphs_are_reckoned_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the memory that recorded decode steps keep for themselves: once more what such a step takes."""
+def test_the_memory_of_graphs_is_included(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the memory that CUDA graphs keep: once more what a decode step takes."""
     monkeypatch.setattr(sizing, "graph_parts", lambda model, attention, wanted: wanted)
-    expected = (10 * GIB - STEP - 2 * A_TOKEN) // MIB
+    expected = (10 * GIB - STEP - 2 * BYTES_PER_TOKEN) // MIB
     assert choose("100%", limits=StepLimits(2, 64, graphs=True)) == expected
     assert choose("100%", limits=StepLimits(2, 64, graphs=False)) > expected
 
 
-def test_the_trial_leaves_nothing_behind(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the memory of the small cache, the real one's blocks, and outputs: all as without a trial."""
+def test_profiling_leaves_nothing_behind(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards memory, blocks and outputs: all are as without profiling."""
     pools: list[weakref.ref[KVCache]] = []
 
     class Watched(KVCache):
@@ -253,8 +253,10 @@ def test_the_trial_leaves_nothing_behind(gpu: Gpu, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
-def test_a_cache_that_cannot_be_made_is_a_sentence(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Guards the moment between measuring and taking: figures, and nothing held of the half that was made."""
+def test_a_cache_that_cannot_be_allocated_is_a_clear_error(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Guards the moment between measuring and allocating: the message has figures, and no memory is held."""
     halves: list[weakref.ref[torch.Tensor]] = []
 
     class Full(KVCache):
@@ -274,7 +276,7 @@ def test_a_cache_that_cannot_be_made_is_a_sentence(gpu: Gpu, monkeypatch: pytest
 
 
 def test_an_engine_that_was_refused_holds_no_memory(gpu: Gpu) -> None:
-    """Guards a second try with other options in the same process: the weights of the first are gone."""
+    """Guards a second attempt with other options in the same process: the weights of the first are freed."""
     gpu.total = STEP
     with no_collector():
         network = make_network("llama")
@@ -295,13 +297,13 @@ def host(memory: str | None = None, num_blocks: int | None = None, per_block: in
 
 
 def test_the_cache_takes_no_more_than_it_can_use() -> None:
-    """Guards a laptop's memory: never more than every seat's full context needs."""
+    """Guards a laptop's memory: never more than the full context of every slot needs."""
     assert host("10MiB") == 10 and host("1GiB") == 50 and host() == 50 and host(num_blocks=7) == 7
 
 
 @pytest.mark.parametrize("memory", ["1KiB", "100000GiB"])
 def test_too_little_and_too_much_are_refused(memory: str) -> None:
-    """Guards against a cache that holds nothing, and one that the machine does not have."""
+    """Guards against a cache without blocks, and one that is larger than the memory."""
     with pytest.raises(ConfigError, match=r"does not hold one block|are free"):
         host(memory)
 
@@ -314,12 +316,12 @@ def test_an_exact_number_of_blocks_must_fit_too() -> None:
 
 @pytest.mark.parametrize("settings", [{"max_seqs": -1}, {"max_batch_tokens": -1}, {"kv_blocks": 0}])
 def test_numbers_below_one_are_refused(settings: dict[str, int]) -> None:
-    """Guards callers from Python, whose numbers no option has checked, against errors of torch's."""
+    """Guards Python callers, whose numbers no option parser has checked, against errors inside torch."""
     with pytest.raises(ConfigError, match=r"must be at least 1"):
         make_engine(make_network("llama"), **settings)
 
 
-def test_no_step_is_tried_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_is_profiled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the time to the first token there."""
     monkeypatch.setattr(sizing, "MemoryProfiler", None)
     assert make_engine(make_network("llama"), kv_blocks=None).block_pool.num_blocks == 8 * 40
@@ -361,8 +363,8 @@ class Tracked(TorchDispatchMode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"max_batch_tokens": 160}, {"max_seqs": 12, "max_batch_tokens": 24}])
-def test_no_step_takes_more_than_those_of_the_trial(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards what the whole sizing stands on, by real steps of random work whose memory is measured in the same way."""
+def test_no_step_takes_more_than_the_profiled_ones(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the basis of sizing: the memory of real steps of random work, measured in the same way."""
     peaks: list[int] = []
 
     def measure_peak(step: Callable[[], object]) -> int:

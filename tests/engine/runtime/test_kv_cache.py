@@ -1,4 +1,4 @@
-"""How the KV cache lies in memory, and how people say how much."""
+"""The KV cache in memory, and amounts of memory as users write them."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ GIB = 2**30
 @pytest.mark.parametrize(
     ("text", "expected"), [("90%", 900), ("4GiB", 4 * GIB), ("1.5 kb", 1500), ("512", 512), ("100%", 1000)]
 )
-def test_amounts_are_read_as_people_write_them(text: str, expected: int) -> None:
+def test_amounts_are_parsed_as_users_write_them(text: str, expected: int) -> None:
     """Guards the units of --kv-cache-memory."""
     assert parse_memory(text, 1000) == expected
 
 
 @pytest.mark.parametrize("text", ["", "lots", "-1GiB", "0%", "101%", "4 GiB of it", "nan"])
 def test_other_amounts_are_refused(text: str) -> None:
-    """Guards against a cache of a size nobody asked for."""
+    """Guards against a cache of a size that was not requested."""
     with pytest.raises(ConfigError, match="not an amount of memory"):
         parse_memory(text, 1000)
 
 
 def test_bytes_of_a_token() -> None:
-    """Guards the figure the articles get wrong: Llama 2 7B takes 512 KiB a token over its 32 layers."""
+    """Guards a figure that articles get wrong: Llama 2 7B takes 512 KiB a token over its 32 layers."""
     layer = LayerShape(heads=32, key_dim=128, value_dim=128)
     assert format_bytes(32 * layer.bytes_per_token(torch.float16)) == "512.0 KiB"
 
 
-def test_layers_that_are_alike_lie_side_by_side() -> None:
-    """Guards what the fast path reads: all layers in one tensor where they are alike, and each its own part of it."""
+def test_equal_layers_are_stacked() -> None:
+    """Guards what the fast path reads: all layers in one tensor if they are equal, each its own part of it."""
     kv_cache = KVCache(
         [((4, 3), (4, 5))] * 3, num_blocks=2, block_size=4, dtype=torch.float32, device=torch.device("cpu")
     )

@@ -1,4 +1,4 @@
-"""Memory of a device: what is free, what a step took, and that a closed engine gives everything back."""
+"""Memory of a device: what is free, what a step takes, and that a closed engine frees everything."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAST = {"hidden_size": 64, "head_dim": 16}
 
 @pytest.mark.parametrize("path", ["transformers", "fast"])
 def test_a_closed_engine_holds_neither_weights_nor_cache(path: str, model_folder: Path) -> None:
-    """Guards a device that is needed for something else while somebody still holds the engine."""
+    """Guards a device that is needed for something else while the closed engine is still referenced."""
     model = str(model_folder) if path == "transformers" else None  # the demo model
     with no_collector():
         engine = Engine(EngineConfig(model=model, device="cpu", kv_blocks=40))
@@ -42,8 +42,8 @@ def test_a_closed_engine_holds_neither_weights_nor_cache(path: str, model_folder
 
 
 @pytest.mark.parametrize("path", ["transformers", "fast"])
-def test_a_model_that_was_handed_in_stays_its_givers(path: str) -> None:
-    """Guards several engines on one model: each gives back its cache when it is closed, and the model goes on."""
+def test_a_passed_model_stays_with_its_owner(path: str) -> None:
+    """Guards several engines on one model: each frees its cache when it is closed, and the model stays."""
     network = make_network("llama", **FAST)
     given = fast(network) if path == "fast" else loaded(network)
     config = EngineConfig(device="cpu", kv_blocks=40)
@@ -57,7 +57,7 @@ def test_a_model_that_was_handed_in_stays_its_givers(path: str) -> None:
         assert isinstance(second.model, CpuModel) == (path == "fast")
 
 
-def test_whoever_took_the_model_keeps_it(model_folder: Path) -> None:
+def test_a_model_taken_from_an_engine_stays(model_folder: Path) -> None:
     """Guards benches, which open an engine, take its model for others, and close it."""
     with Engine(EngineConfig(model=str(model_folder), device="cpu", kv_blocks=40)) as engine:
         taken, expected = engine.loaded, engine.generate([[1, 2, 3]], FEW)[0].token_ids
@@ -79,8 +79,8 @@ def test_whoever_took_the_model_keeps_it(model_folder: Path) -> None:
     ],
     ids=["add", "add nothing", "step", "generate", "model", "pool", "network"],
 )
-def test_a_closed_engine_says_so(use: Callable[[Engine], Any]) -> None:
-    """Guards against errors of Python's where an engine is used too late, and against steps that do nothing."""
+def test_using_a_closed_engine_is_an_error(use: Callable[[Engine], Any]) -> None:
+    """Guards against obscure errors if an engine is used too late, and against steps that do nothing."""
     engine = make_engine(make_network("llama"))
     engine.close()
     engine.close()
@@ -88,8 +88,8 @@ def test_a_closed_engine_says_so(use: Callable[[Engine], Any]) -> None:
         use(engine)
 
 
-def test_an_engine_serves_several_drivers() -> None:
-    """Guards the rule that a driver leaves the engine open, and behind it no request whose events nobody takes."""
+def test_an_engine_serves_several_threads_in_turn() -> None:
+    """Guards the rule that a closed thread leaves the engine open, without requests."""
     prompt = make_prompts([9])[0]
     expected = make_engine(make_network("llama")).generate([prompt], FEW)[0].token_ids
     with make_engine(make_network("llama")) as engine:
@@ -101,8 +101,8 @@ def test_an_engine_serves_several_drivers() -> None:
             assert not engine.has_work and engine.block_pool.num_used == 0 and engine_thread.failure is None
 
 
-def test_requests_of_an_engine_that_was_closed_under_a_driver_end() -> None:
-    """Guards front ends against waiting for ever where an engine is closed too early."""
+def test_requests_end_when_the_engine_is_closed_under_its_thread() -> None:
+    """Guards front ends against waiting for ever if an engine is closed too early."""
     engine = make_engine(make_network("llama"))
     engine_thread, events = EngineThread(engine), queue.SimpleQueue[TokenEvent]()
     engine_thread._inbox.put(engine.close)
@@ -112,7 +112,7 @@ def test_requests_of_an_engine_that_was_closed_under_a_driver_end() -> None:
     engine_thread.close()
 
 
-def test_the_memory_of_a_cache_falls_back_to_the_system() -> None:
+def test_the_memory_of_a_cache_returns_to_the_system() -> None:
     """Guards a process that goes on: a cache of 200 MiB that was written is no longer resident after `close`."""
     per_block = 4 * 384
     engine = make_engine(make_network("llama"), kv_blocks=200 * MIB // per_block)
@@ -127,7 +127,7 @@ def test_the_memory_of_a_cache_falls_back_to_the_system() -> None:
 
 
 def test_a_gpu_is_asked_in_the_right_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the figures of a GPU: what is kept for later counts as free, and a peak is counted beyond what stays."""
+    """Guards the figures of a GPU: memory cached by torch counts as free, and a peak excludes what stays."""
     state = {"kept": 300, "allocated": 100, "peak": 900}
 
     def reset(device: torch.device) -> None:
@@ -160,13 +160,13 @@ def test_a_gpu_is_asked_in_the_right_order(monkeypatch: pytest.MonkeyPatch) -> N
         (ValueError("the list of excuses is out of memory"), False),
     ],
 )
-def test_what_is_a_shortage(error: Exception, expected: bool) -> None:
-    """Guards steps against being made smaller for what has nothing to do with memory, and the other way round."""
+def test_which_errors_mean_out_of_memory(error: Exception, expected: bool) -> None:
+    """Guards steps against being made smaller for other errors, and the reverse."""
     assert is_out_of_memory(error) == expected
 
 
-def test_an_error_that_follows_a_shortage_is_one() -> None:
-    """Guards recordings, whose end raises an error of its own where memory did not suffice in the middle."""
+def test_an_error_caused_by_out_of_memory_counts_too() -> None:
+    """Guards captures of graphs, which end with an error of their own after running out of memory."""
     with pytest.raises(RuntimeError, match="capture") as caught:
         try:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -175,8 +175,8 @@ def test_an_error_that_follows_a_shortage_is_one() -> None:
     assert is_out_of_memory(caught.value)
 
 
-def test_an_error_that_is_kept_keeps_no_tensors() -> None:
-    """Guards the device's memory where a driver keeps why it failed: frames of the error and of what was before it."""
+def test_a_kept_error_keeps_no_tensors() -> None:
+    """Guards the device's memory while the error of a failed engine is kept: its frames and those of its causes."""
     held: list[weakref.ref[torch.Tensor]] = []
 
     def forward() -> None:
@@ -202,7 +202,7 @@ def test_an_error_that_is_kept_keeps_no_tensors() -> None:
     assert [one() is None for one in held] == [True, True] and str(kept) == "cannot clean up"
 
 
-def test_weights_that_do_not_fit_are_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_do_not_fit_are_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the first thing that fails on a small device; the other path, which takes no less, is not tried."""
 
     def full(*_: Any) -> Any:
@@ -215,7 +215,7 @@ def test_weights_that_do_not_fit_are_a_sentence(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.gpu
 def test_a_gpu_gets_its_memory_back() -> None:
-    """Guards the real thing: a cache up to what a step leaves, steps and graphs beside it, and all of it given back."""
+    """Guards a real GPU: a cache as large as fits beside a step, steps and graphs, and all memory freed in the end."""
     memory, free = device_memory(torch.device("cuda:0")), []
     for _ in range(3):
         engine = Engine(EngineConfig(device="cuda", kv_cache_memory="100%"))

@@ -1,4 +1,4 @@
-"""Guards the way of small arrays to a device."""
+"""Small arrays on their way to a device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from cbatch.engine.runtime.transfer import pack, to_device, unpack
 
 
-def test_what_is_packed_comes_out_again() -> None:
+def test_packed_arrays_are_unpacked_unchanged() -> None:
     """Guards one buffer for arrays of all types and shapes, also empty ones and those that are not contiguous."""
     table = np.arange(12, dtype=np.int32).reshape(3, 4)
     arrays = [
@@ -25,8 +25,8 @@ def test_what_is_packed_comes_out_again() -> None:
         assert np.array_equal(tensor.numpy(), array) and tensor.numpy().dtype == array.dtype
 
 
-def test_the_cpu_keeps_its_memory() -> None:
-    """Guards the CPU from copies."""
+def test_arrays_are_not_copied_on_a_cpu() -> None:
+    """Guards the CPU path against copies."""
     array = np.arange(3)
     (tensor,) = to_device([array], torch.device("cpu"))
     array[0] = 7

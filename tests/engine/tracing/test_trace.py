@@ -1,4 +1,4 @@
-"""Traces of steps: what is in them, what is computed from them, and that they harm no run."""
+"""Traces of steps: their content, their summary, and that they never harm a run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PHASES = ["schedule", "build", "forward", "sample", "fetch", "update"]
 
 
 def generate(trace: StepTracer | None, count: int, meanwhile: Callable[[int], None] = lambda place: None) -> list[int]:
-    """Tokens that a driver with a trace gives to one prompt; `meanwhile` is called with the place of each of them."""
+    """Tokens for one prompt on an engine thread with a trace; `meanwhile` is called with the number of each."""
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
     tokens: list[int] = []
 
@@ -67,7 +67,7 @@ def spans_in(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_trace_shows_the_phases_of_each_step(tmp_path: Path) -> None:
-    """Guards what a trace is for: the spans of the driver's thread, each phase once in each recorded step."""
+    """Guards the purpose of a trace: the spans of the engine's thread, each phase once in each recorded step."""
     trace = StepTracer(tmp_path / "trace.json", warmup=2, steps=3)
     assert generate(trace, 9) == generate(None, 9)
     spans = spans_in(trace.path)
@@ -86,8 +86,8 @@ def test_a_trace_shows_the_phases_of_each_step(tmp_path: Path) -> None:
     assert trace.summary.idle_share == pytest.approx(1 - forward / wall)
 
 
-def test_spans_are_nothing_while_nothing_is_recorded(tmp_path: Path) -> None:
-    """Guards the cost of a step: no object is made for a span, before a trace and after one, whole or failed."""
+def test_spans_cost_nothing_without_a_trace(tmp_path: Path) -> None:
+    """Guards the cost of a step: no object is made for a span before a trace and after it, even if it failed."""
     nothing = span("schedule")
     assert span("forward") is nothing
     during: list[bool] = []
@@ -97,7 +97,7 @@ def test_spans_are_nothing_while_nothing_is_recorded(tmp_path: Path) -> None:
 
 
 def test_a_step_that_fails_while_it_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the error of a step, which the trace must let through: the step is tried again."""
+    """Guards the error of a step, which must pass through the trace: the step is retried."""
     forward, calls = ModelRunner.forward, itertools.count()
 
     def failing(self: ModelRunner, batch: RaggedBatch) -> torch.Tensor:
@@ -113,7 +113,7 @@ def test_a_step_that_fails_while_it_is_recorded(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_run_that_ends_early_leaves_what_was_recorded(tmp_path: Path) -> None:
-    """Guards short runs: the steps there were are written when the driver is closed."""
+    """Guards short runs: their steps are written when the engine thread is closed."""
     trace = StepTracer(tmp_path / "trace.json", warmup=2)
     generate(trace, 6)
     assert trace.summary is not None and trace.summary.num_steps == trace.num_steps - 2
@@ -122,7 +122,7 @@ def test_a_run_that_ends_early_leaves_what_was_recorded(tmp_path: Path) -> None:
 
 
 def test_fewer_steps_than_warm_up(tmp_path: Path) -> None:
-    """Guards an older trace against a run too short for one, and the profiler for whoever comes next."""
+    """Guards an older trace against a run too short for one, and releases the profiler for the next one."""
     path = tmp_path / "trace.json"
     path.write_text("older")
     short = StepTracer(path, warmup=20)
@@ -135,7 +135,7 @@ def test_fewer_steps_than_warm_up(tmp_path: Path) -> None:
 
 
 def test_time_without_requests_is_not_idle_time(tmp_path: Path) -> None:
-    """Guards a chat's share: while nobody asks anything, the engine is not slow."""
+    """Guards a chat's idle share: time without requests does not count."""
     trace = StepTracer(tmp_path / "trace.json", warmup=0)
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
     with closing(EngineThread(make_engine(make_network("llama")), trace)) as engine_thread:
@@ -153,7 +153,7 @@ def test_time_without_requests_is_not_idle_time(tmp_path: Path) -> None:
 
 
 def make_trace(path: Path, *events: tuple[str, str, float, float]) -> Path:
-    """A trace of (category, name, begin, duration) in µs, with what else the profiler writes."""
+    """A trace of (category, name, begin, duration) in µs, beside other events of the profiler."""
     listed: list[dict[str, Any]] = [
         {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": duration, "pid": 0, "tid": 7, "args": {"a": 1}}
         for category, name, begin, duration in events
@@ -168,7 +168,7 @@ def make_trace(path: Path, *events: tuple[str, str, float, float]) -> Path:
 
 
 def test_idle_share_of_a_gpu(tmp_path: Path) -> None:
-    """Guards the share against what overlaps on several streams, and against spans of the host and the device."""
+    """Guards the share against overlapping work on several streams, and against spans of the host."""
     path = make_trace(
         tmp_path / "t.json",
         ("user_annotation", "step", 0.0, 500.0),
@@ -189,8 +189,8 @@ def test_idle_share_of_a_gpu(tmp_path: Path) -> None:
     assert str(summary) == "the device was idle 45.0% of 0.00 s"
 
 
-def test_waiting_is_left_out_where_the_gpu_was_idle_too(tmp_path: Path) -> None:
-    """Guards waiting for requests that begins while the device still works, or before it does anything."""
+def test_waiting_counts_only_while_the_gpu_is_idle(tmp_path: Path) -> None:
+    """Guards waiting for requests that begins while the device still works, or before its first work."""
     path = make_trace(
         tmp_path / "t.json",
         ("user_annotation", "wait", 0.0, 150e3),
@@ -220,7 +220,7 @@ def test_share_outside_the_model_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_a_gpu_whose_work_is_not_in_the_trace(tmp_path: Path) -> None:
-    """Guards against figures of the host alone where the driver of the GPU did not let it be recorded."""
+    """Guards against figures of the host alone if the GPU could not be recorded."""
     path = make_trace(
         tmp_path / "t.json", ("user_annotation", "step", 0.0, 1e6), ("user_annotation", "forward", 0.0, 1e5)
     )
@@ -236,7 +236,7 @@ def test_covered_time(pairs: list[tuple[int, int]]) -> None:
 
 
 def test_a_trace_cut_off_is_an_error(tmp_path: Path) -> None:
-    """Guards against figures from half of a trace."""
+    """Guards against figures from an incomplete trace."""
     path = make_trace(tmp_path / "t.json", ("kernel", "gemm", 0.0, 1.0))
     path.write_text(path.read_text()[:-9])
     with pytest.raises(ValueError, match="delimiter"):
@@ -244,7 +244,7 @@ def test_a_trace_cut_off_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_goes_away_harms_no_run(tmp_path: Path) -> None:
-    """Guards the tokens of a run whose trace cannot be written when it comes to that."""
+    """Guards the tokens of a run whose trace cannot be written in the end."""
     folder = tmp_path / "folder"
     folder.mkdir()
     trace = StepTracer(folder / "trace.json", warmup=1, steps=3)
@@ -255,7 +255,7 @@ def test_a_folder_that_goes_away_harms_no_run(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full_harms_no_run(tmp_path: Path) -> None:
-    """Guards a run, and the trace that was there before, against a disk that takes only the beginning."""
+    """Guards a run and an existing trace against a disk that becomes full."""
     path = tmp_path / "trace.json"
     path.write_text("older")
     trace = StepTracer(path, warmup=1, steps=3)
@@ -271,7 +271,7 @@ def test_a_disk_that_is_full_harms_no_run(tmp_path: Path) -> None:
 
 
 def test_one_profiler_for_a_process(tmp_path: Path) -> None:
-    """Guards against a crash of torch, whose profilers cannot be nested: the second says that it has none."""
+    """Guards against a crash of torch, whose profilers cannot be nested: the second one reports an error."""
     first = StepTracer(tmp_path / "first", warmup=3, steps=3)
     others: dict[int, StepTracer] = {place: StepTracer(tmp_path / f"beside{place}") for place in (0, 3)}
     generate(first, 12, lambda place: others[place].prepare() if place in others else None)
@@ -289,13 +289,13 @@ def test_one_profiler_for_a_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["none/trace.json", ".", "x" * 300, "a\0b"])
 def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path, name: str) -> None:
-    """Guards against a model that is loaded for a trace that cannot be written."""
+    """Guards against loading a model for a trace that cannot be written."""
     with pytest.raises(ConfigError, match="Cannot write the trace"):
         StepTracer(tmp_path / name)
 
 
 def test_devices_are_not_replaced() -> None:
-    """Guards /dev/null, over which a file could be moved by whoever may do all."""
+    """Guards /dev/null, which root could replace by a file."""
     with pytest.raises(ConfigError, match="regular file"):
         StepTracer("/dev/null")
 
@@ -328,13 +328,13 @@ def test_what_is_refused_by_the_command(tmp_path: Path, capfd: pytest.CaptureFix
 
 
 def test_a_batch_under_a_chat_has_no_trace_of_its_own() -> None:
-    """Guards `/run --trace`, which could not be kept: the engine is running already."""
+    """Guards `/run --trace`, which cannot work: the engine is running already."""
     with pytest.raises(UserError, match="--trace cannot be changed here"):
         parse_run_options("in.jsonl -o out.jsonl --trace t.json")
 
 
 def cbatch(*arguments: str, text: str) -> tuple[str, list[str]]:
-    """The real command: its stdout, and the lines of its stderr about the trace or from somebody else."""
+    """The real command: its stdout, and the lines of its stderr that are about the trace or not from cbatch."""
     done = subprocess.run([sys.executable, "-m", "cbatch", *arguments], input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout, [line for line in done.stderr.splitlines() if "trace" in line or line[:8] != "cbatch: "]
@@ -342,7 +342,7 @@ def cbatch(*arguments: str, text: str) -> tuple[str, list[str]]:
 
 @pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
-    """Guards the option from end to end on the demo model, and stderr against what the profiler has to say."""
+    """Guards the option end to end on the demo model, and stderr against messages of the profiler."""
     path = tmp_path / "trace.json"
     row = json.dumps({"prompt": "Tell me a story.", "max_tokens": 20}) + "\n"
     out, (line,) = cbatch("run", "--trace", str(path), text=row)
@@ -357,7 +357,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_chat(tmp_path: Path) -> None:
-    """Guards `cbatch chat`, whose engine is otherwise not waited for at the end."""
+    """Guards `cbatch chat`, which does not wait for its engine at the end without a trace."""
     path = tmp_path / "trace.json"
     out, (line,) = cbatch("chat", "--max-tokens", "20", "--trace", str(path), text="Tell me a story.\n")
     assert out.strip() and line.startswith("cbatch: trace of ")
