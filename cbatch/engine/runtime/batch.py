@@ -84,7 +84,7 @@ class Argmax(NamedTuple):
     """The token with the largest logit of each of R rows (the first of equal ones), on the host.
 
     tokens: [R] int64
-    logits: [R] float32, NaN where any of the row's is
+    logits: [R] float32, NaN if any logit of the row is
     """
 
     tokens: NDArray[np.int64]

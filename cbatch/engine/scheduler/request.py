@@ -1,4 +1,4 @@
-"""One generation in flight, and the event it emits for each token."""
+"""The state of a request, and the events it gives."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class StopStringDetokenizer(Protocol):
 
     @property
     def stop_reason(self) -> str | None:
-        """The stop string that was found, if one was."""
+        """The stop string that was found, or None."""
 
     def push(self, token_id: int, *, may_stop: bool) -> str:
-        """Text that is safe to show now that this token is known."""
+        """New text that is safe to show after this token."""
 
     def flush(self) -> str:
-        """What was still held back, at the end of the output."""
+        """The text that was held back, at the end of the output."""
 
 
 class TokenConstraint(Protocol):
@@ -145,6 +145,7 @@ class Request:
 
     @property
     def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are asked for."""
         return self.params.prompt_logprobs is not None
 
     @property
@@ -153,7 +154,7 @@ class Request:
         return self.scores_prompt and len(self.scored) < self.num_prompt - 1
 
     def accept(self, sample: Sample) -> TokenEvent:
-        """Appends a sampled token and says what came of it. A request that breaks, in its text say, harms no other."""
+        """Appends a sampled token and returns its event. Any error ends this request only."""
         try:
             return self._accept(sample)
         except RequestError as error:
@@ -188,7 +189,7 @@ class Request:
         return self._event(sample, text)
 
     def fail(self, error: RequestError) -> TokenEvent:
-        """The event of a request that ends without a further token."""
+        """The event of a request that ends with an error."""
         return TokenEvent(self.id, None, finish_reason="error", error=error, sample_index=self.sample_index)
 
     def _last(self, sample: Sample | None, text: str, reason: FinishReason) -> TokenEvent:

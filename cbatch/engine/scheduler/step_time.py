@@ -30,8 +30,8 @@ WINDOW, ALLOWED_LATE = 200, 2
 AIM_RANGE, FIRST_AIM = (0.75, 0.95), 0.85
 """The smallest and largest share of the target to aim at, and the share until steps have shown how much they vary.
 
-If one step in a hundred takes more than 1 / 0.75 of the usual time, p99 misses the target: steps without prompts vary
-as much, and aiming lower would hardly let a prompt advance.
+Below 0.75, prompts would hardly advance. If step times vary so much that this does not suffice, p99 misses the target,
+as it would without prompts.
 """
 
 MAX_CHANGE = 2.0
