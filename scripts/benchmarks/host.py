@@ -91,8 +91,8 @@ def measure_share(shape: str, rounds: int) -> Iterator[Share]:
     """One record a round; no two rounds have the same prompts."""
     loaded = load_random(shape, SHAPES[shape], torch.device("cpu"))
     engine = Engine(EngineConfig(device="cpu", max_seqs=32, max_batch_tokens=512), loaded)
-    team, inside = shared_thread_pool(torch.get_num_threads()), 0.0
-    run = team.run
+    pool, inside = shared_thread_pool(torch.get_num_threads()), 0.0
+    run = pool.run
 
     def timed(*arguments: Any) -> None:
         nonlocal inside
@@ -100,7 +100,7 @@ def measure_share(shape: str, rounds: int) -> Iterator[Share]:
         run(*arguments)
         inside += time.perf_counter() - begun
 
-    team.run = timed  # type: ignore[assignment,method-assign]
+    pool.run = timed  # type: ignore[assignment,method-assign]
     try:
         for seed in range(rounds):
             work, inside = make_work(32, seed, engine.model.vocab_size), 0.0
@@ -112,7 +112,7 @@ def measure_share(shape: str, rounds: int) -> Iterator[Share]:
             elapsed = time.perf_counter() - begun
             yield Share(engine.stats().num_steps - before, elapsed, elapsed - inside)
     finally:
-        team.run = run  # type: ignore[method-assign]
+        pool.run = run  # type: ignore[method-assign]
         engine.close()
 
 
@@ -132,7 +132,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, report: Report) -> int:
-    report_share(options, report) if options.share else report_phases(options, report)
+    if options.share:
+        report_share(options, report)
+    else:
+        report_phases(options, report)
     return 0
 
 
@@ -140,10 +143,10 @@ def report_phases(options: argparse.Namespace, report: Report) -> None:
     torch.set_num_threads(1)
     for ahead in (False, True):
         found = measure_phases(options.rows, options.context, options.steps, ahead=ahead)
-        way = "running ahead" if ahead else "step by step"
+        way = "overlapped" if ahead else "step by step"
         report.figures[way] = found
         phases = ", ".join(f"{name} {found[name]:.2f}" for name in sorted(found, key=list(found).index))
-        report.line(f"{options.rows} rows behind {options.context:,} tokens, {way}, in ms: {phases}")
+        report.line(f"{options.rows} requests behind {options.context:,} tokens, {way}, in ms: {phases}")
 
 
 def report_share(options: argparse.Namespace, report: Report) -> None:

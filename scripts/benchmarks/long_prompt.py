@@ -158,7 +158,7 @@ class Clients:
         return Pause(begin, end, self.gaps(rows, begin, end))
 
     def _hold(self) -> None:
-        self.engine.scheduler.prefill_limit = 0
+        self.engine.scheduler.prefill_limit = 0  # no front end can do that; the scheduler resets it after a step
         self.step()
 
 
@@ -193,7 +193,7 @@ def bring_in(clients: Clients, rows: Sequence[int], sizes: Sizes) -> tuple[list[
     pauses = [clients.pause(rows, sizes.steady_steps)]
     asked = time.perf_counter()
     prompt = clients.ask(sizes.prompt_tokens, 1)
-    request = clients.engine.scheduler.waiting[-1]
+    request = clients.engine.scheduler.waiting[-1]  # to follow how much of its prompt is computed
     shorts: dict[int, float] = {}
     for eighth in range(1, EIGHTHS):
         mark = sizes.prompt_tokens * eighth // EIGHTHS

@@ -186,11 +186,11 @@ def load_lines(
 ) -> Iterator[Steady | Served | str]:
     """All experiments on one model."""
     for ahead in (False, True):
-        what = f"{name}, {sizes.rows} rows, {'running ahead' if ahead else 'step by step'}"
+        what = f"{name}, {sizes.rows} requests, {'overlapped' if ahead else 'step by step'}"
         with make_engine(loaded, device, max(max_seqs, sizes.rows), max_batch_tokens, ahead=ahead) as engine:
             yield steady(what, engine, sizes)
     for gaps in long_prompt.measure_targets(loaded, sizes.fair, [None, "auto"], 1, device):
-        yield f"{name}, {sizes.fair.rows} rows, then {sizes.fair.prompt_tokens:,} tokens: {gaps}"
+        yield f"{name}, {sizes.fair.rows} requests, then {sizes.fair.prompt_tokens:,} tokens: {gaps}"
     max_seqs = max(max_seqs, sizes.most)
     with (
         make_engine(loaded, device, max_seqs, max_batch_tokens, target=TARGET_MS) as engine,

@@ -39,7 +39,7 @@ def test_load_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results.json"
     assert bench_gpu.main(["--device", "cpu", "--tiny", "--load", "--json", str(out)]) == 0, capsys.readouterr()
     lines = json.loads(out.read_text())["load 8B"]
-    assert [line["what"] for line in lines[:2]] == ["8B, 4 rows, step by step", "8B, 4 rows, running ahead"]
+    assert [line["what"] for line in lines[:2]] == ["8B, 4 requests, step by step", "8B, 4 requests, overlapped"]
     assert all(line["tokens_per_s"] > 0 and 0 < line["idle_share"] < 1 for line in lines[:2])
     assert ["none:" in line for line in lines[2:4]] == [True, False] and "auto:" in lines[3]
     assert lines[4]["users"] == 2 and lines[4]["share"] == lines[5]["share"] == 1.0

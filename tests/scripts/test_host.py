@@ -11,7 +11,7 @@ def test_every_phase_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the names of the phases, with and without overlap scheduling, from end to end."""
     main(["host", "--rows", "3", "--context", "9", "--steps", "14"])
     lines = capsys.readouterr().out.splitlines()
-    assert ["running ahead" in line for line in lines] == [False, True]
+    assert ["overlapped" in line for line in lines] == [False, True]
     assert all(phase in line for line in lines for phase in ("schedule", "build", "sample", "fetch", "update", "step"))
 
 
