@@ -90,16 +90,22 @@ def pack_weight(weight: NDArray[Any]) -> NDArray[Any]:
     return padded.reshape(-1, 2, LANES, depth // pair, pair).transpose(0, 3, 1, 2, 4).reshape(-1)
 
 
-@kernel
-def _rows_per_block(num_rows: int, row_bytes: int) -> int:
-    """Left-hand rows that are multiplied with one part of the weights."""
-    fitting = _ROW_BLOCK_BYTES // row_bytes // MAX_ROWS * MAX_ROWS
-    return min(num_rows, max(fitting, MAX_ROWS))
+class _Tiling(NamedTuple):
+    """How a product is cut into tasks: rows of a block, tiles of a task, tasks of a block, and tasks in all."""
+
+    rows: int
+    tiles: int
+    tasks_per_block: int
+    num_tasks: int
 
 
 @kernel
-def _tiles_per_task(num_tiles: int, threads: int) -> int:
-    return max(1, num_tiles // (_TASKS_PER_THREAD * threads))
+def _cut(a: Any, num_tiles: int, threads: int) -> _Tiling:
+    fitting = _ROW_BLOCK_BYTES // (a.shape[1] * a.itemsize) // MAX_ROWS * MAX_ROWS
+    rows = min(a.shape[0], max(fitting, MAX_ROWS))
+    tiles = max(1, num_tiles // (_TASKS_PER_THREAD * threads))
+    tasks_per_block = -(-num_tiles // tiles)
+    return _Tiling(rows, tiles, tasks_per_block, -(-a.shape[0] // rows) * tasks_per_block)
 
 
 @kernel
@@ -175,21 +181,19 @@ def matmul(
     out:  float32, columns padded to whole tiles
     """
     num_tiles, scale = out.shape[1] // COLUMNS, matrix.scale
-    block = _rows_per_block(a.shape[0], a.shape[1] * a.itemsize)
-    per_task = _tiles_per_task(num_tiles, len(workspace.sums))
-    tasks_per_block = -(-num_tiles // per_task)
-    num_tasks = -(-a.shape[0] // block) * tasks_per_block
+    tiling = _cut(a, num_tiles, len(workspace.sums))
+    num_tasks = tiling.num_tasks
     sums, table = workspace.sums[worker.thread], workspace.panels[worker.thread]
     ldo, results = out.shape[1] * 4, Rows(sums.ctypes.data, COLUMNS * 4)
     prepared, left = -1, Rows(0, 0)
     task = claim(worker, phase, num_tasks)
     while task >= 0:
-        first = task // tasks_per_block * block
-        count = min(a.shape[0] - first, block)
+        first = task // tiling.tasks_per_block * tiling.rows
+        count = min(a.shape[0] - first, tiling.rows)
         if first != prepared:
             prepared, left = first, _prepare_rows(a, first, count, matrix, workspace.quantized[worker.thread])
-        first_tile = task % tasks_per_block * per_task
-        for tile in range(first_tile, min(num_tiles, first_tile + per_task)):
+        first_tile = task % tiling.tasks_per_block * tiling.tiles
+        for tile in range(first_tile, min(num_tiles, first_tile + tiling.tiles)):
             column = tile * COLUMNS
             panels = _list_panels(matrix, tile, a.shape[1], table)
             for row in range(0, count, MAX_ROWS):
@@ -210,21 +214,19 @@ def matmul(
 def gated_matmul(worker: Worker, phase: int, a: Any, matrix: PackedMatrix, out: Any, workspace: LinearWorkspace) -> int:
     """out [T, columns] = silu(a times gate) * (a times up), with both weights interleaved in the matrix."""
     num_tiles = out.shape[1] // LANES
-    block = _rows_per_block(a.shape[0], a.shape[1] * a.itemsize)
-    per_task = _tiles_per_task(num_tiles, len(workspace.sums))
-    tasks_per_block = -(-num_tiles // per_task)
-    num_tasks = -(-a.shape[0] // block) * tasks_per_block
+    tiling = _cut(a, num_tiles, len(workspace.sums))
+    num_tasks = tiling.num_tasks
     sums, table = workspace.sums[worker.thread], workspace.panels[worker.thread]
     results = Rows(sums.ctypes.data, COLUMNS * 4)
     prepared, left = -1, Rows(0, 0)
     task = claim(worker, phase, num_tasks)
     while task >= 0:
-        first = task // tasks_per_block * block
-        count = min(a.shape[0] - first, block)
+        first = task // tiling.tasks_per_block * tiling.rows
+        count = min(a.shape[0] - first, tiling.rows)
         if first != prepared:
             prepared, left = first, _prepare_rows(a, first, count, matrix, workspace.quantized[worker.thread])
-        first_tile = task % tasks_per_block * per_task
-        for tile in range(first_tile, min(num_tiles, first_tile + per_task)):
+        first_tile = task % tiling.tasks_per_block * tiling.tiles
+        for tile in range(first_tile, min(num_tiles, first_tile + tiling.tiles)):
             panels = _list_panels(matrix, tile, a.shape[1], table)
             for row in range(0, count, MAX_ROWS):
                 rows, part = min(MAX_ROWS, count - row), Rows(left.address + row * left.stride, left.stride)
