@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import torch
 
-from cbatch.cli.bench.peers import PEERS, generate_continuous, run_peer
+from cbatch.cli.bench.peers import PEERS, PeerError, PeerSetup, generate_continuous, run_peer
 from cbatch.cli.bench.roofline import DeviceRates, ModelCost, roofline_bound
 from cbatch.cli.bench.workload import LengthDistribution, Workload, synthetic_workload
 from cbatch.engine import Engine, EngineConfig, SamplingParams
@@ -99,7 +99,10 @@ def runs(
         PEERS["with flash attention"] = partial(generate_continuous, attention="paged|flash_attention_2")
         ways.append("with flash attention")
     for way in ways if peer_rows else ():
-        peer = run_peer(way, loaded, few, min(max_seqs, peer_rows), max_batch_tokens)
-        what = f"{name}, {peer_rows} requests, transformers' continuous batching ({peer.attention or way})"
-        rate = peer.output_tokens / peer.elapsed_s if peer.elapsed_s else 0.0
-        yield Run(what, rate, error=peer.error)
+        what = f"{name}, {peer_rows} requests, transformers' continuous batching"
+        try:
+            peer = run_peer(way, PeerSetup(loaded.network, few, min(max_seqs, peer_rows), max_batch_tokens))
+        except PeerError as error:
+            yield Run(f"{what} ({way})", 0.0, error=str(error))
+        else:
+            yield Run(f"{what} ({peer.attention})", peer.output_tokens / peer.elapsed_s)

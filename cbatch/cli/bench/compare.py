@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from cbatch.cli.bench.metrics import Outputs, RunMetrics, compare_outputs, run_metrics, wanted_outputs
 from cbatch.cli.bench.options import BenchOptions
-from cbatch.cli.bench.peers import PeerResult, run_peer
+from cbatch.cli.bench.peers import PeerError, PeerResult, PeerSetup, run_peer
 from cbatch.cli.bench.recorder import RunRecord
 from cbatch.cli.bench.results import (
     AnyResult,
@@ -77,10 +77,15 @@ def compare(
         judged(name, strategies[name].title, run_metrics(record, work), runs[name], wanted_outputs(record))
         for name, record in medians.items()
     ]
+    setup = PeerSetup(experiment.loaded.network, work, experiment.slots, max_batch_tokens)
     for name in options.peer:
-        rounds = _run_peer(name, experiment, max_batch_tokens, options.rounds, on_progress)
-        if rounds[-1].error:
-            results.append(FailedPeer(name, rounds[-1].error))
+        rounds: list[PeerResult] = []
+        try:
+            for number in range(options.rounds):
+                on_progress(f"round {number + 1} of {options.rounds}: {name}")
+                rounds.append(run_peer(name, setup))
+        except PeerError as error:
+            results.append(FailedPeer(name, str(error)))
             continue
         peer = median_run(rounds)
         metrics = PeerMetrics(peer.elapsed_s, work.output_tokens / peer.elapsed_s, peer.attention)
@@ -102,16 +107,3 @@ def _make_workload(options: BenchOptions, engine: Engine) -> Workload:
         return read_workload(options.prompts, engine)
     context = engine.limits.sequence.longest
     return synthetic_workload(options.requests, *options.lengths, engine.model.vocab_size, context, options.seed)
-
-
-def _run_peer(
-    name: str, experiment: Experiment, max_batch_tokens: int, rounds: int, on_progress: OnProgress
-) -> list[PeerResult]:
-    """All rounds of a peer, or those up to the first that fails."""
-    results: list[PeerResult] = []
-    for number in range(rounds):
-        on_progress(f"round {number + 1} of {rounds}: {name}")
-        results.append(run_peer(name, experiment.loaded, experiment.work, experiment.slots, max_batch_tokens))
-        if results[-1].error:
-            break
-    return results

@@ -96,13 +96,13 @@ def write_files(report: Report) -> None:
 
 def _draw_pictures(report: Report, folder: Path | None) -> dict[str, str]:
     """Draws all pictures, writes them into the folder, if any, and returns the SVG texts by title."""
-    from cbatch.cli.bench.render.plots import FILE_NAMES, draw_all, load_points
+    from cbatch.cli.bench.render.plots import FILE_NAMES, draw_all
 
     if isinstance(report, ComparisonReport):
-        pictures = draw_all(report.records, report.runs)
+        pictures = draw_all(report.records, report.runs, {}, "")
     else:
-        points = load_points(report.runs) if isinstance(report.found, Capacity) else []
-        pictures = draw_all({}, {}, points, f"TTFT {seconds(report.slo.ttft_s)}, {report.slo.tps:g} tokens/s")
+        loads = report.runs if isinstance(report.found, Capacity) else {}
+        pictures = draw_all({}, {}, loads, f"TTFT {seconds(report.slo.ttft_s)}, {report.slo.tps:g} tokens/s")
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         for title, svg in pictures.items():

@@ -6,16 +6,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
 from cbatch.cli.bench.metrics import Outputs
 from cbatch.cli.bench.workload import Workload
-
-if TYPE_CHECKING:
-    from cbatch.engine import LoadedModel
 
 PAGE_SIZE = 256
 """Tokens in a page of transformers' own paged cache: its default."""
@@ -26,18 +23,17 @@ Timed = tuple[Outputs, float]
 """The output tokens of each request, and the seconds they took."""
 
 
+class PeerError(Exception):
+    """A peer did not get through; the message says why in a sentence."""
+
+
 @dataclass(frozen=True, slots=True)
 class PeerResult:
-    """The time and the outputs of one peer's run, or why there are none.
+    """The time and the outputs of one peer's run. `attention` is what transformers calls the backend it used."""
 
-    attention: what transformers calls the attention backend it used
-    error:     a sentence if the peer did not get through, else empty
-    """
-
-    elapsed_s: float = 0.0
-    outputs: Outputs = field(default_factory=list)
-    attention: str = ""
-    error: str = ""
+    elapsed_s: float
+    outputs: Outputs
+    attention: str
 
     @property
     def output_tokens(self) -> int:
@@ -48,6 +44,7 @@ class PeerResult:
 class PeerSetup:
     """What a peer gets: a transformers model in memory, the work, and the limits of our own runs.
 
+    network:          the model, on which no engine may run meanwhile
     slots:            most requests at once
     max_batch_tokens: most tokens in a step, if the peer has steps
     """
@@ -188,30 +185,17 @@ PEERS: dict[str, Callable[[PeerSetup], Timed]] = {
 }
 
 
-def run_peer(
-    name: str,
-    loaded: LoadedModel,
-    work: Workload,
-    slots: int,
-    max_batch_tokens: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> PeerResult:
-    """Does the work with one of PEERS after a warm-up, and leaves the model as it was.
-
-    Failures are reported in `error`, not raised. No engine may run on the model meanwhile.
-    """
-    network = loaded.network
+def run_peer(name: str, setup: PeerSetup) -> PeerResult:
+    """Does the work with one of PEERS after a warm-up, and leaves the model as it was. Raises PeerError."""
     try:
-        with _borrowed(network):
-            outputs, elapsed = PEERS[name](PeerSetup(network, work, slots, max_batch_tokens, clock))
-            attention = network.config._attn_implementation
+        with _borrowed(setup.network):
+            outputs, elapsed = PEERS[name](setup)
+            attention = setup.network.config._attn_implementation
     except Exception as error:  # a peer that does not work here is a line of the table, not the end of the bench
-        return PeerResult(error=f"not available here: {_first_sentence(error)}")
-    lengths = [len(tokens) for tokens in outputs]
-    if lengths != work.output_lengths:
-        pairs = enumerate(zip(lengths, work.output_lengths, strict=True))
-        index, got, wanted = next((index, got, wanted) for index, (got, wanted) in pairs if got != wanted)
-        return PeerResult(error=f"not comparable: request {index} got {got} tokens and wanted {wanted}.")
+        raise PeerError(f"not available here: {_first_sentence(error)}") from error
+    for index, (tokens, wanted) in enumerate(zip(outputs, setup.work.output_lengths, strict=True)):
+        if len(tokens) != wanted:
+            raise PeerError(f"not comparable: request {index} got {len(tokens)} tokens and wanted {wanted}.")
     return PeerResult(elapsed, outputs, attention)
 
 

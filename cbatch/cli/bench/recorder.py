@@ -5,12 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from cbatch.engine import SamplingParams
-
-if TYPE_CHECKING:
-    from cbatch.engine import Engine, StepRecord
+from cbatch.engine import Engine, SamplingParams, StepRecord
 
 TokenKind = Literal["prefill", "decode", "padding", "idle"]
 """prefill: of a prompt; decode: wanted output; padding: fills up a prompt; idle: output past a request's end."""

@@ -14,14 +14,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from cbatch.cli.bench.workload import Workload
-
-if TYPE_CHECKING:
-    from cbatch.engine import Engine
+from cbatch.engine import Engine
 
 ROWS_PER_STEP = 256
 """Output tokens that share one reading of the weights. A run's own batch size would make small batches look good."""

@@ -5,15 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from cbatch.cli.bench.peak_memory import PeakMemory
 from cbatch.cli.bench.recorder import RunRecord, RunRecorder
 from cbatch.cli.bench.workload import Workload
-from cbatch.engine import ConfigError
-
-if TYPE_CHECKING:
-    from cbatch.engine import Engine, EngineConfig, LoadedModel
+from cbatch.engine import ConfigError, Engine, EngineConfig, LoadedModel
 
 Run = Callable[[RunRecorder, Workload, int], None]
 """Does the work on a recorder's engine, with this many slots."""
@@ -161,8 +157,6 @@ class Experiment:
 
     def measure(self, strategy: Strategy) -> RunRecord:
         """Runs one strategy on an engine of its own, which shares the model."""
-        from cbatch.engine import Engine
-
         max_seqs = self.slots * (2 if strategy.has_padding else 1)
         budget = self.config.max_batch_tokens
         if strategy.whole_prompts:

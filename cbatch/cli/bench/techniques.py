@@ -91,9 +91,7 @@ def _prompt_memory(experiment: Experiment, length: int, budget: int) -> PromptMe
     return PromptMemory(length, budget, memory.peak_bytes, elapsed)
 
 
-def measure_token_costs(
-    experiment: Experiment, context: int, clock: Callable[[], float] = time.perf_counter
-) -> list[TokenCost]:
+def measure_token_costs(experiment: Experiment, context: int) -> list[TokenCost]:
     """Seconds that one more token takes after longer and longer contexts, with the KV cache and without."""
     costs = []
     length = SHORTEST
@@ -102,10 +100,10 @@ def measure_token_costs(
             engine.add([1] * length, SamplingParams(max_tokens=REPEATS + 1, ignore_eos=True))
             times = []
             while engine.has_work:
-                start = clock()
+                start = time.perf_counter()
                 engine.step()
                 engine.synchronize()
-                times.append(clock() - start)
+                times.append(time.perf_counter() - start)
             costs.append(TokenCost(length, without_cache_s=times[0], with_cache_s=sorted(times[1:])[REPEATS // 2]))
             length *= 2
     return costs

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from cbatch.cli.bench.metrics import OutputDifference, TokenPosition, compare_outputs
-from cbatch.cli.bench.peers import PEERS, PeerResult, PeerSetup, run_peer
+from cbatch.cli.bench.peers import PEERS, PeerError, PeerSetup, run_peer
 from cbatch.cli.bench.workload import Workload
 from cbatch.engine import Engine, SamplingParams
 from tests.support.tiny_models import make_engine, make_network, make_prompts
@@ -34,6 +35,10 @@ def our_outputs(engine: Engine, work: Workload) -> list[list[int]]:
     return [output.token_ids for output in engine.generate(work.prompts, params)]
 
 
+def setup_of(engine: Engine, work: Workload, clock: Any = time.perf_counter) -> PeerSetup:
+    return PeerSetup(engine.loaded.network, work, slots=2, max_batch_tokens=16, clock=clock)
+
+
 def ticks() -> Any:
     """A clock that advances a second each time it is read."""
     return iter(range(1000)).__next__
@@ -44,8 +49,7 @@ def test_a_peer_gives_our_tokens(engine: Engine, work: Workload, name: str) -> N
     """Guards the comparison: same requests, greedy, to the wanted length, whatever the model's own defaults are."""
     ours = our_outputs(engine, work)
     assert any(7 in tokens[:-1] for tokens in ours), "no end token in the middle: nothing would be seen of it"
-    result = run_peer(name, engine.loaded, work, slots=2, max_batch_tokens=16, clock=ticks())
-    assert result.error == ""
+    result = run_peer(name, setup_of(engine, work, ticks()))
     assert result.outputs == ours
     assert result.output_tokens == sum(LENGTHS) and result.elapsed_s == 1
     assert result.attention == "sdpa" or "paged" in result.attention
@@ -56,7 +60,7 @@ def test_the_network_is_put_back(engine: Engine, work: Workload, name: str) -> N
     """Guards the runs after a peer's: our attention, and the model's own settings."""
     network = engine.loaded.network
     before, settings = our_outputs(engine, work), network.generation_config
-    run_peer(name, engine.loaded, work, slots=2, max_batch_tokens=16)
+    run_peer(name, setup_of(engine, work))
     assert network.config._attn_implementation == "cbatch" and network.generation_config is settings
     assert our_outputs(engine, work) == before
 
@@ -72,12 +76,11 @@ def test_a_peer_that_fails(
         raise error
 
     monkeypatch.setitem(PEERS, "failing", fail)
-    if isinstance(error, KeyboardInterrupt):
-        with pytest.raises(KeyboardInterrupt):
-            run_peer("failing", engine.loaded, work, 2, 16)
-    else:
-        result = run_peer("failing", engine.loaded, work, 2, 16)
-        assert result == PeerResult(error="not available here: No kernel for it.")
+    expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else PeerError
+    with pytest.raises(expected) as raised:
+        run_peer("failing", setup_of(engine, work))
+    if expected is PeerError:
+        assert str(raised.value) == "not available here: No kernel for it."
     assert engine.loaded.network.config._attn_implementation == "cbatch"
 
 
@@ -93,8 +96,8 @@ def test_a_failure_within_the_continuous_peer(engine: Engine, work: Workload, mo
         return forward(*arguments, **keywords)
 
     monkeypatch.setattr(network, "forward", fail_later)
-    result = run_peer("transformers-cb", engine.loaded, work, 2, 16)
-    assert result.error == "not available here: the device is gone."
+    with pytest.raises(PeerError, match=r"^not available here: the device is gone\.$"):
+        run_peer("transformers-cb", setup_of(engine, work))
     monkeypatch.undo()
     assert network.config._attn_implementation == "cbatch"
     assert our_outputs(engine, work) == our_outputs(make_engine(make_network("llama")), work)
@@ -105,15 +108,15 @@ def test_a_version_without_continuous_batching(engine: Engine, work: Workload, m
     for base in type(engine.loaded.network).__mro__:
         if "continuous_batching_context_manager" in vars(base):
             monkeypatch.delattr(base, "continuous_batching_context_manager")
-    error = run_peer("transformers-cb", engine.loaded, work, 2, 16).error
-    assert error.startswith("not available here:") and "continuous_batching_context_manager" in error
+    with pytest.raises(PeerError, match=r"^not available here:.*continuous_batching_context_manager"):
+        run_peer("transformers-cb", setup_of(engine, work))
 
 
 @pytest.mark.parametrize("name", PEERS)
 def test_a_model_without_sdpa(engine: Engine, work: Workload, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Guards families whose only attention is eager: they run, and the result names it."""
     monkeypatch.setattr(type(engine.loaded.network), "_supports_sdpa", False)
-    result = run_peer(name, engine.loaded, work, 2, 16)
+    result = run_peer(name, setup_of(engine, work))
     assert result.attention.removeprefix("paged|") == "eager"
     assert result.outputs == our_outputs(engine, work)
 
@@ -121,7 +124,8 @@ def test_a_model_without_sdpa(engine: Engine, work: Workload, monkeypatch: pytes
 def test_outputs_that_are_too_short(engine: Engine, work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a speed that was reached with less work."""
     monkeypatch.setitem(PEERS, "lazy", lambda setup: ([[1] * 3, *[[1]] * 4], 1.0))
-    assert run_peer("lazy", engine.loaded, work, 2, 16).error == "not comparable: request 1 got 1 tokens and wanted 9."
+    with pytest.raises(PeerError, match=r"^not comparable: request 1 got 1 tokens and wanted 9\.$"):
+        run_peer("lazy", setup_of(engine, work))
 
 
 def test_a_difference_is_found() -> None:

@@ -7,11 +7,12 @@ import sys
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from cbatch.cli.bench.load.results import LoadResult
 from cbatch.cli.bench.metrics import RunMetrics, run_metrics
 from cbatch.cli.bench.recorder import (
     ExampleStep,
@@ -33,11 +34,9 @@ from cbatch.cli.bench.render.timeline import (
     whole_percents,
 )
 from cbatch.cli.bench.workload import Workload
+from cbatch.cli.common.percentiles import Percentiles
 from cbatch.cli.main import run_command
 from tests.support.tiny_models import make_engine, make_network
-
-if TYPE_CHECKING:
-    from cbatch.cli.bench.render.plots import LoadPoint
 
 
 def make_step(start: float, end: float, *chunks: tuple[int, int, TokenKind, int, int]) -> RecordedStep:
@@ -80,10 +79,28 @@ def some_metrics() -> dict[str, RunMetrics]:
     return {title: run_metrics(record, work) for title, record in both().items()}
 
 
-def some_points() -> list[LoadPoint]:
-    from cbatch.cli.bench.render.plots import LoadPoint
+def some_loads() -> dict[int, LoadResult]:
+    return {users: make_load(users) for users in (1, 4, 16)}
 
-    return [LoadPoint(users, 0.1 * users, 0.2 * users, 90 / users, 60 / users, 1 / users) for users in (1, 4, 16)]
+
+def make_load(users: int) -> LoadResult:
+    return LoadResult(
+        users=users,
+        users_judged=users,
+        users_served=1 / users,
+        answers=users,
+        answers_served=1 / users,
+        cut_off=0,
+        errors=0,
+        first_error="",
+        ttft_s=Percentiles(0.1 * users, 0.15 * users, 0.2 * users),
+        tpot_s=Percentiles(users / 90, users / 60, users / 50),
+        prompt_tokens=30,
+        cached_tokens=0,
+        output_tokens=30,
+        elapsed_s=9.0,
+        worst_lag_s=0.0,
+    )
 
 
 def test_timeline_is_drawn() -> None:
@@ -205,13 +222,13 @@ def test_pictures_are_whole() -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
     from cbatch.cli.bench.render.plots import FILE_NAMES, draw_all
 
-    pictures = draw_all(both(), some_metrics(), some_points(), objective="TTFT under 1 s")
+    pictures = draw_all(both(), some_metrics(), some_loads(), "TTFT under 1 s")
     assert {FILE_NAMES[title] for title in pictures} == EXPECTED.keys()
     for title, svg in pictures.items():
         missing = EXPECTED[FILE_NAMES[title]] - texts_of(svg)
         assert not missing, f"{title} lacks {missing}; it has {texts_of(svg)}"
         assert "<dc:date>" not in svg
-    again = draw_all(both(), {})
+    again = draw_all(both(), {}, {}, "")
     assert len(again) == 3
     assert all(svg == pictures[title] for title, svg in again.items())
 
@@ -221,10 +238,11 @@ def test_pictures_of_little() -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
     from cbatch.cli.bench.render.plots import draw_all
 
-    assert draw_all({}, {}) == {}
-    assert draw_all({"one by one": RunRecord(1, [])}, {}).keys() == {"Utilisation"}
+    unjudged = dataclasses.replace(make_load(4), users_served=None)
+    assert draw_all({}, {}, {4: unjudged}, "") == {}
+    assert draw_all({"one by one": RunRecord(1, [])}, {}, {}, "").keys() == {"Utilisation"}
     few = dataclasses.replace(static_record(), example=None)
-    assert draw_all({"static batches": few}, {}).keys() == {"Timeline", "Utilisation"}
+    assert draw_all({"static batches": few}, {}, {}, "").keys() == {"Timeline", "Utilisation"}
 
 
 def test_step_picture_chooses_requests() -> None:
@@ -290,7 +308,7 @@ def test_report_is_safe_and_whole() -> None:
             "continuous": dataclasses.asdict(some_metrics()["continuous"]),
             evil: {"idle_slot_share": 0.25, "only_s": 2},
         },
-        "load": [dataclasses.asdict(point) for point in some_points()],
+        "load": [load.to_json() for load in some_loads().values()],
         "empty": {},
     }
     text = html_report(data, {evil: f"<svg><title>{evil}</title></svg>"})

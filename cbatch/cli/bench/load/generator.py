@@ -11,34 +11,22 @@ import queue
 import random
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
 
 from cbatch.cli.bench.load.results import LoadResult
 from cbatch.cli.bench.load.users import SLO, Scenario, Turn, User
 from cbatch.cli.common.percentiles import Percentiles
-from cbatch.engine import SamplingParams
-
-if TYPE_CHECKING:
-    from cbatch.engine import EngineThread, TokenEvent
+from cbatch.engine import EngineThread, SamplingParams, TokenEvent
 
 
-class Clock(Protocol):
+class Clock:
     """The time, and waiting in it."""
 
     def now(self) -> float:
         """Seconds since some moment. Called on any thread."""
-
-    def wait(self, inbox: queue.SimpleQueue[Turn], timeout: float) -> Turn | None:
-        """The next turn that ends, or None after `timeout` seconds."""
-
-
-class RealClock:
-    """The clock of this machine."""
-
-    def now(self) -> float:
         return time.perf_counter()
 
     def wait(self, inbox: queue.SimpleQueue[Turn], timeout: float) -> Turn | None:
+        """The next turn that ends, or None after `timeout` seconds."""
         try:
             return inbox.get(timeout=max(timeout, 0.0))
         except queue.Empty:
@@ -58,7 +46,7 @@ def run_load(
     Raises ConfigError if a question would not fit the context.
     """
     scenario.check()
-    generator = _LoadGenerator(engine_thread, scenario, clock or RealClock(), make_rng)
+    generator = _LoadGenerator(engine_thread, scenario, clock or Clock(), make_rng)
     try:
         generator.run()
     finally:

@@ -46,6 +46,11 @@ class LoadResult:
     def output_tokens_per_s(self) -> float:
         return self.output_tokens / self.elapsed_s if self.elapsed_s > 0 else 0.0
 
+    @property
+    def is_judged(self) -> bool:
+        """Whether there were users to judge, and times of first and further tokens."""
+        return self.users_served is not None and self.ttft_s.p50 is not None and bool(self.tpot_s.p50)
+
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)
         for name in ("users_served", "answers_served"):

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from cbatch.cli.bench.workload import LengthDistribution, first_plain_token
-from cbatch.engine import ConfigError
-
-if TYPE_CHECKING:
-    from cbatch.engine import RequestHandle, TokenEvent
+from cbatch.engine import ConfigError, RequestHandle, TokenEvent
 
 WARMUP_SHARE = 0.25
 """Share of a probe in which its users arrive, and in which answers do not count yet."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from cbatch.cli.bench.load.results import LoadResult
 from cbatch.cli.bench.metrics import RunMetrics
@@ -31,35 +32,7 @@ BINS = 200
 
 TIMELINE = "Static batches wait for their slowest request; continuous batching admits the next one"
 
-UTILISATION = "How much of the engine does useful work"
-
 SHADES = {"p50": style.TEXT, "p90": "#8c959f", "p99": "#d0d7de"}
-
-
-@dataclass(frozen=True, slots=True)
-class LoadPoint:
-    """How this many users at once are served. Times in seconds, speeds in output tokens a second for each user.
-
-    tps_p10: the speed that nine in ten users have at least
-    within:  share of users all of whose answers met the objective
-    """
-
-    users: int
-    ttft_p50: float
-    ttft_p99: float
-    tps_p50: float
-    tps_p10: float
-    within: float
-
-
-def load_points(runs: Mapping[int, LoadResult]) -> list[LoadPoint]:
-    """Points for the runs, by number of users. Leaves out runs in which nothing could be judged."""
-    points = []
-    for users, result in runs.items():
-        ttft, tpot, within = result.ttft_s, result.tpot_s, result.users_served
-        if ttft.p50 is not None and ttft.p99 is not None and tpot.p50 and tpot.p90 and within is not None:
-            points.append(LoadPoint(users, ttft.p50, ttft.p99, 1 / tpot.p50, 1 / tpot.p90, within))
-    return points
 
 
 def plot_timeline(records: Mapping[str, RunRecord]) -> Figure:
@@ -67,7 +40,11 @@ def plot_timeline(records: Mapping[str, RunRecord]) -> Figure:
     slots = [record.slots for record in records.values()]
     lane = min(0.2, 5 / max(sum(slots), 1))
     height = 1.45 + sum(slots) * lane + 0.38 * len(slots)
-    figure = style.new_figure(height, TIMELINE, "One lane for each slot; the numbers are those of the requests.")
+    figure = style.new_figure(
+        height,
+        "Static batches wait for their slowest request; continuous batching admits the next one",
+        "One lane for each slot; the numbers are those of the requests.",
+    )
     style.add_legend(figure)
     hspace = 0.38 * len(slots) / max(sum(slots) * lane, 0.1)
     panels = style.axes_grid(figure, slots, left=0.5, top=1.1, bottom=0.45, hspace=hspace)
@@ -114,7 +91,11 @@ def _box(interval: Interval) -> list[tuple[float, float]]:
 def plot_utilisation(records: Mapping[str, RunRecord]) -> Figure:
     """The share of slots that are busy over time, by kind of work."""
     height = 1.52 + 0.95 * len(records)
-    figure = style.new_figure(height, UTILISATION, "Share of the slots that compute, over time; blue is useful work.")
+    figure = style.new_figure(
+        height,
+        "How much of the engine does useful work",
+        "Share of the slots that compute, over time; blue is useful work.",
+    )
     style.add_legend(figure)
     panels = style.axes_grid(figure, [1] * len(records), left=0.6, top=1.12, bottom=0.45, hspace=0.45)
     end = max(record.elapsed_s for record in records.values()) or 1.0
@@ -189,30 +170,33 @@ def _finish_bars(axes: Axes, title: str, longest: float, count: int, space: floa
     axes.spines[["bottom"]].set_visible(False)
 
 
-def plot_load(points: Sequence[LoadPoint], objective: str = "") -> Figure:
+def plot_load(runs: Mapping[int, LoadResult], objective: str) -> Figure:
     """Time to first token, speed of each user, and share of users within the objective, by number of users.
 
-    objective: what `within` counts, in words, such as "TTFT under 1 s, 10 tokens/s"
+    objective: in words, such as "TTFT under 1 s, 10 tokens/s"
     """
-    points = sorted(points, key=lambda point: point.users)
-    subtitle = f"The objective (SLO) is {objective}." if objective else ""
+    subtitle = f"The objective (SLO) is {objective}."
     figure = style.new_figure(3.1, "What each user gets as the number of users grows", subtitle)
     first, speed, within = style.axes_grid(figure, [1], 3, left=0.5, right=0.35, top=0.98, bottom=0.5, wspace=0.36)
-    users = [point.users for point in points]
-    _line(first, users, [point.ttft_p99 for point in points], "p99", SHADES["p90"], "bottom")
-    _line(first, users, [point.ttft_p50 for point in points], "p50", style.TEXT, "top")
+    users, results = list(runs), runs.values()
+    ttft_p50, ttft_p99 = np.array([(result.ttft_s.p50, result.ttft_s.p99) for result in results], float).T
+    _line(first, users, ttft_p99, "p99", SHADES["p90"], "bottom")
+    _line(first, users, ttft_p50, "p50", style.TEXT, "top")
     first.set_title("time to first token, s", pad=6)
-    _line(speed, users, [point.tps_p50 for point in points], "p50", style.TEXT, "bottom")
-    _line(speed, users, [point.tps_p10 for point in points], "p10", SHADES["p90"], "top")
+    # Nine in ten users have at least the speed p10, for their time per token is at most p90.
+    tps_p50, tps_p10 = 1 / np.array([(result.tpot_s.p50, result.tpot_s.p90) for result in results], float).T
+    _line(speed, users, tps_p50, "p50", style.TEXT, "bottom")
+    _line(speed, users, tps_p10, "p10", SHADES["p90"], "top")
     speed.set_title("output tokens/s of a user", pad=6)
-    _line(within, users, [point.within * 100 for point in points], "", style.TEXT, "bottom")
+    served = np.array([result.users_served for result in results], float)
+    _line(within, users, served * 100, "", style.TEXT, "bottom")
     within.set_title("users within the objective, %", pad=6)
     within.set_ylim(0, 105)
     ticks = [count for count in users if count & (count - 1) == 0] if len(users) > 6 else users
     ticks = ticks[(len(ticks) - 1) % 2 :: 2] if len(ticks) > 7 else ticks  # so that the numbers do not overlap
     for axes in (first, speed, within):
         axes.set_ylim(bottom=0)
-        if users and users[-1] > 8 * users[0]:
+        if users[-1] > 8 * users[0]:
             axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [str(count) for count in ticks])
         axes.minorticks_off()
@@ -221,24 +205,21 @@ def plot_load(points: Sequence[LoadPoint], objective: str = "") -> Figure:
     return figure
 
 
-def _line(axes: Axes, users: Sequence[int], values: Sequence[float], name: str, colour: str, side: str) -> None:
+def _line(axes: Axes, users: Sequence[int], values: NDArray[np.float64], name: str, colour: str, side: str) -> None:
     """A line with a dot for each measurement, and its name beside the last one."""
     axes.plot(users, values, color=colour, marker="o", markersize=4, linewidth=1.6, clip_on=False)
-    if users:
-        axes.annotate(name, (users[-1], values[-1]), (13, 0), textcoords="offset points", va=side, color=colour)
+    axes.annotate(name, (users[-1], values[-1]), (13, 0), textcoords="offset points", va=side, color=colour)
 
 
 @style.picture_style()
 def draw_all(
-    records: Mapping[str, RunRecord],
-    metrics: Mapping[str, RunMetrics],
-    points: Sequence[LoadPoint] = (),
-    objective: str = "",
+    records: Mapping[str, RunRecord], metrics: Mapping[str, RunMetrics], loads: Mapping[int, LoadResult], objective: str
 ) -> dict[str, str]:
     """The SVG text of all pictures that there is data for, by the titles of FILE_NAMES.
 
     records: by the titles of the strategies; a step of the last of `side_by_side` is drawn too
     metrics: by the same titles
+    loads:   by number of users; runs in which nothing could be judged are left out
     """
     pair = timeline.side_by_side(records)
     figures: dict[str, Figure] = {}
@@ -248,8 +229,9 @@ def draw_all(
         figures["Utilisation"] = plot_utilisation(records)
     if metrics:
         figures["Speed"] = plot_speed(metrics)
-    if points:
-        figures["Load"] = plot_load(points, objective)
+    judged = {users: result for users, result in loads.items() if result.is_judged}
+    if judged:
+        figures["Load"] = plot_load(judged, objective)
     if pair and (shown := list(pair.values())[-1]).example is not None:
         figures["One step"] = plot_step(shown)
     return {title: style.svg_text(figure, title) for title, figure in figures.items()}

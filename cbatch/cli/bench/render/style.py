@@ -82,9 +82,9 @@ def axes_grid(
     columns: int = 1,
     *,
     left: float,
-    right: float = 0.2,
     top: float,
     bottom: float,
+    right: float = 0.2,
     **spaces: float,
 ) -> list[Axes]:
     """Rows of axes with these relative heights. Margins in inches; `hspace` and `wspace` as in matplotlib."""

@@ -135,23 +135,19 @@ def draw_timeline(records: Mapping[str, RunRecord], width: int, *, max_lanes: in
         lines += _wrapped([f"{title}: {record.elapsed_s:.2f} s", share_line(record)], "; ", width)
         chosen = _dominant_kinds(record, columns, end)
         entries = {
-            (interval.slot, _column(interval.start, columns, end))
+            (interval.slot, min(int(interval.start / end * columns), columns - 1))
             for interval in slot_intervals(record)
             if interval.is_entry
         }
         last = math.ceil(record.elapsed_s / end * columns)
         for slot in range(min(record.slots, max_lanes)):
-            cells = [_symbol(chosen.get((slot, n)), is_entry=(slot, n) in entries) for n in range(last)]
-            lane = "".join(cells) + EDGE + " " * (columns - last)
-            lines.append(f"{slot:>{number_width}} {EDGE}{lane}".rstrip())
+            symbols = [SYMBOLS[chosen[slot, n]] if (slot, n) in chosen else " " for n in range(last)]
+            lane = [ENTRY if (slot, n) in entries else symbol for n, symbol in enumerate(symbols)]
+            lines.append(f"{slot:>{number_width}} {EDGE}{''.join(lane)}{EDGE}")
         if record.slots > max_lanes:
             lines.append(f"{record.slots - max_lanes} of {record.slots} slots are not shown"[:width])
     legend = [f"{SYMBOLS[kind]} {KIND_LABELS[kind]}" for kind in KINDS] + [f"{ENTRY} a request enters"]
     return [*lines, _axis(number_width + 2, columns, end), *_wrapped(legend, "   ", width)]
-
-
-def _column(moment: float, columns: int, end: float) -> int:
-    return min(int(moment / end * columns), columns - 1)
 
 
 def _dominant_kinds(record: RunRecord, columns: int, end: float) -> dict[tuple[int, int], TokenKind]:
@@ -167,10 +163,6 @@ def _dominant_kinds(record: RunRecord, columns: int, end: float) -> dict[tuple[i
         if cell[kind] > bin_s - sum(cell.values()):
             chosen[place] = kind
     return chosen
-
-
-def _symbol(kind: TokenKind | None, *, is_entry: bool) -> str:
-    return ENTRY if is_entry else SYMBOLS[kind] if kind else " "
 
 
 def _axis(indent: int, columns: int, end: float) -> str:
