@@ -1,11 +1,4 @@
-"""All errors that cbatch raises on purpose. Their messages are sentences for users.
-
-CbatchError
-├── ConfigError     options that contradict each other or cannot be met
-├── ModelError      a model that cannot be loaded, or would be silently wrong here
-├── EngineError     the engine failed while requests were running, or is closed
-└── RequestError    one request that cannot be served; `code` names the kind
-"""
+"""All errors that cbatch raises on purpose. Their messages are sentences for users."""
 
 
 class CbatchError(Exception):
@@ -13,11 +6,11 @@ class CbatchError(Exception):
 
 
 class ConfigError(CbatchError):
-    """An option or a combination of options that cannot be met."""
+    """Options that contradict each other or cannot be met."""
 
 
 class ModelError(CbatchError):
-    """A model that is missing, broken, or not supported."""
+    """A model that is missing, broken, not supported, or would be silently wrong here."""
 
 
 class EngineError(CbatchError):

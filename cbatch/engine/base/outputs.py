@@ -91,18 +91,14 @@ class Completion:
         """Adds an event to the output that it belongs to."""
         while len(self.others) < event.sample_index:
             self.others.append(Completion())
-        (self.others[event.sample_index - 1] if event.sample_index else self)._take(event)
-
-    def _take(self, event: TokenEvent) -> None:
-        self.text += event.text
+        output = self.others[event.sample_index - 1] if event.sample_index else self
+        output.text += event.text
         if event.token_id is not None:
-            self.token_ids.append(event.token_id)
+            output.token_ids.append(event.token_id)
         if event.error is None:
-            self.cached_tokens = event.cached_tokens
+            output.cached_tokens = event.cached_tokens
         if event.logprobs is not None:
-            self.logprobs.append(event.logprobs)
+            output.logprobs.append(event.logprobs)
         if event.prompt_logprobs is not None:
-            self.prompt_logprobs = event.prompt_logprobs
-        self.finish_reason = event.finish_reason
-        self.stop_reason = event.stop_reason
-        self.error = event.error
+            output.prompt_logprobs = event.prompt_logprobs
+        output.finish_reason, output.stop_reason, output.error = event.finish_reason, event.stop_reason, event.error

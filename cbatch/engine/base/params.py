@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeGuard
 
 from cbatch.engine.base.constraint import Constraint
 from cbatch.engine.base.errors import RequestError
@@ -15,12 +15,9 @@ from cbatch.engine.base.errors import RequestError
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing logits by them would overflow."""
 
-
 MAX_TEMPERATURE = 1000.0
 """Above this every token is about equally likely, and float32 soon overflows."""
 
-MAX_SAMPLES = 128
-MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
 MAX_BIASED = MAX_BAD_WORDS = 1024
 """Every step goes through all of them."""
@@ -97,7 +94,16 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_counts()
-        self._check_weights()
+        for name, low, high in (
+            ("temperature", 0.0, MAX_TEMPERATURE),
+            ("top_p", 0.0, 1.0),
+            ("min_p", 0.0, 1.0),
+            ("presence_penalty", -2.0, 2.0),
+            ("frequency_penalty", -2.0, 2.0),
+            ("repetition_penalty", 0.01, 100.0),
+        ):
+            _check_number(name, getattr(self, name), low, high, open_low=name == "top_p")
+            object.__setattr__(self, name, float(getattr(self, name)))
         for name in ("ignore_eos", "echo", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise _invalid(name, "true or false", getattr(self, name))
@@ -122,29 +128,20 @@ class SamplingParams:
         if self.seed is not None:
             _check_int("seed", self.seed, low=-(2**63), high=2**64 - 1)
         _check_int("min_tokens", self.min_tokens, low=0)
-        _check_int("n", self.n, low=1, high=MAX_SAMPLES)
+        _check_int("n", self.n, low=1, high=128)
         _check_int("top_k", self.top_k, low=-1, high=2**31 - 1)
         object.__setattr__(self, "top_k", max(self.top_k, 0))
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is False:  # OpenAI's way to ask for none
                 object.__setattr__(self, name, None)
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
-
-    def _check_weights(self) -> None:
-        _check_number("temperature", self.temperature, low=0.0, high=MAX_TEMPERATURE)
-        _check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
-        _check_number("min_p", self.min_p, low=0.0, high=1.0)
-        _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
-        _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
-        _check_number("repetition_penalty", self.repetition_penalty, low=0.01, high=100.0)
-        penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-        for name in ("temperature", "top_p", "min_p", *penalties):
-            object.__setattr__(self, name, float(getattr(self, name)))
+                _check_int(name, getattr(self, name), low=0, high=20)
 
     def _check_constraint(self) -> None:
         if self.response_format is not None:
-            text = _text_of_format(self.response_format)
+            # As text it is hashable, and the properties keep their order.
+            value = self.response_format
+            text = value if isinstance(value, str) else json.dumps(value if isinstance(value, Mapping) else None)
             object.__setattr__(self, "response_format", text if _constraint_of_format(text) else None)
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
@@ -168,7 +165,7 @@ class SamplingParams:
     def constraint(self) -> Constraint | None:
         """The constraint on the output, if there is one."""
         if self.response_format is not None:
-            return _constraint_of_format(_text_of_format(self.response_format))
+            return _constraint_of_format(str(self.response_format))
         if self.choice is not None:
             return Constraint("choice", json.dumps(self.choice))
         if self.regex is not None:
@@ -182,8 +179,6 @@ class SamplingParams:
     def merged(self, overrides: Mapping[str, Any]) -> SamplingParams:
         """These parameters with some replaced; None in `overrides` keeps the value."""
         given = {name: value for name, value in overrides.items() if value is not None}
-        if not given:
-            return self
         return SamplingParams(**with_overrides({name: getattr(self, name) for name in PARAM_NAMES}, given))
 
 
@@ -192,9 +187,8 @@ PARAM_NAMES: tuple[str, ...] = tuple(field.name for field in fields(SamplingPara
 
 def with_overrides(params: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters by name with some replaced; a constraint replaces the other kinds of constraint."""
-    other_form = not overrides.keys().isdisjoint(CONSTRAINTS)
-    kept = {name: value for name, value in params.items() if not (other_form and name in CONSTRAINTS)}
-    return kept | dict(overrides)
+    replaced = () if overrides.keys().isdisjoint(CONSTRAINTS) else CONSTRAINTS
+    return {name: value for name, value in params.items() if name not in replaced} | dict(overrides)
 
 
 def derive_seed(run_seed: int, kind: str, name: str | float) -> int:
@@ -211,17 +205,19 @@ def _invalid(name: str, wanted: str, value: object) -> RequestError:
     return RequestError("invalid_row", f"{name} must be {wanted}, not {'this' if too_large else repr(value)[:60]}.")
 
 
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
     wanted = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
-    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+    if not _is_int(value) or value < low or (high is not None and value > high):
         raise _invalid(name, wanted, value)
 
 
 def _check_number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
     wanted = f"a number {'above' if open_low else 'of at least'} {low:g} and at most {high:g}"
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise _invalid(name, wanted, value)
-    if not low <= value <= high or (open_low and value == low):
+    if not (_is_int(value) or isinstance(value, float)) or not low <= value <= high or (open_low and value == low):
         raise _invalid(name, wanted, value)
 
 
@@ -234,26 +230,14 @@ def _bias(value: object) -> tuple[tuple[int, float], ...]:
     except (TypeError, ValueError, OverflowError):
         found, is_right = {}, False
     if not is_right or any(not abs(bias) <= MAX_BIAS for bias in found.values()):
-        raise _invalid(
-            "logit_bias",
-            f"an object of up to {MAX_BIASED:,} token ids with numbers from -{MAX_BIAS:g} to {MAX_BIAS:g}",
-            value,
-        )
+        wanted = f"an object of up to {MAX_BIASED:,} token ids with numbers from -{MAX_BIAS:g} to {MAX_BIAS:g}"
+        raise _invalid("logit_bias", wanted, value)
     return tuple(sorted(found.items()))
 
 
 def _is_bias(token: object, bias: object) -> bool:
-    is_id = (isinstance(token, int) and not isinstance(token, bool)) or (
-        isinstance(token, str) and token.isascii() and token.isdigit()
-    )
-    return is_id and isinstance(bias, int | float) and not isinstance(bias, bool)
-
-
-def _text_of_format(value: object) -> str:
-    """A response_format as JSON text, which is hashable and keeps the order of properties."""
-    if isinstance(value, Mapping):
-        return json.dumps(value)
-    return value if isinstance(value, str) else json.dumps(None)
+    is_id = token.isascii() and token.isdigit() if isinstance(token, str) else _is_int(token)
+    return is_id and (_is_int(bias) or isinstance(bias, float))
 
 
 @lru_cache(maxsize=256)
@@ -284,12 +268,8 @@ def _tuple_of(name: str, value: object, kind: type) -> tuple[Any, ...]:
     values = (value,) if isinstance(value, kind) else value
     if not isinstance(values, list | tuple):
         raise _invalid(name, f"one {kind.__name__} or a list of them", value)
-    for item in values:
-        if (
-            not isinstance(item, kind)
-            or isinstance(item, bool)
-            or item == ""
-            or (isinstance(item, int) and not 0 <= item < MAX_TOKEN_ID)
-        ):
-            raise _invalid(name, "a list of non-empty strings" if kind is str else "a list of token ids", value)
+    if kind is str and not all(isinstance(item, str) and item for item in values):
+        raise _invalid(name, "a list of non-empty strings", value)
+    if kind is int and not all(_is_int(item) and 0 <= item < MAX_TOKEN_ID for item in values):
+        raise _invalid(name, "a list of token ids", value)
     return tuple(values)

@@ -18,7 +18,7 @@ from cbatch.engine.models.base import Model
 from cbatch.engine.models.checkpoint import load_fast_model
 from cbatch.engine.models.fingerprint import fingerprint
 from cbatch.engine.runtime.dtypes import choose_dtype
-from cbatch.engine.text.fast_loader import from_folder, from_transformers
+from cbatch.engine.text.fast_loader import TransformersTokenizer, from_folder
 from cbatch.engine.text.template_sandbox import TemplateSandbox
 from cbatch.engine.text.tokenizer import ChatTokenizer
 
@@ -214,7 +214,7 @@ def _load_tokenizer(source: str, revision: str | None) -> ChatTokenizer | None:
         raise ModelError(f"Cannot load the tokenizer of {source}: {_first_sentence(error)}") from error
     if not getattr(original, "is_fast", False):
         raise ModelError(f"The tokenizer of {source} has no tokenizer.json, which is needed for streaming text.")
-    return ChatTokenizer(from_transformers(original))
+    return ChatTokenizer(TransformersTokenizer(original))
 
 
 def _sampling_defaults(settings: dict[str, Any]) -> SamplingParams:

@@ -106,16 +106,11 @@ class _Namespace(Namespace):
     """`namespace` in templates, without names that begin with an underscore."""
 
     def __init__(self, /, *args: Any, **kwargs: Any) -> None:
-        values = dict(*args, **kwargs)
-        for name in values:
-            _check_name(name)
-        super().__init__(values)
+        super().__init__()
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"a namespace cannot hold {name!r}, which begins with an underscore")
         super().__setitem__(name, value)
-
-
-def _check_name(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace cannot hold {name!r}, which begins with an underscore")

@@ -35,33 +35,26 @@ class OutputDetokenizer:
         """The text that the next event of the output adds. Raises RequestError if it cannot be made."""
         if self._make is None or event.error is not None:
             return event.text
-        tokens = [] if event.token_id is None else [event.token_id]
-        try:
-            self._text = self._text or self._make()
-            return self._decode(self._text, tokens, event.finish_reason)
-        except Exception as error:
-            raise _cannot_decode(error) from error
+        return self._decode(self._make, [] if event.token_id is None else [event.token_id], event.finish_reason)
 
     def text_of(self, output: Completion) -> str:
         """The text of an output as a whole. Raises RequestError if it cannot be made."""
         if self._make is None:
             return output.text
-        try:
-            return self._decode(self._make(), output.token_ids, output.finish_reason)
-        except Exception as error:
-            raise _cannot_decode(error) from error
+        whole = OutputDetokenizer(self._make, self._stop_ids)
+        return whole._decode(self._make, output.token_ids, output.finish_reason)
 
-    def _decode(self, text: IncrementalDetokenizer, token_ids: Sequence[int], finish_reason: str | None) -> str:
+    def _decode(
+        self, make: Callable[[], IncrementalDetokenizer], token_ids: Sequence[int], finish_reason: str | None
+    ) -> str:
         if finish_reason == "stop" and token_ids and token_ids[-1] in self._stop_ids:
             token_ids = token_ids[:-1]
-        deltas = [text.push(token) for token in token_ids]
-        if finish_reason is not None and finish_reason != "error":
-            deltas.append(text.flush())
-        return "".join(deltas)
-
-
-def _cannot_decode(error: Exception) -> RequestError:
-    return RequestError("internal_error", f"The output cannot be turned into text: {error!r}")
+        try:
+            text = self._text = self._text or make()
+            ends = finish_reason is not None and finish_reason != "error"
+            return "".join([text.push(token) for token in token_ids]) + (text.flush() if ends else "")
+        except Exception as error:
+            raise RequestError("internal_error", f"The output cannot be turned into text: {error!r}") from error
 
 
 class IncrementalDetokenizer:
@@ -72,11 +65,7 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt: Sequence[int] = (),
-        stop: Sequence[str] = (),
-        hidden: Container[int] = (),
+        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop: Sequence[str] = (), hidden: Container[int] = ()
     ) -> None:
         """
         prompt: the tokens before the output, whose end decides how a leading space is decoded
@@ -149,7 +138,7 @@ class TokenBytes:
         self._has_fallback = "ByteFallback" in decoder
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Empty for an id that the tokenizer does not know. A special token's bytes are those of its name."""
+        """What a token adds to a text, perhaps part of a character. Special tokens add their name, unknown ids nothing."""
         piece: str | None = self._tokenizer.id_to_token(token_id)
         if piece is None:
             return b""

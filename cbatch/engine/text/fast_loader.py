@@ -7,7 +7,7 @@ of older versions. This module knows the simple cases and leaves the others to t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,22 +73,16 @@ class TextTokenizer:
         return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
 
-@dataclass(slots=True)
 class TransformersTokenizer(TextTokenizer):
-    """A tokenizer made by transformers, which may do more to a text than its backend does."""
+    """A fast tokenizer of transformers, which may do more to a text than its backend does."""
 
-    original: Any
+    def __init__(self, fast: Any) -> None:
+        super().__init__(fast.backend_tokenizer, fast.bos_token_id, fast.chat_template, fast.special_tokens_map)
+        self._fast = fast
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
-        encoding: Encoding = self.original(text, add_special_tokens=add_special_tokens).encodings[0]
+        encoding: Encoding = self._fast(text, add_special_tokens=add_special_tokens).encodings[0]
         return encoding
-
-
-def from_transformers(tokenizer: Any) -> TransformersTokenizer:
-    """Wraps a fast tokenizer of transformers."""
-    template, special_tokens = tokenizer.chat_template, tokenizer.special_tokens_map
-    backend, bos_id = tokenizer.backend_tokenizer, tokenizer.bos_token_id
-    return TransformersTokenizer(backend, bos_id, template, special_tokens, original=tokenizer)
 
 
 def from_folder(folder: Path) -> TextTokenizer | None:
@@ -103,9 +97,9 @@ def from_folder(folder: Path) -> TextTokenizer | None:
         template = _chat_template(folder, settings.get("chat_template"))
         special_tokens = {name: _content(settings[name]) for name in NAMED_TOKENS if settings.get(name) is not None}
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        if not _is_read_verbatim(config.get("model_type"), settings, backend) or not _has_all_special_tokens(
-            settings, backend
-        ):
+        if not _is_read_verbatim(config.get("model_type"), settings, backend):
+            return None
+        if not _has_all_special_tokens(settings, special_tokens.values(), backend):
             return None
     except Exception:  # tokenizers raises plain Exception, and the files may hold values of any type
         return None
@@ -144,9 +138,8 @@ def _is_qwen2(settings: dict[str, Any], backend: Tokenizer) -> bool:
     model = backend.model
     if not isinstance(model, BPE) or model.dropout is not None or model.unk_token is not None:
         return False
-    if model.continuing_subword_prefix or model.end_of_word_suffix:
-        return False
-    if model.fuse_unk or model.byte_fallback or model.ignore_merges:
+    affixes = model.continuing_subword_prefix or model.end_of_word_suffix
+    if affixes or model.fuse_unk or model.byte_fallback or model.ignore_merges:
         return False
     split = Split(Regex(QWEN2_PATTERN), behavior="isolated", invert=False)
     expected = PreTokenizers([split, ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -164,7 +157,7 @@ def _as_json(part: Any) -> str:
     return "" if part is None else part.__getstate__().decode().replace('"trim_offsets":false', '"trim_offsets":true')
 
 
-def _has_all_special_tokens(settings: dict[str, Any], backend: Tokenizer) -> bool:
+def _has_all_special_tokens(settings: dict[str, Any], tokens: Iterable[str], backend: Tokenizer) -> bool:
     """Whether all tokens that the settings name are special tokens already, and nothing is truncated or padded."""
     added = backend.get_added_tokens_decoder()
     listed = settings.get("added_tokens_decoder")
@@ -172,10 +165,9 @@ def _has_all_special_tokens(settings: dict[str, Any], backend: Tokenizer) -> boo
         number: token.__getstate__() for number, token in added.items()
     }:
         return False
-    named = {_content(settings[name]) for name in NAMED_TOKENS if settings.get(name) is not None}
-    named.update(_content(token) for key in LISTED_TOKENS for token in settings.get(key) or ())
+    listed_tokens = {_content(token) for key in LISTED_TOKENS for token in settings.get(key) or ()}
     special = {token.content for token in added.values() if token.special}
-    return named <= special and backend.truncation is None and backend.padding is None
+    return listed_tokens.union(tokens) <= special and backend.truncation is None and backend.padding is None
 
 
 def _chat_template(folder: Path, configured: Any) -> str | dict[str, str] | None:

@@ -41,9 +41,8 @@ class OutputParser:
     tool_call_tag: str | None = None
 
     @classmethod
-    def from_template(cls, template: str | None) -> OutputParser:
+    def from_template(cls, source: str) -> OutputParser:
         """The parser for a chat template's source. Of several pairs of think tags it takes the first."""
-        source = template or ""
         pairs = [(match[0], f"</{match[1]}>") for match in _THINK_TAG.finditer(source)]
         pairs += [pair for pair in _OTHER_THINK_TAGS if pair[0] in source]
         pairs = [pair for pair in pairs if pair[1] in source]

@@ -29,7 +29,7 @@ _Objects = list[dict[str, Any]]
 
 
 class ChatTokenizer:
-    """A model's tokenizer and chat template.
+    """A model's tokenizer and chat template; `templates` is a dictionary by name if the model has several.
 
     Special tokens that someone writes into a message stay text. Only those of the template itself are special.
     """
@@ -37,37 +37,32 @@ class ChatTokenizer:
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
         self.backend = tokenizer.backend
-        self._pieces = TokenBytes(self.backend)
-        self._encode_bad_words = lru_cache(maxsize=256)(self._encode_words)
+        self.templates = tokenizer.chat_template
+        self.token_bytes = TokenBytes(self.backend).bytes_of
+        self.bad_word_ids = lru_cache(maxsize=256)(self._bad_word_ids)
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
         special = sorted((added[number].content for number in self.special_ids), key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, special)) or r"(?!)")
 
     @property
-    def templates(self) -> str | dict[str, str] | None:
-        """The chat template; a dictionary by name if the model has several."""
-        return self._tokenizer.chat_template
-
-    @property
     def chat_template(self) -> str | None:
         """The template's source; of several templates, the default one."""
-        template = self.templates
-        return template.get("default") if isinstance(template, dict) else template
+        return self.templates.get("default") if isinstance(self.templates, dict) else self.templates
+
+    @property
+    def _all_templates(self) -> str:
+        return "\n".join(self.templates.values()) if isinstance(self.templates, dict) else self.templates or ""
 
     @cached_property
     def output_parser(self) -> OutputParser:
         """Parses the model's outputs. All of its templates count, such as one of its own for tools."""
-        template = self.templates
-        return OutputParser.from_template("\n".join(template.values()) if isinstance(template, dict) else template)
+        return OutputParser.from_template(self._all_templates)
 
     @property
     def takes_tools(self) -> bool:
         """Whether any of the model's templates mentions tools."""
-        template = self.templates
-        return any(
-            "tools" in source for source in (template.values() if isinstance(template, dict) else [template or ""])
-        )
+        return "tools" in self._all_templates
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, with BOS if the tokenizer adds it, but never twice."""
@@ -127,26 +122,18 @@ class ChatTokenizer:
 
     def opens_thinking(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt ends with an opening think tag, so that the output begins as reasoning."""
-        parser = self.output_parser
-        if parser.think_tags is None:
-            return False
-        return parser.opens_thinking(self.decode(prompt[-NUM_CONTEXT_TOKENS:], skip_special_tokens=False))
+        return self.output_parser.opens_thinking(self._end_of(prompt))
 
     def ends_thinking(self, token_ids: Sequence[int]) -> bool:
         """Whether the closing think tag is among the last tokens of an output so far."""
-        think_tags = self.output_parser.think_tags
-        tail = self.decode(token_ids[-NUM_CONTEXT_TOKENS:], skip_special_tokens=False)
-        return think_tags is not None and think_tags[1] in tail
+        tags = self.output_parser.think_tags
+        return tags is not None and tags[1] in self._end_of(token_ids)
 
-    def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
+    def _end_of(self, token_ids: Sequence[int]) -> str:
+        return self.decode(token_ids[-NUM_CONTEXT_TOKENS:], skip_special_tokens=False)
+
+    def _bad_word_ids(self, words: tuple[str, ...]) -> list[list[int]]:
         """Token sequences that spell these words, at the start of a text and after a space."""
-        return self._encode_bad_words(tuple(words))
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text, which may be part of a character."""
-        return self._pieces.bytes_of(token_id)
-
-    def _encode_words(self, words: tuple[str, ...]) -> list[list[int]]:
         texts = [text for word in words for text in (word, f" {word}")]
         spelt = [tuple(self._tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
         return [list(ids) for ids in dict.fromkeys(spelt) if ids]
@@ -172,7 +159,7 @@ class ChatTokenizer:
         separator = next((one for one in separators if not any(_escape(one) in text for text in written)), None)
         if separator is None:
             raise RequestError("invalid_row", "The messages hold every private-use character of Unicode.")
-        hide = partial(self._special_pattern.sub, partial(_insert_separator, separator))
+        hide = partial(self._special_pattern.sub, lambda match: match[0][0] + separator + match[0][1:])
         rendered = self._render(_map_strings(messages, hide), _map_strings(tools, hide), today) + hide(answer)
         # A template that prints an object as Python does, or as JSON in ASCII, prints the separator as an escape.
         rendered = rendered.replace(_escape(separator), separator)
@@ -198,10 +185,6 @@ def encode_prompt(tokenizer: ChatTokenizer | None, prompt: Prompt, *, raw: bool,
 
 def _escape(separator: str) -> str:
     return f"\\u{ord(separator):04x}"
-
-
-def _insert_separator(separator: str, match: re.Match[str]) -> str:
-    return match[0][0] + separator + match[0][1:]
 
 
 def _strings(value: Any) -> Iterator[str]:

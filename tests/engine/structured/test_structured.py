@@ -32,7 +32,7 @@ from cbatch.engine.structured.grammar import GrammarState
 from cbatch.engine.structured.lark import to_lark
 from cbatch.engine.structured.masks import MaskFiller, fill_masks
 from cbatch.engine.structured.sandbox import TOO_COMPLEX, GrammarSandbox
-from cbatch.engine.text.fast_loader import from_transformers
+from cbatch.engine.text.fast_loader import TransformersTokenizer
 from cbatch.engine.text.tokenizer import ChatTokenizer
 
 WIDTH = 1030  # of the demo model's logits, were they wider than its tokenizer's vocabulary of 1,024
@@ -61,7 +61,7 @@ TOKENS = token_bytes()
 
 @pytest.fixture(scope="module")
 def demo() -> ChatTokenizer:
-    return ChatTokenizer(from_transformers(AutoTokenizer.from_pretrained(DEMO_MODEL)))
+    return ChatTokenizer(TransformersTokenizer(AutoTokenizer.from_pretrained(DEMO_MODEL)))
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +265,7 @@ def test_byte_fallback_tokens(tmp_path: Path) -> None:
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     backend.add_special_tokens([AddedToken("<s>", special=True)])
     made = ConstraintCompiler(
-        ChatTokenizer(from_transformers(PreTrainedTokenizerFast(tokenizer_object=backend))), len(names)
+        ChatTokenizer(TransformersTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))), len(names)
     )
     for seed in range(10):
         state, ids, rng = start_with(made, ["hi é\n", "日 x"]), [], random.Random(seed)

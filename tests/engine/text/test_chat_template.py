@@ -9,7 +9,7 @@ import pytest
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.text.chat_template import render_chat
-from cbatch.engine.text.fast_loader import TextTokenizer, from_transformers
+from cbatch.engine.text.fast_loader import TextTokenizer, TransformersTokenizer
 from cbatch.engine.text.tokenizer import ChatTokenizer
 from tests.support.model_folder import make_tokenizer
 
@@ -97,7 +97,7 @@ def test_nothing_leads_out_of_the_sandbox(template: str) -> None:
     assert found == "text: " or found.startswith(("SecurityError", "UndefinedError"))
 
 
-@pytest.mark.parametrize("make", [lambda theirs: from_transformers(theirs), lambda theirs: plain(theirs)])
+@pytest.mark.parametrize("make", [TransformersTokenizer, lambda theirs: plain(theirs)])
 def test_a_template_is_told_the_date(make: Any) -> None:
     """Guards templates that write down the date, whoever made the tokenizer, with a date and with the fixed one."""
     theirs = make_tokenizer()

@@ -63,7 +63,7 @@ def call_text(**arguments: Any) -> str:
 @pytest.mark.parametrize(
     ("template", "think_tags", "tool_call_tag"),
     [
-        (None, None, None),
+        ("", None, None),
         ("{{ messages }}", None, None),
         (QWEN3, ("<think>", "</think>"), HERMES),
         (R1, ("<think>", "</think>"), None),
@@ -81,7 +81,7 @@ def call_text(**arguments: Any) -> str:
     ],
 )
 def test_template_shows_the_format(
-    template: str | None, think_tags: tuple[str, str] | None, tool_call_tag: str | None
+    template: str, think_tags: tuple[str, str] | None, tool_call_tag: str | None
 ) -> None:
     """Guards against tags that a model never writes, and against those it does that are not looked for."""
     parser = OutputParser.from_template(template)
@@ -315,7 +315,7 @@ def test_lone_surrogates_in_arguments_stay_escapes() -> None:
 
 FORMATS = [
     OutputParser.from_template(template)
-    for template in (None, QWEN3, R1, MISTRAL_OLD, LLAMA32, "[THINK][/THINK][TOOL_CALLS]")
+    for template in ("", QWEN3, R1, MISTRAL_OLD, LLAMA32, "[THINK][/THINK][TOOL_CALLS]")
 ]
 PIECES = [
     *("<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", LLAMA),
