@@ -2,12 +2,16 @@
 
 transformers itself is not used, because importing it takes a second, and because it overrides the functions that it is
 given: a template would get no date but the clock's.
+
+As a script, without the rest of the package, it tries the template on its standard input (see `template_sandbox`).
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import date
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -22,6 +26,9 @@ from jinja2.utils import Namespace
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Names for the reasoning of a message. Templates read the first one, those of some older models the second."""
+
+OUT_OF_MEMORY = 77
+"""Exit status of the script for a template that takes more memory than it may."""
 
 
 def render_chat(
@@ -114,3 +121,33 @@ class _Namespace(Namespace):
         if isinstance(name, str) and name.startswith("_"):
             raise SecurityError(f"a namespace cannot hold {name!r}, which begins with an underscore")
         super().__setitem__(name, value)
+
+
+def _try_template(template: str) -> None:
+    """Renders conversations with and without tools under limits of time and memory; what else goes wrong is ignored."""
+    import resource
+
+    with suppress(OSError, ValueError):  # a system without these limits
+        resource.setrlimit(resource.RLIMIT_CPU, (10, 10))
+        resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+    messages: list[dict[str, Any]] = [{"role": role, "content": "hello"} for role in ("user", "assistant", "user")]
+    place = {"place": {"type": "string", "description": "where"}}
+    schema = {"type": "object", "properties": place, "required": ["place"]}
+    tool = {"type": "function", "function": {"name": "look", "description": "looks", "parameters": schema}}
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": {"place": "here"}}}
+    called: list[dict[str, Any]] = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "look", "tool_call_id": "abcdefghi", "content": "a table"},
+    ]
+    for conversation, tools in (messages, []), (called, [tool]):
+        try:
+            render_chat(template, conversation, tools, {}, date.today())
+        except MemoryError:
+            sys.exit(OUT_OF_MEMORY)
+        except Exception:
+            pass
+
+
+if __name__ == "__main__":
+    _try_template(sys.stdin.read())

@@ -138,7 +138,7 @@ class TokenBytes:
         self._has_fallback = "ByteFallback" in decoder
 
     def bytes_of(self, token_id: int) -> bytes:
-        """What a token adds to a text, perhaps part of a character. Special tokens add their name, unknown ids nothing."""
+        """What a token adds to a text, perhaps part of a character: the name of a special token, nothing if unknown."""
         piece: str | None = self._tokenizer.id_to_token(token_id)
         if piece is None:
             return b""
