@@ -11,7 +11,7 @@ a step. A step that takes too long all the same costs its request and a thread, 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -35,9 +35,9 @@ class ConstraintCompiler:
         """`vocab_size`: width of the model's logits, which may differ from the tokenizer's vocabulary."""
         self.vocab_size = vocab_size
         self._tokenizer = tokenizer
-        self._lock, self._compiling = threading.Lock(), threading.Lock()
-        self._cache: OrderedDict[Constraint, CompiledGrammar | str] = OrderedDict()
-        self._in_use: WeakValueDictionary[Constraint, CompiledGrammar] = WeakValueDictionary()
+        self._compiling = threading.Lock()
+        self._known: WeakValueDictionary[Constraint, CompiledGrammar | RequestError] = WeakValueDictionary()
+        self._recent = lru_cache(CACHE_SIZE)(self._known.__getitem__)  # keeps them; raises KeyError for unknown ones
         self._sandbox: GrammarSandbox | None = None
         self._library: Any = None
 
@@ -47,51 +47,38 @@ class ConstraintCompiler:
         Raises RequestError (`invalid_row`) if the constraint is invalid or too complex, if the library does not support
         it or the tokenizer, or if the library is not installed.
         """
-        known = self._find(constraint)
-        if known is None:
+        try:
+            known = self._recent(constraint)
+        except KeyError:
             with self._compiling:  # of several threads with the same constraint, one compiles it
-                known = self._find(constraint) or self._compile(constraint)
-            self._keep(constraint, known)
-        if isinstance(known, str):
-            raise RequestError("invalid_row", known)
+                found = self._known.get(constraint)
+                self._known[constraint] = known = self._compile(constraint) if found is None else found
+            self._recent(constraint)
+        if isinstance(known, RequestError):
+            raise RequestError(known.code, str(known))
         return known
-
-    def _find(self, constraint: Constraint) -> CompiledGrammar | str | None:
-        with self._lock:
-            if constraint in self._cache:
-                self._cache.move_to_end(constraint)
-                return self._cache[constraint]
-            return self._in_use.get(constraint)
-
-    def _keep(self, constraint: Constraint, known: CompiledGrammar | str) -> None:
-        with self._lock:
-            self._cache[constraint] = known
-            if isinstance(known, CompiledGrammar):
-                self._in_use[constraint] = known
-            if len(self._cache) > CACHE_SIZE:
-                self._cache.popitem(last=False)
 
     def close(self) -> None:
         """Ends the child process that tries constraints. The next compilation starts a new one."""
         if self._sandbox is not None:
             self._sandbox.close()
 
-    def _compile(self, constraint: Constraint) -> CompiledGrammar | str:
+    def _compile(self, constraint: Constraint) -> CompiledGrammar | RequestError:
         self._load()
         try:
             grammar = to_lark(constraint)
             assert self._sandbox is not None
             wrong = self._sandbox.check(grammar)
         except RequestError as error:
-            return str(error)
+            return error.with_traceback(None)
         except OSError as error:
             raise RequestError("internal_error", f"Structured output cannot be checked: {error}.") from error
         if wrong:
-            return str(constraint_error(constraint, wrong))
+            return constraint_error(constraint, wrong)
         limits = self._library.LLParserLimits(**LIMITS)
         matcher = self._library.LLMatcher(self._vocabulary, grammar, limits=limits, log_level=0)
         if matcher.is_error():
-            return str(constraint_error(constraint, matcher.get_error()))
+            return constraint_error(constraint, matcher.get_error())
         return CompiledGrammar(matcher, self.vocab_size)
 
     def _load(self) -> None:
@@ -105,12 +92,10 @@ class ConstraintCompiler:
         try:
             known = llguidance.LLTokenizer(self._tokenizer.backend.to_str())
         except ValueError as error:
-            raise RequestError(
-                "invalid_row", f"Structured output does not know this model's kind of tokenizer: {error}"
-            ) from error
-        ids = range(known.vocab_size)
-        special = [token for token in ids if known.is_special_token(token)]
-        tokens = [known.decode_bytes([token]) for token in ids]
+            what = f"Structured output does not know this model's kind of tokenizer: {error}"
+            raise RequestError("invalid_row", what) from error
+        special = [token for token in range(known.vocab_size) if known.is_special_token(token)]
+        tokens = [known.decode_bytes([token]) for token in range(known.vocab_size)]
         tokens += [b""] * (self.vocab_size - len(tokens))
         self._vocabulary = llguidance.LLTokenizer(Vocabulary(tokens, special))
         self._sandbox = GrammarSandbox(str(Path(llguidance.__file__).parent.parent))

@@ -41,14 +41,12 @@ def to_lark(constraint: Constraint) -> str:
     if constraint.kind == "json_schema":
         return _json_grammar(_read_schema(constraint))
     if constraint.kind == "regex":
-        return _HEADER + f"start: /{_regex_body(source)}/"
+        return _HEADER + f"start: /{_regex_body(constraint)}/"
     if constraint.kind == "choice":
         return _HEADER + f"start: /{'|'.join(map(_escape, _read_choices(constraint)))}/"
-    if constraint.kind == "grammar":
-        if "%llguidance" in source:
-            raise constraint_error(constraint, "The directive %llguidance cannot be used here.")
-        return _HEADER + source
-    raise RequestError("invalid_row", f"There is no constraint of the kind {constraint.kind!r}.")
+    if "%llguidance" in source:
+        raise constraint_error(constraint, "The directive %llguidance cannot be used here.")
+    return _HEADER + source
 
 
 def constraint_error(constraint: Constraint, what: str) -> RequestError:
@@ -89,41 +87,28 @@ def _read_json(constraint: Constraint) -> Any:
         raise constraint_error(constraint, "It is nested too deeply.") from error
 
 
-def _regex_body(pattern: str) -> str:
+def _regex_body(constraint: Constraint) -> str:
     """A pattern as it is written between two slashes, with \\d as 0 to 9."""
-    # One pass over pairs, so that what is already escaped stays as it is.
-    pairs = re.compile(r"\\.|[/\n\r]", re.DOTALL)
-    return pairs.sub(lambda found: _IN_SLASHES.get(found[0], found[0]), pattern) or "(?:)"
+    import llguidance
 
-
-_IN_SLASHES = {
-    "/": "\\/",
-    "\n": "\\n",
-    "\r": "\\r",
-    "\\\n": "\\n",
-    "\\\r": "\\r",
-    "\\d": "[0-9]",
-    "\\D": "[^0-9]",
-}
+    pattern = constraint.source
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        raise constraint_error(constraint, "It ends with a backslash.")
+    return llguidance.regex_to_lark(pattern, "d") or "(?:)"
 
 
 def _escape(text: str) -> str:
     """A pattern that matches only this text."""
-    return "".join(
-        character if character.isalnum() or ord(character) > 0x2FFF else f"\\x{{{ord(character):X}}}"
-        for character in text
-    )
+    return "".join(one if one.isalnum() or ord(one) > 0x2FFF else f"\\x{{{ord(one):X}}}" for one in text)
 
 
 def _shorten(constraint: Constraint, what: str) -> str:
     """The line of the library's message that gives the reason, as the end of a sentence, without the excerpt."""
     lines = [line.strip() for line in what.splitlines() if line.strip()]
     reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
-    found = re.match(
-        r'^(?:(?:at )?(\d+)\(\d+\): )?(?:failed to compile JSON schema: |failed to parse "%json": )?', reason
-    )
-    assert found is not None
-    reason = reason[found.end() :]
-    if constraint.kind == "grammar" and found[1]:  # the header is a line that the request does not have
-        reason = f"line {int(found[1]) - 1}: {reason}"
+    place = re.match(r"(?:at )?(\d+)\(\d+\): ", reason)
+    reason = reason.removeprefix(place[0] if place else "")
+    reason = reason.removeprefix("failed to compile JSON schema: ").removeprefix('failed to parse "%json": ')
+    if constraint.kind == "grammar" and place:  # the header is a line that the request does not have
+        reason = f"line {int(place[1]) - 1}: {reason}"
     return reason[:200] + ("…" if len(reason) > 200 else "" if reason.endswith((".", "!", "?")) else ".")

@@ -23,7 +23,7 @@ STEP_LIMIT = 5.0
 
 
 class TokenMasks(NamedTuple):
-    """The tokens that may come next for G requests.
+    """The tokens that may come next for G requests of one model.
 
     allowed  [G, V] bool, on the CPU; all true in the row of a state that failed
     errors   for each state a sentence or None; from then on it is the state's `error`
@@ -38,15 +38,13 @@ class _MaskJob:
 
     def __init__(self, states: Sequence[GrammarState]) -> None:
         self.states = states
-        self.allowed = np.ones((len(states), states[0].vocab_size if states else 0), dtype=np.bool_)
+        self.allowed = np.ones((len(states), states[0].vocab_size), dtype=np.bool_)
         self.is_done = threading.Event()
         self._lock = threading.Lock()
         self._started_at: dict[int, float] = {}
         self._waited = 0.0
         self._next = 0
         self._num_left = len(states)
-        if not states:
-            self.is_done.set()
 
     def run(self) -> bool:
         """Fills masks until none is left. False if one took so long that this thread was replaced."""
@@ -99,13 +97,6 @@ class _MaskJob:
         self._num_left -= 1
         if self._num_left == 0:
             self.is_done.set()
-
-
-def fill_masks(states: Sequence[GrammarState]) -> TokenMasks:
-    """The masks of some states of one model, filled in this thread and without a time limit."""
-    job = _MaskJob(states)
-    job.run()
-    return job.result()
 
 
 class MaskFiller:

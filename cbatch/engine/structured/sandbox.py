@@ -18,7 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import IO, Any
+from typing import Any
 
 LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
 """The options of the library's LLParserLimits that differ from its defaults. A lexer state takes 1 to 2 kB."""
@@ -39,7 +39,7 @@ STEPS = 32
 TOO_COMPLEX = "It is too complex."
 NO_MATCH = "No text can match it."
 
-READY = b"ready\n"
+READY = "ready\n"
 
 
 class Vocabulary:
@@ -72,7 +72,7 @@ class GrammarSandbox:
     def __init__(self, library_folder: str, cpu_limit: float = CPU_LIMIT) -> None:
         """`library_folder`: the folder from which the library can be imported."""
         self._command = [sys.executable, "-I", "-S", __file__, library_folder, str(cpu_limit)]
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
 
     def check(self, grammar: str) -> str | None:
@@ -83,22 +83,21 @@ class GrammarSandbox:
         with self._lock:
             if self._child is None or self._child.poll() is not None:
                 self._child = self._start()
-            answer = _send(self._child, grammar)
-            if answer is None:
-                self._child = None
+            answer = _read_line(self._child, request=json.dumps(grammar) + "\n")
+            if not answer.endswith("\n"):  # the child did not survive the grammar
+                _kill(self._child)
                 return TOO_COMPLEX
-            return answer or None
+            return json.loads(answer) or None
 
     def close(self) -> None:
         with self._lock:
             if self._child is not None:
                 _kill(self._child)
-            self._child = None
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> subprocess.Popen[str]:
         # In a session of its own, so that Ctrl-C reaches only the parent, which shuts down in an orderly way.
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
-        child = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True)
+        child = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=null, text=True, start_new_session=True)
         weakref.finalize(self, _kill, child)
         if _read_line(child) != READY:
             _kill(child)
@@ -106,42 +105,27 @@ class GrammarSandbox:
         return child
 
 
-def _send(child: subprocess.Popen[bytes], grammar: str) -> str | None:
-    """The child's answer: empty for a good grammar, None if the child did not survive it."""
-    assert child.stdin is not None
-    try:
-        child.stdin.write(json.dumps(grammar).encode() + b"\n")
-        child.stdin.flush()
-    except BrokenPipeError:
-        line = b""
-    else:
-        line = _read_line(child)
-    if not line.endswith(b"\n"):
-        _kill(child)
-        return None
-    return str(json.loads(line))
-
-
-def _read_line(child: subprocess.Popen[bytes]) -> bytes:
-    assert child.stdout is not None
+def _read_line(child: subprocess.Popen[str], request: str = "") -> str:
+    """The child's next line, or what came of it if the child has ended."""
+    assert child.stdin is not None and child.stdout is not None
     timer = threading.Timer(WALL_LIMIT, child.kill)
     timer.start()
     try:
+        child.stdin.write(request)
+        child.stdin.flush()
         return child.stdout.readline()
+    except BrokenPipeError:
+        return ""
     finally:
         timer.cancel()
 
 
-def _kill(child: subprocess.Popen[bytes]) -> None:
-    child.kill()
-    child.wait()
-    for pipe in (child.stdin, child.stdout):
-        if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # from data that was not written yet
-                pipe.close()
+def _kill(child: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(BrokenPipeError), child:  # the pipe may hold data that was not written yet
+        child.kill()
 
 
-def _serve(requests: IO[bytes], answers: IO[bytes], library_folder: str, cpu_limit: float) -> None:
+def _serve(library_folder: str, cpu_limit: float) -> None:
     """Runs in the child: reads one grammar a line as a JSON string, and answers with one JSON string a line."""
     import resource
 
@@ -156,17 +140,15 @@ def _serve(requests: IO[bytes], answers: IO[bytes], library_folder: str, cpu_lim
     except (OSError, ValueError):
         pass  # a system without these limits; time and stack are bounded nevertheless
     threading.stack_size(STACK)
-    answers.write(READY)
-    answers.flush()
-    for line in requests:
+    print(READY, end="", flush=True)
+    for line in sys.stdin:
         found: list[str] = []
         signal.setitimer(signal.ITIMER_PROF, cpu_limit)  # its signal ends the process in any case
         thread = threading.Thread(target=_check, args=(llguidance, tokenizer, limits, json.loads(line), found))
         thread.start()
         thread.join()
         signal.setitimer(signal.ITIMER_PROF, 0)
-        answers.write(json.dumps(found[0] if found else TOO_COMPLEX).encode() + b"\n")
-        answers.flush()
+        print(json.dumps(found[0] if found else TOO_COMPLEX), flush=True)
 
 
 def _check(llguidance: Any, tokenizer: Any, limits: Any, grammar: str, found: list[str]) -> None:
@@ -190,4 +172,4 @@ def _check(llguidance: Any, tokenizer: Any, limits: Any, grammar: str, found: li
 
 
 if __name__ == "__main__":
-    _serve(sys.stdin.buffer, sys.stdout.buffer, sys.argv[1], float(sys.argv[2]))
+    _serve(sys.argv[1], float(sys.argv[2]))

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -30,7 +31,7 @@ from cbatch.engine.structured import compiler as compiler_module
 from cbatch.engine.structured.compiler import ConstraintCompiler
 from cbatch.engine.structured.grammar import GrammarState
 from cbatch.engine.structured.lark import to_lark
-from cbatch.engine.structured.masks import MaskFiller, fill_masks
+from cbatch.engine.structured.masks import MaskFiller, TokenMasks
 from cbatch.engine.structured.sandbox import TOO_COMPLEX, GrammarSandbox
 from cbatch.engine.text.fast_loader import TransformersTokenizer
 from cbatch.engine.text.tokenizer import ChatTokenizer
@@ -75,6 +76,15 @@ def compiler(demo: ChatTokenizer) -> Iterator[ConstraintCompiler]:
 def start(compiler: ConstraintCompiler, kind: Kind, source: Any = "") -> GrammarState:
     text = source if isinstance(source, str) else json.dumps(source)
     return GrammarState(compiler.compile(Constraint(kind, text)), [STOP])
+
+
+def fill_masks(states: list[GrammarState]) -> TokenMasks:
+    """The masks of some states, one after the other."""
+    allowed = np.ones((len(states), states[0].vocab_size), dtype=np.bool_)
+    for row, state in enumerate(states):
+        state.error = state.error or state.fill(allowed[row])
+        allowed[row] |= state.error is not None
+    return TokenMasks(torch.from_numpy(allowed), [state.error for state in states])
 
 
 def allowed_tokens(state: GrammarState) -> list[int]:
@@ -363,6 +373,7 @@ WRONG: list[tuple[Kind, str, str]] = [
     ("regex", "(a", "regex cannot be used: unclosed group"),
     ("regex", "a(?=b)", "look-around"),
     ("regex", r"(a)\1", "backreferences are not supported"),
+    ("regex", "a\\", "ends with a backslash"),
     ("regex", "a\ud800", "lone surrogate"),
     ("regex", "a" * 2_000_000, "at most 1048576 are read"),
     ("choice", '["a", ""]', "strings that are not empty"),
