@@ -158,7 +158,7 @@ class Clients:
         return Pause(begin, end, self.gaps(rows, begin, end))
 
     def _hold(self) -> None:
-        self.engine.scheduler.prefill_limit = 0  # no front end can do that; the scheduler resets it after a step
+        self.engine.scheduler.prefill_limit = 0  # no front end can do that; the engine sets it anew after a step
         self.step()
 
 

@@ -167,9 +167,12 @@ def arm(point: KillPoint) -> None:
 
 def serve() -> None:
     """What the server does: imports all that a run needs, then forks a process for each order on stdin."""
-    import transformers.models.llama.modeling_llama  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
+    import cbatch.cli.chat.tui.terminal
+    import cbatch.cli.run.batch_run
+    import cbatch.engine.engine_thread
+    import cbatch.engine.models.cpu  # noqa: F401
     from cbatch.cli.main import main
 
     for line in sys.stdin:

@@ -162,7 +162,7 @@ class KillTest:
         rows = []
         for number in range(36):
             row: dict[str, Any] = {"id": f"r{number}", "prompt": f"row {number}", "temperature": 1.0}
-            row["max_tokens"] = self._random.randint(2, 120)
+            row["max_tokens"] = self._random.randint(2, 40)
             if number % 6 == 3:
                 row["column"] = self._random.choice("abc") * self._large_row
             rows.append(json.dumps(row))
