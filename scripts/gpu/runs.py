@@ -105,4 +105,4 @@ def runs(
         except PeerError as error:
             yield Run(f"{what} ({way})", 0.0, error=str(error))
         else:
-            yield Run(f"{what} ({peer.attention})", peer.output_tokens / peer.elapsed_s)
+            yield Run(f"{what} ({peer.attention})", few.output_tokens / peer.elapsed_s)

@@ -106,7 +106,7 @@ def bench(**values: Any) -> Literal[0]:
     options.check()
     from cbatch.cli.bench import output
     from cbatch.cli.bench.compare import measure_comparison
-    from cbatch.cli.bench.load.measure import measure_load
+    from cbatch.cli.bench.load.generator import measure_load
 
     measure = measure_load if options.is_load else measure_comparison
     report = measure(options, (lambda text: None) if options.is_silent else notice)

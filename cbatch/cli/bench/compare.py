@@ -6,33 +6,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from cbatch.cli.bench.metrics import Outputs, RunMetrics, compare_outputs, run_metrics, wanted_outputs
+from cbatch.cli.bench import results
 from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.peers import PeerError, PeerResult, PeerSetup, run_peer
 from cbatch.cli.bench.recorder import RunRecord
-from cbatch.cli.bench.results import (
-    AnyResult,
-    ComparisonReport,
-    FailedPeer,
-    Machine,
-    PeerMetrics,
-    StrategyResult,
-    describe_model,
-)
 from cbatch.cli.bench.roofline import ModelCost, RooflineBound, measure_rates, roofline_bound
 from cbatch.cli.bench.strategies import Experiment, measure_interleaved
 from cbatch.cli.bench.techniques import measure_techniques
-from cbatch.cli.bench.workload import Workload, read_workload, synthetic_workload
+from cbatch.cli.bench.workload import Outputs, Workload, read_workload, synthetic_workload
 from cbatch.cli.common.loading import open_engine
 from cbatch.engine import Engine
 
 OnProgress = Callable[[str], None]
 
 
-def measure_comparison(options: BenchOptions, on_progress: OnProgress) -> ComparisonReport:
+def measure_comparison(options: BenchOptions, on_progress: OnProgress) -> results.ComparisonReport:
     """Runs all strategies and peers, and measures what two techniques are worth. Raises ConfigError."""
     with open_engine(options.engine, quiet=options.is_silent) as engine:
-        machine, model, limits = Machine.of(engine), describe_model(engine), engine.limits
+        machine, model, limits = results.Machine.of(engine), results.describe_model(engine), engine.limits
         work = _make_workload(options, engine)
         rates, cost = measure_rates(engine.device, engine.model.dtype), ModelCost.of(engine)
         # All strategies get the same cache, however many sequences they run at once.
@@ -40,7 +31,7 @@ def measure_comparison(options: BenchOptions, on_progress: OnProgress) -> Compar
         experiment = Experiment(engine.loaded, config, work, options.batch_size)
     bound = roofline_bound(work, cost, rates)
     strategies, records = compare(experiment, options, bound, limits.max_batch_tokens, on_progress)
-    return ComparisonReport(
+    return results.ComparisonReport(
         options=options,
         machine=machine,
         model=model,
@@ -56,7 +47,7 @@ def measure_comparison(options: BenchOptions, on_progress: OnProgress) -> Compar
 
 def compare(
     experiment: Experiment, options: BenchOptions, bound: RooflineBound, max_batch_tokens: int, on_progress: OnProgress
-) -> tuple[list[AnyResult], dict[str, RunRecord]]:
+) -> tuple[list[results.AnyResult], dict[str, RunRecord]]:
     """The median of all rounds of each strategy and peer, and the records of the former by their titles.
 
     Outputs are compared with those of `continuous`. Peers get steps of `max_batch_tokens` tokens, if they have steps.
@@ -64,17 +55,17 @@ def compare(
     work, strategies = experiment.work, options.chosen_strategies()
     runs = measure_interleaved(experiment, strategies, options.rounds, on_progress)
     medians = {name: median_run(records) for name, records in runs.items()}
-    reference = wanted_outputs(medians.get("continuous", next(iter(medians.values()))))
+    reference = medians.get("continuous", next(iter(medians.values()))).outputs
 
     def judged(
-        name: str, title: str, metrics: RunMetrics | PeerMetrics, rounds: Rounds, outputs: Outputs
-    ) -> StrategyResult:
+        name: str, title: str, metrics: results.RunMetrics | results.PeerMetrics, rounds: Rounds, outputs: Outputs
+    ) -> results.StrategyResult:
         times = [run.elapsed_s for run in rounds]
-        share, difference = bound.reached(metrics.elapsed_s), compare_outputs(outputs, reference)
-        return StrategyResult(name, title, metrics, share, times, difference)
+        share, difference = bound.reached(metrics.elapsed_s), results.compare_outputs(outputs, reference)
+        return results.StrategyResult(name, title, metrics, share, times, difference)
 
-    results: list[AnyResult] = [
-        judged(name, strategies[name].title, run_metrics(record, work), runs[name], wanted_outputs(record))
+    found: list[results.AnyResult] = [
+        judged(name, strategies[name].title, results.run_metrics(record, work), runs[name], record.outputs)
         for name, record in medians.items()
     ]
     setup = PeerSetup(experiment.loaded.network, work, experiment.slots, max_batch_tokens)
@@ -85,12 +76,12 @@ def compare(
                 on_progress(f"round {number + 1} of {options.rounds}: {name}")
                 rounds.append(run_peer(name, setup))
         except PeerError as error:
-            results.append(FailedPeer(name, str(error)))
+            found.append(results.FailedPeer(name, str(error)))
             continue
         peer = median_run(rounds)
-        metrics = PeerMetrics(peer.elapsed_s, work.output_tokens / peer.elapsed_s, peer.attention)
-        results.append(judged(name, name, metrics, rounds, peer.outputs))
-    return results, {strategies[name].title: record for name, record in medians.items()}
+        metrics = results.PeerMetrics(peer.elapsed_s, work.output_tokens / peer.elapsed_s, peer.attention)
+        found.append(judged(name, name, metrics, rounds, peer.outputs))
+    return found, {strategies[name].title: record for name, record in medians.items()}
 
 
 AnyRun = TypeVar("AnyRun", RunRecord, PeerResult)

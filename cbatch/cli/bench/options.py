@@ -39,7 +39,6 @@ class BenchOptions:
     input_len: str
     output_len: str
     distribution: DistributionName
-    preset: str | None
     rounds: int
     seed: int
     users: int | None

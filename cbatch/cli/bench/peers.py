@@ -11,13 +11,10 @@ from typing import Any
 
 import torch
 
-from cbatch.cli.bench.metrics import Outputs
-from cbatch.cli.bench.workload import Workload
+from cbatch.cli.bench.workload import Outputs, Workload
 
 PAGE_SIZE = 256
 """Tokens in a page of transformers' own paged cache: its default."""
-
-WARMUP_REQUESTS, WARMUP_TOKENS = 2, 8
 
 Timed = tuple[Outputs, float]
 """The output tokens of each request, and the seconds they took."""
@@ -35,10 +32,6 @@ class PeerResult:
     outputs: Outputs
     attention: str
 
-    @property
-    def output_tokens(self) -> int:
-        return sum(map(len, self.outputs))
-
 
 @dataclass(frozen=True, slots=True)
 class PeerSetup:
@@ -55,11 +48,6 @@ class PeerSetup:
     max_batch_tokens: int
     clock: Callable[[], float] = time.perf_counter
 
-    @property
-    def warmup_lengths(self) -> list[int]:
-        """Output tokens of the first requests in the warm-up; they fit the context."""
-        return [min(length, WARMUP_TOKENS) for length in self.work.output_lengths[:WARMUP_REQUESTS]]
-
     def now(self) -> float:
         """Seconds, once the device has finished its work."""
         if self.network.device.type == "cuda":
@@ -74,8 +62,7 @@ def generate_static(setup: PeerSetup) -> Timed:
     """
     work, network = setup.work, setup.network
     _set_attention(network, "sdpa", "eager")
-    warmup = setup.warmup_lengths
-    _generate_batch(network, work.prompts[: len(warmup)], min(warmup))
+    _generate_batch(network, work.warmup.prompts, min(work.warmup.output_lengths))
     outputs: list[list[int]] = []
     start = setup.now()
     for batch in work.batches(setup.slots):
@@ -129,21 +116,20 @@ def generate_continuous(setup: PeerSetup, attention: str = "") -> Timed:
         generation_config=_greedy(eos_token_id=-1), continuous_batching_config=config
     ) as manager:
         try:
-            warmup = setup.warmup_lengths
-            _drain(manager, work.prompts[: len(warmup)], warmup)
+            _drain(manager, work.warmup)
             start = setup.now()
-            outputs = _drain(manager, work.prompts, work.output_lengths)
+            outputs = _drain(manager, work)
             return outputs, setup.now() - start
         except BaseException:
             manager.stop(hard_stop=True)  # otherwise the manager generates what is left before it ends
             raise
 
 
-def _drain(manager: Any, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+def _drain(manager: Any, work: Workload) -> Outputs:
     """Submits all requests and waits for all outputs."""
     pending = {
         manager.add_request(prompt, max_new_tokens=length): index
-        for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+        for index, (prompt, length) in enumerate(zip(work.prompts, work.output_lengths, strict=True))
     }
     outputs: list[list[int]] = [[] for _ in pending]
     while pending:

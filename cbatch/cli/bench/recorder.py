@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from cbatch.cli.bench.workload import Outputs
 from cbatch.engine import Engine, SamplingParams, StepRecord
 
 TokenKind = Literal["prefill", "decode", "padding", "idle"]
@@ -91,14 +92,9 @@ class RunRecord:
         return sum(step.tokens(*kinds) for step in self.steps)
 
     @property
-    def wanted_tokens(self) -> int:
-        """Output tokens that the workload asked for."""
-        return sum(request.wanted for request in self.requests)
-
-    @property
-    def generated_tokens(self) -> int:
-        """Output tokens, wanted or not."""
-        return sum(len(request.tokens) for request in self.requests)
+    def outputs(self) -> Outputs:
+        """The tokens of each request, without those past its end."""
+        return [request.tokens[: request.wanted] for request in self.requests]
 
     @property
     def useful_slot_steps(self) -> int:
@@ -106,10 +102,7 @@ class RunRecord:
         return sum(step.slots("prefill", "decode") for step in self.steps)
 
 
-Score = tuple[bool, bool, int, int]
-
-
-def example_score(chunks: Sequence[tuple[int, int]]) -> Score:
+def example_score(chunks: Sequence[tuple[int, int]]) -> tuple[bool, bool, int, int]:
     """How well a step serves as a picture, from the start and length of its chunks; higher is better.
 
     Best are steps that mix prompts and single tokens, then those that continue a prompt which an earlier step began,
@@ -142,7 +135,7 @@ class RunRecorder:
         self._clock = clock
         self._submissions: dict[int, _Submission] = {}
         self._used_slots: set[int] = set()
-        self._best_score: Score | None = None
+        self._best_score: tuple[bool, bool, int, int] | None = None
         self._latest: StepRecord | None = None
         self._began = clock()
         engine.on_step = self._on_step

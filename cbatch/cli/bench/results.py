@@ -1,9 +1,11 @@
-"""What a bench reports: typed results, which `to_json` turns into the object that `--json` prints."""
+"""What is measured of runs, and the report of it, which `to_json` turns into the object that `--json` prints."""
 
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,13 @@ import torch
 import transformers
 
 from cbatch import __version__
-from cbatch.cli.bench.metrics import OutputDifference, RunMetrics
 from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.recorder import RunRecord
 from cbatch.cli.bench.roofline import DeviceRates, RooflineBound
 from cbatch.cli.bench.techniques import Techniques
-from cbatch.cli.bench.workload import Workload
+from cbatch.cli.bench.workload import Outputs, Workload
 from cbatch.cli.common.loading import describe
+from cbatch.cli.common.percentiles import Percentiles
 from cbatch.engine import Engine
 
 
@@ -55,12 +57,102 @@ def describe_model(engine: Engine) -> str:
 
 def _processor() -> str:
     """The name of the processor, if the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return name or platform.processor() or platform.machine()
+    with suppress(OSError):
+        if found := re.search(r"^model name\s*:\s*(\S.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return found[1].strip()
+    return platform.processor() or platform.machine()
+
+
+@dataclass(frozen=True, slots=True)
+class RunMetrics:
+    """Metrics of one run, named as in `--json`: times in seconds, shares in 0..1, memory in bytes.
+
+    padded_token_share:  share of padding among the tokens of padded prompts
+    wasted_output_share: share of the output tokens that nobody wanted
+    idle_slot_share:     share of slots, over all steps, that were empty or computed nothing useful
+    """
+
+    elapsed_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    ttft_s: Percentiles
+    tpot_s: Percentiles
+    padded_token_share: float
+    wasted_output_share: float
+    idle_slot_share: float
+    steps: int
+    tokens_computed: int
+    tokens_per_step: float
+    slots_in_use: float
+    cache_use_mean: float
+    cache_use_peak: float
+    preemptions: int
+    model_s: float
+    outside_model_share: float
+    peak_memory_bytes: int | None
+
+
+def run_metrics(record: RunRecord, work: Workload) -> RunMetrics:
+    elapsed = max(record.elapsed_s, 1e-9)
+    first = [request.first for request in record.requests if request.first is not None]
+    per_token = [
+        (request.last - request.first) / (request.wanted - 1)
+        for request in record.requests
+        if request.first is not None and request.last is not None and request.wanted > 1
+    ]
+    model_s = sum(step.model_s for step in record.steps)
+    step_s = sum(step.end - step.start for step in record.steps)
+    num_steps = max(len(record.steps), 1)
+    padding, generated = record.tokens("padding"), sum(len(request.tokens) for request in record.requests)
+    computed, slot_steps = record.tokens("prefill", "decode", "padding", "idle"), record.useful_slot_steps
+    blocks_used = [step.blocks_used for step in record.steps]
+    return RunMetrics(
+        elapsed_s=record.elapsed_s,
+        output_tokens_per_s=work.output_tokens / elapsed,
+        total_tokens_per_s=(work.prompt_tokens + work.output_tokens) / elapsed,
+        ttft_s=Percentiles.of(first),
+        tpot_s=Percentiles.of(per_token),
+        padded_token_share=padding / max(record.tokens("prefill", "padding"), 1),
+        wasted_output_share=(generated - work.output_tokens) / max(generated, 1),
+        idle_slot_share=1 - slot_steps / max(record.slots * len(record.steps), 1),
+        steps=len(record.steps),
+        tokens_computed=computed,
+        tokens_per_step=computed / num_steps,
+        slots_in_use=slot_steps / num_steps,
+        cache_use_mean=sum(blocks_used) / num_steps / record.num_blocks,
+        cache_use_peak=max(blocks_used, default=0) / record.num_blocks,
+        preemptions=record.preemptions,
+        model_s=model_s,
+        outside_model_share=1 - model_s / step_s if step_s else 0.0,
+        peak_memory_bytes=record.peak_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPosition:
+    """A token of the outputs. `row` is the index of the request, `token` that of the token in its output."""
+
+    row: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDifference:
+    """How far the outputs of two runs agree, named as in `--json`."""
+
+    equal_rows_share: float
+    first_difference: TokenPosition | None
+
+
+def compare_outputs(outputs: Outputs, reference: Outputs) -> OutputDifference:
+    unequal = [n for n, (here, there) in enumerate(zip(outputs, reference, strict=True)) if here != there]
+    share = 1 - len(unequal) / max(len(outputs), 1)
+    if not unequal:
+        return OutputDifference(share, None)
+    here, there = outputs[unequal[0]], reference[unequal[0]]
+    shorter = min(len(here), len(there))
+    token = next((n for n in range(shorter) if here[n] != there[n]), shorter)
+    return OutputDifference(share, TokenPosition(unequal[0], token))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +199,8 @@ class FailedPeer:
     name: str
     error: str
 
-    @property
-    def title(self) -> str:
-        return self.name
-
     def to_json(self) -> dict[str, Any]:
-        return {"strategy": self.name, "title": self.title, "error": self.error}
+        return {"strategy": self.name, "title": self.name, "error": self.error}
 
 
 AnyResult = StrategyResult | FailedPeer

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -99,10 +99,9 @@ class ModelCost:
     @classmethod
     def of(cls, engine: Engine) -> ModelCost:
         model = engine.model
-        linears = model.linear_cost
         shapes = zip(model.layers, model.windows, strict=True)
         layers = tuple((layer.bytes_per_token(model.dtype), window) for layer, window in shapes)
-        return cls(linears.weight_bytes, linears.parameters, linears.head_parameters, layers, linears.assumed)
+        return cls(**asdict(model.linear_cost), layers=layers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,7 @@ Run = Callable[[RunRecorder, Workload, int], None]
 
 def run_one_by_one(recorder: RunRecorder, work: Workload, slots: int) -> None:
     """No batching: each request waits until the one before it has finished."""
-    for index, prompt in enumerate(work.prompts):
-        recorder.add(index, prompt, work.output_lengths[index])
-        recorder.run()
+    run_without_dynamic(recorder, work, slots=1)
 
 
 def run_static(recorder: RunRecorder, work: Workload, slots: int) -> None:
@@ -160,7 +158,7 @@ class Experiment:
         max_seqs = self.slots * (2 if strategy.has_padding else 1)
         budget = self.config.max_batch_tokens
         if strategy.whole_prompts:
-            budget = max_seqs * self.work.longest_prompt
+            budget = max_seqs * max(map(len, self.work.prompts))
         # Steps are timed one by one, so none may start before the previous one has ended.
         config = replace(self.config, max_seqs=max_seqs, max_batch_tokens=budget, prefix_cache=False, run_ahead=False)
         with Engine(config, self.loaded) as engine:
@@ -176,10 +174,8 @@ def measure_interleaved(
     experiment: Experiment, strategies: dict[str, Strategy], rounds: int, on_progress: Callable[[str], None]
 ) -> dict[str, list[RunRecord]]:
     """Runs every strategy `rounds` times, in a new random order each round, after a short warm-up of each."""
-    work = experiment.work
-    warmup = Workload(work.prompts[:2], [min(length, 8) for length in work.output_lengths[:2]], "")
     for strategy in strategies.values():
-        replace(experiment, work=warmup).measure(strategy)
+        replace(experiment, work=experiment.work.warmup).measure(strategy)
     records: dict[str, list[RunRecord]] = {name: [] for name in strategies}
     rng = random.Random(0)
     for number in range(rounds):

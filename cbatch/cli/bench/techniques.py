@@ -12,6 +12,8 @@ from cbatch.cli.bench.strategies import Experiment
 from cbatch.engine import ConfigError, Engine, SamplingParams
 
 LONG_PROMPT = 10_000
+"""Tokens, if the context holds so many."""
+
 CHUNK = 512
 SHORTEST = 64
 REPEATS = 5
@@ -54,20 +56,13 @@ def measure_techniques(
     prompt_memory = token_costs = None
     if "chunked-prefill" in names:
         on_progress("memory of a long prompt, in chunks and whole")
-        prompt_memory = measure_prompt_memory(experiment, context)
+        length = min(LONG_PROMPT, context - 1)
+        budgets = dict.fromkeys((min(CHUNK, length), length))
+        prompt_memory = [_prompt_memory(experiment, length, budget) for budget in budgets]
     if "kv-cache" in names:
         on_progress("time of one more token after longer and longer contexts, with and without the KV cache")
-        token_costs = measure_token_costs(experiment, context)
+        token_costs = _token_costs(experiment, context)
     return Techniques(prompt_memory, token_costs)
-
-
-def measure_prompt_memory(experiment: Experiment, context: int) -> list[PromptMemory]:
-    """Peak memory of one long prompt in chunks and as a whole, without the KV cache itself.
-
-    The prompt has 10,000 tokens, or as many as the context holds.
-    """
-    length = min(LONG_PROMPT, context - 1)
-    return [_prompt_memory(experiment, length, budget) for budget in dict.fromkeys((min(CHUNK, length), length))]
 
 
 def _engine(experiment: Experiment, context: int, budget: int) -> Engine:
@@ -80,6 +75,7 @@ def _engine(experiment: Experiment, context: int, budget: int) -> Engine:
 
 
 def _prompt_memory(experiment: Experiment, length: int, budget: int) -> PromptMemory:
+    """Peak memory of one long prompt in steps of `budget` tokens, without the KV cache itself."""
     with _engine(experiment, length + 1, budget) as engine:
         engine.zero_cache()
         with PeakMemory(engine.device) as memory:
@@ -91,7 +87,7 @@ def _prompt_memory(experiment: Experiment, length: int, budget: int) -> PromptMe
     return PromptMemory(length, budget, memory.peak_bytes, elapsed)
 
 
-def measure_token_costs(experiment: Experiment, context: int) -> list[TokenCost]:
+def _token_costs(experiment: Experiment, context: int) -> list[TokenCost]:
     """Seconds that one more token takes after longer and longer contexts, with the KV cache and without."""
     costs = []
     length = SHORTEST

@@ -14,6 +14,9 @@ from cbatch.engine import ConfigError, SamplingParams
 if TYPE_CHECKING:
     from cbatch.engine import Engine
 
+Outputs = list[list[int]]
+"""Output tokens of each request."""
+
 DistributionName = Literal["fixed", "uniform", "lognormal", "loguniform"]
 
 LOGNORMAL_MEDIAN = 0.35
@@ -70,8 +73,9 @@ class Workload:
         return sum(self.output_lengths)
 
     @property
-    def longest_prompt(self) -> int:
-        return max(map(len, self.prompts))
+    def warmup(self) -> Workload:
+        """The first two requests, with short outputs."""
+        return Workload(self.prompts[:2], [min(length, 8) for length in self.output_lengths[:2]], "")
 
     def batches(self, size: int) -> list[range]:
         """Indices of the requests in groups of `size`, in order."""

@@ -14,14 +14,13 @@ import pytest
 
 from cbatch.cli.bench import compare
 from cbatch.cli.bench.compare import median_run
-from cbatch.cli.bench.metrics import (
+from cbatch.cli.bench.recorder import RunRecord, RunRecorder
+from cbatch.cli.bench.results import (
     OutputDifference,
     TokenPosition,
     compare_outputs,
     run_metrics,
-    wanted_outputs,
 )
-from cbatch.cli.bench.recorder import RunRecord, RunRecorder
 from cbatch.cli.bench.strategies import ABLATIONS, STRATEGIES, Experiment
 from cbatch.cli.bench.workload import LengthDistribution, Workload, synthetic_workload
 from cbatch.cli.common.percentiles import Percentiles
@@ -54,8 +53,8 @@ def test_every_strategy_gives_what_generate_gives(name: str) -> None:
     """Guards the comparison: the same tokens whatever is switched off, and all work is accounted for."""
     work = mixed()
     record = measure(name, work, 3)
-    assert wanted_outputs(record) == generate_alone(network(), work.prompts, work.output_lengths)
-    assert record.wanted_tokens == work.output_tokens
+    assert record.outputs == generate_alone(network(), work.prompts, work.output_lengths)
+    assert [request.wanted for request in record.requests] == work.output_lengths
     assert max(step.slots("prefill", "decode") for step in record.steps) <= 3
     assert all(
         request.first is not None and request.last is not None and request.first <= request.last
@@ -73,7 +72,7 @@ def test_a_static_batch_waits_for_its_slowest() -> None:
     work = Workload(make_prompts([6, 6, 6]), [8, 50, 18], "by hand")
     record = measure("static", work, 3)
     metrics = run_metrics(record, work)
-    assert (record.generated_tokens, record.generated_tokens - record.wanted_tokens) == (150, 74)
+    assert sum(len(request.tokens) for request in record.requests) == 150
     assert metrics.wasted_output_share == 74 / 150 and record.tokens("padding") == 0
     # Of the 147 tokens that were computed again, all but those of the rows that were done.
     assert (record.tokens("decode"), record.tokens("idle")) == (7 + 49 + 17, 74)
@@ -132,9 +131,9 @@ def test_times_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_differences_are_found() -> None:
     """Guards the comparison of outputs against missing a token that differs."""
     one, other = measure("continuous", mixed(), 3), measure("continuous", mixed(), 3)
-    assert compare_outputs(wanted_outputs(one), wanted_outputs(other)) == OutputDifference(1.0, None)
+    assert compare_outputs(one.outputs, other.outputs) == OutputDifference(1.0, None)
     other.requests[2].tokens[5] += 1
-    difference = compare_outputs(wanted_outputs(one), wanted_outputs(other))
+    difference = compare_outputs(one.outputs, other.outputs)
     assert difference == OutputDifference(1 - 1 / 7, TokenPosition(row=2, token=5))
     one.elapsed_s, other.elapsed_s = 1.0, 2.0
     assert median_run([other, one, other]).elapsed_s == 2.0

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from cbatch.cli.bench.load.generator import run_load
-from cbatch.cli.bench.load.measure import find_capacity
+from cbatch.cli.bench.load.generator import find_capacity, run_load
 from cbatch.cli.bench.load.results import LoadResult
 from cbatch.cli.bench.load.users import SLO, Scenario, Turn, User
 from cbatch.cli.bench.options import parse_duration

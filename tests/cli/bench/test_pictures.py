@@ -13,7 +13,6 @@ from xml.etree import ElementTree
 import pytest
 
 from cbatch.cli.bench.load.results import LoadResult
-from cbatch.cli.bench.metrics import RunMetrics, run_metrics
 from cbatch.cli.bench.recorder import (
     ExampleStep,
     RecordedChunk,
@@ -33,6 +32,7 @@ from cbatch.cli.bench.render.timeline import (
     time_shares,
     whole_percents,
 )
+from cbatch.cli.bench.results import RunMetrics, run_metrics
 from cbatch.cli.bench.workload import Workload
 from cbatch.cli.common.percentiles import Percentiles
 from cbatch.cli.main import run_command

@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from cbatch.cli.bench.load.results import LoadResult
-from cbatch.cli.bench.metrics import RunMetrics
 from cbatch.cli.bench.recorder import RunRecord, TokenKind
 from cbatch.cli.bench.render import style, timeline
 from cbatch.cli.bench.render.step_plot import plot_step
 from cbatch.cli.bench.render.timeline import Interval
+from cbatch.cli.bench.results import RunMetrics
 from cbatch.cli.common.percentiles import Percentiles
 
 FILE_NAMES = {
@@ -232,6 +232,6 @@ def draw_all(
     judged = {users: result for users, result in loads.items() if result.is_judged}
     if judged:
         figures["Load"] = plot_load(judged, objective)
-    if pair and (shown := list(pair.values())[-1]).example is not None:
-        figures["One step"] = plot_step(shown)
+    if pair and (example := (record := list(pair.values())[-1]).example) is not None:
+        figures["One step"] = plot_step(record, example)
     return {title: style.svg_text(figure, title) for title, figure in figures.items()}

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cbatch.cli.bench.recorder import RecordedChunk, RunRecord
+from cbatch.cli.bench.recorder import ExampleStep, RecordedChunk, RunRecord
 from cbatch.cli.bench.render.style import BACKGROUND, CHUNK_COLOURS, EMPTY_SLOT, TEXT, WIDTH, axes_grid, new_figure
 
 MAX_CHUNKS = len(CHUNK_COLOURS)
@@ -48,10 +48,6 @@ class DrawnChunk:
     left: float
 
     @property
-    def stop(self) -> int:
-        return self.recorded.start + self.recorded.tokens
-
-    @property
     def height(self) -> float:
         return self.cells * self.line
 
@@ -83,11 +79,8 @@ def lay_out(chunks: list[tuple[RecordedChunk, BlockTable]], block_size: int) -> 
     return drawn, left - gap
 
 
-def plot_step(record: RunRecord) -> Figure:
-    """The example step of a record. Raises ValueError if it has none."""
-    example = record.example
-    if example is None:
-        raise ValueError("The record has no example step.")
+def plot_step(record: RunRecord, example: ExampleStep) -> Figure:
+    """One step of a record."""
     chunks = list(zip(record.steps[example.step].chunks, example.block_tables, strict=True))
     drawn, width = lay_out(choose_chunks(chunks), example.block_size)
     heights = [0.26, drawn[-1].top + drawn[-1].height, 0.26, 0.26]
@@ -158,7 +151,7 @@ def _draw_mask(axes: Axes, drawn: list[DrawnChunk], width: float) -> None:
         if chunk.first:
             axes.axhline(chunk.top, color=BACKGROUND, linewidth=1.2)
             axes.axvline(chunk.left - 0.01 * width, color=BACKGROUND, linewidth=2.5)
-        places = f"token {start}" if tokens == 1 else f"tokens {start} to {chunk.stop - 1}"
+        places = f"token {start}" if tokens == 1 else f"tokens {start} to {start + tokens - 1}"
         _name(axes, middle, f"request {chunk.recorded.request}, {places}")
     axes.set_ylim(bottom, 0)
 

@@ -76,21 +76,19 @@ def new_figure(height: float, title: str, subtitle: str = "") -> Figure:
     return figure
 
 
-def axes_grid(
-    figure: Figure,
-    heights: Sequence[float],
-    columns: int = 1,
-    *,
-    left: float,
-    top: float,
-    bottom: float,
-    right: float = 0.2,
-    **spaces: float,
-) -> list[Axes]:
-    """Rows of axes with these relative heights. Margins in inches; `hspace` and `wspace` as in matplotlib."""
+def axes_grid(figure: Figure, heights: Sequence[float], columns: int = 1, **places: float) -> list[Axes]:
+    """Rows of axes with these relative heights.
+
+    places: `left`, `right` (0.2 if not given), `top` and `bottom` in inches, and `hspace` and `wspace` as in matplotlib
+    """
     height = figure.get_figheight()
-    margins = {"left": left / WIDTH, "right": 1 - right / WIDTH, "top": 1 - top / height, "bottom": bottom / height}
-    gridspec = {"height_ratios": heights, **margins, **spaces}
+    gridspec: dict[str, Any] = places | {
+        "height_ratios": heights,
+        "left": places["left"] / WIDTH,
+        "right": 1 - places.get("right", 0.2) / WIDTH,
+        "top": 1 - places["top"] / height,
+        "bottom": places["bottom"] / height,
+    }
     return list(figure.subplots(len(heights), columns, squeeze=False, sharex=columns == 1, gridspec_kw=gridspec).flat)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from cbatch.cli.bench.load.results import LoadResult
-from cbatch.cli.bench.metrics import OutputDifference, RunMetrics
-from cbatch.cli.bench.results import AnyResult, FailedPeer
+from cbatch.cli.bench.results import AnyResult, FailedPeer, OutputDifference, RunMetrics
 from cbatch.cli.bench.techniques import PromptMemory, TokenCost
 from cbatch.cli.common.percentiles import Percentiles
 from cbatch.engine import format_bytes
@@ -21,7 +20,7 @@ def strategy_table(results: Sequence[AnyResult]) -> Table:
     first_s: float | None = None
     for result in results:
         if isinstance(result, FailedPeer):
-            table.append({"strategy": result.title, "seconds": result.error})
+            table.append({"strategy": result.name, "seconds": result.error})
             continue
         metrics = result.metrics
         first_s = first_s or metrics.elapsed_s

@@ -8,17 +8,16 @@ from dataclasses import dataclass
 
 from cbatch.cli.bench.recorder import RecordedStep, RunRecord, TokenKind
 
-KINDS: tuple[TokenKind, ...] = ("prefill", "decode", "padding", "idle")
 KIND_LABELS: dict[TokenKind, str] = {
     "prefill": "prefill (prompt)",
     "decode": "decode (output)",
     "padding": "padding",
     "idle": "idle (past the end)",
 }
+KINDS = tuple(KIND_LABELS)
 
 SIDE_BY_SIDE = ("static batches", "continuous")
 
-SHARES = ("useful", "padding", "idle", "empty")
 MAX_LANES = 32
 MAX_GAP = 1 / 500
 """Intervals of the same work with a gap below this share of the whole time are drawn as one."""
@@ -102,8 +101,8 @@ def time_shares(record: RunRecord) -> dict[str, float]:
     busy = sum(seconds.values())
     whole = max(record.slots * record.elapsed_s, busy) or 1.0
     useful = seconds["prefill"] + seconds["decode"]
-    parts = (useful, seconds["padding"], seconds["idle"], whole - busy)
-    return dict(zip(SHARES, (part / whole for part in parts), strict=True))
+    parts = {"useful": useful, "padding": seconds["padding"], "idle": seconds["idle"], "empty": whole - busy}
+    return {name: part / whole for name, part in parts.items()}
 
 
 def whole_percents(shares: Mapping[str, float]) -> dict[str, int]:
