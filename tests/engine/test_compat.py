@@ -47,18 +47,22 @@ def test_numba_compiles_if_the_code_cannot_be_kept(tmp_path: Path, monkeypatch: 
     assert compile_again(tmp_path, monkeypatch, "1")[0] == []
 
 
-def test_numba_makes_callbacks_that_can_be_kept() -> None:
+def do_nothing(one: int, other: int) -> None:
+    pass
+
+
+def test_numba_makes_callbacks_that_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards `CFunc` and `normalize_signature`: a callback is compiled after its cache was set, and has an address."""
-
-    def double(value: int, out: int) -> None:
-        pass
-
-    callback = new_callback(double, types.void(types.int64, types.int64))
-    saved: list[Any] = []
-    keep_compiled(callback, double, "1", on_miss=lambda: saved.append("miss"), on_error=saved.append)
-    callback.compile()
-    ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(callback.address)(1, 2)
-    assert saved == ["miss"]
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+    reported: list[Any] = []
+    for _ in range(2):
+        callback = new_callback(do_nothing, types.void(types.int64, types.int64))
+        keep_compiled(
+            callback, do_nothing, "1", on_miss=lambda: reported.append("miss"), on_error=lambda e: reported.append(e)
+        )
+        callback.compile()
+        ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(callback.address)(1, 2)
+    assert reported == ["miss"]
 
 
 def test_numba_counts_no_references() -> None:
