@@ -56,8 +56,15 @@ def draw_in_torch(logits: torch.Tensor, requests: list[Request]) -> list[int]:
     ).tolist()
 
 
+def noise_key(seed: int, sample_index: int, position: int) -> tuple[int, int]:
+    """The two words that stand for one draw: see `sampler.noise_keys`."""
+    words = np.array([[seed & 0xFFFFFFFFFFFFFFFF], [sample_index], [position]], np.uint64)
+    high, low = sampler.noise_keys(*words)[:, 0].tolist()
+    return high, low
+
+
 def score(logits: torch.Tensor, request: Request, token: int) -> float:
-    key = torch.tensor([sampler.noise_key(request.seed, request.sample_index, request.num_tokens)])
+    key = torch.tensor([noise_key(request.seed, request.sample_index, request.num_tokens)])
     return float(logits[token] / request.params.temperature + gumbel_noise(key, torch.tensor([[token]]))[0, 0])
 
 

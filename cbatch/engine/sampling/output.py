@@ -137,10 +137,8 @@ def _begin_logprobs(requests: list[Request], logits: Tensor, chosen: SampledToke
     rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
     if not rows:
         return None
-    places = np.array(rows)
-    return PendingLogprobs(
-        _pick(logits, places), _pick(chosen.tokens, places), [requests[row].params.logprobs or 0 for row in rows]
-    )
+    places, counts = np.array(rows), [requests[row].params.logprobs or 0 for row in rows]
+    return PendingLogprobs(_pick(logits, places), _pick(chosen.tokens, places), counts)
 
 
 def _fail_nan_scores(
@@ -150,9 +148,6 @@ def _fail_nan_scores(
     now = {chunk.request: found for chunk, found in zip(scheduled.to_score, scores, strict=True)}
     for row, chunk in enumerate(scheduled.to_sample):
         request = chunk.request
-        if (
-            request.scores_prompt
-            and request.num_generated == 0
-            and any(math.isnan(one.logprob) for one in (*request.scored, *now.get(request, ())))
-        ):
+        is_scored = request.scores_prompt and request.num_generated == 0
+        if is_scored and any(math.isnan(one.logprob) for one in (*request.scored, *now.get(request, ()))):
             wrong[row] = NAN

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from cbatch.engine.base.params import SamplingParams
@@ -24,12 +24,14 @@ LogitIndices = tuple[Tensor, Tensor]
 """Indices into logits [R, V]: rows and token ids, each [N] int64."""
 
 
-def _logit_indices(rows: Sequence[int], tokens: Sequence[Sequence[int]], device: torch.device) -> LogitIndices:
-    """Indices of the tokens `tokens[i]` in row `rows[i]`, for all i."""
-    counts = [len(ids) for ids in tokens]
-    ids = np.fromiter(chain.from_iterable(tokens), np.int64, sum(counts))
-    there = to_device([np.repeat(np.array(rows, np.int64), counts), ids], device)
-    return there[0], there[1]
+def _put(
+    rows: Sequence[int], tokens: Sequence[ArrayLike], columns: Sequence[NDArray[Any]], device: torch.device
+) -> tuple[LogitIndices, list[Tensor]]:
+    """The indices of the tokens `tokens[i]` in row `rows[i]`, for all i, and columns [N] for them, on the device."""
+    ids = [np.asarray(some, np.int64) for some in tokens]
+    repeated = np.repeat(np.array(rows, np.int64), [len(some) for some in ids])
+    there = to_device([repeated, np.concatenate(ids), *columns], device)
+    return (there[0], there[1]), there[2:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +52,13 @@ class Penalties:
     @classmethod
     def build(cls, counts: dict[int, TokenCounts], requests: Sequence[Request], device: torch.device) -> Penalties:
         """`counts`: the known tokens of the rows with penalties, by row."""
-        sizes = [len(one.tokens) for one in counts.values()]
-
-        def column(name: str) -> NDArray[np.float32]:
-            return np.repeat(np.array([getattr(requests[row].params, name) for row in counts], np.float32), sizes)
-
-        tokens = np.concatenate([np.frombuffer(one.tokens, np.int64) for one in counts.values()])
+        params = [requests[row].params for row in counts]
+        each = [[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for p in params]
+        columns = np.repeat(np.array(each, np.float32).T, [len(one.tokens) for one in counts.values()], axis=1)
+        tokens = [np.frombuffer(one.tokens, np.int64) for one in counts.values()]
         generated = np.concatenate([np.frombuffer(one.counts, np.int64) for one in counts.values()])
-        rows = np.repeat(np.array(list(counts), np.int64), sizes)
-        columns = [column(f"{name}_penalty") for name in ("repetition", "presence", "frequency")]
-        rows_there, tokens_there, *others = to_device([rows, tokens, generated, *columns], device)
-        return cls((rows_there, tokens_there), *others)
+        indices, there = _put(list(counts), tokens, [generated, *columns], device)
+        return cls(indices, *there)
 
     def apply(self, logits: Tensor) -> None:
         """Changes logits [R, V] float32 in place.
@@ -98,7 +96,7 @@ class Processors:
         return cls(
             bias=_bias(biased, requests, device) if biased else None,
             penalties=Penalties.build(counts, requests, device) if counts else None,
-            forbidden=_logit_indices(list(forbidden), list(forbidden.values()), device) if forbidden else None,
+            forbidden=_put(list(forbidden), list(forbidden.values()), [], device)[0] if forbidden else None,
         )
 
     def apply(self, logits: Tensor, allowed: Tensor | None = None, constrained_rows: Sequence[int] = ()) -> Tensor:
@@ -124,10 +122,9 @@ class Processors:
 
 def _bias(rows: list[int], requests: Sequence[Request], device: torch.device) -> tuple[LogitIndices, Tensor]:
     pairs = [_as_arrays(requests[row].params.logit_bias) for row in rows]
-    repeated = np.repeat(np.array(rows, np.int64), [len(tokens) for tokens, _ in pairs])
-    tokens, values = (np.concatenate(arrays) for arrays in zip(*pairs, strict=True))
-    rows_there, tokens_there, values_there = to_device([repeated, tokens, values], device)
-    return (rows_there, tokens_there), values_there
+    values = np.concatenate([values for _, values in pairs])
+    indices, there = _put(rows, [tokens for tokens, _ in pairs], [values], device)
+    return indices, there[0]
 
 
 @lru_cache(maxsize=256)

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -75,12 +74,13 @@ def pack_sampling_params(requests: list[Request]) -> NDArray[np.int32]:
     return np.concatenate([shares.view(np.int32), top_k, noise_keys(seeds, samples, positions).view(np.int32)])
 
 
-class SampledTokens(Protocol):
+class SampledTokens:
     """Sampled tokens on their way to the host."""
 
-    @property
-    def tokens(self) -> Tensor:
-        """[R] int64, on the device of the logits."""
+    def __init__(self, tokens: Tensor, largest: Tensor) -> None:
+        """The token [R] int64 and the largest logit [R] of each row, on the device of the logits."""
+        self.tokens = tokens
+        self._on_host = HostCopy(tokens, largest)
 
     def get(self) -> tuple[list[int], list[float]]:
         """Waits for the token and the largest logit of each row.
@@ -88,30 +88,8 @@ class SampledTokens(Protocol):
         A row whose largest logit is not finite has no meaningful token: its logits are no numbers, or nothing is
         allowed.
         """
-
-
-class _OnHost(NamedTuple):
-    ids: NDArray[np.int64]
-    largest: NDArray[np.float32]
-
-    @property
-    def tokens(self) -> Tensor:
-        return torch.from_numpy(self.ids)
-
-    def get(self) -> tuple[list[int], list[float]]:
-        return self.ids.tolist(), self.largest.tolist()
-
-
-class _OnDevice:
-    """Copies both to the host at once."""
-
-    def __init__(self, tokens: Tensor, largest: Tensor) -> None:
-        self.tokens = tokens
-        self._both = HostCopy(torch.stack((tokens.double(), largest.double())))
-
-    def get(self) -> tuple[list[int], list[float]]:
-        (pair,) = self._both.get()
-        return pair[0].long().tolist(), pair[1].tolist()
+        tokens, largest = self._on_host.get()
+        return tokens.tolist(), largest.tolist()
 
 
 def sample(logits: Tensor, requests: list[Request], argmax: Argmax | None = None) -> SampledTokens:
@@ -125,13 +103,13 @@ def sample(logits: Tensor, requests: list[Request], argmax: Argmax | None = None
         if drawn:
             tokens = tokens.copy()
             tokens[drawn] = _draw_on_host(logits, drawn, SamplingMetadata.build(drawn, requests, logits.device))
-        return _OnHost(tokens, largest)
+        return SampledTokens(torch.from_numpy(tokens), torch.from_numpy(largest))
     if drawn and logits.device.type == "cuda" and (sample_rows := _gpu_kernel()):
-        return _OnDevice(*sample_rows(logits, to_device([pack_sampling_params(requests)], logits.device)[0]))
+        return SampledTokens(*sample_rows(logits, to_device([pack_sampling_params(requests)], logits.device)[0]))
     most, best = logits.max(dim=-1)
     if drawn:
         best[drawn] = _draw(logits[drawn].float(), SamplingMetadata.build(drawn, requests, logits.device))
-    return _OnDevice(best, most)
+    return SampledTokens(best, most)
 
 
 def _likeliest(logits: Tensor) -> Argmax:
@@ -198,13 +176,6 @@ def _kept(logits: Tensor, draw: SamplingMetadata) -> Tensor:
     kept &= probabilities >= draw.min_p[:, None] * probabilities[:, :1]
     kept[:, 0] = True  # the likeliest token is always kept, even in a row that is NaN and reported as such
     return kept
-
-
-def noise_key(seed: int, sample_index: int, position: int) -> tuple[int, int]:
-    """Two 32-bit words that stand for one draw: see `noise_keys`."""
-    words = np.array([[seed & _MASK64], [sample_index], [position]], np.uint64)
-    high, low = noise_keys(*words)[:, 0].tolist()
-    return high, low
 
 
 def noise_keys(

@@ -14,9 +14,17 @@ import torch
 from torch import Tensor
 
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.sampling.sampler import gumbel_noise, noise_key, pack_sampling_params, sample
+from cbatch.engine.sampling.sampler import gumbel_noise, pack_sampling_params, sample
 from cbatch.engine.scheduler.request import Request
-from tests.support.sampling_cases import LOGIT_SHAPES, draw_in_torch, is_on_edge, make_logits, make_requests, score
+from tests.support.sampling_cases import (
+    LOGIT_SHAPES,
+    draw_in_torch,
+    is_on_edge,
+    make_logits,
+    make_requests,
+    noise_key,
+    score,
+)
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 tl = pytest.importorskip("triton.language")

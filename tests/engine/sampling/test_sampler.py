@@ -12,8 +12,9 @@ from transformers.generation import logits_process
 
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.sampling.processors import Processors
-from cbatch.engine.sampling.sampler import gumbel_noise, noise_key, sample
+from cbatch.engine.sampling.sampler import gumbel_noise, sample
 from cbatch.engine.scheduler.request import Request
+from tests.support.sampling_cases import noise_key
 
 CPU = torch.device("cpu")
 
