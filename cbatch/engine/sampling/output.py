@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -12,14 +13,19 @@ from torch import Tensor
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.outputs import Sample, TokenLogprobs
 from cbatch.engine.runtime.batch import InFlightTokens, Logits
-from cbatch.engine.runtime.transfer import to_device
-from cbatch.engine.sampling.logprobs import PendingLogprobs
+from cbatch.engine.runtime.transfer import HostCopy, to_device
 from cbatch.engine.sampling.processors import Processors
 from cbatch.engine.sampling.sampler import SampledTokens, sample
 from cbatch.engine.scheduler.output import SchedulerOutput, StepResult
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.structured.grammar import GrammarState
 from cbatch.engine.structured.masks import TokenMasks
+
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have. OpenAI uses the same number."""
+
+MAX_ELEMENTS = 2**26
+"""Most logits that are converted to float32 at once: 256 MiB."""
 
 NAN = RequestError("nan_logits", "The model's output for this request is not a number.")
 NO_ALLOWED_TOKEN = RequestError(
@@ -151,3 +157,40 @@ def _fail_nan_scores(
         is_scored = request.scores_prompt and request.num_generated == 0
         if is_scored and any(math.isnan(one.logprob) for one in (*request.scored, *now.get(request, ()))):
             wrong[row] = NAN
+
+
+class PendingLogprobs:
+    """Log-probabilities that a device is computing: of each row's token and of the likeliest tokens."""
+
+    def __init__(self, logits: Tensor, token_ids: Tensor, counts: Sequence[int]) -> None:
+        """
+        logits:    [N, V]
+        token_ids: [N] int64 on the same device
+        counts:    [N], how many of the likeliest tokens each row wants
+        """
+        self._counts = counts
+        size = max(MAX_ELEMENTS // logits.shape[-1], 1)
+        most = min(max(counts, default=0), logits.shape[-1])
+        parts = [_score(logits[at : at + size], token_ids[at : at + size], most) for at in range(0, len(counts), size)]
+        self._parts = [HostCopy(token_ids), *(HostCopy(*part) for part in parts)]
+
+    def get(self) -> list[TokenLogprobs]:
+        """Waits for one record for each row. They are NaN if the logits are."""
+        token_ids, *parts = [part.get() for part in self._parts]
+        chosen, ids, values = ([row for part in parts for row in part[place].tolist()] for place in range(3))
+        rows = zip(token_ids[0].tolist(), chosen, ids, values, self._counts, strict=True)
+        return [
+            TokenLogprobs(token, logprob, list(zip(ids[:count], values[:count], strict=True)))
+            for token, logprob, ids, values, count in rows
+        ]
+
+
+def _score(logits: Tensor, token_ids: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of each token [N], and the ids and log-probabilities of the likeliest tokens [N, most].
+
+    logits: [N, V]
+    """
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    logprobs.clamp_(min=MIN_LOGPROB)
+    top = logprobs.topk(most, dim=-1)
+    return logprobs.gather(1, token_ids[:, None]).squeeze(1), top.indices, top.values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,16 +15,12 @@ FAILED = "The output's constraint could not be kept: "
 TOO_COMPLEX = "it is too complex at this place."
 
 
+@dataclass(frozen=True, eq=False)
 class CompiledGrammar:
     """A compiled constraint, made by `ConstraintCompiler.compile`. Any number of requests may share it."""
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        self._matcher = matcher
-
-    def new_matcher(self) -> Any:
-        """A matcher at the beginning. It shares no mutable state, so others do not use up its limits."""
-        return self._matcher.deep_copy()
+    matcher: Any
+    vocab_size: int
 
 
 class GrammarState:
@@ -47,7 +44,7 @@ class GrammarState:
         self.error: str | None = None
         self._stop_ids = frozenset(stop_ids)
         self._stops = np.array(sorted(self._stop_ids), dtype=np.int64)
-        self._matcher = grammar.new_matcher()
+        self._matcher = grammar.matcher.deep_copy()  # shares no mutable state: others do not use up its limits
         self._starts_after = starts_after
         self._before: list[int] = []
         self._is_ended = False

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
 from functools import cached_property, lru_cache, partial
+from itertools import chain
 from typing import Any
 
 from cbatch.engine.base.errors import RequestError
@@ -191,12 +192,8 @@ def _strings(value: Any) -> Iterator[str]:
     """Every string of a JSON value, and every key: people also write the keys of tools and arguments."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _strings(key)
+    elif isinstance(value, list | dict):
+        for item in value if isinstance(value, list) else chain(value, value.values()):
             yield from _strings(item)
 
 

@@ -26,11 +26,11 @@ MAX_INVALID_CALLS = 100
 Each such tag costs time in proportion to the length of the output.
 """
 
-_SPACE = re.compile(r"\s*")
 _HERMES_END = re.compile(r"\s*+(?:</tool_call>|(?=<tool_call>)|\Z)")
 _MISTRAL_HEAD = re.compile(r"([\w.-]++)\s*+(?:\[CALL_ID\]\s*+[\w-]*+\s*+)?(?:\[ARGS\]\s*+)?(?=\{)")
 _FUNCTION = re.compile(r"<function=([^<>\n]+)>\s*")
 _PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?")
+_PARAMETER_END = re.compile(r"</parameter>\s*")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -64,17 +64,14 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     The arguments of earlier tool calls, JSON text in OpenAI's format, become objects. A missing content beside tool
     calls becomes empty text.
     """
-    return [
-        _with_parsed_calls(message) if message.get("role") == "assistant" else dict(message) for message in messages
-    ]
+    return [_template_message(message) for message in messages]
 
 
-def _with_parsed_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    calls = message.get("tool_calls")
-    if not calls:
+def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls, content = message.get("tool_calls"), message.get("content")
+    if not calls or message.get("role") != "assistant":
         return dict(message)
     changed = [_with_parsed_arguments(call) for call in calls] if isinstance(calls, list) else calls
-    content = message.get("content")
     return {**message, "content": "" if content is None else content, "tool_calls": changed}
 
 
@@ -108,12 +105,13 @@ def _extract_calls(text: str, tag: str, read: _Reader) -> tuple[str, list[ToolCa
     pieces: list[str] = []
     calls: list[ToolCall] = []
     begin = place = num_invalid = 0
-    while num_invalid < MAX_INVALID_CALLS and (found := text.find(tag, place)) >= 0:
-        place = found + len(tag)
-        block = read(text, _skip_space(text, place))
+    opening = re.compile(re.escape(tag) + r"\s*")
+    while num_invalid < MAX_INVALID_CALLS and (found := opening.search(text, place)):
+        place = found.end()
+        block = read(text, place)
         if block:
             calls += block[0]
-            pieces.append(text[begin:found])
+            pieces.append(text[begin : found.start()])
             begin = place = block[1]
         else:
             num_invalid += 1
@@ -165,12 +163,12 @@ def _read_function(tools: Sequence[Mapping[str, Any]], text: str, at: int) -> tu
         return None
     schemas, arguments, place = _properties(tools, function[1]), {}, function.end()
     while parameter := _PARAMETER.match(text, place):
-        close = text.find("</parameter>", parameter.end())
-        if close < 0:
+        close = _PARAMETER_END.search(text, parameter.end())
+        if close is None:
             return None
-        value = text[parameter.end() : close].removesuffix("\n")
+        value = text[parameter.end() : close.start()].removesuffix("\n")
         arguments[parameter[1]] = _typed(value, schemas.get(parameter[1]))
-        place = _skip_space(text, close + len("</parameter>"))
+        place = close.end()
     call = _to_call({"name": function[1], "arguments": arguments})
     return ([call], place + len("</function>")) if call and text.startswith("</function>", place) else None
 
@@ -226,10 +224,6 @@ def _json_at(text: str, at: int) -> tuple[Any, int] | None:
 
 def whole_json(text: str) -> tuple[Any] | None:
     """The value of a text that is JSON with nothing but white space around it, in a tuple of one. None otherwise."""
-    parsed = _json_at(text, _skip_space(text, 0))
-    return (parsed[0],) if parsed and _skip_space(text, parsed[1]) == len(text) else None
-
-
-def _skip_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    return found.end() if found else at
+    text = text.strip()
+    parsed = _json_at(text, 0)
+    return (parsed[0],) if parsed and parsed[1] == len(text) else None

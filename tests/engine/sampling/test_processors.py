@@ -12,7 +12,7 @@ from transformers.generation import logits_process
 
 from cbatch.engine.base.outputs import Sample
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.sampling.logprobs import MIN_LOGPROB, PendingLogprobs
+from cbatch.engine.sampling.output import MIN_LOGPROB, PendingLogprobs
 from cbatch.engine.sampling.processors import Processors, counts_for
 from cbatch.engine.scheduler.request import Request
 
@@ -139,5 +139,5 @@ def test_logprobs_of_many_rows_are_made_in_parts(monkeypatch: pytest.MonkeyPatch
     """Guards a long prompt with a large vocabulary against a float32 copy of all its logits at once."""
     logits = random_logits(7)
     whole = PendingLogprobs(logits, torch.arange(7), [2] * 7).get()
-    monkeypatch.setattr("cbatch.engine.sampling.logprobs.MAX_ELEMENTS", 3 * VOCABULARY)
+    monkeypatch.setattr("cbatch.engine.sampling.output.MAX_ELEMENTS", 3 * VOCABULARY)
     assert PendingLogprobs(logits, torch.arange(7), [2] * 7).get() == whole
