@@ -19,13 +19,14 @@ from pathlib import Path
 
 import torch
 
-from cbatch import Engine, EngineConfig, SamplingParams
+from cbatch import Engine, EngineConfig
 from cbatch.cli.common.loading import tune_process
 from cbatch.cli.run.input.lines import read_lines
+from cbatch.cli.run.options import RunOptions
 from cbatch.cli.run.output.journal import Journal
 from cbatch.cli.run.output.writer import FileWriter
 from cbatch.cli.run.pipeline import Pipeline
-from cbatch.cli.run.requests import RequestBuilder, RowOptions
+from cbatch.cli.run.requests import RequestBuilder
 from cbatch.cli.run.stats import RunStats
 from cbatch.engine import EngineThread
 from scripts.benchmarks.harness import ROOT, Report
@@ -44,7 +45,7 @@ def measure(folder: Path, rows: int, max_seqs: int) -> dict[str, float]:
     model = FreeModel(VOCABULARY, max_model_len=64, likeliest=END).loaded(eos_ids=frozenset([END]))
     engine = Engine(EngineConfig(device="cpu", max_seqs=max_seqs, kv_blocks=4 * max_seqs), model)
     engine_thread, stats = EngineThread(engine), RunStats()
-    builder = RequestBuilder(engine, RowOptions(params=SamplingParams()))
+    builder = RequestBuilder(engine, RunOptions())
     with FileWriter(folder / "out.jsonl", input_order=True) as output, source.open("rb") as stream:
         output.start(Journal())
         pipeline = Pipeline(engine_thread, output, builder, stats, window=4 * max_seqs)

@@ -110,10 +110,12 @@ def read_workload(path: str, engine: Engine) -> Workload:
 
     Raises ConfigError if the file cannot be read, or if a row is wrong.
     """
+    from cbatch.cli.common.options import SamplingOptions
     from cbatch.cli.run.input.lines import read_lines
-    from cbatch.cli.run.requests import RequestBuilder, RowOptions
+    from cbatch.cli.run.options import RunOptions
+    from cbatch.cli.run.requests import RequestBuilder
 
-    builder = RequestBuilder(engine, RowOptions(params=replace(engine.loaded.defaults, temperature=0.0)))
+    builder = RequestBuilder(engine, RunOptions(sampling=SamplingOptions(params={"temperature": 0.0})))
     prompts: list[list[int]] = []
     asked: list[SamplingParams] = []
     try:

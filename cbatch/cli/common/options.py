@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -206,9 +206,9 @@ RUN_ONLY_PARAMS = ("n", "logprobs", "prompt_logprobs", "echo")
 class SamplingOptions:
     """The options of `sampling_options`. `params` holds the sampling parameters that were given, without `seed`."""
 
-    system: str | None
-    seed: int
-    params: dict[str, Any]
+    system: str | None = None
+    seed: int = 0
+    params: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> SamplingOptions:

@@ -17,9 +17,9 @@ from cbatch.cli.run.options import RunOptions
 from cbatch.cli.run.output.journal import Journal, ResumePlan, plan_resume
 from cbatch.cli.run.output.writer import FileWriter, RowWriter
 from cbatch.cli.run.pipeline import Pipeline
-from cbatch.cli.run.requests import RequestBuilder, RowOptions
+from cbatch.cli.run.requests import RequestBuilder
 from cbatch.cli.run.stats import RunStats
-from cbatch.engine import FIXED_DATE, ConfigError, Engine, EngineThread
+from cbatch.engine import ConfigError, EngineThread
 
 ProgressState = Callable[[], tuple[int, str]]
 """Returns the number of rows that are done, and the text that follows it in a display."""
@@ -58,7 +58,7 @@ def run_batch(
     engine, quiet = engine_thread.engine, options.quiet
     total = count_lines(options)
     stats.attach(engine_thread)
-    builder = make_request_builder(engine, options)
+    builder = RequestBuilder(engine, options)
     lines: LineSource = source
     kept: Container[int] = ()
     if isinstance(output, FileWriter):
@@ -80,24 +80,6 @@ def run_batch(
         if not quiet and not isinstance(sys.exception(), ReaderGone):
             for line in stats.summary(engine_thread, pipeline.waited_for_output_s):
                 notice(line)
-
-
-def make_request_builder(engine: Engine, options: RunOptions) -> RequestBuilder:
-    """A RequestBuilder with the options of the run."""
-    given = options.sampling.params
-    row_options = RowOptions(
-        params=engine.loaded.defaults.merged(given),
-        has_max_tokens=given.get("max_tokens") is not None,
-        seed=options.sampling.seed,
-        system=options.sampling.system,
-        today=options.date.date() if options.date else FIXED_DATE,
-        raw=options.raw,
-        is_text=options.format == "text",
-        allow_unknown=options.allow_unknown,
-        token_ids=options.token_ids,
-        timings=options.timings,
-    )
-    return RequestBuilder(engine, row_options)
 
 
 def _prepare_file(

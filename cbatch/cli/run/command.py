@@ -106,11 +106,11 @@ def _run(options: RunOptions, source: IO[bytes], output: RowWriter, stats: RunSt
 def _check(options: RunOptions, source: IO[bytes], stats: RunStats) -> Literal[0, 1]:
     engine = _load(options, stats)
 
-    from cbatch.cli.run.batch_run import make_request_builder
     from cbatch.cli.run.check import InputCheck
     from cbatch.cli.run.input.lines import read_lines
+    from cbatch.cli.run.requests import RequestBuilder
 
-    check = InputCheck(engine, make_request_builder(engine, options))
+    check = InputCheck(engine, RequestBuilder(engine, options))
     total = count_lines(options)
     with engine, Progress(total, quiet=options.quiet, state=lambda: (check.rows, "read")) as progress:
         report = check.report(read_lines(source), progress.tick)

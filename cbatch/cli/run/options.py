@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from datetime import datetime
+import datetime
+from dataclasses import dataclass, field
 from typing import Literal
 
 from cbatch.cli.common.options import SamplingOptions
-from cbatch.engine import ConfigError, EngineConfig
+from cbatch.engine import FIXED_DATE, ConfigError, EngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """One field for each option of `cbatch run`; the help of the command describes them."""
 
-    input: str
-    output: str
-    resume: bool
-    retry_errors: bool
-    recompute_changed: bool
-    overwrite: bool
-    format: Literal["jsonl", "text"]
-    order: Literal["input", "completion"]
-    window: int | None
-    max_errors: int | None
-    check: bool
-    date: datetime | None
-    raw: bool
-    token_ids: bool
-    timings: bool
-    allow_unknown: bool
-    stats: str | None
-    trace: str | None
-    quiet: bool
-    verbose: bool
-    sampling: SamplingOptions
-    engine: EngineConfig
+    input: str = "-"
+    output: str = "-"
+    resume: bool = False
+    retry_errors: bool = False
+    recompute_changed: bool = False
+    overwrite: bool = False
+    format: Literal["jsonl", "text"] = "jsonl"
+    order: Literal["input", "completion"] = "input"
+    window: int | None = None
+    max_errors: int | None = None
+    check: bool = False
+    date: datetime.datetime | None = None
+    raw: bool = False
+    token_ids: bool = False
+    timings: bool = False
+    allow_unknown: bool = False
+    stats: str | None = None
+    trace: str | None = None
+    quiet: bool = False
+    verbose: bool = False
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    @property
+    def today(self) -> datetime.date:
+        """The date given to the chat template."""
+        return self.date.date() if self.date else FIXED_DATE
 
     def check_usage(self) -> None:
         """Raises ConfigError for options that would make every row an error row."""

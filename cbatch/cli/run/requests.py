@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import date
 from functools import lru_cache
 from typing import Any
 
 from cbatch.cli.run.input.jsonl import parse_line
 from cbatch.cli.run.input.lines import Line
 from cbatch.cli.run.input.row import InputRow
+from cbatch.cli.run.options import RunOptions
 from cbatch.cli.run.output.row_keys import KeyMaker, canonical_params
 from cbatch.engine import (
-    FIXED_DATE,
     Completion,
     Engine,
     OutputDetokenizer,
@@ -22,34 +21,6 @@ from cbatch.engine import (
     SamplingParams,
     derive_seed,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowOptions:
-    """How lines become requests, and finished requests become rows of output.
-
-    params:         defaults of the sampling parameters
-    has_max_tokens: whether `params.max_tokens` was asked for; if not, OpenAI Batch requests have no limit
-    seed:           the run's seed, from which each row's seed is derived
-    system:         system message for conversations without one
-    today:          date given to the chat template
-    raw:            treat prompts as plain text to continue
-    is_text:        treat each line as a prompt instead of JSON
-    allow_unknown:  carry misspelt parameters along as columns
-    token_ids:      add the output's token ids to each row
-    timings:        add times and cached tokens to each row
-    """
-
-    params: SamplingParams
-    has_max_tokens: bool = False
-    seed: int = 0
-    system: str | None = None
-    today: date = FIXED_DATE
-    raw: bool = False
-    is_text: bool = False
-    allow_unknown: bool = False
-    token_ids: bool = False
-    timings: bool = False
 
 
 @dataclass(slots=True)
@@ -101,13 +72,16 @@ class RowRequest:
 class RequestBuilder:
     """Builds the requests of one run on one engine."""
 
-    def __init__(self, engine: Engine, options: RowOptions) -> None:
+    def __init__(self, engine: Engine, options: RunOptions) -> None:
         self._engine = engine
         self.options = options
-        tokenizer = engine.tokenizer
+        given, tokenizer = options.sampling.params, engine.tokenizer
+        self._params = engine.loaded.defaults.merged(given)
+        self._openai_params = self._params
+        if given.get("max_tokens") is None:  # that API has no default of its own
+            self._openai_params = replace(self._params, max_tokens=None)
         self._has_template = tokenizer is not None and bool(tokenizer.chat_template)
         self._takes_tools = tokenizer is not None and tokenizer.takes_tools
-        self._openai_params = options.params if options.has_max_tokens else replace(options.params, max_tokens=None)
         clock = options.today.isoformat() if tokenizer is not None and tokenizer.template_has_clock else ""
         self._keys = KeyMaker(engine.fingerprint + clock)
 
@@ -115,7 +89,7 @@ class RequestBuilder:
         """Reads a line. Never raises: whatever is wrong with the line is the request's `error`."""
         options = self.options
         try:
-            row = parse_line(line, is_text=options.is_text, allow_unknown=options.allow_unknown)
+            row = parse_line(line, is_text=options.format == "text", allow_unknown=options.allow_unknown)
             if row.error is None:
                 return self._build_from_row(row)
             error = row.error
@@ -124,7 +98,7 @@ class RequestBuilder:
         except Exception as unforeseen:  # one line that breaks something harms no other
             row = InputRow(line.index)
             error = row.invalid(f"the row cannot be read: {unforeseen!r}", "internal_error")
-        return RowRequest(row, options.params, key=self._keys.for_invalid_line(line), error=error)
+        return RowRequest(row, self._params, key=self._keys.for_invalid_line(line), error=error)
 
     def encode(self, request: RowRequest) -> list[int] | None:
         """Token ids of the prompt, or None if the request has an `error`."""
@@ -145,7 +119,7 @@ class RequestBuilder:
     def _build_from_row(self, row: InputRow) -> RowRequest:
         params, sampling = self._sampling(row)
         kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
-        seed = derive_seed(self.options.seed, kind, name) if params.seed is None else params.seed
+        seed = derive_seed(self.options.sampling.seed, kind, name) if params.seed is None else params.seed
         request = RowRequest(row, params, seed, prompt=self._prompt(row))
         limit = self._limit_of_cache(request)
         request.key = self._keys.for_row(row, request.prompt, sampling, seed, self.options.token_ids, limit)
@@ -153,7 +127,7 @@ class RequestBuilder:
 
     def _sampling(self, row: InputRow) -> tuple[SamplingParams, bytes]:
         """A row's effective parameters, and their form in its key. Most rows of a run share both."""
-        base = self._openai_params if row.call else self.options.params
+        base = self._openai_params if row.call else self._params
         given = tuple((name, type(value), value) for name, value in row.params.items())
         try:
             params, canonical = _merge_params(base, given)
@@ -180,7 +154,7 @@ class RequestBuilder:
                 return row.prompt
             messages = [{"role": "user", "content": row.prompt}]
         assert messages is not None
-        system = self.options.system
+        system = self.options.sampling.system
         if system is not None and not any(message["role"] == "system" for message in messages):
             messages = [{"role": "system", "content": system}, *messages]
         return {"messages": messages} | ({"tools": row.tools} if row.tools else {})

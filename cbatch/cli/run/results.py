@@ -9,7 +9,8 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from cbatch.cli.run.input import openai_batch
-from cbatch.cli.run.requests import RowOptions, RowRequest
+from cbatch.cli.run.options import RunOptions
+from cbatch.cli.run.requests import RowRequest
 from cbatch.engine import Completion, Engine, RequestError, TokenLogprobs, ToolCall
 
 TokenBytes = Callable[[int], bytes | None]
@@ -19,7 +20,7 @@ TokenBytes = Callable[[int], bytes | None]
 class ResultFormatter:
     """Formats the rows of output of one run on one engine."""
 
-    def __init__(self, engine: Engine, options: RowOptions) -> None:
+    def __init__(self, engine: Engine, options: RunOptions) -> None:
         self._tokenizer = engine.tokenizer
         self._options = options
 

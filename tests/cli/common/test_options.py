@@ -34,6 +34,7 @@ def test_every_option_is_a_field_of_its_record() -> None:
     values = options_of(run, "--stop", "x", "--top-k", "3", "--param", "echo=true", "--kv-blocks", "9")
     options = make_options(RunOptions, values)
     assert options.sampling.params == {"stop": ("x",), "top_k": 3, "echo": True} and options.engine.kv_blocks == 9
+    assert make_options(RunOptions, options_of(run)) == RunOptions()  # both state the defaults
     own = {field.name for field in fields(RunOptions)} - {"engine", "sampling"}
     assert values.keys() == own | set(ENGINE_FIELDS) | set(SAMPLING_FIELDS) | {"system", "seed", "param"}
 

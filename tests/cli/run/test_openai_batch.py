@@ -10,11 +10,13 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
+from cbatch.cli.common.options import SamplingOptions
 from cbatch.cli.main import run_command
 from cbatch.cli.run.input.jsonl import parse_line
 from cbatch.cli.run.input.lines import Line
 from cbatch.cli.run.input.row import InputRow
-from cbatch.cli.run.requests import RequestBuilder, RowOptions
+from cbatch.cli.run.options import RunOptions
+from cbatch.cli.run.requests import RequestBuilder
 from cbatch.engine import Engine, EngineConfig, SamplingParams
 
 
@@ -144,7 +146,7 @@ def test_offsets_count_characters(model_folder: Path, tmp_path: Path) -> None:
 def test_logprobs_of_a_row_override_the_option(model_folder: Path) -> None:
     """Guards `logprobs: false` of a chat request against --logprobs."""
     engine = Engine(EngineConfig(model=str(model_folder), device="cpu"))
-    builder = RequestBuilder(engine, RowOptions(params=SamplingParams(logprobs=2)))
+    builder = RequestBuilder(engine, RunOptions(sampling=SamplingOptions(params={"logprobs": 2})))
     rows = [chat(), chat(logprobs=False), chat(logprobs=True, top_logprobs=1)]
     assert [builder.build(Line(0, json.dumps(row).encode())).params.logprobs for row in rows] == [2, None, 1]
 
@@ -153,10 +155,11 @@ def test_no_max_tokens_means_the_rest_of_the_context(model_folder: Path) -> None
     """Guards the API's default, which differs from ours; --max-tokens holds for both."""
     engine = Engine(EngineConfig(model=str(model_folder), device="cpu"))
     ours, theirs = (Line(0, json.dumps(row).encode()) for row in ({"prompt": "a"}, chat()))
-    for given, expected in ((False, None), (True, 7)):
-        options = RowOptions(params=SamplingParams(max_tokens=7), has_max_tokens=given)
-        builder = RequestBuilder(engine, options)
-        assert (builder.build(ours).params.max_tokens, builder.build(theirs).params.max_tokens) == (7, expected)
+    default = SamplingParams().max_tokens
+    given: tuple[dict[str, int], ...] = ({}, {"max_tokens": 7})
+    for params, expected in zip(given, ((default, None), (7, 7)), strict=True):
+        builder = RequestBuilder(engine, RunOptions(sampling=SamplingOptions(params=params)))
+        assert (builder.build(ours).params.max_tokens, builder.build(theirs).params.max_tokens) == expected
 
 
 def test_bodies_become_rows() -> None:

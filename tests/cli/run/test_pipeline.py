@@ -17,16 +17,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cbatch.cli.common.exits import Interrupted
+from cbatch.cli.common.options import SamplingOptions
 from cbatch.cli.main import run_command
 from cbatch.cli.run import pipeline as batch_module
 from cbatch.cli.run.input import lines as lines_module
 from cbatch.cli.run.input.lines import read_lines
+from cbatch.cli.run.options import RunOptions
 from cbatch.cli.run.output.writer import StreamWriter
 from cbatch.cli.run.pipeline import Pipeline
-from cbatch.cli.run.requests import RequestBuilder, RowOptions
+from cbatch.cli.run.requests import RequestBuilder
 from cbatch.cli.run.stats import RunStats
 from cbatch.cli.run.window import Window
-from cbatch.engine import Engine, EngineConfig, EngineThread, SamplingParams
+from cbatch.engine import Engine, EngineConfig, EngineThread
 from scripts.benchmarks.rows import measure_apart
 
 
@@ -40,7 +42,7 @@ def run(engine: Engine, data: bytes, window: int = 16) -> list[dict[str, Any]]:
     """Runs an input through the real reader, engine thread and writer."""
     stream = io.BytesIO()
     engine_thread = EngineThread(engine)
-    builder = RequestBuilder(engine, RowOptions(params=SamplingParams(max_tokens=2)))
+    builder = RequestBuilder(engine, RunOptions(sampling=SamplingOptions(params={"max_tokens": 2})))
     try:
         pipeline = Pipeline(engine_thread, StreamWriter(stream, input_order=True), builder, RunStats(), window=window)
         pipeline.run(read_lines(io.BytesIO(data)), lambda: None)
@@ -160,7 +162,7 @@ def test_what_was_finished_before_a_signal_is_written(engine: Engine, monkeypatc
                 pipeline.interrupt(2)
             return super().write(rows)
 
-    builder = RequestBuilder(engine, RowOptions(params=SamplingParams()))
+    builder = RequestBuilder(engine, RunOptions())
     pipeline = Pipeline(engine_thread, Slow(stream, input_order=True), builder, RunStats(), window=100)
     with pytest.raises(Interrupted):
         pipeline.run(read_lines(io.BytesIO(b"{bad\n" * 40)), lambda: None)
