@@ -78,7 +78,7 @@ def run_batch(
             pipeline.run(read_lines(lines), display.tick, kept=kept, max_errors=options.max_errors)
     finally:
         if not quiet and not isinstance(sys.exception(), ReaderGone):
-            for line in stats.summary(engine_thread, pipeline.waited_for_output_s):
+            for line in stats.summary(engine_thread, pipeline.window.waited_s):
                 notice(line)
 
 

@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cbatch.cli.common.exits import Interrupted, RunFailed
 from cbatch.cli.run.input.jsonl import format_row
@@ -26,19 +26,10 @@ from cbatch.cli.run.requests import RequestBuilder, RowRequest
 from cbatch.cli.run.results import ResultFormatter
 from cbatch.cli.run.stats import RunStats
 from cbatch.cli.run.window import Window
-from cbatch.engine import CbatchError, EngineError, EngineThread, RequestError, RequestHandle, TokenEvent
+from cbatch.engine import CbatchError, EngineError, EngineThread, RequestError, TokenEvent
 
 POLL_SECONDS = 0.2
 MAX_ROWS_PER_WRITE = 256
-
-
-@dataclass(eq=False, slots=True)
-class PipelineItem:
-    """A row in the pipeline: its position among the rows of this run, and the handles of its outputs."""
-
-    position: int
-    request: RowRequest
-    handles: list[RequestHandle] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +45,7 @@ class StopRequested:
     """A signal asks the run to end. Rows that were finished before it are still written."""
 
 
-Message = PipelineItem | EndOfInput | StopRequested
+Message = RowRequest | EndOfInput | StopRequested
 
 
 class Pipeline:
@@ -79,17 +70,12 @@ class Pipeline:
         self._builder = builder
         self._formatter = ResultFormatter(engine_thread.engine, builder.options)
         self._stats = stats
-        self._window = Window(window)
+        self.window = Window(window)
         self._on_error = on_error
         self._signum: int | None = None
-        self._in_flight: dict[int, PipelineItem] = {}
+        self._in_flight: dict[int, RowRequest] = {}
         self._is_stopping = False
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-
-    @property
-    def waited_for_output_s(self) -> float:
-        """Seconds in which the reader waited because too many rows were not written yet."""
-        return self._window.waited_s
 
     def run(
         self,
@@ -134,7 +120,7 @@ class Pipeline:
             for line in lines:
                 if line.index in kept:
                     continue
-                is_closed = not self._window.acquire(position, len(line.data or b""))
+                is_closed = not self.window.acquire(position, len(line.data or b""))
                 if is_closed or self._is_stopping or self._engine_thread.failure is not None:
                     break
                 self._start_row(position, line)
@@ -147,18 +133,16 @@ class Pipeline:
         taken_at = time.monotonic()
         self._stats.start(taken_at)
         request = self._builder.build(line)
-        request.taken_at = taken_at
+        request.position, request.taken_at = position, taken_at
         prompt_ids = self._builder.encode(request)
-        item = PipelineItem(position, request)
         if prompt_ids is None:
             request.finished_at = time.monotonic()
-            self._inbox.put(item)
+            self._inbox.put(request)
         else:
-            self._submit(item, prompt_ids)
+            self._submit(request, prompt_ids)
 
-    def _submit(self, item: PipelineItem, prompt_ids: list[int]) -> None:
+    def _submit(self, request: RowRequest, prompt_ids: list[int]) -> None:
         """Submits a row to the engine, once for each of its outputs."""
-        request = item.request
         request.detokenizer = self._engine_thread.engine.detokenizer(prompt_ids, request.params, request.tags)
         request.release_prompt(prompt_ids)
         outputs_left = request.params.n
@@ -178,9 +162,9 @@ class Pipeline:
             if outputs_left == 0:
                 request.finished_at = time.monotonic()
                 request.is_lost = self._engine_thread.failure is not None
-                self._inbox.put(item)
+                self._inbox.put(request)
 
-        self._in_flight[item.position] = item
+        self._in_flight[request.position] = request
         for number in range(request.params.n):
             handle = self._engine_thread.submit(
                 prompt_ids,
@@ -191,7 +175,7 @@ class Pipeline:
                 sample_index=number,
                 tags=request.tags,
             )
-            item.handles.append(handle)
+            request.handles.append(handle)
             if self._is_stopping:  # `_cancel_unfinished` may have run before this handle was there
                 self._engine_thread.cancel(handle)
 
@@ -203,7 +187,7 @@ class Pipeline:
         num_done = 0
         while end is None or num_done < end.rows:
             messages = self._next_messages()
-            finished = [message for message in messages if isinstance(message, PipelineItem)]
+            finished = [message for message in messages if isinstance(message, RowRequest)]
             num_done += len(finished)
             self._write_finished(finished, max_errors)
             self._output.tick()
@@ -228,18 +212,18 @@ class Pipeline:
             pass
         return messages
 
-    def _write_finished(self, finished: list[PipelineItem], max_errors: int | None) -> None:
+    def _write_finished(self, finished: list[RowRequest], max_errors: int | None) -> None:
         """Writes finished rows in one write, up to the last error that is allowed, and counts them."""
         errors_left = math.inf if max_errors is None else max_errors - self._stats.errors.total()
         requests, rows = [], []
-        for position, request in ((item.position, item.request) for item in finished):
-            self._in_flight.pop(position, None)
+        for request in finished:
+            self._in_flight.pop(request.position, None)
             self._make_texts(request)
             if not request.is_lost and (request.error is None or errors_left > 0):
                 errors_left -= request.error is not None
                 requests.append(request)
-                rows.append(OutputRow(position, request.row.index, format_row(self._formatter.row(request))))
-        self._window.release(self._output.write(rows))
+                rows.append(OutputRow(request.position, request.row.index, format_row(self._formatter.row(request))))
+        self.window.release(self._output.write(rows))
         for request in requests:
             self._stats.count(request)
             if request.error is not None and self._on_error is not None:
@@ -266,7 +250,7 @@ class Pipeline:
     def _cancel_unfinished(self) -> None:
         """Stops the reader and cancels the requests in flight, so that other front ends have the engine."""
         self._is_stopping = True
-        self._window.close()
-        for item in list(self._in_flight.values()):
-            for handle in item.handles:
+        self.window.close()
+        for request in list(self._in_flight.values()):
+            for handle in request.handles:
                 self._engine_thread.cancel(handle)

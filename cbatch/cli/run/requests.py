@@ -18,6 +18,7 @@ from cbatch.engine import (
     OutputDetokenizer,
     Prompt,
     RequestError,
+    RequestHandle,
     SamplingParams,
     derive_seed,
 )
@@ -36,6 +37,8 @@ class RowRequest:
     error:          why there is no answer; `failed_sample` is the output that it belongs to
     is_lost:        the engine failed before the request was finished, so it gets no row of output
     taken_at, first_token_at, finished_at: times of `time.monotonic`
+    position:       number among the rows of the run
+    handles:        what cancels its outputs
     """
 
     row: InputRow
@@ -57,6 +60,8 @@ class RowRequest:
     taken_at: float = 0.0
     first_token_at: float | None = None
     finished_at: float = 0.0
+    position: int = 0
+    handles: list[RequestHandle] = field(default_factory=list)
 
     def fail(self, error: RequestError, sample_index: int = 0) -> None:
         """Makes the row an error row. If several outputs fail, the error of the first one counts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from cbatch.cli.common.percentiles import Percentiles
@@ -37,14 +37,7 @@ class EngineCounters:
         )
 
     def __sub__(self, before: EngineCounters) -> EngineCounters:
-        return EngineCounters(
-            self.steps - before.steps,
-            self.preemptions - before.preemptions,
-            self.retries - before.retries,
-            self.shrinks - before.shrinks,
-            self.idle_s - before.idle_s,
-            self.held_back - before.held_back,
-        )
+        return EngineCounters(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))
 
 
 class RunStats:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol, Self
+from typing import IO, Self
 
 from cbatch.cli.common.console import safe_json
 from cbatch.cli.common.exits import ReaderGone, RunFailed
@@ -30,14 +30,15 @@ class OutputRow:
     data: bytes
 
 
-class RowWriter(Protocol):
+class RowWriter:
     """Takes finished rows. Used as a context; leaving it early keeps what was finished, and nothing half done."""
 
     @property
     def resume_hint(self) -> str:
-        """Says how to resume after a run that ended early; ends a message, and may be empty."""
+        """Says how to resume after a run that ended early; ends a message."""
+        return ""
 
-    stop_timeout_s: float | None
+    stop_timeout_s: float | None = None
     """Seconds that an interrupted run waits until finished rows are written; None if nobody can block that."""
 
     def check_empty(self) -> None:
@@ -45,6 +46,7 @@ class RowWriter(Protocol):
 
     def write(self, rows: Sequence[OutputRow]) -> Iterable[int]:
         """Takes finished rows. Returns the positions of those that are out of memory now."""
+        raise NotImplementedError
 
     def tick(self) -> None:
         """Syncs if it is time to; called several times a second."""
@@ -58,16 +60,17 @@ class RowWriter(Protocol):
         raise_if_interrupted: called now and then; if it raises, the rows stay as they are
         """
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *error: object) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        pass
 
 
-class StreamWriter:
+class StreamWriter(RowWriter):
     """Writes each row to an unbuffered stream as soon as its turn has come. Raises ReaderGone if nobody reads it."""
 
-    resume_hint = ""
-    stop_timeout_s: float | None = 2.0
+    stop_timeout_s = 2.0
 
     def __init__(self, stream: IO[bytes], *, input_order: bool) -> None:
         self._stream = stream
@@ -75,9 +78,6 @@ class StreamWriter:
         self._is_terminal = stream.isatty()
         self._held: dict[int, bytes] = {}
         self._next = 0
-
-    def check_empty(self) -> None:
-        pass
 
     def write(self, rows: Sequence[OutputRow]) -> Iterable[int]:
         if not self._input_order:
@@ -90,20 +90,11 @@ class StreamWriter:
         self._write([self._held.pop(position) for position in range(first, self._next)])
         return range(first, self._next)
 
-    def tick(self) -> None:
-        pass
-
     def flush_held(self) -> None:
         self._write([self._held.pop(position) for position in sorted(self._held)])
 
     def finish(self, raise_if_interrupted: Callable[[], None]) -> None:
         self._stream.flush()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
     def _write(self, rows: list[bytes]) -> None:
         data = b"".join(rows)
@@ -120,13 +111,12 @@ class StreamWriter:
             raise RunFailed(f"Cannot write the output: {error.strerror}.") from error
 
 
-class FileWriter:
+class FileWriter(RowWriter):
     """Appends rows to a file as they finish, and puts them in order at the end by an atomic replace.
 
     The file is locked from the beginning. Nothing in it changes before `start`.
     """
 
-    stop_timeout_s: float | None = None
     resume_with = "--resume"
     """The options that resume this run."""
 
@@ -208,9 +198,6 @@ class FileWriter:
         if self._unsynced_since is not None and time.monotonic() - self._unsynced_since >= SYNC_SECONDS:
             self._sync()
 
-    def flush_held(self) -> None:
-        pass
-
     def finish(self, raise_if_interrupted: Callable[[], None]) -> None:
         self._sync()
         self._is_new = False
@@ -223,9 +210,6 @@ class FileWriter:
             raise self._failed("order", error) from error
         finally:
             self._ordered_path.unlink(missing_ok=True)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         try:
