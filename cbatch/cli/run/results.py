@@ -5,16 +5,13 @@ from __future__ import annotations
 import codecs
 import hashlib
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from cbatch.cli.run.input import openai_batch
 from cbatch.cli.run.options import RunOptions
 from cbatch.cli.run.requests import RowRequest
 from cbatch.engine import Completion, Engine, RequestError, TokenLogprobs, ToolCall
-
-TokenBytes = Callable[[int], bytes | None]
-"""Gives the bytes that a token stands for; None if the model has no tokenizer."""
 
 
 class ResultFormatter:
@@ -51,7 +48,7 @@ class ResultFormatter:
         for number, completion in enumerate(request.completion.choices):
             choice = self._choice(request, number)
             if request.params.logprobs is not None:
-                choice["logprobs"] = {"content": chat_logprobs(completion.logprobs, self._token_bytes)}
+                choice["logprobs"] = {"content": self._tokens(completion.logprobs)}
             choices.append(choice)
         fields |= choices[0]
         if len(choices) > 1:
@@ -105,77 +102,73 @@ class ResultFormatter:
         if request.params.logprobs is None:
             return None
         if is_chat:
-            return {"content": chat_logprobs(completion.logprobs, self._token_bytes), "refusal": None}
-        hidden: Container[int] = ()
-        if self._tokenizer is not None and request.params.skip_special_tokens:
-            hidden = self._tokenizer.special_ids
+            return {"content": self._tokens(completion.logprobs), "refusal": None}
         scores = request.completion.prompt_logprobs
         if scores is None or not request.params.echo or not request.prompt_ids:
-            return text_completion_logprobs(None, completion.logprobs, self._token_bytes, hidden)
-        scored = [*scores, *completion.logprobs]
-        return text_completion_logprobs(request.prompt_ids[0], scored, self._token_bytes, hidden)
+            return self._text_logprobs(request, None, completion.logprobs)
+        return self._text_logprobs(request, request.prompt_ids[0], [*scores, *completion.logprobs])
+
+    def _text_logprobs(
+        self, request: RowRequest, first_id: int | None, logprobs: Sequence[TokenLogprobs]
+    ) -> dict[str, Any]:
+        """Log-probabilities in the form of OpenAI's text completions.
+
+        first_id: the first token of the prompt, if the prompt is echoed. It has no log-probability; the form allows no
+                  null, so 0 stands for it
+        """
+        hidden: Container[int] = ()  # tokens that are not part of the text
+        if self._tokenizer is not None and request.params.skip_special_tokens:
+            hidden = self._tokenizer.special_ids
+        scored = [(one.token_id, one.logprob, one.top) for one in logprobs]
+        if first_id is not None:
+            scored.insert(0, (first_id, 0.0, ()))
+        tokens = [self._token(token_id, logprob) for token_id, logprob, _ in scored]
+        decoder, length, offsets = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
+        for (token_id, _, _), token in zip(scored, tokens, strict=True):
+            offsets.append(length)
+            if token_id not in hidden:
+                data = token["bytes"]
+                length += len(token["token"]) if data is None else len(decoder.decode(bytes(data)))
+        return {
+            "tokens": [_token_name(token) for token in tokens],
+            "token_logprobs": [token["logprob"] for token in tokens],
+            "top_logprobs": [
+                {_token_name(self._token(token_id)): _rounded(logprob) for token_id, logprob in top}
+                for _, _, top in scored
+            ],
+            "text_offset": offsets,
+        }
 
     def _prompt_logprobs(self, request: RowRequest) -> dict[str, Any] | None:
-        """Log-probabilities of the prompt, if the row asked for them."""
+        """Log-probabilities of the prompt's tokens, and their sum, if the row asked for them."""
         scores = request.completion.prompt_logprobs
         if scores is None or not request.prompt_ids:
             return None
-        return prompt_logprobs_fields(request.prompt_ids[0], scores, self._token_bytes)
+        first = self._token(request.prompt_ids[0]) | {"top_logprobs": []}  # it has none: nothing comes before it
+        return {
+            "sum": _rounded(math.fsum(one.logprob for one in scores)),
+            "content": [first, *self._tokens(scores)],
+        }
 
-    def _token_bytes(self, token_id: int) -> bytes | None:
-        return self._tokenizer.token_bytes(token_id) if self._tokenizer is not None else None
+    def _tokens(self, logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+        """Tokens and their log-probabilities in the form of OpenAI's chat completions."""
+        return [
+            self._token(one.token_id, one.logprob)
+            | {"top_logprobs": [self._token(token_id, logprob) for token_id, logprob in one.top]}
+            for one in logprobs
+        ]
+
+    def _token(self, token_id: int, logprob: float | None = None) -> dict[str, Any]:
+        data = self._tokenizer.token_bytes(token_id) if self._tokenizer is not None else None
+        return {
+            "token": data.decode("utf-8", "replace") if data is not None else f"token_id:{token_id}",
+            "logprob": _rounded(logprob) if logprob is not None else None,
+            "bytes": list(data) if data is not None else None,
+        }
 
 
 def _error_fields(error: RequestError) -> dict[str, str]:
     return {"code": error.code, "message": str(error)}
-
-
-def chat_logprobs(logprobs: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> list[dict[str, Any]]:
-    """Log-probabilities in the form of OpenAI's chat completions: a list of tokens."""
-    return [
-        _entry(one.token_id, one.logprob, token_bytes)
-        | {"top_logprobs": [_entry(token, logprob, token_bytes) for token, logprob in one.top]}
-        for one in logprobs
-    ]
-
-
-def prompt_logprobs_fields(first_id: int, logprobs: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> dict[str, Any]:
-    """Log-probabilities of a prompt's tokens, and their sum. The first token has none: nothing comes before it."""
-    first = _entry(first_id, None, token_bytes) | {"top_logprobs": []}
-    return {
-        "sum": _rounded(math.fsum(one.logprob for one in logprobs)),
-        "content": [first, *chat_logprobs(logprobs, token_bytes)],
-    }
-
-
-def text_completion_logprobs(
-    first_id: int | None, logprobs: Sequence[TokenLogprobs], token_bytes: TokenBytes, hidden: Container[int]
-) -> dict[str, Any]:
-    """Log-probabilities in the form of OpenAI's text completions.
-
-    first_id: the first token of the prompt, if the prompt is echoed. It has no log-probability; the form allows no
-              null, so 0 stands for it
-    hidden:   tokens that are not part of the text
-    """
-    tokens = [_entry(one.token_id, one.logprob, token_bytes) for one in logprobs]
-    top = [
-        {_token_name(_entry(token, None, token_bytes)): _rounded(value) for token, value in one.top} for one in logprobs
-    ]
-    if first_id is not None:
-        tokens.insert(0, _entry(first_id, 0.0, token_bytes))
-        top.insert(0, {})
-    ids = ([] if first_id is None else [first_id]) + [one.token_id for one in logprobs]
-    decoder, length, offsets = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
-    for token_id, entry in zip(ids, tokens, strict=True):
-        offsets.append(length)
-        if token_id not in hidden:
-            length += len(decoder.decode(bytes(entry["bytes"]))) if entry["bytes"] is not None else len(entry["token"])
-    return {
-        "tokens": [_token_name(token) for token in tokens],
-        "token_logprobs": [token["logprob"] for token in tokens],
-        "top_logprobs": top,
-        "text_offset": offsets,
-    }
 
 
 def tool_call_fields(calls: Sequence[ToolCall], key: str, choice: int) -> list[dict[str, Any]]:
@@ -185,15 +178,6 @@ def tool_call_fields(calls: Sequence[ToolCall], key: str, choice: int) -> list[d
         {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for name, call in zip(ids, calls, strict=True)
     ]
-
-
-def _entry(token_id: int, logprob: float | None, token_bytes: TokenBytes) -> dict[str, Any]:
-    data = token_bytes(token_id)
-    return {
-        "token": data.decode("utf-8", "replace") if data is not None else f"token_id:{token_id}",
-        "logprob": _rounded(logprob) if logprob is not None else None,
-        "bytes": list(data) if data is not None else None,
-    }
 
 
 def _token_name(entry: dict[str, Any]) -> str:

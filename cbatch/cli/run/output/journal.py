@@ -20,6 +20,8 @@ ROW_BEGINNINGS = (b'{"index": ', b'{"id": "batch_req_')
 SUPERSEDED = -1
 """Stands in `indices` for a row that a later one has replaced, or will."""
 
+NO_LINE = "for lines that the input does not have"
+
 
 @dataclass(slots=True)
 class Journal:
@@ -101,25 +103,21 @@ class Journal:
 class ResumePlan:
     """Which rows of a journal this run keeps. `index in plan` tells whether a line's row is kept.
 
-    kept:          for each index, whether its row is kept
-    rows, errors:  number of kept rows, and of error rows among them
-    changed:       number of rows that do not fit this run, by the reason
-    first_changed: line number of the first row with each reason
-    orphans:       number of rows whose line the input does not have
-    first_orphan:  line number of the first of them
+    kept:         for each index, whether its row is kept
+    rows, errors: number of kept rows, and of error rows among them
+    misfits:      number of rows that do not fit this run, by the reason
+    first_misfit: line number of the first row with each reason
     """
 
     kept: bytearray = field(default_factory=bytearray)
     rows: int = 0
     errors: int = 0
-    changed: Counter[str] = field(default_factory=Counter)
-    first_changed: dict[str, int] = field(default_factory=dict)
-    orphans: int = 0
-    first_orphan: int = 0
+    misfits: Counter[str] = field(default_factory=Counter)
+    first_misfit: dict[str, int] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
-        return not self.changed and not self.orphans
+        return not self.misfits
 
     def __contains__(self, index: object) -> bool:
         return isinstance(index, int) and index < len(self.kept) and bool(self.kept[index])
@@ -130,23 +128,14 @@ class ResumePlan:
         self.rows += 1
         self.errors += is_error
 
-    def add_changed(self, what: str, index: int) -> None:
-        self.changed[what] += 1
-        self.first_changed.setdefault(what, index + 1)
-
-    def add_orphan(self, index: int) -> None:
-        self.orphans += 1
-        self.first_orphan = self.first_orphan or index + 1
+    def add_misfit(self, reason: str, index: int) -> None:
+        self.misfits[reason] += 1
+        self.first_misfit.setdefault(reason, index + 1)
 
     def __str__(self) -> str:
-        """Says what does not fit."""
-        parts = [
-            f"{count:,} made with {what} (first: line {self.first_changed[what]})"
-            for what, count in self.changed.items()
-        ]
-        if self.orphans:
-            parts.append(f"{self.orphans:,} for lines that the input does not have (first: line {self.first_orphan})")
-        return "; ".join(parts)
+        """Says what does not fit: changed lines first, then lines that are missing."""
+        reasons = sorted(self.misfits, key=NO_LINE.__eq__)
+        return "; ".join(f"{self.misfits[one]:,} {one} (first: line {self.first_misfit[one]})" for one in reasons)
 
 
 def plan_resume(
@@ -163,14 +152,14 @@ def plan_resume(
         while line is not None and line.index < index:
             line = next(lines, None)
         if line is None or line.index > index:
-            plan.add_orphan(index)
+            plan.add_misfit(NO_LINE, index)
         elif is_error and retry_errors:
             pass
         elif (key := make_key(line)) == journal.key(number):
             plan.keep(index, is_error)
             continue
         else:
-            plan.add_changed(explain_difference(key, journal.key(number)), index)
+            plan.add_misfit(f"made with {explain_difference(key, journal.key(number))}", index)
         journal.indices[number] = SUPERSEDED
     return plan
 
