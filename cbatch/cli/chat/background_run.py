@@ -5,16 +5,16 @@ from __future__ import annotations
 import shlex
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
 
 from cbatch.cli.chat.session.files import as_path
-from cbatch.cli.common.console import notice
+from cbatch.cli.common.console import ProgressState, notice
 from cbatch.cli.common.exits import Interrupted, ReaderGone, UserError
 from cbatch.cli.common.options import ENGINE_FIELDS, make_options
 from cbatch.cli.run.command import run
@@ -23,7 +23,6 @@ from cbatch.cli.run.options import RunOptions
 from cbatch.engine import CbatchError, ConfigError
 
 if TYPE_CHECKING:
-    from cbatch.cli.run.batch_run import ProgressState
     from cbatch.cli.run.pipeline import Pipeline
     from cbatch.engine import EngineThread
 
@@ -119,27 +118,17 @@ class BackgroundRun:
         finally:
             self._pipeline = None
 
-    def _display(self, total: int | None, *, quiet: bool, state: ProgressState) -> BackgroundProgress:
-        return BackgroundProgress(self, total, state)
+    @contextmanager
+    def _display(self, total: int | None, state: ProgressState) -> Iterator[Callable[[], None]]:
+        """Writes to `progress` how far the batch is."""
+        of_total = f"/{total:,}" if total else ""
 
+        def tick() -> None:
+            done, text = state()
+            self.progress = f"run {done:,}{of_total}, {text}"
 
-class BackgroundProgress:
-    """The progress display of a batch: writes to `BackgroundRun.progress`."""
-
-    def __init__(self, background: BackgroundRun, total: int | None, state: ProgressState) -> None:
-        self._background, self._state = background, state
-        self._of_total = f"/{total:,}" if total else ""
-
-    def tick(self) -> None:
-        done, text = self._state()
-        self._background.progress = f"run {done:,}{self._of_total}, {text}"
-
-    def __enter__(self) -> Self:
-        self.tick()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
+        tick()
+        yield tick
 
 
 def parse_run_options(command_line: str) -> RunOptions:

@@ -6,13 +6,19 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 from cbatch.cli.common.exits import ReaderGone
 
 _BIDI = "\u061c\u200e\u200f\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 """Characters that change the direction of text, or end a line invisibly."""
+
+BAR_SECONDS, LINE_SECONDS = 0.2, 10.0
+"""Time between two updates of a progress bar, and between two lines of progress."""
+
+ProgressState = Callable[[], tuple[int, str]]
+"""Returns the number of rows that are done, and the text that follows it in a display."""
 
 _WITHOUT_BIDI = dict.fromkeys(map(ord, _BIDI))
 
@@ -60,43 +66,33 @@ def emit(text: str) -> None:
         raise ReaderGone from error
 
 
-class Progress:
-    """Shows progress: a tqdm bar on a terminal, else a line every ten seconds, or nothing if `quiet`."""
+@contextmanager
+def show_progress(total: int | None, state: ProgressState, *, quiet: bool) -> Iterator[Callable[[], None]]:
+    """Shows progress: a tqdm bar on a terminal, else a line every ten seconds, or nothing if `quiet`.
 
-    BAR_SECONDS, LINE_SECONDS = 0.2, 10.0
+    Yields a function that shows the state if it is time to. Call it often.
+    """
+    bar = None
+    if sys.stderr is not None and sys.stderr.isatty() and not quiet:
+        from tqdm import tqdm
 
-    def __init__(self, total: int | None, *, quiet: bool, state: Callable[[], tuple[int, str]]) -> None:
-        """`state` returns the number of rows that are done, and the text that follows it."""
-        self._state = state
-        self._of_total = f"/{total:,}" if total else ""
-        has_bar = sys.stderr is not None and sys.stderr.isatty() and not quiet
-        self._interval = self.BAR_SECONDS if has_bar else self.LINE_SECONDS
-        self._next = math.inf if quiet else time.monotonic() + self._interval
-        self._bar = None
-        if has_bar:
-            from tqdm import tqdm
+        form = "{percentage:3.0f}%|{bar:6}| {n_fmt}/{total_fmt} rows{postfix}" if total else "{n_fmt} rows{postfix}"
+        bar = tqdm(total=total, bar_format=form, dynamic_ncols=True, file=sys.stderr, leave=False)
+    interval = LINE_SECONDS if bar is None else BAR_SECONDS
+    due = math.inf if quiet else time.monotonic() + interval
 
-            form = "{n_fmt} rows{postfix}"
-            if total:
-                form = "{percentage:3.0f}%|{bar:6}| {n_fmt}/{total_fmt} rows{postfix}"
-            self._bar = tqdm(total=total, bar_format=form, dynamic_ncols=True, file=sys.stderr, leave=False)
-
-    def tick(self) -> None:
-        """Shows the state if it is time to. Call it often."""
+    def tick() -> None:
+        nonlocal due
         now = time.monotonic()
-        if now < self._next:
+        if now < due:
             return
-        self._next = now + self._interval
-        done, text = self._state()
-        if self._bar is not None:
-            self._bar.n = done
-            self._bar.set_postfix_str(text)
+        due = now + interval
+        done, text = state()
+        if bar is None:
+            notice(f"{done:,}{f'/{total:,}' if total else ''} rows, {text}")
         else:
-            notice(f"{done:,}{self._of_total} rows, {text}")
+            bar.n = done
+            bar.set_postfix_str(text)
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+    with nullcontext() if bar is None else bar:
+        yield tick

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
-from typing import IO, Protocol, Self
+from typing import IO
 
 from tqdm import tqdm
 
-from cbatch.cli.common.console import notice
+from cbatch.cli.common.console import ProgressState, notice
 from cbatch.cli.common.exits import ReaderGone
 from cbatch.cli.run.files import count_lines
 from cbatch.cli.run.input.lines import Line, LineSource, Spool, read_lines
@@ -21,24 +21,8 @@ from cbatch.cli.run.requests import RequestBuilder
 from cbatch.cli.run.stats import RunStats
 from cbatch.engine import ConfigError, EngineThread
 
-ProgressState = Callable[[], tuple[int, str]]
-"""Returns the number of rows that are done, and the text that follows it in a display."""
-
-
-class Display(Protocol):
-    """Shows the progress of a run; used as a context."""
-
-    def tick(self) -> None: ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-class DisplayFactory(Protocol):
-    """Makes a display; see `console.Progress`."""
-
-    def __call__(self, total: int | None, *, quiet: bool, state: ProgressState) -> Display: ...
+ShowProgress = Callable[[int | None, ProgressState], AbstractContextManager[Callable[[], None]]]
+"""Opens a display of progress, with the number of rows if it is known; see `show_progress`."""
 
 
 def run_batch(
@@ -48,7 +32,7 @@ def run_batch(
     output: RowWriter,
     stats: RunStats,
     *,
-    progress: DisplayFactory,
+    progress: ShowProgress,
     while_running: Callable[[Pipeline], AbstractContextManager[object]],
 ) -> None:
     """Runs every row of `source`, and prints a summary on stderr. Raises as `Pipeline.run` does.
@@ -72,10 +56,10 @@ def run_batch(
         window=options.window or 4 * engine.limits.max_seqs,
         on_error=notice if options.verbose else None,
     )
-    display = progress(total, quiet=quiet, state=lambda: _progress_state(stats, engine_thread, total))
+    display = progress(total, lambda: _progress_state(stats, engine_thread, total))
     try:
-        with while_running(pipeline), display:
-            pipeline.run(read_lines(lines), display.tick, kept=kept, max_errors=options.max_errors)
+        with while_running(pipeline), display as tick:
+            pipeline.run(read_lines(lines), tick, kept=kept, max_errors=options.max_errors)
     finally:
         if not quiet and not isinstance(sys.exception(), ReaderGone):
             for line in stats.summary(engine_thread, pipeline.window.waited_s):
@@ -83,7 +67,7 @@ def run_batch(
 
 
 def _prepare_file(
-    output: FileWriter, options: RunOptions, source: IO[bytes], builder: RequestBuilder, progress: DisplayFactory
+    output: FileWriter, options: RunOptions, source: IO[bytes], builder: RequestBuilder, progress: ShowProgress
 ) -> tuple[LineSource, ResumePlan]:
     """Prepares the output file for this run. Returns the input, at its beginning, and the rows that are kept."""
     if not (options.resume and output.has_content):
@@ -95,11 +79,11 @@ def _prepare_file(
     def make_key(line: Line) -> str:
         nonlocal compared
         compared += 1
-        display.tick()
+        tick()
         return builder.build(line).key
 
     rows = len(journal.indices)
-    with progress(rows, quiet=options.quiet, state=lambda: (compared, "compared with the input")) as display:
+    with progress(rows, lambda: (compared, "compared with the input")) as tick:
         plan = plan_resume(journal, read_lines(spool), make_key, retry_errors=options.retry_errors)
     if not plan.fits and not options.recompute_changed:
         raise ConfigError(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import time
 from contextlib import closing
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 import click
 
-from cbatch.cli.common.console import Progress, emit
+from cbatch.cli.common.console import emit, show_progress
 from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.options import engine_options, make_options, model_options, sampling_options, trace_option
 from cbatch.cli.common.signals import handle_signals
@@ -98,7 +99,7 @@ def _run(options: RunOptions, source: IO[bytes], output: RowWriter, stats: RunSt
             source,
             output,
             stats,
-            progress=Progress,
+            progress=partial(show_progress, quiet=options.quiet),
             while_running=lambda pipeline: handle_signals(pipeline.interrupt, output.stop_timeout_s),
         )
 
@@ -112,8 +113,8 @@ def _check(options: RunOptions, source: IO[bytes], stats: RunStats) -> Literal[0
 
     check = InputCheck(engine, RequestBuilder(engine, options))
     total = count_lines(options)
-    with engine, Progress(total, quiet=options.quiet, state=lambda: (check.rows, "read")) as progress:
-        report = check.report(read_lines(source), progress.tick)
+    with engine, show_progress(total, lambda: (check.rows, "read"), quiet=options.quiet) as tick:
+        report = check.report(read_lines(source), tick)
     emit(json.dumps(report, indent=2))
     return 1 if check.errors else 0
 

@@ -103,44 +103,31 @@ class ResultFormatter:
             return None
         if is_chat:
             return {"content": self._tokens(completion.logprobs), "refusal": None}
-        scores = request.completion.prompt_logprobs
-        if scores is None or not request.params.echo or not request.prompt_ids:
-            return self._text_logprobs(request, None, completion.logprobs)
-        return self._text_logprobs(request, request.prompt_ids[0], [*scores, *completion.logprobs])
-
-    def _text_logprobs(
-        self, request: RowRequest, first_id: int | None, logprobs: Sequence[TokenLogprobs]
-    ) -> dict[str, Any]:
-        """Log-probabilities in the form of OpenAI's text completions.
-
-        first_id: the first token of the prompt, if the prompt is echoed. It has no log-probability; the form allows no
-                  null, so 0 stands for it
-        """
+        scored, echoed = completion.logprobs, request.completion.prompt_logprobs
+        if echoed is not None and request.params.echo and request.prompt_ids:
+            # The first token of a prompt has no log-probability, and this form allows no null: 0 stands for it.
+            scored = [TokenLogprobs(request.prompt_ids[0], 0.0, ()), *echoed, *scored]
         hidden: Container[int] = ()  # tokens that are not part of the text
         if self._tokenizer is not None and request.params.skip_special_tokens:
             hidden = self._tokenizer.special_ids
-        scored = [(one.token_id, one.logprob, one.top) for one in logprobs]
-        if first_id is not None:
-            scored.insert(0, (first_id, 0.0, ()))
-        tokens = [self._token(token_id, logprob) for token_id, logprob, _ in scored]
+        tokens = [self._token(one.token_id, one.logprob) for one in scored]
         decoder, length, offsets = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
-        for (token_id, _, _), token in zip(scored, tokens, strict=True):
+        for one, token in zip(scored, tokens, strict=True):
             offsets.append(length)
-            if token_id not in hidden:
+            if one.token_id not in hidden:
                 data = token["bytes"]
                 length += len(token["token"]) if data is None else len(decoder.decode(bytes(data)))
         return {
             "tokens": [_token_name(token) for token in tokens],
             "token_logprobs": [token["logprob"] for token in tokens],
             "top_logprobs": [
-                {_token_name(self._token(token_id)): _rounded(logprob) for token_id, logprob in top}
-                for _, _, top in scored
+                {_token_name(self._token(top)): _rounded(value) for top, value in one.top} for one in scored
             ],
             "text_offset": offsets,
         }
 
     def _prompt_logprobs(self, request: RowRequest) -> dict[str, Any] | None:
-        """Log-probabilities of the prompt's tokens, and their sum, if the row asked for them."""
+        """The log-probabilities of the prompt's tokens, and their sum, if the row asked for them."""
         scores = request.completion.prompt_logprobs
         if scores is None or not request.prompt_ids:
             return None
