@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any, Literal
 
 import click
@@ -21,15 +22,13 @@ def _names(ctx: click.Context, option: click.Parameter, value: str) -> list[str]
     return list(dict.fromkeys(name.strip() for name in value.split(",") if name.strip()))
 
 
+option = partial(click.option, show_default=True)
+
+
 @click.command("bench")
 @click.argument("prompts", metavar="[PROMPTS.jsonl]", required=False)
-@click.option(
-    "--strategies",
-    default="none,static,continuous",
-    show_default=True,
-    callback=_names,
-    metavar="LIST",
-    help="Strategies to compare.",
+@option(
+    "--strategies", default="none,static,continuous", callback=_names, metavar="LIST", help="Strategies to compare."
 )
 @click.option(
     "--ablate",
@@ -45,47 +44,28 @@ def _names(ctx: click.Context, option: click.Parameter, value: str) -> list[str]
     metavar="LIST",
     help="Compare with transformers too: transformers-generate,transformers-cb.",
 )
-@click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Slots of every strategy.")
-@click.option("--requests", type=click.IntRange(1), default=32, show_default=True, help="Synthetic requests.")
-@click.option("--input-len", default="16:256", show_default=True, metavar="LO:HI", help="Prompt lengths in tokens.")
-@click.option("--output-len", default="8:256", show_default=True, metavar="LO:HI", help="Output lengths in tokens.")
-@click.option(
+@option("--batch-size", type=click.IntRange(1), default=8, help="Slots of every strategy.")
+@option("--requests", type=click.IntRange(1), default=32, help="Synthetic requests.")
+@option("--input-len", default="16:256", metavar="LO:HI", help="Prompt lengths in tokens.")
+@option("--output-len", default="8:256", metavar="LO:HI", help="Output lengths in tokens.")
+@option(
     "--distribution",
     type=click.Choice(["loguniform", "lognormal", "uniform", "fixed"]),
     default="loguniform",
-    show_default=True,
     help="Distribution of lengths over their range.",
 )
 @click.option("--preset", type=click.Choice(["article"]), help="The articles' experiment: 8 users, 32 tokens each.")
-@click.option(
-    "--rounds",
-    type=click.IntRange(1),
-    default=3,
-    show_default=True,
-    help="Runs of every strategy, by turns; the median counts.",
-)
-@click.option("--seed", type=int, default=7, show_default=True, help="Seed of synthetic prompts and users.")
+@option("--rounds", type=click.IntRange(1), default=3, help="Runs of every strategy, by turns; the median counts.")
+@option("--seed", type=int, default=7, help="Seed of synthetic prompts and users.")
 @click.option("--users", type=click.IntRange(1), help="Measure load with this many users, instead of strategies.")
-@click.option(
-    "--rate",
-    type=click.FloatRange(0, min_open=True),
-    default=4.0,
-    show_default=True,
-    help="Users who arrive in a second.",
+@option("--rate", type=click.FloatRange(0, min_open=True), default=4.0, help="Users who arrive in a second.")
+@option(
+    "--duration", default="60s", metavar="TIME", help="Duration of the load; in a search, of each probe (20s at most)."
 )
-@click.option(
-    "--duration",
-    default="60s",
-    show_default=True,
-    metavar="TIME",
-    help="Duration of the load; in a search, of each probe (20s at most).",
-)
-@click.option("--think", default="2s", show_default=True, metavar="TIME", help="Mean pause of a user between turns.")
-@click.option("--turns", type=click.IntRange(1), default=1, show_default=True, help="Questions in a conversation.")
-@click.option("--slo-ttft", default="500ms", show_default=True, metavar="TIME", help="SLO: time to the first token.")
-@click.option(
-    "--slo-tps", type=click.FloatRange(0), default=50.0, show_default=True, help="SLO: tokens a second for each user."
-)
+@option("--think", default="2s", metavar="TIME", help="Mean pause of a user between turns.")
+@option("--turns", type=click.IntRange(1), default=1, help="Questions in a conversation.")
+@option("--slo-ttft", default="500ms", metavar="TIME", help="SLO: time to the first token.")
+@option("--slo-tps", type=click.FloatRange(0), default=50.0, help="SLO: tokens a second for each user.")
 @click.option("--find-capacity", is_flag=True, help="Search for the most users, up to --users, for whom the SLO holds.")
 @click.option("--plot", metavar="DIR", help="Write pictures to this folder (SVG).")
 @click.option("--report", metavar="FILE", help="Write one HTML page with tables and pictures.")

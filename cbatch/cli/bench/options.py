@@ -28,7 +28,7 @@ def parse_duration(text: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """One field for each option of `cbatch bench`, under the option's name; see the help of the command."""
+    """The options of `cbatch bench` by their names; see its help. `--preset` has set others, and is not among them."""
 
     prompts: str | None
     strategies: list[str]

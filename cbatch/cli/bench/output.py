@@ -10,7 +10,7 @@ from typing import Any
 
 from cbatch.cli.bench.load.results import Capacity, LoadReport
 from cbatch.cli.bench.render import tables
-from cbatch.cli.bench.render.tables import seconds
+from cbatch.cli.bench.render.tables import markdown_lines, seconds
 from cbatch.cli.bench.render.timeline import draw_timeline, side_by_side
 from cbatch.cli.bench.results import ComparisonReport
 from cbatch.cli.common.console import emit, notice, safe
@@ -41,23 +41,19 @@ def _print_comparison(report: ComparisonReport) -> None:
         f"{len(work.prompts)} requests ({safe(work.source)}), {work.prompt_tokens:,} prompt and "
         f"{work.output_tokens:,} output tokens, {options.batch_size} slots, median of {options.rounds}"
     )
-    _print_table(tables.strategy_table(report.strategies))
+    _print_block(markdown_lines(tables.strategy_table(report.strategies)))
     emit(
         f"\nThe roofline allows {seconds(report.bound.seconds)}: this device copies "
         f"{rates.bytes_per_s / 1e9:,.0f} GB/s and multiplies {rates.flops_per_s / 1e12:,.2f} TFLOP/s."
     )
     for sentence in report.assumed:
         emit(sentence)
-    _print_table(tables.waste_table(report.runs))
-    _print_table(tables.memory_table(techniques.prompt_memory or []))
-    _print_table(tables.cost_table(techniques.token_costs or []))
-    pair = side_by_side(report.records)
-    if pair:
-        is_terminal = sys.stdout is not None and sys.stdout.isatty()
-        width = shutil.get_terminal_size((WIDTH, 24)).columns if is_terminal else WIDTH
-        emit("")
-        for line in draw_timeline(pair, width):
-            emit(line)
+    _print_block(markdown_lines(tables.waste_table(report.runs)))
+    _print_block(markdown_lines(tables.memory_table(techniques.prompt_memory or [])))
+    _print_block(markdown_lines(tables.cost_table(techniques.token_costs or [])))
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    width = shutil.get_terminal_size((WIDTH, 24)).columns if is_terminal else WIDTH
+    _print_block(draw_timeline(side_by_side(report.records), width))
 
 
 def _print_load(report: LoadReport) -> None:
@@ -67,7 +63,7 @@ def _print_load(report: LoadReport) -> None:
         f"{scenario.think_s:g} s of thinking; SLO: first token in {seconds(report.slo.ttft_s)}, "
         f"{report.slo.tps:g} tokens/s for each user"
     )
-    _print_table(tables.load_table(report.runs))
+    _print_block(markdown_lines(tables.load_table(report.runs)))
     if isinstance(found, Capacity):
         limit = ", the most that were tried" if found.is_limit else ""
         emit(f"\nThe SLO holds for {found.users:,} users at once{limit}.")
@@ -76,9 +72,9 @@ def _print_load(report: LoadReport) -> None:
         emit(f"Questions were asked up to {seconds(lag)} late, so the load was less than intended.")
 
 
-def _print_table(table: tables.Table) -> None:
-    if table:
-        emit("\n" + "\n".join(tables.markdown_lines(table)))
+def _print_block(lines: list[str]) -> None:
+    if lines:
+        emit("\n".join(["", *lines]))
 
 
 def write_files(report: Report) -> None:
@@ -104,7 +100,6 @@ def _draw_pictures(report: Report, folder: Path | None) -> dict[str, str]:
         loads = report.runs if isinstance(report.found, Capacity) else {}
         pictures = draw_all({}, {}, loads, f"TTFT {seconds(report.slo.ttft_s)}, {report.slo.tps:g} tokens/s")
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
         for title, svg in pictures.items():
             (folder / FILE_NAMES[title]).write_text(svg, encoding="utf-8")
         notice(f"{len(pictures)} pictures are in {safe(str(folder))}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from cbatch.cli.bench.workload import Outputs, Workload
 
@@ -74,18 +75,15 @@ def generate_static(setup: PeerSetup) -> Timed:
 
 def _generate_batch(network: Any, prompts: list[list[int]], length: int) -> list[list[int]]:
     """`length` tokens for each prompt, greedily, past any end token."""
-    width = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), width, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) :] = 1
+    rows = [torch.tensor(prompt) for prompt in prompts]
+    ids = pad_sequence(rows, batch_first=True, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
     full = network.generate(
         ids.to(network.device),
         attention_mask=mask.to(network.device),
         generation_config=_greedy(max_new_tokens=length, pad_token_id=0),  # without an end token no request ends early
     )
-    tokens: list[list[int]] = full[:, width:].tolist()
+    tokens: list[list[int]] = full[:, ids.shape[1] :].tolist()
     return tokens
 
 

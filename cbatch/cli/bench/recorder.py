@@ -140,21 +140,20 @@ class RunRecorder:
         self._began = clock()
         engine.on_step = self._on_step
 
-    def add(self, index: int, prompt: list[int], tokens: int, slot: int | None = None) -> None:
+    def add(
+        self, index: int, prompt: list[int], tokens: int, slot: int | None = None, *, is_padding: bool = False
+    ) -> None:
         """Queues a request for `tokens` output tokens. Without a slot, it gets the next free one when it is scheduled.
 
         index: of the request in the workload
         """
-        self._submit(_Submission(index, slot, is_padding=False), prompt, tokens)
+        request_id = self.engine.add(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True))
+        self._submissions[request_id] = _Submission(index, slot, is_padding)
 
     def add_padding(self, index: int, slot: int, tokens: int) -> None:
         """Queues padding tokens for a request. They attend only to each other."""
         if tokens > 0:
-            self._submit(_Submission(index, slot, is_padding=True), [1] * tokens, 1)
-
-    def _submit(self, submission: _Submission, prompt: list[int], tokens: int) -> None:
-        request_id = self.engine.add(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True))
-        self._submissions[request_id] = submission
+            self.add(index, [1] * tokens, 1, slot, is_padding=True)
 
     def run(self, *, until: Callable[[], bool] = lambda: False) -> None:
         """Steps until all requests are finished, or until the condition holds."""

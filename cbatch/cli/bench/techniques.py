@@ -12,8 +12,6 @@ from cbatch.cli.bench.strategies import Experiment
 from cbatch.engine import ConfigError, Engine, SamplingParams
 
 LONG_PROMPT = 10_000
-"""Tokens, if the context holds so many."""
-
 CHUNK = 512
 SHORTEST = 64
 REPEATS = 5
@@ -52,7 +50,10 @@ class Techniques:
 def measure_techniques(
     experiment: Experiment, context: int, names: Sequence[str], on_progress: Callable[[str], None]
 ) -> Techniques:
-    """What chunked prefill saves of memory and the KV cache of time, for those of the two that are among the names."""
+    """What chunked prefill saves of memory and the KV cache of time, for those of the two that are among the names.
+
+    The prompt whose memory is measured has LONG_PROMPT tokens, or as many as the context holds.
+    """
     prompt_memory = token_costs = None
     if "chunked-prefill" in names:
         on_progress("memory of a long prompt, in chunks and whole")

@@ -229,8 +229,7 @@ def draw_all(
         figures["Utilisation"] = plot_utilisation(records)
     if metrics:
         figures["Speed"] = plot_speed(metrics)
-    judged = {users: result for users, result in loads.items() if result.is_judged}
-    if judged:
+    if judged := {users: result for users, result in loads.items() if result.is_judged}:
         figures["Load"] = plot_load(judged, objective)
     if pair and (example := (record := list(pair.values())[-1]).example) is not None:
         figures["One step"] = plot_step(record, example)

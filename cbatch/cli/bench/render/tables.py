@@ -107,6 +107,8 @@ def load_table(runs: Mapping[int, LoadResult]) -> Table:
 
 def markdown_lines(table: Table) -> list[str]:
     """A Markdown table with aligned columns: the first to the left, the others to the right."""
+    if not table:
+        return []
     head = list(table[0])
     lines = [head, *([line.get(heading, "") for heading in head] for line in table)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

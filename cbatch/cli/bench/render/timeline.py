@@ -16,9 +16,6 @@ KIND_LABELS: dict[TokenKind, str] = {
 }
 KINDS = tuple(KIND_LABELS)
 
-SIDE_BY_SIDE = ("static batches", "continuous")
-
-MAX_LANES = 32
 MAX_GAP = 1 / 500
 """Intervals of the same work with a gap below this share of the whole time are drawn as one."""
 
@@ -47,7 +44,7 @@ class Interval:
 
 def side_by_side(records: Mapping[str, RunRecord]) -> dict[str, RunRecord]:
     """Those of the records, by title, whose timelines are drawn one below the other."""
-    return {title: records[title] for title in SIDE_BY_SIDE if title in records}
+    return {title: records[title] for title in ("static batches", "continuous") if title in records}
 
 
 def chunk_intervals(step: RecordedStep) -> Iterator[Interval]:
@@ -118,7 +115,7 @@ def share_line(record: RunRecord) -> str:
     return ", ".join(f"{name} {percent}%" for name, percent in whole_percents(time_shares(record)).items())
 
 
-def draw_timeline(records: Mapping[str, RunRecord], width: int, *, max_lanes: int = MAX_LANES) -> list[str]:
+def draw_timeline(records: Mapping[str, RunRecord], width: int, *, max_lanes: int = 32) -> list[str]:
     """Lines for a terminal: under each title a lane for each slot, all on the same time scale.
 
     width:     columns of the terminal
