@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -165,14 +166,21 @@ def arm(point: KillPoint) -> None:
     setattr(os, name, killing)
 
 
+# What a run needs, so that no run has to import it.
+PRELOADED = (
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto",
+    "cbatch.engine.engine_thread",
+    "cbatch.engine.models.cpu",
+    "cbatch.cli.run.batch_run",
+    "cbatch.cli.chat.tui.terminal",
+)
+
+
 def serve() -> None:
     """What the server does: imports all that a run needs, then forks a process for each order on stdin."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
-
-    import cbatch.cli.chat.tui.terminal
-    import cbatch.cli.run.batch_run
-    import cbatch.engine.engine_thread
-    import cbatch.engine.models.cpu  # noqa: F401
+    for name in PRELOADED:
+        import_module(name)
     from cbatch.cli.main import main
 
     for line in sys.stdin:
