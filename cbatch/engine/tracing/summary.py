@@ -63,11 +63,7 @@ def read_summary(path: Path, *, on_device: bool) -> TraceSummary:
     Raises OSError if the file cannot be read, and ValueError if it is incomplete.
     """
     with path.open(encoding="utf-8") as stream:
-        return summarize(json.load(stream, object_hook=_kept), on_device=on_device)
-
-
-def summarize(events: Iterable[tuple[str, Interval] | None], *, on_device: bool) -> TraceSummary:
-    """The summary of named spans; those of the device's work have the name `device`."""
+        events: list[tuple[str, Interval] | None] = json.load(stream, object_hook=_kept)
     found: dict[str, list[Interval]] = {name: [] for name in (STEP, FORWARD, WAIT, _DEVICE)}
     for name, interval in filter(None, events):
         if name in found:
@@ -99,7 +95,10 @@ def union_length(intervals: Iterable[Interval]) -> float:
 
 
 def _kept(fields: dict[str, Any]) -> Any:
-    """The part of a JSON object to keep while a trace is read; it may have a million of them."""
+    """What to keep of a JSON object while a trace is read, which may have a million: name and interval of a span.
+
+    Work of the device has the name `device`.
+    """
     if "traceEvents" in fields:
         return fields["traceEvents"]
     name = _CATEGORIES.get(fields.get("cat", "")) if fields.get("ph") == "X" else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,13 +61,32 @@ class StepTracer:
 
     def prepare(self) -> None:
         """Sets up the profiler. Call it on the thread that imported torch, or the profiler complains on stderr."""
-        self._attempt(self._prepare)
+        with self._attempt():
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it logs every start and stop on stderr
+            import torch
+            from torch.autograd import profiler
+            from torch.profiler import ProfilerActivity, profile
+
+            self._has_lock = _profiler_is_taken.acquire(blocking=False)
+            if not self._has_lock or getattr(profiler, "_is_profiler_enabled", False):
+                raise EngineError("torch's profiler is already in use")
+            activities = [ProfilerActivity.CPU]
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                activities.append(ProfilerActivity.CUDA)
+                self._on_device = True
+            self._profiler = profile(activities=activities)
+            self._profiler.prepare_trace()
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """A context for one step. All steps belong to the same thread."""
-        if self.num_steps == self.warmup:
-            self._attempt(self._start)
+        if self.num_steps == self.warmup and self._profiler is not None:
+            with self._attempt():
+                from torch.profiler import record_function
+
+                self._profiler.start_trace()
+                self._is_recording = True
+                record_spans(record_function)
         try:
             with span(STEP):
                 yield
@@ -78,47 +97,22 @@ class StepTracer:
 
     def finish(self) -> None:
         """Ends a recording and writes it, if that has not been done; on the thread of the steps."""
-        if self._profiler is not None:
-            self._attempt(self._finish)
-
-    def _prepare(self) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it logs every start and stop on stderr
-        import torch
-        from torch.autograd import profiler
-        from torch.profiler import ProfilerActivity, profile
-
-        self._has_lock = _profiler_is_taken.acquire(blocking=False)
-        if not self._has_lock or getattr(profiler, "_is_profiler_enabled", False):
-            raise EngineError("torch's profiler is already in use")
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            activities.append(ProfilerActivity.CUDA)
-            self._on_device = True
-        self._profiler = profile(activities=activities)
-        self._profiler.prepare_trace()
-
-    def _start(self) -> None:
-        if self._profiler is not None:
-            from torch.profiler import record_function
-
-            self._profiler.start_trace()
-            self._is_recording = True
-            record_spans(record_function)
-
-    def _finish(self) -> None:
         profiler, was_recording = self._profiler, self._is_recording
-        assert profiler is not None
-        if not was_recording:
-            profiler.start_trace()  # a prepared profiler can only stop after it was started
-        profiler.stop_trace()
-        self._release_profiler()
-        if was_recording:
-            self._write(profiler)
+        if profiler is not None:
+            with self._attempt():
+                if not was_recording:
+                    profiler.start_trace()  # a prepared profiler can only stop after it was started
+                profiler.stop_trace()
+                self._release_profiler()
+                if was_recording:
+                    self._write(profiler)
 
     def _write(self, profiler: torch.profiler.profile) -> None:
         try:
             profiler.export_chrome_trace(str(self._temporary))
-            self._check_written()
+            if not self._temporary.exists():  # the profiler fails silently
+                self._temporary.touch()  # raises the reason, if it persists
+                raise ValueError("it is incomplete; the disk may be full")
             summary = read_summary(self._temporary, on_device=self._on_device)
             self._temporary.replace(self._target)
             self.summary = summary
@@ -127,23 +121,18 @@ class StepTracer:
             self._temporary.with_name(f"{self._temporary.name}.tmp").unlink(missing_ok=True)  # the profiler's
 
     def _release_profiler(self) -> None:
-        """Releases the profiler."""
         self._profiler, self._is_recording = None, False
         if self._has_lock:
             record_spans(None)
             _profiler_is_taken.release()
             self._has_lock = False
 
-    def _check_written(self) -> None:
-        """Raises if there is no file, since the profiler fails silently."""
-        if not self._temporary.exists():
-            self._temporary.touch()  # raises the reason, if it persists
-            raise ValueError("it is incomplete; the disk may be full")
-
-    def _attempt(self, action: Callable[[], None]) -> None:
+    @contextmanager
+    def _attempt(self) -> Iterator[None]:
+        """Whatever is raised within ends the recording, and the steps go on."""
         try:
-            action()
-        except Exception as error:  # whatever the profiler or the disk raises, the steps go on
+            yield
+        except Exception as error:
             self._release_profiler()
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             self.error = f"Cannot write the trace {self.path}: {reason or repr(error)}."
