@@ -67,11 +67,11 @@ class DecodeGraphs:
         self.attention = attention
         self.kv_cache = kv_cache
         self.max_rows = max_rows
-        self._smallest_failed = graph_size_for(max_rows) + 1
-        """Rows of the smallest size that ran out of memory."""
         self._record = record or GraphRecorder(model.device)
         self._recordings: dict[int, _Recording] = {}
         widest = graph_size_for(max_rows)
+        self._smallest_failed = widest + 1
+        """Rows of the smallest size that ran out of memory."""
         self._ids = torch.zeros(widest, dtype=torch.int64, device=model.device)
         self._positions = torch.zeros_like(self._ids)
         self._rows = torch.arange(widest, device=model.device)
@@ -85,9 +85,11 @@ class DecodeGraphs:
         if not len(batch.ids) == len(batch.rows) == rows <= self.max_rows:
             return None
         size = graph_size_for(rows)
-        if size >= self._smallest_failed and not self._is_recorded(size):
+        recording = self._recordings.get(size)
+        if size >= self._smallest_failed and (recording is None or recording.replay is None):
             return None
-        recording = self._recording(size)
+        if recording is None:
+            recording = self._recordings[size] = self._make(size)
         if not recording.buffers.holds(batch.stops):
             return None
         self._ids[:rows].copy_(batch.input_ids)
@@ -96,18 +98,14 @@ class DecodeGraphs:
         if not recording.has_run:
             logits = recording.run()
             recording.has_run = True
-        elif recording.replay is not None or self._make_replay(size, recording):
-            assert recording.replay is not None
-            logits = recording.replay()
-        else:
-            return None
-        return logits[:rows]
+            return logits[:rows]
+        replay = recording.replay = recording.replay or self._capture(size, recording.run)
+        return None if replay is None else replay()[:rows]
 
-    def _make_replay(self, size: int, recording: _Recording) -> bool:
-        """Captures a step; False if that fails. The memory of a failed capture is free again."""
+    def _capture(self, size: int, run: Run) -> Run | None:
+        """Captures a step; None if that fails. The memory of a failed capture is free again."""
         try:
-            recording.replay = self._record(recording.run)
-            return True
+            return self._record(run)
         except Exception as error:  # whatever a driver or library does not allow during a capture
             is_full, reason = is_out_of_memory(error), f"{error}"
         if is_full:
@@ -118,15 +116,7 @@ class DecodeGraphs:
             self.max_rows = 0
             self._recordings.clear()
             _log.warning("Decode steps run without CUDA graphs, because one could not be captured: %s", reason)
-        return False
-
-    def _is_recorded(self, size: int) -> bool:
-        return size in self._recordings and self._recordings[size].replay is not None
-
-    def _recording(self, size: int) -> _Recording:
-        if size not in self._recordings:
-            self._recordings[size] = self._make(size)
-        return self._recordings[size]
+        return None
 
     def _make(self, size: int) -> _Recording:
         model, kv_cache = self.model, self.kv_cache
@@ -153,15 +143,11 @@ class GraphRecorder:
         self._memory: Any = None
 
     def __call__(self, run: Run) -> Run:
-        with _one_at_a_time:
-            return self._recorded(run)
-
-    def _recorded(self, run: Run) -> Run:
         before = torch.cuda.current_stream(self._stream.device)
         graph = torch.cuda.CUDAGraph()
         try:
             # thread_local: other threads may use the device meanwhile.
-            with torch.cuda.graph(graph, self._memory, self._stream, "thread_local"):
+            with _one_at_a_time, torch.cuda.graph(graph, self._memory, self._stream, "thread_local"):
                 out = run()
         except BaseException:
             torch.cuda.set_stream(before)  # a capture that cannot be ended leaves its own stream current
@@ -176,7 +162,7 @@ class GraphRecorder:
 
 
 _one_at_a_time = threading.Lock()
-"""Held during a capture."""
+"""Captures of all engines."""
 
 
 @cache

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from cbatch.engine.attention.base import AttentionBackend, CapturableAttention
 from cbatch.engine.base.errors import EngineError
 from cbatch.engine.execution.cuda_graphs import DecodeGraphs
 from cbatch.engine.models.base import CapturableModel, Model
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache
-
-T = TypeVar("T")
 
 
 def graph_parts(
@@ -34,29 +30,28 @@ class ModelRunner:
         self.num_blocks = num_blocks
         shapes = [attention.block_shapes(layer, block_size, model.dtype) for layer in model.layers]
         kv_cache = KVCache(shapes, num_blocks, block_size, model.dtype, model.device)
-        self._model: Model | None = model
-        self._kv_cache: KVCache | None = kv_cache
+        self._open: tuple[Model, KVCache] | None = model, kv_cache
         self._graphs: DecodeGraphs | None = None
         if parts := graph_parts(model, attention, max_graph_rows > 0):
             self._graphs = DecodeGraphs(*parts, kv_cache, max_graph_rows)
 
     @property
     def model(self) -> Model:
-        """Raises EngineError after `close`."""
-        return _open(self._model)
+        return self.check_open()[0]
 
     @property
     def kv_cache(self) -> KVCache:
-        """Raises EngineError after `close`."""
-        return _open(self._kv_cache)
+        return self.check_open()[1]
 
     @property
     def is_closed(self) -> bool:
-        return self._model is None
+        return self._open is None
 
-    def check_open(self) -> None:
-        """Raises EngineError after `close`."""
-        _open(self._model)
+    def check_open(self) -> tuple[Model, KVCache]:
+        """The model and the cache. Raises EngineError after `close`."""
+        if self._open is None:
+            raise EngineError("The engine is closed.")
+        return self._open
 
     def forward(self, batch: RaggedBatch) -> Logits:
         """Logits [R, vocabulary] of the batch's `rows`; stores the keys and values of its tokens in the cache."""
@@ -66,10 +61,4 @@ class ModelRunner:
 
     def close(self) -> None:
         """Drops the model, the cache and the graphs; to use one of them afterwards raises EngineError."""
-        self._graphs = self._kv_cache = self._model = None
-
-
-def _open(part: T | None) -> T:
-    if part is None:
-        raise EngineError("The engine is closed.")
-    return part
+        self._graphs = self._open = None
