@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from cbatch.engine.base.errors import EngineError, RequestError
 from cbatch.engine.base.outputs import TokenEvent
@@ -26,13 +27,9 @@ EventCallback = Callable[[TokenEvent], None]
 class RequestHandle:
     """A submitted request. `request_id` is None until the engine has accepted it."""
 
-    prompt: Prompt
-    params: SamplingParams
+    add: Callable[[], int]
     on_event: EventCallback
-    seed: int = 0
-    priority: int = 0
-    sample_index: int = 0
-    tags: Sequence[str] = ()
+    sample_index: int
     request_id: int | None = None
 
 
@@ -103,7 +100,10 @@ class EngineThread:
         tags: Sequence[str] = (),
     ) -> RequestHandle:
         """Queues a request, with the parameters of `Engine.add`; its events go to `on_event`."""
-        handle = RequestHandle(prompt, params, on_event, seed, priority, sample_index, tags)
+        add = partial(
+            self.engine.add, prompt, params, seed=seed, priority=priority, sample_index=sample_index, tags=tags
+        )
+        handle = RequestHandle(add, on_event, sample_index)
         self._inbox.put(lambda: self._add(handle))
         return handle
 
@@ -176,8 +176,7 @@ class EngineThread:
         if not self.engine.shrink():
             return False
         self.num_shrinks += 1
-        self._good_steps, self._patience = 0, 2 * self._patience
-        self._is_shrunk = True
+        self._good_steps, self._patience, self._is_shrunk = 0, 2 * self._patience, True
         return True
 
     def _after_good_step(self) -> None:
@@ -210,21 +209,13 @@ class EngineThread:
             self._reject(handle, _engine_failed(self.failure))
             return
         try:
-            request_id = self.engine.add(
-                handle.prompt,
-                handle.params,
-                seed=handle.seed,
-                priority=handle.priority,
-                sample_index=handle.sample_index,
-                tags=handle.tags,
-            )
+            handle.request_id = handle.add()
         except RequestError as error:
             self._reject(handle, error)
         except Exception as error:  # an unforeseen failure of one request harms no other
             self._reject(handle, RequestError("internal_error", f"The request failed: {error!r}"))
         else:
-            handle.request_id = request_id
-            self._handles[request_id] = handle
+            self._handles[handle.request_id] = handle
 
     def _cancel(self, handle: RequestHandle) -> None:
         if handle.request_id in self._handles:
@@ -240,10 +231,8 @@ class EngineThread:
         handle.on_event(event)
 
     def _reject(self, handle: RequestHandle, error: RequestError) -> None:
-        event = TokenEvent(
-            handle.request_id, None, finish_reason="error", error=error, sample_index=handle.sample_index
-        )
-        handle.on_event(event)
+        request_id, index = handle.request_id, handle.sample_index
+        handle.on_event(TokenEvent(request_id, None, finish_reason="error", error=error, sample_index=index))
 
     def _fail(self, error: Exception) -> None:
         clear_frames(error)
