@@ -15,7 +15,7 @@ from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.engine import Engine
 from cbatch.engine.execution.stats import StepRecord
 from cbatch.engine.runtime.batch import Logits
-from cbatch.engine.scheduler.step_time import MIN_PREFILL_TOKENS, AdaptivePrefillLimit
+from cbatch.engine.scheduler.step_time import MIN_PREFILL_TOKENS, StepTimeController
 from tests.support.tiny_models import VOCABULARY, loaded, make_engine, make_network, make_prompts
 
 
@@ -118,7 +118,7 @@ def test_streaming_yields_tokens_as_they_come_and_cleans_up(prompt: list[int]) -
     assert [event.finish_reason for _, event in events] == [None] * 4 + ["length"]
     for _ in engine.stream([prompt, prompt], SamplingParams(max_tokens=50)):
         break
-    assert not engine.has_work and engine.block_pool.num_used == 0
+    assert not engine.has_work and engine.scheduler.pool.num_used == 0
 
 
 def test_cancel_at_every_step_leaks_nothing() -> None:
@@ -131,7 +131,7 @@ def test_cancel_at_every_step_leaks_nothing() -> None:
                 engine.cancel(requests[cancel_at % 3])
             engine.step()
             engine.scheduler.check_integrity()
-        assert not engine.has_work and engine.block_pool.num_used == 0
+        assert not engine.has_work and engine.scheduler.pool.num_used == 0
     engine.cancel(12345)
 
 
@@ -149,7 +149,7 @@ def test_a_request_with_nan_logits_fails_alone(monkeypatch: pytest.MonkeyPatch) 
     first, second = make_prompts([3, 5])
     outputs = engine.generate([first, second], SamplingParams(max_tokens=4))
     assert outputs[0].error is not None and outputs[0].error.code == "nan_logits"
-    assert outputs[1].token_ids == greedy(second, 4) and engine.block_pool.num_used == 0
+    assert outputs[1].token_ids == greedy(second, 4) and engine.scheduler.pool.num_used == 0
 
 
 def test_a_common_beginning_is_computed_once() -> None:
@@ -255,7 +255,7 @@ def test_nan_keys_and_values_do_not_stay_cached() -> None:
     assert not engine.runner.kv_cache.values[0].isfinite().all(), "the fault did not reach the cache"
     expected = make_engine(network).generate([healthy], SamplingParams(max_tokens=4))[0]
     after = engine.generate([healthy], SamplingParams(max_tokens=4))[0]
-    assert after.error is None and after.token_ids == expected.token_ids and engine.block_pool.num_used == 0
+    assert after.error is None and after.token_ids == expected.token_ids and engine.scheduler.pool.num_used == 0
 
 
 @pytest.mark.parametrize(
@@ -290,13 +290,13 @@ def test_parameters_out_of_range_are_named(name: str, value: Any) -> None:
 def test_a_target_time_limits_prompts_and_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards --target-step-ms end to end: step times are learnt, limits are kept, outputs stay the same."""
     seen: list[tuple[int, int, float]] = []
-    observe = AdaptivePrefillLimit.observe
+    observe = StepTimeController.observe
 
-    def watch(self: AdaptivePrefillLimit, decode_rows: int, prompt_tokens: int, seconds: float) -> int | None:
+    def watch(self: StepTimeController, decode_rows: int, prompt_tokens: int, seconds: float) -> int | None:
         seen.append((decode_rows, prompt_tokens, seconds))
         return observe(self, decode_rows, prompt_tokens, seconds)
 
-    monkeypatch.setattr(AdaptivePrefillLimit, "observe", watch)
+    monkeypatch.setattr(StepTimeController, "observe", watch)
     prompts, lengths = make_prompts([5, 40, 23]), [30, 4, 4]
     params = [SamplingParams(max_tokens=length) for length in lengths]
     expected = make_engine(network(), max_batch_tokens=16).generate(prompts, params)

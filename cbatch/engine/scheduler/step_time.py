@@ -18,9 +18,6 @@ from typing import Literal, NamedTuple
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.scheduler.output import SchedulerOutput
 
-Target = float | Literal["auto"] | None
-"""Longest time of a step in seconds; `auto` is a multiple of its time without prompts; None is no limit."""
-
 STEADY_MULTIPLE = 1.75
 """The target of `auto`, in times of a steady step (one without prompts): below 2, since few samples tell that time."""
 
@@ -55,12 +52,20 @@ class _DecodeOnlyStep(NamedTuple):
     seconds: float
 
 
-class AdaptivePrefillLimit:
-    """Learns from each completed step how many prompt tokens the next one may compute."""
+class StepTimeController:
+    """Measures the time between completed steps, and limits the prompt tokens of the next ones."""
 
-    def __init__(self, target: Target, least: int) -> None:
-        """least: prompt tokens that a step may always compute (`MIN_PREFILL_TOKENS`)"""
-        self._target = target
+    def __init__(self, target_step_ms: float | Literal["auto"] | None, least: int) -> None:
+        """Raises ConfigError if the target is not a time.
+
+        target_step_ms: longest time of a step; `auto` is a multiple of its time without prompts; None is no limit
+        least:          prompt tokens that a step may always compute (`MIN_PREFILL_TOKENS`)
+        """
+        is_time = isinstance(target_step_ms, int | float) and 0 < target_step_ms < math.inf
+        if not is_time and target_step_ms not in (None, "auto"):
+            raise ConfigError(f"target_step_ms must be milliseconds, 'auto' or None, not {target_step_ms!r}.")
+        self._target = target_step_ms / 1e3 if isinstance(target_step_ms, int | float) else target_step_ms
+        self._completed_at = 0.0
         self._least = least
         self._limit = float(least)
         self._num_steps = 0
@@ -72,6 +77,17 @@ class AdaptivePrefillLimit:
     def limit(self) -> int | None:
         """Most prompt tokens in a step with decoding requests; None for no limit."""
         return None if self._target is None else int(self._limit)
+
+    def step_completed(self, scheduled: SchedulerOutput) -> int | None:
+        """Call it when a step has completed; returns the limit of the next one.
+
+        A step counts only if it continues requests of an earlier one, so that pauses without work are left out.
+        """
+        now = time.perf_counter()
+        seconds, self._completed_at = now - self._completed_at, now
+        if self._target is None or len(scheduled.admitted) == len(scheduled.chunks):
+            return self.limit
+        return self.observe(scheduled.num_decoding, scheduled.num_tokens - scheduled.num_decoding, seconds)
 
     def observe(self, decode_rows: int, prompt_tokens: int, seconds: float) -> int | None:
         """Learns from a step, and returns the limit of the next one.
@@ -110,31 +126,3 @@ class AdaptivePrefillLimit:
         steady = median_low(step.seconds for step in near)
         # A prompt makes no step shorter: if this one was, the steady time is out of date.
         return STEADY_MULTIPLE * steady if seconds > (1 - SIMILAR) * steady else None
-
-
-class StepTimeController:
-    """Measures the time between completed steps, and limits the prompt tokens of the next ones."""
-
-    def __init__(self, target_step_ms: float | Literal["auto"] | None, least: int) -> None:
-        """least: see `MIN_PREFILL_TOKENS`. Raises ConfigError if the target is not a time."""
-        self._limit = AdaptivePrefillLimit(_to_target(target_step_ms), least)
-        self._completed_at = 0.0
-
-    def step_completed(self, scheduled: SchedulerOutput) -> int | None:
-        """Call it when a step has completed; returns the limit of the next one.
-
-        A step counts only if it continues requests of an earlier one, so that pauses without work are left out.
-        """
-        now = time.perf_counter()
-        seconds, self._completed_at = now - self._completed_at, now
-        if self._limit.limit is None or len(scheduled.admitted) == len(scheduled.chunks):
-            return self._limit.limit
-        return self._limit.observe(scheduled.num_decoding, scheduled.num_tokens - scheduled.num_decoding, seconds)
-
-
-def _to_target(milliseconds: float | Literal["auto"] | None) -> Target:
-    if milliseconds is None or milliseconds == "auto":
-        return milliseconds
-    if not isinstance(milliseconds, int | float) or not 0 < milliseconds < math.inf:
-        raise ConfigError(f"target_step_ms must be milliseconds, 'auto' or None, not {milliseconds!r}.")
-    return milliseconds / 1e3

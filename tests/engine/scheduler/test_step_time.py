@@ -8,20 +8,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.scheduler import step_time as pace
-from cbatch.engine.scheduler.step_time import (
-    RECENT,
-    STEADY_MULTIPLE,
-    WINDOW,
-    AdaptivePrefillLimit,
-    StepTimeController,
-    Target,
-)
+from cbatch.engine.scheduler.step_time import RECENT, STEADY_MULTIPLE, WINDOW, StepTimeController
+
+Target = float | Literal["auto"] | None
+"""Longest time of a step, in seconds."""
 
 Model = Callable[[int, int, int], float]
 """Seconds of a step by its decoding requests, its prompt tokens, and their depth in the prompt."""
@@ -67,7 +63,8 @@ class Device:
     """Prompt tokens and seconds of each step since the first decoding one."""
 
     def __post_init__(self) -> None:
-        self.pace = AdaptivePrefillLimit(self.target, self.least)
+        target = 1e3 * self.target if isinstance(self.target, float) else self.target
+        self.pace = StepTimeController(target, self.least)
         self.limit: int | None = self.pace.limit
         self._chance = random.Random(self.seed)
         self._in_flight: deque[tuple[int, int, float]] = deque()
@@ -307,7 +304,7 @@ class Clock:
 def test_pauses_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the seconds of a step: from one completed step to the next, not counting pauses without work."""
     seen: list[tuple[int, int, float]] = []
-    monkeypatch.setattr(AdaptivePrefillLimit, "observe", lambda self, *step: seen.append(step))
+    monkeypatch.setattr(StepTimeController, "observe", lambda self, *step: seen.append(step))
     clock, step_time = Clock(monkeypatch), StepTimeController("auto", 4)
     clock.step_completed(step_time, 500.0, decoding=0, entered=2)
     clock.step_completed(step_time, 2.0, decoding=2)
