@@ -9,14 +9,13 @@ from contextlib import AbstractContextManager, suppress
 from datetime import date
 from functools import partial
 
-import torch
-
 from cbatch.engine.attention.registry import check_attention, check_quantize, has_fast_path, select_attention
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.outputs import Completion, TokenEvent
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.execution.kv_cache_sizing import StepLimits, check_memory_option, make_runner
+from cbatch.engine.base.units import parse_memory
+from cbatch.engine.execution.kv_cache_sizing import make_runner
 from cbatch.engine.execution.loop import EngineCore
 from cbatch.engine.execution.stats import EngineStats, StepRecord
 from cbatch.engine.generation import generate, stream
@@ -27,7 +26,7 @@ from cbatch.engine.runtime.memory import release_memory
 from cbatch.engine.runtime.transfer import synchronize
 from cbatch.engine.sampling.processors import counts_for
 from cbatch.engine.scheduler.block_pool import BlockPool
-from cbatch.engine.scheduler.limits import EngineLimits
+from cbatch.engine.scheduler.limits import EngineLimits, StepLimits
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.scheduler.scheduler import Scheduler
 from cbatch.engine.scheduler.step_time import MIN_PREFILL_TOKENS, StepTimeController
@@ -41,7 +40,7 @@ class Engine(AbstractContextManager["Engine"]):
     """A model, its paged KV cache and a scheduler.
 
     `add`, `cancel`, `step` and `close` belong to one thread; `EngineThread` serves several. Close an engine that you
-    have made, by `close` or a `with` block.
+    have made, by `close` or a `with` block. `scheduler` and `runner` are its parts, to look into, not to call.
 
     Raises ModelError if the model cannot be loaded or is not supported, and ConfigError for options that cannot be met.
     """
@@ -50,7 +49,11 @@ class Engine(AbstractContextManager["Engine"]):
         """`loaded`: a model that is in memory already, instead of `config.model`."""
         self.config = config = config or EngineConfig()
         device = choose_device(config.device)
-        fast, quantize = _check_options(config, device)
+        check_attention(config.attention, device, config.block_size)
+        if config.kv_cache_memory is not None:
+            parse_memory(config.kv_cache_memory, free=0)  # raises before a model is loaded
+        fast = has_fast_path(config.attention, device, config.block_size)
+        quantize = check_quantize(config.quantize, device, fast=fast)
         step_time = StepTimeController(config.target_step_ms, MIN_PREFILL_TOKENS[device.type])
         self.loaded = loaded or load_model(
             config.model, config.revision, device, config.dtype, fast=fast, quantize=quantize
@@ -58,23 +61,24 @@ class Engine(AbstractContextManager["Engine"]):
         self.tokenizer = self.loaded.tokenizer
         model: Model = self.loaded.fast_model if fast and self.loaded.fast_model else checked_model(self.loaded.network)
         self.device = model.device
-        limits = _step_limits(config, self.device)
+        seqs, tokens = (256, 2048) if self.device.type == "cuda" else (32, 512)
+        limits = StepLimits(config.max_seqs or seqs, config.max_batch_tokens or tokens, config.cuda_graphs)
         attention = select_attention(config.attention, self.device, model.layers, config.block_size, model.dtype)
         self.runner = make_runner(config, model, attention, limits)
         self._kv_bytes_per_token = sum(layer.bytes_per_token(model.dtype) for layer in model.layers)
-        self.block_pool = BlockPool(self.runner.num_blocks, config.block_size)
-        self.scheduler = Scheduler(
-            self.block_pool,
-            limits.max_seqs,
-            limits.max_batch_tokens,
-            model.max_model_len,
-            prefix_cache=config.prefix_cache,
-        )
+        pool = BlockPool(self.runner.num_blocks, config.block_size)
+        self.scheduler = Scheduler(pool, limits, model.max_model_len, prefix_cache=config.prefix_cache)
         overlap = self.device.type == "cuda" if config.run_ahead is None else config.run_ahead
         self._core = EngineCore(self.scheduler, self.runner, step_time, overlap=overlap)
         self._constraint_compiler = ConstraintCompiler(self.tokenizer, model.vocab_size) if self.tokenizer else None
         self._requests: dict[int, Request] = {}
         self._next_id = 0
+        self.on_step: Callable[[StepRecord], None] | None = None
+        """Called once for each step, after the model has run; None (the default) costs nothing.
+
+        While it is set, the engine waits for the device before and after each run of the model, to measure its time.
+        `step` raises what the callable raises.
+        """
 
     @property
     def model(self) -> Model:
@@ -97,7 +101,7 @@ class Engine(AbstractContextManager["Engine"]):
     @property
     def limits(self) -> EngineLimits:
         """How long sequences can get, and how much the engine takes at once."""
-        scheduler, pool = self.scheduler, self.block_pool
+        scheduler, pool = self.scheduler, self.scheduler.pool
         return EngineLimits(
             max_seqs=scheduler.max_seqs,
             max_batch_tokens=scheduler.max_batch_tokens,
@@ -114,7 +118,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     def stats(self) -> EngineStats:
         """What the engine is doing and has done so far; may be called from any thread."""
-        scheduler, pool = self.scheduler, self.block_pool
+        scheduler, pool = self.scheduler, self.scheduler.pool
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -126,19 +130,6 @@ class Engine(AbstractContextManager["Engine"]):
             num_cached_tokens=scheduler.num_cached_tokens,
             held_back=dict(scheduler.held_back),
         )
-
-    @property
-    def on_step(self) -> Callable[[StepRecord], None] | None:
-        """Called once for each step, after the model has run; None (the default) costs nothing.
-
-        While it is set, the engine waits for the device before and after each run of the model, to measure its time.
-        `step` raises what the callable raises.
-        """
-        return self._core.on_step
-
-    @on_step.setter
-    def on_step(self, call: Callable[[StepRecord], None] | None) -> None:
-        self._core.on_step = call
 
     def encode(self, prompt: Prompt, *, raw: bool = False, today: date = FIXED_DATE, answer: str = "") -> list[int]:
         """Token ids of a prompt. Text is one user message if the model has a chat template, else plain text.
@@ -244,7 +235,7 @@ class Engine(AbstractContextManager["Engine"]):
         Raises what the model or the device raises. Nothing is lost then: call it again to retry the step.
         """
         self.runner.check_open()
-        return self._forget_finished(self._core.step())
+        return self._forget_finished(self._core.step(self.on_step))
 
     def flush(self) -> list[TokenEvent]:
         """The events of steps that are already computed; no further step is started."""
@@ -340,17 +331,3 @@ class Engine(AbstractContextManager["Engine"]):
             wrong = next(token for token in token_ids if not 0 <= token < vocabulary)
             shown = wrong if wrong.bit_length() < 100 else "that has so many digits"
             raise RequestError("invalid_row", f"{what} {shown} is not in the model's vocabulary of {vocabulary}.")
-
-
-def _check_options(config: EngineConfig, device: torch.device) -> tuple[bool, bool]:
-    """Whether the fast path may be taken, and whether to quantize. Raises ConfigError before a model is loaded."""
-    check_attention(config.attention, device, config.block_size)
-    check_memory_option(config.kv_cache_memory)
-    fast = has_fast_path(config.attention, device, config.block_size)
-    return fast, check_quantize(config.quantize, device, fast=fast)
-
-
-def _step_limits(config: EngineConfig, device: torch.device) -> StepLimits:
-    """The largest steps, by the configuration or the defaults of the device."""
-    seqs, tokens = (256, 2048) if device.type == "cuda" else (32, 512)
-    return StepLimits(config.max_seqs or seqs, config.max_batch_tokens or tokens, config.cuda_graphs)

@@ -69,7 +69,7 @@ def test_cancelling_frees_memory_and_sends_no_more(engine_thread: EngineThread) 
     events.get(timeout=30)
     engine_thread.cancel(ticket)
     until_end(collect(engine_thread, [4, 5], max_tokens=3))
-    assert engine_thread.engine.block_pool.num_used == 0
+    assert engine_thread.engine.scheduler.pool.num_used == 0
     while not events.empty():
         assert events.get().finish_reason is None
     assert engine_thread.engine.stats().num_running == engine_thread.engine.stats().num_waiting == 0

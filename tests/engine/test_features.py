@@ -89,7 +89,7 @@ def test_scoring_generates_nothing() -> None:
     total = sum(float(expected[place, token]) for place, token in enumerate(prompts[0][1:]))
     assert abs(math.fsum(one.logprob for one in first.prompt_logprobs) - total) < 1e-3
     assert len(first.prompt_logprobs) == 159 and single.prompt_logprobs == [] and len(plain.token_ids) == 5
-    assert engine.block_pool.num_used == 0
+    assert engine.scheduler.pool.num_used == 0
 
 
 def test_scores_do_not_come_from_the_prefix_cache() -> None:

@@ -55,7 +55,7 @@ def run_all(engine: Engine) -> list[list[int]]:
 
     engine.step = checked_step  # type: ignore[method-assign]
     outputs = engine.generate(make_prompts(PROMPT_LENGTHS), params())
-    assert engine.block_pool.num_used == 0, "blocks leaked"
+    assert engine.scheduler.pool.num_used == 0, "blocks leaked"
     return [output.token_ids for output in outputs]
 
 
@@ -121,7 +121,7 @@ def test_equals_generate_with_shared_prefixes(family: str, budget: int) -> None:
     engine = make_engine(network_of(family), max_batch_tokens=budget, kv_blocks=80)
     for _ in range(2):
         assert run_with_trunks(engine) == expected_with_trunks(family)
-        assert engine.block_pool.num_used == 0
+        assert engine.scheduler.pool.num_used == 0
     scheduler = engine.scheduler
     assert scheduler.num_cached_tokens > 0.6 * scheduler.num_prompt_tokens
 
@@ -129,8 +129,8 @@ def test_equals_generate_with_shared_prefixes(family: str, budget: int) -> None:
 def test_a_wrong_shared_block_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the test above: a cache that takes any block for the wanted one must fail it."""
     engine = make_engine(network_of("llama"), max_batch_tokens=256, kv_blocks=80)
-    match = engine.block_pool.get_cached_blocks
-    monkeypatch.setattr(engine.block_pool, "get_cached_blocks", lambda tokens: match(TRUNKS[0][: len(tokens)]))
+    match = engine.scheduler.pool.get_cached_blocks
+    monkeypatch.setattr(engine.scheduler.pool, "get_cached_blocks", lambda tokens: match(TRUNKS[0][: len(tokens)]))
     assert run_with_trunks(engine) != expected_with_trunks("llama")
 
 

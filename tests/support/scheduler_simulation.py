@@ -20,6 +20,7 @@ from cbatch.engine.runtime.batch import BlockTables, InFlightTokens, RaggedBatch
 from cbatch.engine.sampling.output import NAN
 from cbatch.engine.scheduler.admission import MAX_PREEMPTIONS
 from cbatch.engine.scheduler.block_pool import BlockPool
+from cbatch.engine.scheduler.limits import StepLimits
 from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput, StepResult
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.scheduler.scheduler import Scheduler
@@ -79,8 +80,7 @@ class SchedulerSimulation:
         self.sizes = sizes
         self.scheduler = Scheduler(
             BlockPool(sizes.num_blocks, sizes.block_size),
-            sizes.max_seqs,
-            sizes.max_batch_tokens,
+            StepLimits(sizes.max_seqs, sizes.max_batch_tokens),
             sizes.max_model_len,
             prefix_cache=sizes.prefix_cache,
         )

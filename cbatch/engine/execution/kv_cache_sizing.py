@@ -24,6 +24,7 @@ from cbatch.engine.runtime.memory import DeviceMemory, device_memory, is_out_of_
 from cbatch.engine.runtime.transfer import use_device
 from cbatch.engine.sampling.output import PendingSample
 from cbatch.engine.sampling.processors import counts_for
+from cbatch.engine.scheduler.limits import StepLimits
 from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.structured.masks import TokenMasks
@@ -35,27 +36,6 @@ _ALL_FEATURES = SamplingParams(
     temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, presence_penalty=1.0, logit_bias=((0, 1.0),), logprobs=20
 )
 """The parameters that take most memory when a token is sampled."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepLimits:
-    """The largest steps of an engine.
-
-    graphs: whether decode steps are to become CUDA graphs
-
-    Raises ConfigError for numbers below 1.
-    """
-
-    max_seqs: int
-    max_batch_tokens: int
-    graphs: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_seqs < 1 or self.max_batch_tokens < 1:
-            raise ConfigError("max_seqs and max_batch_tokens must be at least 1.")
-
-    def __str__(self) -> str:
-        return f"A step of {self.max_batch_tokens:,} tokens in up to {self.max_seqs:,} sequences"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +69,6 @@ class CacheSizeRequest:
     def is_share(self) -> bool:
         """Whether a percentage of free memory is requested, which may turn out smaller, rather than an amount."""
         return self.num_blocks is None and (self.memory is None or "%" in self.memory)
-
-
-def check_memory_option(text: str | None) -> None:
-    """Raises ConfigError for an amount that cannot be parsed, before a model is loaded."""
-    if text is not None:
-        parse_memory(text, free=0)
 
 
 def make_runner(config: EngineConfig, model: Model, attention: AttentionBackend, limits: StepLimits) -> ModelRunner:

@@ -28,6 +28,8 @@ from cbatch.engine.scheduler.step_time import StepTimeController
 from cbatch.engine.structured.masks import MaskFiller
 from cbatch.engine.tracing.spans import span
 
+OnStep = Callable[[StepRecord], None]
+
 clock = time.perf_counter
 """Read around the model for `on_step`; tests put their own in its place."""
 
@@ -45,7 +47,6 @@ class EngineCore:
 
     num_steps:      steps whose tokens are known
     last_scheduled: what the latest step computes
-    on_step:        see `Engine.on_step`
     """
 
     def __init__(
@@ -55,7 +56,6 @@ class EngineCore:
         self.scheduler = scheduler
         self.runner = runner
         self.overlap = overlap
-        self.on_step: Callable[[StepRecord], None] | None = None
         self.num_steps = 0
         self.last_scheduled = SchedulerOutput()
         self._in_flight: PendingSample | None = None
@@ -70,8 +70,10 @@ class EngineCore:
         """Whether `step` would advance a request or return events."""
         return self.scheduler.has_work or bool(self._events)
 
-    def step(self) -> list[TokenEvent]:
+    def step(self, on_step: OnStep | None = None) -> list[TokenEvent]:
         """Runs one step and returns an event for each new token.
+
+        on_step: see `Engine.on_step`
 
         Raises what the model or the device raises. The step is rolled back then, and may be tried again.
         """
@@ -81,7 +83,7 @@ class EngineCore:
             self.last_scheduled = scheduled
         with self._on_device():
             try:
-                launched = self._launch(scheduled) if scheduled.chunks else None
+                launched = self._launch(scheduled, on_step) if scheduled.chunks else None
                 if self._in_flight is not None:  # the previous step
                     self._complete()
                     self._masks.begin(grammar_states(scheduled))
@@ -115,7 +117,7 @@ class EngineCore:
         self._masks.close()
         self._in_flight = None
 
-    def _launch(self, scheduled: SchedulerOutput) -> _LaunchedStep:
+    def _launch(self, scheduled: SchedulerOutput, on_step: OnStep | None) -> _LaunchedStep:
         """Starts the model and, on other threads, the token masks of constrained outputs."""
         runner, known_on_device = self.runner, None
         if self._in_flight is None:
@@ -127,10 +129,10 @@ class EngineCore:
                 scheduled, runner.kv_cache.block_size, runner.model.device, self._block_tables, known_on_device
             )
         with span("forward"):
-            logits = runner.forward(batch) if self.on_step is None else self._observe(self.on_step, scheduled, batch)
+            logits = runner.forward(batch) if on_step is None else self._observe(on_step, scheduled, batch)
         return _LaunchedStep(scheduled, batch, logits)
 
-    def _observe(self, on_step: Callable[[StepRecord], None], scheduled: SchedulerOutput, batch: RaggedBatch) -> Logits:
+    def _observe(self, on_step: OnStep, scheduled: SchedulerOutput, batch: RaggedBatch) -> Logits:
         """Runs the model while the device does nothing else, and reports the step."""
         device, used_blocks = self.runner.model.device, self.scheduler.pool.num_used
         synchronize(device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cbatch.engine.base.errors import RequestError
+from cbatch.engine.base.errors import ConfigError, RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,27 @@ class SequenceLimits:
         wanted = in_context if max_tokens is None else min(max_tokens, in_context)
         is_cut_off = in_context > 0 and in_cache < max(wanted, 1)
         return max(in_cache, 0) if is_cut_off else None
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The largest steps of an engine.
+
+    graphs: whether decode steps are to become CUDA graphs
+
+    Raises ConfigError for numbers below 1.
+    """
+
+    max_seqs: int
+    max_batch_tokens: int
+    graphs: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_seqs < 1 or self.max_batch_tokens < 1:
+            raise ConfigError("max_seqs and max_batch_tokens must be at least 1.")
+
+    def __str__(self) -> str:
+        return f"A step of {self.max_batch_tokens:,} tokens in up to {self.max_seqs:,} sequences"
 
 
 @dataclass(frozen=True, slots=True)

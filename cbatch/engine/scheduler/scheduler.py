@@ -30,11 +30,10 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.base.outputs import Sample, TokenEvent
 from cbatch.engine.scheduler.admission import AdmissionPolicy, priority_key
 from cbatch.engine.scheduler.block_pool import BlockPool
-from cbatch.engine.scheduler.limits import SequenceLimits
+from cbatch.engine.scheduler.limits import SequenceLimits, StepLimits
 from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput, StepResult
 from cbatch.engine.scheduler.prefill_budget import PrefillBudget, ScheduleKey, schedule_key
 from cbatch.engine.scheduler.request import Request
@@ -43,21 +42,11 @@ from cbatch.engine.scheduler.request import Request
 class Scheduler:
     """Owns the waiting and running requests and their blocks. Nothing else changes a request."""
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        max_seqs: int,
-        max_batch_tokens: int,
-        max_model_len: int,
-        *,
-        prefix_cache: bool = True,
-    ) -> None:
-        if max_seqs < 1 or max_batch_tokens < 1:
-            raise ConfigError("max_seqs and max_batch_tokens must be at least 1.")
+    def __init__(self, pool: BlockPool, limits: StepLimits, max_model_len: int, *, prefix_cache: bool = True) -> None:
         self.pool = pool
-        self.max_batch_tokens = max_batch_tokens
+        self.max_batch_tokens = limits.max_batch_tokens
         # With more slots than budget, decoding requests could starve a prefill.
-        self.max_seqs = min(max_seqs, max_batch_tokens)
+        self.max_seqs = min(limits.max_seqs, limits.max_batch_tokens)
         self.sequence_limits = SequenceLimits(max_model_len, pool.capacity)
         self.prefix_cache = prefix_cache
         self._admission = AdmissionPolicy(pool, self.sequence_limits)

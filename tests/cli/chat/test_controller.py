@@ -101,7 +101,7 @@ def test_500_cancelled_replies_leave_nothing_behind(harness: ChatHarness) -> Non
     engine_thread = harness.client.engine_thread
     assert engine_thread is not None
     harness.wait_idle()
-    free = engine_thread.engine.block_pool.num_free
+    free = engine_thread.engine.scheduler.pool.num_free
     chance = random.Random(5)
     controller = harness.make(params=LONG)
     for number in range(49):
@@ -124,7 +124,7 @@ def test_500_cancelled_replies_leave_nothing_behind(harness: ChatHarness) -> Non
                 break
     controller.end_all()
     harness.wait_idle()
-    assert engine_thread.engine.block_pool.num_free == free
+    assert engine_thread.engine.scheduler.pool.num_free == free
     engine_thread.engine.scheduler.check_integrity()
 
 
@@ -239,7 +239,7 @@ def test_a_batch_that_ends_early_leaves_the_engine_to_the_chat(harness: ChatHarn
     assert engine_thread.num_tokens - before < 32 * 20, "it went on with rows that nobody waits for"
     background.close()
     assert not background.is_running and 0 < len(out.read_bytes().splitlines()) < 100
-    assert engine_thread.engine.block_pool.num_used == 0
+    assert engine_thread.engine.scheduler.pool.num_used == 0
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def run(engine: Engine, data: bytes, window: int = 16) -> list[dict[str, Any]]:
         pipeline.run(read_lines(io.BytesIO(data)), lambda: None)
     finally:
         engine_thread.close()
-    assert engine_thread.failure is None and engine.block_pool.num_used == 0
+    assert engine_thread.failure is None and engine.scheduler.pool.num_used == 0
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 

@@ -24,7 +24,6 @@ from cbatch.engine.execution.kv_cache_sizing import (
     RESERVED_BYTES,
     CacheSizeRequest,
     MemoryProfiler,
-    StepLimits,
     choose_num_blocks,
 )
 from cbatch.engine.models.hf_adapter import TransformersModel
@@ -32,6 +31,7 @@ from cbatch.engine.models.self_check import checked_model
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache
 from cbatch.engine.runtime.memory import DeviceMemory
+from cbatch.engine.scheduler.limits import StepLimits
 from tests.support.tiny_models import VOCABULARY, loaded, make_engine, make_network, make_prompts, no_collector
 
 MIB, GIB = 2**20, 2**30
@@ -245,7 +245,7 @@ def test_profiling_leaves_nothing_behind(gpu: Gpu, monkeypatch: pytest.MonkeyPat
         engine = make(kv_cache_memory="20%")
         assert [pool() is None for pool in pools] == [True, False]
     assert len(engine.runner.kv_cache.keys[0]) == engine.limits.num_blocks
-    assert engine.block_pool.num_used == 0 and engine.block_pool.get_cached_blocks([0] * 40) == []
+    assert engine.scheduler.pool.num_used == 0 and engine.scheduler.pool.get_cached_blocks([0] * 40) == []
     assert engine.scheduler.num_prompt_tokens == 0 and not engine.has_work
     prompts, params = make_prompts([30, 5, 17]), SamplingParams(max_tokens=12, temperature=1.0, logprobs=2)
     expected = make_engine(make_network("llama")).generate(prompts, params)
@@ -324,7 +324,7 @@ def test_numbers_below_one_are_refused(settings: dict[str, int]) -> None:
 def test_no_step_is_profiled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the time to the first token there."""
     monkeypatch.setattr(sizing, "MemoryProfiler", None)
-    assert make_engine(make_network("llama"), kv_blocks=None).block_pool.num_blocks == 8 * 40
+    assert make_engine(make_network("llama"), kv_blocks=None).scheduler.pool.num_blocks == 8 * 40
 
 
 class Tracked(TorchDispatchMode):

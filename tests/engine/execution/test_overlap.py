@@ -85,7 +85,7 @@ def run(engine: Engine, *, shaken: bool = False) -> dict[str, list[tuple[Any, ..
         for event in events:
             assert event.request_id is not None
             found[names[event.request_id]].append(outcome(event))
-    assert engine.block_pool.num_used == 0 and not engine._requests
+    assert engine.scheduler.pool.num_used == 0 and not engine._requests
     return found
 
 
@@ -149,7 +149,7 @@ def test_cancelling_at_any_step_changes_no_other_request(settings: dict[str, Any
         for request_id, name in names.items():
             wanted = expected()[name]
             assert found[request_id] == (wanted[: len(found[request_id])] if request_id in gone else wanted)
-        assert engine.block_pool.num_used == 0 and not engine._requests
+        assert engine.scheduler.pool.num_used == 0 and not engine._requests
 
 
 class Hiccup(RuntimeError):
@@ -193,7 +193,7 @@ def test_steps_that_fail_lose_nothing(where: str, settings: dict[str, Any], monk
                 assert event.request_id is not None
                 found[names[event.request_id]].append(outcome(event))
         engine.scheduler.check_integrity()
-    assert found == expected() and failures > 5 and engine.block_pool.num_used == 0
+    assert found == expected() and failures > 5 and engine.scheduler.pool.num_used == 0
 
 
 def keep_events(monkeypatch: pytest.MonkeyPatch, *lengths: int) -> tuple[Engine, list[int]]:

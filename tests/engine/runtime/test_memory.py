@@ -98,7 +98,7 @@ def test_an_engine_serves_several_threads_in_turn() -> None:
             engine_thread.submit(prompt, SamplingParams(max_tokens=100), events.put)
             assert [events.get(timeout=30).token_id for _ in range(4)] == expected
             engine_thread.close()
-            assert not engine.has_work and engine.block_pool.num_used == 0 and engine_thread.failure is None
+            assert not engine.has_work and engine.scheduler.pool.num_used == 0 and engine_thread.failure is None
 
 
 def test_requests_end_when_the_engine_is_closed_under_its_thread() -> None:

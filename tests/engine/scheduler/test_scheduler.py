@@ -14,13 +14,14 @@ from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.scheduler.admission import MAX_PREEMPTIONS, AdmissionPolicy
 from cbatch.engine.scheduler.block_pool import BlockPool
 from cbatch.engine.scheduler.forecast import OutputLengths
+from cbatch.engine.scheduler.limits import StepLimits
 from cbatch.engine.scheduler.output import SchedulerOutput, StepResult
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.scheduler.scheduler import Scheduler
 
 
 def make_scheduler(blocks: int = 8, block_size: int = 4, seqs: int = 4, budget: int = 16) -> Scheduler:
-    return Scheduler(BlockPool(blocks, block_size), seqs, budget, max_model_len=1000, prefix_cache=False)
+    return Scheduler(BlockPool(blocks, block_size), StepLimits(seqs, budget), max_model_len=1000, prefix_cache=False)
 
 
 def make_request(number: int, prompt: int, output: int = 1, priority: int = 0) -> Request:
@@ -109,7 +110,7 @@ def test_content_computed_twice_is_found_with_what_follows() -> None:
 def test_a_higher_priority_counts_shared_blocks_once() -> None:
     """Guards the blocks for an urgent request if its victims share blocks with each other or with it."""
     for blocks in range(7, 16):
-        scheduler = Scheduler(BlockPool(blocks, 4), 8, 64, 1000)
+        scheduler = Scheduler(BlockPool(blocks, 4), StepLimits(8, 64), 1000)
         add(scheduler, *(make_request(n, 13, 8, priority=5) for n in range(4)))
         step(scheduler)
         urgent = make_request(9, 21, 1, priority=1)
@@ -257,7 +258,7 @@ def test_a_prompt_that_a_step_can_finish_is_finished() -> None:
 
 def test_the_rest_of_a_prompt_decides_not_its_length() -> None:
     """Guards a long conversation whose history is in the prefix cache: its turn is short."""
-    scheduler = Scheduler(BlockPool(200, 4), 4, 16, 1000)
+    scheduler = Scheduler(BlockPool(200, 4), StepLimits(4, 16), 1000)
     history = list(range(200))
     turn = Request(0, list(history), SamplingParams(max_tokens=1), max_new_tokens=1)
     add(scheduler, turn)

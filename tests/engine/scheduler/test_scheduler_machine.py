@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from cbatch.engine.scheduler.block_pool import BlockPool
+from cbatch.engine.scheduler.limits import StepLimits
 from cbatch.engine.scheduler.output import SchedulerOutput
 from cbatch.engine.scheduler.prefill_budget import PrefillBudget
 from cbatch.engine.scheduler.request import Request
@@ -135,7 +136,7 @@ def test_invariants_hold_under_all_actions() -> None:
 
 def test_the_smallest_step_does_not_shrink() -> None:
     """Guards against steps without tokens, in which no request could advance."""
-    scheduler = Scheduler(BlockPool(4, 1), max_seqs=1, max_batch_tokens=1, max_model_len=8)
+    scheduler = Scheduler(BlockPool(4, 1), StepLimits(1, 1), max_model_len=8)
     assert not scheduler.shrink(2) and scheduler.max_batch_tokens == scheduler.max_seqs == 1
 
 
