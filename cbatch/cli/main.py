@@ -13,8 +13,16 @@ import click
 
 from cbatch import __version__
 from cbatch.cli.common.console import notice
-from cbatch.cli.common.exits import EXIT_FATAL, EXIT_PIPE, EXIT_USAGE, Interrupted, ReaderGone, RunFailed
-from cbatch.cli.common.signals import SIGNALS, raise_interrupted
+from cbatch.cli.common.exits import (
+    EXIT_FATAL,
+    EXIT_PIPE,
+    EXIT_USAGE,
+    SIGNALS,
+    Interrupted,
+    ReaderGone,
+    RunFailed,
+    raise_interrupted,
+)
 from cbatch.engine import CbatchError, EngineError
 
 COMMANDS = {
@@ -67,11 +75,9 @@ def run_command(arguments: list[str] | None = None) -> int:
     except CbatchError as error:
         notice(str(error))
         return EXIT_USAGE
-    except OSError as error:
-        notice(f"{error.strerror or error!r}; finished rows are written.")
-        return EXIT_FATAL
-    except Exception as error:  # out of memory, the device, or a bug: a sentence, and never exit code 1
-        notice(f"{error!r}; finished rows are written.")
+    except Exception as error:  # the disk, the device, out of memory, or a bug: a sentence, and never exit code 1
+        reason = error.strerror if isinstance(error, OSError) else None
+        notice(f"{reason or repr(error)}; finished rows are written.")
         return EXIT_FATAL
 
 

@@ -7,14 +7,19 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import reduce
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click import option
 
 from cbatch.engine import PARAM_NAMES, ConfigError, EngineConfig, RequestError, SamplingParams
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+AT_LEAST_1 = click.IntRange(1)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Options = TypeVar("Options", bound="DataclassInstance")
@@ -43,31 +48,27 @@ class ModelOption(click.Option):
         return os.environ.get(f"{ctx.auto_envvar_prefix}_MODEL") or super().resolve_envvar_value(ctx)
 
 
-def _apply(options: list[Callable[[Command], Command]]) -> Callable[[Command], Command]:
-    def decorate(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
+def _apply(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """A decorator that adds options to a command, in this order."""
+    return lambda command: reduce(lambda made, add: add(made), reversed(options), command)
 
 
-def _parse_params(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
+def _parse_params(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
     """Reads `NAME=JSON` texts. `seed` is refused: it has an option of its own, for the whole run."""
     params = {}
     for text in values:
         name, _, value = text.partition("=")
         if name not in PARAM_NAMES or name == "seed":
-            raise click.BadParameter(f"there is no sampling parameter {name!r}.", ctx, option)
+            raise click.BadParameter(f"there is no sampling parameter {name!r}.", ctx, parameter)
         try:
             params[name] = json.loads(value)
             json.dumps(params[name], ensure_ascii=False).encode()  # refuses lone surrogates
         except (ValueError, RecursionError):
-            raise click.BadParameter(f"the value of {name} is not valid JSON: {value!r}.", ctx, option) from None
+            raise click.BadParameter(f"the value of {name} is not valid JSON: {value!r}.", ctx, parameter) from None
     return params
 
 
-def _parse_target(ctx: click.Context, option: click.Parameter, value: str) -> float | str | None:
+def _parse_target(ctx: click.Context, parameter: click.Parameter, value: str) -> float | str | None:
     """Reads milliseconds, `auto`, or `none`, which becomes None."""
     if value in ("auto", "none"):
         return None if value == "none" else value
@@ -76,69 +77,57 @@ def _parse_target(ctx: click.Context, option: click.Parameter, value: str) -> fl
     except ValueError:
         milliseconds = math.nan
     if not 0 < milliseconds < math.inf:
-        raise click.BadParameter(f"{value!r} is no number of milliseconds above 0, nor auto or none.", ctx, option)
+        raise click.BadParameter(f"{value!r} is no number of milliseconds above 0, nor auto or none.", ctx, parameter)
     return milliseconds
 
 
 model_options = _apply(
-    [
-        click.option(
-            "-m",
-            "--model",
-            metavar="ID_OR_DIR",
-            envvar="CBATCH_MODEL",
-            cls=ModelOption,
-            help="Model to load: hub id or folder [default: a small demo model].",
-        ),
-        click.option("--revision", metavar="REV", help="Branch, tag or commit of a hub model."),
-        click.option(
-            "--device", default="auto", show_default=True, help="Device to run on: auto, cpu, cuda or cuda:N."
-        ),
-        click.option(
-            "--dtype",
-            type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-            default="auto",
-            show_default=True,
-            help="Data type of the model; auto keeps the stored one if the device is fast at it.",
-        ),
-    ]
+    option(
+        "-m",
+        "--model",
+        metavar="ID_OR_DIR",
+        envvar="CBATCH_MODEL",
+        cls=ModelOption,
+        help="Model to load: hub id or folder [default: a small demo model].",
+    ),
+    option("--revision", metavar="REV", help="Branch, tag or commit of a hub model."),
+    option("--device", default="auto", show_default=True, help="Device to run on: auto, cpu, cuda or cuda:N."),
+    option(
+        "--dtype",
+        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+        default="auto",
+        show_default=True,
+        help="Data type of the model; auto keeps the stored one if the device is fast at it.",
+    ),
 )
 
 
 def engine_options(target_step_ms: str = "none") -> Callable[[Command], Command]:
     """Adds the engine's options to a command, with the command's default for --target-step-ms."""
-    options = [
-        click.option("--max-seqs", type=click.IntRange(1), help="Most requests that run at once."),
-        click.option(
-            "--max-batch-tokens",
-            type=click.IntRange(1),
-            help="Most tokens computed in one step; longer prompts are split.",
+    return _apply(
+        option("--max-seqs", type=AT_LEAST_1, help="Most requests that run at once."),
+        option(
+            "--max-batch-tokens", type=AT_LEAST_1, help="Most tokens computed in one step; longer prompts are split."
         ),
-        click.option(
-            "--block-size",
-            type=click.IntRange(1),
-            default=16,
-            show_default=True,
-            help="Tokens in a block of the KV cache.",
+        option(
+            "--block-size", type=AT_LEAST_1, default=16, show_default=True, help="Tokens in a block of the KV cache."
         ),
-        click.option(
+        option(
             "--prefix-cache/--no-prefix-cache",
             default=True,
             help="Compute the shared beginnings of prompts only once [default: on].",
         ),
-        click.option("--attention", default="auto", show_default=True, metavar="NAME", help="Attention backend."),
-        click.option(
+        option("--attention", default="auto", show_default=True, metavar="NAME", help="Attention backend."),
+        option(
             "--cuda-graphs/--no-cuda-graphs",
             default=True,
             help="Replay decode steps from CUDA graphs, on a GPU [default: on].",
         ),
-        click.option(
-            "--run-ahead/--no-run-ahead",
-            default=None,
-            help="Overlap scheduling with execution [default: on for CUDA].",
+        option(
+            "--run-ahead/--no-run-ahead", default=None, help="Overlap scheduling with execution [default: on for CUDA]."
         ),
-        click.option("--quantize", metavar="int8", help="Quantize weights to one byte each (Llama-like models, CPU)."),
-        click.option(
+        option("--quantize", metavar="int8", help="Quantize weights to one byte each (Llama-like models, CPU)."),
+        option(
             "--target-step-ms",
             default=target_step_ms,
             callback=_parse_target,
@@ -146,50 +135,43 @@ def engine_options(target_step_ms: str = "none") -> Callable[[Command], Command]
             metavar="MS|auto|none",
             help="Limit the time of a step, and so the time between tokens, while prompts are prefilled.",
         ),
-        click.option("--kv-cache-memory", metavar="SIZE", help="Size of the KV cache: 4GiB, or 90% of free memory."),
-        click.option("--kv-blocks", type=click.IntRange(1), help="Exact number of blocks in the KV cache (for tests)."),
-    ]
-    return _apply(options)
+        option("--kv-cache-memory", metavar="SIZE", help="Size of the KV cache: 4GiB, or 90% of free memory."),
+        option("--kv-blocks", type=AT_LEAST_1, help="Exact number of blocks in the KV cache (for tests)."),
+    )
 
 
-trace_option = click.option(
+trace_option = option(
     "--trace", metavar="FILE", help="Profile some steps and write a Chrome trace, to open in Perfetto."
 )
 
 sampling_options = _apply(
-    [
-        click.option("--system", metavar="TEXT", help="System message for conversations that have none."),
-        click.option("--seed", type=int, default=0, show_default=True, help="Seed of all randomness."),
-        click.option("--max-tokens", type=int, help="Most tokens to generate."),
-        click.option("--min-tokens", type=int, help="Fewest tokens to generate."),
-        click.option("--temperature", type=float, help="Sampling temperature; 0 always takes the likeliest token."),
-        click.option("--top-p", type=float, help="Sample from the likeliest tokens that make up this probability."),
-        click.option("--top-k", type=int, help="Sample from the K likeliest tokens."),
-        click.option("--min-p", type=float, help="Drop tokens less likely than this share of the likeliest one."),
-        click.option(
-            "--stop", multiple=True, cls=JsonListOption, metavar="TEXT", help="Stop at this text (repeatable)."
-        ),
-        click.option("--n", type=int, help="Number of outputs for each prompt."),
-        click.option(
-            "--logprobs", type=int, metavar="K", help="Return the log-probabilities of each token and the K likeliest."
-        ),
-        click.option("--presence-penalty", type=float, help="Penalize tokens that were generated before."),
-        click.option("--frequency-penalty", type=float, help="Penalize tokens by how often they were generated."),
-        click.option(
-            "--repetition-penalty",
-            type=float,
-            help="Penalize tokens that are in the prompt or the output; 1 is no penalty.",
-        ),
-        click.option("--ignore-eos/--no-ignore-eos", default=None, help="Continue after end tokens."),
-        click.option(
-            "--param",
-            multiple=True,
-            cls=JsonListOption,
-            callback=_parse_params,
-            metavar="NAME=JSON",
-            help="Set any other sampling parameter, such as stop_token_ids=[5] (repeatable).",
-        ),
-    ]
+    option("--system", metavar="TEXT", help="System message for conversations that have none."),
+    option("--seed", type=int, default=0, show_default=True, help="Seed of all randomness."),
+    option("--max-tokens", type=int, help="Most tokens to generate."),
+    option("--min-tokens", type=int, help="Fewest tokens to generate."),
+    option("--temperature", type=float, help="Sampling temperature; 0 always takes the likeliest token."),
+    option("--top-p", type=float, help="Sample from the likeliest tokens that make up this probability."),
+    option("--top-k", type=int, help="Sample from the K likeliest tokens."),
+    option("--min-p", type=float, help="Drop tokens less likely than this share of the likeliest one."),
+    option("--stop", multiple=True, cls=JsonListOption, metavar="TEXT", help="Stop at this text (repeatable)."),
+    option("--n", type=int, help="Number of outputs for each prompt."),
+    option("--logprobs", type=int, metavar="K", help="Return the log-probabilities of each token and the K likeliest."),
+    option("--presence-penalty", type=float, help="Penalize tokens that were generated before."),
+    option("--frequency-penalty", type=float, help="Penalize tokens by how often they were generated."),
+    option(
+        "--repetition-penalty",
+        type=float,
+        help="Penalize tokens that are in the prompt or the output; 1 is no penalty.",
+    ),
+    option("--ignore-eos/--no-ignore-eos", default=None, help="Continue after end tokens."),
+    option(
+        "--param",
+        multiple=True,
+        cls=JsonListOption,
+        callback=_parse_params,
+        metavar="NAME=JSON",
+        help="Set any other sampling parameter, such as stop_token_ids=[5] (repeatable).",
+    ),
 )
 
 ENGINE_FIELDS = tuple(field.name for field in fields(EngineConfig))
@@ -255,3 +237,20 @@ def make_options(record: type[Options], values: Mapping[str, Any]) -> Options:
     }
     names = [field.name for field in fields(record)]
     return record(**{name: shared[name](values) if name in shared else values[name] for name in names})
+
+
+def check_distinct_file(option: str, name: str, others: Mapping[str, str | None]) -> None:
+    """Raises ConfigError if an option names a file that another option names already.
+
+    name:   the file that `option` names
+    others: the other files; each key says what the file is (“the input”). None and `-` are no files
+    """
+    path = Path(name)
+    for what, other_name in others.items():
+        if other_name in (None, "-"):
+            continue
+        other = Path(other_name)
+        if os.path.realpath(path) == os.path.realpath(other) or (
+            path.is_file() and other.is_file() and path.samefile(other)
+        ):
+            raise ConfigError(f"{option} {path} is {what}; choose another file.")

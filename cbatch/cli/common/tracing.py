@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import ReaderGone
-from cbatch.cli.common.files import check_distinct_file
+from cbatch.cli.common.options import check_distinct_file
 from cbatch.engine import StepTracer
 
 

@@ -50,13 +50,9 @@ class InputCheck:
                 request.fail(error)
         if request.error is not None:
             self.errors[request.error.code] += 1
-            shown = {
-                "index": request.row.index,
-                "id": request.row.id,
-                "code": request.error.code,
-                "message": str(request.error),
-            }
-            self._shown += [shown] if len(self._shown) < MAX_SHOWN else []
+            if len(self._shown) < MAX_SHOWN:
+                fields = {"code": request.error.code, "message": str(request.error)}
+                self._shown.append({"index": request.row.index, "id": request.row.id, **fields})
 
     def _count_shared(self, prompt_ids: list[int]) -> int:
         """Number of tokens at the beginning of a prompt that an earlier prompt shares, in whole blocks."""

@@ -9,11 +9,12 @@ from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 import click
+from click import option
 
 from cbatch.cli.common.console import emit, show_progress
+from cbatch.cli.common.exits import handle_signals
 from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.options import engine_options, make_options, model_options, sampling_options, trace_option
-from cbatch.cli.common.signals import handle_signals
 from cbatch.cli.common.tracing import tracing
 from cbatch.cli.run.files import count_lines, open_input, open_output, stats_file
 from cbatch.cli.run.options import RunOptions
@@ -26,43 +27,39 @@ if TYPE_CHECKING:
 
 @click.command("run")
 @click.argument("input", default="-", metavar="[INPUT]")
-@click.option("-o", "--output", default="-", metavar="OUT", help="File to write; - is stdout.")
-@click.option("--resume", is_flag=True, help="Continue where an earlier run with this output file ended.")
-@click.option("--retry-errors", is_flag=True, help="With --resume: run error rows again.")
-@click.option(
-    "--recompute-changed", is_flag=True, help="With --resume: run rows again whose input or options have changed."
-)
-@click.option("--overwrite", is_flag=True, help="Replace the output file if it is not empty.")
-@click.option(
+@option("-o", "--output", default="-", metavar="OUT", help="File to write; - is stdout.")
+@option("--resume", is_flag=True, help="Continue where an earlier run with this output file ended.")
+@option("--retry-errors", is_flag=True, help="With --resume: run error rows again.")
+@option("--recompute-changed", is_flag=True, help="With --resume: run rows again whose input or options have changed.")
+@option("--overwrite", is_flag=True, help="Replace the output file if it is not empty.")
+@option(
     "--format",
     type=click.Choice(["jsonl", "text"]),
     default="jsonl",
     help="Form of the input; text: one prompt per line.",
 )
-@click.option(
+@option(
     "--order",
     type=click.Choice(["input", "completion"]),
     default="input",
     show_default=True,
     help="Order of the output rows.",
 )
-@click.option("--window", type=click.IntRange(1), help="Most rows in flight or held back [default: 4 x --max-seqs].")
-@click.option("--max-errors", type=click.IntRange(1), metavar="N", help="Stop at the Nth error row.")
-@click.option("--check", is_flag=True, help="Only check the input: report bad rows, lengths and KV cache need as JSON.")
-@click.option(
-    "--date", type=click.DateTime(["%Y-%m-%d"]), metavar="YYYY-MM-DD", help="Date given to the chat template."
-)
-@click.option("--raw", is_flag=True, help="Continue prompts as plain text, without the chat template.")
-@click.option("--token-ids", is_flag=True, help="Add the output's token ids to each row.")
-@click.option("--timings", is_flag=True, help="Add times and cached tokens to each row.")
-@click.option("--allow-unknown", is_flag=True, help="Carry misspelt parameters along instead of refusing their row.")
-@click.option("--stats", metavar="FILE", help="Write statistics of this run as JSON, however it ends.")
+@option("--window", type=click.IntRange(1), help="Most rows in flight or held back [default: 4 x --max-seqs].")
+@option("--max-errors", type=click.IntRange(1), metavar="N", help="Stop at the Nth error row.")
+@option("--check", is_flag=True, help="Only check the input: report bad rows, lengths and KV cache need as JSON.")
+@option("--date", type=click.DateTime(["%Y-%m-%d"]), metavar="YYYY-MM-DD", help="Date given to the chat template.")
+@option("--raw", is_flag=True, help="Continue prompts as plain text, without the chat template.")
+@option("--token-ids", is_flag=True, help="Add the output's token ids to each row.")
+@option("--timings", is_flag=True, help="Add times and cached tokens to each row.")
+@option("--allow-unknown", is_flag=True, help="Carry misspelt parameters along instead of refusing their row.")
+@option("--stats", metavar="FILE", help="Write statistics of this run as JSON, however it ends.")
 @model_options
 @sampling_options
 @engine_options()
 @trace_option
-@click.option("-q", "--quiet", is_flag=True, help="Print only errors on stderr.")
-@click.option("-v", "--verbose", is_flag=True, help="Print more about the engine, and each error row.")
+@option("-q", "--quiet", is_flag=True, help="Print only errors on stderr.")
+@option("-v", "--verbose", is_flag=True, help="Print more about the engine, and each error row.")
 def run(**values: Any) -> Literal[0, 1]:
     """Generate an answer for every row of INPUT (JSON Lines; - is stdin).
 

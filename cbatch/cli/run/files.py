@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from cbatch.cli.common.console import notice
-from cbatch.cli.common.files import check_distinct_file
+from cbatch.cli.common.options import check_distinct_file
 from cbatch.cli.run.options import RunOptions
 from cbatch.engine import ConfigError
 

@@ -40,8 +40,7 @@ from cbatch.cli.chat.tui.output_capture import capture_output
 from cbatch.cli.chat.tui.status_bar import StatusBar
 from cbatch.cli.chat.tui.transcript_view import TranscriptView
 from cbatch.cli.common.console import safe, without_bidi
-from cbatch.cli.common.exits import Interrupted
-from cbatch.cli.common.signals import SIGNALS, raise_interrupted
+from cbatch.cli.common.exits import SIGNALS, Interrupted, raise_interrupted
 from cbatch.engine import CbatchError
 
 REDRAW_SECONDS = 1 / 40

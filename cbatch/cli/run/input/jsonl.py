@@ -8,17 +8,12 @@ from typing import Any
 from cbatch.cli.common.strict_json import json_type, parse_json_object
 from cbatch.cli.run.input import openai_batch
 from cbatch.cli.run.input.lines import MAX_LINE_BYTES, Line
-from cbatch.cli.run.input.row import ALIASES, InputRow
+from cbatch.cli.run.input.row import ALIASES, PROMPT_FIELDS, InputRow
 from cbatch.engine import PARAM_NAMES, RequestError
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 
-PROMPT_SETTERS = {
-    "messages": InputRow.set_messages,
-    "prompt": InputRow.set_prompt,
-    "prompt_token_ids": InputRow.set_token_ids,
-}
-KNOWN = frozenset([*PROMPT_SETTERS, *PARAM_NAMES, *ALIASES, "id", "raw", "priority", "tools", "tool_choice"])
+KNOWN = frozenset([*PROMPT_FIELDS, *PARAM_NAMES, *ALIASES, "id", "raw", "priority", "tools", "tool_choice"])
 
 
 def parse_line(line: Line, *, is_text: bool = False, allow_unknown: bool = False) -> InputRow:
@@ -69,12 +64,12 @@ def _fill(row: InputRow, fields: dict[str, Any], allow_unknown: bool) -> None:
     row.set_tools(fields)
     if row.extra and not allow_unknown:
         row.check_spelling(row.extra, KNOWN)
-    forms = [name for name in PROMPT_SETTERS if name in fields]
+    forms = [name for name in PROMPT_FIELDS if name in fields]
     if len(forms) != 1:
         raise row.invalid(
-            "the row has " + (f"both {' and '.join(forms)}" if forms else f"none of {', '.join(PROMPT_SETTERS)}")
+            "the row has " + (f"both {' and '.join(forms)}" if forms else f"none of {', '.join(PROMPT_FIELDS)}")
         )
-    PROMPT_SETTERS[forms[0]](row, fields[forms[0]])
+    PROMPT_FIELDS[forms[0]](row, fields[forms[0]])
     if row.raw and row.prompt is None:
         raise row.invalid("raw works only with prompt")
     if row.tools and (row.raw or row.prompt_token_ids is not None):

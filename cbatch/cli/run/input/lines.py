@@ -6,7 +6,7 @@ import hashlib
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, Protocol
+from typing import IO
 
 MAX_LINE_BYTES = 16 * 2**20
 
@@ -22,12 +22,6 @@ class Line:
     index: int
     data: bytes | None
     digest: bytes = b""
-
-
-class LineSource(Protocol):
-    """A binary file, or a Spool over one."""
-
-    def readline(self, limit: int, /) -> bytes: ...
 
 
 class Spool:
@@ -57,6 +51,9 @@ class Spool:
         else:
             self._kept.seek(0)
             self._is_replayed = True
+
+
+LineSource = IO[bytes] | Spool
 
 
 def read_lines(stream: LineSource) -> Iterator[Line]:

@@ -10,9 +10,6 @@ from cbatch.cli.common.strict_json import json_type
 from cbatch.engine import PARAM_NAMES, RequestError, check_tools
 
 ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
-PROMPT_FIELDS = ("messages", "prompt", "prompt_token_ids")
-"""Fields that hold a prompt; a row has exactly one of them."""
-
 MAX_PRIORITY = 2**31
 """Leaves room for more urgent requests: those of a chat that runs rows in the background."""
 
@@ -132,6 +129,14 @@ class InputRow:
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 raise self.invalid(f"message {number} has a content part that is not text")
         return "".join(part["text"] for part in value)
+
+
+PROMPT_FIELDS = {
+    "messages": InputRow.set_messages,
+    "prompt": InputRow.set_prompt,
+    "prompt_token_ids": InputRow.set_token_ids,
+}
+"""Fields that hold a prompt, and what reads them; a row has exactly one."""
 
 
 def one_edit_apart(a: Sequence[str], b: Sequence[str]) -> bool:
