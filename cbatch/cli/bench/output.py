@@ -107,7 +107,6 @@ def _draw_pictures(report: Report, folder: Path | None) -> dict[str, str]:
 
 
 def _write_page(path: Path, report: Report, pictures: Mapping[str, str]) -> None:
-    """Writes the report as one HTML page."""
     from cbatch.cli.bench.render.report import html_report
 
     data = report.to_json()

@@ -127,7 +127,6 @@ class RooflineBound:
 
 
 def roofline_bound(work: Workload, cost: ModelCost, rates: DeviceRates) -> RooflineBound:
-    """The bound of a workload on a device."""
     steps = work.output_tokens / ROWS_PER_STEP
     tokens = work.prompt_tokens + work.output_tokens - len(work.prompts)  # nothing follows a request's last token
     operations = 2 * (cost.parameters * tokens + cost.head_parameters * work.output_tokens)

@@ -30,8 +30,6 @@ FILE_NAMES = {
 BINS = 200
 """Points in time of the utilisation of the longest run; each is a mean over its stretch."""
 
-TIMELINE = "Static batches wait for their slowest request; continuous batching admits the next one"
-
 SHADES = {"p50": style.TEXT, "p90": "#8c959f", "p99": "#d0d7de"}
 
 

@@ -23,7 +23,6 @@ LINE, PROMPTS = 0.16, 1.6
 """Height in inches of a single token's line of the mask, and of all lines of prompts together."""
 PALE = 0.35
 
-
 BlockTable = tuple[int, ...]
 
 
