@@ -78,6 +78,7 @@ def test_signals_while_the_model_loads(runs: ForkServer, model_folder: Path, tmp
     source, out = write_rows(tmp_path / "in.jsonl", LONG), tmp_path / "out.jsonl"
     run = runs.start("run", source, "-o", out, "-m", model_folder)
     until(out.exists)
+    time.sleep(0.05)
     run.send(signal.SIGTERM)
     assert run.code() == 143 and not out.exists()
 
