@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Literal
 
 from cbatch.cli.common.options import SamplingOptions
-from cbatch.engine import FIXED_DATE, ConfigError, EngineConfig
+from cbatch.engine import ConfigError, EngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class RunOptions:
     window: int | None = None
     max_errors: int | None = None
     check: bool = False
-    date: datetime.datetime | None = None
+    date: datetime | None = None
     raw: bool = False
     token_ids: bool = False
     timings: bool = False
@@ -36,11 +36,6 @@ class RunOptions:
     verbose: bool = False
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     engine: EngineConfig = field(default_factory=EngineConfig)
-
-    @property
-    def today(self) -> datetime.date:
-        """The date given to the chat template."""
-        return self.date.date() if self.date else FIXED_DATE
 
     def check_usage(self) -> None:
         """Raises ConfigError for options that would make every row an error row."""

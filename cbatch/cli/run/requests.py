@@ -13,6 +13,7 @@ from cbatch.cli.run.input.row import InputRow
 from cbatch.cli.run.options import RunOptions
 from cbatch.cli.run.output.row_keys import KeyMaker, canonical_params
 from cbatch.engine import (
+    FIXED_DATE,
     Completion,
     Engine,
     OutputDetokenizer,
@@ -87,7 +88,8 @@ class RequestBuilder:
             self._openai_params = replace(self._params, max_tokens=None)
         self._has_template = tokenizer is not None and bool(tokenizer.chat_template)
         self._takes_tools = tokenizer is not None and tokenizer.takes_tools
-        clock = options.today.isoformat() if tokenizer is not None and tokenizer.template_has_clock else ""
+        self._today = options.date.date() if options.date else FIXED_DATE
+        clock = self._today.isoformat() if tokenizer is not None and tokenizer.template_has_clock else ""
         self._keys = KeyMaker(engine.fingerprint + clock)
 
     def build(self, line: Line) -> RowRequest:
@@ -113,7 +115,7 @@ class RequestBuilder:
                 request.grammar = self._engine.compile(request.params)
                 if request.params.bad_words and tokenizer is not None:
                     tokenizer.bad_word_ids(request.params.bad_words)  # fills a cache here, not on the engine's thread
-                request.prompt_ids = self._engine.encode(request.prompt, raw=True, today=self.options.today)
+                request.prompt_ids = self._engine.encode(request.prompt, raw=True, today=self._today)
                 self._set_output_format(request)
             except RequestError as error:
                 request.fail(error)
