@@ -20,5 +20,4 @@ class Percentiles:
             return cls()
         import numpy as np
 
-        p50, p90, p99 = np.percentile(values, (50, 90, 99))
-        return cls(float(p50), float(p90), float(p99))
+        return cls(*np.percentile(values, (50, 90, 99)).tolist())

@@ -35,7 +35,11 @@ def parse_json_object(text: str, where: str, what: str) -> dict[str, Any]:
         raise RequestError("invalid_json", f"{where}: nested too deeply")
     if not isinstance(value, dict):
         raise RequestError("invalid_row", f"{where}: {what} is a JSON object, not {json_type(value)}")
-    return _without_surrogates(value) if "\\ud" in text.lower() else value
+    if "\\ud" in text.lower():  # perhaps lone surrogates, in keys or values
+        encoded = json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass")
+        fields: dict[str, Any] = json.loads(encoded.decode("utf-16", "replace"))
+        return fields
+    return value
 
 
 def json_type(value: Any) -> str:
@@ -67,14 +71,3 @@ def _finite_float(text: str) -> float:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite_float)
-
-
-def _without_surrogates(value: Any) -> Any:
-    """Replaces lone surrogates in keys and values. The nesting of `value` must have been checked."""
-    if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if isinstance(value, list):
-        return [_without_surrogates(item) for item in value]
-    if isinstance(value, dict):
-        return {_without_surrogates(key): _without_surrogates(item) for key, item in value.items()}
-    return value

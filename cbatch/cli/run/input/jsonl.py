@@ -26,11 +26,14 @@ def parse_line(line: Line, *, is_text: bool = False, allow_unknown: bool = False
     try:
         if line.data is None:
             raise RequestError("line_too_long", f"line {line.index + 1} is longer than {MAX_LINE_BYTES >> 20} MiB")
-        text = _decode(line.data, line.index)
+        text = line.data.decode()
         if is_text:
             row.prompt = text
         else:
             _fill(row, parse_json_object(text, f"line {line.index + 1}", "a row"), allow_unknown)
+    except UnicodeDecodeError as error:
+        reason = f"line {line.index + 1}, byte {error.start + 1}: not valid UTF-8 ({error.reason})"
+        row.error = RequestError("invalid_utf8", reason)
     except RequestError as error:
         row.error = error
     return row
@@ -38,14 +41,6 @@ def parse_line(line: Line, *, is_text: bool = False, allow_unknown: bool = False
 
 def format_row(fields: dict[str, Any]) -> bytes:
     return _ENCODER.encode(fields).encode("utf-8", "replace") + b"\n"
-
-
-def _decode(data: bytes, index: int) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        message = f"line {index + 1}, byte {error.start + 1}: not valid UTF-8 ({error.reason})"
-        raise RequestError("invalid_utf8", message) from None
 
 
 def _fill(row: InputRow, fields: dict[str, Any], allow_unknown: bool) -> None:
