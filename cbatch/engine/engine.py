@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import date
 from functools import partial
@@ -12,13 +12,13 @@ from functools import partial
 from cbatch.engine.attention.registry import check_attention, check_quantize, has_fast_path, select_attention
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import RequestError
-from cbatch.engine.base.outputs import Completion, TokenEvent
+from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.units import parse_memory
 from cbatch.engine.execution.kv_cache_sizing import make_runner
 from cbatch.engine.execution.loop import EngineCore
 from cbatch.engine.execution.stats import EngineStats, StepRecord
-from cbatch.engine.generation import generate, stream
+from cbatch.engine.generation import GenerationMixin
 from cbatch.engine.models.base import Model
 from cbatch.engine.models.loader import LoadedModel, choose_device, load_model
 from cbatch.engine.models.self_check import checked_model
@@ -36,7 +36,7 @@ from cbatch.engine.text.detokenizer import NUM_CONTEXT_TOKENS, OutputDetokenizer
 from cbatch.engine.text.tokenizer import FIXED_DATE, Prompt, encode_prompt
 
 
-class Engine(AbstractContextManager["Engine"]):
+class Engine(GenerationMixin, AbstractContextManager["Engine"]):
     """A model, its paged KV cache and a scheduler.
 
     `add`, `cancel`, `step` and `close` belong to one thread; `EngineThread` serves several. Close an engine that you
@@ -267,27 +267,6 @@ class Engine(AbstractContextManager["Engine"]):
     def grow(self) -> bool:
         """Doubles the size of steps, up to the configured one; True if that is reached."""
         return self.scheduler.grow()
-
-    def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> list[Completion]:
-        """Completes all prompts side by side; returns one `Completion` for each, in order.
-
-        params: one for all prompts, one for each, or None for the model's own defaults
-
-        A prompt that cannot be served has `error` set. If several outputs are asked for (`n`), they are `choices`.
-        """
-        return generate(self, prompts, params or self.loaded.defaults)
-
-    def stream(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> Iterator[tuple[int, TokenEvent]]:
-        """Completes all prompts side by side; yields (index of the prompt, event) as tokens come.
-
-        Several outputs of a prompt differ by `event.sample_index`. A prompt without a seed gets one from its index.
-        Leaving the iteration early cancels what is unfinished.
-        """
-        return stream(self, prompts, params or self.loaded.defaults)
 
     def close(self) -> None:
         """Frees the memory of weights, KV cache and graphs, and ends the engine's threads. May be called twice.

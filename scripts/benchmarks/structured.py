@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from cbatch.engine.base.constraint import Constraint
+from cbatch.engine.base.params import Constraint
 from cbatch.engine.structured.lark import to_lark
 from cbatch.engine.structured.sandbox import LIMITS, Vocabulary
 from scripts.benchmarks.harness import Report

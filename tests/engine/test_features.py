@@ -133,7 +133,7 @@ def test_several_outputs_share_their_prompt() -> None:
         while fresh.has_work:
             for event in fresh.step():
                 assert event.request_id == request_id and event.sample_index == number
-                alone.choices[0]._take(event)
+                alone.take(event._replace(sample_index=0))
         assert alone.token_ids == one.token_ids and one.finish_reason == "length"
 
 

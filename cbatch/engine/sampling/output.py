@@ -60,17 +60,16 @@ class PendingSample:
         self._requests = requests = [chunk.request for chunk in scheduled.to_sample]
         self._constrained_rows = _constrained_rows(requests)
         self._masks = masks
-        allowed = masks.allowed if masks is not None else None
         self._sampled: SampledTokens | None = None
         self._logprobs: PendingLogprobs | None = None
         if requests:
-            processed = values = logits.values
-            argmax = logits.argmax
-            if allowed is not None or any(request.changes_logits for request in requests):
-                processed = Processors.build(requests, values.device).apply(values, allowed, self._constrained_rows)
+            values, argmax = logits
+            if masks is not None or any(request.changes_logits for request in requests):
+                allowed = masks.allowed if masks is not None else None
+                values = Processors.build(requests, values.device).apply(values, allowed, self._constrained_rows)
                 argmax = None
-            self._sampled = sample(processed, requests, argmax)
-            self._logprobs = _begin_logprobs(requests, values, self._sampled)
+            self._sampled = sample(values, requests, argmax)
+            self._logprobs = _begin_logprobs(requests, logits.values, self._sampled)
 
     @property
     def in_flight_tokens(self) -> InFlightTokens:
@@ -81,7 +80,8 @@ class PendingSample:
     def get(self) -> StepResult:
         """Waits for the results of the step."""
         token_ids, largest = self._sampled.get() if self._sampled is not None else ([], [])
-        scores = self._get_scores()
+        found_scores = iter(self._scores.get() if self._scores is not None else ())
+        scores = [[next(found_scores) for _ in chunk.to_score] for chunk in self.scheduled.to_score]
         found = iter(self._logprobs.get() if self._logprobs is not None else ())
         logprobs = [next(found) if request.params.logprobs is not None else None for request in self._requests]
         wrong = [
@@ -97,13 +97,6 @@ class PendingSample:
                 wrong[row] = None  # no token is allowed because the output is complete
         _fail_nan_scores(self.scheduled, scores, wrong)
         return StepResult([Sample(*row) for row in zip(token_ids, logprobs, wrong, strict=True)], scores)
-
-    def _get_scores(self) -> list[list[TokenLogprobs]]:
-        """One list for each chunk of the step that scores its prompt."""
-        if self._scores is None:
-            return []
-        found = iter(self._scores.get())
-        return [[next(found) for _ in chunk.to_score] for chunk in self.scheduled.to_score]
 
 
 def grammar_states(scheduled: SchedulerOutput) -> list[GrammarState]:
@@ -186,11 +179,7 @@ class PendingLogprobs:
 
 
 def _score(logits: Tensor, token_ids: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of each token [N], and the ids and log-probabilities of the likeliest tokens [N, most].
-
-    logits: [N, V]
-    """
-    logprobs = torch.log_softmax(logits.float(), dim=-1)
-    logprobs.clamp_(min=MIN_LOGPROB)
+    """Of logits [N, V]: log-probability of each token [N], ids and log-probabilities of the likeliest [N, most]."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1).clamp_(min=MIN_LOGPROB)
     top = logprobs.topk(most, dim=-1)
     return logprobs.gather(1, token_ids[:, None]).squeeze(1), top.indices, top.values

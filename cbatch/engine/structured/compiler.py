@@ -16,16 +16,14 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from cbatch.engine.base.constraint import Constraint
 from cbatch.engine.base.errors import RequestError
+from cbatch.engine.base.params import Constraint
 from cbatch.engine.structured.grammar import CompiledGrammar
 from cbatch.engine.structured.lark import constraint_error, to_lark
 from cbatch.engine.structured.sandbox import LIMITS, GrammarSandbox, Vocabulary
 from cbatch.engine.text.tokenizer import ChatTokenizer
 
 CACHE_SIZE = 128
-
-MISSING = "Structured output needs the extra: pip install 'cbatch[structured]'."
 
 
 class ConstraintCompiler:
@@ -88,7 +86,8 @@ class ConstraintCompiler:
         try:
             import llguidance
         except ImportError:
-            raise RequestError("invalid_row", MISSING) from None
+            what = "Structured output needs the extra: pip install 'cbatch[structured]'."
+            raise RequestError("invalid_row", what) from None
         try:
             known = llguidance.LLTokenizer(self._tokenizer.backend.to_str())
         except ValueError as error:

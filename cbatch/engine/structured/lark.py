@@ -6,8 +6,8 @@ import json
 import re
 from typing import Any
 
-from cbatch.engine.base.constraint import Constraint, Kind
 from cbatch.engine.base.errors import RequestError
+from cbatch.engine.base.params import Constraint, Kind
 
 MAX_SOURCE = 1 << 20
 """Most characters of a schema, a pattern, a grammar or all choices together."""

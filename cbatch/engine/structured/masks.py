@@ -43,7 +43,7 @@ class _MaskJob:
         self._lock = threading.Lock()
         self._started_at: dict[int, float] = {}
         self._waited = 0.0
-        self._next = 0
+        self._to_fill = iter(range(len(states)))
         self._num_left = len(states)
 
     def run(self) -> bool:
@@ -71,16 +71,12 @@ class _MaskJob:
                 self._close(index, f"{FAILED}the step took longer than {limit:g} s.")
         return len(stalled)
 
-    def result(self) -> TokenMasks:
-        return TokenMasks(torch.from_numpy(self.allowed), [state.error for state in self.states])
-
     def _take(self) -> int | None:
         with self._lock:
-            if self._next == len(self.states):
-                return None
-            self._next += 1
-            self._started_at[self._next - 1] = self._waited
-            return self._next - 1
+            index = next(self._to_fill, None)
+            if index is not None:
+                self._started_at[index] = self._waited
+            return index
 
     def _finish(self, index: int, row: np.ndarray, error: str | None) -> bool:
         with self._lock:
@@ -132,7 +128,7 @@ class MaskFiller:
             for _ in range(job.fail_stalled(interval, self._limit)):
                 self._num_started -= 1
                 self._put(job)
-        return job.result()
+        return TokenMasks(torch.from_numpy(job.allowed), [state.error for state in job.states])
 
     def close(self) -> None:
         """Ends the threads."""
@@ -148,6 +144,5 @@ class MaskFiller:
 
 
 def _work(jobs: queue.SimpleQueue[_MaskJob | None]) -> None:
-    while (job := jobs.get()) is not None:
-        if not job.run():
-            return  # this thread was replaced by another
+    while (job := jobs.get()) is not None and job.run():
+        pass

@@ -17,7 +17,9 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
@@ -134,41 +136,37 @@ def _serve(library_folder: str, cpu_limit: float) -> None:
 
     tokenizer = llguidance.LLTokenizer(Vocabulary([bytes([byte]) for byte in range(256)]))
     limits = llguidance.LLParserLimits(**LIMITS)
-    try:
+    make_matcher = partial(llguidance.LLMatcher, tokenizer, limits=limits, log_level=0)
+    with contextlib.suppress(OSError, ValueError):  # without these limits, time and stack are bounded nevertheless
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    except (OSError, ValueError):
-        pass  # a system without these limits; time and stack are bounded nevertheless
     threading.stack_size(STACK)
+    thread = ThreadPoolExecutor(1)
     print(READY, end="", flush=True)
     for line in sys.stdin:
-        found: list[str] = []
         signal.setitimer(signal.ITIMER_PROF, cpu_limit)  # its signal ends the process in any case
-        thread = threading.Thread(target=_check, args=(llguidance, tokenizer, limits, json.loads(line), found))
-        thread.start()
-        thread.join()
+        found = thread.submit(_check, make_matcher, json.loads(line))
+        answer = TOO_COMPLEX if found.exception() else found.result()
         signal.setitimer(signal.ITIMER_PROF, 0)
-        print(json.dumps(found[0] if found else TOO_COMPLEX), flush=True)
+        print(json.dumps(answer), flush=True)
 
 
-def _check(llguidance: Any, tokenizer: Any, limits: Any, grammar: str, found: list[str]) -> None:
-    matcher = llguidance.LLMatcher(tokenizer, grammar, limits=limits, log_level=0)
+def _check(make_matcher: Callable[[str], Any], grammar: str) -> str:
+    """What is wrong with a grammar; empty if nothing is."""
+    matcher = make_matcher(grammar)
     if matcher.is_error():
-        found.append(matcher.get_error() or TOO_COMPLEX)
-        return
+        return matcher.get_error() or TOO_COMPLEX
     choose = random.Random(0)
     for step in range(STEPS):
         mask = matcher.compute_bitmask()
         if matcher.is_error():
-            found.append(NO_MATCH if step == 0 and is_dead_end(matcher) else TOO_COMPLEX)
-            return
+            return NO_MATCH if step == 0 and is_dead_end(matcher) else TOO_COMPLEX
         allowed = [byte for byte in range(256) if mask[byte >> 3] >> (byte & 7) & 1]
         if not allowed:
             break
         if not matcher.consume_token(choose.choice(allowed)):
-            found.append(TOO_COMPLEX)
-            return
-    found.append("")
+            return TOO_COMPLEX
+    return ""
 
 
 if __name__ == "__main__":

@@ -24,9 +24,6 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Names for the reasoning of a message. Templates read the first one, those of some older models the second."""
-
 OUT_OF_MEMORY = 77
 """Exit status of the script for a template that takes more memory than it may."""
 
@@ -57,9 +54,13 @@ def render_chat(
 
 
 def _prepare(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message without keys that are None, which templates would print, and with its reasoning under both names."""
+    """The message without keys that are None, which templates would print, and with its reasoning under two names.
+
+    Templates read `reasoning_content`, those of some older models `thinking`.
+    """
     kept = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((kept[key] for key in REASONING_KEYS if key in kept), None)
+    names = ("reasoning_content", "thinking", "reasoning")
+    reasoning = next((kept[name] for name in names if name in kept), None)
     return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
 
 

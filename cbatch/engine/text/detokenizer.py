@@ -106,8 +106,7 @@ class IncrementalDetokenizer:
         return text
 
     def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
-        return text
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def _release(self, chunk: str, may_stop: bool) -> str:
         if not self._stop:

@@ -49,8 +49,6 @@ IGNORED_KEYS = frozenset(
 
 KNOWN_KEYS = IGNORED_KEYS.union(NAMED_TOKENS, LISTED_TOKENS, MUST_BE_OFF, ("added_tokens_decoder", "chat_template"))
 
-OLDER_FILES = ("special_tokens_map.json", "added_tokens.json")
-
 
 @dataclass(slots=True)
 class TextTokenizer:
@@ -121,7 +119,8 @@ def _is_known(folder: Path, settings: dict[str, Any]) -> bool:
     if not KNOWN_KEYS.issuperset(settings) or any(settings.get(key) for key in MUST_BE_OFF):
         return False
     # These older files count if the tokens are not listed; a tekken.json would take precedence over tokenizer.json.
-    older = "added_tokens_decoder" not in settings and any((folder / name).exists() for name in OLDER_FILES)
+    older_files = (folder / name for name in ("special_tokens_map.json", "added_tokens.json"))
+    older = "added_tokens_decoder" not in settings and any(path.exists() for path in older_files)
     return not older and not any(folder.glob("*tekken*.json"))
 
 

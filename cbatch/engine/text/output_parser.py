@@ -85,9 +85,9 @@ class OutputParser:
         tools:       the request's tools, as `check_tools` takes them; without any, no tool calls are looked for
         """
         reasoning, text = self._divide(text, is_thinking, is_partial=False)
-        if not tools or self.tool_call_tag is None:
-            return ParsedOutput(text, reasoning, ())
-        text, calls = extract_tool_calls(text, self.tool_call_tag, tools)
+        calls: list[ToolCall] = []
+        if tools and self.tool_call_tag is not None:
+            text, calls = extract_tool_calls(text, self.tool_call_tag, tools)
         return ParsedOutput(text, reasoning, tuple(calls))
 
     def _divide(self, text: str, is_thinking: bool, *, is_partial: bool) -> tuple[str | None, str]:

@@ -118,8 +118,7 @@ class ChatTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence of tokens."""
-        text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text
+        return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def opens_thinking(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt ends with an opening think tag, so that the output begins as reasoning."""

@@ -24,8 +24,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from cbatch.engine.base.constraint import Constraint, Kind
 from cbatch.engine.base.errors import RequestError
+from cbatch.engine.base.params import Constraint, Kind
 from cbatch.engine.models.loader import DEMO_MODEL
 from cbatch.engine.structured import compiler as compiler_module
 from cbatch.engine.structured.compiler import ConstraintCompiler
