@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable
 from typing import TextIO
 
 from cbatch.cli.chat.controller import ChatController
-from cbatch.cli.chat.session.reply import Reply
-from cbatch.cli.chat.session.session import Session
 from cbatch.cli.common.console import notice, safe
 from cbatch.cli.common.exits import ReaderGone, RunFailed
 from cbatch.cli.run.input.lines import MAX_LINE_BYTES, Line
@@ -23,17 +21,16 @@ class Pipe:
         self._output = output
         self._filter = safe if output.isatty() else str
         self._callbacks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._is_open = False
-        self._error: BaseException | None = None
 
     def run(self, controller: ChatController, lines: Iterable[Line]) -> bool:
         """Returns whether every line got a reply. Raises what kept the engine from opening, ReaderGone, RunFailed."""
-        controller.on_token = self._on_token
-        controller.client.start(self._callbacks.put, self._on_open)
-        while not self._is_open:
+        controller.on_token = lambda session, reply, text: self._write(text)
+        opened: list[BaseException | None] = []
+        controller.client.start(self._callbacks.put, opened.append)
+        while not opened:
             self._callbacks.get()()
-        if self._error is not None:
-            raise self._error
+        if opened[0] is not None:
+            raise opened[0]
         num_failures = 0
         for line in lines:
             problem = self._reply_to(controller, line)
@@ -41,12 +38,6 @@ class Pipe:
                 num_failures += 1
                 notice(f"line {line.index + 1}: {problem}")
         return not num_failures
-
-    def _on_open(self, error: BaseException | None) -> None:
-        self._is_open, self._error = True, error
-
-    def _on_token(self, session: Session, reply: Reply, text: str) -> None:
-        self._write(text)
 
     def _reply_to(self, controller: ChatController, line: Line) -> str:
         """Writes the reply to one line. Returns what went wrong; empty if nothing did."""

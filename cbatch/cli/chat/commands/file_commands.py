@@ -6,12 +6,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from cbatch.cli.chat.commands.registry import CommandContext, command, format_turn_count, require_argument
+from cbatch.cli.chat.commands.registry import CommandContext, command, format_turn_count
 from cbatch.cli.chat.session.export import append_row, to_markdown, to_row, write_markdown
 from cbatch.cli.chat.session.files import as_path, read_text
 from cbatch.cli.chat.session.prompt import takes_messages
 from cbatch.cli.chat.session.session_file import read_session
-from cbatch.cli.chat.session.store import SavedSession
+from cbatch.cli.chat.session.store import SavedSession, is_path
 from cbatch.cli.common.exits import UserError
 
 
@@ -50,7 +50,6 @@ def do_load(context: CommandContext, which: str) -> None:
 @command("export", "FILE", "file")
 def do_export(context: CommandContext, name: str) -> None:
     """write FILE.md to read, FILE.jsonl for cbatch run"""
-    require_argument(name, "/export FILE.md or /export FILE.jsonl")
     path, session = as_path(name), context.session
     engine_thread = context.controller.client.engine_thread
     if session.last is None or engine_thread is None:
@@ -86,7 +85,6 @@ def do_run(context: CommandContext, line: str) -> None:
 @command("read", "FILE", "file")
 def do_read(context: CommandContext, name: str) -> None:
     """put a file's text before the next message"""
-    require_argument(name, "/read FILE")
     text = read_text(as_path(name))
     context.session.attached.append(text)
     context.show(f"{name} ({len(text):,} characters) goes before your next message")
@@ -97,21 +95,18 @@ def _find_saved(context: CommandContext, which: str) -> Path:
     numbered = {str(number): saved.path for number, saved in enumerate(context.listed_sessions, start=1)}
     if which in numbered:
         return numbered[which]
-    refusal = None
     try:
-        path = context.store.path_of(which)
-        if path.exists():
-            return path
-    except UserError as error:
-        refusal = error
+        with suppress(UserError):  # what cannot be a file may still be a session's name
+            if (path := context.store.path_of(which)).exists():
+                return path
     except OSError as error:
         raise UserError(f"Cannot read {which[:80]}: {error.strerror}.") from error
     for saved in context.store.list_saved():
         if saved.name == which:
             return saved.path
-    if refusal is not None:
-        raise refusal
-    return path
+    if is_path(which):
+        return context.store.path_of(which)  # reading it says what is wrong
+    raise UserError(f"There is no saved session {which[:80]}; /load lists them.")
 
 
 def _saved_line(number: int, saved: SavedSession) -> str:

@@ -59,7 +59,7 @@ CommandHandler = Callable[[CommandContext, str], None]
 class Command:
     """What can be typed after a slash.
 
-    usage:    its arguments, as `/help` shows them
+    usage:    its argument, as `/help` shows it; one that does not begin with `[` must be given
     argument: what Tab completes: `session`, `file`, `saved`, `parameter`, `command`, or nothing
     """
 
@@ -93,13 +93,9 @@ def execute_command(context: CommandContext, line: str) -> None:
         context.ui.set_input(line)
         hint = f"did you mean /{close[0]}?" if close else "/help lists the commands."
         raise UserError(f"There is no command /{name[:40]}; {hint} (Begin with // to send the line to the model.)")
+    if not argument and found.usage and not found.usage.startswith("["):
+        raise UserError(f"Something is missing: /{found.name} {found.usage} ({found.description})")
     found.handler(context, argument.strip())
-
-
-def require_argument(argument: str, usage: str) -> None:
-    """Raises UserError if nothing was typed after the command."""
-    if not argument:
-        raise UserError(f"Something is missing: {usage}")
 
 
 def parse_number(text: str, low: int, high: int) -> int:

@@ -6,14 +6,7 @@ import difflib
 import json
 from typing import Any
 
-from cbatch.cli.chat.commands.registry import (
-    COMMANDS,
-    CommandContext,
-    command,
-    format_turn_count,
-    parse_number,
-    require_argument,
-)
+from cbatch.cli.chat.commands.registry import COMMANDS, CommandContext, command, format_turn_count, parse_number
 from cbatch.cli.chat.controller import RETRY_TEMPERATURE
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.common.options import RUN_ONLY_PARAMS
@@ -51,7 +44,6 @@ def do_new(context: CommandContext, name: str) -> None:
 @command("switch", "NAME|NUMBER", "session")
 def do_switch(context: CommandContext, name: str) -> None:
     """go to a session"""
-    require_argument(name, "/switch NAME or /switch NUMBER")
     context.controller.switch(context.controller.find(name))
 
 
@@ -69,7 +61,6 @@ def do_list(context: CommandContext, _: str) -> None:
 @command("rename", "NAME")
 def do_rename(context: CommandContext, name: str) -> None:
     """rename this session"""
-    require_argument(name, "/rename NAME")
     context.controller.rename(context.session, name)
 
 
@@ -90,7 +81,6 @@ def do_fork(context: CommandContext, name: str) -> None:
 @command("all", "TEXT")
 def do_all(context: CommandContext, text: str) -> None:
     """send a message to every session"""
-    require_argument(text, "/all TEXT")
     for session in list(context.controller.sessions):
         context.controller.send(session, text)
 
@@ -113,7 +103,6 @@ def do_retry(context: CommandContext, count: str) -> None:
 @command("pick", "K")
 def do_pick(context: CommandContext, number: str) -> None:
     """keep one of several replies"""
-    require_argument(number, "/pick K")
     context.controller.pick(context.session, parse_number(number, 0, 10**6))
 
 

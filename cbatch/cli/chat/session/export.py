@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.cli.chat.session.prompt import as_plain_text
-from cbatch.cli.chat.session.reply import Reply, ReplyState
+from cbatch.cli.chat.session.reply import Reply
 from cbatch.cli.chat.session.session import Session
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.common.strict_json import parse_json_object
@@ -76,7 +76,7 @@ def from_result(path: Path, index: int, prompts: Path | None, run_seed: int = 0)
     Raises UserError if there is no such row, or it is an error row.
     """
     result = _find_result(path, index)
-    reply = Reply(_text_of(result, f"row {index} of {path}"), state=_state_of(result))
+    reply = _reply_of(result, f"row {index} of {path}")
     session = Session(f"row-{index}")
     if prompts is not None:
         row = _find_row(prompts, index)
@@ -132,25 +132,18 @@ def _lines(path: Path) -> Iterator[Line]:
         raise UserError(f"Cannot read {path}: {error.strerror}.") from error
 
 
-def _text_of(result: dict[str, Any], where: str) -> str:
-    """The text in a row of output, ours or OpenAI's."""
-    error = result.get("error")
-    text = result.get("text")
+def _reply_of(result: dict[str, Any], where: str) -> Reply:
+    """The reply in a row of output, ours or OpenAI's."""
+    if isinstance(error := result.get("error"), dict):
+        raise UserError(f"{where} is an error: {error.get('message')}")
+    text, reason = result.get("text"), result.get("finish_reason")
     if isinstance(response := result.get("response"), dict):
         try:
             choice = response["body"]["choices"][0]
             text = choice["message"]["content"] if "message" in choice else choice["text"]
+            reason = choice.get("finish_reason")
         except (KeyError, IndexError, TypeError):
             text = None
-    if isinstance(error, dict):
-        raise UserError(f"{where} is an error: {error.get('message')}")
     if not isinstance(text, str):
         raise UserError(f"{where} has no text.")
-    return text
-
-
-def _state_of(result: dict[str, Any]) -> ReplyState:
-    reason = result.get("finish_reason")
-    if isinstance(response := result.get("response"), dict):
-        reason = response["body"]["choices"][0].get("finish_reason")
-    return "length" if reason == "length" else "stop"
+    return Reply(text, state="length" if reason == "length" else "stop")

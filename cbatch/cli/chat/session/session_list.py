@@ -36,6 +36,15 @@ class SessionList:
         self.current = session
         session.is_unread = False
 
+    def switch_to(self, index: int) -> None:
+        """Switches to the session with this index in the list, if there is one."""
+        if index < len(self.sessions):
+            self.switch(self.sessions[index])
+
+    def switch_by(self, offset: int) -> None:
+        """Switches to a session after or before the current one; the list wraps around."""
+        self.switch_to((self.sessions.index(self.current) + offset) % len(self.sessions))
+
     def find(self, which: str) -> Session:
         """The session of this name, or with this number in the list, from 1. Raises UserError if there is none."""
         for session in self.sessions:

@@ -27,6 +27,11 @@ HISTORY_BYTES = 2**20
 _NAME = re.compile(r"[\w][\w .+@-]{0,99}")
 
 
+def is_path(text: str) -> bool:
+    """Whether a text names a file, and not a session in the store's folder."""
+    return "/" in text or text.endswith(".json")
+
+
 def default_folder() -> Path:
     """$XDG_STATE_HOME/cbatch, by default ~/.local/state/cbatch."""
     base = os.environ.get("XDG_STATE_HOME")
@@ -80,11 +85,11 @@ class SessionStore:
         return len(self._written)
 
     def path_of(self, name: str) -> Path:
-        """Where a session is saved under this name. A name with a slash or the ending .json is a path.
+        """Where a session is saved under this name. A path may be given as well.
 
         Raises UserError if it cannot be the name of a file.
         """
-        if "/" in name or name.endswith(".json"):
+        if is_path(name):
             return as_path(name).resolve()
         if not _NAME.fullmatch(name):
             raise UserError(f"{name!r} cannot be a name; use letters, digits, blanks and .+@-_ only.")

@@ -2,90 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
 
-from prompt_toolkit.filters import Condition, has_focus, is_searching
-from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent, merge_key_bindings
-from prompt_toolkit.key_binding.key_bindings import KeyBindingsBase
+from prompt_toolkit.application import get_app
+from prompt_toolkit.filters import Condition, Filter, has_focus, is_searching
+from prompt_toolkit.key_binding import KeyBindings
 from prompt_toolkit.widgets import TextArea
 
 from cbatch.cli.chat.commands.registry import CommandUI
+from cbatch.cli.chat.session.session_list import SessionList
+from cbatch.cli.chat.tui.transcript_view import TranscriptView
 
 
-class KeyTarget(CommandUI, Protocol):
-    """What keys act on."""
+def make_key_bindings(
+    ui: CommandUI, line: TextArea, view: TranscriptView, sessions: SessionList, on_ctrl_c: Callable[[], None]
+) -> KeyBindings:
+    """The chat's own bindings, which go before those of the library. `line` is where the user types."""
+    bindings = KeyBindings()
+    buffer, typing = line.buffer, has_focus(line)
 
-    input: TextArea
+    def bind(keys: str, action: Callable[[], object], when: Filter | bool = True) -> None:
+        @bindings.add(*keys.split(), filter=when)
+        def _(event: object) -> None:
+            action()
 
-    def on_ctrl_c(self) -> None: ...
-
-    def scroll(self, pages: int) -> None: ...
-
-    def switch_by(self, offset: int) -> None: ...
-
-    def switch_to(self, index: int) -> None: ...
-
-
-def make_key_bindings(terminal: KeyTarget) -> KeyBindingsBase:
-    """The chat's own bindings, which go before those of the library."""
-    keys = KeyBindings()
-    buffer = terminal.input.buffer
-    typing = has_focus(terminal.input)
-
-    @Condition
-    def is_empty() -> bool:
-        return not buffer.text
-
-    @keys.add("enter", filter=typing)
-    def _(event: KeyPressEvent) -> None:
+    def accept() -> None:
         if buffer.complete_state and buffer.complete_state.current_completion:
             buffer.complete_state = None
         else:
             buffer.validate_and_handle()
 
-    @keys.add("escape", "enter", filter=typing)
-    def _(event: KeyPressEvent) -> None:
-        buffer.insert_text("\n")
-
-    @keys.add("c-c", filter=~is_searching)
-    def _(event: KeyPressEvent) -> None:
-        terminal.on_ctrl_c()
-
-    @keys.add("c-d", filter=typing & is_empty)
-    def _(event: KeyPressEvent) -> None:
-        terminal.exit()
-
-    @keys.add("c-z")
-    def _(event: KeyPressEvent) -> None:
-        event.app.suspend_to_background()
-
-    @keys.add("c-x", "c-e", filter=typing)
-    def _(event: KeyPressEvent) -> None:
-        terminal.open_editor(buffer.text, terminal.set_input)
-
-    return merge_key_bindings([keys, _navigation_bindings(terminal)])
-
-
-def _navigation_bindings(terminal: KeyTarget) -> KeyBindings:
-    """Keys that scroll or switch sessions."""
-    keys = KeyBindings()
-
-    for key, pages in (("pageup", -1), ("pagedown", 1)):
-
-        @keys.add(key)
-        def _(event: KeyPressEvent, pages: int = pages) -> None:
-            terminal.scroll(pages)
-
-    for key, offset in (("c-left", -1), ("c-right", 1)):
-
-        @keys.add(key)
-        def _(event: KeyPressEvent, offset: int = offset) -> None:
-            terminal.switch_by(offset)
-
+    bind("enter", accept, typing)
+    bind("escape enter", lambda: buffer.insert_text("\n"), typing)
+    bind("c-c", on_ctrl_c, ~is_searching)
+    bind("c-d", ui.exit, typing & Condition(lambda: not buffer.text))
+    bind("c-z", lambda: get_app().suspend_to_background())
+    bind("c-x c-e", lambda: ui.open_editor(buffer.text, ui.set_input), typing)
+    bind("pageup", lambda: view.scroll(-1))
+    bind("pagedown", lambda: view.scroll(1))
+    bind("c-left", lambda: sessions.switch_by(-1))
+    bind("c-right", lambda: sessions.switch_by(1))
     for index in range(9):
-
-        @keys.add("escape", str(index + 1))
-        def _(event: KeyPressEvent, index: int = index) -> None:
-            terminal.switch_to(index)
-
-    return keys
+        bind(f"escape {index + 1}", partial(sessions.switch_to, index))
+    return bindings

@@ -97,6 +97,7 @@ def wrap(
 ) -> list[StyledLine]:
     """Breaks one line into lines that fit; all but the first are indented by `hanging_indent`."""
     hanging_indent = hanging_indent if hanging_indent <= width // 2 else 0
+    indent: StyledLine = [("", " " * hanging_indent)] if hanging_indent else []
     lines: list[StyledLine] = [[]]
     used = 0
     for style, piece in _pieces(fragments, by_word):
@@ -104,18 +105,14 @@ def wrap(
         if used + size > width and (used > hanging_indent or len(lines) == 1) and size <= width - hanging_indent:
             if piece.isspace() and by_word:
                 continue  # invisible at the end of a line
-            lines.append([("", " " * hanging_indent)] if hanging_indent else [])
+            lines.append([*indent])
             used = hanging_indent
-        if used + size <= width:
-            _append(lines[-1], style, piece)
-            used += size
-            continue
-        for character in piece:  # the piece is longer than a line
-            size = get_cwidth(character)
+        for part in [piece] if used + size <= width else piece:  # one that is longer than a line breaks anywhere
+            size = get_cwidth(part)
             if used + size > width and used > 0:
-                lines.append([("", " " * hanging_indent)] if hanging_indent else [])
+                lines.append([*indent])
                 used = hanging_indent
-            _append(lines[-1], style, character)
+            _append(lines[-1], style, part)
             used += size
     return lines
 

@@ -90,7 +90,7 @@ class Terminal:
         self._undrawn_token_times: list[float] = []
         self._app: Application[None] | None = None
         search = SearchToolbar()
-        self.input = TextArea(
+        self._input = TextArea(
             multiline=True,
             wrap_lines=True,
             height=Dimension(min=1, max=8),
@@ -105,9 +105,9 @@ class Terminal:
         )
         self._view = TranscriptView(controller)
         bar = Window(FormattedTextControl(self._bar), height=1, style="class:bar")
-        rows = HSplit([Window(self._view, wrap_lines=False), bar, self.input, search])
+        rows = HSplit([Window(self._view, wrap_lines=False), bar, self._input, search])
         menu = Float(CompletionsMenu(max_height=8, scroll_offset=1), xcursor=True, ycursor=True)
-        self._layout = Layout(FloatContainer(rows, [menu]), focused_element=self.input)
+        self._layout = Layout(FloatContainer(rows, [menu]), focused_element=self._input)
 
     def run(self) -> None:
         """Returns when the user leaves. Raises Interrupted after a signal, and what kept the engine from opening."""
@@ -145,11 +145,8 @@ class Terminal:
             self._app.exit()
 
     def set_input(self, text: str) -> None:
-        text = safe(text)
-        document = Document(text, len(text))
-        asyncio.get_running_loop().call_soon(
-            self.input.buffer.set_document, document
-        )  # after `_accept` has cleared the line
+        # Later, because the library clears the line after `_accept`.
+        asyncio.get_running_loop().call_soon(self._input.buffer.set_document, Document(safe(text)))
 
     def open_editor(self, text: str, then: Callable[[str], None]) -> None:
         app = self._app
@@ -166,30 +163,17 @@ class Terminal:
 
         app.create_background_task(run())
 
-    def on_ctrl_c(self) -> None:
+    def _on_ctrl_c(self) -> None:
         """Stops the reply; if there is none, clears the input; if that is empty, says how to leave."""
         session = self.controller.current
         if self.controller.stop(session):
             return
-        if self.input.text:
-            self.input.buffer.reset()
+        if self._input.text:
+            self._input.buffer.reset()
             return
         last = session.items[-1] if session.items else None
         if not isinstance(last, Notice) or last.text != LEAVING:
             session.add_notice(LEAVING)
-
-    def switch_to(self, index: int) -> None:
-        """Switches to a session by its index in the list, if there is one."""
-        if index < len(self.controller.sessions):
-            self.controller.switch(self.controller.sessions[index])
-
-    def switch_by(self, offset: int) -> None:
-        """Switches to a session after or before the current one; the list wraps around."""
-        index = self.controller.sessions.index(self.controller.current) + offset
-        self.switch_to(index % len(self.controller.sessions))
-
-    def scroll(self, pages: int) -> None:
-        self._view.scroll(pages)
 
     def _make_app(self, terminal: TextIO) -> Application[None]:
         self._tty = terminal
@@ -199,7 +183,7 @@ class Terminal:
         output.write = lambda data: write(without_bidi(data))  # type: ignore[method-assign]
         app: Application[None] = Application(
             layout=self._layout,
-            key_bindings=make_key_bindings(self),
+            key_bindings=make_key_bindings(self, self._input, self._view, self.controller, self._on_ctrl_c),
             style=STYLE,
             full_screen=True,
             min_redraw_interval=REDRAW_SECONDS,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,24 +18,15 @@ MIN_COLUMN = 24
 
 GAP = 3
 
-
 wrap_plain = lru_cache(maxsize=512)(markup.wrap_plain)
 """Cached, because a long message is drawn again with every token of its reply."""
 
 
-@dataclass(frozen=True, slots=True)
-class CachedLines:
-    """Lines of an item, and the state of the item that they show."""
-
-    state: Any
-    lines: list[StyledLine]
-
-
 class Transcript:
-    """Lays out sessions and caches the lines."""
+    """Lays out sessions and caches the lines, each item's with the state that they show."""
 
     def __init__(self) -> None:
-        self._items: WeakKeyDictionary[Turn | Notice, CachedLines] = WeakKeyDictionary()
+        self._items: WeakKeyDictionary[Turn | Notice, tuple[object, list[StyledLine]]] = WeakKeyDictionary()
         self._layouts: WeakKeyDictionary[Reply, tuple[int, TextLayout, TextLayout]] = WeakKeyDictionary()
 
     def chunks(self, session: Session, width: int) -> list[list[StyledLine]]:
@@ -57,11 +48,11 @@ class Transcript:
 
     def _item(self, item: Turn | Notice, width: int) -> list[StyledLine]:
         state = (width, *_state_of(item))
-        cached = self._items.get(item)
-        if cached is None or cached.state != state:
+        shown_state, lines = self._items.get(item, (None, []))
+        if shown_state != state:
             lines = self._turn(item, width) if isinstance(item, Turn) else _notice_lines(item, width)
-            cached = self._items[item] = CachedLines(state, lines)
-        return cached.lines
+            self._items[item] = state, lines
+        return lines
 
     def _turn(self, turn: Turn, width: int) -> list[StyledLine]:
         lines = [*wrap_plain(turn.text, width, "class:user", first="> ", rest="  "), []]
@@ -101,16 +92,7 @@ def visible_lines(chunks: list[list[StyledLine]], height: int, top: int | None) 
     total = sum(map(len, chunks))
     end = max(total - height, 0)
     start = end if top is None else max(0, min(top, end))
-    lines: list[StyledLine] = []
-    skip = start
-    for chunk in chunks:
-        if skip >= len(chunk):
-            skip -= len(chunk)
-            continue
-        lines += chunk[skip : skip + height - len(lines)]
-        skip = 0
-        if len(lines) >= height:
-            break
+    lines = list(islice(chain.from_iterable(chunks), start, start + height))
     return lines, start, total - start - len(lines)
 
 
