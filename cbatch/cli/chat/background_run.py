@@ -94,18 +94,10 @@ class BackgroundRun:
         from cbatch.cli.run.stats import RunStats
 
         stats = RunStats()
-        with stats_file(options, stats):
-            source = open_input(options)
-            with source, open_output(options, source) as output:
-                run_batch(
-                    engine_thread,
-                    options,
-                    source,
-                    output,
-                    stats,
-                    progress=self._display,
-                    while_running=self._running,
-                )
+        with stats_file(options, stats), open_input(options) as source, open_output(options, source) as output:
+            run_batch(
+                engine_thread, options, source, output, stats, progress=self._display, while_running=self._running
+            )
         notice(f"/run {options.input} is done; the output is in {options.output}")
 
     @contextmanager

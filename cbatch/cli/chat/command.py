@@ -15,21 +15,15 @@ import click
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.common.loading import open_engine
-from cbatch.cli.common.options import (
-    SamplingOptions,
-    engine_options,
-    make_options,
-    model_options,
-    sampling_options,
-    trace_option,
-)
+from cbatch.cli.common.options import engine_options, make_options, model_options, sampling_options, trace_option
 from cbatch.cli.common.tracing import tracing
-from cbatch.engine import EngineConfig, with_overrides
+from cbatch.engine import with_overrides
 
 if TYPE_CHECKING:
     from cbatch.cli.chat.controller import ChatController
     from cbatch.cli.chat.session.store import SessionStore
-    from cbatch.engine import StepTracer
+    from cbatch.cli.common.options import SamplingOptions
+    from cbatch.engine import EngineConfig, StepTracer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +89,7 @@ def _run_in_terminal(options: ChatOptions, trace: StepTracer | None) -> Literal[
     controller = _make_controller(options, store if keeps else None, trace)
     controller.current.add_notice(WELCOME)
     try:
-        Terminal(controller, store, InputHistory(store) if keeps else InMemoryHistory()).run()
+        Terminal(controller, store, InputHistory(store.folder) if keeps else InMemoryHistory()).run()
     finally:
         controller.client.close()
         if store.save_error:
@@ -124,10 +118,7 @@ def _make_controller(options: ChatOptions, store: SessionStore | None, trace: St
     from cbatch.cli.chat.engine_client import EngineClient
     from cbatch.cli.chat.session.export import from_result
 
-    sampling, opened = options.sampling, None
-    if options.source is not None and options.index is not None:
-        prompts = Path(options.prompts) if options.prompts is not None else None
-        opened = from_result(Path(options.source), options.index, prompts, sampling.seed)
+    sampling = options.sampling
     load = partial(open_engine, options.engine, quiet=options.quiet, verbose=options.verbose)
     controller = ChatController(
         EngineClient(load, trace),
@@ -137,7 +128,9 @@ def _make_controller(options: ChatOptions, store: SessionStore | None, trace: St
         auto_trim=options.auto_trim,
         store=store,
     )
-    if opened is not None:
+    if options.source is not None and options.index is not None:
+        prompts = Path(options.prompts) if options.prompts is not None else None
+        opened = from_result(Path(options.source), options.index, prompts, sampling.seed)
         opened.params = with_overrides(opened.params, sampling.params)
         opened.system = opened.system or sampling.system
         empty = controller.current

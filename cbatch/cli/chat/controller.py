@@ -18,8 +18,6 @@ from cbatch.engine import TokenEvent, derive_seed
 RETRY_TEMPERATURE = 0.7
 """Used for a retry in a greedy session, which would give the same reply again."""
 
-TokenCallback = Callable[[Session, Reply, str], None]
-
 
 class ChatController(SessionList):
     """Opens and closes sessions, requests replies to their messages, and saves them.
@@ -47,7 +45,7 @@ class ChatController(SessionList):
         self.client = client
         self.store = store
         self._system, self._params, self._seed, self._auto_trim = system, params or {}, seed, auto_trim
-        self.on_token: TokenCallback = lambda session, reply, text: None
+        self.on_token: Callable[[Session, Reply, str], None] = lambda session, reply, text: None
         """Called for every token, after it became part of its reply, with the new visible text."""
         self._requests: dict[Reply, ReplyRequest] = {}
         self.new_session("main")
@@ -237,8 +235,7 @@ class ChatController(SessionList):
         reply.begin(time.monotonic())
         request = ReplyRequest(
             system_messages=session.system_messages,
-            history=session.history_before(turn),
-            question={"role": "user", "content": turn.text},
+            message_groups=session.message_groups(turn),
             params=reply.params,
             seed=reply.seed,
             reply_prefix=reply.generated,

@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from cbatch.cli.chat.session.prompt import encode
@@ -46,7 +47,7 @@ class EncodedPrompt:
 class ReplyRequest:
     """A request for one reply: the conversation, how to sample, and whom to tell.
 
-    system_messages, history, question: messages that stay, earlier turns, and the message to reply to
+    message_groups: from `Session.message_groups`; all but the last may be dropped
     params:       sampling parameters that differ from the model's defaults
     reply_prefix: the beginning of the reply, if it is continued
     may_trim:     whether the oldest turns may be dropped if the context is too small
@@ -56,8 +57,7 @@ class ReplyRequest:
     """
 
     system_messages: list[Message]
-    history: list[list[Message]]
-    question: Message
+    message_groups: list[list[Message]]
     params: dict[str, Any]
     seed: int
     reply_prefix: str
@@ -70,8 +70,7 @@ class ReplyRequest:
 
     def messages(self, num_dropped: int) -> list[Message]:
         """The conversation without its oldest turns."""
-        history = (message for group in self.history[num_dropped:] for message in group)
-        return [*self.system_messages, *history, self.question]
+        return [*self.system_messages, *chain.from_iterable(self.message_groups[num_dropped:])]
 
 
 class EngineClient:
@@ -183,8 +182,9 @@ class EngineClient:
             return encode(engine, request.messages(num_dropped), request.reply_prefix)
 
         num_dropped, prompt_ids = 0, encoded(0)
-        if request.may_trim and request.history and not _fits(engine, prompt_ids, params):
-            counts = range(1, len(request.history))
+        num_droppable = len(request.message_groups) - 1
+        if request.may_trim and num_droppable and not _fits(engine, prompt_ids, params):
+            counts = range(1, num_droppable)
             num_dropped = 1 + bisect_left(counts, True, key=lambda count: _fits(engine, encoded(count), params))
             prompt_ids = encoded(num_dropped)
         engine.max_new_tokens(prompt_ids, params)

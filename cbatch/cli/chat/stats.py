@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import asdict
 
 from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.chat.session.reply import Reply
 from cbatch.cli.common.loading import describe
+from cbatch.cli.common.percentiles import Percentiles
 
 SPEED_SECONDS = 3.0
 """Time over which the speed is measured."""
@@ -19,8 +21,10 @@ class ChatStats:
     def __init__(self, controller: ChatController) -> None:
         self._controller = controller
         self._counts: deque[tuple[float, int]] = deque()
-        self._first_tokens: deque[float] = deque(maxlen=1000)
-        self._delays: deque[float] = deque(maxlen=10_000)
+        self.first_tokens: deque[float] = deque(maxlen=1000)
+        """Seconds from a message to the first token of its reply."""
+        self.delays: deque[float] = deque(maxlen=10_000)
+        """Seconds from a token in the engine to its text on the screen."""
         self.loading = "loading the model"
         """How far loading is; shown until the engine is ready."""
 
@@ -30,14 +34,6 @@ class ChatStats:
             self._counts.append((now, engine_thread.num_tokens))
             while now - self._counts[0][0] > SPEED_SECONDS:
                 self._counts.popleft()
-
-    def count_first_token(self, seconds: float) -> None:
-        """Records the time from a message to the first token of its reply."""
-        self._first_tokens.append(seconds)
-
-    def count_delay(self, seconds: float) -> None:
-        """Records the time from a token in the engine to its text on the screen."""
-        self._delays.append(seconds)
 
     @property
     def tokens_per_s(self) -> float:
@@ -68,10 +64,10 @@ class ChatStats:
         last = self._controller.current.last
         if last is not None and last.reply is not None and last.reply.first_token_at is not None:
             lines.append(f"last reply here: {_timing(last.reply)}")
-        if self._first_tokens:
-            lines.append(f"time to first token: {_percentiles(self._first_tokens)}")
-        if self._delays:
-            lines.append(f"from engine to screen: {_percentiles(self._delays)}, over {len(self._delays):,} tokens")
+        if self.first_tokens:
+            lines.append(f"time to first token: {_percentiles(self.first_tokens)}")
+        if self.delays:
+            lines.append(f"from engine to screen: {_percentiles(self.delays)}, over {len(self.delays):,} tokens")
         return lines
 
 
@@ -86,6 +82,4 @@ def _timing(reply: Reply) -> str:
 
 
 def _percentiles(seconds: deque[float]) -> str:
-    ordered = sorted(seconds)
-    ranks = ((rank, ordered[min(len(ordered) * rank // 100, len(ordered) - 1)]) for rank in (50, 90, 99))
-    return ", ".join(f"p{rank} {1000 * value:,.0f} ms" for rank, value in ranks)
+    return ", ".join(f"{name} {1000 * value:,.0f} ms" for name, value in asdict(Percentiles.of(seconds)).items())

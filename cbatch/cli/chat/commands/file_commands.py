@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from cbatch.cli.chat.commands.registry import CommandContext, command, format_turn_count
-from cbatch.cli.chat.session.export import append_row, to_markdown, to_row, write_markdown
+from cbatch.cli.chat.session.export import append_row, to_markdown, to_row
 from cbatch.cli.chat.session.files import as_path, read_text
 from cbatch.cli.chat.session.prompt import takes_messages
 from cbatch.cli.chat.session.session_file import read_session
@@ -19,7 +19,7 @@ from cbatch.cli.common.exits import UserError
 def do_save(context: CommandContext, name: str) -> None:
     """save this session under a name"""
     path = context.store.save_as(context.session, name or context.session.name)
-    if path.parent == context.store.sessions_folder.resolve() and path.stem != context.session.name:
+    if path.parent == context.store.sessions_folder and path.stem != context.session.name:
         with suppress(UserError):  # it is more than one word, or another session's name
             context.controller.rename(context.session, path.stem)
             context.store.save_as(context.session, str(path))
@@ -54,16 +54,18 @@ def do_export(context: CommandContext, name: str) -> None:
     engine_thread = context.controller.client.engine_thread
     if session.last is None or engine_thread is None:
         raise UserError("There is no message yet." if session.last is None else "The model is still loading.")
-    if path.suffix == ".md":
-        write_markdown(path, to_markdown(session, engine_thread.engine.loaded.name))
-    elif path.suffix == ".jsonl":
-        reply = session.last.reply
-        params = context.controller.client.params(reply.params if reply else {})
-        engine = engine_thread.engine
-        row = to_row(session, params, engine.limits.max_model_len, as_messages=takes_messages(engine))
-        append_row(path, row)
-    else:
-        raise UserError(f"{name} must end in .md or .jsonl.")
+    engine, reply = engine_thread.engine, session.last.reply
+    try:
+        if path.suffix == ".md":
+            with path.open("x", encoding="utf-8", errors="replace") as file:
+                file.write(to_markdown(session, engine.loaded.name))
+        elif path.suffix == ".jsonl":
+            params = context.controller.client.params(reply.params if reply else {})
+            append_row(path, to_row(session, params, engine.limits.max_model_len, as_messages=takes_messages(engine)))
+        else:
+            raise UserError(f"{name} must end in .md or .jsonl.")
+    except OSError as error:
+        raise UserError(f"Cannot write {path}: {error.strerror}.") from error
     context.show(f"written to {path}")
 
 

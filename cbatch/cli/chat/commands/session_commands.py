@@ -93,11 +93,8 @@ def do_retry(context: CommandContext, count: str) -> None:
     if context.controller.is_greedy(context.session):
         context.show(f"sampled at temperature {RETRY_TEMPERATURE}; this session is greedy and would repeat itself")
     before = context.session.last.fallback if context.session.last is not None else 0
-    if number > 1:
-        last = first + number - 1
-        context.show(f"/pick K keeps reply K ({first} to {last}); /pick {before} goes back to the previous reply")
-    else:
-        context.show(f"/pick {before} goes back to the previous reply")
+    choice = f"/pick K keeps reply K ({first} to {first + number - 1}); " if number > 1 else ""
+    context.show(f"{choice}/pick {before} goes back to the previous reply")
 
 
 @command("pick", "K")

@@ -42,29 +42,17 @@ def to_row(session: Session, params: SamplingParams, context: int, *, as_message
     assert turn is not None
     reply, messages = turn.reply or Reply(), session.messages(turn)
     asked = {"messages": messages} if as_messages else {"prompt": as_plain_text(messages), "raw": True}
-    limit = {"max_tokens": params.max_tokens or context}
-    return {"id": session.name, **asked, **reply.params, **limit, "seed": reply.seed}
-
-
-def write_markdown(path: Path, text: str) -> None:
-    """Writes a new file. Raises UserError if it exists already or cannot be written."""
-    try:
-        with path.open("x", encoding="utf-8", errors="replace") as file:
-            file.write(text)
-    except OSError as error:
-        raise UserError(f"Cannot write {path}: {error.strerror}.") from error
+    max_tokens = params.max_tokens or context
+    return {"id": session.name, **asked, **reply.params, "max_tokens": max_tokens, "seed": reply.seed}
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:
-    """Adds a row to a JSONL file, which may be new. Raises UserError if that is not possible."""
-    try:
-        with path.open("ab+") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(size - 1, 0))
-            starts_line = file.read(1) in (b"", b"\n")
-            file.write((b"" if starts_line else b"\n") + format_row(row))
-    except OSError as error:
-        raise UserError(f"Cannot write {path}: {error.strerror}.") from error
+    """Adds a row to a JSONL file, which may be new, or whose last line may not end yet."""
+    with path.open("ab+") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - 1, 0))
+        starts_line = file.read(1) in (b"", b"\n")
+        file.write((b"" if starts_line else b"\n") + format_row(row))
 
 
 def from_result(path: Path, index: int, prompts: Path | None, run_seed: int = 0) -> Session:

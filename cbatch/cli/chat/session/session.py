@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from cbatch.cli.chat.session.reply import UNANSWERED_REMARK, Reply
@@ -127,16 +128,16 @@ class Session:
     def add_notice(self, text: str, *, is_error: bool = False) -> None:
         self.items.append(Notice(text, is_error))
 
-    def history_before(self, turn: Turn) -> list[list[Message]]:
-        """The messages before a turn that the model is shown: the prelude, then one list for each turn."""
+    def message_groups(self, turn: Turn) -> list[list[Message]]:
+        """What the model is shown up to the message of a turn: the prelude, each earlier turn, and the message."""
         turns = self.turns
         groups = [earlier.messages() for earlier in turns[: turns.index(turn)]]
-        return (([self.prelude] if self.prelude else []) + groups)[self.dropped :]
+        history = ([self.prelude] if self.prelude else []) + groups
+        return [*history[self.dropped :], [_message("user", turn.text)]]
 
     def messages(self, turn: Turn) -> list[Message]:
         """The conversation up to and with the message of a turn."""
-        history = [message for group in self.history_before(turn) for message in group]
-        return [*self.system_messages, *history, _message("user", turn.text)]
+        return [*self.system_messages, *chain.from_iterable(self.message_groups(turn))]
 
     def drop(self, count: int) -> int:
         """Drops oldest turns until `count` are dropped, but never the last turn. Returns how many were added."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 from cbatch.cli.chat.session.session import Session
 from cbatch.cli.common.console import safe
 from cbatch.cli.common.exits import UserError
@@ -58,10 +60,7 @@ class SessionList:
         """Checks a name for a session, or makes one up for None. Raises UserError if it is taken or cannot be one."""
         taken = {session.name for session in self.sessions}
         if name is None:
-            number = self._num_opened + 1
-            while f"s{number}" in taken:
-                number += 1
-            return f"s{number}"
+            return next(name for n in count(self._num_opened + 1) if (name := f"s{n}") not in taken)
         if name in taken:
             raise UserError(f"There is a session {name} already.")
         if not _is_name(name):

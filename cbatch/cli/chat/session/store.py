@@ -62,7 +62,7 @@ class SessionStore:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.sessions_folder = folder, Path(os.path.realpath(folder / "sessions"))
         self.save_error = ""
         self._run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self._has_conflict = False
@@ -70,14 +70,6 @@ class SessionStore:
         self._written: set[Path] = set()
         self._known_versions: dict[Path, tuple[int, int] | None] = {}
         self._writer = ThreadPoolExecutor(1, "cbatch-store")
-
-    @property
-    def sessions_folder(self) -> Path:
-        return self.folder / "sessions"
-
-    @property
-    def history_path(self) -> Path:
-        return self.folder / "history.jsonl"
 
     @property
     def num_written(self) -> int:
@@ -93,7 +85,7 @@ class SessionStore:
             return as_path(name).resolve()
         if not _NAME.fullmatch(name):
             raise UserError(f"{name!r} cannot be a name; use letters, digits, blanks and .+@-_ only.")
-        return self.sessions_folder.resolve() / f"{name}.json"
+        return self.sessions_folder / f"{name}.json"
 
     def saved_path(self, session: Session) -> Path | None:
         """The file that a session is saved to, once it has one."""
@@ -122,7 +114,7 @@ class SessionStore:
 
     def save_later(self, session: Session) -> None:
         """Has a session saved soon, as it is now, to the file it has. What goes wrong is told by `save_error`."""
-        own = self.sessions_folder.resolve() / f"{self._run_id}-{session.number}.json"
+        own = self.sessions_folder / f"{self._run_id}-{session.number}.json"
         path = self._paths.setdefault(session.number, own)
         self._writer.submit(self._try_to_write, session.number, path, own, to_json(session))
 
@@ -163,7 +155,7 @@ class SessionStore:
             self.save_error = f"This session cannot be saved: {path}: {error.strerror}."
 
     def _write(self, path: Path, fields: dict[str, Any]) -> None:
-        if path.parent == self.sessions_folder.resolve():
+        if path.parent == self.sessions_folder:
             make_private(self.folder)
             make_private(path.parent)
         write_private(path, json.dumps(fields, ensure_ascii=False, indent=1))
@@ -174,14 +166,14 @@ class SessionStore:
 class InputHistory(History):
     """What was typed, one JSON string per line. Several chats may append to it at the same time."""
 
-    def __init__(self, store: SessionStore) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
-        self._store = store
+        self._path = folder / "history.jsonl"
 
     def load_history_strings(self) -> Iterable[str]:
         """The lines, newest first."""
         try:
-            with self._store.history_path.open("rb") as file:
+            with self._path.open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - HISTORY_BYTES))
                 lines = file.read().splitlines()
         except OSError:
@@ -194,14 +186,11 @@ class InputHistory(History):
 
     def store_string(self, string: str) -> None:
         with suppress(OSError):  # a full disk must not cost the user what was typed
-            make_private(self._store.folder)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            fd = os.open(self._store.history_path, flags, 0o600)
-            try:
-                os.fchmod(fd, 0o600)
-                os.write(fd, json.dumps(string).encode() + b"\n")
-            finally:
-                os.close(fd)
+            make_private(self._path.parent)
+            self._path.touch(0o600)
+            self._path.chmod(0o600)
+            with self._path.open("ab", 0) as file:  # unbuffered: the line of each chat stays whole
+                file.write(json.dumps(string).encode() + b"\n")
 
 
 def _file_version(path: Path) -> tuple[int, int] | None:

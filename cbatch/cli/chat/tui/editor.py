@@ -23,7 +23,16 @@ class Editor:
         """Returns the text after the user edited it in $VISUAL or $EDITOR. Raises UserError if the editor fails."""
         name = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
         try:
-            return self._edit(shlex.split(name), text, terminal)
+            command = shlex.split(name)
+            with tempfile.TemporaryDirectory(prefix="cbatch-") as folder:  # 0700
+                path = Path(folder, "message.md")
+                path.write_text(text, encoding="utf-8", errors="replace")
+                self._process = subprocess.Popen([*command, path], stdin=sys.stdin, stdout=terminal, stderr=terminal)
+                code = self._process.wait()
+                self._process = None
+                if code != 0:
+                    raise UserError(f"The editor {command[0]} ended with an error; nothing was changed.")
+                return path.read_text(encoding="utf-8")
         except OSError as error:
             raise UserError(f"Cannot open the editor {name}: {error.strerror}; set $EDITOR to another one.") from error
         except UnicodeDecodeError as error:
@@ -39,17 +48,3 @@ class Editor:
         """Terminates the editor if one is open, so that nobody has to wait for it."""
         if (process := self._process) is not None:
             process.terminate()
-
-    def _edit(self, command: list[str], text: str, terminal: TextIO) -> str:
-        fd, name = tempfile.mkstemp(prefix="cbatch-", suffix=".md")  # 0600
-        try:
-            with os.fdopen(fd, "w", encoding="utf-8", errors="replace") as file:
-                file.write(text)
-            self._process = subprocess.Popen([*command, name], stdin=sys.stdin, stdout=terminal, stderr=terminal)
-            code = self._process.wait()
-            self._process = None
-            if code != 0:
-                raise UserError(f"The editor {command[0]} ended with an error; nothing was changed.")
-            return Path(name).read_text(encoding="utf-8")
-        finally:
-            Path(name).unlink(missing_ok=True)

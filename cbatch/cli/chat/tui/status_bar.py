@@ -20,9 +20,7 @@ class StatusBar:
 
     def render(self, width: int) -> list[Fragment]:
         """The bar for a screen of `width` cells."""
-        right = self._engine()
-        if get_cwidth(right) > width // 2:
-            right = _cut(right, width // 2)
+        right = _cut(self._engine(), width // 2)
         left = self._sessions(width - get_cwidth(right) - 1)
         used = sum(get_cwidth(text) for _, text in left)
         return [*left, ("class:bar", " " * max(width - used - get_cwidth(right), 0)), ("class:bar", right)]

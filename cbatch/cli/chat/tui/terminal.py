@@ -7,7 +7,8 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TextIO
 
@@ -17,10 +18,8 @@ from prompt_toolkit.buffer import Buffer
 from prompt_toolkit.document import Document
 from prompt_toolkit.formatted_text import StyleAndTextTuples
 from prompt_toolkit.history import History
-from prompt_toolkit.layout import Float, FloatContainer, HSplit, Layout, Window
-from prompt_toolkit.layout.controls import FormattedTextControl
+from prompt_toolkit.layout import CompletionsMenu, Float, FloatContainer, FormattedTextControl, HSplit, Layout, Window
 from prompt_toolkit.layout.dimension import Dimension
-from prompt_toolkit.layout.menus import CompletionsMenu
 from prompt_toolkit.output import create_output
 from prompt_toolkit.styles import Style
 from prompt_toolkit.widgets import SearchToolbar, TextArea
@@ -136,7 +135,7 @@ class Terminal:
     def _on_token(self, session: Session, reply: Reply, text: str) -> None:
         """Notes when a token came; `_after_render` measures how long it took to the screen."""
         if reply.num_tokens == 1:
-            self.stats.count_first_token(reply.last_token_at - reply.requested_at)
+            self.stats.first_tokens.append(reply.last_token_at - reply.requested_at)
         if session is self.controller.current and text:
             self._undrawn_token_times.append(reply.last_token_at)
 
@@ -153,13 +152,13 @@ class Terminal:
         assert app is not None
 
         async def run() -> None:
-            changed: list[str] = []
             async with in_terminal():
                 editing = asyncio.get_running_loop().run_in_executor(None, self._editor.edit, text, self._tty)
                 await asyncio.wait([editing])
-            self._show_errors(lambda: changed.append(editing.result().rstrip("\n")))
-            if changed and changed[0].strip() and changed[0] != text.rstrip("\n"):
-                self._show_errors(lambda: then(changed[0]))
+            with self._showing_errors():
+                changed = editing.result().rstrip("\n")
+                if changed.strip() and changed != text.rstrip("\n"):
+                    then(changed)
 
         app.create_background_task(run())
 
@@ -231,8 +230,7 @@ class Terminal:
             self._is_loading = True
             self.controller.client.start(self._callbacks.put, self._on_open)
         now = time.monotonic()
-        for when in self._undrawn_token_times:
-            self.stats.count_delay(now - when)
+        self.stats.delays.extend(now - when for when in self._undrawn_token_times)
         self._undrawn_token_times.clear()
 
     def _before_render(self) -> None:
@@ -264,16 +262,18 @@ class Terminal:
         """Carries out what was typed. Returns False, which has the library clear the input line."""
         self._view.follow()
         text = buffer.text.encode("utf-8", "replace").decode().strip()
-        if text.startswith("/") and not text.startswith("//"):
-            self._show_errors(lambda: execute_command(self._context, text))
-        elif text:
-            self._show_errors(lambda: self.controller.send(self.controller.current, text.removeprefix("/")))
+        with self._showing_errors():
+            if text.startswith("/") and not text.startswith("//"):
+                execute_command(self._context, text)
+            elif text:
+                self.controller.send(self.controller.current, text.removeprefix("/"))
         return False
 
-    def _show_errors(self, action: Callable[[], object]) -> None:
-        """Runs an action, and shows what it raises as a notice."""
+    @contextmanager
+    def _showing_errors(self) -> Iterator[None]:
+        """Shows what the block raises as a notice."""
         try:
-            action()
+            yield
         except CbatchError as error:
             self.controller.current.add_notice(str(error), is_error=True)
         except Exception as error:  # a bug must not cost the conversations

@@ -31,7 +31,10 @@ class Transcript:
 
     def chunks(self, session: Session, width: int) -> list[list[StyledLine]]:
         """All lines of a session, item by item."""
-        chunks = [_message_lines(message, width) for message in session.prelude]
+        chunks: list[list[StyledLine]] = []
+        for message in session.prelude:
+            role = f"{safe(message['role'])}: "
+            chunks.append([*wrap_plain(message["content"], width, "class:note", first=role, rest="  "), []])
         unit = int(bool(session.prelude))
         before: Turn | Notice | None = None
         for item in session.items:
@@ -50,7 +53,11 @@ class Transcript:
         state = (width, *_state_of(item))
         shown_state, lines = self._items.get(item, (None, []))
         if shown_state != state:
-            lines = self._turn(item, width) if isinstance(item, Turn) else _notice_lines(item, width)
+            if isinstance(item, Turn):
+                lines = self._turn(item, width)
+            else:
+                style = "class:error" if item.is_error else "class:note"
+                lines = wrap_plain(item.text, width, style, first="· ", rest="  ")
             self._items[item] = state, lines
         return lines
 
@@ -105,11 +112,3 @@ def _state_of(item: Turn | Notice) -> tuple[Any, ...]:
         for reply in item.replies
     )
     return (item.chosen, item.first_compared, *replies)
-
-
-def _notice_lines(notice: Notice, width: int) -> list[StyledLine]:
-    return [*wrap_plain(notice.text, width, "class:error" if notice.is_error else "class:note", first="· ", rest="  ")]
-
-
-def _message_lines(message: dict[str, Any], width: int) -> list[StyledLine]:
-    return [*wrap_plain(message["content"], width, "class:note", first=f"{safe(message['role'])}: ", rest="  "), []]

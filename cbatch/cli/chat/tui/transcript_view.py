@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from prompt_toolkit.formatted_text import StyleAndTextTuples
 from prompt_toolkit.layout.controls import UIContent, UIControl
 
 from cbatch.cli.chat.session.session import Session
@@ -20,9 +19,6 @@ class TranscriptView(UIControl):
         self._top: int | None = None
         self._height = self._start = 0
 
-    def is_focusable(self) -> bool:
-        return False
-
     def create_content(self, width: int, height: int) -> UIContent:
         session = self._list.current
         if session is not self._session:
@@ -33,11 +29,7 @@ class TranscriptView(UIControl):
             self._top = None
         elif lines:
             lines[-1] = [("class:bar", f" {below + 1:,} more lines below: PageDown "[:width])]
-
-        def get_line(number: int) -> StyleAndTextTuples:
-            return [*lines[number]]
-
-        return UIContent(get_line, line_count=len(lines), show_cursor=False)
+        return UIContent(lambda number: [*lines[number]], line_count=len(lines), show_cursor=False)
 
     def follow(self) -> None:
         """Goes back to the end."""
