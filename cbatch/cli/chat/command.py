@@ -94,7 +94,7 @@ def _run_in_terminal(options: ChatOptions, trace: StepTracer | None) -> Literal[
         controller.client.close()
         if store.save_error:
             notice(store.save_error)
-    count = store.num_written
+    count = len(store.written)
     if count and not options.quiet:
         notice(f"saved {count} session{'s' if count > 1 else ''}; /load lists them in the next chat")
     return 0

@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cbatch.cli.chat.background_run import BackgroundRun
+from cbatch.cli.chat.commands.registry import CommandContext, execute_command
 from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.chat.session.export import append_row, from_result, to_row
 from cbatch.cli.chat.session.reply import Reply
@@ -407,6 +409,28 @@ def test_saving_never_overwrites_another_session(harness: ChatHarness, tmp_path:
             store.save_as(other, name)
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/load none", "no saved session none; /load lists them"),
+        ("/load what?", "no saved session what"),
+        ("/load none.json", "Cannot read .*none.json: No such file"),
+        ("/load ~nobody-here/x", "no such user"),
+        ("/switch", r"missing: /switch NAME\|NUMBER"),
+        ("/pick ", "missing: /pick K"),
+        ("/export", "missing: /export FILE"),
+        ("/export s.md", "no message yet"),
+        ("/lod", "did you mean /load"),
+    ],
+)
+def test_what_commands_refuse(harness: ChatHarness, tmp_path: Path, line: str, message: str) -> None:
+    """Guards what is typed wrong after a slash: the message says what is wrong, and what to type instead."""
+    controller, ui = harness.make(), SimpleNamespace(set_input=lambda text: None)
+    context = CommandContext(controller, ui, BackgroundRun(), ChatStats(controller), SessionStore(tmp_path))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=message):
+        execute_command(context, line)
+
+
 def test_two_chats_do_not_overwrite_each_other(harness: ChatHarness, tmp_path: Path) -> None:
     """Guards a file that is open in two chats: the second one continues in a file of its own."""
     stores = [SessionStore(tmp_path), SessionStore(tmp_path)]
@@ -432,7 +456,7 @@ def test_a_disk_that_fails_costs_no_conversation(harness: ChatHarness, tmp_path:
     controller = harness.make(store=store)
     assert harness.ask(controller, "My name is Ada.")
     store.close()
-    assert "cannot be saved" in store.save_error and store.num_written == 0
+    assert "cannot be saved" in store.save_error and not store.written
 
 
 GOOD: dict[str, Any] = {

@@ -14,7 +14,7 @@ from cbatch.engine import PARAM_NAMES, RequestError, SamplingParams, with_overri
 
 SETTABLE = tuple(name for name in PARAM_NAMES if name not in ("seed", *RUN_ONLY_PARAMS))
 
-KEYS = (
+KEYS_HELP = (
     "",
     "Enter sends            Alt-Enter starts a new line    Ctrl-X Ctrl-E: $EDITOR",
     "Alt-1 … 9, Ctrl-Left and Ctrl-Right switch sessions   PageUp, PageDown scroll",
@@ -32,7 +32,7 @@ def do_help(context: CommandContext, name: str) -> None:
         raise UserError(f"There is no command /{name[:40]}; /help lists all of them.")
     shown = [COMMANDS[name]] if name else sorted(COMMANDS.values(), key=lambda item: item.name)
     lines = [f"/{item.name} {item.usage}".ljust(25) + f" {item.description}" for item in shown]
-    context.show(*lines, *(() if name else KEYS))
+    context.show(*lines, *(() if name else KEYS_HELP))
 
 
 @command("new", "[NAME]")
@@ -171,8 +171,7 @@ def do_set(context: CommandContext, text: str) -> None:
     if value.strip() in ("default", "null"):
         params.pop(name, None)
     elif value:
-        chosen = _value(name, value.strip())
-        new = getattr(chosen, name)
+        new = getattr(_parse_param(name, value.strip()), name)
         context.session.params = with_overrides(params, {name: list(new) if isinstance(new, tuple) else new})
         if new is None:  # a constraint that asks for nothing
             del context.session.params[name]
@@ -202,7 +201,7 @@ def _show_params(context: CommandContext, names: list[str]) -> None:
     context.show(*lines)
 
 
-def _value(name: str, text: str) -> SamplingParams:
+def _parse_param(name: str, text: str) -> SamplingParams:
     """Parameters with one of them set to what was typed: JSON, or else a plain string."""
     try:
         value: Any = json.loads(text)

@@ -59,6 +59,7 @@ class SessionStore:
     A session is saved to a file of its own until it gets a name by `save_as`.
 
     save_error: why a session could not be saved, or is saved elsewhere; else empty
+    written:    files of the sessions that were saved
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,14 +68,9 @@ class SessionStore:
         self._run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self._has_conflict = False
         self._paths: dict[int, Path] = {}
-        self._written: set[Path] = set()
+        self.written: set[Path] = set()
         self._known_versions: dict[Path, tuple[int, int] | None] = {}
         self._writer = ThreadPoolExecutor(1, "cbatch-store")
-
-    @property
-    def num_written(self) -> int:
-        """How many sessions were saved."""
-        return len(self._written)
 
     def path_of(self, name: str) -> Path:
         """Where a session is saved under this name. A path may be given as well.
@@ -108,7 +104,7 @@ class SessionStore:
             raise UserError(f"Cannot write {path}: {error.strerror}.") from error
         if before is not None and before != path and before.name.startswith(self._run_id):
             before.unlink(missing_ok=True)
-            self._written.discard(before)
+            self.written.discard(before)
         self._paths[session.number] = path
         return path
 
@@ -160,7 +156,7 @@ class SessionStore:
             make_private(path.parent)
         write_private(path, json.dumps(fields, ensure_ascii=False, indent=1))
         self._known_versions[path] = _file_version(path)
-        (self._written.add if fields["turns"] else self._written.discard)(path)
+        (self.written.add if fields["turns"] else self.written.discard)(path)
 
 
 class InputHistory(History):

@@ -17,6 +17,7 @@ Fragment = tuple[str, str]
 
 StyledLine = list[Fragment]
 
+COLUMN_GAP = " │ "
 LONG_LINE = 2000
 """Characters of an unfinished line after which its beginning is laid out for good."""
 
@@ -72,14 +73,15 @@ class TextLayout:
         return wrap(list(_inline(line)), self._width, hanging_indent=len(match[0]) if match else 0)
 
 
-def wrap_plain(text: str, width: int, style: str = "", *, first: str = "", rest: str = "") -> list[StyledLine]:
-    """Wraps a text without Markdown. `first` stands before its first line, `rest` before the others."""
+def wrap_plain(text: str, width: int, style: str = "", *, first: str = "") -> list[StyledLine]:
+    """Wraps a text without Markdown. `first` stands before its first line; the others are indented then."""
     inner = max(width - get_cwidth(first), 1)
     lines = [line for part in safe(text).expandtabs(4).split("\n") for line in wrap([(style, part)], inner)]
-    return [[(style, first if number == 0 else rest), *line] for number, line in enumerate(lines)]
+    indent = "  " if first else ""
+    return [[(style, indent if number else first), *line] for number, line in enumerate(lines)]
 
 
-def side_by_side(columns: list[list[StyledLine]], width: int, gap: str = " │ ") -> list[StyledLine]:
+def side_by_side(columns: list[list[StyledLine]], width: int) -> list[StyledLine]:
     """Joins columns of lines, each `width` cells wide."""
     rows = []
     for row in range(max(map(len, columns))):
@@ -87,7 +89,7 @@ def side_by_side(columns: list[list[StyledLine]], width: int, gap: str = " │ "
         for number, column in enumerate(columns):
             cell = column[row] if row < len(column) else []
             used = sum(get_cwidth(text) for _, text in cell)
-            line += [*([("class:fence", gap)] if number else []), *cell, ("", " " * max(width - used, 0))]
+            line += [*([("class:fence", COLUMN_GAP)] if number else []), *cell, ("", " " * max(width - used, 0))]
         rows.append(line)
     return rows
 

@@ -59,9 +59,8 @@ class StatusBar:
         before, after = "< " if first else "", " >" if last + 1 < len(labels) else ""
         if used + len(before) + len(after) > width:
             return [("class:bar.current", _cut(labels[place], width))]
-        shown = [
-            ("class:bar.current" if index == place else "class:bar", labels[index]) for index in range(first, last + 1)
-        ]
+        shown = [("class:bar", label) for label in labels[first : last + 1]]
+        shown[place - first] = "class:bar.current", labels[place]
         return [("class:bar", before), *shown, ("class:bar", after)]
 
 

@@ -81,13 +81,12 @@ class Terminal:
         self._status_bar = StatusBar(controller, self.stats, self.background)
         self._context = CommandContext(controller, self, self.background, self.stats, store)
         self._captured_lines: deque[str] = deque(maxlen=50)
-        self._store = store
         self._editor = Editor()
         self._shown_save_error = ""
         self._autosaved_at = time.monotonic()
         self._is_loading = False
         self._undrawn_token_times: list[float] = []
-        self._app: Application[None] | None = None
+        self._app: Application[None]
         search = SearchToolbar()
         self._input = TextArea(
             multiline=True,
@@ -124,12 +123,12 @@ class Terminal:
         finally:
             self._callbacks.run_all()
             self.controller.end_all()
-            self._store.close()
+            self._context.store.close()
             self.background.close()
 
     def _on_open(self, error: BaseException | None) -> None:
         self.stats.loading = ""
-        if error is not None and self._app is not None and not self._app.is_done:
+        if error is not None and not self._app.is_done:
             self._app.exit(exception=error)
 
     def _on_token(self, session: Session, reply: Reply, text: str) -> None:
@@ -140,7 +139,7 @@ class Terminal:
             self._undrawn_token_times.append(reply.last_token_at)
 
     def exit(self) -> None:
-        if self._app is not None and not self._app.is_done:
+        if not self._app.is_done:
             self._app.exit()
 
     def set_input(self, text: str) -> None:
@@ -148,9 +147,6 @@ class Terminal:
         asyncio.get_running_loop().call_soon(self._input.buffer.set_document, Document(safe(text)))
 
     def open_editor(self, text: str, then: Callable[[str], None]) -> None:
-        app = self._app
-        assert app is not None
-
         async def run() -> None:
             async with in_terminal():
                 editing = asyncio.get_running_loop().run_in_executor(None, self._editor.edit, text, self._tty)
@@ -160,7 +156,7 @@ class Terminal:
                 if changed.strip() and changed != text.rstrip("\n"):
                     then(changed)
 
-        app.create_background_task(run())
+        self._app.create_background_task(run())
 
     def _on_ctrl_c(self) -> None:
         """Stops the reply; if there is none, clears the input; if that is empty, says how to leave."""
@@ -217,13 +213,12 @@ class Terminal:
         if self._editor.is_open and signum == signal.SIGINT:
             return  # Ctrl-C is meant for the editor
         self._editor.terminate()
-        if self._app is not None and not self._app.is_done:
+        if not self._app.is_done:
             self._app.exit(exception=Interrupted(signum))
 
     def _run_callbacks(self) -> None:
         self._callbacks.run_all()
-        if self._app is not None:
-            self._app.invalidate()
+        self._app.invalidate()
 
     def _after_render(self) -> None:
         if not self._is_loading:  # only after the first draw: importing torch blocks for seconds
@@ -239,13 +234,12 @@ class Terminal:
         if now - self._autosaved_at > AUTOSAVE_SECONDS:
             self._autosaved_at = now
             self.controller.save_open_replies()
-        if self._store.save_error != self._shown_save_error:
-            self._shown_save_error = self._store.save_error
+        if self._context.store.save_error != self._shown_save_error:
+            self._shown_save_error = self._context.store.save_error
             if self._shown_save_error:
                 self.controller.current.add_notice(self._shown_save_error, is_error=True)
 
     def _bar(self) -> StyleAndTextTuples:
-        assert self._app is not None
         return [*self._status_bar.render(self._app.output.get_size().columns)]
 
     def _on_output_line(self, line: str) -> None:

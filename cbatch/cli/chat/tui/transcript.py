@@ -10,13 +10,11 @@ from weakref import WeakKeyDictionary
 from cbatch.cli.chat.session.reply import Reply
 from cbatch.cli.chat.session.session import Notice, Session, Turn
 from cbatch.cli.chat.tui import markup
-from cbatch.cli.chat.tui.markup import StyledLine, TextLayout, side_by_side
+from cbatch.cli.chat.tui.markup import COLUMN_GAP, StyledLine, TextLayout, side_by_side
 from cbatch.cli.common.console import safe
 
 MIN_COLUMN = 24
 """If columns would be narrower than this, replies stand below one another."""
-
-GAP = 3
 
 wrap_plain = lru_cache(maxsize=512)(markup.wrap_plain)
 """Cached, because a long message is drawn again with every token of its reply."""
@@ -33,8 +31,8 @@ class Transcript:
         """All lines of a session, item by item."""
         chunks: list[list[StyledLine]] = []
         for message in session.prelude:
-            role = f"{safe(message['role'])}: "
-            chunks.append([*wrap_plain(message["content"], width, "class:note", first=role, rest="  "), []])
+            text, role = message["content"], safe(message["role"])
+            chunks.append([*wrap_plain(text, width, "class:note", first=f"{role}: "), []])
         unit = int(bool(session.prelude))
         before: Turn | Notice | None = None
         for item in session.items:
@@ -46,7 +44,7 @@ class Transcript:
                 unit += 1
             chunks.append(self._item(item, width))
             before = item
-        chunks += [[*wrap_plain(text, width, "class:note", first="(next) > ", rest="  "), []] for text in session.queue]
+        chunks += [[*wrap_plain(text, width, "class:note", first="(next) > "), []] for text in session.queue]
         return chunks
 
     def _item(self, item: Turn | Notice, width: int) -> list[StyledLine]:
@@ -57,16 +55,16 @@ class Transcript:
                 lines = self._turn(item, width)
             else:
                 style = "class:error" if item.is_error else "class:note"
-                lines = wrap_plain(item.text, width, style, first="· ", rest="  ")
+                lines = wrap_plain(item.text, width, style, first="· ")
             self._items[item] = state, lines
         return lines
 
     def _turn(self, turn: Turn, width: int) -> list[StyledLine]:
-        lines = [*wrap_plain(turn.text, width, "class:user", first="> ", rest="  "), []]
+        lines = [*wrap_plain(turn.text, width, "class:user", first="> "), []]
         if not turn.first_compared:
             return lines + (self._reply(turn.reply, width) if turn.reply else []) + [[]]
         several = list(enumerate(turn.replies))[turn.first_compared :]
-        column = (width - GAP * (len(several) - 1)) // len(several)
+        column = (width - len(COLUMN_GAP) * (len(several) - 1)) // len(several)
         if column >= MIN_COLUMN:
             columns = [[[("class:heading", f"[{n}]")], *self._reply(reply, column)] for n, reply in several]
             return [*lines, *side_by_side(columns, column), []]

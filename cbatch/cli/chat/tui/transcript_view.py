@@ -13,14 +13,14 @@ class TranscriptView(UIControl):
     """Shows the end of the current session, or the part that the user has scrolled to."""
 
     def __init__(self, sessions: SessionList) -> None:
-        self._list = sessions
+        self._sessions = sessions
         self._transcript = Transcript()
         self._session: Session | None = None
         self._top: int | None = None
         self._height = self._start = 0
 
     def create_content(self, width: int, height: int) -> UIContent:
-        session = self._list.current
+        session = self._sessions.current
         if session is not self._session:
             self._session, self._top = session, None
         lines, start, below = visible_lines(self._transcript.chunks(session, width), height, self._top)
