@@ -47,13 +47,13 @@ class EncodedPrompt:
 class ReplyRequest:
     """A request for one reply: the conversation, how to sample, and whom to tell.
 
-    message_groups: from `Session.message_groups`; all but the last may be dropped
-    params:       sampling parameters that differ from the model's defaults
-    reply_prefix: the beginning of the reply, if it is continued
-    may_trim:     whether the oldest turns may be dropped if the context is too small
-    on_start:     called on the front end's thread once the prompt is encoded
-    on_event:     called there for every token, with the time when it came (`monotonic` clock)
-    grammar:      the compiled constraint of the reply; held here so that the engine finds it in its cache
+    message_groups: what `Session.message_groups` gives; all groups but the last may be dropped
+    params:         sampling parameters that differ from the model's defaults
+    reply_prefix:   the beginning of the reply, if it is continued
+    may_trim:       whether the oldest turns may be dropped if the context is too small
+    on_start:       called on the front end's thread once the prompt is encoded
+    on_event:       called there for every token, with the time when it came (`monotonic` clock)
+    grammar:        the compiled constraint of the reply; held here so that the engine finds it in its cache
     """
 
     system_messages: list[Message]
