@@ -89,8 +89,8 @@ class Engine(GenerationMixin, AbstractContextManager["Engine"]):
     def fingerprint(self) -> str:
         """A hash of everything about the model that decides its output: no paths, no times, no device."""
         template = self.tokenizer.templates if self.tokenizer else None
-        arithmetic = self.config.quantize or str(self.model.dtype)
-        parts = [self.loaded.fingerprint, arithmetic, template, sorted(self.loaded.eos_ids)]
+        dtype = self.config.quantize or str(self.model.dtype)
+        parts = [self.loaded.fingerprint, dtype, template, sorted(self.loaded.eos_ids)]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     @property
@@ -165,13 +165,12 @@ class Engine(GenerationMixin, AbstractContextManager["Engine"]):
         """
         self.runner.check_open()
         token_ids = self.encode(prompt)
-        limit = self.max_new_tokens(token_ids, params)
         stop_ids = self._stop_ids(params)
         request = Request(
             id=self._next_id,
             token_ids=token_ids,
             params=params,
-            max_new_tokens=limit,
+            max_new_tokens=self.max_new_tokens(token_ids, params),
             seed=seed if params.seed is None else params.seed,
             sample_index=sample_index,
             priority=priority,
@@ -214,8 +213,7 @@ class Engine(GenerationMixin, AbstractContextManager["Engine"]):
         The engine uses it again while the caller keeps it; otherwise it may have to compile once more. Raises
         RequestError if the constraint is wrong or too complex.
         """
-        constraint = params.constraint
-        if constraint is None:
+        if (constraint := params.constraint) is None:
             return None
         if self._constraint_compiler is None:
             raise RequestError("invalid_row", "Structured output needs a tokenizer, and this model has none.")
@@ -223,8 +221,7 @@ class Engine(GenerationMixin, AbstractContextManager["Engine"]):
 
     def cancel(self, request_id: int) -> None:
         """Drops a request and frees its blocks. Does nothing if it is finished or unknown."""
-        request = self._requests.pop(request_id, None)
-        if request is not None:
+        if (request := self._requests.pop(request_id, None)) is not None:
             self._core.cancel(request)
 
     def step(self) -> list[TokenEvent]:
@@ -255,10 +252,6 @@ class Engine(GenerationMixin, AbstractContextManager["Engine"]):
         """Overwrites the KV cache with zeros, so that the system commits its memory; only while no request runs."""
         for tensor in (*self.runner.kv_cache.keys, *self.runner.kv_cache.values):
             tensor.zero_()
-
-    def free_memory(self) -> None:
-        """Returns memory of the device that nothing uses any more."""
-        release_memory(self.device)
 
     def shrink(self) -> bool:
         """Halves the size of steps, from that of the latest one; False if that had one token. See `EngineThread`."""

@@ -14,7 +14,7 @@ from cbatch.engine.base.errors import EngineError, RequestError
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.engine import Engine
-from cbatch.engine.runtime.memory import clear_frames, is_out_of_memory
+from cbatch.engine.runtime.memory import clear_frames, is_out_of_memory, release_memory
 from cbatch.engine.text.tokenizer import Prompt
 from cbatch.engine.tracing.spans import span
 from cbatch.engine.tracing.trace import StepTracer
@@ -159,7 +159,7 @@ class EngineThread:
                 retries.failures += 1
                 continue
             retries.out_of_memory += 1
-            self.engine.free_memory()
+            release_memory(self.engine.device)
             # The first time, another process may have taken the memory for a moment.
             if retries.out_of_memory > 1 and not self._shrink():
                 retries.futile += 1
