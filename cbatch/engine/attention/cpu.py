@@ -24,8 +24,8 @@ from cbatch.engine.kernels.cpu.paged_kv import (
 from cbatch.engine.kernels.cpu.tensors import as_array, block_shapes, paged_kv_of
 from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.runtime.batch import RaggedBatch
+from cbatch.engine.runtime.cpu import num_threads
 from cbatch.engine.runtime.kv_cache import LayerShape, Shape
-from cbatch.engine.runtime.threads import num_threads
 
 
 @dataclass(slots=True)

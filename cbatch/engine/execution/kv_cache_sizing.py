@@ -32,6 +32,8 @@ from cbatch.engine.structured.masks import TokenMasks
 RESERVED_BYTES = 256 * 2**20
 """Bytes that stay free beside a step's peak, for fragmentation and for the CUDA graphs themselves."""
 
+_MAKES_STEPS_SMALLER = "a smaller --max-batch-tokens makes it smaller, and so does a smaller --max-seqs."
+
 _ALL_FEATURES = SamplingParams(
     temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, presence_penalty=1.0, logit_bias=((0, 1.0),), logprobs=20
 )
@@ -42,7 +44,7 @@ _ALL_FEATURES = SamplingParams(
 class CacheSizeRequest:
     """The requested size of the KV cache.
 
-    memory:        `4GiB`, `512MiB`, or `90%` of free memory; None: the device's default
+    memory:        `4GiB`, `512MiB`, or `90%` of free memory
     num_blocks:    exact number of blocks, which overrides memory
     block_bytes:   bytes of one block
     blocks_wanted: blocks for `max_seqs` sequences of full length; more would never be used
@@ -50,7 +52,7 @@ class CacheSizeRequest:
     Raises ConfigError if num_blocks is below 1.
     """
 
-    memory: str | None
+    memory: str
     num_blocks: int | None
     block_bytes: int
     blocks_wanted: int
@@ -59,16 +61,16 @@ class CacheSizeRequest:
         if self.num_blocks is not None and self.num_blocks < 1:
             raise ConfigError("kv_blocks must be at least 1.")
 
-    def bytes_of(self, free: int, share: str) -> int:
+    def bytes_of(self, free: int) -> int:
         """Bytes of the requested cache. Raises ConfigError if `memory` cannot be parsed."""
         if self.num_blocks is not None:
             return self.num_blocks * self.block_bytes
-        return parse_memory(self.memory or share, free)
+        return parse_memory(self.memory, free)
 
     @property
     def is_share(self) -> bool:
         """Whether a percentage of free memory is requested, which may turn out smaller, rather than an amount."""
-        return self.num_blocks is None and (self.memory is None or "%" in self.memory)
+        return self.num_blocks is None and "%" in self.memory
 
 
 def make_runner(config: EngineConfig, model: Model, attention: AttentionBackend, limits: StepLimits) -> ModelRunner:
@@ -76,12 +78,10 @@ def make_runner(config: EngineConfig, model: Model, attention: AttentionBackend,
 
     Raises ConfigError if the cache, or a step beside it, does not fit.
     """
-    size = config.block_size
+    size, memory = config.block_size, device_memory(model.device)
     per_token = sum(layer.bytes_per_token(model.dtype) for layer in model.layers)
-    cache_size = CacheSizeRequest(
-        config.kv_cache_memory, config.kv_blocks, per_token * size, limits.max_seqs * -(-model.max_model_len // size)
-    )
-    memory = device_memory(model.device)
+    wanted = limits.max_seqs * -(-model.max_model_len // size)
+    cache_size = CacheSizeRequest(config.kv_cache_memory or memory.share, config.kv_blocks, per_token * size, wanted)
     num_blocks = choose_num_blocks(cache_size, model, attention, size, limits, memory)
     try:
         return ModelRunner(model, attention, num_blocks, size, limits.max_seqs if limits.graphs else 0)
@@ -105,7 +105,7 @@ def choose_num_blocks(
 ) -> int:
     """Number of blocks of the cache; call it after loading the weights. Raises ConfigError as `make_runner` does."""
     free = memory.free()
-    asked = cache_size.bytes_of(free, memory.share)
+    asked = cache_size.bytes_of(free)
     if asked > free:
         raise ConfigError(
             f"A KV cache of {format_bytes(asked)} was asked for, and {format_bytes(free)} are free on {memory.name}."
@@ -115,35 +115,24 @@ def choose_num_blocks(
         cache_tokens = free // max(cache_size.block_bytes // block_size, 1)
         peak = MemoryProfiler(model, attention, block_size, limits, cache_tokens).peak(memory)
         available = memory.free() - peak - RESERVED_BYTES  # kernels loaded meanwhile have taken memory
-        _check_fits(available, asked, peak, free, cache_size, limits, memory.name)
+        takes = (
+            f"{limits} takes {format_bytes(peak + RESERVED_BYTES)} of the {format_bytes(free)} that are free "
+            f"on {memory.name}"
+        )
+        if available < cache_size.block_bytes:
+            raise ConfigError(f"{takes} after the weights, which leaves no room for a KV cache; {_MAKES_STEPS_SMALLER}")
+        if asked > available and not cache_size.is_share:
+            raise ConfigError(
+                f"A KV cache of {format_bytes(asked)} was asked for. {takes}, so {format_bytes(max(available, 0))} are "
+                "left for the cache; a smaller --max-batch-tokens leaves more."
+            )
     if cache_size.num_blocks is not None:
         return cache_size.num_blocks
     fitting = min(asked, available) // cache_size.block_bytes
     if fitting < 1:
-        text = cache_size.memory or memory.share
-        raise ConfigError(
-            f"--kv-cache-memory {text} does not hold one block of {format_bytes(cache_size.block_bytes)}."
-        )
+        block = format_bytes(cache_size.block_bytes)
+        raise ConfigError(f"--kv-cache-memory {cache_size.memory} does not hold one block of {block}.")
     return min(fitting, cache_size.blocks_wanted)
-
-
-def _check_fits(
-    available: int, asked: int, peak: int, free: int, cache_size: CacheSizeRequest, limits: StepLimits, device: str
-) -> None:
-    """Raises ConfigError if no cache fits beside the largest step, or not the requested one."""
-    takes = (
-        f"{limits} takes {format_bytes(peak + RESERVED_BYTES)} of the {format_bytes(free)} that are free on {device}"
-    )
-    if available < cache_size.block_bytes:
-        raise ConfigError(
-            f"{takes} after the weights, which leaves no room for a KV cache; a smaller --max-batch-tokens makes it "
-            "smaller, and so does a smaller --max-seqs."
-        )
-    if asked > available and not cache_size.is_share:
-        raise ConfigError(
-            f"A KV cache of {format_bytes(asked)} was asked for. {takes}, so {format_bytes(max(available, 0))} are "
-            "left for the cache; a smaller --max-batch-tokens leaves more."
-        )
 
 
 class MemoryProfiler:
@@ -185,7 +174,7 @@ class MemoryProfiler:
                 raise
         raise ConfigError(
             f"{self._limits} takes more than the {format_bytes(memory.free())} that are free on {memory.name} after "
-            "the weights; a smaller --max-batch-tokens makes it smaller, and so does a smaller --max-seqs."
+            f"the weights; {_MAKES_STEPS_SMALLER}"
         )
 
     def prompt_steps(self) -> list[SchedulerOutput]:

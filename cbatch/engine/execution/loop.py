@@ -12,13 +12,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from typing import NamedTuple
 
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.execution.model_runner import ModelRunner
 from cbatch.engine.execution.stats import StepRecord
 from cbatch.engine.runtime.batch import BlockTables, Logits, RaggedBatch
-from cbatch.engine.runtime.threads import single_threaded
+from cbatch.engine.runtime.cpu import single_threaded
 from cbatch.engine.runtime.transfer import synchronize, use_device
 from cbatch.engine.sampling.output import PendingSample, grammar_states
 from cbatch.engine.scheduler.output import SchedulerOutput
@@ -32,14 +31,6 @@ OnStep = Callable[[StepRecord], None]
 
 clock = time.perf_counter
 """Read around the model for `on_step`; tests put their own in its place."""
-
-
-class _LaunchedStep(NamedTuple):
-    """A step whose logits the device is computing."""
-
-    scheduled: SchedulerOutput
-    batch: RaggedBatch
-    logits: Logits
 
 
 class EngineCore:
@@ -87,7 +78,7 @@ class EngineCore:
                 if self._in_flight is not None:  # the previous step
                     self._complete()
                     self._masks.begin(grammar_states(scheduled))
-                self._in_flight = self._sample(launched) if launched is not None else None
+                self._in_flight = self._sample(scheduled, *launched) if launched is not None else None
             except BaseException:
                 self._masks.result()
                 self.scheduler.rollback(scheduled)
@@ -117,7 +108,7 @@ class EngineCore:
         self._masks.close()
         self._in_flight = None
 
-    def _launch(self, scheduled: SchedulerOutput, on_step: OnStep | None) -> _LaunchedStep:
+    def _launch(self, scheduled: SchedulerOutput, on_step: OnStep | None) -> tuple[RaggedBatch, Logits]:
         """Starts the model and, on other threads, the token masks of constrained outputs."""
         runner, known_on_device = self.runner, None
         if self._in_flight is None:
@@ -130,7 +121,7 @@ class EngineCore:
             )
         with span("forward"):
             logits = runner.forward(batch) if on_step is None else self._observe(on_step, scheduled, batch)
-        return _LaunchedStep(scheduled, batch, logits)
+        return batch, logits
 
     def _observe(self, on_step: OnStep, scheduled: SchedulerOutput, batch: RaggedBatch) -> Logits:
         """Runs the model while the device does nothing else, and reports the step."""
@@ -158,9 +149,8 @@ class EngineCore:
             self._events += self.scheduler.update_from_output(step.scheduled, result)
         self.num_steps += 1
 
-    def _sample(self, launched: _LaunchedStep) -> PendingSample | None:
+    def _sample(self, scheduled: SchedulerOutput, batch: RaggedBatch, logits: Logits) -> PendingSample | None:
         """Starts to sample from the logits; None if all requests of the step have ended meanwhile."""
-        scheduled, batch, logits = launched
         masks = self._masks.result()
         if all(chunk.request.has_ended for chunk in scheduled.chunks):
             return None

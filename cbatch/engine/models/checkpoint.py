@@ -14,7 +14,6 @@ from torch import Tensor
 from cbatch.engine.base.errors import ConfigError, ModelError
 from cbatch.engine.base.model_files import WEIGHTS_INDEX, InvalidFile, model_folder, read_json_object, weight_files
 from cbatch.engine.models.llama_spec import UnsupportedConfig, read_llama_spec
-from cbatch.engine.runtime.dtypes import choose_dtype
 from cbatch.engine.runtime.memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -87,3 +86,25 @@ def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:
     name = config.get("dtype", config.get("torch_dtype"))
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def choose_dtype(name: str, checkpoint: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """The dtype by name; `auto` is the checkpoint's, or float32 on a CPU without fast arithmetic for that.
+
+    Raises ConfigError for an unknown name.
+    """
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name != "auto":
+        if name not in names:
+            raise ConfigError(f"There is no dtype {name!r}; use auto, float32, bfloat16 or float16.")
+        return names[name]
+    wanted = checkpoint or torch.float32
+    if device.type == "cpu" and not (wanted == torch.bfloat16 and _cpu_has_bfloat16()):
+        return torch.float32
+    return wanted
+
+
+def _cpu_has_bfloat16() -> bool:
+    # torch has no public function for this; a build without these names lacks the instructions.
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, bool)() for name in names)

@@ -33,10 +33,9 @@ from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.models.base import LinearCost
 from cbatch.engine.models.llama_spec import UnsupportedConfig, check_weights, read_llama_spec
 from cbatch.engine.models.packing import pack_weights
-from cbatch.engine.runtime.aligned import empty
 from cbatch.engine.runtime.batch import Argmax, Logits, RaggedBatch
+from cbatch.engine.runtime.cpu import empty, num_threads
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
-from cbatch.engine.runtime.threads import num_threads
 
 _KEPT_LOGIT_ROWS = 256
 """Rows of logits whose memory is kept from step to step."""

@@ -15,9 +15,8 @@ from cbatch.engine.base.errors import ConfigError, EngineError, ModelError, Requ
 from cbatch.engine.base.model_files import model_folder, read_json_object
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.models.base import Model
-from cbatch.engine.models.checkpoint import load_fast_model
+from cbatch.engine.models.checkpoint import choose_dtype, load_fast_model
 from cbatch.engine.models.fingerprint import fingerprint
-from cbatch.engine.runtime.dtypes import choose_dtype
 from cbatch.engine.text.fast_loader import TransformersTokenizer, from_folder
 from cbatch.engine.text.template_sandbox import TemplateSandbox
 from cbatch.engine.text.tokenizer import ChatTokenizer

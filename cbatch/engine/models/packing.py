@@ -14,7 +14,7 @@ from cbatch.engine.kernels.cpu.linear import pack_weight
 from cbatch.engine.kernels.cpu.microkernel import LANES, pad_columns
 from cbatch.engine.kernels.cpu.tensors import as_array
 from cbatch.engine.models.llama_spec import LlamaSpec
-from cbatch.engine.runtime.aligned import empty
+from cbatch.engine.runtime.cpu import empty
 
 
 class _Packer:

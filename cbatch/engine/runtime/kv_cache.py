@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cbatch.engine.runtime.aligned import empty
+from cbatch.engine.runtime.cpu import empty
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.engine.runtime.batch import Argmax
-from cbatch.engine.runtime.threads import num_threads
+from cbatch.engine.runtime.cpu import num_threads
 from cbatch.engine.runtime.transfer import HostCopy, to_device
 from cbatch.engine.scheduler.request import Request
 

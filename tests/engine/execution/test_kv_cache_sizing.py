@@ -98,7 +98,7 @@ def choose(
         return forward(batch, *others)
 
     model.forward = seen  # type: ignore[method-assign]
-    cache_size = CacheSizeRequest(memory, num_blocks, MIB, 100_000)
+    cache_size = CacheSizeRequest(memory or "90%", num_blocks, MIB, 100_000)
     return choose_num_blocks(cache_size, model, ReferenceAttention(), 4, limits or StepLimits(2, 64), device.memory)
 
 
@@ -290,7 +290,7 @@ def test_an_engine_that_was_refused_holds_no_memory(gpu: Gpu) -> None:
 
 def host(memory: str | None = None, num_blocks: int | None = None, per_block: int = 2**20) -> int:
     model = checked_model(make_network("llama"))
-    cache_size = CacheSizeRequest(memory, num_blocks, per_block, 50)
+    cache_size = CacheSizeRequest(memory or "25%", num_blocks, per_block, 50)
     return choose_num_blocks(
         cache_size, model, ReferenceAttention(), 4, StepLimits(2, 64), DeviceMemory("cpu", "25%", lambda: 10 * GIB)
     )

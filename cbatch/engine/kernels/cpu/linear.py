@@ -21,7 +21,7 @@ from cbatch.engine.kernels.cpu.microkernel import (
     pad_columns,
 )
 from cbatch.engine.kernels.cpu.work_queue import Worker, claim, complete
-from cbatch.engine.runtime.aligned import empty
+from cbatch.engine.runtime.cpu import empty
 
 _ROW_BLOCK_BYTES = 384 * 1024
 """Bytes of left-hand rows that are multiplied with a part of the weights before the next: they stay in the cache."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from cbatch.engine.kernels.cpu.jit import entry, kernel
 from cbatch.engine.kernels.cpu.microkernel import COLUMNS, LANES, MAX_ROWS, pad_columns
 from cbatch.engine.kernels.cpu.softmax import TILE_TOKENS
-from cbatch.engine.runtime.aligned import empty
+from cbatch.engine.runtime.cpu import empty
 
 _MAX_QUERY_ROWS = 96
 """Query rows (tokens times the heads that share keys) of a task: they use a tile of keys while it is in the cache."""

@@ -1,12 +1,19 @@
-"""The number of threads that torch and our own kernels use."""
+"""The CPU: how many threads compute on it, and arrays for its vector units."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+_LINE = 64
+"""Bytes of a line of the processor's cache, and of its longest vector."""
 
 _outside = threading.local()
 
@@ -31,3 +38,13 @@ def single_threaded() -> Iterator[None]:
     finally:
         torch.set_num_threads(before)
         _outside.count = None
+
+
+def empty(shape: int | tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """An array that begins with a line, so that no vector of it lies in two; numpy begins large ones 16 bytes later."""
+    dtype = np.dtype(dtype)
+    size = math.prod(shape if isinstance(shape, tuple) else (shape,)) * dtype.itemsize
+    room = np.empty(size + _LINE, np.uint8)
+    start = -room.ctypes.data % _LINE
+    array: NDArray[Any] = room[start : start + size].view(dtype).reshape(shape)
+    return array
