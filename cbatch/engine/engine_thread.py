@@ -147,7 +147,10 @@ class EngineThread:
             except Exception as error:
                 self.last_error = f"{type(error).__name__}: {error}"
                 ran_out_of_memory = is_out_of_memory(error)
-                retries = self._retries_since(self.engine.stats().num_steps)
+                num_steps = self.engine.stats().num_steps
+                if self._retries.num_steps != num_steps:  # one has completed since; a launched one may still fail
+                    self._retries = _Retries(num_steps)
+                retries = self._retries
                 if not ran_out_of_memory and retries.failures == self.MAX_RETRIES:
                     raise
             else:
@@ -165,12 +168,6 @@ class EngineThread:
                 retries.futile += 1
                 if retries.futile > self.MAX_RETRIES:
                     raise EngineError(f"not even a step of one token fits in the device's memory ({self.last_error})")
-
-    def _retries_since(self, num_steps: int) -> _Retries:
-        """The failed attempts, counted anew after each completed step (a launched one may still fail)."""
-        if self._retries.num_steps != num_steps:
-            self._retries = _Retries(num_steps)
-        return self._retries
 
     def _shrink(self) -> bool:
         if not self.engine.shrink():

@@ -86,13 +86,12 @@ class AdmissionPolicy:
     ) -> bool:
         """Whether a request fits until all have ended, if outputs get about as long as the recent ones."""
         share = GROWTH_SHARES[request.num_peer_preemptions]
-        if victims:
+        growing = None if victims else self._growing.get(share)
+        if growing is None:
             growing = sorted(self._projected_growth(other, share) for other in running if other not in victims)
-        elif share in self._growing:
-            growing = self._growing[share].copy()
-        else:
-            growing = sorted(self._projected_growth(other, share) for other in running)
-            self._growing[share] = growing.copy()
+            if not victims:
+                self._growing[share] = growing
+        growing = growing.copy()
         insort(growing, self._projected_growth(request, share))
         return (
             projected_peak(self._pool.num_blocks - free + need, growing, self._pool.block_size) <= self._pool.num_blocks

@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 HISTORY = 256
@@ -33,6 +34,7 @@ class OutputLengths:
         self._recent: deque[int] = deque(maxlen=HISTORY)
         self._sorted: list[int] = []
         self._sums: list[int] | None = None
+        """Of the longest, the two longest, and so on."""
 
     def add(self, length: int) -> None:
         if len(self._recent) == HISTORY:
@@ -46,19 +48,14 @@ class OutputLengths:
 
         By the mean of the recent outputs that were longer; if there are none, as many as it has already.
         """
-        shorter = bisect_right(self._sorted, generated)
-        longer = len(self._sorted) - shorter
+        longer = len(self._sorted) - bisect_right(self._sorted, generated)
         if longer:
-            likely = -(-self._sum_from(shorter) // longer) - generated
+            if self._sums is None:
+                self._sums = list(accumulate(reversed(self._sorted)))
+            likely = -(-self._sums[longer - 1] // longer) - generated
         else:
             likely = max(generated, PRIOR if not self._sorted else 1)
         return max(min(likely, limit - generated), 0)
-
-    def _sum_from(self, index: int) -> int:
-        if self._sums is None:
-            total = 0
-            self._sums = [total := total + length for length in reversed(self._sorted)]
-        return self._sums[len(self._sorted) - index - 1]
 
 
 def projected_peak(used: int, growing: Sequence[Growth], block_size: int) -> int:

@@ -87,7 +87,8 @@ class Scheduler:
         A preempted request comes later in the order than the one that preempts it, so no chunk is ever taken back.
         """
         scheduled = SchedulerOutput()
-        self._free_finishing()
+        for request in [request for request in self.running if request.is_finishing]:
+            self._stop_running(request)  # this step can use its slot and blocks
         self._admission.running_changed()
         budget = self.max_batch_tokens
         preempted: set[Request] = set()
@@ -118,11 +119,6 @@ class Scheduler:
             full, is_late = len(self.running) >= self.max_seqs, prompts.is_exhausted
             self.held_back["slots" if full else "target" if is_late else "cache" if budget else "budget"] += 1
         return scheduled
-
-    def _free_finishing(self) -> None:
-        """Takes slots and blocks from requests that only wait for their last token; this step can use them."""
-        for request in [request for request in self.running if request.is_finishing]:
-            self._stop_running(request)
 
     def _schedule_chunk(self, request: Request, budget: int) -> ScheduledChunk:
         """The request's next tokens, as many as `budget` allows; they count as computed."""

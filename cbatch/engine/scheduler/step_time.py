@@ -106,15 +106,11 @@ class StepTimeController:
         aim = target * min(max(1 / nlargest(ALLOWED_LATE, self._ratios)[-1], least), most)
         if prompt_tokens > max(self._least, (1 - SIMILAR) * self._limit):
             self._ratios.append(seconds / aim)  # with fewer tokens, the time is below the aim whatever the noise
-        self._adapt(prompt_tokens, aim / seconds)
-        return self.limit
-
-    def _adapt(self, prompt_tokens: int, ratio: float) -> None:
-        """ratio: aimed-at over measured time of the step"""
-        ratio = min(max(math.sqrt(ratio), 1 / MAX_CHANGE), MAX_CHANGE)
+        ratio = min(max(math.sqrt(aim / seconds), 1 / MAX_CHANGE), MAX_CHANGE)
         is_full = prompt_tokens == int(self._limit)
         fitting = (self._limit if is_full else prompt_tokens) * ratio  # keep fractions, or 4 would never become 5
         self._limit = max(self._least, min(self._limit, fitting) if ratio < 1 else max(self._limit, fitting))
+        return self.limit
 
     def _learn_steady(self, rows: int, prompt_tokens: int, seconds: float) -> float | None:
         """The target, from recent steps without prompts and with a similar number of rows; None if there are none."""
