@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from cbatch.cli.common.exits import Interrupted
 from cbatch.cli.common.options import SamplingOptions
 from cbatch.cli.main import run_command
-from cbatch.cli.run import pipeline as batch_module
+from cbatch.cli.run import pipeline as pipeline_module
 from cbatch.cli.run.input import lines as lines_module
 from cbatch.cli.run.input.lines import read_lines
 from cbatch.cli.run.options import RunOptions
@@ -148,7 +148,7 @@ def test_the_window_bounds_bytes_as_well_as_rows() -> None:
 
 def test_what_was_finished_before_a_signal_is_written(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards rows that are finished and still queued when the signal comes, more than one write holds."""
-    monkeypatch.setattr(batch_module, "MAX_ROWS_PER_WRITE", 4)
+    monkeypatch.setattr(pipeline_module, "MAX_ROWS_PER_WRITE", 4)
     stream, engine_thread = io.BytesIO(), EngineThread(engine)
     pipeline: Pipeline
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cbatch.cli.main import run_command
-from cbatch.cli.run.output import writer as output_module
+from cbatch.cli.run.output import writer as writer_module
 from cbatch.cli.run.output.journal import Journal
 from cbatch.cli.run.output.writer import FileWriter
 from tests.support.model_folder import save_model
@@ -438,7 +438,7 @@ def test_a_full_disk_is_exit_3_and_resumable(
     assert case.run() == 1
     whole = case.out.read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(output_module, "os", BadDisk(capacity=capacity))
+        patch.setattr(writer_module, "os", BadDisk(capacity=capacity))
         assert case.run("--overwrite") == 3
     error = capfd.readouterr().err
     assert "No space left on device" in error and "--resume" in error and "Traceback" not in error
@@ -451,7 +451,7 @@ def test_a_disk_that_does_not_sync_is_exit_3(
 ) -> None:
     """Guards against losing rows silently when the disk refuses to sync."""
     with monkeypatch.context() as patch:
-        patch.setattr(output_module, "os", BadDisk(sync_error=5))
+        patch.setattr(writer_module, "os", BadDisk(sync_error=5))
         assert case.run() == 3
     assert "Input/output error" in capfd.readouterr().err
     assert case.run("--resume") == 1
@@ -460,7 +460,7 @@ def test_a_disk_that_does_not_sync_is_exit_3(
 def test_short_writes_are_finished(done: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards rows against a file system that takes a few bytes at a time."""
     whole = done.out.read_bytes()
-    monkeypatch.setattr(output_module, "os", BadDisk(chunk=3))
+    monkeypatch.setattr(writer_module, "os", BadDisk(chunk=3))
     assert done.run("--overwrite") == 1 and done.out.read_bytes() == whole
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cbatch.cli.run import stats as tally_module
+from cbatch.cli.run import stats as stats_module
 from cbatch.cli.run.input.row import InputRow
 from cbatch.cli.run.requests import RowRequest
 from cbatch.cli.run.stats import EngineCounters, RunStats, bottleneck
@@ -48,7 +48,7 @@ def test_nothing_was_run() -> None:
 
 def test_time_left_is_estimated_from_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the estimate: rows left times tokens a row, less the tokens of unfinished rows."""
-    monkeypatch.setattr(tally_module.time, "monotonic", lambda: 10.0)
+    monkeypatch.setattr(stats_module.time, "monotonic", lambda: 10.0)
     stats = RunStats()
     stats.start(0.0)
     assert stats.seconds_left(5) is None

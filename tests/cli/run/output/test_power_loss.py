@@ -13,7 +13,7 @@ import pytest
 
 from cbatch.cli.run.input.jsonl import format_row
 from cbatch.cli.run.input.lines import Line, read_lines
-from cbatch.cli.run.output import writer as output_module
+from cbatch.cli.run.output import writer as writer_module
 from cbatch.cli.run.output.journal import Journal, ResumePlan, plan_resume
 from cbatch.cli.run.output.row_keys import KEY_LENGTH
 from cbatch.cli.run.output.writer import FileWriter, OutputRow
@@ -118,7 +118,7 @@ def watch(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
         recorder.renamed()
         return new
 
-    monkeypatch.setattr(output_module, "os", recorder)
+    monkeypatch.setattr(writer_module, "os", recorder)
     monkeypatch.setattr(Path, "replace", renaming)
 
 
@@ -145,9 +145,9 @@ def test_synced_rows_survive_a_power_loss_at_any_moment(tmp_path: Path, monkeypa
     recorder = Recorder()
     path = tmp_path / "out.jsonl"
     watch(recorder, monkeypatch)
-    monkeypatch.setattr(output_module, "SYNC_SECONDS", 0)
+    monkeypatch.setattr(writer_module, "SYNC_SECONDS", 0)
     run(path, until=2)
-    monkeypatch.setattr(output_module, "SYNC_SECONDS", 1000)
+    monkeypatch.setattr(writer_module, "SYNC_SECONDS", 1000)
     run(path)
     monkeypatch.undo()
     states = recorder.states
@@ -167,7 +167,7 @@ def test_rows_are_synced_at_least_once_a_second(tmp_path: Path, monkeypatch: pyt
     now = [100.0]
     recorder = Recorder()
     watch(recorder, monkeypatch)
-    monkeypatch.setattr(output_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(writer_module.time, "monotonic", lambda: now[0])
     with FileWriter(tmp_path / "out.jsonl", input_order=True) as output:
         output.start(Journal())
         output.write([OutputRow(0, 0, row_of(0))])
