@@ -25,8 +25,7 @@ def open_engine(config: EngineConfig, *, quiet: bool, verbose: bool = False) -> 
     """Loads an engine, and prints on stderr what it is and how much memory it takes."""
     from cbatch.engine import Engine
 
-    log = logging.getLogger("cbatch")
-    log.handlers = [logging.NullHandler() if quiet else _Notices()]
+    logging.getLogger("cbatch").handlers = [logging.NullHandler() if quiet else _Notices()]
     gc.freeze()  # imported modules stay
     gc.enable()
     engine = Engine(config)

@@ -231,10 +231,7 @@ def make_options(record: type[Options], values: Mapping[str, Any]) -> Options:
 
     Its field `engine` is an EngineConfig, `sampling` a SamplingOptions; every other field has the name of an option.
     """
-    shared: dict[str, Callable[[Mapping[str, Any]], Any]] = {
-        "engine": engine_config,
-        "sampling": SamplingOptions.from_values,
-    }
+    shared = {"engine": engine_config, "sampling": SamplingOptions.from_values}
     names = [field.name for field in fields(record)]
     return record(**{name: shared[name](values) if name in shared else values[name] for name in names})
 

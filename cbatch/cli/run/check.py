@@ -36,7 +36,28 @@ class InputCheck:
             self.rows += 1
             self._check_line(line)
             on_progress()
-        return self._report()
+        limits = self._engine.limits
+        per_token, capacity = limits.kv_bytes_per_token, limits.cache_tokens
+        longest = max((p + o for p, o in zip(self._prompts, self._outputs, strict=True)), default=0)
+        every = sum(self._prompts) + sum(self._outputs)
+        return {
+            "rows": self.rows,
+            "bad_rows": self.errors.total(),
+            "errors": dict(self.errors),
+            "first_errors": self._shown,
+            "prompt_tokens": _spread(self._prompts),
+            "max_new_tokens": _spread(self._outputs),
+            "shared_prefix_tokens": self._shared_tokens,
+            "shared_prefix_share": self._shared_tokens / max(sum(self._prompts), 1),
+            "kv_cache": {
+                "bytes_per_token": per_token,
+                "capacity_tokens": capacity,
+                "longest_row_tokens": longest,
+                "longest_row_bytes": longest * per_token,
+                "mean_rows_that_fit": capacity * len(self._prompts) / every if every else None,
+                "max_seqs": limits.max_seqs,
+            },
+        }
 
     def _check_line(self, line: Line) -> None:
         request = self._builder.build(line)
@@ -66,36 +87,11 @@ class InputCheck:
                 self._seen.add(before)
         return shared
 
-    def _report(self) -> dict[str, Any]:
-        limits = self._engine.limits
-        per_token, capacity = limits.kv_bytes_per_token, limits.cache_tokens
-        longest = max((p + o for p, o in zip(self._prompts, self._outputs, strict=True)), default=0)
-        every = sum(self._prompts) + sum(self._outputs)
-        return {
-            "rows": self.rows,
-            "bad_rows": self.errors.total(),
-            "errors": dict(self.errors),
-            "first_errors": self._shown,
-            "prompt_tokens": _spread(self._prompts),
-            "max_new_tokens": _spread(self._outputs),
-            "shared_prefix_tokens": self._shared_tokens,
-            "shared_prefix_share": self._shared_tokens / max(sum(self._prompts), 1),
-            "kv_cache": {
-                "bytes_per_token": per_token,
-                "capacity_tokens": capacity,
-                "longest_row_tokens": longest,
-                "longest_row_bytes": longest * per_token,
-                "mean_rows_that_fit": capacity * len(self._prompts) / every if every else None,
-                "max_seqs": limits.max_seqs,
-            },
-        }
-
 
 def _spread(values: array[int]) -> dict[str, float | None]:
     """Total, minimum, maximum and percentiles of whole numbers."""
     import numpy as np
 
-    ranks = (0, 50, 90, 99, 100)
-    found = np.percentile(values, ranks, method="nearest").tolist() if values else [None] * len(ranks)
-    names = ("min", "p50", "p90", "p99", "max")
-    return {"total": sum(values), **dict(zip(names, found, strict=True))}
+    ranks = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}
+    found = np.percentile(values, list(ranks.values()), method="nearest").tolist() if values else [None] * len(ranks)
+    return {"total": sum(values), **dict(zip(ranks, found, strict=True))}

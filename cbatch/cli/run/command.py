@@ -20,9 +20,8 @@ from cbatch.cli.run.files import count_lines, open_input, open_output, stats_fil
 from cbatch.cli.run.options import RunOptions
 
 if TYPE_CHECKING:
-    from cbatch.cli.run.output.writer import RowWriter
     from cbatch.cli.run.stats import RunStats
-    from cbatch.engine import Engine, StepTracer
+    from cbatch.engine import Engine
 
 
 @click.command("run")
@@ -79,26 +78,22 @@ def run(**values: Any) -> Literal[0, 1]:
         others = {"the input": options.input, "the output": options.output, "the file of --stats": options.stats}
         tracer = tracing(options.trace, others, quiet=options.quiet)
         with tracer as trace, open_output(options, source) as output:
-            _run(options, source, output, stats, trace)
-    return 1 if stats.has_errors else 0
+            engine = _load(options, stats)
 
+            from cbatch.cli.run.batch_run import run_batch
+            from cbatch.engine import EngineThread
 
-def _run(options: RunOptions, source: IO[bytes], output: RowWriter, stats: RunStats, trace: StepTracer | None) -> None:
-    engine = _load(options, stats)
-
-    from cbatch.cli.run.batch_run import run_batch
-    from cbatch.engine import EngineThread
-
-    with engine, closing(EngineThread(engine, trace)) as engine_thread:
-        run_batch(
-            engine_thread,
-            options,
-            source,
-            output,
-            stats,
-            progress=partial(show_progress, quiet=options.quiet),
-            while_running=lambda pipeline: handle_signals(pipeline.interrupt, output.stop_timeout_s),
-        )
+            with engine, closing(EngineThread(engine, trace)) as engine_thread:
+                run_batch(
+                    engine_thread,
+                    options,
+                    source,
+                    output,
+                    stats,
+                    progress=partial(show_progress, quiet=options.quiet),
+                    while_running=lambda pipeline: handle_signals(pipeline.interrupt, output.stop_timeout_s),
+                )
+    return 1 if stats.errors or stats.errors_kept else 0
 
 
 def _check(options: RunOptions, source: IO[bytes], stats: RunStats) -> Literal[0, 1]:

@@ -16,6 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Container, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from cbatch.cli.common.exits import Interrupted, RunFailed
@@ -204,12 +205,10 @@ class Pipeline:
     def _next_messages(self) -> list[Message]:
         """All messages that have come since the last call. Waits at most POLL_SECONDS for the first one."""
         messages: list[Message] = []
-        try:
+        with suppress(queue.Empty):
             messages.append(self._inbox.get(timeout=POLL_SECONDS))
             while len(messages) < MAX_ROWS_PER_WRITE:
                 messages.append(self._inbox.get_nowait())
-        except queue.Empty:
-            pass
         return messages
 
     def _write_finished(self, finished: list[RowRequest], max_errors: int | None) -> None:

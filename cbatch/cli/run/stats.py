@@ -114,11 +114,6 @@ class RunStats:
         """Output tokens per second of `elapsed_s`."""
         return self.output_tokens / self.elapsed_s if self.elapsed_s else 0.0
 
-    @property
-    def has_errors(self) -> bool:
-        """Whether any row of the output is an error."""
-        return bool(self.errors or self.errors_kept)
-
     def seconds_left(self, rows_left: int) -> float | None:
         """Estimates the seconds left from the mean number of tokens of a row and the speed so far.
 

@@ -61,9 +61,8 @@ def _fill(row: InputRow, fields: dict[str, Any], allow_unknown: bool) -> None:
         row.check_spelling(row.extra, KNOWN)
     forms = [name for name in PROMPT_FIELDS if name in fields]
     if len(forms) != 1:
-        raise row.invalid(
-            "the row has " + (f"both {' and '.join(forms)}" if forms else f"none of {', '.join(PROMPT_FIELDS)}")
-        )
+        found = f"both {' and '.join(forms)}" if forms else f"none of {', '.join(PROMPT_FIELDS)}"
+        raise row.invalid(f"the row has {found}")
     PROMPT_FIELDS[forms[0]](row, fields[forms[0]])
     if row.raw and row.prompt is None:
         raise row.invalid("raw works only with prompt")

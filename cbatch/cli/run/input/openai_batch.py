@@ -37,15 +37,15 @@ def is_request(fields: dict[str, Any]) -> bool:
 
 def fill(row: InputRow, fields: dict[str, Any], *, allow_unknown: bool) -> None:
     """Sets the row's fields from a request line. The API's bookkeeping (`user`, `metadata`) is ignored."""
-    url = fields.get("url")
-    row.call = ApiCall(is_chat=url != TEXT, model=None)
+    url, body = fields.get("url"), fields.get("body")
+    model = body.get("model") if isinstance(body, dict) else None
+    row.call = ApiCall(url != TEXT, model if isinstance(model, str) else None)
     row.extra = {name: value for name, value in fields.items() if name not in REQUEST_FIELDS}
     row.id = row.typed_field(fields, "custom_id", str, None)
     if url not in (CHAT, TEXT):
         raise row.invalid(f"url must be {CHAT} or {TEXT}, not {url if isinstance(url, str) else json_type(url)}")
     if fields.get("method", "POST") != "POST":
         raise row.invalid("method must be POST")
-    body = fields.get("body")
     if not isinstance(body, dict):
         raise row.invalid(f"body must be an object, not {json_type(body)}")
     if doubled := [name for name in PROMPT_FIELDS if name in fields]:
@@ -54,8 +54,6 @@ def fill(row: InputRow, fields: dict[str, Any], *, allow_unknown: bool) -> None:
 
 
 def _fill_from_body(row: InputRow, body: dict[str, Any], *, is_chat: bool, allow_unknown: bool) -> None:
-    model = body.get("model")
-    row.call = ApiCall(is_chat, model if isinstance(model, str) else None)
     row.extra |= {name: value for name, value in body.items() if name not in KNOWN}
     if row.typed_field(body, "stream", bool, False):
         raise row.invalid("stream is not supported in a batch")
