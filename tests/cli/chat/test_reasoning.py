@@ -27,7 +27,7 @@ def make(change: str) -> ChatHarness:
     template = engine.tokenizer.chat_template
     assert template.count("assistant\n") == 1
     template = template.replace("assistant\n", "assistant\n" + change)
-    engine.tokenizer._tokenizer.chat_template = "{# <think> </think> #}" + template
+    engine.tokenizer.templates = "{# <think> </think> #}" + template
     return ChatHarness(engine)
 
 
