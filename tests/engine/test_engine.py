@@ -301,8 +301,8 @@ def test_a_target_time_limits_prompts_and_changes_no_token(monkeypatch: pytest.M
     params = [SamplingParams(max_tokens=length) for length in lengths]
     expected = make_engine(network(), max_batch_tokens=16).generate(prompts, params)
     assert not seen, "without a target nothing is measured"
-    paced = make_engine(network(), max_batch_tokens=16, target_step_ms=1e-6)
-    done = paced.generate(prompts, params)
+    limited = make_engine(network(), max_batch_tokens=16, target_step_ms=1e-6)
+    done = limited.generate(prompts, params)
     assert [one.token_ids for one in done] == [one.token_ids for one in expected]
     mixed = [tokens for rows, tokens, _ in seen if rows and tokens]
     assert (

@@ -162,7 +162,7 @@ class GraphRecorder:
 
 
 _one_at_a_time = threading.Lock()
-"""Captures of all engines."""
+"""Held during a capture, by all engines of the process."""
 
 
 @cache

@@ -138,32 +138,32 @@ class RaggedBatch:
 
     @property
     def input_ids(self) -> Tensor:
-        return self._there[0]
+        return self._on_device[0]
 
     @property
     def position_ids(self) -> Tensor:
-        return self._there[1]
+        return self._on_device[1]
 
     @property
     def slot_mapping(self) -> Tensor:
-        return self._there[2]
+        return self._on_device[2]
 
     @property
     def logit_rows(self) -> Tensor:
-        return self._there[3]
+        return self._on_device[3]
 
     @property
     def block_tables(self) -> Tensor:
-        return self._there[4]
+        return self._on_device[4]
 
     @cached_property
-    def _there(self) -> list[Tensor]:
+    def _on_device(self) -> list[Tensor]:
         arrays: list[NDArray[Any]] = [self.ids, self.positions, self.slots, self.rows, self.tables]
         if self.device_tokens is None:
             return to_device(arrays, self.device)
-        *there, places, rows = to_device([*arrays, self.device_tokens.places, self.device_tokens.rows], self.device)
-        there[0].index_copy_(0, places, self.device_tokens.tokens.index_select(0, rows))
-        return there
+        *tensors, places, rows = to_device([*arrays, self.device_tokens.places, self.device_tokens.rows], self.device)
+        tensors[0].index_copy_(0, places, self.device_tokens.tokens.index_select(0, rows))
+        return tensors
 
     @classmethod
     def build(

@@ -44,7 +44,7 @@ def empty(shape: int | tuple[int, ...], dtype: Any) -> NDArray[Any]:
     """An array that begins with a line, so that no vector of it lies in two; numpy begins large ones 16 bytes later."""
     dtype = np.dtype(dtype)
     size = math.prod(shape if isinstance(shape, tuple) else (shape,)) * dtype.itemsize
-    room = np.empty(size + _LINE, np.uint8)
-    start = -room.ctypes.data % _LINE
-    array: NDArray[Any] = room[start : start + size].view(dtype).reshape(shape)
+    memory = np.empty(size + _LINE, np.uint8)
+    start = -memory.ctypes.data % _LINE
+    array: NDArray[Any] = memory[start : start + size].view(dtype).reshape(shape)
     return array

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +14,6 @@ from typing import Any, Literal
 import pytest
 
 from cbatch.engine.base.errors import ConfigError
-from cbatch.engine.scheduler import step_time as pace
 from cbatch.engine.scheduler.step_time import RECENT, STEADY_MULTIPLE, WINDOW, StepTimeController
 
 Target = float | Literal["auto"] | None
@@ -64,8 +64,8 @@ class Device:
 
     def __post_init__(self) -> None:
         target = 1e3 * self.target if isinstance(self.target, float) else self.target
-        self.pace = StepTimeController(target, self.least)
-        self.limit: int | None = self.pace.limit
+        self.controller = StepTimeController(target, self.least)
+        self.limit: int | None = self.controller.limit
         self._chance = random.Random(self.seed)
         self._in_flight: deque[tuple[int, int, float]] = deque()
 
@@ -74,7 +74,7 @@ class Device:
         self.steps.append((tokens, seconds))
         self._in_flight.append((self.rows, tokens, seconds))
         if len(self._in_flight) > self.delay:
-            self.limit = self.pace.observe(*self._in_flight.popleft())
+            self.limit = self.controller.observe(*self._in_flight.popleft())
 
     def decode(self, steps: int = 20) -> None:
         for _ in range(steps):
@@ -286,7 +286,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(pace.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 
     def step_completed(
         self, step_time: StepTimeController, seconds: float, *, decoding: int, tokens: int = 0, entered: int = 0
