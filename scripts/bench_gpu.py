@@ -68,8 +68,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         default=128,
         help="requests of runs beside transformers (%(default)s)",
     )
-    add("--seats", type=int, default=512, help="most requests that run at once (%(default)s)")
-    add("--budget", type=int, default=4096, help="token budget of a step (%(default)s)")
+    add("--max-seqs", type=int, default=512, help="most requests that run at once (%(default)s)")
+    add("--max-batch-tokens", type=int, default=4096, help="token budget of a step (%(default)s)")
+    for old_name, name in (("--seats", "max_seqs"), ("--budget", "max_batch_tokens")):
+        add(old_name, type=int, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add("--sweep", action="store_true", help="try other settings of the attention kernels too, which takes minutes")
     add("--only", default="", help="parts to run: the beginnings of their names, with commas between them")
     add("--json", type=Path, help="write the results to this file")
@@ -158,7 +160,7 @@ def model_lines(name: str, config: Any, rates: Any, device: Any, options: argpar
     requests, low, high = (8, 4, 16) if options.tiny else (options.requests, 100, 1024)
     work = runs.work_of(requests, low, high, config["vocab_size"], config["max_position_embeddings"])
     peer_rows = min(options.peer_requests, requests)
-    yield from runs.runs(name, loaded, work, peer_rows, options.seats, options.budget, rates)
+    yield from runs.runs(name, loaded, work, peer_rows, options.max_seqs, options.max_batch_tokens, rates)
 
 
 def load_lines(name: str, config: Any, device: Any, options: argparse.Namespace) -> Iterator[Any]:
@@ -168,7 +170,7 @@ def load_lines(name: str, config: Any, device: Any, options: argparse.Namespace)
 
     sizes = load.TINY if options.tiny else load.FULL
     loaded = load_random(name, config, device, fast_path=device.type == "cuda")
-    yield from load.load_lines(name, loaded, device, options.seats, options.budget, sizes)
+    yield from load.load_lines(name, loaded, device, options.max_seqs, options.max_batch_tokens, sizes)
 
 
 if __name__ == "__main__":

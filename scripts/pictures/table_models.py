@@ -52,8 +52,9 @@ prompts, and its weights are such that the first token of a prompt decides the o
 Models of text with pictures or sound are run on text. Encoders (`bert` and its kin) are built as decoders; if
 `is_decoder` is false, they are refused.
 
-Two settings shorten the context instead. A model with `longrope` runs up to `original_max_position_embeddings`, where
-the encoding of all positions changes. A model with chunked attention runs up to the end of its first chunk.
+Two settings are not refused; they shorten the context. A model with `longrope` runs up to
+`original_max_position_embeddings`, where the encoding of all positions changes. A model with chunked attention runs up
+to the end of its first chunk.
 
 The test suite checks every line of this table.
 

@@ -52,27 +52,35 @@ option = partial(click.option, show_default=True)
     "--distribution",
     type=click.Choice(["loguniform", "lognormal", "uniform", "fixed"]),
     default="loguniform",
-    help="Distribution of lengths over their range.",
+    help="How lengths are spread between LO and HI.",
 )
 @click.option("--preset", type=click.Choice(["article"]), help="The articles' experiment: 8 users, 32 tokens each.")
 @option("--rounds", type=click.IntRange(1), default=3, help="Runs of every strategy, by turns; the median counts.")
 @option("--seed", type=int, default=7, help="Seed of synthetic prompts and users.")
-@click.option("--users", type=click.IntRange(1), help="Measure load with this many users, instead of strategies.")
+@click.option(
+    "--users",
+    type=click.IntRange(1),
+    help="Measure load with this many users, instead of strategies; with --find-capacity, the most to try "
+    "[default then: 1,024].",
+)
 @option("--rate", type=click.FloatRange(0, min_open=True), default=4.0, help="Users who arrive in a second.")
 @option(
-    "--duration", default="60s", metavar="TIME", help="Duration of the load; in a search, of each probe (20s at most)."
+    "--duration",
+    default="60s",
+    metavar="TIME",
+    help="Duration of the load; with --find-capacity, of each probe (20s at most).",
 )
 @option("--think", default="2s", metavar="TIME", help="Mean pause of a user between turns.")
 @option("--turns", type=click.IntRange(1), default=1, help="Questions in a conversation.")
 @option("--slo-ttft", default="500ms", metavar="TIME", help="SLO: time to the first token.")
 @option("--slo-tps", type=click.FloatRange(0), default=50.0, help="SLO: tokens a second for each user.")
 @click.option("--find-capacity", is_flag=True, help="Search for the most users, up to --users, for whom the SLO holds.")
-@click.option("--plot", metavar="DIR", help="Write pictures to this folder (SVG).")
-@click.option("--report", metavar="FILE", help="Write one HTML page with tables and pictures.")
+@click.option("--plot", metavar="DIR", help="Write pictures to this folder (SVG; needs cbatch[plot]).")
+@click.option("--report", metavar="FILE", help="Write one HTML page with tables and pictures (needs cbatch[plot]).")
 @click.option("--json", is_flag=True, help="Print one JSON object to stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 @model_options
-@engine_options()
+@engine_options(max_seqs="Most requests that run at once; only with --users or --find-capacity.")
 def bench(**values: Any) -> Literal[0]:
     """Measure what continuous batching gives on this machine and model, with your prompts or synthetic ones.
 

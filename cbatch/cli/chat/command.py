@@ -55,9 +55,9 @@ class ChatOptions:
 @click.option("--no-history", is_flag=True, help="Save nothing of this chat to disk.")
 @click.option("--from", "source", metavar="OUT.jsonl", help="Open a row of a batch's output as a session.")
 @click.option("--index", type=click.IntRange(0), metavar="K", help="Index of that row.")
-@click.option("--prompts", metavar="FILE", help="Input of that batch, which holds the question.")
+@click.option("--prompts", metavar="FILE", help="Input of that batch; the question is read from it.")
 @model_options
-@sampling_options
+@sampling_options(in_chat=True)
 @engine_options(target_step_ms="auto")
 @trace_option
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing about the model.")

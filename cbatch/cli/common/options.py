@@ -102,10 +102,16 @@ model_options = _apply(
 )
 
 
-def engine_options(target_step_ms: str = "none") -> Callable[[Command], Command]:
-    """Adds the engine's options to a command, with the command's default for --target-step-ms."""
+def engine_options(
+    target_step_ms: str = "none", max_seqs: str = "Most requests that run at once."
+) -> Callable[[Command], Command]:
+    """Adds the engine's options to a command.
+
+    target_step_ms: the command's default for --target-step-ms
+    max_seqs:       its help for --max-seqs
+    """
     return _apply(
-        option("--max-seqs", type=AT_LEAST_1, help="Most requests that run at once."),
+        option("--max-seqs", type=AT_LEAST_1, help=max_seqs),
         option(
             "--max-batch-tokens", type=AT_LEAST_1, help="Most tokens computed in one step; longer prompts are split."
         ),
@@ -144,35 +150,49 @@ trace_option = option(
     "--trace", metavar="FILE", help="Profile some steps and write a Chrome trace, to open in Perfetto."
 )
 
-sampling_options = _apply(
-    option("--system", metavar="TEXT", help="System message for conversations that have none."),
-    option("--seed", type=int, default=0, show_default=True, help="Seed of all randomness."),
-    option("--max-tokens", type=int, help="Most tokens to generate."),
-    option("--min-tokens", type=int, help="Fewest tokens to generate."),
-    option("--temperature", type=float, help="Sampling temperature; 0 always takes the likeliest token."),
-    option("--top-p", type=float, help="Sample from the likeliest tokens that make up this probability."),
-    option("--top-k", type=int, help="Sample from the K likeliest tokens."),
-    option("--min-p", type=float, help="Drop tokens less likely than this share of the likeliest one."),
-    option("--stop", multiple=True, cls=JsonListOption, metavar="TEXT", help="Stop at this text (repeatable)."),
-    option("--n", type=int, help="Number of outputs for each prompt."),
-    option("--logprobs", type=int, metavar="K", help="Return the log-probabilities of each token and the K likeliest."),
-    option("--presence-penalty", type=float, help="Penalize tokens that were generated before."),
-    option("--frequency-penalty", type=float, help="Penalize tokens by how often they were generated."),
-    option(
-        "--repetition-penalty",
-        type=float,
-        help="Penalize tokens that are in the prompt or the output; 1 is no penalty.",
-    ),
-    option("--ignore-eos/--no-ignore-eos", default=None, help="Continue after end tokens."),
-    option(
-        "--param",
-        multiple=True,
-        cls=JsonListOption,
-        callback=_parse_params,
-        metavar="NAME=JSON",
-        help="Set any other sampling parameter, such as stop_token_ids=[5] (repeatable).",
-    ),
-)
+
+def sampling_options(*, in_chat: bool = False) -> Callable[[Command], Command]:
+    """Adds the sampling options to a command. A chat refuses some of them (`check_for_chat`); its help hides these."""
+    return _apply(
+        option("--system", metavar="TEXT", help="System message for conversations that have none."),
+        option("--seed", type=int, default=0, show_default=True, help="Seed of all randomness."),
+        option("--max-tokens", type=int, help="Most tokens to generate."),
+        option("--min-tokens", type=int, help="Fewest tokens to generate."),
+        option("--temperature", type=float, help="Sampling temperature; 0 always takes the likeliest token."),
+        option("--top-p", type=float, help="Sample from the likeliest tokens whose probabilities add up to this."),
+        option("--top-k", type=int, help="Sample from the K likeliest tokens."),
+        option(
+            "--min-p",
+            type=float,
+            help="Drop tokens whose probability is below this fraction of the likeliest token's.",
+        ),
+        option("--stop", multiple=True, cls=JsonListOption, metavar="TEXT", help="Stop at this text (repeatable)."),
+        option("--n", type=int, hidden=in_chat, help="Number of outputs for each prompt."),
+        option(
+            "--logprobs",
+            type=int,
+            metavar="K",
+            hidden=in_chat,
+            help="Return the log-probabilities of each output token and of the K likeliest in its place.",
+        ),
+        option("--presence-penalty", type=float, help="Penalize tokens that were generated before."),
+        option("--frequency-penalty", type=float, help="Penalize tokens by how often they were generated."),
+        option(
+            "--repetition-penalty",
+            type=float,
+            help="Penalize tokens that are in the prompt or the output; 1 is no penalty.",
+        ),
+        option("--ignore-eos/--no-ignore-eos", default=None, help="Continue after end tokens."),
+        option(
+            "--param",
+            multiple=True,
+            cls=JsonListOption,
+            callback=_parse_params,
+            metavar="NAME=JSON",
+            help="Set any other sampling parameter, such as stop_token_ids=[5] (repeatable).",
+        ),
+    )
+
 
 ENGINE_FIELDS = tuple(field.name for field in fields(EngineConfig))
 SAMPLING_FIELDS = (

@@ -88,7 +88,8 @@ def _prepare_file(
     if not plan.fits and not options.recompute_changed:
         raise ConfigError(
             f"{options.output} holds rows that do not fit this run: {plan}. The file is left as it is. "
-            "--recompute-changed runs changed rows again and drops those without a line; --overwrite starts again."
+            "--recompute-changed runs changed rows again and drops rows whose input line is gone; "
+            "--overwrite starts again."
         )
     output.start(journal)
     if not plan.fits:

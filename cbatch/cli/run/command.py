@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Order of the output rows.",
 )
-@option("--window", type=click.IntRange(1), help="Most rows in flight or held back [default: 4 x --max-seqs].")
+@option("--window", type=click.IntRange(1), help="Most rows read but not yet written [default: 4 x --max-seqs].")
 @option("--max-errors", type=click.IntRange(1), metavar="N", help="Stop at the Nth error row.")
 @option("--check", is_flag=True, help="Only check the input: report bad rows, lengths and KV cache need as JSON.")
 @option("--date", type=click.DateTime(["%Y-%m-%d"]), metavar="YYYY-MM-DD", help="Date given to the chat template.")
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 @option("--allow-unknown", is_flag=True, help="Carry misspelt parameters along instead of refusing their row.")
 @option("--stats", metavar="FILE", help="Write statistics of this run as JSON, however it ends.")
 @model_options
-@sampling_options
+@sampling_options()
 @engine_options()
 @trace_option
 @option("-q", "--quiet", is_flag=True, help="Print only errors on stderr.")

@@ -63,6 +63,8 @@ def pack_sampling_params(requests: list[Request]) -> NDArray[np.int32]:
     """The sampling parameters of R rows as [6, R] int32, so that one copy brings them to a device.
 
     temperature (0 for greedy rows), top_p and min_p, as the bits of a float32; top_k (0: all); the noise key
+
+    `SamplingMetadata.build` and the Triton kernels read these by their number.
     """
     params = [request.params for request in requests]
     temperatures = [0.0 if p.greedy else p.temperature for p in params]
@@ -160,7 +162,11 @@ def _draw(logits: Tensor, draw: SamplingMetadata) -> Tensor:
 
 
 def _kept(logits: Tensor, draw: SamplingMetadata) -> Tensor:
-    """Which of the sorted tokens [D, V] pass top-k, then top-p, then min-p, one after the other."""
+    """Which of the sorted tokens [D, V] pass top-k, then top-p, then min-p, one after the other.
+
+    The logits are divided by the temperature already. Filters after top-k see the softmax over what top-k keeps; no
+    filter renormalizes it for the next.
+    """
     vocabulary = logits.shape[-1]
     top_k = torch.where(draw.top_k > 0, draw.top_k, vocabulary)
     kept = torch.arange(vocabulary, device=logits.device)[None] < top_k[:, None]

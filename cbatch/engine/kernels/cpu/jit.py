@@ -81,7 +81,9 @@ def _sources() -> str:
 
 @cache
 def _warn_of_compilation() -> None:
-    _log.warning("Compiling kernels for this processor. This takes about ten seconds, the first time only.")
+    _log.warning(
+        "Compiling kernels for this processor. This takes about ten seconds, the first time a feature is used."
+    )
 
 
 def _warn_of_cache(error: Exception) -> None:
