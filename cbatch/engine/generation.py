@@ -128,9 +128,9 @@ class GenerationMixin(ABC):
         is_chat = isinstance(prompt, Mapping) or (isinstance(prompt, str) and has_template)
         tags = tokenizer.output_parser.think_tags or () if tokenizer is not None and is_chat else ()
         seed, echo = derive_seed(0, "index", index), ""
-        if params.echo and tokenizer is not None:
-            echo = tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
         for number in range(params.n):
             asked = params.for_sample(number)
             request_id = self.add(token_ids, asked, seed=seed, sample_index=number, tags=tags)
+            if params.echo and tokenizer is not None:  # after `add`, which refuses ids that cannot be decoded
+                echo = tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
             outputs[request_id] = _Output(index, self.detokenizer(token_ids, asked, tags), echo)

@@ -195,6 +195,16 @@ def test_echo_stands_before_the_text_and_is_no_stop() -> None:
     assert alone.text == "What is 2 plus 3?" and alone.finish_reason == "length"
 
 
+@pytest.mark.parametrize("token_id", [-1, 2**40])
+def test_echo_of_a_token_that_does_not_exist_fails_alone(token_id: int) -> None:
+    """Guards the other prompts: the tokenizer raises for such ids, so it must not see them before they are refused."""
+    engine = demo()
+    prompt = engine.tokenizer.encode("What is 2 plus 3?")  # type: ignore[union-attr]
+    wrong, right = engine.generate([[token_id], prompt], SamplingParams(max_tokens=1, echo=True))
+    assert wrong.error is not None and wrong.error.code == "invalid_row"
+    assert right.error is None and right.text.startswith("What is 2 plus 3?")
+
+
 def test_special_tokens_are_shown_where_asked() -> None:
     """Guards skip_special_tokens: the tokens are the same, the text has their names."""
     engine = demo()
