@@ -68,8 +68,9 @@ def compare(
         judged(name, strategies[name].title, results.run_metrics(record, work), runs[name], record.outputs)
         for name, record in medians.items()
     ]
-    setup = PeerSetup(experiment.loaded.network, work, experiment.slots, max_batch_tokens)
     for name in options.peer:
+        # Only here, because it loads the model once more, with transformers.
+        setup = PeerSetup(experiment.loaded.network, work, experiment.slots, max_batch_tokens)
         rounds: list[PeerResult] = []
         try:
             for number in range(options.rounds):
