@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Required, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -12,6 +12,20 @@ from torch import Tensor
 
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import LayerShape, Shape
+
+
+class AttendOptions(TypedDict, total=False):
+    """How a layer attends.
+
+    window:  a token sees itself and the window-1 tokens before it
+    softcap: a score becomes softcap * tanh(score / softcap)
+    sinks:   [query heads] extra scores that take part in the softmax and carry no value
+    """
+
+    scale: Required[float]
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
 
 
 class AttentionBackend(Protocol):
@@ -40,24 +54,12 @@ class AttentionBackend(Protocol):
         """Stores the step's keys [T, heads, key_dim] and values [T, heads, value_dim] in the cache of one layer."""
 
     def attend(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        metadata: Any,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        self, query: Tensor, keys: Tensor, values: Tensor, metadata: Any, **options: Unpack[AttendOptions]
     ) -> Tensor:
         """Attends with query [T, query heads, key_dim] over the cache of one layer: [T, query heads, value_dim].
 
         keys, values: [num_blocks, *block shape]. The tokens of the whole step are stored already: a sequence may read
                       blocks that another one fills in the same step.
-        window:       a token sees itself and the window-1 tokens before it.
-        softcap:      a score becomes softcap * tanh(score / softcap).
-        sinks:        [query heads] extra scores that take part in the softmax and carry no value.
         """
 
 

@@ -7,20 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Unpack
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch.engine.attention.base import AttendOptions
+from cbatch.engine.kernels.cpu import paged_kv
 from cbatch.engine.kernels.cpu.attention import attend_layer, store_kv_layer
-from cbatch.engine.kernels.cpu.paged_kv import (
-    AttentionParams,
-    AttentionPlan,
-    AttentionWorkspace,
-    new_attention_workspace,
-    plan_attention,
-)
 from cbatch.engine.kernels.cpu.tensors import as_array, block_shapes, paged_kv_of
 from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.runtime.batch import RaggedBatch
@@ -36,13 +32,13 @@ class CpuMetadata:
     starts: Sequence[int]
     stops: Sequence[int]
     slots: NDArray[np.int64]
-    outputs: dict[tuple[int, int, int], AttentionPlan] = field(default_factory=dict)
+    plans: dict[tuple[int, int, int], paged_kv.AttentionPlan] = field(default_factory=dict)
 
-    def plan(self, heads: int, group: int, value_dim: int) -> AttentionPlan:
-        kind = heads, group, value_dim
-        if kind not in self.outputs:
-            self.outputs[kind] = plan_attention(self.tables, self.starts, self.stops, self.slots, *kind)
-        return self.outputs[kind]
+    def plan(self, heads: int, group: int, value_dim: int) -> paged_kv.AttentionPlan:
+        shape = heads, group, value_dim
+        if shape not in self.plans:
+            self.plans[shape] = paged_kv.plan_attention(self.tables, self.starts, self.stops, self.slots, *shape)
+        return self.plans[shape]
 
 
 class CpuAttention:
@@ -54,7 +50,7 @@ class CpuAttention:
 
     def __init__(self) -> None:
         self._thread_pool = shared_thread_pool(num_threads())
-        self._workspaces: dict[tuple[int, int, int, torch.dtype], AttentionWorkspace] = {}
+        self._workspaces: dict[tuple[int, int, int, torch.dtype], paged_kv.AttentionWorkspace] = {}
 
     def block_shapes(self, layer: LayerShape, block_size: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
         return block_shapes(layer, block_size, dtype)
@@ -69,26 +65,20 @@ class CpuAttention:
         self._thread_pool.run(store_kv_layer, kv, metadata.plan(1, 1, 0), as_array(new_keys), as_array(new_values))
 
     def attend(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        metadata: CpuMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        self, query: Tensor, keys: Tensor, values: Tensor, metadata: CpuMetadata, **options: Unpack[AttendOptions]
     ) -> Tensor:
         kv = paged_kv_of(keys[None], values[None])
         tokens, heads, _ = query.shape
         group = heads // kv.heads
         shape = (group, kv.key_dim, kv.value_dim, query.dtype)
         if shape not in self._workspaces:
-            self._workspaces[shape] = new_attention_workspace(self._thread_pool.size, *shape[:3], kv.keys.dtype)
-        nothing = np.empty(0, np.float32)
-        params = AttentionParams(
-            scale, window or 0, softcap or 0.0, nothing if sinks is None else sinks.float().numpy()
+            self._workspaces[shape] = paged_kv.new_attention_workspace(
+                self._thread_pool.size, *shape[:3], kv.keys.dtype
+            )
+        sinks = options.get("sinks")
+        extra = np.empty(0, np.float32) if sinks is None else sinks.float().numpy()
+        params = paged_kv.AttentionParams(
+            options["scale"], options.get("window") or 0, options.get("softcap") or 0.0, extra
         )
         out = keys.new_empty(tokens, heads * kv.value_dim)
         plan = metadata.plan(heads, group, kv.value_dim)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from cbatch.engine.attention.base import AttendOptions
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import LayerShape, Shape
 
@@ -56,23 +58,15 @@ class ReferenceAttention:
         values.flatten(0, 1).index_copy_(0, metadata.slots, new_values)
 
     def attend(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        metadata: ReferenceMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        self, query: Tensor, keys: Tensor, values: Tensor, metadata: ReferenceMetadata, **options: Unpack[AttendOptions]
     ) -> Tensor:
+        scale, softcap, sinks = options["scale"], options.get("softcap"), options.get("sinks")
         out = query.new_empty(*query.shape[:2], values.shape[-1])
         for sequence in metadata.sequences:
             k = keys[sequence.blocks].flatten(0, 1)[: sequence.stop].transpose(0, 1)
             v = values[sequence.blocks].flatten(0, 1)[: sequence.stop].transpose(0, 1)
             q = query[sequence.rows].transpose(0, 1)
-            mask = _causal_mask(sequence, window, query.device)
+            mask = _causal_mask(sequence, options.get("window"), query.device)
             if softcap is None and sinks is None:
                 attended = scaled_dot_product_attention(
                     q[None], k[None], v[None], attn_mask=mask, scale=scale, enable_gqa=True
@@ -87,10 +81,8 @@ def _causal_mask(sequence: Sequence, window: int | None, device: torch.device) -
     """[queries, keys], true for keys that a query may see; None if it may see all of them."""
     if sequence.stop - sequence.start == 1 and (window is None or window >= sequence.stop):
         return None
-    distance = (
-        torch.arange(sequence.start, sequence.stop, device=device)[:, None]
-        - torch.arange(sequence.stop, device=device)[None, :]
-    )
+    positions = torch.arange(sequence.stop, device=device)
+    distance = positions[sequence.start :, None] - positions
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
@@ -112,8 +104,6 @@ def _explicit(
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is not None:
-        extra = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
-        weights = torch.softmax(torch.cat([scores, extra], dim=-1), dim=-1)[..., :-1]
-    else:
-        weights = torch.softmax(scores, dim=-1)
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : keys.shape[1]]
     return weights.to(values.dtype) @ values

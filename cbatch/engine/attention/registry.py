@@ -9,17 +9,16 @@ from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.runtime.kv_cache import LayerShape
 
-NAMES = ("cpu", "triton", "reference")
+DEVICES = {"cpu": "cpu", "triton": "cuda", "reference": None}
+"""The backends, and the type of device that each needs."""
 
 
 def check_attention(name: str, device: torch.device, block_size: int) -> None:
     """Raises ConfigError for a backend that does not exist, or cannot serve any model here."""
-    if name not in ("auto", *NAMES):
-        raise ConfigError(f"There is no attention backend {name!r}; choose auto or one of: {', '.join(NAMES)}.")
-    if name == "cpu" and device.type != "cpu":
-        raise ConfigError(f"The attention backend cpu does not run on {device}; choose auto.")
-    if name == "triton" and device.type != "cuda":
-        raise ConfigError(f"The attention backend triton does not run on {device}; choose auto.")
+    if name not in ("auto", *DEVICES):
+        raise ConfigError(f"There is no attention backend {name!r}; choose auto or one of: {', '.join(DEVICES)}.")
+    if DEVICES.get(name) not in (None, device.type):
+        raise ConfigError(f"The attention backend {name} does not run on {device}; choose auto.")
     if name == "cpu" and block_size % 16:
         raise ConfigError(f"The attention backend cpu needs blocks of a multiple of 16 tokens, not {block_size}.")
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
+from cbatch.engine.attention.base import AttendOptions
 from cbatch.engine.kernels.triton.attention_decode import DecodeTuning, attend_decode
 from cbatch.engine.kernels.triton.attention_metadata import AttentionMetadata, DecodeBuffers, build_metadata
 from cbatch.engine.kernels.triton.attention_prefill import PrefillTuning, attend_prefill
@@ -15,6 +18,7 @@ from cbatch.engine.runtime.kv_cache import LayerShape, Shape
 
 LARGEST_HEAD = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DECODE_TUNING, PREFILL_TUNING = DecodeTuning(), PrefillTuning()
 
 
 def fits(layers: list[LayerShape], dtype: torch.dtype) -> bool:
@@ -33,14 +37,12 @@ class TritonAttention:
     gathers_kv = False
 
     def __init__(
-        self,
-        device: torch.device,
-        decode: DecodeTuning | None = None,
-        prefill: PrefillTuning | None = None,
+        self, device: torch.device, decode: DecodeTuning = DECODE_TUNING, prefill: PrefillTuning = PREFILL_TUNING
     ) -> None:
-        self.device = device
-        self.decode, self.prefill = decode or DecodeTuning(), prefill or PrefillTuning()
-        self.multiprocessors = num_multiprocessors(device)
+        self.device, self.decode, self.prefill = device, decode, prefill
+        self.multiprocessors = 2  # where kernels run in Triton's interpreter
+        if device.type == "cuda":
+            self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
 
     @property
     def capturable(self) -> TritonAttention:
@@ -63,31 +65,15 @@ class TritonAttention:
         store_kv(keys, values, _rows(new_keys), _rows(new_values), metadata.slots)
 
     def attend(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        metadata: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        self, query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata, **options: Unpack[AttendOptions]
     ) -> Tensor:
-        query, params = _rows(query), AttentionParams(scale, window, softcap, sinks)
+        query, params = _rows(query), AttentionParams(**options)
         out = query.new_empty(*query.shape[:2], values.shape[-1])
         if metadata.decode is not None:
             attend_decode(query, keys, values, out, metadata.decode, params, self.multiprocessors, self.decode)
         if metadata.prefill is not None:
             attend_prefill(query, keys, values, out, metadata.prefill, params, self.prefill)
         return out
-
-
-def num_multiprocessors(device: torch.device) -> int:
-    """How many a GPU has; 2 for another device, where kernels run in Triton's interpreter."""
-    if device.type != "cuda":
-        return 2
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _rows(tensor: Tensor) -> Tensor:

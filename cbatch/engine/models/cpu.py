@@ -7,7 +7,7 @@ sums and logits are float32 whatever the weights are.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,18 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.engine.attention.base import AttentionBackend
-from cbatch.engine.kernels.cpu.decoder import (
-    Activations,
-    Buffers,
-    DecoderParams,
-    StepInputs,
-    StepOutputs,
-    Weights,
-    decoder_step,
-)
+from cbatch.engine.kernels.cpu import decoder
 from cbatch.engine.kernels.cpu.linear import new_linear_workspace
 from cbatch.engine.kernels.cpu.microkernel import COLUMNS, LANES, pad_columns
-from cbatch.engine.kernels.cpu.paged_kv import AttentionPlan, PagedKV, new_attention_workspace, plan_attention
+from cbatch.engine.kernels.cpu.paged_kv import PagedKV, new_attention_workspace, plan_attention
 from cbatch.engine.kernels.cpu.tensors import block_shapes, fits, paged_kv_of
 from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.models.base import LinearCost
@@ -42,18 +34,6 @@ _KEPT_LOGIT_ROWS = 256
 
 _LogitBuffer = tuple[NDArray[np.float32], Tensor]
 """Memory for logits [R, columns of a packed matrix], and its part [R, vocabulary] that holds them."""
-
-
-class _StepArguments(NamedTuple):
-    """What `decoder_step` takes after the worker."""
-
-    weights: Weights
-    params: DecoderParams
-    kv: PagedKV
-    plan: AttentionPlan
-    inputs: StepInputs
-    buffers: Buffers
-    outputs: StepOutputs
 
 
 class CpuModel:
@@ -86,11 +66,13 @@ class CpuModel:
             raise UnsupportedConfig(f"int8 weights need bfloat16, not {dtype}")
         self.num_parameters = check_weights(spec, tensors)
         self._weights = pack_weights(spec, tensors, dtype, quantize)
-        self._params = DecoderParams(spec.num_heads, spec.rms_norm_eps, spec.head_dim**-0.5, np.array(spec.windows))
+        self._params = decoder.DecoderParams(
+            spec.num_heads, spec.rms_norm_eps, spec.head_dim**-0.5, np.array(spec.windows)
+        )
         self._thread_pool = shared_thread_pool(num_threads())
         self._element = np.dtype(np.float32 if dtype == torch.float32 else np.uint16)
         self._activations = self._new_activations(16)
-        self._buffers = Buffers(
+        self._buffers = decoder.Buffers(
             self._activations,
             new_linear_workspace(
                 self._thread_pool.size,
@@ -116,13 +98,12 @@ class CpuModel:
     def linear_cost(self) -> LinearCost:
         spec, weights = self.spec, self._weights
         head = spec.vocab_size * spec.hidden_size
-        bytes_ = weights.matrices.nbytes
-        return LinearCost(bytes_, self.num_parameters - head * (1 if spec.is_tied else 2), head)
+        return LinearCost(weights.matrices.nbytes, self.num_parameters - head * (1 if spec.is_tied else 2), head)
 
     def forward(self, batch: RaggedBatch, kv_cache: KVCache, attention: AttentionBackend) -> Logits:
         """Logits [R, vocabulary] float32 of the wanted rows, valid until the next step."""
         outputs, logits = self._outputs_for(len(batch.rows))
-        self._thread_pool.run(decoder_step, *self._arguments(batch, kv_cache, outputs))
+        self._thread_pool.run(decoder.decoder_step, *self._arguments(batch, kv_cache, outputs))
         return Logits(logits, Argmax(outputs.tokens, outputs.largest))
 
     def _warm_up(self) -> None:
@@ -131,24 +112,25 @@ class CpuModel:
         batch = RaggedBatch(one, one, one, one, np.zeros((1, 1), np.int32), [0], [1], self.device)
         shapes = [block_shapes(self.layers[0], LANES, self.dtype)] * 2
         kv_cache = KVCache(shapes, 1, LANES, self.dtype, self.device)
-        self._thread_pool.compile(decoder_step, *self._arguments(batch, kv_cache, self._outputs_for(1)[0]))
+        self._thread_pool.compile(decoder.decoder_step, *self._arguments(batch, kv_cache, self._outputs_for(1)[0]))
 
-    def _arguments(self, batch: RaggedBatch, kv_cache: KVCache, outputs: StepOutputs) -> _StepArguments:
+    def _arguments(self, batch: RaggedBatch, kv_cache: KVCache, outputs: decoder.StepOutputs) -> tuple[Any, ...]:
+        """What `decoder_step` takes after the worker."""
         spec, length, furthest = self.spec, len(batch.ids), max(batch.stops)
         if furthest > len(self._cos):
             self._cos, self._sin = self._rotary_tables(2 * furthest)
-        inputs = StepInputs(batch.ids, batch.positions, self._cos, self._sin, np.arange(length), batch.rows)
+        inputs = decoder.StepInputs(batch.ids, batch.positions, self._cos, self._sin, np.arange(length), batch.rows)
         shape = spec.num_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim
         plan = plan_attention(batch.tables, batch.starts, batch.stops, batch.slots, *shape)
         kv, buffers = self._paged_kv(kv_cache), self._buffers_for(length)
-        return _StepArguments(self._weights, self._params, kv, plan, inputs, buffers, outputs)
+        return self._weights, self._params, kv, plan, inputs, buffers, outputs
 
-    def _buffers_for(self, length: int) -> Buffers:
+    def _buffers_for(self, length: int) -> decoder.Buffers:
         """Memory for a step of so many tokens, which is kept."""
         if length > len(self._activations.residual):
             self._activations = self._new_activations(length)
         if length != len(self._buffers.activations.residual):
-            activations = Activations(*(array[:length] for array in self._activations))
+            activations = decoder.Activations(*(array[:length] for array in self._activations))
             self._buffers = self._buffers._replace(activations=activations)
         return self._buffers
 
@@ -166,34 +148,31 @@ class CpuModel:
         angles = torch.arange(positions)[:, None].float() * self.spec.inv_freq
         return angles.cos().numpy(), angles.sin().numpy()
 
-    def _outputs_for(self, rows: int) -> tuple[StepOutputs, Tensor]:
-        """Memory for the outputs of so many rows, and its logits [R, vocabulary] as a tensor."""
-        memory, logits = self._logits_for(rows)
-        return StepOutputs(memory, self.vocab_size, np.empty(rows, np.int64), np.empty(rows, np.float32)), logits
+    def _outputs_for(self, rows: int) -> tuple[decoder.StepOutputs, Tensor]:
+        """Memory for the outputs of so many rows, and its logits [R, vocabulary] as a tensor.
 
-    def _logits_for(self, rows: int) -> _LogitBuffer:
-        """Memory for so many rows of logits, which is kept.
-
-        The system would have to clear fresh memory in every step, which takes as long as the matrix product; and torch
-        takes a while even for a view, after the weights of a step have evicted its code from the processor's caches.
-        Only steps of more rows than are kept, such as scored prompts, pay that.
+        Memory for logits is kept. The system would have to clear fresh memory in every step, which takes as long as
+        the matrix product; and torch takes a while even for a view, after the weights of a step have evicted its code
+        from the processor's caches. Only steps of more rows than are kept, such as scored prompts, pay that.
         """
-        if rows > _KEPT_LOGIT_ROWS:
-            return self._as_logit_buffer(empty((rows, pad_columns(self.vocab_size)), np.float32))
-        if rows > len(self._logits):
-            self._logits, self._logit_buffers = empty((rows, pad_columns(self.vocab_size)), np.float32), {}
-        if rows not in self._logit_buffers:
-            self._logit_buffers[rows] = self._as_logit_buffer(self._logits[:rows])
-        return self._logit_buffers[rows]
+        buffer = self._logit_buffers.get(rows)
+        if buffer is None:
+            memory = self._logits[:rows]
+            if rows > len(memory):
+                memory = empty((rows, pad_columns(self.vocab_size)), np.float32)
+            buffer = memory, torch.from_numpy(memory)[:, : self.vocab_size]
+            if rows <= _KEPT_LOGIT_ROWS:
+                if len(self._logits) < rows:
+                    self._logits, self._logit_buffers = memory, {}
+                self._logit_buffers[rows] = buffer
+        tokens, largest = np.empty(rows, np.int64), np.empty(rows, np.float32)
+        return decoder.StepOutputs(buffer[0], self.vocab_size, tokens, largest), buffer[1]
 
-    def _as_logit_buffer(self, memory: NDArray[np.float32]) -> _LogitBuffer:
-        return memory, torch.from_numpy(memory)[:, : self.vocab_size]
-
-    def _new_activations(self, length: int) -> Activations:
+    def _new_activations(self, length: int) -> decoder.Activations:
         spec = self.spec
         attended = spec.num_heads * spec.head_dim
         qkv = pad_columns(attended + 2 * spec.num_kv_heads * spec.head_dim)
-        return Activations(
+        return decoder.Activations(
             empty((length, spec.hidden_size), np.float32),
             empty((length, spec.hidden_size), self._element),
             empty((length, qkv), np.float32),

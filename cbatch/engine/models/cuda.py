@@ -15,14 +15,7 @@ from torch.nn.functional import linear
 
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.attention.triton import fits
-from cbatch.engine.kernels.triton.layer import (
-    Positions,
-    add_and_norm,
-    embed_and_norm,
-    rope_and_store_kv,
-    select_and_norm,
-    silu_and_mul,
-)
+from cbatch.engine.kernels.triton import layer as kernels
 from cbatch.engine.models.base import DeviceInputs, LinearCost
 from cbatch.engine.models.llama_spec import LlamaSpec, UnsupportedConfig, check_weights, read_llama_spec, weight_shapes
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
@@ -60,7 +53,7 @@ class _StepTensors(NamedTuple):
     metadata: Any
     kv_cache: KVCache
     attention: AttentionBackend
-    positions: Positions
+    positions: kernels.Positions
     residual: Tensor
     linear_input: Tensor
     query: Tensor
@@ -149,10 +142,10 @@ class CudaModel:
             raise ValueError("The cache's blocks must be laid out as [kv_heads, block_size, head_dim].")
         step = self._prepare_step(inputs, metadata, kv_cache, attention)
         norm, eps = self._layers[0].input_norm, spec.rms_norm_eps
-        embed_and_norm(self._embedding, inputs.input_ids, step.residual, norm, eps, step.linear_input)
+        kernels.embed_and_norm(self._embedding, inputs.input_ids, step.residual, norm, eps, step.linear_input)
         added = self._layer(0, step)
         for number in range(1, spec.num_layers):
-            add_and_norm(step.residual, added, self._layers[number].input_norm, eps, step.linear_input)
+            kernels.add_and_norm(step.residual, added, self._layers[number].input_norm, eps, step.linear_input)
             added = self._layer(number, step)
         return self._logits(step.residual, added, inputs.logit_rows, out)
 
@@ -168,7 +161,7 @@ class CudaModel:
             metadata,
             kv_cache,
             attention,
-            Positions(angles.cos(), angles.sin(), inputs.slot_mapping),
+            kernels.Positions(angles.cos(), angles.sin(), inputs.slot_mapping),
             residual,
             activation.new_empty(tokens, spec.hidden_size),
             activation.new_empty(tokens, spec.num_heads, spec.head_dim),
@@ -180,19 +173,19 @@ class CudaModel:
         layer, eps = self._layers[number], self.spec.rms_norm_eps
         keys, values = step.kv_cache.keys[number], step.kv_cache.values[number]
         qkv = linear(step.linear_input, layer.qkv_proj, layer.qkv_bias)
-        rope_and_store_kv(qkv, step.positions, layer.qk_norms, eps, step.query, keys, values)
+        kernels.rope_and_store_kv(qkv, step.positions, layer.qk_norms, eps, step.query, keys, values)
         scale, window = self.spec.head_dim**-0.5, self.windows[number]
         attended = step.attention.attend(step.query, keys, values, step.metadata, scale=scale, window=window)
         added = linear(attended.flatten(1), layer.o_proj)
-        add_and_norm(step.residual, added, layer.post_attention_norm, eps, step.linear_input)
-        silu_and_mul(linear(step.linear_input, layer.gate_up_proj), step.intermediate)
+        kernels.add_and_norm(step.residual, added, layer.post_attention_norm, eps, step.linear_input)
+        kernels.silu_and_mul(linear(step.linear_input, layer.gate_up_proj), step.intermediate)
         return linear(step.intermediate, layer.down_proj)
 
     def _logits(self, residual: Tensor, added: Tensor, rows: Tensor, out: Tensor | None) -> Tensor:
         if len(rows) == 0:  # chunks of prompts only: a kernel cannot be launched for no rows
             return residual.new_empty(0, self.vocab_size)
         chosen = residual.new_empty(len(rows), self.spec.hidden_size, dtype=self.dtype)
-        select_and_norm(residual, added, rows, self._final_norm, self.spec.rms_norm_eps, chosen)
+        kernels.select_and_norm(residual, added, rows, self._final_norm, self.spec.rms_norm_eps, chosen)
         # In bfloat16, many tokens would share the largest logit. The device sums in float32 anyway, and writing that
         # takes less time than a kernel that widens the logits for the sampler.
         if self.device.type == "cuda" and self.dtype != torch.float32:

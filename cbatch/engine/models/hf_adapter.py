@@ -41,21 +41,6 @@ SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunk
 """Types of layers whose only state is keys and values, whatever the length of the text."""
 
 
-@dataclass(frozen=True, slots=True)
-class PagedContext:
-    """What the layers of one step share: the cache, and how to attend over it."""
-
-    kv_cache: KVCache
-    backend: AttentionBackend
-    metadata: Any
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """Writes the step's keys and values [T, heads, dim] of a layer, then attends with query [T, heads, dim]."""
-        keys, values = self.kv_cache.keys[layer], self.kv_cache.values[layer]
-        self.backend.store_kv(keys, values, key, value, self.metadata)
-        return self.backend.attend(query, keys, values, self.metadata, **options)
-
-
 @dataclass(slots=True)
 class AttentionCalls:
     """The attention calls of one forward pass, each with a cache of its own. Their order identifies them.
@@ -63,17 +48,22 @@ class AttentionCalls:
     A layer may call attention twice, or run several times, as long as every step makes the same calls.
     """
 
-    context: PagedContext
+    kv_cache: KVCache
+    backend: AttentionBackend
+    metadata: Any
     windows: list[int | None]
     calls: int = 0
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+        """Stores the step's keys and values [T, heads, dim], then attends with query [T, heads, dim]."""
         if mask is not None:
             raise ModelError("it uses attention masks of its own")
         call, self.calls = self.calls, self.calls + 1
         if call == len(self.windows):
             raise ModelError(f"it calls attention more than {call} times in a step, unlike when it was loaded")
-        return self.context.attend(call, query, key, value, window=self.windows[call], **options)
+        keys, values = self.kv_cache.keys[call], self.kv_cache.values[call]
+        self.backend.store_kv(keys, values, key, value, self.metadata)
+        return self.backend.attend(query, keys, values, self.metadata, window=self.windows[call], **options)
 
 
 @dataclass(slots=True)
@@ -171,8 +161,7 @@ class TransformersModel:
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch, kv_cache: KVCache, attention: AttentionBackend) -> Logits:
         """Logits [R, vocabulary] of the wanted rows, in the model's dtype."""
-        context = PagedContext(kv_cache, attention, attention.prepare(batch, kv_cache.block_size))
-        step = AttentionCalls(context, self.windows)
+        step = AttentionCalls(kv_cache, attention, attention.prepare(batch, kv_cache.block_size), self.windows)
         logits = self._call(batch, step)
         if step.calls != len(self.layers):
             raise ModelError(

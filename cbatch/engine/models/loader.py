@@ -218,16 +218,11 @@ def _load_tokenizer(source: str, revision: str | None) -> ChatTokenizer | None:
 
 def _sampling_defaults(settings: dict[str, Any]) -> SamplingParams:
     """Only keys that stand in the file count; transformers' own defaults (top_k 50) do not."""
-    chosen = {
-        key: settings[key] for key in ("top_k", "top_p", "min_p", "repetition_penalty") if settings.get(key) is not None
-    }
+    names = {key: key for key in ("top_k", "top_p", "min_p", "repetition_penalty")}
+    names |= {"min_new_tokens": "min_tokens", "stop_strings": "stop", "max_new_tokens": "max_tokens"}
+    chosen = {ours: settings[theirs] for theirs, ours in names.items() if settings.get(theirs) is not None}
     if settings.get("do_sample"):
         chosen["temperature"] = settings.get("temperature", 1.0)
-    for theirs, ours in (("min_new_tokens", "min_tokens"), ("stop_strings", "stop")):
-        if settings.get(theirs) is not None:
-            chosen[ours] = settings[theirs]
-    if settings.get("max_new_tokens") is not None:
-        chosen["max_tokens"] = settings["max_new_tokens"]
     return SamplingParams().merged(chosen)
 
 

@@ -135,7 +135,7 @@ def test_launches_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the time of a decode step: four products and four kernels for a layer, and no waiting for the device."""
     launches: list[str] = []
     for name in ("embed_and_norm", "add_and_norm", "rope_and_store_kv", "silu_and_mul", "select_and_norm"):
-        monkeypatch.setattr(cuda, name, lambda *_, name=name: launches.append(name))
+        monkeypatch.setattr(cuda.kernels, name, lambda *_, name=name: launches.append(name))
     of_two = operations_of(2)
     assert Counter(launches) == {
         "embed_and_norm": 1,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import llvmlite.binding as llvm
-from numba import njit, typeof
+from numba import njit
 
 from cbatch.engine.compat import NO_REFERENCE_COUNTS, keep_compiled, new_callback
 
@@ -47,12 +47,6 @@ def entry(function: Function) -> Function:
     compiled = kernel(function)
     _keep(compiled, function)
     return compiled
-
-
-def compile_for(function: Callable[..., Any], *arguments: Any) -> None:
-    """Compiles an entry for arguments of these types without calling it."""
-    compiled: Any = function
-    compiled.compile(tuple(typeof(argument) for argument in arguments))
 
 
 def address_of(function: Callable[..., None], signature: Any) -> int:

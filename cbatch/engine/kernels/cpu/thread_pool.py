@@ -10,7 +10,8 @@ from functools import cache
 from queue import SimpleQueue
 from typing import Any
 
-from cbatch.engine.kernels.cpu.jit import compile_for
+from numba import typeof
+
 from cbatch.engine.kernels.cpu.work_queue import Worker, new_work_queue
 
 _Job = tuple[Callable[..., None], Worker, tuple[Any, ...]]
@@ -30,9 +31,9 @@ class ThreadPool:
             thread.start()
         weakref.finalize(self, _shut_down, self._inboxes, threads)
 
-    def compile(self, function: Callable[..., None], *args: Any) -> None:
+    def compile(self, entry: Any, *args: Any) -> None:
         """Compiles what `run` would call with these arguments."""
-        compile_for(function, Worker(new_work_queue(), 0), *args)
+        entry.compile(tuple(typeof(argument) for argument in (Worker(new_work_queue(), 0), *args)))
 
     def run(self, function: Callable[..., None], *args: Any) -> None:
         """Calls function(worker, *args) in every thread, with a new work queue; returns when its work is done.

@@ -80,7 +80,7 @@ def attend_decode(
     partials = query.new_empty(num_parts, heads, value_dim, dtype=torch.float32)
     sums = query.new_empty(num_parts, heads, dtype=torch.float32)
     programs = tuning.programs(multiprocessors, max(layer["KEY_TILE"], layer["VALUE_TILE"]))
-    _decode_kernel[(min(programs, decode.capacity * layer["KV_HEADS"]),)](
+    _decode_kernel[(min(programs, len(decode.items) * layer["KV_HEADS"]),)](
         query, keys, values, out, partials, sums, decode.sequences, decode.items, decode.totals, decode.block_ids,
         levels, query.stride(0), query.stride(1), **options, **layer, SPLIT=decode.split,
         ROWS=max(16, triton.next_power_of_2(layer["GROUP"])),

@@ -42,10 +42,6 @@ class DecodeMetadata:
     partials: int
     split: int
 
-    @property
-    def capacity(self) -> int:
-        return self.items.shape[0]
-
 
 @dataclass(slots=True)
 class PrefillMetadata:

@@ -58,29 +58,21 @@ def _norm_kernel(
 
 def embed_and_norm(embedding: Tensor, ids: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     """residual [T, hidden] float32 = embedding[ids]; out [T, hidden] = its RMSNorm (Zhang and Sennrich, 2019)."""
-    _norm(residual, embedding, ids, weight, eps, out, embeds=True)
+    _norm(residual, embedding, ids, weight, eps, out, embeds=True, selects=False)
 
 
 def add_and_norm(residual: Tensor, added: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     """residual [T, hidden] float32 += added [T, hidden]; out [T, hidden] = its RMSNorm."""
-    _norm(residual, added, residual, weight, eps, out)
+    _norm(residual, added, residual, weight, eps, out, embeds=False, selects=False)
 
 
 def select_and_norm(residual: Tensor, added: Tensor, rows: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     """out [R, hidden] = RMSNorm of (residual + added)[rows]; the residual does not change."""
-    _norm(residual, added, rows, weight, eps, out, selects=True)
+    _norm(residual, added, rows, weight, eps, out, embeds=False, selects=True)
 
 
 def _norm(
-    residual: Tensor,
-    added: Tensor,
-    rows: Tensor,
-    weight: Tensor,
-    eps: float,
-    out: Tensor,
-    *,
-    embeds: bool = False,
-    selects: bool = False,
+    residual: Tensor, added: Tensor, rows: Tensor, weight: Tensor, eps: float, out: Tensor, embeds: bool, selects: bool
 ) -> None:
     hidden = out.shape[1]
     block = triton.next_power_of_2(hidden)
@@ -187,11 +179,9 @@ def _silu_and_mul_kernel(gate_up: tl.tensor, out: tl.tensor, INNER: tl.constexpr
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < INNER
-    silu_and_mul = tl.load(gate_up + row * (2 * INNER) + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up + row * (2 * INNER) + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * INNER) + INNER + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(
-        out + row * INNER + column, (silu_and_mul * tl.sigmoid(silu_and_mul) * up).to(out.dtype.element_ty), mask=inside
-    )
+    tl.store(out + row * INNER + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
 
 
 def silu_and_mul(gate_up: Tensor, out: Tensor) -> None:
