@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from cbatch.engine.kernels.cpu.fast_math import exp, round_to_bfloat16, silu, tanh
 from cbatch.engine.kernels.cpu.jit import entry
-from cbatch.engine.kernels.cpu.linear import PackedMatrix, gated_matmul, matmul, new_linear_workspace, pack_weight
+from cbatch.engine.kernels.cpu.linear import ADD, GATED, WRITE, PackedMatrix, matmul, new_linear_workspace, pack_weight
 from cbatch.engine.kernels.cpu.microkernel import MAX_ROWS
 from cbatch.engine.kernels.cpu.thread_pool import ThreadPool
-from cbatch.engine.kernels.cpu.work_queue import Worker, claim, complete, new_work_queue
+from cbatch.engine.kernels.cpu.work_queue import Worker, claim, new_work_queue, next_task
 from cbatch.engine.models.packing import interleave, quantized
 
 pytestmark = pytest.mark.kernels
@@ -41,7 +41,7 @@ def product(a: NDArray[Any], weight: NDArray[Any]) -> NDArray[np.float32]:
     columns = -(-len(weight) // 32) * 32
     out = np.full((len(a), columns), np.nan, np.float32)
     workspace = new_linear_workspace(1, weight.dtype, weight.shape[1])
-    matmul(worker(), 0, a, PackedMatrix(pack_weight(weight), 0, NO_SCALE), out, 0, workspace)
+    matmul(worker(), 0, a, PackedMatrix(pack_weight(weight), 0, NO_SCALE), out, WRITE, workspace)
     return out[:, : len(weight)]
 
 
@@ -72,7 +72,7 @@ def test_products_that_are_added(scaled: bool) -> None:
     scale = draw((32,), dtype, 4) if scaled else NO_SCALE
     out = before.copy()
     matrix = PackedMatrix(pack_weight(weight), 0, scale)
-    matmul(worker(), 0, a, matrix, out, 1, new_linear_workspace(1, dtype, 32))
+    matmul(worker(), 0, a, matrix, out, ADD, new_linear_workspace(1, dtype, 32))
     expected = before + (a @ weight.T) * (scale if scaled else 1)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
 
@@ -90,7 +90,7 @@ def test_products_with_quantized_weights(depth: int) -> None:
     for rows in (40, 5):
         out = np.full((rows, 96), np.nan, np.float32)
         matrix = PackedMatrix(pack_weight(steps.numpy()), 0, factors)
-        matmul(worker(), 0, a[:rows].copy(), matrix, out, 0, new_linear_workspace(1, np.dtype(np.int8), depth))
+        matmul(worker(), 0, a[:rows].copy(), matrix, out, WRITE, new_linear_workspace(1, np.dtype(np.int8), depth))
         results.append(out[:, :70])
     expected = as_float(a) @ (steps.float() * scale[:, None]).numpy().T
     errors = np.abs(results[0] - expected).max(axis=1)
@@ -106,7 +106,7 @@ def test_quantized_products_of_nan_and_infinity() -> None:
         a[row, 5] = torch.tensor([value]).bfloat16().view(torch.uint16).item()
     out = np.empty((4, 32), np.float32)
     matrix = PackedMatrix(pack_weight(np.ones((32, 64), np.int8)), 0, np.ones(32, np.float32))
-    matmul(worker(), 0, a, matrix, out, 0, new_linear_workspace(1, np.dtype(np.int8), 64))
+    matmul(worker(), 0, a, matrix, out, WRITE, new_linear_workspace(1, np.dtype(np.int8), 64))
     assert np.isnan(out[:2]).all() and (out[2] == 0).all() and np.allclose(out[3], 1)
 
 
@@ -116,7 +116,7 @@ def test_gated_products() -> None:
     gate, up, a = draw((48, 32), dtype, 1), draw((48, 32), dtype, 2), draw((30, 32), dtype, 3)
     out = np.full((30, 48), np.nan, np.float32)
     packed = pack_weight(interleave(torch.from_numpy(gate), torch.from_numpy(up)).numpy())
-    gated_matmul(worker(), 0, a, PackedMatrix(packed, 0, NO_SCALE), out, new_linear_workspace(1, dtype, 32))
+    matmul(worker(), 0, a, PackedMatrix(packed, 0, NO_SCALE), out, GATED, new_linear_workspace(1, dtype, 32))
     left = a @ gate.T
     np.testing.assert_allclose(out, left / (1 + np.exp(-left)) * (a @ up.T), rtol=1e-4, atol=1e-5)
 
@@ -156,8 +156,7 @@ def count_tasks(worker: Worker, done: Any) -> None:
         task = claim(worker, phase, done.shape[1])
         while task >= 0:
             done[phase, task] += 1
-            complete(worker, phase, done.shape[1])
-            task = claim(worker, phase, done.shape[1])
+            task = next_task(worker, phase, done.shape[1])
 
 
 def test_every_task_is_done_once() -> None:

@@ -29,8 +29,8 @@ from tests.support.sampling_cases import (
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 tl = pytest.importorskip("triton.language")
 
-from cbatch.engine.kernels.triton.gumbel import noise, noise_bound, uniform_of  # noqa: E402
 from cbatch.engine.kernels.triton.sampling import Tiling, sample_rows  # noqa: E402
+from cbatch.engine.kernels.triton.vocab_scan import noise, noise_bound, uniform_of  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS = 400 if DEVICE.type == "cuda" else 8

@@ -20,21 +20,15 @@ _INFINITY = np.float32(np.inf)
 @intrinsic  # type: ignore[untyped-decorator]
 def to_ordered_int(context: Any, x: Any) -> Any:
     """A float32 as an int32 in the same order."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _flip(builder, builder.bitcast(args[0], ir.IntType(32)))
-
-    return types.int32(types.float32), generate
+    signature = types.int32(types.float32)
+    return signature, lambda _, builder, signature, args: _flip(builder, builder.bitcast(args[0], ir.IntType(32)))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def from_ordered_int(context: Any, order: Any) -> Any:
     """The float32 of an int32 from `to_ordered_int`."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(_flip(builder, args[0]), ir.FloatType())
-
-    return types.float32(types.int32), generate
+    signature = types.float32(types.int32)
+    return signature, lambda _, builder, signature, args: builder.bitcast(_flip(builder, args[0]), ir.FloatType())
 
 
 def _flip(builder: Any, bits: Any) -> Any:

@@ -27,7 +27,7 @@ from cbatch.engine.kernels.cpu.paged_kv import (
     kv_of_layer,
 )
 from cbatch.engine.kernels.cpu.softmax import TILE_TOKENS, softmax_weights
-from cbatch.engine.kernels.cpu.work_queue import Worker, claim, complete
+from cbatch.engine.kernels.cpu.work_queue import Worker, claim, next_task
 
 _MINUS_INFINITY = np.float32(-np.inf)
 
@@ -252,8 +252,7 @@ def attend(
             else:
                 target = out[row + i // group, query_head * width : (query_head + 1) * width]
                 _normalize(states[i], query_head, params, target)
-        complete(worker, phase, num_tasks)
-        task = claim(worker, phase, num_tasks)
+        task = next_task(worker, phase, num_tasks)
     if len(plan.merges):
         return _merge_partials(worker, phase + 1, plan, params, width, states[0], out)
     return phase + 1
@@ -274,8 +273,7 @@ def _merge_partials(
             for partial in range(first, first + count):
                 _merge_state(state, plan.partials[partial, head], width)
             _normalize(state, head, params, out[row, head * width : (head + 1) * width])
-        complete(worker, phase, num_tasks)
-        task = claim(worker, phase, num_tasks)
+        task = next_task(worker, phase, num_tasks)
     return phase + 1
 
 
@@ -309,8 +307,7 @@ def store_kv_layer(worker: Worker, kv: PagedKV, plan: AttentionPlan, keys: Any, 
         for row in range(task * LANES, min(len(keys), (task + 1) * LANES)):
             for head in range(kv.heads):
                 store_kv(layer, plan.slots[row], head, keys[row, head], values[row, head], plan.is_last[row])
-        complete(worker, 0, num_tasks)
-        task = claim(worker, 0, num_tasks)
+        task = next_task(worker, 0, num_tasks)
 
 
 @entry

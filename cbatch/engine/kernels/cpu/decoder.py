@@ -11,7 +11,7 @@ from cbatch.engine.kernels.cpu.argmax import argmax
 from cbatch.engine.kernels.cpu.attention import attend, store_kv
 from cbatch.engine.kernels.cpu.fast_math import from_float32, to_float32
 from cbatch.engine.kernels.cpu.jit import entry, kernel
-from cbatch.engine.kernels.cpu.linear import LinearWorkspace, PackedMatrix, gated_matmul, matmul
+from cbatch.engine.kernels.cpu.linear import ADD, GATED, WRITE, LinearWorkspace, PackedMatrix, matmul
 from cbatch.engine.kernels.cpu.microkernel import COLUMNS
 from cbatch.engine.kernels.cpu.paged_kv import (
     AttentionParams,
@@ -20,7 +20,7 @@ from cbatch.engine.kernels.cpu.paged_kv import (
     PagedKV,
     kv_of_layer,
 )
-from cbatch.engine.kernels.cpu.work_queue import Worker, claim, complete
+from cbatch.engine.kernels.cpu.work_queue import Worker, claim, next_task
 
 _ROWS_PER_TASK = 8
 """Rows of a task, for what is done row by row."""
@@ -171,8 +171,7 @@ def _embed(worker: Worker, phase: int, weights: Weights, ids: Any, out: Any) -> 
                     factor = weights.scales[weights.scale_starts[-1, 0] + ids[row]]
                 for i in range(hidden):
                     out[row, i] = factor * to_float32(weights.matrices[base + i // pair * COLUMNS * pair + i % pair])
-        complete(worker, phase, num_tasks)
-        task = claim(worker, phase, num_tasks)
+        task = next_task(worker, phase, num_tasks)
     return phase + 1
 
 
@@ -196,8 +195,7 @@ def _rms_norm(worker: Worker, phase: int, x: Any, rows: Any, weight: Any, eps: f
             factor = _inverse_rms(row, eps)
             for j in range(len(row)):
                 out[i, j] = from_float32(row[j] * factor * weight[j], out)
-        complete(worker, phase, num_tasks)
-        task = claim(worker, phase, num_tasks)
+        task = next_task(worker, phase, num_tasks)
     return phase + 1
 
 
@@ -242,8 +240,7 @@ def _rope_and_store_kv(
                 right = (params.heads + kv.heads + head) * width
                 key, value = qkv[row, left : left + width], qkv[row, right : right + width]
                 store_kv(kv, plan.slots[row], head, key, value, plan.is_last[row])
-        complete(worker, phase, num_tasks)
-        task = claim(worker, phase, num_tasks)
+        task = next_task(worker, phase, num_tasks)
     return phase + 1
 
 
@@ -253,8 +250,7 @@ def _argmax_rows(worker: Worker, phase: int, outputs: StepOutputs) -> None:
     task = claim(worker, phase, num_tasks)
     while task >= 0:
         outputs.tokens[task], outputs.largest[task] = argmax(outputs.logits[task, : outputs.vocabulary])
-        complete(worker, phase, num_tasks)
-        task = claim(worker, phase, num_tasks)
+        task = next_task(worker, phase, num_tasks)
 
 
 @entry
@@ -272,21 +268,21 @@ def decoder_step(
         layer, layer_kv, norms = _layer(weights, index), kv_of_layer(kv, index), weights.norms[index]
         attention = AttentionParams(params.scale, params.windows[index], 0.0, weights.final_norm[:0])
         phase = _rms_norm(worker, phase, x, inputs.every, norms[0], params.eps, activations.linear_input)
-        phase = matmul(worker, phase, activations.linear_input, layer.qkv, activations.qkv, 0, buffers.linear)
+        phase = matmul(worker, phase, activations.linear_input, layer.qkv, activations.qkv, WRITE, buffers.linear)
         phase = _rope_and_store_kv(worker, phase, layer_kv, plan, params, inputs, layer, activations)
         phase = attend(
             worker, phase, layer_kv, plan, attention, activations.query, activations.attended, buffers.attention
         )
-        phase = matmul(worker, phase, activations.attended, layer.output, x, 1, buffers.linear)
+        phase = matmul(worker, phase, activations.attended, layer.output, x, ADD, buffers.linear)
         phase = _rms_norm(worker, phase, x, inputs.every, norms[1], params.eps, activations.linear_input)
-        phase = gated_matmul(
-            worker, phase, activations.linear_input, layer.gate_up, activations.intermediate, buffers.linear
+        phase = matmul(
+            worker, phase, activations.linear_input, layer.gate_up, activations.intermediate, GATED, buffers.linear
         )
-        phase = matmul(worker, phase, activations.intermediate, layer.down, x, 1, buffers.linear)
+        phase = matmul(worker, phase, activations.intermediate, layer.down, x, ADD, buffers.linear)
     if len(inputs.rows) == 0:  # chunks of prompts only; a phase must have a task
         return
     chosen = activations.linear_input[: len(inputs.rows)]
     phase = _rms_norm(worker, phase, x, inputs.rows, weights.final_norm, params.eps, chosen)
     lm_head = _matrix(weights, weights.lm_head, weights.scale_starts[-1, 0])
-    phase = matmul(worker, phase, chosen, lm_head, outputs.logits, 0, buffers.linear)
+    phase = matmul(worker, phase, chosen, lm_head, outputs.logits, WRITE, buffers.linear)
     _argmax_rows(worker, phase, outputs)

@@ -20,7 +20,7 @@ from cbatch.engine.kernels.cpu.microkernel import (
     multiply_tile,
     pad_columns,
 )
-from cbatch.engine.kernels.cpu.work_queue import Worker, claim, complete
+from cbatch.engine.kernels.cpu.work_queue import Worker, claim, next_task
 from cbatch.engine.runtime.cpu import empty
 
 _ROW_BLOCK_BYTES = 384 * 1024
@@ -28,6 +28,9 @@ _ROW_BLOCK_BYTES = 384 * 1024
 
 _ZERO_BELOW = np.float32(1e-34)
 """A block of smaller numbers is quantized to zeros: the inverse of its scale would overflow a float32."""
+
+WRITE, ADD, GATED = 0, 1, 2
+"""What `matmul` does with its results."""
 
 _TASKS_PER_THREAD = 4
 """Enough that no thread waits long for the others at the end of a product."""
@@ -73,18 +76,13 @@ def new_linear_workspace(threads: int, dtype: np.dtype[Any], depth: int) -> Line
     )
 
 
-def pair_size(dtype: np.dtype[Any]) -> int:
-    """How many consecutive numbers of the depth lie side by side in a panel."""
-    return 1 if dtype == np.float32 else 2
-
-
 def pack_weight(weight: NDArray[Any]) -> NDArray[Any]:
     """A weight [columns, depth] in the order in which the microkernel reads it: flat, columns padded to whole tiles.
 
     Layout [tiles, depth / pair, 2, 16, pair]: two panels side by side.
     """
     columns, depth = weight.shape
-    pair = pair_size(weight.dtype)
+    pair = 1 if weight.dtype == np.float32 else 2
     padded = np.zeros((pad_columns(columns), depth), weight.dtype)
     padded[:columns] = weight
     return padded.reshape(-1, 2, LANES, depth // pair, pair).transpose(0, 3, 1, 2, 4).reshape(-1)
@@ -156,31 +154,31 @@ def _list_panels(matrix: PackedMatrix, tile: int, depth: int, table: Any) -> Pan
 
 
 @kernel
-def _scale_row(sums: Any, scale: Any, add: int, out: Any) -> None:
-    """out [32] = sums times a factor for each column; added to `out` if `add` is 1."""
-    for j in range(COLUMNS):
-        out[j] = sums[j] * scale[j] + (out[j] if add else np.float32(0))
-
-
-@kernel
-def _silu_and_mul(sums: Any, scale: Any, out: Any) -> None:
-    """out [16] = silu(gate) * up, of 16 of each in `sums`, times factors if there are any."""
+def _finish_row(sums: Any, scale: Any, mode: int, out: Any) -> None:
+    """Writes a row of a tile to `out`: 32 sums times a factor for each column; if GATED, 16 results."""
+    if mode != GATED:
+        for j in range(COLUMNS):
+            out[j] = sums[j] * scale[j] + (out[j] if mode == ADD else np.float32(0))
+        return
     if len(scale):
-        _scale_row(sums, scale, 0, sums)
+        for j in range(COLUMNS):
+            sums[j] *= scale[j]
     for j in range(LANES):
         out[j] = from_float32(silu(sums[j]) * sums[LANES + j], out)
 
 
 @kernel
 def matmul(
-    worker: Worker, phase: int, a: Any, matrix: PackedMatrix, out: Any, add: int, workspace: LinearWorkspace
+    worker: Worker, phase: int, a: Any, matrix: PackedMatrix, out: Any, mode: int, workspace: LinearWorkspace
 ) -> int:
-    """out [T, columns] = a [T, depth] times the matrix; added to `out` if `add` is 1. Returns the next phase.
+    """out [T, columns] = a [T, depth] times the matrix. Returns the next phase.
 
     a:    float32 for a float32 matrix, else bfloat16
-    out:  float32, columns padded to whole tiles
+    out:  float32, columns padded to whole tiles; if GATED, of the type of `a` and padded to half tiles
+    mode: WRITE; ADD, to what is in `out`; or GATED: silu(a times gate) * (a times up), both interleaved in the matrix
     """
-    num_tiles, scale = out.shape[1] // COLUMNS, matrix.scale
+    columns, scale = LANES if mode == GATED else COLUMNS, matrix.scale
+    num_tiles = out.shape[1] // columns
     tiling = _cut(a, num_tiles, len(workspace.sums))
     num_tasks = tiling.num_tasks
     sums, table = workspace.sums[worker.thread], workspace.panels[worker.thread]
@@ -194,45 +192,15 @@ def matmul(
             prepared, left = first, _prepare_rows(a, first, count, matrix, workspace.quantized[worker.thread])
         first_tile = task % tiling.tasks_per_block * tiling.tiles
         for tile in range(first_tile, min(num_tiles, first_tile + tiling.tiles)):
-            column = tile * COLUMNS
             panels = _list_panels(matrix, tile, a.shape[1], table)
             for row in range(0, count, MAX_ROWS):
                 rows, part = min(MAX_ROWS, count - row), Rows(left.address + row * left.stride, left.stride)
-                if len(scale) == 0:
-                    target = Rows(out.ctypes.data + (first + row) * ldo + column * 4, ldo)
-                    multiply_tile(workspace.microkernel, matrix.data[0], part, panels, target, rows, add)
+                if mode != GATED and len(scale) == 0:
+                    target = Rows(out.ctypes.data + (first + row) * ldo + tile * COLUMNS * 4, ldo)
+                    multiply_tile(workspace.microkernel, matrix.data[0], part, panels, target, rows, mode)
                     continue
                 multiply_tile(workspace.microkernel, matrix.data[0], part, panels, results, rows, 0)
                 for i in range(rows):
-                    _scale_row(sums[i], scale[column:], add, out[first + row + i, column:])
-        complete(worker, phase, num_tasks)
-        task = claim(worker, phase, num_tasks)
-    return phase + 1
-
-
-@kernel
-def gated_matmul(worker: Worker, phase: int, a: Any, matrix: PackedMatrix, out: Any, workspace: LinearWorkspace) -> int:
-    """out [T, columns] = silu(a times gate) * (a times up), with both weights interleaved in the matrix."""
-    num_tiles = out.shape[1] // LANES
-    tiling = _cut(a, num_tiles, len(workspace.sums))
-    num_tasks = tiling.num_tasks
-    sums, table = workspace.sums[worker.thread], workspace.panels[worker.thread]
-    results = Rows(sums.ctypes.data, COLUMNS * 4)
-    prepared, left = -1, Rows(0, 0)
-    task = claim(worker, phase, num_tasks)
-    while task >= 0:
-        first = task // tiling.tasks_per_block * tiling.rows
-        count = min(a.shape[0] - first, tiling.rows)
-        if first != prepared:
-            prepared, left = first, _prepare_rows(a, first, count, matrix, workspace.quantized[worker.thread])
-        first_tile = task % tiling.tasks_per_block * tiling.tiles
-        for tile in range(first_tile, min(num_tiles, first_tile + tiling.tiles)):
-            panels = _list_panels(matrix, tile, a.shape[1], table)
-            for row in range(0, count, MAX_ROWS):
-                rows, part = min(MAX_ROWS, count - row), Rows(left.address + row * left.stride, left.stride)
-                multiply_tile(workspace.microkernel, matrix.data[0], part, panels, results, rows, 0)
-                for i in range(rows):
-                    _silu_and_mul(sums[i], matrix.scale[tile * COLUMNS :], out[first + row + i, tile * LANES :])
-        complete(worker, phase, num_tasks)
-        task = claim(worker, phase, num_tasks)
+                    _finish_row(sums[i], scale[tile * COLUMNS :], mode, out[first + row + i, tile * columns :])
+        task = next_task(worker, phase, num_tasks)
     return phase + 1

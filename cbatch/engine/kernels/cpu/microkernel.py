@@ -91,11 +91,32 @@ class BFloat16(ir.Type):  # type: ignore[misc]
 _PAIRS = ir.VectorType(BFloat16(), 2 * LANES)
 
 
-class _TileEmitter:
+class VectorEmitter:
+    """Emits code for vectors of 16 lanes."""
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+
+    def broadcast(self, value: Any) -> Any:
+        """A number in all lanes."""
+        vector = ir.VectorType(value.type, LANES)
+        first = self.builder.insert_element(ir.Constant(vector, ir.Undefined), value, _INT32(0))
+        return self.builder.shuffle_vector(first, first, ir.Constant(_WORDS, [0] * LANES))
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Calls an intrinsic of LLVM, whose result has the type of its first argument."""
+        kind = ir.FunctionType(arguments[0].type, [argument.type for argument in arguments])
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.{name}"), arguments)
+
+    def fma(self, one: Any, other: Any, total: Any) -> Any:
+        return self.call(f"fma.v{LANES}f32", one, other, total)
+
+
+class _TileEmitter(VectorEmitter):
     """Emits the loop for one element type and one number of rows."""
 
     def __init__(self, builder: Any, element: Any, num_rows: int) -> None:
-        self.builder = builder
+        super().__init__(builder)
         self.element = element
         self.num_rows = num_rows
 
@@ -105,26 +126,23 @@ class _TileEmitter:
     def weights(self, at: Any, offset: Any) -> Any:
         """One vector of a panel, as `multiply_add` takes it."""
         if self.element == types.int8:
-            from_float32 = self.builder.load(self.address(at, offset, ir.VectorType(_INT8, 2 * LANES)), align=1)
-            return self.builder.sext(from_float32, _SHORTS)
+            numbers = self.builder.load(self.address(at, offset, ir.VectorType(_INT8, 2 * LANES)), align=1)
+            return self.builder.sext(numbers, _SHORTS)
         if self.element == types.float32:
             return self.builder.load(self.address(at, offset, _SUMS), align=4)
         if HAS_BFLOAT16:
             return self.builder.load(self.address(at, offset, _PAIRS), align=4)
         return self.halves(self.builder.load(self.address(at, offset, _WORDS), align=4))
 
-    def broadcast(self, at: Any, offset: Any, kind: Any) -> Any:
-        """A float32 or a 32-bit word in all lanes."""
-        word = self.builder.load(self.address(at, offset, kind), align=2)
-        vector = ir.VectorType(kind, LANES)
-        first = self.builder.insert_element(ir.Constant(vector, ir.Undefined), word, _INT32(0))
-        return self.builder.shuffle_vector(first, first, ir.Constant(_WORDS, [0] * LANES))
+    def load_broadcast(self, at: Any, offset: Any, kind: Any) -> Any:
+        """A float32 or a 32-bit word from memory in all lanes."""
+        return self.broadcast(self.builder.load(self.address(at, offset, kind), align=2))
 
     def left(self, at: Any, offset: Any) -> Any:
         """A number or a pair of a left-hand row, as `multiply_add` takes it."""
         if self.element == types.float32:
-            return self.broadcast(at, offset, _FLOAT)
-        words = self.broadcast(at, offset, _INT32)
+            return self.load_broadcast(at, offset, _FLOAT)
+        words = self.load_broadcast(at, offset, _INT32)
         if self.element == types.int8:
             return self.builder.bitcast(words, _SHORTS)
         return self.builder.bitcast(words, _PAIRS) if HAS_BFLOAT16 else self.halves(words)
@@ -139,7 +157,7 @@ class _TileEmitter:
         if self.element == types.int8:
             return self.multiply_add_int16(total, left, right)
         if self.element != types.float32 and HAS_BFLOAT16:
-            return self.call("llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, total, left, right)
+            return self.call("x86.avx512bf16.dpbf16ps.512", total, left, right)
         both = [(left, right)] if self.element == types.float32 else zip(left, right, strict=True)
         for one, other in both:
             total = self.fma(one, other, total)
@@ -150,19 +168,12 @@ class _TileEmitter:
         builder = self.builder
         if HAS_INT16:
             left, right = (builder.bitcast(pairs, _WORDS) for pairs in (left, right))
-            return self.call("llvm.x86.avx512.vpdpwssd.512", _WORDS, total, left, right)
+            return self.call("x86.avx512.vpdpwssd.512", total, left, right)
         for odd in (0, 1):
             places = ir.Constant(_WORDS, list(range(odd, 2 * LANES, 2)))
             halves = [builder.sext(builder.shuffle_vector(pairs, pairs, places), _WORDS) for pairs in (left, right)]
             total = builder.add(total, builder.mul(*halves))
         return total
-
-    def fma(self, one: Any, other: Any, total: Any) -> Any:
-        return self.call(f"llvm.fma.v{LANES}f32", _SUMS, one, other, total)
-
-    def call(self, name: str, result: Any, *arguments: Any) -> Any:
-        kind = ir.FunctionType(result, [argument.type for argument in arguments])
-        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), arguments)
 
     def emit(self, left: tuple[Any, Any], panels: tuple[Any, ...], out: tuple[Any, Any], count: Any, add: Any) -> None:
         """Code for up to so many rows. If there are fewer, it computes the last one several times."""
@@ -196,7 +207,9 @@ class _TileEmitter:
                 scale = builder.mul(builder.add(depth, number), _INT64(4))
                 for row, panel in places:
                     total = builder.sitofp(builder.load(int_sums[row, panel]), _SUMS)
-                    total = self.fma(total, self.broadcast(rows[row], scale, _FLOAT), builder.load(sums[row, panel]))
+                    total = self.fma(
+                        total, self.load_broadcast(rows[row], scale, _FLOAT), builder.load(sums[row, panel])
+                    )
                     builder.store(total, sums[row, panel])
         for place in places:
             builder.store(builder.load(sums[place]), targets[place], align=4)

@@ -26,7 +26,7 @@ from cbatch.engine.kernels.cpu.argmax import BLOCK, from_ordered_int, max_of, to
 from cbatch.engine.kernels.cpu.fast_math import bits_of, exp
 from cbatch.engine.kernels.cpu.jit import entry, kernel
 from cbatch.engine.kernels.cpu.thread_pool import ThreadPool
-from cbatch.engine.kernels.cpu.work_queue import Worker, claim, complete
+from cbatch.engine.kernels.cpu.work_queue import Worker, claim, next_task
 
 _INFINITY = np.float32(np.inf)
 _LN2 = math.log(2)
@@ -260,5 +260,4 @@ def draw_rows(
                 break
             limit, end = divide(row[token], temperature), token
         tokens[task] = token
-        complete(worker, 0, num_tasks)
-        task = claim(worker, 0, num_tasks)
+        task = next_task(worker, 0, num_tasks)

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cbatch.engine.kernels.cpu.jit import HAS_BFLOAT16
-from cbatch.engine.kernels.cpu.microkernel import LANES, BFloat16
+from cbatch.engine.kernels.cpu.microkernel import LANES, BFloat16, VectorEmitter
 
 TILE_TOKENS = 64
 """Tokens whose scores go through the online softmax at once."""
@@ -33,21 +32,8 @@ def _words(value: int) -> Any:
     return ir.Constant(_WORDS, [value] * LANES)
 
 
-class _Vectors:
+class _SoftmaxEmitter(VectorEmitter):
     """Emits code for vectors of 16 float32."""
-
-    def __init__(self, builder: Any) -> None:
-        self.builder = builder
-
-    def broadcast(self, value: Any) -> Any:
-        kind = ir.VectorType(value.type, LANES)
-        first = self.builder.insert_element(ir.Constant(kind, ir.Undefined), value, _INT32(0))
-        return self.builder.shuffle_vector(first, first, _words(0))
-
-    def call(self, name: str, *arguments: Any) -> Any:
-        kind = ir.FunctionType(_FLOATS, [_FLOATS] * len(arguments))
-        function = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.{name}.v{LANES}f32")
-        return self.builder.call(function, arguments)
 
     def larger(self, one: Any, other: Any) -> Any:
         """The lanewise maximum; the second where the first is NaN."""
@@ -68,13 +54,13 @@ class _Vectors:
         builder = self.builder
         is_tiny = builder.fcmp_ordered("<", x, _floats(-87.0))
         x = builder.select(is_tiny, _floats(-87.0), x)
-        n = self.call("floor", self.call("fma", x, _floats(1.4426950408889634), _floats(0.5)))
-        r = self.call("fma", n, _floats(-0.693359375), x)
-        r = self.call("fma", n, _floats(2.12194440e-4), r)
+        n = self.call(f"floor.v{LANES}f32", self.fma(x, _floats(1.4426950408889634), _floats(0.5)))
+        r = self.fma(n, _floats(-0.693359375), x)
+        r = self.fma(n, _floats(2.12194440e-4), r)
         p = _floats(_TERMS[0])
         for term in _TERMS[1:]:
-            p = self.call("fma", p, r, _floats(term))
-        p = builder.fadd(self.call("fma", builder.fmul(p, r), r, r), _floats(1.0))
+            p = self.fma(p, r, _floats(term))
+        p = builder.fadd(self.fma(builder.fmul(p, r), r, r), _floats(1.0))
         power = builder.shl(builder.add(builder.fptosi(n, _WORDS), _words(127)), _words(23))
         return builder.select(is_tiny, _floats(0.0), builder.fmul(p, builder.bitcast(power, _FLOATS)))
 
@@ -112,7 +98,7 @@ def softmax_weights(
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, scores, weights, scale, first, stop, before = args
-        vectors = _Vectors(builder)
+        vectors = _SoftmaxEmitter(builder)
         low, high = (vectors.broadcast(builder.trunc(bound, _INT32)) for bound in (first, stop))
         lowest = _floats(float("-inf"))
         rows, most = [], lowest

@@ -123,8 +123,9 @@ def claim(worker: Worker, phase: int, num_tasks: int) -> int:
 
 
 @kernel
-def complete(worker: Worker, phase: int, num_tasks: int) -> None:
-    """Marks a task as complete. The last one of a phase starts the next phase."""
+def next_task(worker: Worker, phase: int, num_tasks: int) -> int:
+    """Marks a task as complete, and claims the next. The last one of a phase starts the next phase."""
     if _fetch_add(worker.queue, _DONE, 1) == num_tasks - 1:
         _store(worker.queue, _DONE, 0)
         _store(worker.queue, _NEXT, (phase + 1) << _PHASE_SHIFT)
+    return claim(worker, phase, num_tasks)

@@ -131,34 +131,6 @@ def _logit_floor(length: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, most: tl
 
 
 @triton.jit
-def _draw_kept(
-    row: tl.tensor,
-    key: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    first: tl.tensor,
-    most: tl.tensor,
-    floor: tl.tensor,
-    total: tl.tensor,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> tl.tensor:
-    """Draws from the tokens that reach the floor, then from those before the drawn token, until the filters keep it.
-
-    first, most: the likeliest token and its x; total: the sum of e^(x - most) of what top-k keeps
-    """
-    values, length, temperature = row[0], row[1], row[2]
-    limit, end, token, is_kept = tl.full((), -_INFINITY, tl.float32), length, first, False
-    while not is_kept:
-        _score, token = noisy_argmax(row, 0, key, first, (floor, limit, end), True, GROUP, BLOCK)
-        limit, end = tl.div_rn(tl.load(values + token).to(tl.float32), temperature), token
-        is_kept = (token == first) | (tl.exp(limit - most) >= min_p)
-        if is_kept & (token != first) & (top_p < 1):
-            is_kept = mass_before(row, most, limit, end, GROUP, BLOCK) < top_p * total
-    return token
-
-
-@triton.jit
 def _draw_filtered(
     values: tl.tensor,
     length: tl.tensor,
@@ -174,7 +146,10 @@ def _draw_filtered(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> tl.tensor:
-    """A row's token. first, most: the likeliest token and its x; total: the sum of e^(x - most) of all tokens."""
+    """Draws from the tokens that reach the floor, then from those before the drawn token, until the filters keep it.
+
+    first, most: the likeliest token and its x; total: the sum of e^(x - most) of all tokens
+    """
     temperature, k, top_p, min_p = params[0], params[1], params[2], params[3]
     floor = _logit_floor(length, top_p, min_p, most)
     least = floor
@@ -189,7 +164,14 @@ def _draw_filtered(
         floor = tl.maximum(floor, least)
         if top_p < 1:
             total = mass_before(row, most, least, length, GROUP, BLOCK)
-    return _draw_kept(row, key, top_p, min_p, first, most, floor, total, GROUP, BLOCK)
+    limit, end, token, is_kept = tl.full((), -_INFINITY, tl.float32), length, first, False
+    while not is_kept:
+        _score, token = noisy_argmax(row, 0, key, first, (floor, limit, end), True, GROUP, BLOCK)
+        limit, end = tl.div_rn(tl.load(values + token).to(tl.float32), temperature), token
+        is_kept = (token == first) | (tl.exp(limit - most) >= min_p)
+        if is_kept & (token != first) & (top_p < 1):
+            is_kept = mass_before(row, most, limit, end, GROUP, BLOCK) < top_p * total
+    return token
 
 
 @triton.jit(do_not_specialize=["rows"])
