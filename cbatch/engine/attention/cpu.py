@@ -5,13 +5,11 @@ The fast path of the Llama family calls the same kernels from its own step (`mod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Unpack
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.engine.attention.base import AttendOptions
@@ -28,16 +26,13 @@ from cbatch.engine.runtime.kv_cache import LayerShape, Shape
 class CpuMetadata:
     """What the layers of a step share: its attention plans, one for each shape of heads."""
 
-    tables: NDArray[np.int32]
-    starts: Sequence[int]
-    stops: Sequence[int]
-    slots: NDArray[np.int64]
+    batch: RaggedBatch
     plans: dict[tuple[int, int, int], paged_kv.AttentionPlan] = field(default_factory=dict)
 
     def plan(self, heads: int, group: int, value_dim: int) -> paged_kv.AttentionPlan:
         shape = heads, group, value_dim
         if shape not in self.plans:
-            self.plans[shape] = paged_kv.plan_attention(self.tables, self.starts, self.stops, self.slots, *shape)
+            self.plans[shape] = paged_kv.plan_attention(self.batch, *shape)
         return self.plans[shape]
 
 
@@ -56,7 +51,7 @@ class CpuAttention:
         return block_shapes(layer, block_size, dtype)
 
     def prepare(self, batch: RaggedBatch, block_size: int) -> CpuMetadata:
-        return CpuMetadata(batch.tables, batch.starts, batch.stops, batch.slots)
+        return CpuMetadata(batch)
 
     def store_kv(
         self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: CpuMetadata

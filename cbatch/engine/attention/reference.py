@@ -60,19 +60,18 @@ class ReferenceAttention:
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, metadata: ReferenceMetadata, **options: Unpack[AttendOptions]
     ) -> Tensor:
-        scale, softcap, sinks = options["scale"], options.get("softcap"), options.get("sinks")
         out = query.new_empty(*query.shape[:2], values.shape[-1])
         for sequence in metadata.sequences:
             k = keys[sequence.blocks].flatten(0, 1)[: sequence.stop].transpose(0, 1)
             v = values[sequence.blocks].flatten(0, 1)[: sequence.stop].transpose(0, 1)
             q = query[sequence.rows].transpose(0, 1)
             mask = _causal_mask(sequence, options.get("window"), query.device)
-            if softcap is None and sinks is None:
+            if options.get("softcap") is None and options.get("sinks") is None:
                 attended = scaled_dot_product_attention(
-                    q[None], k[None], v[None], attn_mask=mask, scale=scale, enable_gqa=True
+                    q[None], k[None], v[None], attn_mask=mask, scale=options["scale"], enable_gqa=True
                 )[0]
             else:
-                attended = _explicit(q, k, v, mask, scale, softcap, sinks)
+                attended = _explicit(q, k, v, mask, options)
             out[sequence.rows] = attended.transpose(0, 1)
         return out
 
@@ -86,24 +85,16 @@ def _causal_mask(sequence: Sequence, window: int | None, device: torch.device) -
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
-def _explicit(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _explicit(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, options: AttendOptions) -> Tensor:
     """Softmax attention written out, for options that torch's function does not have. All tensors are head first."""
     group = query.shape[0] // keys.shape[0]
     keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
-    scores = (query @ keys.transpose(-1, -2)).float() * scale
-    if softcap is not None:
+    scores = (query @ keys.transpose(-1, -2)).float() * options["scale"]
+    if (softcap := options.get("softcap")) is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    if sinks is not None:
+    if (sinks := options.get("sinks")) is not None:
         scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)], dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., : keys.shape[1]]
     return weights.to(values.dtype) @ values

@@ -49,9 +49,18 @@ def select_attention(
     check_attention(name, device, block_size)
     if name == "reference" or device.type not in ("cpu", "cuda"):
         return ReferenceAttention()
+    backend: AttentionBackend | None
     named = "cpu" if device.type == "cpu" else "triton"
     try:
-        backend = _cpu(layers, block_size, dtype) if named == "cpu" else _triton(device, layers, dtype)
+        if named == "cpu":
+            from cbatch.engine.attention.cpu import CpuAttention
+            from cbatch.engine.kernels.cpu import tensors
+
+            backend = CpuAttention() if tensors.fits(layers, block_size, dtype) else None
+        else:
+            from cbatch.engine.attention import triton
+
+            backend = triton.TritonAttention(device) if triton.fits(layers, dtype) else None
     except ImportError as error:  # numba and Triton do not exist for every platform of torch
         if name == named:
             raise ConfigError(f"The attention backend {name} is not available: {error}.") from error
@@ -59,16 +68,3 @@ def select_attention(
     if backend is None and name == named:
         raise ConfigError(f"The attention backend {name} does not serve this model in {dtype}; choose auto.")
     return backend or ReferenceAttention()
-
-
-def _cpu(layers: list[LayerShape], block_size: int, dtype: torch.dtype) -> AttentionBackend | None:
-    from cbatch.engine.attention.cpu import CpuAttention
-    from cbatch.engine.kernels.cpu.tensors import fits
-
-    return CpuAttention() if fits(layers, block_size, dtype) else None
-
-
-def _triton(device: torch.device, layers: list[LayerShape], dtype: torch.dtype) -> AttentionBackend | None:
-    from cbatch.engine.attention.triton import TritonAttention, fits
-
-    return TritonAttention(device) if fits(layers, dtype) else None

@@ -11,8 +11,7 @@ from cbatch.engine.attention.base import AttendOptions
 from cbatch.engine.kernels.triton.attention_decode import DecodeTuning, attend_decode
 from cbatch.engine.kernels.triton.attention_metadata import AttentionMetadata, DecodeBuffers, build_metadata
 from cbatch.engine.kernels.triton.attention_prefill import PrefillTuning, attend_prefill
-from cbatch.engine.kernels.triton.attention_tile import AttentionParams
-from cbatch.engine.kernels.triton.store_kv import store_kv
+from cbatch.engine.kernels.triton.attention_tile import attend_arguments, store_kv
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import LayerShape, Shape
 
@@ -67,12 +66,13 @@ class TritonAttention:
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata, **options: Unpack[AttendOptions]
     ) -> Tensor:
-        query, params = _rows(query), AttentionParams(**options)
+        query = _rows(query)
+        arguments = attend_arguments(query, **options)
         out = query.new_empty(*query.shape[:2], values.shape[-1])
         if metadata.decode is not None:
-            attend_decode(query, keys, values, out, metadata.decode, params, self.multiprocessors, self.decode)
+            attend_decode(query, keys, values, out, metadata.decode, arguments, self.multiprocessors, self.decode)
         if metadata.prefill is not None:
-            attend_prefill(query, keys, values, out, metadata.prefill, params, self.prefill)
+            attend_prefill(query, keys, values, out, metadata.prefill, arguments, self.prefill)
         return out
 
 

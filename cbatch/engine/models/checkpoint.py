@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -72,7 +72,8 @@ def _load(source: str, revision: str | None, device: torch.device, dtype: str, q
     folder = model_folder(source, revision, ["config.json", *names])
     if "eos_token_id" not in config | read_json_object(folder / "generation_config.json"):
         raise UnsupportedConfig("neither config.json nor generation_config.json has an eos_token_id")
-    number = torch.bfloat16 if quantize and dtype == "auto" else choose_dtype(dtype, _dtype_of(config), device)
+    stored = config.get("dtype", config.get("torch_dtype"))
+    number = torch.bfloat16 if quantize and dtype == "auto" else choose_dtype(dtype, stored, device)
     if device.type == "cuda":
         from cbatch.engine.models.cuda import CudaModel
 
@@ -82,13 +83,7 @@ def _load(source: str, revision: str | None, device: torch.device, dtype: str, q
     return CpuModel(config, Tensors(folder), number, quantize=quantize)
 
 
-def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:
-    name = config.get("dtype", config.get("torch_dtype"))
-    dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    return dtype if isinstance(dtype, torch.dtype) else None
-
-
-def choose_dtype(name: str, checkpoint: torch.dtype | None, device: torch.device) -> torch.dtype:
+def choose_dtype(name: str, checkpoint: torch.dtype | str | None, device: torch.device) -> torch.dtype:
     """The dtype by name; `auto` is the checkpoint's, or float32 on a CPU without fast arithmetic for that.
 
     Raises ConfigError for an unknown name.
@@ -98,7 +93,9 @@ def choose_dtype(name: str, checkpoint: torch.dtype | None, device: torch.device
         if name not in names:
             raise ConfigError(f"There is no dtype {name!r}; use auto, float32, bfloat16 or float16.")
         return names[name]
-    wanted = checkpoint or torch.float32
+    if isinstance(checkpoint, str):
+        checkpoint = getattr(torch, checkpoint, None)
+    wanted = checkpoint if isinstance(checkpoint, torch.dtype) else torch.float32
     if device.type == "cpu" and not (wanted == torch.bfloat16 and _cpu_has_bfloat16()):
         return torch.float32
     return wanted

@@ -32,9 +32,6 @@ from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 _KEPT_LOGIT_ROWS = 256
 """Rows of logits whose memory is kept from step to step."""
 
-_LogitBuffer = tuple[NDArray[np.float32], Tensor]
-"""Memory for logits [R, columns of a packed matrix], and its part [R, vocabulary] that holds them."""
-
 
 class CpuModel:
     """A model of the Llama family, ready to run ragged batches over a paged cache."""
@@ -86,7 +83,7 @@ class CpuModel:
         """Those of the last step."""
         self._paged_kvs: WeakKeyDictionary[KVCache, PagedKV] = WeakKeyDictionary()
         self._logits = np.empty((0, 0), np.float32)
-        self._logit_buffers: dict[int, _LogitBuffer] = {}
+        self._logit_buffers: dict[int, tuple[NDArray[np.float32], Tensor]] = {}
         self._cos, self._sin = self._rotary_tables(16)
         self._warm_up()
 
@@ -121,7 +118,7 @@ class CpuModel:
             self._cos, self._sin = self._rotary_tables(2 * furthest)
         inputs = decoder.StepInputs(batch.ids, batch.positions, self._cos, self._sin, np.arange(length), batch.rows)
         shape = spec.num_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim
-        plan = plan_attention(batch.tables, batch.starts, batch.stops, batch.slots, *shape)
+        plan = plan_attention(batch, *shape)
         kv, buffers = self._paged_kv(kv_cache), self._buffers_for(length)
         return self._weights, self._params, kv, plan, inputs, buffers, outputs
 
@@ -151,9 +148,10 @@ class CpuModel:
     def _outputs_for(self, rows: int) -> tuple[decoder.StepOutputs, Tensor]:
         """Memory for the outputs of so many rows, and its logits [R, vocabulary] as a tensor.
 
-        Memory for logits is kept. The system would have to clear fresh memory in every step, which takes as long as
-        the matrix product; and torch takes a while even for a view, after the weights of a step have evicted its code
-        from the processor's caches. Only steps of more rows than are kept, such as scored prompts, pay that.
+        Memory for logits [R, padded vocabulary] is kept. The system would have to clear fresh memory in every step,
+        which takes as long as the matrix product; and torch takes a while even for a view, after the weights of a step
+        have evicted its code from the processor's caches. Only steps of more rows than are kept, such as scored
+        prompts, pay that.
         """
         buffer = self._logit_buffers.get(rows)
         if buffer is None:

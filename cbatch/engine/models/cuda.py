@@ -17,7 +17,7 @@ from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.attention.triton import fits
 from cbatch.engine.kernels.triton import layer as kernels
 from cbatch.engine.models.base import DeviceInputs, LinearCost
-from cbatch.engine.models.llama_spec import LlamaSpec, UnsupportedConfig, check_weights, read_llama_spec, weight_shapes
+from cbatch.engine.models.llama_spec import UnsupportedConfig, check_weights, read_llama_spec, weight_shapes
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 
@@ -90,7 +90,7 @@ class CudaModel:
                 f"the kernels do not support heads of {spec.head_dim}, or do not compute in {dtype}"
             )
         self.num_parameters = check_weights(spec, tensors)
-        loader = _Loader(spec, tensors, dtype, device)
+        loader = _Loader(weight_shapes(spec), tensors, dtype, device)
         self._layers = [loader.layer(number) for number in range(spec.num_layers)]
         self._final_norm = loader.read("model.norm.weight")
         self._embedding = loader.read("model.embed_tokens.weight")
@@ -194,16 +194,13 @@ class CudaModel:
         return logits if out is None else out.copy_(logits)
 
 
-class _Loader:
+class _Loader(NamedTuple):
     """Copies weights to a device; those that are multiplied together become one."""
 
-    def __init__(
-        self, spec: LlamaSpec, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.shapes = weight_shapes(spec)
-        self.tensors = tensors
-        self.dtype = dtype
-        self.device = device
+    shapes: Mapping[str, tuple[int, ...]]
+    tensors: Mapping[str, Tensor]
+    dtype: torch.dtype
+    device: torch.device
 
     def read(self, *names: str) -> Tensor:
         """Tensors stacked along their rows, each copied straight to its place on the device."""

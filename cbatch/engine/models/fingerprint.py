@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.base.model_files import read_json_object, weight_files
@@ -48,12 +47,7 @@ def _samples(path: Path) -> Iterator[bytes]:
         except (ValueError, TypeError, KeyError) as error:
             raise ModelError(f"{path} is not a safetensors file.") from error
         for start, stop in places:
-            yield from _spread(file, 8 + length + start, 8 + length + stop)
-
-
-def _spread(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
-    """SAMPLES pieces of a part of a file, the first at its beginning and the last at its end."""
-    last = max(stop - SAMPLE_BYTES, start)
-    for place in sorted({start + (last - start) * number // (SAMPLES - 1) for number in range(SAMPLES)}):
-        file.seek(place)
-        yield file.read(min(SAMPLE_BYTES, stop - place))
+            last = max(stop - SAMPLE_BYTES, start)  # the first sample is at the tensor's beginning, the last at its end
+            for place in sorted({start + (last - start) * number // (SAMPLES - 1) for number in range(SAMPLES)}):
+                file.seek(8 + length + place)
+                yield file.read(min(SAMPLE_BYTES, stop - place))

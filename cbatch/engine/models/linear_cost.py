@@ -19,7 +19,8 @@ def linear_cost_of(network: Any, config: Any) -> LinearCost:
     An embedding that is also the head counts once, as the head. Experts are all read in each step,
     and each token is multiplied with those that it chooses. Weights that are not parameters are not seen.
     """
-    head = _head_weight(network)
+    weight = getattr(network.get_output_embeddings(), "weight", None)
+    head = weight if isinstance(weight, nn.Parameter) else None
     experts, share = _experts(config)
     weight_bytes, parameters, in_experts = 0, 0.0, 0
     for parameter in _matrices(network, head):
@@ -30,12 +31,6 @@ def linear_cost_of(network: Any, config: Any) -> LinearCost:
             parameters += parameter.numel() * (share if is_expert else 1)
     assumed = _assumed(network, head, experts, in_experts)
     return LinearCost(weight_bytes, parameters, head.numel() if head is not None else 0, assumed)
-
-
-def _head_weight(network: Any) -> nn.Parameter | None:
-    head = network.get_output_embeddings()
-    weight = getattr(head, "weight", None)
-    return weight if isinstance(weight, nn.Parameter) else None
 
 
 def _matrices(network: Any, head: nn.Parameter | None) -> Iterator[nn.Parameter]:

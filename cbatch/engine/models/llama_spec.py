@@ -140,28 +140,24 @@ def weight_shapes(spec: LlamaSpec) -> dict[str, tuple[int, ...]]:
     }
     if not spec.is_tied:
         shapes["lm_head.weight"] = (spec.vocab_size, hidden)
-    for layer in range(spec.num_layers):
-        prefix = f"model.layers.{layer}."
-        shapes |= {
-            prefix + "input_layernorm.weight": (hidden,),
-            prefix + "post_attention_layernorm.weight": (hidden,),
-            prefix + "self_attn.q_proj.weight": (query, hidden),
-            prefix + "self_attn.k_proj.weight": (cache, hidden),
-            prefix + "self_attn.v_proj.weight": (cache, hidden),
-            prefix + "self_attn.o_proj.weight": (hidden, query),
-            prefix + "mlp.gate_proj.weight": (inner, hidden),
-            prefix + "mlp.up_proj.weight": (inner, hidden),
-            prefix + "mlp.down_proj.weight": (hidden, inner),
-        }
-        if spec.model_type == "qwen2":
-            shapes |= {
-                prefix + "self_attn.q_proj.bias": (query,),
-                prefix + "self_attn.k_proj.bias": (cache,),
-                prefix + "self_attn.v_proj.bias": (cache,),
-            }
-        if spec.model_type == "qwen3":
-            norms = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
-            shapes |= {prefix + name: (spec.head_dim,) for name in norms}
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (query, hidden),
+        "self_attn.k_proj.weight": (cache, hidden),
+        "self_attn.v_proj.weight": (cache, hidden),
+        "self_attn.o_proj.weight": (hidden, query),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    if spec.model_type == "qwen2":
+        sizes = {"q": query, "k": cache, "v": cache}
+        layer |= {f"self_attn.{part}_proj.bias": (size,) for part, size in sizes.items()}
+    if spec.model_type == "qwen3":
+        layer |= {f"self_attn.{part}_norm.weight": (spec.head_dim,) for part in "qk"}
+    for number in range(spec.num_layers):
+        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
     return shapes
 
 

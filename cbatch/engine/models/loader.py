@@ -150,7 +150,7 @@ def _load_network(source: str, revision: str | None, device: torch.device, dtype
             source,
             revision=revision,
             config=config,
-            dtype=choose_dtype(dtype, _checkpoint_dtype(config), device),
+            dtype=choose_dtype(dtype, getattr(config.get_text_config(), "dtype", None), device),
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
@@ -190,11 +190,6 @@ def _check_folder(source: str) -> None:
         raise ModelError(f"{source} is a file; a model is a folder or a hub id such as Qwen/Qwen3-0.6B.")
     elif source.startswith((".", "/", "~")) or (source.count("/") != 1 and source.count("/") > 0):
         raise ModelError(f"There is no model folder {source}.")
-
-
-def _checkpoint_dtype(config: Any) -> torch.dtype | None:
-    dtype = getattr(config.get_text_config(), "dtype", None)
-    return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
 
 
 def _load_tokenizer(source: str, revision: str | None) -> ChatTokenizer | None:

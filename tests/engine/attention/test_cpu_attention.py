@@ -121,7 +121,9 @@ def test_tasks_cover_every_token_once(seed: int) -> None:
     starts = [chance.choice([0, 3, SPLIT - 1, SPLIT, 2 * SPLIT, 1300]) for _ in range(chance.randint(1, 30))]
     stops = [start + chance.choice([1, 1, 1, 2, chance.randint(3, 200)]) for start in starts]
     total = sum(stops) - sum(starts)
-    plan = plan_attention(np.zeros((len(starts), 1), np.int32), starts, stops, np.arange(total), group, group, 4)
+    tokens, tables = np.arange(total), np.zeros((len(starts), 1), np.int32)
+    batch = RaggedBatch(tokens, tokens, tokens, tokens[:0], tables, starts, stops, torch.device("cpu"))
+    plan = plan_attention(batch, group, group, 4)
     seen: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for sequence, first, tokens, begin, end, part in plan.tasks.tolist():
         for token in range(first, first + tokens):

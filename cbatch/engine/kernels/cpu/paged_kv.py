@@ -8,7 +8,6 @@ A page holds the keys or values of one block for one head, in panels (see `micro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from cbatch.engine.kernels.cpu.jit import entry, kernel
 from cbatch.engine.kernels.cpu.microkernel import COLUMNS, LANES, MAX_ROWS, pad_columns
 from cbatch.engine.kernels.cpu.softmax import TILE_TOKENS
+from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.cpu import empty
 
 _MAX_QUERY_ROWS = 96
@@ -76,23 +76,15 @@ class AttentionPlan(NamedTuple):
     is_last: NDArray[np.bool_]
 
 
-def plan_attention(
-    tables: NDArray[np.int32],
-    starts: Sequence[int],
-    stops: Sequence[int],
-    slots: NDArray[np.int64],
-    heads: int,
-    group: int,
-    value_dim: int,
-) -> AttentionPlan:
+def plan_attention(batch: RaggedBatch, heads: int, group: int, value_dim: int) -> AttentionPlan:
     """Cuts the attention of a step into tasks, none of them too large.
 
-    starts, stops: the positions that the step computes of each sequence
-    heads:         query heads, of which each `group` shares a head of the cache
+    heads: query heads, of which each `group` shares a head of the cache
     """
-    begins, ends, max_tokens = np.array(starts), np.array(stops), max(1, _MAX_QUERY_ROWS // group)
+    begins, ends, slots = np.array(batch.starts), np.array(batch.stops), batch.slots
+    max_tokens = max(1, _MAX_QUERY_ROWS // group)
     sequences = len(begins)
-    size = len(slots) // max_tokens + 2 * sequences + sum(starts) // SPLIT
+    size = len(slots) // max_tokens + 2 * sequences + sum(batch.starts) // SPLIT
     tasks, order = np.empty((size, 6), np.int64), np.empty((size, 2), np.int64)
     first_rows, merges = np.empty(sequences, np.int64), np.empty((sequences, 3), np.int64)
     is_last = np.zeros(len(slots), np.bool_)
@@ -101,7 +93,7 @@ def plan_attention(
     )
     partials = np.empty((num_partials, heads, value_dim + 2), np.float32)
     tasks, merges = tasks[order[:num_tasks, 0]], merges[:num_merges]
-    return AttentionPlan(tables, begins, first_rows, tasks, merges, partials, slots, is_last)
+    return AttentionPlan(batch.tables, begins, first_rows, tasks, merges, partials, slots, is_last)
 
 
 @entry

@@ -30,10 +30,7 @@ _PHASE_SHIFT = 32
 _SPINS_BEFORE_YIELD = 4096
 """How often a thread that waits for the end of a phase looks before it yields its processor."""
 
-if sys.platform == "win32":
-    _yield = types.ExternalFunction("SwitchToThread", types.int32())
-else:
-    _yield = types.ExternalFunction("sched_yield", types.int32())
+_yield = types.ExternalFunction("SwitchToThread" if sys.platform == "win32" else "sched_yield", types.int32())
 
 
 class Worker(NamedTuple):

@@ -7,7 +7,7 @@ read on the device, so a captured launch is right for the next step.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from cbatch.engine.kernels.triton.attention_metadata import DecodeMetadata
 from cbatch.engine.kernels.triton.attention_tile import (
-    AttentionParams,
     cache_layout,
     kv_rows,
     load_kv,
@@ -60,7 +59,7 @@ def attend_decode(
     values: Tensor,
     out: Tensor,
     decode: DecodeMetadata,
-    params: AttentionParams,
+    options: dict[str, Any],
     multiprocessors: int,
     tuning: DecodeTuning,
 ) -> None:
@@ -68,13 +67,14 @@ def attend_decode(
 
     query            [T, query heads, key_dim], any strides between rows and heads
     keys, values     [num_blocks, kv_heads, block_size, dim]
+    options          see `attend_arguments`
     multiprocessors  how many the device has. The number of programs does not depend on the rows of a step, except
                      that it is never larger than the buffers can use
     """
-    layer, options = cache_layout(query, keys, values), params.arguments(query)
+    layer = cache_layout(query, keys, values)
     levels = len(decode.totals)
-    if params.window is not None:
-        levels = min(levels, -(-(params.window - 1) // decode.split) + 1)
+    if options["HAS_WINDOW"]:
+        levels = min(levels, -(-(options["window"] - 1) // decode.split) + 1)
     heads, value_dim = out.shape[1:]
     num_parts = decode.partials if levels > 1 else 0
     partials = query.new_empty(num_parts, heads, value_dim, dtype=torch.float32)

@@ -6,7 +6,7 @@ with the online softmax. Tiles of keys that all of its queries see are not maske
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from cbatch.engine.kernels.triton.attention_metadata import PrefillMetadata
 from cbatch.engine.kernels.triton.attention_tile import (
-    AttentionParams,
     cache_layout,
     kv_rows,
     load_kv,
@@ -54,20 +53,21 @@ def attend_prefill(
     values: Tensor,
     out: Tensor,
     prefill: PrefillMetadata,
-    params: AttentionParams,
+    options: dict[str, Any],
     tuning: PrefillTuning,
 ) -> None:
     """Writes the rows of out [T, query heads, value_dim] that belong to chunks of prompts, and no other rows.
 
     query         [T, query heads, key_dim], any strides between rows and heads
     keys, values  [num_blocks, kv_heads, block_size, dim]
+    options       see `attend_arguments`
     """
     layer = cache_layout(query, keys, values)
     tuning = tuning.fitted(max(layer["KEY_TILE"], layer["VALUE_TILE"]), keys.dtype, layer["GROUP"])
     tiles = prefill.tiles(tuning.rows // layer["GROUP"])
     _prefill_kernel[(len(tiles) * layer["KV_HEADS"],)](
         query, keys, values, out, tiles, prefill.sequences, prefill.block_ids, query.stride(0), query.stride(1),
-        **params.arguments(query), **layer, ROWS=tuning.rows, TOKENS=tuning.tokens, num_warps=tuning.warps,
+        **options, **layer, ROWS=tuning.rows, TOKENS=tuning.tokens, num_warps=tuning.warps,
         num_stages=tuning.stages,
     )  # fmt: skip
 

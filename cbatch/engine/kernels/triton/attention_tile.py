@@ -1,11 +1,10 @@
-"""What both attention kernels need: the places of tokens in the cache, and attention over one tile of them.
+"""What both attention kernels need: tokens in the cache, how they are stored, and attention over one tile of them.
 
 Scores are in base 2: they are multiplied with log2(e), because the hardware computes exp2.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -15,26 +14,19 @@ from torch import Tensor
 LOG2_E = 1.4426950408889634
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionParams:
-    """How to attend, as in `AttentionBackend.attend`."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-
-    def arguments(self, query: Tensor) -> dict[str, Any]:
-        """Arguments of a kernel. Options that are None are compiled out of it."""
-        return {
-            "scale": self.scale * LOG2_E,
-            "window": self.window or 0,
-            "softcap": self.softcap or 1.0,
-            "sinks": query if self.sinks is None else self.sinks,
-            "HAS_WINDOW": self.window is not None,
-            "HAS_SOFTCAP": self.softcap is not None,
-            "HAS_SINKS": self.sinks is not None,
-        }
+def attend_arguments(
+    query: Tensor, scale: float, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None
+) -> dict[str, Any]:
+    """The options of `AttentionBackend.attend` as arguments of a kernel. Those that are None are compiled out of it."""
+    return {
+        "scale": scale * LOG2_E,
+        "window": window or 0,
+        "softcap": softcap or 1.0,
+        "sinks": query if sinks is None else sinks,
+        "HAS_WINDOW": window is not None,
+        "HAS_SOFTCAP": softcap is not None,
+        "HAS_SINKS": sinks is not None,
+    }
 
 
 def cache_layout(query: Tensor, keys: Tensor, values: Tensor) -> dict[str, int]:
@@ -101,3 +93,40 @@ def online_softmax_update(
     total = total * fade + tl.sum(weights, 1)
     acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
     return acc, peak, total
+
+
+def store_kv(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, slots: Tensor) -> None:
+    """Stores new_keys [T, kv_heads, key_dim] and new_values by slot; rows with a negative slot are not stored.
+
+    keys, values: [num_blocks, kv_heads, block_size, dim]
+    """
+    _, heads, block_size, key_dim = keys.shape
+    value_dim = values.shape[-1]
+    _store_kv_kernel[(len(slots),)](
+        keys, values, new_keys, new_values, slots, *new_keys.stride()[:2], *new_values.stride()[:2], HEADS=heads,
+        BLOCK_SIZE=block_size, KEY_DIM=key_dim, VALUE_DIM=value_dim, HEADS_TILE=triton.next_power_of_2(heads),
+        KEY_TILE=triton.next_power_of_2(key_dim), VALUE_TILE=triton.next_power_of_2(value_dim),
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_kv_kernel(
+    keys: tl.tensor, values: tl.tensor, new_keys: tl.tensor, new_values: tl.tensor, slots: tl.tensor,
+    key_row: tl.tensor, key_head: tl.tensor, value_row: tl.tensor, value_head: tl.tensor, HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEADS_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program stores one token."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    if slot >= 0:
+        head = tl.arange(0, HEADS_TILE)
+        there = (slot // BLOCK_SIZE * HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+        column = tl.arange(0, KEY_TILE)
+        kept = (head < HEADS)[:, None] & (column < KEY_DIM)[None, :]
+        new = tl.load(new_keys + row * key_row + head[:, None] * key_head + column[None, :], mask=kept)
+        tl.store(keys + there[:, None] * KEY_DIM + column[None, :], new, mask=kept)
+        column = tl.arange(0, VALUE_TILE)
+        kept = (head < HEADS)[:, None] & (column < VALUE_DIM)[None, :]
+        new = tl.load(new_values + row * value_row + head[:, None] * value_head + column[None, :], mask=kept)
+        tl.store(values + there[:, None] * VALUE_DIM + column[None, :], new, mask=kept)
