@@ -77,12 +77,22 @@ def pack_sampling_params(requests: list[Request]) -> NDArray[np.int32]:
 
 
 class SampledTokens:
-    """Sampled tokens on their way to the host."""
+    """Sampled tokens on their way to the host, by one copy.
 
-    def __init__(self, tokens: Tensor, largest: Tensor) -> None:
-        """The token [R] int64 and the largest logit [R] of each row, on the device of the logits."""
-        self.tokens = tokens
-        self._on_host = HostCopy(tokens, largest)
+    Those that a CPU has found remain arrays of numpy, because the first operations of torch after a step are slow.
+    """
+
+    def __init__(self, tokens: Tensor | NDArray[np.int64], largest: Tensor | NDArray[np.float32]) -> None:
+        """The token and the largest logit of R rows [R]: both tensors on the device of the logits, or both arrays."""
+        self._tokens, self._largest = tokens, largest
+        self._copy: HostCopy | None = None
+        if isinstance(tokens, Tensor) and isinstance(largest, Tensor):
+            self._copy = HostCopy(torch.stack((tokens.double(), largest.double())))
+
+    @property
+    def tokens(self) -> Tensor:
+        """[R] int64, on the device of the logits."""
+        return self._tokens if isinstance(self._tokens, Tensor) else torch.from_numpy(self._tokens)
 
     def get(self) -> tuple[list[int], list[float]]:
         """Waits for the token and the largest logit of each row.
@@ -90,8 +100,10 @@ class SampledTokens:
         A row whose largest logit is not finite has no meaningful token: its logits are no numbers, or nothing is
         allowed.
         """
-        tokens, largest = self._on_host.get()
-        return tokens.tolist(), largest.tolist()
+        if self._copy is None:
+            return self._tokens.tolist(), self._largest.tolist()
+        (both,) = self._copy.get()
+        return both[0].long().tolist(), both[1].tolist()
 
 
 def sample(logits: Tensor, requests: list[Request], argmax: Argmax | None = None) -> SampledTokens:
@@ -108,7 +120,7 @@ def sample(logits: Tensor, requests: list[Request], argmax: Argmax | None = None
         if drawn:
             tokens = tokens.copy()
             tokens[drawn] = _draw_on_host(logits, drawn, SamplingMetadata.build(drawn, requests, logits.device))
-        return SampledTokens(torch.from_numpy(tokens), torch.from_numpy(largest))
+        return SampledTokens(tokens, largest)
     if drawn and logits.device.type == "cuda" and (sample_rows := _gpu_kernel()):
         return SampledTokens(*sample_rows(logits, to_device([pack_sampling_params(requests)], logits.device)[0]))
     highest, chosen = logits.max(dim=-1)
