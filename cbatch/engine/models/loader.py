@@ -120,7 +120,10 @@ def load_model(
         else:
             network = make_network()
             make_network, config = lambda: network, network.config.get_text_config().to_dict()
-    folder = model_folder(source, revision, ["config.json", "generation_config.json"])
+    try:
+        folder = model_folder(source, revision, ["config.json", "generation_config.json"])
+    except OSError as error:
+        raise ModelError(f"Cannot load {source}: {_first_sentence(error)}") from error
     settings = read_json_object(folder / "generation_config.json")
     try:
         defaults = _sampling_defaults(settings)

@@ -158,6 +158,14 @@ def test_wrong_ranges_are_refused(text: str) -> None:
         LengthDistribution.parse(text, "uniform")
 
 
+def test_without_peers_transformers_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards time and memory: only peers need a second copy of a model that is on the fast path."""
+    loads: list[Any] = []
+    monkeypatch.setattr("cbatch.engine.models.loader._load_network", lambda *arguments: loads.append(arguments))
+    lengths = ["--input-len", "4:9", "--output-len", "2:5", "--requests", "3", "--rounds", "1", "--json"]
+    assert run_command(["bench", *lengths]) == 0 and not loads
+
+
 @pytest.mark.slow
 def test_the_command_speaks_json(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the contract of --json, with prompts from a file whose outputs end by themselves."""
