@@ -120,11 +120,7 @@ def load_model(
         else:
             network = make_network()
             make_network, config = lambda: network, network.config.get_text_config().to_dict()
-    try:
-        folder = model_folder(source, revision, ["config.json", "generation_config.json"])
-    except OSError as error:
-        raise ModelError(f"Cannot load {source}: {_first_sentence(error)}") from error
-    settings = read_json_object(folder / "generation_config.json")
+    folder, settings = _generation_settings(source, revision)
     try:
         defaults = _sampling_defaults(settings)
         eos_ids = _eos_ids(settings, config)
@@ -141,6 +137,15 @@ def load_model(
         fingerprint=fingerprint(folder),
         fast_model=fast_model,
     )
+
+
+def _generation_settings(source: str, revision: str | None) -> tuple[Path, dict[str, Any]]:
+    """The folder of a model's files, and its generation_config.json. Raises ModelError if the hub cannot be reached."""
+    try:
+        folder = model_folder(source, revision, ["config.json", "generation_config.json"])
+    except OSError as error:
+        raise ModelError(f"Cannot load {source}: {_first_sentence(error)}") from error
+    return folder, read_json_object(folder / "generation_config.json")
 
 
 def _load_network(source: str, revision: str | None, device: torch.device, dtype: str) -> Any:
