@@ -82,6 +82,7 @@ def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     assert "cbatch" in done.stdout
 
 
+@pytest.mark.slow
 def test_imports_are_not_searched_for_garbage() -> None:
     """Guards the time to the first token: full collections while torch is imported, and over it ever after."""
     code = (

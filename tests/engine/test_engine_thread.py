@@ -209,6 +209,7 @@ def test_running_out_of_memory_once_changes_nothing(engine_thread: EngineThread)
     assert engine_thread.failure is None and engine_thread.num_shrinks == 0
 
 
+@pytest.mark.slow
 def test_never_having_enough_memory_is_a_failure(engine_thread: EngineThread) -> None:
     """Guards against shrinking for ever."""
     FailingForward(engine_thread, *[torch.OutOfMemoryError("CUDA out of memory")] * 50)

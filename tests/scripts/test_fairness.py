@@ -15,6 +15,7 @@ from scripts.benchmarks.harness import main
 from scripts.benchmarks.long_prompt import Clients, Gap, Pause, Sizes, ratio_of
 
 
+@pytest.mark.slow
 def test_all_targets_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the whole benchmark with tiny sizes, and its JSON: requests, long and short prompts, for each target."""
     assert main(["fairness", "--tiny", "--json", "--fixed-ms", "7.5"]) == 0
@@ -29,6 +30,7 @@ def test_all_targets_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
         assert len(one["short_s"]) == 3 and min(one["short_s"]) > 0
 
 
+@pytest.mark.slow
 def test_the_text_names_every_target(capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the lines that people read."""
     assert main(["fairness", "--tiny", "--rounds", "2"]) == 0

@@ -151,6 +151,7 @@ def test_columns() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PEERS if name.startswith(("cbatch", "transformers"))])
 def test_a_system_does_the_work(job: PeerJob, name: str) -> None:
     """Guards the systems that are always installed: all give the same tokens as cbatch."""

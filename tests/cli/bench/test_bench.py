@@ -158,6 +158,7 @@ def test_wrong_ranges_are_refused(text: str) -> None:
         LengthDistribution.parse(text, "uniform")
 
 
+@pytest.mark.slow
 def test_without_peers_transformers_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards time and memory: only peers need a second copy of a model that is on the fast path."""
     loads: list[Any] = []
@@ -211,6 +212,7 @@ def test_usage_errors(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_everything_at_once(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the command as people use it: tables, timeline, a peer, techniques, pictures and the page."""
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
@@ -252,6 +254,7 @@ def test_the_first_cache_is_gone(monkeypatch: pytest.MonkeyPatch, model_folder: 
     assert run_command(["bench", *lengths, "-m", str(model_folder)]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("search", [[], ["--find-capacity"]])
 def test_load_is_measured(search: list[str], model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the other half: users who arrive, ask and think, and the search for the most of them."""

@@ -430,6 +430,7 @@ class BadDisk:
         os.fsync(fd)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [0, 1, 150, 400, 700])
 def test_a_full_disk_is_exit_3_and_resumable(
     case: Case, capacity: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -45,6 +45,7 @@ def product(a: NDArray[Any], weight: NDArray[Any]) -> NDArray[np.float32]:
     return out[:, : len(weight)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("columns", [96, 70])
 def test_products_of_every_number_of_rows(dtype: np.dtype[Any], columns: int) -> None:
@@ -77,6 +78,7 @@ def test_products_that_are_added(scaled: bool) -> None:
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [64, 600])
 def test_products_with_quantized_weights(depth: int) -> None:
     """Guards int8 weights, and rows quantized in blocks: near the product, and the same bits in every batch."""

@@ -110,6 +110,7 @@ def test_kept_tokens_are_those_of_torch(shape: str) -> None:
                 assert is_on_edge(logits[row], requests[row].params, int(different.nonzero()[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filters", [{}, {"top_k": 6}, {"top_p": 0.7}, {"min_p": 0.2}], ids=str)
 def test_draws_follow_the_kept_probabilities(filters: dict[str, Any]) -> None:
     """Guards drawing again after a token that is not kept: chi-square of 10,000 draws over what is kept of 12."""
