@@ -16,7 +16,7 @@ from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.engine import Engine
 from cbatch.engine.runtime.memory import clear_frames, is_out_of_memory, release_memory
 from cbatch.engine.text.tokenizer import Prompt
-from cbatch.engine.tracing.spans import span
+from cbatch.engine.tracing.phases import span
 from cbatch.engine.tracing.trace import StepTracer
 
 EventCallback = Callable[[TokenEvent], None]

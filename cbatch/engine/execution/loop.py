@@ -25,7 +25,7 @@ from cbatch.engine.scheduler.request import Request
 from cbatch.engine.scheduler.scheduler import Scheduler
 from cbatch.engine.scheduler.step_time import StepTimeController
 from cbatch.engine.structured.masks import MaskFiller
-from cbatch.engine.tracing.spans import span
+from cbatch.engine.tracing.phases import span
 
 OnStep = Callable[[StepRecord], None]
 

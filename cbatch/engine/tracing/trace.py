@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cbatch.engine.base.errors import ConfigError, EngineError
-from cbatch.engine.tracing.spans import record_spans, span
+from cbatch.engine.tracing.phases import record_spans, span
 from cbatch.engine.tracing.summary import STEP, TraceSummary, read_summary
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.engine_thread import EngineThread
 from cbatch.engine.execution.model_runner import ModelRunner
 from cbatch.engine.runtime.batch import RaggedBatch
-from cbatch.engine.tracing.spans import span
+from cbatch.engine.tracing.phases import span
 from cbatch.engine.tracing.summary import Interval, read_summary, union_length
 from cbatch.engine.tracing.trace import StepTracer
 from tests.support.rows import write_rows
