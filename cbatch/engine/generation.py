@@ -131,6 +131,6 @@ class GenerationMixin(ABC):
         for number in range(params.n):
             asked = params.for_sample(number)
             request_id = self.add(token_ids, asked, seed=seed, sample_index=number, tags=tags)
-            if params.echo and tokenizer is not None:  # after `add`, which refuses ids that cannot be decoded
+            if number == 0 and params.echo and tokenizer is not None:  # after `add`, which refuses unknown ids
                 echo = tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
             outputs[request_id] = _Output(index, self.detokenizer(token_ids, asked, tags), echo)
