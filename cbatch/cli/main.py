@@ -13,17 +13,8 @@ import click
 
 from cbatch import __version__
 from cbatch.cli.common.console import notice
-from cbatch.cli.common.exits import (
-    EXIT_FATAL,
-    EXIT_PIPE,
-    EXIT_USAGE,
-    SIGNALS,
-    Interrupted,
-    ReaderGone,
-    RunFailed,
-    raise_interrupted,
-)
-from cbatch.engine import CbatchError, EngineError
+from cbatch.cli.common.exits import EXIT_FATAL, EXIT_PIPE, EXIT_USAGE, SIGNALS, raise_interrupted
+from cbatch.engine import CbatchError, EngineError, Interrupted, ReaderGone, RunFailed
 
 COMMANDS = {
     "run": "cbatch.cli.run.command",

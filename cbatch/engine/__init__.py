@@ -15,8 +15,11 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.base.errors import CbatchError as CbatchError
     from cbatch.engine.base.errors import ConfigError as ConfigError
     from cbatch.engine.base.errors import EngineError as EngineError
+    from cbatch.engine.base.errors import Interrupted as Interrupted
     from cbatch.engine.base.errors import ModelError as ModelError
+    from cbatch.engine.base.errors import ReaderGone as ReaderGone
     from cbatch.engine.base.errors import RequestError as RequestError
+    from cbatch.engine.base.errors import RunFailed as RunFailed
     from cbatch.engine.base.outputs import Completion as Completion
     from cbatch.engine.base.outputs import TokenEvent as TokenEvent
     from cbatch.engine.base.outputs import TokenLogprobs as TokenLogprobs
@@ -24,12 +27,33 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.base.params import SamplingParams as SamplingParams
     from cbatch.engine.base.params import derive_seed as derive_seed
     from cbatch.engine.base.params import with_overrides as with_overrides
+    from cbatch.engine.base.strict_json import parse_json_object as parse_json_object
     from cbatch.engine.base.units import format_bytes as format_bytes
+    from cbatch.engine.batch.journal import Journal as Journal
+    from cbatch.engine.batch.journal import ResumePlan as ResumePlan
+    from cbatch.engine.batch.journal import plan_resume as plan_resume
+    from cbatch.engine.batch.jsonl import LineProcessor as LineProcessor
+    from cbatch.engine.batch.jsonl import format_row as format_row
+    from cbatch.engine.batch.jsonl import parse_line as parse_line
+    from cbatch.engine.batch.lines import MAX_LINE_BYTES as MAX_LINE_BYTES
+    from cbatch.engine.batch.lines import Line as Line
+    from cbatch.engine.batch.lines import LineSource as LineSource
+    from cbatch.engine.batch.lines import Spool as Spool
+    from cbatch.engine.batch.lines import read_lines as read_lines
+    from cbatch.engine.batch.pipeline import Pipeline as Pipeline
+    from cbatch.engine.batch.writer import FileWriter as FileWriter
+    from cbatch.engine.batch.writer import RowWriter as RowWriter
+    from cbatch.engine.batch.writer import StreamWriter as StreamWriter
     from cbatch.engine.engine import Engine as Engine
     from cbatch.engine.engine_thread import EngineThread as EngineThread
     from cbatch.engine.engine_thread import RequestHandle as RequestHandle
     from cbatch.engine.execution.stats import StepRecord as StepRecord
     from cbatch.engine.models.loader import LoadedModel as LoadedModel
+    from cbatch.engine.requests.input_processor import InputProcessor as InputProcessor
+    from cbatch.engine.requests.input_processor import RowRequest as RowRequest
+    from cbatch.engine.requests.request import RequestDefaults as RequestDefaults
+    from cbatch.engine.requests.result_row import ResultFormatter as ResultFormatter
+    from cbatch.engine.requests.row import InputRow as InputRow
     from cbatch.engine.text.detokenizer import OutputDetokenizer as OutputDetokenizer
     from cbatch.engine.text.output_parser import OutputParser as OutputParser
     from cbatch.engine.text.tokenizer import FIXED_DATE as FIXED_DATE

@@ -21,14 +21,18 @@ import torch
 
 from cbatch import Engine, EngineConfig
 from cbatch.cli.common.loading import tune_process
-from cbatch.cli.run.input.lines import read_lines
-from cbatch.cli.run.options import RunOptions
-from cbatch.cli.run.output.journal import Journal
-from cbatch.cli.run.output.writer import FileWriter
-from cbatch.cli.run.pipeline import Pipeline
-from cbatch.cli.run.requests import RequestBuilder
 from cbatch.cli.run.stats import RunStats
-from cbatch.engine import EngineThread
+from cbatch.engine import (
+    EngineThread,
+    FileWriter,
+    InputProcessor,
+    Journal,
+    LineProcessor,
+    Pipeline,
+    RequestDefaults,
+    ResultFormatter,
+    read_lines,
+)
 from scripts.benchmarks.harness import ROOT, Report
 from scripts.benchmarks.models import FreeModel
 
@@ -45,10 +49,10 @@ def measure(folder: Path, rows: int, max_seqs: int) -> dict[str, float]:
     model = FreeModel(VOCABULARY, max_model_len=64, likeliest=END).loaded(eos_ids=frozenset([END]))
     engine = Engine(EngineConfig(device="cpu", max_seqs=max_seqs, kv_blocks=4 * max_seqs), model)
     engine_thread, stats = EngineThread(engine), RunStats()
-    builder = RequestBuilder(engine, RunOptions())
+    lines, results = LineProcessor(InputProcessor(engine, RequestDefaults())), ResultFormatter(engine)
     with FileWriter(folder / "out.jsonl", input_order=True) as output, source.open("rb") as stream:
         output.start(Journal())
-        pipeline = Pipeline(engine_thread, output, builder, stats, window=4 * max_seqs)
+        pipeline = Pipeline(engine_thread, output, lines, results, stats, window=4 * max_seqs)
         tune_process()
         started = time.perf_counter()
         pipeline.run(read_lines(stream), lambda: None)

@@ -19,9 +19,9 @@ from cbatch import Completion, EngineConfig, SamplingParams, TokenEvent
 from cbatch.cli.chat.commands import file_commands, session_commands
 from cbatch.cli.chat.commands.registry import ALIASES, COMMANDS
 from cbatch.cli.main import cli
-from cbatch.cli.run.input import jsonl, openai_batch
 from cbatch.cli.run.stats import RunStats
 from cbatch.engine.execution.stats import EngineStats
+from cbatch.engine.requests import openai_batch, row_forms
 from cbatch.engine.scheduler.limits import EngineLimits
 from scripts.benchmarks.harness import BENCHMARKS
 
@@ -209,7 +209,7 @@ def test_every_option_is_documented(name: str) -> None:
 def test_every_field_of_a_row_is_documented() -> None:
     """Guards against a new parameter, or a field of a request, that the reference of rows leaves out."""
     page = ROOT / "docs" / "batch.md"
-    assert set(jsonl.KNOWN) - set(rows_of_tables(page)) == set()
+    assert set(row_forms.KNOWN) - set(rows_of_tables(page)) == set()
     assert {*openai_batch.REQUEST_FIELDS} - set(rows_of_tables(page)) == set()
     assert set(openai_batch.KNOWN) - set(re.findall(r"\w+", " ".join(_CODE.findall(page.read_text())))) == set()
 

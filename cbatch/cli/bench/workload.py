@@ -110,19 +110,17 @@ def read_workload(path: str, engine: Engine) -> Workload:
 
     Raises ConfigError if the file cannot be read, or if a row is wrong.
     """
-    from cbatch.cli.common.options import SamplingOptions
-    from cbatch.cli.run.input.lines import read_lines
-    from cbatch.cli.run.options import RunOptions
-    from cbatch.cli.run.requests import RequestBuilder
+    from cbatch.engine import InputProcessor, LineProcessor, RequestDefaults, read_lines
 
-    builder = RequestBuilder(engine, RunOptions(sampling=SamplingOptions(params={"temperature": 0.0})))
+    inputs = InputProcessor(engine, RequestDefaults(params={"temperature": 0.0}))
+    processor = LineProcessor(inputs)
     prompts: list[list[int]] = []
     asked: list[SamplingParams] = []
     try:
         with Path(path).open("rb") as file:
             for line in read_lines(file):
-                request = builder.build(line)
-                prompt = builder.encode(request)
+                request = processor.build(line)
+                prompt = inputs.encode(request)
                 if prompt is None or request.error is not None:
                     raise ConfigError(f"{path}: {request.error}")
                 prompts.append(prompt)

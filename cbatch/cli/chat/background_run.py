@@ -15,16 +15,15 @@ from click.core import ParameterSource
 
 from cbatch.cli.chat.session.files import as_path
 from cbatch.cli.common.console import ProgressState, notice
-from cbatch.cli.common.exits import Interrupted, ReaderGone, UserError
+from cbatch.cli.common.exits import UserError
 from cbatch.cli.common.options import ENGINE_FIELDS, make_options
 from cbatch.cli.run.command import run
 from cbatch.cli.run.files import open_input, open_output, stats_file
 from cbatch.cli.run.options import RunOptions
-from cbatch.engine import CbatchError, ConfigError
+from cbatch.engine import CbatchError, ConfigError, Interrupted, ReaderGone
 
 if TYPE_CHECKING:
-    from cbatch.cli.run.pipeline import Pipeline
-    from cbatch.engine import EngineThread
+    from cbatch.engine import EngineThread, Pipeline
 
 CLOSE_SECONDS = 10.0
 """How long leaving the chat waits for a batch to write its finished rows."""

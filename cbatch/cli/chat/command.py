@@ -102,7 +102,7 @@ def _run_in_terminal(options: ChatOptions, trace: StepTracer | None) -> Literal[
 
 def _run_in_pipe(options: ChatOptions, trace: StepTracer | None) -> Literal[0, 1]:
     from cbatch.cli.chat.pipe import Pipe
-    from cbatch.cli.run.input.lines import read_lines
+    from cbatch.engine import read_lines
 
     controller = _make_controller(options, None, trace)
     if sys.stdin.isatty() and not options.quiet:

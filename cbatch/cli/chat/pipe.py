@@ -9,9 +9,7 @@ from typing import TextIO
 
 from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.common.console import notice, safe
-from cbatch.cli.common.exits import ReaderGone, RunFailed
-from cbatch.cli.run.input.lines import MAX_LINE_BYTES, Line
-from cbatch.engine import EngineError
+from cbatch.engine import MAX_LINE_BYTES, EngineError, Line, ReaderGone, RunFailed
 
 
 class Pipe:

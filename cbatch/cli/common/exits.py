@@ -1,4 +1,4 @@
-"""How a command ends: its exit codes, the exceptions that lead to them, and signals.
+"""How a command ends: its exit codes, and signals.
 
 SIGINT and SIGTERM end a run gracefully; a second signal ends the process at once.
 """
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from cbatch.engine import CbatchError
+from cbatch.engine import CbatchError, Interrupted
 
 EXIT_USAGE, EXIT_FATAL, EXIT_PIPE = 2, 3, 141
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -20,22 +20,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 class UserError(CbatchError):
     """What the user typed cannot be done. The message says why, in a sentence for the terminal."""
-
-
-class RunFailed(CbatchError):
-    """A run ended early. Finished rows are written."""
-
-
-class ReaderGone(Exception):
-    """The reader of the output has closed it. (Click would turn a BrokenPipeError into exit code 1.)"""
-
-
-class Interrupted(BaseException):
-    """A signal asks the command to end. A BaseException, so that no library mistakes it for a failure of its own."""
-
-    def __init__(self, signum: int, resume_hint: str = "") -> None:
-        super().__init__(f"Interrupted.{resume_hint}")
-        self.exit_code = 128 + signum
 
 
 def raise_interrupted(signum: int, frame: FrameType | None) -> NoReturn:

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from cbatch.cli.common.console import notice
-from cbatch.cli.common.exits import ReaderGone
 from cbatch.cli.common.options import check_distinct_file
-from cbatch.engine import StepTracer
+from cbatch.engine import ReaderGone, StepTracer
 
 
 @contextmanager

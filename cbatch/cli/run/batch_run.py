@@ -10,16 +10,30 @@ from typing import IO
 from tqdm import tqdm
 
 from cbatch.cli.common.console import ProgressState, notice
-from cbatch.cli.common.exits import ReaderGone
 from cbatch.cli.run.files import count_lines
-from cbatch.cli.run.input.lines import Line, LineSource, Spool, read_lines
 from cbatch.cli.run.options import RunOptions
-from cbatch.cli.run.output.journal import Journal, ResumePlan, plan_resume
-from cbatch.cli.run.output.writer import FileWriter, RowWriter
-from cbatch.cli.run.pipeline import Pipeline
-from cbatch.cli.run.requests import RequestBuilder
 from cbatch.cli.run.stats import RunStats
-from cbatch.engine import ConfigError, EngineThread
+from cbatch.engine import (
+    FIXED_DATE,
+    ConfigError,
+    Engine,
+    EngineThread,
+    FileWriter,
+    InputProcessor,
+    Journal,
+    Line,
+    LineProcessor,
+    LineSource,
+    Pipeline,
+    ReaderGone,
+    RequestDefaults,
+    ResultFormatter,
+    ResumePlan,
+    RowWriter,
+    Spool,
+    plan_resume,
+    read_lines,
+)
 
 ShowProgress = Callable[[int | None, ProgressState], AbstractContextManager[Callable[[], None]]]
 """Opens a display of progress, with the number of rows if it is known; see `show_progress`."""
@@ -42,16 +56,17 @@ def run_batch(
     engine, quiet = engine_thread.engine, options.quiet
     total = count_lines(options)
     stats.attach(engine_thread)
-    builder = RequestBuilder(engine, options)
+    processor = line_processor(engine, options)
     lines: LineSource = source
     kept: Container[int] = ()
     if isinstance(output, FileWriter):
-        lines, plan = _prepare_file(output, options, source, builder, progress)
+        lines, plan = _prepare_file(output, options, source, processor, progress)
         stats.rows_kept, stats.errors_kept, kept = plan.rows, plan.errors, plan
     pipeline = Pipeline(
         engine_thread,
         output,
-        builder,
+        processor,
+        ResultFormatter(engine, token_ids=options.token_ids, timings=options.timings),
         stats,
         window=options.window or 4 * engine.limits.max_seqs,
         on_error=notice if options.verbose else None,
@@ -66,8 +81,21 @@ def run_batch(
                 notice(line)
 
 
+def line_processor(engine: Engine, options: RunOptions) -> LineProcessor:
+    """What makes requests of the lines of a run."""
+    defaults = RequestDefaults(
+        params=options.sampling.params,
+        system=options.sampling.system,
+        seed=options.sampling.seed,
+        raw=options.raw,
+        today=options.date.date() if options.date else FIXED_DATE,
+    )
+    inputs = InputProcessor(engine, defaults, token_ids=options.token_ids)
+    return LineProcessor(inputs, is_text=options.format == "text", allow_unknown=options.allow_unknown)
+
+
 def _prepare_file(
-    output: FileWriter, options: RunOptions, source: IO[bytes], builder: RequestBuilder, progress: ShowProgress
+    output: FileWriter, options: RunOptions, source: IO[bytes], processor: LineProcessor, progress: ShowProgress
 ) -> tuple[LineSource, ResumePlan]:
     """Prepares the output file for this run. Returns the input, at its beginning, and the rows that are kept."""
     if not (options.resume and output.has_content):
@@ -80,7 +108,7 @@ def _prepare_file(
         nonlocal compared
         compared += 1
         tick()
-        return builder.build(line).key
+        return processor.build(line).key
 
     rows = len(journal.indices)
     with progress(rows, lambda: (compared, "compared with the input")) as tick:

@@ -7,9 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from cbatch.cli.run.input.lines import Line
-from cbatch.cli.run.requests import RequestBuilder
-from cbatch.engine import Engine, RequestError
+from cbatch.engine import Engine, Line, LineProcessor, RequestError
 
 MAX_SHOWN = 20
 MAX_BLOCKS = 1_000_000
@@ -19,9 +17,9 @@ MAX_BLOCKS = 1_000_000
 class InputCheck:
     """Reads and tokenizes rows, and counts errors, tokens and shared prefixes."""
 
-    def __init__(self, engine: Engine, builder: RequestBuilder) -> None:
+    def __init__(self, engine: Engine, processor: LineProcessor) -> None:
         self._engine = engine
-        self._builder = builder
+        self._processor = processor
         self.rows = 0
         self.errors: Counter[str] = Counter()
         self._shown: list[dict[str, Any]] = []
@@ -60,8 +58,8 @@ class InputCheck:
         }
 
     def _check_line(self, line: Line) -> None:
-        request = self._builder.build(line)
-        prompt_ids = self._builder.encode(request)
+        request = self._processor.build(line)
+        prompt_ids = self._processor.inputs.encode(request)
         if prompt_ids is not None:
             try:
                 self._outputs.append(request.params.n * self._engine.max_new_tokens(prompt_ids, request.params))

@@ -99,11 +99,11 @@ def run(**values: Any) -> Literal[0, 1]:
 def _check(options: RunOptions, source: IO[bytes], stats: RunStats) -> Literal[0, 1]:
     engine = _load(options, stats)
 
+    from cbatch.cli.run.batch_run import line_processor
     from cbatch.cli.run.check import InputCheck
-    from cbatch.cli.run.input.lines import read_lines
-    from cbatch.cli.run.requests import RequestBuilder
+    from cbatch.engine import read_lines
 
-    check = InputCheck(engine, RequestBuilder(engine, options))
+    check = InputCheck(engine, line_processor(engine, options))
     total = count_lines(options)
     with engine, show_progress(total, lambda: (check.rows, "read"), quiet=options.quiet) as tick:
         report = check.report(read_lines(source), tick)

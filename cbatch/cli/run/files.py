@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from cbatch.cli.common.console import notice
+from cbatch.cli.common.console import notice, safe_json
 from cbatch.cli.common.options import check_distinct_file
 from cbatch.cli.run.options import RunOptions
 from cbatch.engine import ConfigError
 
 if TYPE_CHECKING:
-    from cbatch.cli.run.output.writer import RowWriter
     from cbatch.cli.run.stats import RunStats
+    from cbatch.engine import RowWriter
 
 
 def open_input(options: RunOptions) -> IO[bytes]:
@@ -62,7 +62,7 @@ def open_output(options: RunOptions, source: IO[bytes]) -> Iterator[RowWriter]:
 
 
 def _open_writer(options: RunOptions, source: IO[bytes]) -> RowWriter:
-    from cbatch.cli.run.output.writer import FileWriter, StreamWriter
+    from cbatch.engine import FileWriter, StreamWriter
 
     name, path = options.output, Path(options.output)
     input_order = options.order == "input"
@@ -75,7 +75,7 @@ def _open_writer(options: RunOptions, source: IO[bytes]) -> RowWriter:
             raise ConfigError("There is no output: stdout is closed.")
         stream = os.fdopen(sys.stdout.fileno(), "wb", 0, closefd=False) if name == "-" else path.open("wb", 0)
         _check_not_input(source, os.fstat(stream.fileno()), "stdout" if name == "-" else name)
-        return StreamWriter(stream, input_order=input_order)
+        return StreamWriter(stream, input_order=input_order, escape=safe_json if stream.isatty() else None)
     if path.exists():
         _check_not_input(source, path.stat(), name)
     return FileWriter(path, input_order=input_order)

@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from cbatch.cli.common.percentiles import Percentiles
-from cbatch.cli.run.requests import RowRequest
-from cbatch.engine import Engine, EngineThread
+from cbatch.engine import Engine, EngineThread, RowRequest
 
 
 @dataclass(frozen=True, slots=True)

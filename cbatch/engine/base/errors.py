@@ -17,6 +17,22 @@ class EngineError(CbatchError):
     """The engine failed while requests were running, or is closed."""
 
 
+class RunFailed(CbatchError):
+    """A batch ended early: its input or its output failed, or it had too many errors. Finished rows are written."""
+
+
+class ReaderGone(Exception):
+    """The reader of the output has closed it. (Click would turn a BrokenPipeError into exit code 1.)"""
+
+
+class Interrupted(BaseException):
+    """A signal asks the program to end. A BaseException, so that no library mistakes it for a failure of its own."""
+
+    def __init__(self, signum: int, resume_hint: str = "") -> None:
+        super().__init__(f"Interrupted.{resume_hint}")
+        self.exit_code = 128 + signum
+
+
 class RequestError(CbatchError):
     """One request that cannot be served; other requests go on.
 

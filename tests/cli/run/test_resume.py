@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from cbatch.cli.main import run_command
-from cbatch.cli.run.output import writer as writer_module
-from cbatch.cli.run.output.journal import Journal
-from cbatch.cli.run.output.writer import FileWriter
+from cbatch.engine.batch import writer as writer_module
+from cbatch.engine.batch.journal import Journal
+from cbatch.engine.batch.writer import FileWriter
 from tests.support.model_folder import save_model
 
 ROWS: list[Any] = [

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from cbatch.cli.run import stats as stats_module
-from cbatch.cli.run.input.row import InputRow
-from cbatch.cli.run.requests import RowRequest
 from cbatch.cli.run.stats import EngineCounters, RunStats, bottleneck
 from cbatch.engine import RequestError, SamplingParams
+from cbatch.engine.requests.input_processor import RowRequest
+from cbatch.engine.requests.row import InputRow
 
 
 def request(tokens: int, first: float = 1.0, last: float = 2.0, error: RequestError | None = None) -> RowRequest:

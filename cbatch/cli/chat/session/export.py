@@ -11,11 +11,17 @@ from cbatch.cli.chat.session.prompt import as_plain_text
 from cbatch.cli.chat.session.reply import Reply
 from cbatch.cli.chat.session.session import Session
 from cbatch.cli.common.exits import UserError
-from cbatch.cli.common.strict_json import parse_json_object
-from cbatch.cli.run.input.jsonl import format_row, parse_line
-from cbatch.cli.run.input.lines import Line, read_lines
-from cbatch.cli.run.input.row import InputRow
-from cbatch.engine import RequestError, SamplingParams, derive_seed
+from cbatch.engine import (
+    InputRow,
+    Line,
+    RequestError,
+    SamplingParams,
+    derive_seed,
+    format_row,
+    parse_json_object,
+    parse_line,
+    read_lines,
+)
 
 
 def to_markdown(session: Session, model: str) -> str:

@@ -9,8 +9,7 @@ from cbatch.cli.chat.session.files import read_text
 from cbatch.cli.chat.session.reply import FINAL_STATES, Reply
 from cbatch.cli.chat.session.session import Session, Turn, unanswered_turn
 from cbatch.cli.common.exits import UserError
-from cbatch.cli.common.strict_json import parse_json_object
-from cbatch.engine import RequestError, SamplingParams
+from cbatch.engine import RequestError, SamplingParams, parse_json_object
 
 VERSION = 1
 MAX_BYTES = 256 * 2**20

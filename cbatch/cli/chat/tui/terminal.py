@@ -39,8 +39,8 @@ from cbatch.cli.chat.tui.output_capture import capture_output
 from cbatch.cli.chat.tui.status_bar import StatusBar
 from cbatch.cli.chat.tui.transcript_view import TranscriptView
 from cbatch.cli.common.console import safe, without_bidi
-from cbatch.cli.common.exits import SIGNALS, Interrupted, raise_interrupted
-from cbatch.engine import CbatchError
+from cbatch.cli.common.exits import SIGNALS, raise_interrupted
+from cbatch.engine import CbatchError, Interrupted
 
 REDRAW_SECONDS = 1 / 40
 REFRESH_SECONDS = 0.5

@@ -6,8 +6,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cbatch.cli.common.strict_json import json_type
-from cbatch.engine import PARAM_NAMES, RequestError, check_tools
+from cbatch.engine.base.errors import RequestError
+from cbatch.engine.base.params import PARAM_NAMES
+from cbatch.engine.base.strict_json import json_type
+from cbatch.engine.text.tool_calls import check_tools
 
 ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
 MAX_PRIORITY = 2**31

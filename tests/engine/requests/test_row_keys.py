@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from cbatch.cli.run.input.lines import Line
-from cbatch.cli.run.input.row import InputRow
-from cbatch.cli.run.output.row_keys import KEY_LENGTH, KeyMaker, canonical_params, explain_difference
 from cbatch.engine import SamplingParams
+from cbatch.engine.requests.row import InputRow
+from cbatch.engine.requests.row_keys import KEY_LENGTH, KeyMaker, canonical_params, explain_difference
 
 MAKER = KeyMaker("model")
 
@@ -36,12 +35,12 @@ def test_default_parameters_are_left_out() -> None:
 def test_what_differs_is_named() -> None:
     """Guards the message that says why rows are not kept."""
     other = KeyMaker("other").for_row(InputRow(0, id="a"), "hi", canonical_params(SamplingParams()), 0)
-    refused = MAKER.for_invalid_line(Line(0, b"{"))
+    refused = MAKER.for_invalid_row(b"{")
     assert "another model" in explain_difference(key(), other)
     assert (
         "another input"
         in explain_difference(key(), key(prompt="ho"))
-        == explain_difference(refused, MAKER.for_invalid_line(Line(0, b"[")))
+        == explain_difference(refused, MAKER.for_invalid_row(b"["))
     )
     assert "another seed" in explain_difference(key(), key(seed=1))
     assert "was refused" in explain_difference(key(), refused) == explain_difference(refused, key())

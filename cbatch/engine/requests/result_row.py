@@ -8,18 +8,25 @@ import math
 from collections.abc import Container, Sequence
 from typing import Any
 
-from cbatch.cli.run.input import openai_batch
-from cbatch.cli.run.options import RunOptions
-from cbatch.cli.run.requests import RowRequest
-from cbatch.engine import Completion, Engine, RequestError, TokenLogprobs, ToolCall
+from cbatch.engine.base.errors import RequestError
+from cbatch.engine.base.outputs import Completion, TokenLogprobs
+from cbatch.engine.engine import Engine
+from cbatch.engine.requests import openai_batch
+from cbatch.engine.requests.input_processor import RowRequest
+from cbatch.engine.text.tool_calls import ToolCall
 
 
 class ResultFormatter:
     """Formats the rows of output of one run on one engine."""
 
-    def __init__(self, engine: Engine, options: RunOptions) -> None:
+    def __init__(self, engine: Engine, *, token_ids: bool = False, timings: bool = False) -> None:
+        """
+        token_ids: add the output's token ids
+        timings:   add times and cached tokens, which differ from run to run
+        """
         self._tokenizer = engine.tokenizer
-        self._options = options
+        self._shows_token_ids = token_ids
+        self._shows_timings = timings
 
     def row(self, request: RowRequest) -> dict[str, Any]:
         """The row of output for a finished request."""
@@ -31,7 +38,7 @@ class ResultFormatter:
         fields = self._openai_row(request, usage) if request.row.call else self._plain_row(request, usage)
         if request.row.extra:
             fields["extra"] = request.row.extra
-        if self._options.timings:
+        if self._shows_timings:
             first = request.first_token_at - request.taken_at if request.first_token_at is not None else None
             fields |= {
                 "cached_tokens": request.completion.cached_tokens,
@@ -77,7 +84,7 @@ class ResultFormatter:
             fields["text"] = request.echo + fields["text"]
         if completion.stop_reason is not None:
             fields["stop_reason"] = completion.stop_reason
-        if self._options.token_ids:
+        if self._shows_token_ids:
             fields["token_ids"] = completion.token_ids
         return fields
 
@@ -91,7 +98,7 @@ class ResultFormatter:
             fields = self._choice(request, number)
             logprobs = self._openai_logprobs(request, completion, is_chat=call.is_chat)
             choice = openai_batch.choice(call.is_chat, number, fields, logprobs)
-            choices.append(choice | ({"token_ids": fields["token_ids"]} if self._options.token_ids else {}))
+            choices.append(choice | ({"token_ids": fields["token_ids"]} if self._shows_token_ids else {}))
         body = openai_batch.response_body(call, request.key, choices, usage)
         scores = self._prompt_logprobs(request)
         if scores is not None and (call.is_chat or not request.params.echo):

@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any, NoReturn
 
-from cbatch.engine import RequestError
+from cbatch.engine.base.errors import RequestError
 
 MAX_DEPTH = 100
 """Deeper than any real row, and well below the depth at which Python's own JSON encoder fails."""

@@ -18,16 +18,17 @@ import time
 from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
-from cbatch.cli.common.exits import Interrupted, RunFailed
-from cbatch.cli.run.input.jsonl import format_row
-from cbatch.cli.run.input.lines import Line
-from cbatch.cli.run.output.writer import OutputRow, RowWriter
-from cbatch.cli.run.requests import RequestBuilder, RowRequest
-from cbatch.cli.run.results import ResultFormatter
-from cbatch.cli.run.stats import RunStats
-from cbatch.cli.run.window import Window
-from cbatch.engine import CbatchError, EngineError, EngineThread, RequestError, TokenEvent
+from cbatch.engine.base.errors import CbatchError, EngineError, Interrupted, RequestError, RunFailed
+from cbatch.engine.base.outputs import TokenEvent
+from cbatch.engine.batch.jsonl import LineProcessor, format_row
+from cbatch.engine.batch.lines import Line
+from cbatch.engine.batch.window import Window
+from cbatch.engine.batch.writer import OutputRow, RowWriter
+from cbatch.engine.engine_thread import EngineThread, RequestHandle
+from cbatch.engine.requests.input_processor import RowRequest
+from cbatch.engine.requests.result_row import ResultFormatter
 
 POLL_SECONDS = 0.2
 MAX_ROWS_PER_WRITE = 256
@@ -49,6 +50,21 @@ class StopRequested:
 Message = RowRequest | EndOfInput | StopRequested
 
 
+class RunObserver(Protocol):
+    """Counts what a run does.
+
+    output_tokens: tokens generated so far; the pipeline adds to it on the engine's thread
+    """
+
+    output_tokens: int
+
+    def start(self, now: float) -> None:
+        """A row was taken at the time `now`; called for each row, on the reader's thread."""
+
+    def count(self, request: RowRequest) -> None:
+        """A row is finished and written; called on the writer's thread."""
+
+
 class Pipeline:
     """Runs the rows of one input on an engine's thread."""
 
@@ -56,8 +72,9 @@ class Pipeline:
         self,
         engine_thread: EngineThread,
         output: RowWriter,
-        builder: RequestBuilder,
-        stats: RunStats,
+        lines: LineProcessor,
+        results: ResultFormatter,
+        observer: RunObserver,
         *,
         window: int,
         on_error: Callable[[str], None] | None = None,
@@ -68,13 +85,14 @@ class Pipeline:
         """
         self._engine_thread = engine_thread
         self._output = output
-        self._builder = builder
-        self._formatter = ResultFormatter(engine_thread.engine, builder.options)
-        self._stats = stats
+        self._lines = lines
+        self._results = results
+        self._observer = observer
+        self._num_errors = 0
         self.window = Window(window)
         self._on_error = on_error
         self._signum: int | None = None
-        self._in_flight: dict[int, RowRequest] = {}
+        self._in_flight: dict[int, list[RequestHandle]] = {}
         self._is_stopping = False
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
@@ -132,10 +150,10 @@ class Pipeline:
 
     def _start_row(self, position: int, line: Line) -> None:
         taken_at = time.monotonic()
-        self._stats.start(taken_at)
-        request = self._builder.build(line)
+        self._observer.start(taken_at)
+        request = self._lines.build(line)
         request.position, request.taken_at = position, taken_at
-        prompt_ids = self._builder.encode(request)
+        prompt_ids = self._lines.inputs.encode(request)
         if prompt_ids is None:
             request.finished_at = time.monotonic()
             self._inbox.put(request)
@@ -153,7 +171,7 @@ class Pipeline:
             nonlocal outputs_left
             request.completion.take(event)
             if event.token_id is not None:
-                self._stats.output_tokens += 1
+                self._observer.output_tokens += 1
                 if request.first_token_at is None:
                     request.first_token_at = time.monotonic()
             if event.error is not None:
@@ -165,7 +183,7 @@ class Pipeline:
                 request.is_lost = self._engine_thread.failure is not None
                 self._inbox.put(request)
 
-        self._in_flight[request.position] = request
+        handles = self._in_flight[request.position] = []
         for number in range(request.params.n):
             handle = self._engine_thread.submit(
                 prompt_ids,
@@ -176,7 +194,7 @@ class Pipeline:
                 sample_index=number,
                 tags=request.tags,
             )
-            request.handles.append(handle)
+            handles.append(handle)
             if self._is_stopping:  # `_cancel_unfinished` may have run before this handle was there
                 self._engine_thread.cancel(handle)
 
@@ -193,7 +211,7 @@ class Pipeline:
             self._write_finished(finished, max_errors)
             self._output.tick()
             on_progress()
-            if max_errors is not None and self._stats.errors.total() >= max_errors:
+            if max_errors is not None and self._num_errors >= max_errors:
                 raise self._ended_early(RunFailed, f"Stopped at error {max_errors:,}, as --max-errors says.")
             end = next((message for message in messages if isinstance(message, EndOfInput)), end)
             if StopRequested() in messages:  # only now: what was finished before the signal is written
@@ -213,7 +231,7 @@ class Pipeline:
 
     def _write_finished(self, finished: list[RowRequest], max_errors: int | None) -> None:
         """Writes finished rows in one write, up to the last error that is allowed, and counts them."""
-        errors_left = math.inf if max_errors is None else max_errors - self._stats.errors.total()
+        errors_left = math.inf if max_errors is None else max_errors - self._num_errors
         requests, rows = [], []
         for request in finished:
             self._in_flight.pop(request.position, None)
@@ -221,12 +239,14 @@ class Pipeline:
             if not request.is_lost and (request.error is None or errors_left > 0):
                 errors_left -= request.error is not None
                 requests.append(request)
-                rows.append(OutputRow(request.position, request.row.index, format_row(self._formatter.row(request))))
+                rows.append(OutputRow(request.position, request.row.index, format_row(self._results.row(request))))
         self.window.release(self._output.write(rows))
         for request in requests:
-            self._stats.count(request)
-            if request.error is not None and self._on_error is not None:
-                self._on_error(str(request.error))
+            self._observer.count(request)
+            if request.error is not None:
+                self._num_errors += 1
+                if self._on_error is not None:
+                    self._on_error(str(request.error))
 
     def _make_texts(self, request: RowRequest) -> None:
         """Makes the texts of all outputs here, and not on the engine's thread; the row fails if one cannot be made."""
@@ -250,6 +270,6 @@ class Pipeline:
         """Stops the reader and cancels the requests in flight, so that other front ends have the engine."""
         self._is_stopping = True
         self.window.close()
-        for request in list(self._in_flight.values()):
-            for handle in request.handles:
+        for handles in list(self._in_flight.values()):
+            for handle in list(handles):
                 self._engine_thread.cancel(handle)

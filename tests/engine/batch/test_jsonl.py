@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.cli.run.input import jsonl
-from cbatch.cli.run.input.jsonl import format_row, parse_line
-from cbatch.cli.run.input.lines import Line
-from cbatch.cli.run.input.row import InputRow
 from cbatch.engine import RequestError, SamplingParams
+from cbatch.engine.batch.jsonl import format_row, parse_line
+from cbatch.engine.batch.lines import Line
+from cbatch.engine.requests import row_forms
+from cbatch.engine.requests.row import InputRow
 
 
 def parse(text: str | bytes, **options: bool) -> InputRow:
@@ -143,7 +143,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
-rows = st.dictionaries(st.sampled_from([*sorted(jsonl.KNOWN), "note"]), json_values, max_size=5)
+rows = st.dictionaries(st.sampled_from([*sorted(row_forms.KNOWN), "note"]), json_values, max_size=5)
 
 
 @settings(max_examples=300, deadline=None)

@@ -10,14 +10,11 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from cbatch.cli.common.options import SamplingOptions
 from cbatch.cli.main import run_command
-from cbatch.cli.run.input.jsonl import parse_line
-from cbatch.cli.run.input.lines import Line
-from cbatch.cli.run.input.row import InputRow
-from cbatch.cli.run.options import RunOptions
-from cbatch.cli.run.requests import RequestBuilder
-from cbatch.engine import Engine, EngineConfig, SamplingParams
+from cbatch.engine import Engine, EngineConfig, InputProcessor, LineProcessor, RequestDefaults, SamplingParams
+from cbatch.engine.batch.jsonl import parse_line
+from cbatch.engine.batch.lines import Line
+from cbatch.engine.requests.row import InputRow
 
 
 def call(body: Any, url: str = "/v1/chat/completions", **others: Any) -> dict[str, Any]:
@@ -146,7 +143,7 @@ def test_offsets_count_characters(model_folder: Path, tmp_path: Path) -> None:
 def test_logprobs_of_a_row_override_the_option(model_folder: Path) -> None:
     """Guards `logprobs: false` of a chat request against --logprobs."""
     engine = Engine(EngineConfig(model=str(model_folder), device="cpu"))
-    builder = RequestBuilder(engine, RunOptions(sampling=SamplingOptions(params={"logprobs": 2})))
+    builder = LineProcessor(InputProcessor(engine, RequestDefaults(params={"logprobs": 2})))
     rows = [chat(), chat(logprobs=False), chat(logprobs=True, top_logprobs=1)]
     assert [builder.build(Line(0, json.dumps(row).encode())).params.logprobs for row in rows] == [2, None, 1]
 
@@ -158,7 +155,7 @@ def test_no_max_tokens_means_the_rest_of_the_context(model_folder: Path) -> None
     default = SamplingParams().max_tokens
     given: tuple[dict[str, int], ...] = ({}, {"max_tokens": 7})
     for params, expected in zip(given, ((default, None), (7, 7)), strict=True):
-        builder = RequestBuilder(engine, RunOptions(sampling=SamplingOptions(params=params)))
+        builder = LineProcessor(InputProcessor(engine, RequestDefaults(params=params)))
         assert (builder.build(ours).params.max_tokens, builder.build(theirs).params.max_tokens) == expected
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from cbatch.cli.run.input.jsonl import format_row
-from cbatch.cli.run.input.lines import Line, read_lines
-from cbatch.cli.run.output import writer as writer_module
-from cbatch.cli.run.output.journal import Journal, ResumePlan, plan_resume
-from cbatch.cli.run.output.row_keys import KEY_LENGTH
-from cbatch.cli.run.output.writer import FileWriter, OutputRow
+from cbatch.engine.batch import writer as writer_module
+from cbatch.engine.batch.journal import Journal, ResumePlan, plan_resume
+from cbatch.engine.batch.jsonl import format_row
+from cbatch.engine.batch.lines import Line, read_lines
+from cbatch.engine.batch.writer import FileWriter, OutputRow
+from cbatch.engine.requests.row_keys import KEY_LENGTH
 
 INPUT = [f"line {number}" for number in range(6)]
 FINISHED = [3, 0, 1, 5, 4, 2]

@@ -1,4 +1,4 @@
-"""From a line of input to a request of the engine."""
+"""From a row to a request of the engine."""
 
 from __future__ import annotations
 
@@ -7,22 +7,15 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from cbatch.cli.run.input.jsonl import parse_line
-from cbatch.cli.run.input.lines import Line
-from cbatch.cli.run.input.row import InputRow
-from cbatch.cli.run.options import RunOptions
-from cbatch.cli.run.output.row_keys import KeyMaker, canonical_params
-from cbatch.engine import (
-    FIXED_DATE,
-    Completion,
-    Engine,
-    OutputDetokenizer,
-    Prompt,
-    RequestError,
-    RequestHandle,
-    SamplingParams,
-    derive_seed,
-)
+from cbatch.engine.base.errors import RequestError
+from cbatch.engine.base.outputs import Completion
+from cbatch.engine.base.params import SamplingParams, derive_seed
+from cbatch.engine.engine import Engine
+from cbatch.engine.requests.request import RequestDefaults
+from cbatch.engine.requests.row import InputRow
+from cbatch.engine.requests.row_keys import KeyMaker, canonical_params
+from cbatch.engine.text.detokenizer import OutputDetokenizer
+from cbatch.engine.text.tokenizer import Prompt
 
 
 @dataclass(slots=True)
@@ -39,7 +32,6 @@ class RowRequest:
     is_lost:        the engine failed before the request was finished, so it gets no row of output
     taken_at, first_token_at, finished_at: times of `time.monotonic`
     position:       number among the rows of the run
-    handles:        what cancels its outputs
     """
 
     row: InputRow
@@ -62,7 +54,6 @@ class RowRequest:
     first_token_at: float | None = None
     finished_at: float = 0.0
     position: int = 0
-    handles: list[RequestHandle] = field(default_factory=list)
 
     def fail(self, error: RequestError, sample_index: int = 0) -> None:
         """Makes the row an error row. If several outputs fail, the error of the first one counts."""
@@ -75,37 +66,39 @@ class RowRequest:
         self.prompt_ids = prompt_ids if self.params.prompt_logprobs is not None else None
 
 
-class RequestBuilder:
-    """Builds the requests of one run on one engine."""
+class InputProcessor:
+    """Makes requests of rows, for one engine."""
 
-    def __init__(self, engine: Engine, options: RunOptions) -> None:
+    def __init__(self, engine: Engine, defaults: RequestDefaults, *, token_ids: bool = False) -> None:
+        """`token_ids`: whether results show the output's token ids, which is a part of the key."""
         self._engine = engine
-        self.options = options
-        given, tokenizer = options.sampling.params, engine.tokenizer
+        self._defaults = defaults
+        self._token_ids = token_ids
+        given, tokenizer = defaults.params, engine.tokenizer
         self._params = engine.loaded.defaults.merged(given)
         self._openai_params = self._params
         if given.get("max_tokens") is None:  # that API has no default of its own
             self._openai_params = replace(self._params, max_tokens=None)
         self._has_template = tokenizer is not None and bool(tokenizer.chat_template)
         self._takes_tools = tokenizer is not None and tokenizer.takes_tools
-        self._today = options.date.date() if options.date else FIXED_DATE
-        clock = self._today.isoformat() if tokenizer is not None and tokenizer.template_has_clock else ""
+        clock = defaults.today.isoformat() if tokenizer is not None and tokenizer.template_has_clock else ""
         self._keys = KeyMaker(engine.fingerprint + clock)
 
-    def build(self, line: Line) -> RowRequest:
-        """Reads a line. Never raises: whatever is wrong with the line is the request's `error`."""
-        options = self.options
-        try:
-            row = parse_line(line, is_text=options.format == "text", allow_unknown=options.allow_unknown)
-            if row.error is None:
+    def build(self, row: InputRow, source: bytes) -> RowRequest:
+        """Applies the defaults to a row. Never raises: whatever is wrong with the row is the request's `error`.
+
+        source: the bytes that the row was read from, which make the key of a row that is refused
+        """
+        error = row.error
+        if error is None:
+            try:
                 return self._build_from_row(row)
-            error = row.error
-        except RequestError as refused:
-            error = row.invalid(str(refused), refused.code)
-        except Exception as unforeseen:  # one line that breaks something harms no other
-            row = InputRow(line.index)
-            error = row.invalid(f"the row cannot be read: {unforeseen!r}", "internal_error")
-        return RowRequest(row, self._params, key=self._keys.for_invalid_line(line), error=error)
+            except RequestError as refused:
+                error = row.invalid(str(refused), refused.code)
+            except Exception as unforeseen:  # one row that breaks something harms no other
+                row = InputRow(row.index)
+                error = row.invalid(f"the row cannot be read: {unforeseen!r}", "internal_error")
+        return RowRequest(row, self._params, key=self._keys.for_invalid_row(source), error=error)
 
     def encode(self, request: RowRequest) -> list[int] | None:
         """Token ids of the prompt, or None if the request has an `error`."""
@@ -115,7 +108,7 @@ class RequestBuilder:
                 request.grammar = self._engine.compile(request.params)
                 if request.params.bad_words and tokenizer is not None:
                     tokenizer.bad_word_ids(request.params.bad_words)  # fills a cache here, not on the engine's thread
-                request.prompt_ids = self._engine.encode(request.prompt, raw=True, today=self._today)
+                request.prompt_ids = self._engine.encode(request.prompt, raw=True, today=self._defaults.today)
                 self._set_output_format(request)
             except RequestError as error:
                 request.fail(error)
@@ -126,10 +119,10 @@ class RequestBuilder:
     def _build_from_row(self, row: InputRow) -> RowRequest:
         params, sampling = self._sampling(row)
         kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
-        seed = derive_seed(self.options.sampling.seed, kind, name) if params.seed is None else params.seed
+        seed = derive_seed(self._defaults.seed, kind, name) if params.seed is None else params.seed
         request = RowRequest(row, params, seed, prompt=self._prompt(row))
         limit = self._limit_of_cache(request)
-        request.key = self._keys.for_row(row, request.prompt, sampling, seed, self.options.token_ids, limit)
+        request.key = self._keys.for_row(row, request.prompt, sampling, seed, self._token_ids, limit)
         return request
 
     def _sampling(self, row: InputRow) -> tuple[SamplingParams, bytes]:
@@ -146,22 +139,22 @@ class RequestBuilder:
         return params, canonical
 
     def _prompt(self, row: InputRow) -> Prompt:
-        """The row's prompt with --raw and --system applied. Raises RequestError."""
+        """The row's prompt with the defaults applied. Raises RequestError."""
         if row.prompt_token_ids is not None:
             return row.prompt_token_ids
         messages = row.messages
         if row.tools and not self._has_template:
             raise RequestError("invalid_row", "tools need a chat template, and this model has none")
-        if row.tools and self.options.raw:
+        if row.tools and self._defaults.raw:
             raise RequestError("invalid_row", "tools need the chat template, and --raw skips it")
         if row.tools and not self._takes_tools:
             raise RequestError("invalid_row", "this model's chat template takes no tools")
         if row.prompt is not None:
-            if row.raw or self.options.raw or not self._has_template:
+            if row.raw or self._defaults.raw or not self._has_template:
                 return row.prompt
             messages = [{"role": "user", "content": row.prompt}]
         assert messages is not None
-        system = self.options.sampling.system
+        system = self._defaults.system
         if system is not None and not any(message["role"] == "system" for message in messages):
             messages = [{"role": "system", "content": system}, *messages]
         return {"messages": messages} | ({"tools": row.tools} if row.tools else {})

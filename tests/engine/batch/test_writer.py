@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from cbatch.cli.run.output.journal import Journal
-from cbatch.cli.run.output.writer import FileWriter, OutputRow, StreamWriter
 from cbatch.engine import ConfigError
+from cbatch.engine.batch.journal import Journal
+from cbatch.engine.batch.writer import FileWriter, OutputRow, StreamWriter
 
 
 def fresh(path: Path, *, input_order: bool = True) -> FileWriter:

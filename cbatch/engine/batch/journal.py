@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO
 
-from cbatch.cli.run.input.lines import Line
-from cbatch.cli.run.output.row_keys import KEY_LENGTH, explain_difference
-from cbatch.engine import ConfigError
+from cbatch.engine.base.errors import ConfigError
+from cbatch.engine.batch.lines import Line
+from cbatch.engine.requests.row_keys import KEY_LENGTH, explain_difference
 
 KEY_BYTES = KEY_LENGTH // 2
 ROW_BEGINNINGS = (b'{"index": ', b'{"id": "batch_req_')

@@ -16,19 +16,24 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cbatch.cli.common.exits import Interrupted
-from cbatch.cli.common.options import SamplingOptions
 from cbatch.cli.main import run_command
-from cbatch.cli.run import pipeline as pipeline_module
-from cbatch.cli.run.input import lines as lines_module
-from cbatch.cli.run.input.lines import read_lines
-from cbatch.cli.run.options import RunOptions
-from cbatch.cli.run.output.writer import StreamWriter
-from cbatch.cli.run.pipeline import Pipeline
-from cbatch.cli.run.requests import RequestBuilder
 from cbatch.cli.run.stats import RunStats
-from cbatch.cli.run.window import Window
-from cbatch.engine import Engine, EngineConfig, EngineThread
+from cbatch.engine import (
+    Engine,
+    EngineConfig,
+    EngineThread,
+    InputProcessor,
+    Interrupted,
+    LineProcessor,
+    RequestDefaults,
+    ResultFormatter,
+)
+from cbatch.engine.batch import lines as lines_module
+from cbatch.engine.batch import pipeline as pipeline_module
+from cbatch.engine.batch.lines import read_lines
+from cbatch.engine.batch.pipeline import Pipeline
+from cbatch.engine.batch.window import Window
+from cbatch.engine.batch.writer import StreamWriter
 from scripts.benchmarks.rows import measure_apart
 
 
@@ -42,9 +47,10 @@ def run(engine: Engine, data: bytes, window: int = 16) -> list[dict[str, Any]]:
     """Runs an input through the real reader, engine thread and writer."""
     stream = io.BytesIO()
     engine_thread = EngineThread(engine)
-    builder = RequestBuilder(engine, RunOptions(sampling=SamplingOptions(params={"max_tokens": 2})))
+    lines = LineProcessor(InputProcessor(engine, RequestDefaults(params={"max_tokens": 2})))
+    output, results = StreamWriter(stream, input_order=True), ResultFormatter(engine)
     try:
-        pipeline = Pipeline(engine_thread, StreamWriter(stream, input_order=True), builder, RunStats(), window=window)
+        pipeline = Pipeline(engine_thread, output, lines, results, RunStats(), window=window)
         pipeline.run(read_lines(io.BytesIO(data)), lambda: None)
     finally:
         engine_thread.close()
@@ -162,8 +168,8 @@ def test_what_was_finished_before_a_signal_is_written(engine: Engine, monkeypatc
                 pipeline.interrupt(2)
             return super().write(rows)
 
-    builder = RequestBuilder(engine, RunOptions())
-    pipeline = Pipeline(engine_thread, Slow(stream, input_order=True), builder, RunStats(), window=100)
+    lines, output = LineProcessor(InputProcessor(engine, RequestDefaults())), Slow(stream, input_order=True)
+    pipeline = Pipeline(engine_thread, output, lines, ResultFormatter(engine), RunStats(), window=100)
     with pytest.raises(Interrupted):
         pipeline.run(read_lines(io.BytesIO(b"{bad\n" * 40)), lambda: None)
     engine_thread.close()

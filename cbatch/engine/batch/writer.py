@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Self
 
-from cbatch.cli.common.console import safe_json
-from cbatch.cli.common.exits import ReaderGone, RunFailed
-from cbatch.cli.run.output.journal import Journal
-from cbatch.engine import ConfigError
+from cbatch.engine.base.errors import ConfigError, ReaderGone, RunFailed
+from cbatch.engine.batch.journal import Journal
 
 SYNC_SECONDS = 0.5
 """Age at which rows that were written are synced to disk."""
@@ -72,10 +70,11 @@ class StreamWriter(RowWriter):
 
     stop_timeout_s = 2.0
 
-    def __init__(self, stream: IO[bytes], *, input_order: bool) -> None:
+    def __init__(self, stream: IO[bytes], *, input_order: bool, escape: Callable[[bytes], bytes] | None = None) -> None:
+        """`escape`: changes rows before they are written, so that no text of a model can control a terminal."""
         self._stream = stream
         self._input_order = input_order
-        self._is_terminal = stream.isatty()
+        self._escape = escape
         self._held: dict[int, bytes] = {}
         self._next = 0
 
@@ -98,7 +97,7 @@ class StreamWriter(RowWriter):
 
     def _write(self, rows: list[bytes]) -> None:
         data = b"".join(rows)
-        view = memoryview(safe_json(data) if self._is_terminal else data)
+        view = memoryview(self._escape(data) if self._escape is not None else data)
         try:
             while view:
                 written = self._stream.write(view)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from cbatch.cli.common.strict_json import json_type
-from cbatch.cli.run.input.row import ALIASES, PROMPT_FIELDS, ApiCall, InputRow
-from cbatch.engine import PARAM_NAMES
+from cbatch.engine.base.params import PARAM_NAMES
+from cbatch.engine.base.strict_json import json_type
+from cbatch.engine.requests.row import ALIASES, PROMPT_FIELDS, ApiCall, InputRow
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 REQUEST_FIELDS = ("custom_id", "method", "url", "body")

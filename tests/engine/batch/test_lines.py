@@ -7,9 +7,9 @@ import os
 
 import pytest
 
-from cbatch.cli.run.input import lines
-from cbatch.cli.run.input.jsonl import parse_line
-from cbatch.cli.run.input.lines import Spool, read_lines
+from cbatch.engine.batch import lines
+from cbatch.engine.batch.jsonl import parse_line
+from cbatch.engine.batch.lines import Spool, read_lines
 
 
 def test_lines_are_physical_and_blank_ones_skipped() -> None:

@@ -6,9 +6,8 @@ import hashlib
 import json
 from dataclasses import fields
 
-from cbatch.cli.run.input.lines import Line
-from cbatch.cli.run.input.row import InputRow
-from cbatch.engine import SamplingParams
+from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.requests.row import InputRow
 
 MODEL, SAMPLING, INPUT = slice(0, 8), slice(8, 16), slice(16, 32)
 """The three parts of a key. The last is the longest because most rows of a run differ only there."""
@@ -41,9 +40,9 @@ class KeyMaker:
         row_hash = _hash(_dump((row.id, prompt, row.extra, call, *tools)), INPUT)
         return self._model + _hash(sampling + repr(others).encode(), SAMPLING) + row_hash
 
-    def for_invalid_line(self, line: Line) -> str:
-        """The key of a line that is not a valid row."""
-        return self._model + NO_SAMPLING + _hash(line.digest if line.data is None else line.data, INPUT)
+    def for_invalid_row(self, source: bytes) -> str:
+        """The key of a row that is refused, from the bytes that it was read from."""
+        return self._model + NO_SAMPLING + _hash(source, INPUT)
 
 
 def canonical_params(params: SamplingParams) -> bytes:

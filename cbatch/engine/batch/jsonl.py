@@ -1,0 +1,64 @@
+"""Turns a line of input into a request or a clear error, and a row of output into a line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from cbatch.engine.base.errors import RequestError
+from cbatch.engine.base.strict_json import parse_json_object
+from cbatch.engine.batch.lines import MAX_LINE_BYTES, Line
+from cbatch.engine.requests.input_processor import InputProcessor, RowRequest
+from cbatch.engine.requests.row import InputRow
+from cbatch.engine.requests.row_forms import fill_row
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class LineProcessor:
+    """Makes requests of the lines of an input.
+
+    is_text:       lines are prompts instead of JSON
+    allow_unknown: carry misspelt parameters along instead of refusing their row
+    """
+
+    inputs: InputProcessor
+    is_text: bool = False
+    allow_unknown: bool = False
+
+    def build(self, line: Line) -> RowRequest:
+        """Reads a line. Never raises: whatever is wrong with the line is the request's `error`."""
+        row = parse_line(line, is_text=self.is_text, allow_unknown=self.allow_unknown)
+        return self.inputs.build(row, line.digest if line.data is None else line.data)
+
+
+def parse_line(line: Line, *, is_text: bool = False, allow_unknown: bool = False) -> InputRow:
+    """Reads one line. Does not raise: whatever is wrong with the line is the row's `error`.
+
+    is_text:       the line is a prompt instead of JSON
+    allow_unknown: carry misspelt parameters along instead of refusing the row
+    """
+    row = InputRow(line.index)
+    try:
+        if line.data is None:
+            raise RequestError("line_too_long", f"line {line.index + 1} is longer than {MAX_LINE_BYTES >> 20} MiB")
+        text = line.data.decode()
+        if is_text:
+            row.prompt = text
+        else:
+            fill_row(row, parse_json_object(text, f"line {line.index + 1}", "a row"), allow_unknown=allow_unknown)
+    except UnicodeDecodeError as error:
+        reason = f"line {line.index + 1}, byte {error.start + 1}: not valid UTF-8 ({error.reason})"
+        row.error = RequestError("invalid_utf8", reason)
+    except RequestError as error:
+        row.error = error
+    except Exception as unforeseen:  # one line that breaks something harms no other
+        row = InputRow(line.index)
+        row.error = row.invalid(f"the row cannot be read: {unforeseen!r}", "internal_error")
+    return row
+
+
+def format_row(fields: dict[str, Any]) -> bytes:
+    return _ENCODER.encode(fields).encode("utf-8", "replace") + b"\n"
