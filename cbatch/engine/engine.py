@@ -200,6 +200,7 @@ class Engine(GenerationMixin, AbstractContextManager["Engine"]):
             raise RequestError("invalid_row", "The prompt is empty.")
         self._check_tokens("Token id", prompt_ids)
         self._check_tokens("stop_token_ids:", params.stop_token_ids)
+        self._check_tokens("allowed_token_ids:", params.allowed_token_ids or ())
         self._check_tokens("logit_bias:", [token for token, _ in params.logit_bias])
         for name in ("stop", "bad_words", "echo"):
             if getattr(params, name) and self.tokenizer is None:

@@ -183,6 +183,77 @@ def test_bad_words_do_not_come() -> None:
     assert "Paris" not in other.text and other.text
 
 
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_allowed_tokens_are_those_of_generate(settings: dict[str, Any]) -> None:
+    """Guards allowed_token_ids against transformers, chunked and preempted, beside rows without a list."""
+    engine, model, prompts = make_engine(network(), **settings), network(), make_prompts(LENGTHS)
+    allowed = list(range(5, 80, 7))
+    plain, listed = SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, allowed_token_ids=allowed)
+    outputs = engine.generate(prompts * 2, [plain] * len(prompts) + [listed] * len(prompts))
+    assert [one.token_ids for one in outputs[:5]] == [one.token_ids for one in engine.generate(prompts, plain)]
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    for prompt, output in zip(prompts, outputs[5:], strict=True):
+        ids = torch.tensor([prompt])
+        options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), prefix_allowed_tokens_fn=lambda batch, ids: allowed, **options
+        )
+        assert output.token_ids == expected[0, len(prompt) :].tolist()
+    model.set_attn_implementation(before)
+
+
+def test_an_end_token_must_be_allowed_too() -> None:
+    """Guards an output that would stop at a token outside of the list, and logprobs, which see no list."""
+    engine = demo()
+    (end,) = engine.loaded.eos_ids
+    (answer,) = engine.generate(["What is 2 plus 3?"], SamplingParams(max_tokens=40, logprobs=0))
+    assert answer.token_ids[-1] == end and answer.finish_reason == "stop"
+    text = answer.token_ids[:-1]
+    params = SamplingParams(max_tokens=40, allowed_token_ids=text, logprobs=0)
+    cut, whole = engine.generate(
+        ["What is 2 plus 3?"] * 2, [params, params.merged({"allowed_token_ids": [*text, end]})]
+    )
+    assert cut.token_ids[: len(text)] == text and len(cut.token_ids) == 40 and cut.finish_reason == "length"
+    assert {*cut.token_ids} <= {*text} and whole.token_ids == answer.token_ids
+    assert whole.logprobs == answer.logprobs == [*cut.logprobs[: len(text)], answer.logprobs[-1]]
+
+
+def test_allowed_tokens_and_a_constraint_hold_at_once() -> None:
+    """Guards a constraint that the list narrows, ends without an end token, or cannot meet."""
+    engine, encode = demo(), demo().tokenizer.encode  # type: ignore[union-attr]
+    letters = [token for letter in "abcdef" for token in encode(letter)]
+    asked = SamplingParams(regex="[a-z]{6}", temperature=2.0, n=4)
+    kept, free, impossible = engine.generate(
+        ["Say a word."] * 3,
+        [
+            asked.merged({"allowed_token_ids": letters}),
+            asked,
+            asked.merged({"allowed_token_ids": encode("!")}),
+        ],
+    )
+    assert all(len(one.text) == 6 and {*one.text} <= {*"abcdef"} for one in kept.choices)
+    assert kept.finish_reason == "stop" and not all({*one.text} <= {*"abcdef"} for one in free.choices)
+    assert impossible.error is not None and impossible.error.code == "invalid_row"
+    assert "No token is left" in str(impossible.error) and "allowed_token_ids" in str(impossible.error)
+
+
+def test_a_list_of_what_the_model_never_says_is_no_broken_model() -> None:
+    """Guards the error of logits that are minus infinity on the whole list: the request is at fault, and alone."""
+    engine = make_engine(network())
+    forward = engine.runner.forward
+
+    def without_seven(batch: Any) -> Logits:
+        logits = forward(batch).values.clone()
+        logits[:, 7] = -math.inf
+        return Logits(logits)
+
+    engine.runner.forward = without_seven  # type: ignore[method-assign]
+    asked = [SamplingParams(max_tokens=2, allowed_token_ids=ids) for ids in ([7], [7, 8])]
+    never, other = engine.generate([[1, 2]] * 2, asked)
+    assert never.error is not None and "No token is left" in str(never.error) and other.token_ids == [8, 8]
+
+
 def test_echo_stands_before_the_text_and_is_no_stop() -> None:
     """Guards echo: at once with the first token, alone with max_tokens 0, and never taken for a stop string."""
     engine = demo()
@@ -292,6 +363,8 @@ def test_settings_of_the_model_s_folder_hold(tmp_path: Path) -> None:
     "asked, message",
     [
         ({"logit_bias": {"89": 1}}, "logit_bias: 89 is not in the model's vocabulary"),
+        ({"allowed_token_ids": [5, 89]}, "allowed_token_ids: 89 is not in the model's vocabulary"),
+        ({"allowed_token_ids": [7], "min_tokens": 1, "stop_token_ids": [7]}, "No token is left"),
         ({"bad_words": ["x"]}, "bad_words needs a tokenizer"),
         ({"echo": True}, "echo needs a tokenizer"),
     ],

@@ -72,6 +72,8 @@ class SamplingParams:
                          https://arxiv.org/abs/1909.05858)
     logit_bias:          added to the logits of token ids, -100 to 100; a mapping or pairs
     bad_words:           strings whose tokens may not be generated in sequence
+    allowed_token_ids:   the only tokens that may be generated; None: all. End tokens count, so an output without any
+                         of them in the list ends by max_tokens or a stop string
 
     logprobs:        report the log-probability of each token and of the k most likely ones, from the raw logits
     prompt_logprobs: the same for the tokens of the prompt
@@ -102,6 +104,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool = False
@@ -135,6 +138,8 @@ class SamplingParams:
             raise RequestError(
                 "invalid_row", f"bad_words has {len(self.bad_words):,} words; at most {MAX_BAD_WORDS:,} are allowed."
             )
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _allowed(self.allowed_token_ids))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         self._check_constraint()
 
@@ -178,7 +183,7 @@ class SamplingParams:
     def changes_logits(self) -> bool:
         """Whether logits change before a token is sampled, not counting bad words and constraints."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-        return penalties or bool(self.logit_bias) or self.min_tokens > 0
+        return penalties or bool(self.logit_bias) or self.min_tokens > 0 or self.allowed_token_ids is not None
 
     @property
     def constraint(self) -> Constraint | None:
@@ -252,6 +257,13 @@ def _bias(value: object) -> tuple[tuple[int, float], ...]:
         wanted = f"an object of up to {MAX_BIASED:,} token ids with numbers from -{MAX_BIAS:g} to {MAX_BIAS:g}"
         raise _invalid("logit_bias", wanted, value)
     return tuple(sorted(found.items()))
+
+
+def _allowed(value: object) -> tuple[int, ...]:
+    """Token ids, each once and ordered."""
+    if not (token_ids := _tuple_of("allowed_token_ids", value, int)):
+        raise _invalid("allowed_token_ids", "a list of at least one token id", value)
+    return tuple(sorted(set(token_ids)))
 
 
 def _is_bias(token: object, bias: object) -> bool:

@@ -35,7 +35,14 @@ RESERVED_BYTES = 256 * 2**20
 _MAKES_STEPS_SMALLER = "a smaller --max-batch-tokens makes it smaller, and so does a smaller --max-seqs."
 
 _ALL_FEATURES = SamplingParams(
-    temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, presence_penalty=1.0, logit_bias=((0, 1.0),), logprobs=20
+    temperature=1.0,
+    top_k=50,
+    top_p=0.9,
+    min_p=0.01,
+    presence_penalty=1.0,
+    logit_bias=((0, 1.0),),
+    allowed_token_ids=(0,),
+    logprobs=20,
 )
 """The parameters that take most memory when a token is sampled."""
 

@@ -30,7 +30,8 @@ MAX_ELEMENTS = 2**26
 NAN = RequestError("nan_logits", "The model's output for this request is not a number.")
 NO_ALLOWED_TOKEN = RequestError(
     "invalid_row",
-    "No token is left to choose from: bad_words, min_tokens or logit_bias forbid what the constraint needs.",
+    "No token is left to choose from: each is forbidden by allowed_token_ids, bad_words, min_tokens, logit_bias or the "
+    "constraint.",
 )
 
 
@@ -117,7 +118,8 @@ def _pick(rows: Tensor, places: NDArray[np.int64]) -> Tensor:
 def _sampling_error(largest: float, request: Request) -> RequestError:
     """Why no token can be sampled if the largest logit is not finite after processing."""
     params = request.params
-    forbids = request.grammar_state is not None or params.logit_bias or request.bad_words or request.min_tokens > 0
+    has_list = request.grammar_state is not None or params.allowed_token_ids is not None
+    forbids = has_list or params.logit_bias or request.bad_words or request.min_tokens > 0
     return NO_ALLOWED_TOKEN if largest == -math.inf and forbids else NAN
 
 

@@ -148,6 +148,7 @@ def test_the_batch_changes_no_bit_in_bfloat16() -> None:
 ASKED: dict[str, dict[str, Any]] = {
     "nothing": {},
     "bias": {"logit_bias": {"5": 40.0}},
+    "allowed": {"allowed_token_ids": list(range(0, VOCABULARY, 3))},
     "repetition": {"repetition_penalty": 1.9},
     "presence": {"presence_penalty": 2.0},
     "frequency": {"frequency_penalty": -2.0},
@@ -172,6 +173,7 @@ def test_requests_get_what_they_ask_for(name: str) -> None:
     plain = theirs.generate(prompts[:1], SamplingParams(max_tokens=12))[0].token_ids
     assert (expected[0] == plain) == (name in ("nothing", "scored")), "the case shows nothing"
     assert name != "no end" or all(token % 2 for token in expected[0][:8])
+    assert name != "allowed" or not any(token % 3 for token in expected[0])
 
 
 def test_more_rows_than_memory_is_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:

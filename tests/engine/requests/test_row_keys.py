@@ -30,6 +30,7 @@ def test_default_parameters_are_left_out() -> None:
         == canonical_params(SamplingParams(temperature=1.0))
         == b'{"temperature": 1.0}'
     )
+    assert canonical_params(SamplingParams(allowed_token_ids=[7, 5, 7])) == b'{"allowed_token_ids": [5, 7]}'
 
 
 def test_what_differs_is_named() -> None:

@@ -98,10 +98,49 @@ def test_bad_words_are_those_of_transformers() -> None:
     assert [token for token in range(VOCABULARY) if processed[0, token] == -math.inf] == [5, 6, 7]
 
 
+@pytest.mark.parametrize("allowed", [[7], [3, 9, 49], list(range(VOCABULARY - 1)), list(range(VOCABULARY))], ids=len)
+def test_allowed_tokens_are_those_of_transformers(allowed: list[int]) -> None:
+    """Guards lists of one, of some and of all tokens, beside rows with another list and with none."""
+    requests = [make_request(), make_request(allowed_token_ids=allowed), make_request(allowed_token_ids=[0])]
+    logits = random_logits(3)
+    processed = apply(logits, requests)
+    processor = logits_process.PrefixConstrainedLogitsProcessor(lambda batch, ids: allowed, num_beams=1)
+    assert torch.equal(processed[1:2], processor(torch.tensor([[1]]), logits[1:2].clone()))
+    assert torch.equal(processed[0], logits[0]) and processed[2].isfinite().nonzero().tolist() == [[0]]
+
+
+def test_allowed_tokens_are_looked_up_once() -> None:
+    """Guards the time of a step, since a list may be as long as the vocabulary."""
+    request = make_request(allowed_token_ids=[4, 2, 4])
+    assert request.params.allowed_token_ids == (2, 4)
+    first = apply(random_logits(1), [request])
+    mask = request.allowed_mask
+    assert torch.equal(apply(random_logits(1), [request]), first) and request.allowed_mask is mask is not None
+
+
+def test_a_forbidden_token_that_is_not_a_number_does_no_harm() -> None:
+    """Guards padding of the vocabulary, whose logits may be anything, and what is forbidden in two ways."""
+    request = make_request(allowed_token_ids=[3, 4, 5], logit_bias={8: 100, 3: 100, 4: 99})
+    request.bad_words = [[3], [9]]
+    logits = random_logits(1)
+    logits[0, 10], logits[0, 11] = math.nan, math.inf
+    constraint = torch.zeros(1, VOCABULARY, dtype=torch.bool)
+    constraint[0, [3, 5, 9]] = True
+    assert Processors.build([request], CPU).apply(logits)[0].isfinite().nonzero().flatten().tolist() == [4, 5]
+    processed = Processors.build([request], CPU).apply(logits, constraint, [0])
+    assert processed[0].isfinite().nonzero().flatten().tolist() == [5] and processed[0, 5] == logits[0, 5]
+
+
 def test_all_at_once_is_one_after_the_other() -> None:
-    """Guards the order if a row asks for everything: bias, repetition, presence and frequency, bad words."""
+    """Guards the order if a row asks for everything: bias, repetition, presence and frequency, bad words, lists."""
     request = make_request(
-        5, output=20, logit_bias={3: 9}, repetition_penalty=1.5, presence_penalty=0.3, frequency_penalty=0.2
+        5,
+        output=20,
+        logit_bias={3: 9},
+        repetition_penalty=1.5,
+        presence_penalty=0.3,
+        frequency_penalty=0.2,
+        allowed_token_ids=list(range(2, 30)),
     )
     request.bad_words = [[4]]
     logits = random_logits(1)
@@ -111,7 +150,7 @@ def test_all_at_once_is_one_after_the_other() -> None:
     expected = logits_process.RepetitionPenaltyLogitsProcessor(1.5)(ids, expected)
     for token, count in Counter(request.token_ids[request.num_prompt :]).items():
         expected[0, token] -= 0.3 + 0.2 * count
-    expected[0, 4] = -math.inf
+    expected[0, 4] = expected[0, :2] = expected[0, 30:] = -math.inf
     assert torch.allclose(apply(logits, [request]), expected, atol=1e-5)
 
 
@@ -119,7 +158,7 @@ def test_rows_that_ask_for_nothing_cost_nothing() -> None:
     """Guards the common step: no copy of the logits, no tensors."""
     logits = random_logits(2)
     processors = Processors.build([make_request(), make_request(temperature=1.0)], CPU)
-    assert processors == Processors(None, None, None) and processors.apply(logits) is logits
+    assert processors == Processors(None, None, None, None) and processors.apply(logits) is logits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

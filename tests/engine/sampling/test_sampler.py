@@ -46,6 +46,20 @@ def test_greedy_is_argmax_beside_rows_that_are_drawn() -> None:
     assert [drawn[row] for row in (0, 2, 3)] == [int(logits[row].argmax()) for row in (0, 2, 3)]
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_k": 7}, {"top_p": 0.5}, {"min_p": 0.9}], ids=str)
+def test_draws_are_from_the_allowed_tokens(filters: dict[str, Any]) -> None:
+    """Guards filters over a row with fewer tokens than they would keep, and rows beside it."""
+    count, ranked = 200, random_logits(1)[0].argsort(descending=True).tolist()
+    allowed, logits = ranked[10:13], random_logits(1).expand(2 * count, -1)
+    free = [make_request(seed, temperature=1.5, **filters) for seed in range(count)]
+    listed = [make_request(seed, temperature=1.5, allowed_token_ids=allowed, **filters) for seed in range(count)]
+    mixed = [request for pair in zip(free, listed, strict=True) for request in pair]
+    drawn = draw(logits, mixed)
+    assert drawn[::2] == draw(logits[:count], free) and ranked[0] in drawn[::2]
+    expected = {*allowed[:1]} if "top_p" in filters or "min_p" in filters else {*allowed}
+    assert expected <= {*drawn[1::2]} <= {*allowed}
+
+
 FILTERS = [
     {"top_k": 7},
     {"top_p": 0.6},
