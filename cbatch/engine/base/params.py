@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Literal, TypeGuard
 
+from cbatch.engine.base.converted import NO_ITEMS, NOTHING, Converted
 from cbatch.engine.base.errors import RequestError
 
 GREEDY_BELOW = 1e-5
@@ -26,6 +27,8 @@ MAX_TOKEN_ID = 2**31
 CONSTRAINTS = ("response_format", "regex", "choice", "grammar")
 """Parameters that constrain the output; a request has at most one of them."""
 
+LogitBias = Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]]
+"""Token ids, which are strings in JSON, and what is added to their logits."""
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 
@@ -51,8 +54,8 @@ class Constraint:
 class SamplingParams:
     """How the tokens of one request are chosen, and when its output ends.
 
-    Names and meanings follow the OpenAI API and vLLM. Raises RequestError (`invalid_row`) for a wrong type or a value
-    out of range.
+    Names and meanings follow the OpenAI API and vLLM. Lists become tuples, so that parameters can be hashed and do not
+    change. Raises RequestError (`invalid_row`) for a wrong type or a value out of range.
 
     max_tokens:     most tokens to generate; None: up to the end of the context; 0: none, to score or echo the prompt
     min_tokens:     end tokens and stop strings do not end the output before this many tokens
@@ -96,22 +99,22 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Converted[str | Sequence[str], tuple[str, ...]] = NO_ITEMS
+    stop_token_ids: Converted[int | Sequence[int], tuple[int, ...]] = NO_ITEMS
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    bad_words: tuple[str, ...] = ()
-    allowed_token_ids: tuple[int, ...] | None = None
+    logit_bias: Converted[LogitBias, tuple[tuple[int, float], ...]] = NO_ITEMS
+    bad_words: Converted[str | Sequence[str], tuple[str, ...]] = NO_ITEMS
+    allowed_token_ids: Converted[int | Sequence[int] | None, tuple[int, ...] | None] = NOTHING
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool = False
     skip_special_tokens: bool = True
-    response_format: str | Mapping[str, Any] | None = None
+    response_format: Converted[str | Mapping[str, Any] | None, str | None] = NOTHING
     regex: str | None = None
-    choice: tuple[str, ...] | None = None
+    choice: Converted[Sequence[str] | None, tuple[str, ...] | None] = NOTHING
     grammar: str | None = None
 
     def __post_init__(self) -> None:
@@ -129,7 +132,7 @@ class SamplingParams:
         for name in ("ignore_eos", "echo", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise _invalid(name, "true or false", getattr(self, name))
-        if self.choice is not None and (not isinstance(self.choice, list | tuple) or not self.choice):
+        if self.choice is not None and not (_is_sequence(self.choice) and self.choice):
             raise _invalid("choice", "a list of at least one string", self.choice)
         lists = {"stop": str, "stop_token_ids": int, "bad_words": str} | ({"choice": str} if self.choice else {})
         for name, kind in lists.items():
@@ -164,8 +167,8 @@ class SamplingParams:
     def _check_constraint(self) -> None:
         if self.response_format is not None:
             # As text it is hashable, and the properties keep their order.
-            value = self.response_format
-            text = value if isinstance(value, str) else json.dumps(value if isinstance(value, Mapping) else None)
+            value: object = self.response_format
+            text = value if isinstance(value, str) else _as_json("response_format", value)
             object.__setattr__(self, "response_format", text if _constraint_of_format(text) else None)
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
@@ -189,7 +192,7 @@ class SamplingParams:
     def constraint(self) -> Constraint | None:
         """The constraint on the output, if there is one."""
         if self.response_format is not None:
-            return _constraint_of_format(str(self.response_format))
+            return _constraint_of_format(self.response_format)
         if self.choice is not None:
             return Constraint("choice", json.dumps(self.choice))
         if self.regex is not None:
@@ -233,6 +236,20 @@ def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
+    """Whether it is a sequence of values, and not one of characters or bytes."""
+    if isinstance(value, (list, tuple)):
+        return True
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
+
+
+def _as_json(name: str, value: object) -> str:
+    try:
+        return json.dumps(dict(value) if isinstance(value, Mapping) else None)
+    except (TypeError, ValueError, RecursionError):
+        raise _invalid(name, "an object that can be written as JSON", value) from None
+
+
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
     wanted = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
     if not _is_int(value) or value < low or (high is not None and value > high):
@@ -247,7 +264,7 @@ def _check_number(name: str, value: object, low: float, high: float, open_low: b
 
 def _bias(value: object) -> tuple[tuple[int, float], ...]:
     """Pairs of token id and bias, ordered by id; keys may be strings, as in JSON."""
-    pairs = list(value.items() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [None])
+    pairs = list(value.items() if isinstance(value, Mapping) else value if _is_sequence(value) else [None])
     try:
         found = {int(token): float(bias) for token, bias in pairs if _is_bias(token, bias)}
         is_right = len(found) == len(pairs) <= MAX_BIASED and all(0 <= token < MAX_TOKEN_ID for token in found)
@@ -297,7 +314,7 @@ def _constraint_of_format(text: str) -> Constraint | None:
 def _tuple_of(name: str, value: object, kind: type) -> tuple[Any, ...]:
     """Accepts one value or a list of them, so that `stop="x"` is not read as a list of characters."""
     values = (value,) if isinstance(value, kind) else value
-    if not isinstance(values, list | tuple):
+    if not _is_sequence(values):
         raise _invalid(name, f"one {kind.__name__} or a list of them", value)
     if kind is str and not all(isinstance(item, str) and item for item in values):
         raise _invalid(name, "a list of non-empty strings", value)

@@ -1,0 +1,107 @@
+"""What sampling parameters take and hold, for programs and for type checkers: mypy reads this module, too.
+
+A wrong type has a comment that tells mypy to expect an error; mypy reports the comment if there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import FrozenInstanceError, replace
+from types import MappingProxyType
+from typing import Any, assert_type, get_type_hints
+
+import pytest
+
+from cbatch import RequestError, SamplingParams
+
+
+class Words(Sequence[str]):
+    """A sequence that is neither a list nor a tuple."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return ("a", "b")[index]
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_one_value_or_a_sequence_becomes_a_tuple() -> None:
+    """Guards code that writes lists, as everybody does, and code that reads tuples."""
+    words: Sequence[str] = Words()
+    for params in (SamplingParams(stop="a"), SamplingParams(stop=["a"]), SamplingParams(stop=("a",))):
+        assert params.stop == ("a",) and params == SamplingParams(stop=["a"]) and {params} == {SamplingParams(stop="a")}
+    assert SamplingParams(stop=words, bad_words=words, choice=words).choice == ("a", "b")
+    assert SamplingParams(stop_token_ids=1).stop_token_ids == SamplingParams(stop_token_ids=[1]).stop_token_ids == (1,)
+    assert SamplingParams(allowed_token_ids=range(3)).allowed_token_ids == (0, 1, 2)
+    assert SamplingParams(bad_words=["x"], choice=["a", "b"]).bad_words == ("x",)
+    assert_type(SamplingParams().stop, tuple[str, ...])
+    assert_type(SamplingParams().bad_words, tuple[str, ...])
+    assert_type(SamplingParams().stop_token_ids, tuple[int, ...])
+    assert_type(SamplingParams().allowed_token_ids, tuple[int, ...] | None)
+    assert_type(SamplingParams().choice, tuple[str, ...] | None)
+
+
+def test_a_bias_is_a_mapping_or_pairs() -> None:
+    """Guards the keys of JSON, which are strings, and mappings that are no dictionaries."""
+    counts: dict[int, int] = {5: 1}
+    frozen: Mapping[int, float] = MappingProxyType({5: 1.0})
+    for params in (
+        SamplingParams(logit_bias={5: 1.0}),
+        SamplingParams(logit_bias={"5": 1}),
+        SamplingParams(logit_bias=counts),
+        SamplingParams(logit_bias=frozen),
+        SamplingParams(logit_bias=[(5, 1.0)]),
+    ):
+        assert params.logit_bias == ((5, 1.0),)
+    assert_type(SamplingParams().logit_bias, tuple[tuple[int, float], ...])
+
+
+def test_a_response_format_is_kept_as_text() -> None:
+    """Guards mappings, which have no hash, and one that JSON cannot hold."""
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    params = SamplingParams(response_format=schema)
+    assert params == SamplingParams(response_format=MappingProxyType(schema)) and hash(params)
+    assert params == SamplingParams(response_format=params.response_format)
+    assert_type(params.response_format, str | None)
+    with pytest.raises(RequestError, match=r"^response_format must be an object that can be written as JSON"):
+        SamplingParams(response_format={"type": object()})
+
+
+def test_a_copy_takes_what_the_constructor_takes() -> None:
+    """Guards `replace` and `merged`, and that parameters do not change."""
+    params = SamplingParams(stop="a", logit_bias={5: 1.0})
+    assert replace(params, stop=["b"], max_tokens=3).stop == params.merged({"stop": "b"}).stop == ("b",)
+    assert replace(params).logit_bias == params.logit_bias
+    with pytest.raises(FrozenInstanceError):
+        params.stop = ("b",)  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        params.n = 2  # type: ignore[misc]
+
+
+def test_wrong_types_are_refused_in_both_ways() -> None:
+    """Guards users with a type checker, who see an error at once, and those without one."""
+    wrong: list[Callable[[], SamplingParams]] = [
+        lambda: SamplingParams(stop=5),  # type: ignore[arg-type]
+        lambda: SamplingParams(stop=[5]),  # type: ignore[list-item]
+        lambda: SamplingParams(stop_token_ids="5"),  # type: ignore[arg-type]
+        lambda: SamplingParams(stop_token_ids=b"5"),
+        lambda: SamplingParams(bad_words={"a"}),  # type: ignore[arg-type]
+        lambda: SamplingParams(allowed_token_ids=[1.0]),  # type: ignore[list-item]
+        lambda: SamplingParams(choice="yes"),
+        lambda: SamplingParams(choice=[]),
+        lambda: SamplingParams(logit_bias={5: "1"}),  # type: ignore[arg-type]
+        lambda: SamplingParams(logit_bias="5"),  # type: ignore[arg-type]
+        lambda: SamplingParams(response_format=["json_object"]),  # type: ignore[arg-type]
+        lambda: SamplingParams(temperature="1"),  # type: ignore[arg-type]
+    ]
+    for make in wrong:
+        with pytest.raises(RequestError, match=" must be ") as caught:
+            make()
+        assert caught.value.code == "invalid_row"
+    with pytest.raises(TypeError, match="max_token"):
+        SamplingParams(max_token=5)  # type: ignore[call-arg]
+
+
+def test_the_types_can_be_read_at_run_time() -> None:
+    """Guards tools that resolve the annotations of a dataclass."""
+    assert get_type_hints(SamplingParams).keys() >= {"stop", "logit_bias", "max_tokens"}
