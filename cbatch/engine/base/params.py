@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeGuard
 
 from cbatch.engine.base.converted import NO_ITEMS, NOTHING, Converted
 from cbatch.engine.base.errors import RequestError
+from cbatch.engine.base.spelling import similar_name
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing logits by them would overflow."""
@@ -204,12 +205,18 @@ class SamplingParams:
         return replace(self, prompt_logprobs=None) if number and self.prompt_logprobs is not None else self
 
     def merged(self, overrides: Mapping[str, Any]) -> SamplingParams:
-        """These parameters with some replaced; None in `overrides` keeps the value."""
+        """These parameters with some replaced; None in `overrides` keeps the value.
+
+        Raises RequestError: `unknown_parameter` for a name that is no parameter, else as the constructor does.
+        """
+        if not overrides.keys() <= _NAMES:
+            raise _unknown(next(name for name in overrides if name not in _NAMES))
         given = {name: value for name, value in overrides.items() if value is not None}
         return SamplingParams(**with_overrides({name: getattr(self, name) for name in PARAM_NAMES}, given))
 
 
 PARAM_NAMES: tuple[str, ...] = tuple(field.name for field in fields(SamplingParams))
+_NAMES = frozenset(PARAM_NAMES)
 
 
 def with_overrides(params: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,6 +237,12 @@ def derive_seed(run_seed: int, kind: str, name: str | float) -> int:
 def _invalid(name: str, wanted: str, value: object) -> RequestError:
     too_large = isinstance(value, int) and value.bit_length() > 100  # Python refuses to print very long ones
     return RequestError("invalid_row", f"{name} must be {wanted}, not {'this' if too_large else repr(value)[:60]}.")
+
+
+def _unknown(name: object) -> RequestError:
+    meant = similar_name(name, PARAM_NAMES) if isinstance(name, str) else None
+    advice = f"; did you mean {meant!r}?" if meant else "."
+    return RequestError("unknown_parameter", f"There is no sampling parameter {repr(name)[:60]}{advice}")
 
 
 def _is_int(value: object) -> TypeGuard[int]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.params import PARAM_NAMES
+from cbatch.engine.base.spelling import similar_name
 from cbatch.engine.base.strict_json import json_type
 from cbatch.engine.text.tool_calls import check_tools
 
@@ -114,7 +115,7 @@ class InputRow:
     def check_spelling(self, names: Iterable[str], known: Collection[str]) -> None:
         """Refuses a column whose name is one edit away from that of a parameter. Raises RequestError."""
         for name in names:
-            meant = next((other for other in sorted(known) if len(other) >= 5 and one_edit_apart(name, other)), None)
+            meant = similar_name(name, [other for other in known if len(other) >= 5])
             if meant:
                 raise self.invalid(
                     f"unknown parameter {name!r}; did you mean {meant!r}? (--allow-unknown carries it along)",
@@ -139,15 +140,3 @@ PROMPT_FIELDS = {
     "prompt_token_ids": InputRow.set_token_ids,
 }
 """Fields that hold a prompt, and what reads them; a row has exactly one."""
-
-
-def one_edit_apart(a: Sequence[str], b: Sequence[str]) -> bool:
-    """Whether one insertion, deletion, replacement or swap of neighbours makes a of b (optimal string alignment)."""
-    if abs(len(a) - len(b)) > 1 or a == b:
-        return False
-    first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    rest_a, rest_b = a[first:], b[first:]
-    if len(a) != len(b):
-        return rest_a[1:] == rest_b or rest_a == rest_b[1:]
-    swapped = rest_a[:2] == rest_b[:2][::-1] and rest_a[2:] == rest_b[2:]
-    return rest_a[1:] == rest_b[1:] or swapped

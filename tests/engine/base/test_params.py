@@ -102,6 +102,26 @@ def test_wrong_types_are_refused_in_both_ways() -> None:
         SamplingParams(max_token=5)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("max_token", "; did you mean 'max_tokens'?"),
+        ("stopp", "; did you mean 'stop'?"),
+        ("tpo_p", "; did you mean 'top_p'?"),
+        ("colour", "."),
+        ("x" * 1000, "."),
+        (5, "."),
+    ],
+)
+def test_an_unknown_name_is_refused(name: Any, advice: str) -> None:
+    """Guards a misspelt parameter, even one set to nothing: it would be lost, or be a TypeError without advice."""
+    for value in (3, None):
+        with pytest.raises(RequestError, match=r"^There is no sampling parameter ") as caught:
+            SamplingParams().merged({"temperature": 0.5, name: value})
+        assert caught.value.code == "unknown_parameter" and str(caught.value).endswith(advice)
+        assert len(str(caught.value)) < 120 and ("did you mean" in str(caught.value)) == (advice != ".")
+
+
 def test_the_types_can_be_read_at_run_time() -> None:
     """Guards tools that resolve the annotations of a dataclass."""
     assert get_type_hints(SamplingParams).keys() >= {"stop", "logit_bias", "max_tokens"}
