@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from cbatch.cli.common.percentiles import Percentiles
-from cbatch.engine import Engine, EngineThread, RowRequest
+from cbatch.engine import Engine, EngineThread, RowRequest, RunObserver
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class EngineCounters:
         return EngineCounters(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))
 
 
-class RunStats:
+class RunStats(RunObserver):
     """Counts rows and tokens of one run, and keeps eight bytes for each row for the percentiles.
 
     rows, errors:           rows that this run wrote, and its error rows by their code

@@ -29,7 +29,7 @@ from cbatch.engine import (
     ResultFormatter,
 )
 from cbatch.engine.batch import lines as lines_module
-from cbatch.engine.batch import pipeline as pipeline_module
+from cbatch.engine.batch import row_stream
 from cbatch.engine.batch.lines import read_lines
 from cbatch.engine.batch.pipeline import Pipeline
 from cbatch.engine.batch.window import Window
@@ -154,7 +154,7 @@ def test_the_window_bounds_bytes_as_well_as_rows() -> None:
 
 def test_what_was_finished_before_a_signal_is_written(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards rows that are finished and still queued when the signal comes, more than one write holds."""
-    monkeypatch.setattr(pipeline_module, "MAX_ROWS_PER_WRITE", 4)
+    monkeypatch.setattr(row_stream, "MAX_ROWS_AT_ONCE", 4)
     stream, engine_thread = io.BytesIO(), EngineThread(engine)
     pipeline: Pipeline
 

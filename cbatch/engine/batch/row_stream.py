@@ -1,0 +1,229 @@
+"""The rows of an input on their way through the engine.
+
+Three threads work side by side:
+
+- The reader (`_read_rows`) turns lines into requests, and submits them to the engine's thread.
+- The engine's thread computes them, and calls back (`on_event`) for each token.
+- The consumer, which iterates over `finished`, takes the rows that are finished.
+
+Both others send what they have done to the consumer's inbox. A window bounds the rows between reader and consumer.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Container, Generator, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from cbatch.engine.base.errors import EngineError, RequestError
+from cbatch.engine.base.outputs import TokenEvent
+from cbatch.engine.batch.jsonl import LineProcessor
+from cbatch.engine.batch.lines import Line
+from cbatch.engine.batch.window import Window
+from cbatch.engine.engine_thread import EngineThread, RequestHandle
+from cbatch.engine.requests.input_processor import RowRequest
+
+POLL_SECONDS = 0.2
+MAX_ROWS_AT_ONCE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class EndOfInput:
+    """The reader's last message: how many rows it took, and the error that ended the input early."""
+
+    rows: int
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """Somebody asks the stream to end. Rows that were finished before it are still given."""
+
+
+Message = RowRequest | EndOfInput | StopRequested
+
+
+class StreamObserver:
+    """Follows the rows of a stream; this one does nothing.
+
+    output_tokens: tokens generated so far; the engine's thread adds to it
+    """
+
+    output_tokens = 0
+
+    def start(self, now: float) -> None:
+        """A row was taken at the time `now` of `time.monotonic`. Called on the reader's thread."""
+
+
+class RowStream:
+    """Runs the rows of one input on an engine's thread, and gives them as they finish."""
+
+    def __init__(
+        self, engine_thread: EngineThread, lines: LineProcessor, *, window: int, observer: StreamObserver | None = None
+    ) -> None:
+        """`window`: most rows that are read and not yet released."""
+        self._engine_thread = engine_thread
+        self._lines = lines
+        self._observer = observer or StreamObserver()
+        self._window = Window(window)
+        self._in_flight: dict[int, list[RequestHandle]] = {}
+        self._is_stopping = False
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+
+    def finished(self, source: Iterable[Line], kept: Container[int] = ()) -> Generator[list[RowRequest]]:
+        """Yields the rows that have finished since the last time, now and then none, until all lines have been read.
+
+        kept: indices of lines to leave out
+
+        The consumer releases the rows it is done with. Leaving the iteration cancels what is in flight; `stop` ends it.
+
+        Raises, after all rows that were finished: EngineError if the engine fails, and what the source raises.
+        """
+        threading.Thread(target=self._read_rows, args=(source, kept), name="cbatch-reader", daemon=True).start()
+        end: EndOfInput | None = None
+        num_done = 0
+        try:
+            while end is None or num_done < end.rows:
+                messages = self._next_messages()
+                finished = self._take_finished(messages)
+                num_done += sum(isinstance(message, RowRequest) for message in messages)
+                yield finished
+                end = next((message for message in messages if isinstance(message, EndOfInput)), end)
+                if StopRequested() in messages:  # only now: what was finished before it has been given
+                    return
+                if not messages and self._engine_thread.failure is not None:
+                    break
+        finally:
+            self._cancel_unfinished()
+        if (failure := self._engine_thread.failure) is not None:
+            raise EngineError(f"The engine failed: {failure}.") from failure
+        if end is not None and end.error is not None:
+            raise end.error
+
+    def finished_by_now(self) -> list[RowRequest]:
+        """The rows that have finished since `finished` gave some; for a consumer that leaves its iteration."""
+        messages: list[Message] = []
+        with suppress(queue.Empty):
+            while True:
+                messages.append(self._inbox.get_nowait())
+        return self._take_finished(messages)
+
+    def release(self, positions: Iterable[int]) -> None:
+        """Makes room in the window for as many rows as there are positions."""
+        self._window.release(positions)
+
+    def stop(self) -> None:
+        """Ends `finished` once it has given the rows that are finished by now. May be called in a signal handler."""
+        self._inbox.put(StopRequested())
+
+    @property
+    def waited_for_consumer_s(self) -> float:
+        """Seconds in which the reader waited for room in the window."""
+        return self._window.waited_s
+
+    # The reader's thread.
+
+    def _read_rows(self, source: Iterable[Line], kept: Container[int]) -> None:
+        position = 0
+        error: Exception | None = None
+        try:
+            for line in source:
+                if line.index in kept:
+                    continue
+                is_closed = not self._window.acquire(position, len(line.data or b""))
+                if is_closed or self._is_stopping or self._engine_thread.failure is not None:
+                    break
+                self._start_row(position, line)
+                position += 1
+        except Exception as raised:  # the consumer ends with it
+            error = raised
+        self._inbox.put(EndOfInput(position, error))
+
+    def _start_row(self, position: int, line: Line) -> None:
+        taken_at = time.monotonic()
+        self._observer.start(taken_at)
+        request = self._lines.build(line)
+        request.position, request.taken_at = position, taken_at
+        prompt_ids = self._lines.inputs.encode(request)
+        if prompt_ids is None:
+            request.finished_at = time.monotonic()
+            self._inbox.put(request)
+        else:
+            self._submit(request, prompt_ids)
+
+    def _submit(self, request: RowRequest, prompt_ids: list[int]) -> None:
+        """Submits a row to the engine, once for each of its outputs."""
+        request.detokenizer = self._engine_thread.engine.detokenizer(prompt_ids, request.params, request.tags)
+        request.release_prompt(prompt_ids)
+        outputs_left = request.params.n
+
+        def on_event(event: TokenEvent) -> None:
+            """Runs on the engine's thread."""
+            nonlocal outputs_left
+            request.completion.take(event)
+            if event.token_id is not None:
+                self._observer.output_tokens += 1
+                if request.first_token_at is None:
+                    request.first_token_at = time.monotonic()
+            if event.error is not None:
+                request.fail(event.error, event.sample_index)
+            if event.finish_reason is not None:
+                outputs_left -= 1
+            if outputs_left == 0:
+                request.finished_at = time.monotonic()
+                request.is_lost = self._engine_thread.failure is not None
+                self._inbox.put(request)
+
+        handles = self._in_flight[request.position] = []
+        for number in range(request.params.n):
+            handle = self._engine_thread.submit(
+                prompt_ids,
+                request.params.for_sample(number),
+                on_event,
+                seed=request.seed,
+                priority=request.row.priority,
+                sample_index=number,
+                tags=request.tags,
+            )
+            handles.append(handle)
+            if self._is_stopping:  # `_cancel_unfinished` may have run before this handle was there
+                self._engine_thread.cancel(handle)
+
+    # The consumer's thread.
+
+    def _next_messages(self) -> list[Message]:
+        """All messages that have come since the last call. Waits at most POLL_SECONDS for the first one."""
+        messages: list[Message] = []
+        with suppress(queue.Empty):
+            messages.append(self._inbox.get(timeout=POLL_SECONDS))
+            while len(messages) < MAX_ROWS_AT_ONCE:
+                messages.append(self._inbox.get_nowait())
+        return messages
+
+    def _take_finished(self, messages: list[Message]) -> list[RowRequest]:
+        """The finished rows among the messages, with their texts, but those that the engine lost when it failed."""
+        finished = [message for message in messages if isinstance(message, RowRequest)]
+        for request in finished:
+            self._in_flight.pop(request.position, None)
+            _make_texts(request)
+        return [request for request in finished if not request.is_lost]
+
+    def _cancel_unfinished(self) -> None:
+        """Stops the reader and cancels the requests in flight, so that other front ends have the engine."""
+        self._is_stopping = True
+        self._window.close()
+        for handles in list(self._in_flight.values()):
+            for handle in list(handles):
+                self._engine_thread.cancel(handle)
+
+
+def _make_texts(request: RowRequest) -> None:
+    """Makes the texts of all outputs here, and not on the engine's thread; the row fails if one cannot be made."""
+    for number, choice in enumerate(request.completion.choices):
+        try:
+            choice.text = request.detokenizer.text_of(choice)
+        except RequestError as error:
+            request.fail(error, number)

@@ -1,0 +1,110 @@
+"""The stream of rows: what is given before it ends, and what becomes of rows in flight."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from cbatch.engine import Engine, EngineConfig, EngineThread, InputProcessor, Line, LineProcessor, RequestDefaults
+from cbatch.engine.batch.row_stream import RowStream
+
+
+@pytest.fixture(scope="module")
+def engine(model_folder: Path) -> Iterator[Engine]:
+    with Engine(EngineConfig(model=str(model_folder), device="cpu", max_seqs=4)) as made:
+        yield made
+
+
+@pytest.fixture
+def engine_thread(engine: Engine) -> Iterator[EngineThread]:
+    made = EngineThread(engine)
+    yield made
+    made.close()
+    assert made.failure is None and engine.scheduler.pool.num_used == 0
+
+
+def stream_on(engine_thread: EngineThread, window: int = 8, max_tokens: int = 2) -> RowStream:
+    defaults = RequestDefaults(params={"max_tokens": max_tokens, "ignore_eos": True})
+    return RowStream(engine_thread, LineProcessor(InputProcessor(engine_thread.engine, defaults)), window=window)
+
+
+def endless() -> Iterator[Line]:
+    index = 0
+    while True:
+        yield Line(index, b'{"prompt": "a"}')
+        index += 1
+
+
+def wait_for_reader_to_end() -> None:
+    for _ in range(500):
+        if all(thread.name != "cbatch-reader" for thread in threading.enumerate()):
+            return
+        time.sleep(0.01)
+    raise AssertionError("the reader still runs")
+
+
+def test_leaving_the_iteration_cancels_what_is_in_flight(engine_thread: EngineThread) -> None:
+    """Guards the engine against requests of a consumer that went away, and against a reader that waits for ever."""
+    stream = stream_on(engine_thread, max_tokens=90)
+    with closing(stream.finished(endless())) as finished:
+        next(finished)
+        while engine_thread.engine.stats().num_running < 4:
+            time.sleep(0.001)
+    wait_for_reader_to_end()
+    for _ in range(500):
+        if engine_thread.engine.stats().num_running == 0:
+            break
+        time.sleep(0.01)
+    assert engine_thread.engine.stats().num_running == 0 == engine_thread.engine.stats().num_waiting
+
+
+def test_what_the_source_raises_comes_after_the_rows_before_it(engine_thread: EngineThread) -> None:
+    """Guards rows against an input that breaks off, and its error against being wrapped."""
+
+    def breaking() -> Iterator[Line]:
+        yield from (Line(index, b'{"prompt": "a"}') for index in range(5))
+        raise KeyError("the source broke")
+
+    found = []
+    with pytest.raises(KeyError, match="the source broke"):
+        for requests in stream_on(engine_thread).finished(breaking()):
+            found += [request.row.index for request in requests]
+    assert sorted(found) == list(range(5))
+
+
+def test_the_window_bounds_what_is_not_released(engine_thread: EngineThread) -> None:
+    """Guards memory against a consumer that is slower than the engine."""
+    stream, taken = stream_on(engine_thread, window=3), []
+
+    def counted() -> Iterator[Line]:
+        for line in endless():
+            taken.append(line.index)
+            yield line
+
+    with closing(stream.finished(counted())) as finished:
+        found = 0
+        while found < 3:
+            found += len(next(finished))
+        assert next(finished) == [] and len(taken) == 4  # the fourth waits for room
+        stream.release([0])
+        while found < 4:
+            found += len(next(finished))
+        assert next(finished) == [] and len(taken) == 5
+
+
+def test_stop_gives_what_is_finished_and_no_more(engine_thread: EngineThread) -> None:
+    """Guards the end after a signal: finished rows are given, and nothing waits for the others."""
+    stream = stream_on(engine_thread, window=100, max_tokens=90)
+    lines = [Line(index, b"{bad") for index in range(40)] + [Line(40, b'{"prompt": "long"}')]
+    found = []
+    with closing(stream.finished(iter(lines))) as finished:
+        for requests in finished:
+            found += [request.row.index for request in requests]
+            if len(found) >= 40:
+                stream.stop()
+    assert found == list(range(40))
