@@ -31,7 +31,6 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.base.units import format_bytes as format_bytes
     from cbatch.engine.batch.journal import Journal as Journal
     from cbatch.engine.batch.journal import ResumePlan as ResumePlan
-    from cbatch.engine.batch.journal import plan_resume as plan_resume
     from cbatch.engine.batch.jsonl import LineProcessor as LineProcessor
     from cbatch.engine.batch.jsonl import format_row as format_row
     from cbatch.engine.batch.jsonl import parse_line as parse_line
@@ -41,6 +40,7 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.batch.lines import Spool as Spool
     from cbatch.engine.batch.lines import read_lines as read_lines
     from cbatch.engine.batch.pipeline import Pipeline as Pipeline
+    from cbatch.engine.batch.pipeline import RunObserver as RunObserver
     from cbatch.engine.batch.writer import FileWriter as FileWriter
     from cbatch.engine.batch.writer import RowWriter as RowWriter
     from cbatch.engine.batch.writer import StreamWriter as StreamWriter

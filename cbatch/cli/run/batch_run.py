@@ -15,7 +15,6 @@ from cbatch.cli.run.options import RunOptions
 from cbatch.cli.run.stats import RunStats
 from cbatch.engine import (
     FIXED_DATE,
-    ConfigError,
     Engine,
     EngineThread,
     FileWriter,
@@ -31,7 +30,6 @@ from cbatch.engine import (
     ResumePlan,
     RowWriter,
     Spool,
-    plan_resume,
     read_lines,
 )
 
@@ -77,7 +75,7 @@ def run_batch(
             pipeline.run(read_lines(lines), tick, kept=kept, max_errors=options.max_errors)
     finally:
         if not quiet and not isinstance(sys.exception(), ReaderGone):
-            for line in stats.summary(engine_thread, pipeline.window.waited_s):
+            for line in stats.summary(engine_thread, pipeline.waited_for_output_s):
                 notice(line)
 
 
@@ -112,14 +110,13 @@ def _prepare_file(
 
     rows = len(journal.indices)
     with progress(rows, lambda: (compared, "compared with the input")) as tick:
-        plan = plan_resume(journal, read_lines(spool), make_key, retry_errors=options.retry_errors)
-    if not plan.fits and not options.recompute_changed:
-        raise ConfigError(
-            f"{options.output} holds rows that do not fit this run: {plan}. The file is left as it is. "
-            "--recompute-changed runs changed rows again and drops rows whose input line is gone; "
-            "--overwrite starts again."
+        plan = output.resume(
+            journal,
+            read_lines(spool),
+            make_key,
+            retry_errors=options.retry_errors,
+            recompute_changed=options.recompute_changed,
         )
-    output.start(journal)
     if not plan.fits:
         output.resume_with = "--resume --recompute-changed"
     if not options.quiet:

@@ -21,24 +21,27 @@ class LineProcessor:
     """Makes requests of the lines of an input.
 
     is_text:       lines are prompts instead of JSON
+    is_own_form:   no row is a request of the OpenAI Batch API, whatever its columns are called
     allow_unknown: carry misspelt parameters along instead of refusing their row
     """
 
     inputs: InputProcessor
     is_text: bool = False
+    is_own_form: bool = False
     allow_unknown: bool = False
 
     def build(self, line: Line) -> RowRequest:
         """Reads a line. Never raises: whatever is wrong with the line is the request's `error`."""
-        row = parse_line(line, is_text=self.is_text, allow_unknown=self.allow_unknown)
-        return self.inputs.build(row, line.digest if line.data is None else line.data)
+        row = parse_line(line, is_text=self.is_text, is_own_form=self.is_own_form, allow_unknown=self.allow_unknown)
+        return self.inputs.build(row, line.source)
 
 
-def parse_line(line: Line, *, is_text: bool = False, allow_unknown: bool = False) -> InputRow:
+def parse_line(
+    line: Line, *, is_text: bool = False, is_own_form: bool = False, allow_unknown: bool = False
+) -> InputRow:
     """Reads one line. Does not raise: whatever is wrong with the line is the row's `error`.
 
-    is_text:       the line is a prompt instead of JSON
-    allow_unknown: carry misspelt parameters along instead of refusing the row
+    The options are those of `LineProcessor`.
     """
     row = InputRow(line.index)
     try:
@@ -48,7 +51,8 @@ def parse_line(line: Line, *, is_text: bool = False, allow_unknown: bool = False
         if is_text:
             row.prompt = text
         else:
-            fill_row(row, parse_json_object(text, f"line {line.index + 1}", "a row"), allow_unknown=allow_unknown)
+            fields = parse_json_object(text, f"line {line.index + 1}", "a row")
+            fill_row(row, fields, is_own_form=is_own_form, allow_unknown=allow_unknown)
     except UnicodeDecodeError as error:
         reason = f"line {line.index + 1}, byte {error.start + 1}: not valid UTF-8 ({error.reason})"
         row.error = RequestError("invalid_utf8", reason)
@@ -57,6 +61,8 @@ def parse_line(line: Line, *, is_text: bool = False, allow_unknown: bool = False
     except Exception as unforeseen:  # one line that breaks something harms no other
         row = InputRow(line.index)
         row.error = row.invalid(f"the row cannot be read: {unforeseen!r}", "internal_error")
+    if line.error is not None:
+        row.error = line.error
     return row
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import marshal
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO
+
+from cbatch.engine.base.errors import RequestError
 
 MAX_LINE_BYTES = 16 * 2**20
 
@@ -17,11 +20,25 @@ class Line:
 
     data:   None if the line is longer than MAX_LINE_BYTES
     digest: hash of such a line, which goes into its key
+    error:  why there is no row, if that is known already; `data` may then hold the row's `id`
     """
 
     index: int
     data: bytes | None
     digest: bytes = b""
+    error: RequestError | None = None
+
+    @classmethod
+    def of(cls, index: int, data: bytes) -> Line:
+        """A line that is whole in memory, and may be too long."""
+        return cls(index, data) if len(data) <= MAX_LINE_BYTES else cls(index, None, _digest(data).digest())
+
+    @property
+    def source(self) -> bytes:
+        """What the key of a line that is refused is made of: all that its row of output depends on."""
+        if self.error is not None:
+            return (self.data or b"") + f"{self.error.code}: {self.error}".encode("utf-8", "replace")
+        return self.digest if self.data is None else self.data
 
 
 class Spool:
@@ -53,6 +70,31 @@ class Spool:
             self._is_replayed = True
 
 
+class LineSpool(Iterator[Line]):
+    """Lines that can be taken twice, like those of a `Spool`, if they do not come from a stream of bytes."""
+
+    def __init__(self, lines: Iterator[Line]) -> None:
+        self._lines = lines
+        self._kept = tempfile.TemporaryFile()  # noqa: SIM115
+        self._is_replayed = False
+
+    def __next__(self) -> Line:
+        if self._is_replayed:
+            try:
+                index, data, digest, error = marshal.load(self._kept)
+            except EOFError:
+                return next(self._lines)
+            return Line(index, data, digest, RequestError(*error) if error is not None else None)
+        line = next(self._lines)
+        error = (line.error.code, str(line.error)) if line.error is not None else None
+        marshal.dump((line.index, line.data, line.digest, error), self._kept)
+        return line
+
+    def rewind(self) -> None:
+        self._kept.seek(0)
+        self._is_replayed = True
+
+
 LineSource = IO[bytes] | Spool
 
 
@@ -77,7 +119,7 @@ def read_lines(stream: LineSource) -> Iterator[Line]:
 
 def _skip(stream: LineSource, data: bytes) -> bytes:
     """Reads the rest of a line that begins with `data`, and returns the hash of the whole line."""
-    digest = hashlib.blake2b(digest_size=16)
+    digest = _digest()
     while not data.endswith(b"\n") and (more := stream.readline(MAX_LINE_BYTES)):
         if len(more) > 2:
             digest.update(data)
@@ -86,3 +128,7 @@ def _skip(stream: LineSource, data: bytes) -> bytes:
             data += more
     digest.update(data.rstrip(b"\r\n"))
     return digest.digest()
+
+
+def _digest(data: bytes = b"") -> hashlib.blake2b:
+    return hashlib.blake2b(data, digest_size=16)

@@ -7,13 +7,14 @@ import hashlib
 import os
 import select
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Self
 
 from cbatch.engine.base.errors import ConfigError, ReaderGone, RunFailed
-from cbatch.engine.batch.journal import Journal
+from cbatch.engine.batch.journal import Journal, ResumePlan, plan_resume
+from cbatch.engine.batch.lines import Line
 
 SYNC_SECONDS = 0.5
 """Age at which rows that were written are synced to disk."""
@@ -113,11 +114,15 @@ class StreamWriter(RowWriter):
 class FileWriter(RowWriter):
     """Appends rows to a file as they finish, and puts them in order at the end by an atomic replace.
 
-    The file is locked from the beginning. Nothing in it changes before `start`.
+    The file is locked from the beginning. Nothing in it changes before `start` or `resume`.
     """
 
     resume_with = "--resume"
-    """The options that resume this run."""
+    """What resumes this run, in the words of the caller."""
+    if_not_empty = "--resume continues it, --overwrite replaces it"
+    if_changed = (
+        "--recompute-changed runs changed rows again and drops rows whose input line is gone; --overwrite starts again"
+    )
 
     def __init__(self, path: Path, *, input_order: bool) -> None:
         """Raises ConfigError if the file cannot be written or put in order, or another run writes it."""
@@ -164,7 +169,7 @@ class FileWriter(RowWriter):
 
     def check_empty(self) -> None:
         if self.has_content:
-            raise ConfigError(f"{self._name} exists and is not empty; --resume continues it, --overwrite replaces it.")
+            raise ConfigError(f"{self._name} exists and is not empty; {self.if_not_empty}.")
 
     def journal(self) -> Journal:
         """Reads what an earlier run left in the file. Raises ConfigError if it is damaged."""
@@ -178,6 +183,40 @@ class FileWriter(RowWriter):
         os.ftruncate(self._fd, journal.end)
         os.fsync(self._fd)
         _sync_folder(self._path.parent)
+
+    def resume(
+        self,
+        journal: Journal,
+        lines: Iterator[Line],
+        make_key: Callable[[Line], str],
+        *,
+        retry_errors: bool = False,
+        recompute_changed: bool = False,
+    ) -> ResumePlan:
+        """Starts where an earlier run ended, and returns which of its rows are kept.
+
+        journal:           what `journal` has read
+        lines:             the input; read up to the last line that has a row in the journal
+        make_key:          the key that this run gives a line
+        retry_errors:      keep no error rows
+        recompute_changed: drop rows whose key is another one, or whose line is gone
+
+        Raises ConfigError, and leaves the file as it is, if there are such rows and they are not to be dropped.
+        """
+        plan = plan_resume(journal, lines, make_key, retry_errors=retry_errors)
+        if not plan.fits and not recompute_changed:
+            raise ConfigError(
+                f"{self._name} holds rows that do not fit this run: {plan}. The file is left as it is. "
+                f"{self.if_changed}."
+            )
+        self.start(journal)
+        return plan
+
+    def kept_rows(self) -> Iterator[tuple[int, bytes]]:
+        """The rows that `resume` has kept, as (index of the line, bytes of the row) in the order of the input."""
+        for number in self._journal.rows(input_order=True):
+            start, stop = self._journal.span(number)
+            yield self._journal.indices[number], os.pread(self._fd, stop - start, start)
 
     def write(self, rows: Sequence[OutputRow]) -> Iterable[int]:
         if not rows:

@@ -12,14 +12,15 @@ from cbatch.engine.requests.row import ALIASES, PROMPT_FIELDS, InputRow
 KNOWN = frozenset([*PROMPT_FIELDS, *PARAM_NAMES, *ALIASES, "id", "raw", "priority", "tools", "tool_choice"])
 
 
-def fill_row(row: InputRow, fields: dict[str, Any], *, allow_unknown: bool) -> None:
+def fill_row(row: InputRow, fields: dict[str, Any], *, is_own_form: bool = False, allow_unknown: bool = False) -> None:
     """Sets the row's fields from a JSON object. Those that are set before an error is raised stay valid.
 
+    is_own_form:   it is no request of the OpenAI Batch API, whatever its columns are called
     allow_unknown: carry misspelt parameters along instead of refusing the row
 
     Raises RequestError.
     """
-    if openai_batch.is_request(fields):
+    if not is_own_form and openai_batch.is_request(fields):
         openai_batch.fill(row, fields, allow_unknown=allow_unknown)
         return
     row.extra = {name: value for name, value in fields.items() if name not in KNOWN}

@@ -1,0 +1,148 @@
+"""Results of rows from Python, one after the other, with the journal of `cbatch run` behind them if there is a path."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from cbatch.engine.base.errors import ConfigError, RunFailed
+from cbatch.engine.batch.journal import Journal, ResumePlan
+from cbatch.engine.batch.jsonl import LineProcessor, format_row
+from cbatch.engine.batch.lines import Line, LineSpool
+from cbatch.engine.batch.prompt_template import PromptTemplate
+from cbatch.engine.batch.python_rows import lines_of
+from cbatch.engine.batch.row_stream import RowStream
+from cbatch.engine.batch.writer import FileWriter, OutputRow
+from cbatch.engine.engine_thread import EngineThread
+from cbatch.engine.requests.input_processor import InputProcessor, RowRequest
+from cbatch.engine.requests.result_row import ResultFormatter
+
+Result = dict[str, Any]
+
+
+def map_rows(
+    engine_thread: EngineThread,
+    inputs: InputProcessor,
+    results: ResultFormatter,
+    rows: Iterable[object],
+    *,
+    template: str | Callable[[Any], object] | None = None,
+    path: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    ordered: bool = True,
+    window: int | None = None,
+) -> Generator[Result]:
+    """Yields the result of each row, lazily and in bounded memory.
+
+    rows:     texts, token ids, lists of messages, or dictionaries as the rows of a file; taken on a thread of their
+              own, at most `window` rows ahead of the results that were taken
+    template: makes the prompts: a text with {column} in it, or a function of the row
+    path:     file that gets each result before it is yielded, as `cbatch run -o` writes it
+    resume:   continue a file that an earlier call or `cbatch run` has left; its rows are not computed again
+    ordered:  whether results come in the order of the rows, or as they finish
+    window:   most rows between taking and yielding; None means four times the requests that run at once
+
+    A row that is wrong has a result with an error. Leaving the iteration cancels what is in flight; `resume` continues
+    there.
+
+    Raises ConfigError for a template that is wrong. While iterating: ConfigError if the file cannot be written, or
+    holds rows that are in the way; EngineError if the engine fails; RunFailed if writing fails; and what `rows` raises,
+    after the results of all rows before it.
+    """
+    if isinstance(rows, str | bytes | Mapping):
+        raise ConfigError(f"rows must be an iterable of rows, not one {type(rows).__name__}; put it into a list.")
+    if resume and path is None:
+        raise ConfigError("resume needs the path of the file that is to be continued.")
+    made = PromptTemplate(template) if isinstance(template, str) else template
+    processor = LineProcessor(inputs, is_own_form=made is not None, allow_unknown=made is not None)
+    limits = engine_thread.engine.limits
+    stream = RowStream(engine_thread, processor, window=window or 4 * limits.max_seqs)
+    row_map = RowMap(stream, processor, results, ordered=ordered)
+    lines = lines_of(rows, made)
+    return row_map.run(lines) if path is None else row_map.run_to_file(lines, Path(path), resume=resume)
+
+
+class MapWriter(FileWriter):
+    """The journal of a map, whose messages use the words of Python."""
+
+    resume_with = "resume=True"
+    if_not_empty = "resume=True continues it"
+    if_changed = "Give another path, or remove the file to start again"
+
+
+class RowMap:
+    """Gives the results of a stream's rows, in order or as they finish, and writes them before."""
+
+    def __init__(self, stream: RowStream, processor: LineProcessor, results: ResultFormatter, *, ordered: bool) -> None:
+        self._stream = stream
+        self._processor = processor
+        self._results = results
+        self._ordered = ordered
+        self._next = 0
+        """Index of the row whose result comes next, if they are ordered."""
+        self._held: dict[int, tuple[int, Result]] = {}
+        """Position and result of finished rows, by their index."""
+        self._kept: Iterator[tuple[int, bytes]] = iter(())
+        self._kept_row: tuple[int, bytes] | None = None
+        """The next row that an earlier run has left."""
+
+    def run(
+        self, lines: Iterator[Line], output: FileWriter | None = None, plan: ResumePlan | None = None
+    ) -> Generator[Result]:
+        """Yields all results. A row is in the output before its result is given."""
+        with closing(self._stream.finished(lines, plan or ResumePlan())) as finished:
+            try:
+                yield from self._ready()
+                for requests in finished:
+                    self._take(requests, output)
+                    yield from self._ready()
+            except RunFailed:
+                raise
+            except BaseException:  # the consumer leaves: what is finished by now need not be computed again
+                self._take(self._stream.finished_by_now(), output)
+                raise
+        if output is not None:
+            output.finish(lambda: None)
+        yield from self._ready()
+
+    def run_to_file(self, lines: Iterator[Line], path: Path, *, resume: bool) -> Generator[Result]:
+        """The same with the journal of `cbatch run` in a file, which is in order at the end."""
+        with MapWriter(path, input_order=True) as output:
+            if not (resume and output.has_content):
+                output.check_empty()
+                output.start(Journal())
+                yield from self.run(lines, output)
+                return
+            spool = LineSpool(lines)
+            plan = output.resume(output.journal(), spool, lambda line: self._processor.build(line).key)
+            spool.rewind()
+            self._kept = output.kept_rows()
+            self._kept_row = next(self._kept, None)
+            yield from self.run(spool, output, plan)
+
+    def _take(self, requests: list[RowRequest], output: FileWriter | None) -> None:
+        """Writes finished rows, and holds their results until it is their turn."""
+        rows = [(request, self._results.row(request)) for request in requests]
+        if output is not None:
+            output.write([OutputRow(one.position, one.row.index, format_row(fields)) for one, fields in rows])
+            output.tick()
+        self._held |= {request.row.index: (request.position, fields) for request, fields in rows}
+
+    def _ready(self) -> Iterator[Result]:
+        """The results whose turn has come. The window moves on when they are taken."""
+        while True:
+            index = self._next if self._ordered else self._kept_row[0] if self._kept_row else next(iter(self._held), -1)
+            if self._kept_row is not None and self._kept_row[0] == index:
+                result = json.loads(self._kept_row[1])
+                self._kept_row = next(self._kept, None)
+            elif index in self._held:
+                position, result = self._held.pop(index)
+                self._stream.release([position])
+            else:
+                return
+            self._next += 1
+            yield result

@@ -1,0 +1,367 @@
+"""Rows from Python: lazily, in order, and in a file that `cbatch run` and `map` continue for each other."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+import time
+from collections import UserDict
+from collections.abc import Generator, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.cli.main import run_command
+from cbatch.engine import (
+    ConfigError,
+    Engine,
+    EngineConfig,
+    EngineThread,
+    InputProcessor,
+    RequestDefaults,
+    ResultFormatter,
+)
+from cbatch.engine.batch.map import MapWriter, map_rows
+
+ROWS: list[dict[str, Any]] = [
+    {"id": "a", "prompt": "hello", "max_tokens": 12},
+    {"prompt": "sampled", "temperature": 1.0, "max_tokens": 9, "note": {"x": [1, None]}},
+    {"prompt": "x " * 400},
+    {"prompt_token_ids": [5, 6, 7], "max_token": 3},
+    {"id": 7, "messages": [{"role": "user", "content": "hé 😀 \ud800"}], "max_tokens": 3},
+    {"prompt": "nan", "score": float("nan")},
+    {"prompt": "last", "max_tokens": 20, "ignore_eos": True},
+]
+"""Good rows and bad ones; the third is too long, the fourth misspelt, the sixth no JSON."""
+
+
+@pytest.fixture(scope="module")
+def engine(model_folder: Path) -> Iterator[Engine]:
+    with Engine(EngineConfig(model=str(model_folder), device="cpu", dtype="float32", max_seqs=2)) as made:
+        yield made
+
+
+class Mapper:
+    """An engine's thread, and `map_rows` on it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine_thread = EngineThread(engine)
+
+    def __call__(
+        self, rows: Iterable[object], *, params: dict[str, Any] | None = None, **options: Any
+    ) -> Generator[dict[str, Any]]:
+        engine = self.engine_thread.engine
+        inputs = InputProcessor(engine, RequestDefaults(params=params or {}))
+        return map_rows(self.engine_thread, inputs, ResultFormatter(engine), rows, **options)
+
+
+@pytest.fixture
+def mapped(engine: Engine) -> Iterator[Mapper]:
+    mapper = Mapper(engine)
+    yield mapper
+    mapper.engine_thread.close()
+    assert mapper.engine_thread.failure is None and engine.scheduler.pool.num_used == 0
+
+
+def run(folder: Path, model: Path, *arguments: str, rows: Iterable[object] = ROWS) -> int:
+    """`cbatch run` on the same rows, into the file that `map` has in these tests."""
+    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = [str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl")]
+    return run_command(["run", *files, "-m", str(model), "--dtype", "float32", "--device", "cpu", *arguments])
+
+
+def rows_in(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """What `cbatch run` writes for ROWS."""
+    folder = tmp_path_factory.mktemp("expected")
+    assert run(folder, model_folder) == 1
+    return (folder / "out.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_results_and_file_are_those_of_run(mapped: Mapper, expected: bytes, tmp_path: Path, ordered: bool) -> None:
+    """Guards one meaning of a row: the same bytes and keys as the command, for good rows and bad ones."""
+    path = tmp_path / "out.jsonl"
+    results = list(mapped(ROWS, path=path, ordered=ordered))
+    assert path.read_bytes() == expected
+    wanted = [json.loads(line) for line in expected.splitlines()]
+    assert results == wanted if ordered else sorted(results, key=lambda row: row["index"]) == wanted
+    assert results == wanted or [row["index"] for row in results] != sorted(row["index"] for row in results)
+    assert list(mapped(ROWS)) == wanted  # without a file, too
+
+
+def test_an_abandoned_map_is_continued(mapped: Mapper, expected: bytes, tmp_path: Path) -> None:
+    """Guards results of a loop that was left: they are in the file, in flight is nothing, and the rest follows."""
+    path = tmp_path / "out.jsonl"
+    first = mapped(ROWS, path=path)
+    begun = [next(first), next(first)]
+    first.close()
+    kept = rows_in(path)
+    assert all(row in kept for row in begun) and len(kept) < len(ROWS)
+    results = list(mapped(iter(ROWS), path=path, resume=True))
+    assert path.read_bytes() == expected and results == rows_in(path)
+
+
+def test_kept_rows_are_not_computed_again(mapped: Mapper, tmp_path: Path) -> None:
+    """Guards the work of an earlier call: a finished file is given from the disk, and left alone."""
+    path = tmp_path / "out.jsonl"
+    first = list(mapped(ROWS, path=path))
+    steps, inode = mapped.engine_thread.engine.stats().num_steps, path.stat().st_ino
+    assert list(mapped(ROWS, path=path, resume=True)) == first
+    assert list(mapped(ROWS, path=path, resume=True, ordered=False)) == first
+    assert mapped.engine_thread.engine.stats().num_steps == steps and path.stat().st_ino == inode
+
+
+def test_run_continues_a_map(
+    mapped: Mapper, expected: bytes, tmp_path: Path, model_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Guards the file against being understood by Python only."""
+    results = mapped(ROWS, path=tmp_path / "out.jsonl")
+    next(results)
+    results.close()
+    count = len(rows_in(tmp_path / "out.jsonl"))
+    assert run(tmp_path, model_folder, "--resume") == 1
+    assert f"resuming: {count} rows are kept" in capfd.readouterr().err
+    assert (tmp_path / "out.jsonl").read_bytes() == expected
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_map_continues_a_run(
+    mapped: Mapper, expected: bytes, tmp_path: Path, model_folder: Path, ordered: bool
+) -> None:
+    """Guards rows of the command that was cut off: a torn row and missing rows are computed, the others kept."""
+    lines = expected.splitlines(keepends=True)
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(b"".join([lines[4], lines[0], lines[5]]) + lines[1][:30])
+    results = list(mapped(ROWS, path=path, resume=True, ordered=ordered))
+    assert path.read_bytes() == expected
+    assert sorted(row["index"] for row in results) == list(range(len(ROWS)))
+    assert [row["index"] for row in results][: 7 if ordered else 3] == ([*range(7)] if ordered else [0, 4, 5])
+
+
+def test_a_file_with_rows_is_refused(mapped: Mapper, tmp_path: Path) -> None:
+    """Guards results of an earlier call: the sentence of `cbatch run`, in words of Python, and its bytes."""
+    path = tmp_path / "out.jsonl"
+    list(mapped(ROWS[:2], path=path))
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"out.jsonl exists and is not empty; resume=True continues it\.$"):
+        next(mapped(ROWS, path=path))
+    with pytest.raises(ConfigError, match=r"2 made with another input.* The file is left as it is\. Give"):
+        next(mapped(["other", "rows"], path=path, resume=True))
+    with pytest.raises(ConfigError, match=r"1 for lines that the input does not have \(first: line 2\)"):
+        next(mapped(ROWS[:1], path=path, resume=True))
+    with MapWriter(path, input_order=True), pytest.raises(ConfigError, match="Another run is writing"):
+        next(mapped(ROWS, path=path, resume=True))
+    assert path.read_bytes() == before
+    results = mapped(ROWS, path=path, resume=True)
+    next(results)
+    del results  # and a generator that is dropped gives the lock back
+    gc.collect()
+    assert len(list(mapped(ROWS, path=path, resume=True))) == len(ROWS)
+
+
+def test_rows_are_taken_lazily(mapped: Mapper, tmp_path: Path) -> None:
+    """Guards memory, and sources without an end: only so many rows are taken as results are missing."""
+    taken = 0
+
+    def endless() -> Iterator[str]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield f"row {taken}"
+
+    for options in ({}, {"path": tmp_path / "out.jsonl"}, {"ordered": False}):
+        taken = 0
+        results = mapped(endless(), params={"max_tokens": 1}, **options)
+        assert taken == 0
+        for count in range(1, 40):
+            next(results)
+            assert taken <= count + 4 * 2 + 1
+        results.close()
+        assert any(thread.name == "cbatch-reader" for thread in threading.enumerate()) is False or waited()
+    assert len(rows_in(tmp_path / "out.jsonl")) >= 39
+
+
+def waited() -> bool:
+    for _ in range(500):
+        if all(thread.name != "cbatch-reader" for thread in threading.enumerate()):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_results_do_not_wait_for_the_next_row(mapped: Mapper) -> None:
+    """Guards programs whose next row depends on a result."""
+    ready, answers = threading.Event(), []
+
+    def dialogue() -> Iterator[str]:
+        yield "first"
+        assert ready.wait(30)
+        yield "second"
+
+    for result in mapped(dialogue(), params={"max_tokens": 2}):
+        answers.append(result["index"])
+        ready.set()
+    assert answers == [0, 1]
+
+
+def test_all_forms_of_rows(mapped: Mapper) -> None:
+    """Guards texts, token ids, messages and dictionaries, and mappings and tuples in their place."""
+    message = {"role": "user", "content": "hi"}
+    forms: list[Any] = ["hi", [message], (message,), {"messages": [message]}, {"prompt": "hi"}, UserDict(prompt="hi")]
+    results = list(mapped(forms, params={"max_tokens": 3}))
+    assert len({row["text"] for row in results}) == 1 and results[0]["usage"]["completion_tokens"] == 3
+    first, second = mapped([[5, 6, 7], (5, 6, 7)], params={"max_tokens": 3})
+    assert first["usage"]["prompt_tokens"] == 3 and first["text"] == second["text"]
+
+
+def test_a_bad_row_is_one_result_with_an_error(mapped: Mapper, tmp_path: Path) -> None:
+    """Guards the other rows, and a file whose error rows are kept like all others."""
+    circle: list[Any] = []
+    circle.append(circle)
+    bad: list[Any] = [
+        None,
+        {"id": 3, "prompt": "a", "when": object},
+        {"prompt": "a", "x": circle},
+        [],
+        "",
+        b"bytes",
+        {"prompt": "a", (1, 2): 3},
+        "x" * (16 * 2**20),
+    ]
+    path = tmp_path / "out.jsonl"
+    results = list(mapped([*bad, "good"], path=path, params={"max_tokens": 1}))
+    assert [row.get("error", {}).get("code") for row in results] == ["invalid_row"] * 7 + ["line_too_long", None]
+    assert "line 1: a row is a text, token ids, a list of messages or a dictionary, not NoneType" in str(results[0])
+    assert results[1]["id"] == 3 and "line 2: the row cannot be written as JSON" in results[1]["error"]["message"]
+    assert len({row["key"] for row in results}) == len(results)
+    again = list(mapped([*bad, "good"], path=path, resume=True, params={"max_tokens": 1}))
+    assert again == results == rows_in(path)
+
+
+def test_what_the_rows_raise_is_raised(mapped: Mapper, tmp_path: Path) -> None:
+    """Guards against results that look complete: the source's own error, after the rows before it."""
+
+    def breaking() -> Iterator[str]:
+        yield from "abc"
+        raise OSError("the disk is gone")
+
+    path, found = tmp_path / "out.jsonl", []
+    with pytest.raises(OSError, match="the disk is gone"):
+        for result in mapped(breaking(), path=path, params={"max_tokens": 1}):
+            found.append(result["index"])
+    assert found == [0, 1, 2] and len(rows_in(path)) == 3
+
+
+def test_a_failing_engine_is_raised(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against error rows for requests that an engine lost, and against a loop that never ends."""
+    mapper = Mapper(engine)
+    step, limit = Engine.step, engine.stats().num_steps + 20
+
+    def failing(self: Engine) -> Any:
+        if self.stats().num_steps >= limit:
+            raise RuntimeError("the device is on fire")
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", failing)
+    path, found = tmp_path / "out.jsonl", []
+    with pytest.raises(Exception, match="on fire"):
+        for result in mapper(["a"] * 50, path=path, params={"max_tokens": 4, "ignore_eos": True}):
+            found.append(result)
+    mapper.engine_thread.close()
+    monkeypatch.undo()
+    assert found and all("error" not in row for row in rows_in(path)) and len(rows_in(path)) >= len(found)
+
+
+TEMPLATE = "Translate to {language}: {text} {{literally}}"
+
+
+def test_a_template_fills_prompts(mapped: Mapper, tmp_path: Path, model_folder: Path) -> None:
+    """Guards what a template makes: the prompt; other columns are fields of the row or carried along."""
+    rows = [
+        {"language": "French", "text": "{language} a.b {0}", "id": "x", "max_tokens": 4, "stops": 1},
+        {"language": "German", "text": 5, "url": "http://a", "method": "GET", "max_tokens": 4},
+    ]
+    rendered = [
+        {"prompt": "Translate to French: {language} a.b {0} {literally}", **rows[0]},
+        {"prompt": "Translate to German: 5 {literally}", **rows[1]},
+    ]
+    results = list(mapped(rows, template=TEMPLATE))
+    assert [row["extra"] for row in results] == [
+        {"language": "French", "text": "{language} a.b {0}", "stops": 1},
+        {"language": "German", "text": 5, "url": "http://a", "method": "GET"},
+    ]
+    assert run(tmp_path, model_folder, "--allow-unknown", rows=rendered) == 0
+    assert rows_in(tmp_path / "out.jsonl") == results
+    by_function = mapped(rows, template=lambda row: f"Translate to {row['language']}: {row['text']} {{literally}}")
+    assert list(by_function) == results
+
+
+def test_columns_of_a_template_are_no_request_of_another_api(mapped: Mapper) -> None:
+    """Guards tables of web pages, whose columns are called like those of an OpenAI Batch request."""
+    page = {"url": "http://a", "method": "GET", "body": "text", "messages": "none", "prompt_token_ids": None}
+    (result,) = mapped([page], template="Sum up {body}", params={"max_tokens": 1})
+    assert result["extra"] == {"url": "http://a", "method": "GET", "body": "text"}
+
+
+def test_a_template_over_prompts(mapped: Mapper) -> None:
+    """Guards templates around plain texts, and around the prompts of rows, which they replace."""
+    wanted = list(mapped(["Say: a", "Say: b"], params={"max_tokens": 4}))
+    for rows in (["a", "b"], [{"prompt": "a"}, {"prompt": "b"}]):
+        assert list(mapped(rows, template="Say: {prompt}", params={"max_tokens": 4})) == wanted
+    messages = [{"role": "user", "content": "Say: a"}]
+    for made in ("Say: a", messages, {"messages": messages}, {"prompt": "Say: a"}):
+        (result,) = mapped([object()], template=lambda row, made=made: made, params={"max_tokens": 4})
+        assert result["text"] == wanted[0]["text"]
+
+
+def test_a_template_that_fails_is_an_error_of_its_row(mapped: Mapper, tmp_path: Path) -> None:
+    """Guards the other rows against a column that one row lacks, and against what a function raises."""
+    rows = [{"text": "a", "language": "French"}, {"text": "a"}, {"language": None, "text": "a", "id": 4}, ["x"], 7]
+    results = list(mapped(rows, template=TEMPLATE, path=tmp_path / "out.jsonl", params={"max_tokens": 1}))
+    codes = [row.get("error", {}).get("code") for row in results]
+    assert codes == [None, "template_error", "template_error", "template_error", "invalid_row"]
+    message = "line 2: the column 'language' of the template is missing; the row has text"
+    assert results[1]["error"]["message"] == message
+    assert results[2]["error"]["message"].endswith("is null") and results[2]["id"] == 4
+    again = mapped(rows, template=TEMPLATE, path=tmp_path / "out.jsonl", resume=True, params={"max_tokens": 1})
+    assert list(again) == results
+    first, second = mapped([1, 0], template=lambda row: f"{1 / row}", params={"max_tokens": 1})
+    assert "error" not in first
+    assert second["error"] == {
+        "code": "template_error",
+        "message": "line 2: the template raised ZeroDivisionError('division by zero')",
+    }
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{}", r"\{\} is not one"),
+        ("{a.__class__}", r"\{a.__class__\} is not one"),
+        ("{a[0]}", r"\{a\[0\]\} is not one"),
+        ("{a!r}", r"\{a!r\} is not one"),
+        ("{a:>{b}}", r"\{a:>\{b\}\} is not one"),
+        ("{a", "cannot be read: expected '}'"),
+        ("a}", "cannot be read: Single '}'"),
+    ],
+)
+def test_templates_reach_nothing_but_columns(mapped: Mapper, template: str, message: str) -> None:
+    """Guards against templates that look into values, and says so before any row is taken."""
+    with pytest.raises(ConfigError, match=message):
+        mapped(["a"], template=template)
+
+
+@pytest.mark.parametrize("rows", ["one text", b"bytes", {"prompt": "one row"}])
+def test_one_row_is_not_an_iterable_of_rows(mapped: Mapper, rows: Any) -> None:
+    """Guards against a prompt for every character of a text."""
+    with pytest.raises(ConfigError, match="rows must be an iterable of rows, not one"):
+        mapped(rows)
+    with pytest.raises(ConfigError, match="resume needs the path"):
+        mapped(["a"], resume=True)
