@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine import ModelError as ModelError
     from cbatch.engine import RequestError as RequestError
     from cbatch.engine import SamplingParams as SamplingParams
+    from cbatch.engine import TemplateOptions as TemplateOptions
     from cbatch.engine import TokenEvent as TokenEvent
 else:
     __getattr__, __all__ = lazy_exports(__name__)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.base.params import derive_seed as derive_seed
     from cbatch.engine.base.params import with_overrides as with_overrides
     from cbatch.engine.base.strict_json import parse_json_object as parse_json_object
+    from cbatch.engine.base.template_options import FIXED_DATE as FIXED_DATE
+    from cbatch.engine.base.template_options import TemplateOptions as TemplateOptions
     from cbatch.engine.base.units import format_bytes as format_bytes
     from cbatch.engine.batch.journal import Journal as Journal
     from cbatch.engine.batch.journal import ResumePlan as ResumePlan
@@ -56,7 +58,6 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.requests.row import InputRow as InputRow
     from cbatch.engine.text.detokenizer import OutputDetokenizer as OutputDetokenizer
     from cbatch.engine.text.output_parser import OutputParser as OutputParser
-    from cbatch.engine.text.tokenizer import FIXED_DATE as FIXED_DATE
     from cbatch.engine.text.tokenizer import Prompt as Prompt
     from cbatch.engine.text.tool_calls import ToolCall as ToolCall
     from cbatch.engine.text.tool_calls import check_tools as check_tools

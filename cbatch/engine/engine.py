@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from datetime import date
 from functools import partial
 
 from cbatch.engine.attention.registry import check_attention, check_quantize, has_fast_path, select_attention
@@ -14,6 +13,7 @@ from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
 from cbatch.engine.base.units import parse_memory
 from cbatch.engine.execution.kv_cache_sizing import make_runner
 from cbatch.engine.execution.loop import EngineCore
@@ -33,7 +33,7 @@ from cbatch.engine.scheduler.step_time import MIN_PREFILL_TOKENS, StepTimeContro
 from cbatch.engine.structured.compiler import ConstraintCompiler
 from cbatch.engine.structured.grammar import CompiledGrammar, GrammarState
 from cbatch.engine.text.detokenizer import NUM_CONTEXT_TOKENS, OutputDetokenizer
-from cbatch.engine.text.tokenizer import FIXED_DATE, Prompt, encode_prompt
+from cbatch.engine.text.tokenizer import Prompt, encode_prompt
 
 
 class Engine(GenerationMixin, AbstractContextManager["Engine"]):
@@ -131,16 +131,18 @@ class Engine(GenerationMixin, AbstractContextManager["Engine"]):
             held_back=dict(scheduler.held_back),
         )
 
-    def encode(self, prompt: Prompt, *, raw: bool = False, today: date = FIXED_DATE, answer: str = "") -> list[int]:
+    def encode(
+        self, prompt: Prompt, *, raw: bool = False, template: TemplateOptions = DEFAULT_TEMPLATE, answer: str = ""
+    ) -> list[int]:
         """Token ids of a prompt. Text is one user message if the model has a chat template, else plain text.
 
-        raw:    take text as plain text even if the model has a chat template
-        today:  date for chat templates that write it into the prompt
-        answer: beginning of the assistant's answer, which the model is to continue
+        raw:      take text as plain text even if the model has a chat template
+        template: options of the chat template
+        answer:   beginning of the assistant's answer, which the model is to continue
 
         Raises RequestError if the prompt cannot be encoded.
         """
-        return encode_prompt(self.tokenizer, prompt, raw=raw, today=today, answer=answer)
+        return encode_prompt(self.tokenizer, prompt, raw=raw, template=template, answer=answer)
 
     def add(
         self,

@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 import pytest
 
-from cbatch import Completion, EngineConfig, SamplingParams, TokenEvent
+from cbatch import Completion, EngineConfig, SamplingParams, TemplateOptions, TokenEvent
 from cbatch.cli.chat.commands import file_commands, session_commands
 from cbatch.cli.chat.commands.registry import ALIASES, COMMANDS
 from cbatch.cli.main import cli
@@ -252,7 +252,7 @@ def test_every_chat_command_is_documented() -> None:
     assert {*COMMANDS, *ALIASES} - documented == set()
 
 
-@pytest.mark.parametrize("record", [EngineConfig, Completion, TokenEvent, EngineLimits, EngineStats])
+@pytest.mark.parametrize("record", [EngineConfig, Completion, TokenEvent, EngineLimits, EngineStats, TemplateOptions])
 def test_every_field_of_the_api_is_documented(record: type) -> None:
     """Guards against a public field that the reference of the API leaves out."""
     names = {field.name for field in fields(record)} if record is not TokenEvent else {*TokenEvent._fields}

@@ -30,6 +30,7 @@ from cbatch.engine import (
     ResumePlan,
     RowWriter,
     Spool,
+    TemplateOptions,
     read_lines,
 )
 
@@ -86,7 +87,7 @@ def line_processor(engine: Engine, options: RunOptions) -> LineProcessor:
         system=options.sampling.system,
         seed=options.sampling.seed,
         raw=options.raw,
-        today=options.date.date() if options.date else FIXED_DATE,
+        template=TemplateOptions(today=options.date.date() if options.date else FIXED_DATE),
     )
     inputs = InputProcessor(engine, defaults, token_ids=options.token_ids)
     return LineProcessor(inputs, is_text=options.format == "text", allow_unknown=options.allow_unknown)

@@ -81,7 +81,7 @@ class InputProcessor:
             self._openai_params = replace(self._params, max_tokens=None)
         self._has_template = tokenizer is not None and bool(tokenizer.chat_template)
         self._takes_tools = tokenizer is not None and tokenizer.takes_tools
-        clock = defaults.today.isoformat() if tokenizer is not None and tokenizer.template_has_clock else ""
+        clock = defaults.template.today.isoformat() if tokenizer is not None and tokenizer.template_has_clock else ""
         self._keys = KeyMaker(engine.fingerprint + clock)
 
     def build(self, row: InputRow, source: bytes) -> RowRequest:
@@ -108,7 +108,7 @@ class InputProcessor:
                 request.grammar = self._engine.compile(request.params)
                 if request.params.bad_words and tokenizer is not None:
                     tokenizer.bad_word_ids(request.params.bad_words)  # fills a cache here, not on the engine's thread
-                request.prompt_ids = self._engine.encode(request.prompt, raw=True, today=self._defaults.today)
+                request.prompt_ids = self._engine.encode(request.prompt, raw=True, template=self._defaults.template)
                 self._set_output_format(request)
             except RequestError as error:
                 request.fail(error)

@@ -27,6 +27,9 @@ from jinja2.utils import Namespace
 OUT_OF_MEMORY = 77
 """Exit status of the script for a template that takes more memory than it may."""
 
+_END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Marks the end of a message that is to be continued. As in transformers, its space shows whether text is trimmed."""
+
 
 def render_chat(
     template: str,
@@ -34,23 +37,44 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]],
     special_tokens: Mapping[str, str],
     today: date,
+    *,
+    variables: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
 ) -> str:
-    """A conversation in the format that the model was trained on, up to the beginning of the assistant's turn.
+    """A conversation in the format that the model was trained on.
 
-    tools:          functions that the model may call; None is passed to the template if there are none
-    special_tokens: by their names, such as `bos_token`
-    today:          the date that `strftime_now` formats
+    tools:                  functions that the model may call; None is passed to the template if there are none
+    special_tokens:         by their names, such as `bos_token`
+    today:                  the date that `strftime_now` formats
+    variables:              further variables of the template, none of them one of the above
+    add_generation_prompt:  end with the opening of the assistant's turn
+    continue_final_message: end directly behind the text of the last message, as transformers does; it must be text
 
-    Raises whatever the template raises, or what Jinja raises for an invalid template.
+    Raises whatever the template raises, what Jinja raises for an invalid template, and ValueError if the template does
+    not write the text that is to be continued.
     """
-    return _compile(template).render(
+    prepared = [_prepare(message) for message in messages]
+    final = prepared[-1]["content"] if continue_final_message else ""
+    if continue_final_message:
+        prepared[-1]["content"] = final + _END_MARK
+    rendered = _compile(template).render(
         **special_tokens,
-        messages=[_prepare(message) for message in messages],
+        **(variables or {}),
+        messages=prepared,
         tools=list(tools) or None,
         documents=None,
-        add_generation_prompt=True,
+        add_generation_prompt=add_generation_prompt,
         strftime_now=today.strftime,
     )
+    return _up_to_mark(rendered, final) if continue_final_message else rendered
+
+
+def _up_to_mark(rendered: str, final: str) -> str:
+    before, mark, after = rendered.rpartition(_END_MARK.rstrip())
+    if not mark or final.strip() not in rendered:
+        raise ValueError("it leaves out or changes the last message, so continue_final_message cannot be followed")
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _prepare(message: Mapping[str, Any]) -> dict[str, Any]:

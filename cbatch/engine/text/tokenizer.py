@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import date
 from functools import cached_property, lru_cache, partial
 from itertools import chain
 from typing import Any
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.base.template_options import DEFAULT_TEMPLATE, TemplateOptions, check_variables
 from cbatch.engine.text.chat_template import render_chat
 from cbatch.engine.text.detokenizer import NUM_CONTEXT_TOKENS, IncrementalDetokenizer, TokenBytes
 from cbatch.engine.text.fast_loader import TextTokenizer
 from cbatch.engine.text.output_parser import OutputParser
 from cbatch.engine.text.tool_calls import template_messages
-
-FIXED_DATE = date(2024, 7, 26)
-"""The date given to chat templates by default: the one that Llama's own template uses if it has no clock."""
 
 Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}` with text content, which a message with tool calls may lack."""
@@ -80,14 +77,14 @@ class ChatTokenizer:
         messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        today: date = FIXED_DATE,
+        template: TemplateOptions = DEFAULT_TEMPLATE,
         answer: str = "",
     ) -> list[int]:
         """Token ids of a conversation through the chat template, up to the assistant's turn.
 
-        tools:  functions that the model may call (see `check_tools`); a template without tools ignores them
-        today:  the date for templates that write one; not read from a clock, so that equal messages give equal ids
-        answer: the beginning of the assistant's turn, which the model is to continue
+        tools:    functions that the model may call (see `check_tools`); a template without tools ignores them
+        template: the date, further variables, and whether the last message is continued instead
+        answer:   the beginning of the assistant's turn, which the model is to continue
 
         Raises RequestError (`template_error`) if the template refuses the messages.
         """
@@ -98,11 +95,17 @@ class ChatTokenizer:
         plain = template_messages(messages)
         if not plain or not all(isinstance(message.get("content"), str) for message in plain):
             raise RequestError("invalid_row", "Messages must be a list of at least one, each with text content.")
+        if template.continue_final_message:
+            if not isinstance(messages[-1].get("content"), str):
+                raise RequestError("invalid_row", "continue_final_message needs text content in the last message.")
+            if answer:
+                raise RequestError("invalid_row", "The last message or an answer can be continued, but not both.")
         functions = [dict(tool) for tool in tools or ()]
-        if not any(self._special_pattern.search(text) for text in _strings([plain, functions, answer])):
-            text = self._render(plain, functions, today) + answer
+        variables = dict(template.kwargs)
+        if not any(self._special_pattern.search(text) for text in _strings([plain, functions, variables, answer])):
+            text = self._render(plain, functions, variables, template) + answer
             return self._tokenizer.encode(text, add_special_tokens=False).ids
-        return self._encode_with_text_specials(plain, functions, today, answer)
+        return self._encode_with_text_specials(plain, functions, variables, template, answer)
 
     def detokenizer(
         self, prompt: Sequence[int], params: SamplingParams, tags: Sequence[str] = ()
@@ -120,9 +123,23 @@ class ChatTokenizer:
         """The text of a whole sequence of tokens."""
         return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def opens_thinking(self, prompt: Sequence[int]) -> bool:
-        """Whether the prompt ends with an opening think tag, so that the output begins as reasoning."""
-        return self.output_parser.opens_thinking(self._end_of(prompt))
+    def opens_thinking(self, prompt: Sequence[int], continued: str = "") -> bool:
+        """Whether the prompt leaves a think tag open, so that the output begins as reasoning.
+
+        continued: the text at the end of the prompt that the output continues: that of the last message, or the
+                   beginning of an answer
+        """
+        if self.output_parser.think_tags is None:
+            return False
+        start = continued.strip()
+        opening, closing = self.output_parser.think_tags
+        if closing in start:
+            return False
+        if start.startswith(opening):
+            return True
+        # No token is shorter than a byte.
+        end = self.decode(prompt[-NUM_CONTEXT_TOKENS - len(continued.encode()) :], skip_special_tokens=False)
+        return self.output_parser.opens_thinking(end.rpartition(start)[0] if start else end)
 
     def ends_thinking(self, token_ids: Sequence[int]) -> bool:
         """Whether the closing think tag is among the last tokens of an output so far."""
@@ -138,29 +155,47 @@ class ChatTokenizer:
         spelt = [tuple(self._tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
         return [list(ids) for ids in dict.fromkeys(spelt) if ids]
 
-    def _render(self, messages: _Objects, tools: _Objects, today: date) -> str:
-        template = self.templates
+    def _render(self, messages: _Objects, tools: _Objects, variables: dict[str, Any], options: TemplateOptions) -> str:
+        template, special_tokens = self.templates, self._tokenizer.special_tokens
         if isinstance(template, dict):
             template = template["tool_use" if tools and "tool_use" in template else "default"]
+        check_variables(variables, frozenset(special_tokens))
         try:
-            return render_chat(template or "", messages, tools, self._tokenizer.special_tokens, today)
+            return render_chat(
+                template or "",
+                messages,
+                tools,
+                special_tokens,
+                options.today,
+                variables=variables,
+                add_generation_prompt=options.begins_new_message,
+                continue_final_message=options.continue_final_message,
+            )
         except Exception as error:  # a template is a program of the model's author and may raise anything
             raise RequestError("template_error", f"The chat template refused the messages: {error}") from error
 
-    def _encode_with_text_specials(self, messages: _Objects, tools: _Objects, today: date, answer: str) -> list[int]:
-        """Encodes messages, tools or the beginning of an answer that have special tokens written in them.
+    def _encode_with_text_specials(
+        self,
+        messages: _Objects,
+        tools: _Objects,
+        variables: dict[str, Any],
+        options: TemplateOptions,
+        answer: str,
+    ) -> list[int]:
+        """Encodes messages, tools, variables or the beginning of an answer with special tokens written in them.
 
         A separator, a private-use character that occurs nowhere in them, is inserted after the first character of each
         special token, so that the tokenizer does not recognize it. The tokens of the separators are then left out.
         """
-        written = list(_strings([messages, tools, answer]))
+        written = list(_strings([messages, tools, variables, answer]))
         characters = set().union(*written)
         separators = (chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in characters)
         separator = next((one for one in separators if not any(_escape(one) in text for text in written)), None)
         if separator is None:
             raise RequestError("invalid_row", "The messages hold every private-use character of Unicode.")
         hide = partial(self._special_pattern.sub, lambda match: match[0][0] + separator + match[0][1:])
-        rendered = self._render(_map_strings(messages, hide), _map_strings(tools, hide), today) + hide(answer)
+        hidden = [_map_strings(value, hide) for value in (messages, tools, variables)]
+        rendered = self._render(hidden[0], hidden[1], hidden[2], options) + hide(answer)
         # A template that prints an object as Python does, or as JSON in ASCII, prints the separator as an escape.
         rendered = rendered.replace(_escape(separator), separator)
         encoding = self._tokenizer.encode(rendered, add_special_tokens=False)
@@ -168,7 +203,9 @@ class ChatTokenizer:
         return [token for token, (start, stop) in pairs if rendered[start:stop] != separator]
 
 
-def encode_prompt(tokenizer: ChatTokenizer | None, prompt: Prompt, *, raw: bool, today: date, answer: str) -> list[int]:
+def encode_prompt(
+    tokenizer: ChatTokenizer | None, prompt: Prompt, *, raw: bool, template: TemplateOptions, answer: str
+) -> list[int]:
     """See `Engine.encode`. `tokenizer` is None for a model that has none."""
     if not isinstance(prompt, str | Mapping):
         return list(prompt)
@@ -177,10 +214,10 @@ def encode_prompt(tokenizer: ChatTokenizer | None, prompt: Prompt, *, raw: bool,
     if isinstance(prompt, Mapping):
         if "messages" not in prompt:
             raise RequestError("invalid_row", "A prompt that is a mapping must have messages.")
-        return tokenizer.encode_chat(prompt["messages"], tools=prompt.get("tools"), today=today, answer=answer)
+        return tokenizer.encode_chat(prompt["messages"], tools=prompt.get("tools"), template=template, answer=answer)
     if raw or not tokenizer.chat_template:
         return tokenizer.encode(prompt)
-    return tokenizer.encode_chat([{"role": "user", "content": prompt}], today=today)
+    return tokenizer.encode_chat([{"role": "user", "content": prompt}], template=template)
 
 
 def _escape(separator: str) -> str:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from cbatch.engine.base.errors import RequestError
+from cbatch.engine.base.template_options import TemplateOptions
 from cbatch.engine.text.chat_template import render_chat
 from cbatch.engine.text.fast_loader import TextTokenizer, TransformersTokenizer
 from cbatch.engine.text.tokenizer import ChatTokenizer
-from tests.support.model_folder import make_tokenizer
+from tests.support.chat_templates import TEMPLATES
+from tests.support.model_folder import TEMPLATE, make_tokenizer
 
 DAY = date(2031, 2, 3)
 MESSAGES = [{"role": "user", "content": "hé <b> & 日本"}, {"role": "assistant", "content": "a\n b"}]
@@ -60,6 +62,68 @@ def test_renders_as_transformers_does(name: str, tools: list[dict[str, Any]]) ->
     assert outcome(lambda: render_chat(template, MESSAGES, tools, SPECIAL, DAY)) == expected
 
 
+VARIABLES = {"enable_thinking": False, "date_string": "1 May", "nested": {"a": [1, None, "<é>"]}, "effort": "high"}
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, "variables"])
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_variables_reach_the_template_as_in_transformers(name: str, add_generation_prompt: bool) -> None:
+    """Guards `enable_thinking` and every other variable, the assistant's opening, and whole templates of families."""
+    template = TEMPLATES.get(
+        name, "{{ nested | default(0) | tojson }}{{ effort }}{{ add_generation_prompt }}{{ missing is defined }}"
+    )
+    theirs, messages = make_tokenizer(), [{"role": "user", "content": "hi"}]
+    asked = {"chat_template": template, "tokenize": False, "add_generation_prompt": add_generation_prompt}
+    for variables in ({}, VARIABLES):
+        expected = theirs.apply_chat_template(messages, **asked, **{"date_string": "26 Jul"} | variables)
+        found = render_chat(
+            *(template, messages, [], SPECIAL, DAY),
+            variables={"date_string": "26 Jul"} | variables,
+            add_generation_prompt=add_generation_prompt,
+        )
+        assert found == expected
+
+
+FINAL_TEXTS = [
+    *("Sure, ", "Sure", "", " \n", "a\n\n", "  led by blanks", "hi", "é日本 <b>", "<think>\nI should", "a <think> b"),
+    *("<think>\nhm\n</think>\n\nThe", "<think>hm</think>The", "x</think>y", "CONTINUE_FINAL_MESSAGE_TAG x"),
+]
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, "demo", "twice", "trimmed", "without content"])
+def test_the_last_message_is_continued_as_in_transformers(name: str) -> None:
+    """Guards where the prompt ends, to the character, and which messages cannot be continued."""
+    more = {
+        "demo": TEMPLATE,
+        "twice": "{% for m in messages %}{{ m.content }}|{{ m.content }}<|im_end|>{% endfor %}",
+        "trimmed": "{% for m in messages %}{{ m.content.strip() }} <|im_end|>{% endfor %}",
+        "without content": "{{ messages[-1].content[:3] }}",
+    }
+    template, theirs = TEMPLATES.get(name) or more[name], make_tokenizer()
+    asked = {"chat_template": template, "tokenize": False, "continue_final_message": True, "date_string": "26 Jul"}
+    num_continued = 0
+    for role in ("assistant", "user"):
+        for text in FINAL_TEXTS:
+            messages = [{"role": "user", "content": "hi"}, {"role": role, "content": text}]
+            expected = outcome(lambda messages=messages: theirs.apply_chat_template(messages, **asked))
+            found = outcome(lambda messages=messages: continued(template, messages))
+            if expected.startswith("text: "):
+                assert found == expected
+                num_continued += 1
+            else:
+                assert found.startswith("ValueError: it leaves out or changes the last message"), expected
+    assert (num_continued > 10) == (name != "without content")
+
+
+def continued(template: str, messages: list[dict[str, Any]]) -> str:
+    return render_chat(
+        *(template, messages, [], SPECIAL, DAY),
+        variables={"date_string": "26 Jul"},
+        add_generation_prompt=False,
+        continue_final_message=True,
+    )
+
+
 def render(template: str, *messages: dict[str, Any]) -> str:
     return render_chat(template, messages or MESSAGES, [], SPECIAL, DAY)
 
@@ -105,7 +169,7 @@ def test_a_template_is_told_the_date(make: Any) -> None:
     tokenizer = ChatTokenizer(make(theirs))
     messages = [{"role": "user", "content": "hi"}]
     assert tokenizer.decode(tokenizer.encode_chat(messages)) == "26 Jul 2024"
-    assert tokenizer.decode(tokenizer.encode_chat(messages, today=DAY)) == "03 Feb 2031"
+    assert tokenizer.decode(tokenizer.encode_chat(messages, template=TemplateOptions(today=DAY))) == "03 Feb 2031"
 
 
 def plain(theirs: Any) -> TextTokenizer:

@@ -7,6 +7,7 @@ from datetime import date
 from typing import TYPE_CHECKING
 
 from cbatch.cli.chat.session.session import Message
+from cbatch.engine import TemplateOptions
 
 if TYPE_CHECKING:
     from cbatch.engine import Engine
@@ -18,7 +19,8 @@ def encode(engine: Engine, messages: Sequence[Message], reply_prefix: str = "") 
     Without a chat template the model continues plain text: each message on a new line, directly followed by its reply.
     """
     if takes_messages(engine):
-        return engine.encode({"messages": messages}, today=date.today(), answer=reply_prefix)
+        template = TemplateOptions(today=date.today())
+        return engine.encode({"messages": messages}, template=template, answer=reply_prefix)
     return engine.encode(as_plain_text(messages) + reply_prefix, raw=True)
 
 
