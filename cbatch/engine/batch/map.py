@@ -96,18 +96,16 @@ class RowMap:
         """Yields all results. A row is in the output before its result is given."""
         with closing(self._stream.finished(lines, plan or ResumePlan())) as finished:
             try:
-                yield from self._ready()
                 for requests in finished:
                     self._take(requests, output)
+                    if output is not None and self._stream.has_given_all:  # before the consumer may leave
+                        output.finish(lambda: None)
                     yield from self._ready()
             except RunFailed:
                 raise
             except BaseException:  # the consumer leaves: what is finished by now need not be computed again
                 self._take(self._stream.finished_by_now(), output)
                 raise
-        if output is not None:
-            output.finish(lambda: None)
-        yield from self._ready()
 
     def run_to_file(self, lines: Iterator[Line], path: Path, *, resume: bool) -> Generator[Result]:
         """The same with the journal of `cbatch run` in a file, which is in order at the end."""

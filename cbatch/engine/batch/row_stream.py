@@ -71,6 +71,8 @@ class RowStream:
         self._window = Window(window)
         self._in_flight: dict[int, list[RequestHandle]] = {}
         self._is_stopping = False
+        self.has_given_all = False
+        """Whether `finished` has given every row of its source; true with the last of them already."""
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
     def finished(self, source: Iterable[Line], kept: Container[int] = ()) -> Generator[list[RowRequest]]:
@@ -90,8 +92,10 @@ class RowStream:
                 messages = self._next_messages()
                 finished = self._take_finished(messages)
                 num_done += sum(isinstance(message, RowRequest) for message in messages)
-                yield finished
                 end = next((message for message in messages if isinstance(message, EndOfInput)), end)
+                if end is not None and end.error is None and self._engine_thread.failure is None:
+                    self.has_given_all = num_done == end.rows
+                yield finished
                 if StopRequested() in messages:  # only now: what was finished before it has been given
                     return
                 if not messages and self._engine_thread.failure is not None:

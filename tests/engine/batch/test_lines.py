@@ -7,9 +7,10 @@ import os
 
 import pytest
 
+from cbatch.engine import RequestError
 from cbatch.engine.batch import lines
 from cbatch.engine.batch.jsonl import parse_line
-from cbatch.engine.batch.lines import Spool, read_lines
+from cbatch.engine.batch.lines import Line, LineSpool, Spool, read_lines
 
 
 def test_lines_are_physical_and_blank_ones_skipped() -> None:
@@ -58,6 +59,23 @@ def test_a_pipe_can_be_read_twice() -> None:
             (2, b"three"),
             (3, b"four"),
         ]
+
+
+def test_lines_without_a_stream_can_be_taken_twice() -> None:
+    """Guards resuming a source that only comes once: all that a line has comes again, then the rest."""
+    lines = [
+        Line(0, b"\xff{"),
+        Line(1, None, b"digest"),
+        Line(2, b"{}", error=RequestError("code", "why")),
+        Line(3, b""),
+    ]
+    spool = LineSpool(iter(lines))
+    assert [next(spool).index for _ in range(3)] == [0, 1, 2]
+    spool.rewind()
+    for line, again in zip(lines, spool, strict=True):
+        assert (again.index, again.data, again.source) == (line.index, line.data, line.source)
+        assert repr(again.error) == repr(line.error)
+    assert len({line.source for line in [*lines, Line(2, b"{}"), Line(2, b"{}", error=RequestError("code", "x"))]}) == 6
 
 
 def test_a_file_is_read_twice_from_where_it_stood() -> None:

@@ -108,6 +108,28 @@ def test_an_abandoned_map_is_continued(mapped: Mapper, expected: bytes, tmp_path
     assert path.read_bytes() == expected and results == rows_in(path)
 
 
+def test_what_finished_meanwhile_is_written_when_a_map_is_left(mapped: Mapper, tmp_path: Path) -> None:
+    """Guards work: rows that finish while the consumer does something else are in the file when it leaves."""
+    results = mapped((f"row {n}" for n in range(10**9)), path=tmp_path / "out.jsonl", params={"max_tokens": 1})
+    next(results)
+    steps = mapped.engine_thread.engine.stats
+    before = -1
+    while before != (before := steps().num_steps) or steps().num_running:  # until all of the window has finished
+        time.sleep(0.2)
+    results.close()
+    assert len(rows_in(tmp_path / "out.jsonl")) == 1 + 4 * 2
+
+
+def test_the_file_is_in_order_before_the_last_result_is_given(mapped: Mapper, expected: bytes, tmp_path: Path) -> None:
+    """Guards consumers that stop at the last result and never ask for one more, such as `zip`."""
+    for options in ({}, {"resume": True}):
+        results = mapped(ROWS, path=tmp_path / "out.jsonl", **options)
+        assert [row["index"] for _, row in zip(range(len(ROWS)), results, strict=False)] == list(range(len(ROWS)))
+        assert (tmp_path / "out.jsonl").read_bytes() == expected
+        results.close()
+        (tmp_path / "out.jsonl").write_bytes(b"".join(reversed(expected.splitlines(keepends=True))))
+
+
 def test_kept_rows_are_not_computed_again(mapped: Mapper, tmp_path: Path) -> None:
     """Guards the work of an earlier call: a finished file is given from the disk, and left alone."""
     path = tmp_path / "out.jsonl"
