@@ -307,7 +307,7 @@ TEMPLATE = "Translate to {language}: {text} {{literally}}"
 def test_a_template_fills_prompts(mapped: Mapper, tmp_path: Path, model_folder: Path) -> None:
     """Guards what a template makes: the prompt; other columns are fields of the row or carried along."""
     rows = [
-        {"language": "French", "text": "{language} a.b {0}", "id": "x", "max_tokens": 4, "stops": 1},
+        {"language": "French", "text": "{language} a.b {0}", "id": "x", "max_tokens": 4, "max_token": 1},
         {"language": "German", "text": 5, "url": "http://a", "method": "GET", "max_tokens": 4},
     ]
     rendered = [
@@ -316,7 +316,7 @@ def test_a_template_fills_prompts(mapped: Mapper, tmp_path: Path, model_folder: 
     ]
     results = list(mapped(rows, template=TEMPLATE))
     assert [row["extra"] for row in results] == [
-        {"language": "French", "text": "{language} a.b {0}", "stops": 1},
+        {"language": "French", "text": "{language} a.b {0}", "max_token": 1},
         {"language": "German", "text": 5, "url": "http://a", "method": "GET"},
     ]
     assert run(tmp_path, model_folder, "--allow-unknown", rows=rendered) == 0
@@ -329,7 +329,7 @@ def test_columns_of_a_template_are_no_request_of_another_api(mapped: Mapper) -> 
     """Guards tables of web pages, whose columns are called like those of an OpenAI Batch request."""
     page = {"url": "http://a", "method": "GET", "body": "text", "messages": "none", "prompt_token_ids": None}
     (result,) = mapped([page], template="Sum up {body}", params={"max_tokens": 1})
-    assert result["extra"] == {"url": "http://a", "method": "GET", "body": "text"}
+    assert result["extra"] == {"url": "http://a", "method": "GET", "body": "text"} and "error" not in result
 
 
 def test_a_template_over_prompts(mapped: Mapper) -> None:
