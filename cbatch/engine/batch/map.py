@@ -53,8 +53,7 @@ def map_rows(
     holds rows that are in the way; EngineError if the engine fails; RunFailed if writing fails; and what `rows` raises,
     after the results of all rows before it.
     """
-    if isinstance(rows, str | bytes | Mapping):
-        raise ConfigError(f"rows must be an iterable of rows, not one {type(rows).__name__}; put it into a list.")
+    _check_rows(rows)
     if resume and path is None:
         raise ConfigError("resume needs the path of the file that is to be continued.")
     made = PromptTemplate(template) if isinstance(template, str) else template
@@ -64,6 +63,17 @@ def map_rows(
     row_map = RowMap(stream, processor, results, ordered=ordered)
     lines = lines_of(rows, made)
     return row_map.run(lines) if path is None else row_map.run_to_file(lines, Path(path), resume=resume)
+
+
+def _check_rows(rows: Iterable[object]) -> None:
+    """Raises ConfigError for what is no iterable of rows, or whose iteration would give something else."""
+    kind = type(rows).__name__
+    if isinstance(rows, str | bytes | Mapping):
+        raise ConfigError(f"rows must be an iterable of rows, not one {kind}; put it into a list.")
+    if hasattr(rows, "iterrows") or hasattr(rows, "iter_rows"):
+        raise ConfigError(f"Iterating over a {kind} gives its columns; give its rows, such as to_dict('records').")
+    if not hasattr(rows, "__iter__") and not hasattr(rows, "__getitem__"):
+        raise ConfigError(f"rows must be an iterable of rows, not {kind}.")
 
 
 class MapWriter(FileWriter):
@@ -83,7 +93,7 @@ class RowMap:
         self._results = results
         self._ordered = ordered
         self._next = 0
-        """Index of the row whose result comes next, if they are ordered."""
+        """Number of results that have been given."""
         self._held: dict[int, tuple[int, Result]] = {}
         """Position and result of finished rows, by their index."""
         self._kept: Iterator[tuple[int, bytes]] = iter(())
@@ -133,7 +143,7 @@ class RowMap:
     def _ready(self) -> Iterator[Result]:
         """The results whose turn has come. The window moves on when they are taken."""
         while True:
-            index = self._next if self._ordered else self._kept_row[0] if self._kept_row else next(iter(self._held), -1)
+            index = self._next_index()
             if self._kept_row is not None and self._kept_row[0] == index:
                 result = json.loads(self._kept_row[1])
                 self._kept_row = next(self._kept, None)
@@ -144,3 +154,9 @@ class RowMap:
                 return
             self._next += 1
             yield result
+
+    def _next_index(self) -> int:
+        """Index of the row whose result comes next: in order, or of any that is there, kept ones first."""
+        if self._ordered:
+            return self._next
+        return self._kept_row[0] if self._kept_row is not None else next(iter(self._held), -1)

@@ -126,6 +126,8 @@ class FileWriter(RowWriter):
 
     def __init__(self, path: Path, *, input_order: bool) -> None:
         """Raises ConfigError if the file cannot be written or put in order, or another run writes it."""
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"Cannot write {str(path)!r}: a file is needed.")
         self._name = str(path)
         self._path = path.resolve()
         self._ordered_path = self._path.with_name(f".{_short(self._path.name)}.cbatch-sorting")

@@ -9,6 +9,7 @@ import time
 from collections import UserDict
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -380,10 +381,21 @@ def test_templates_reach_nothing_but_columns(mapped: Mapper, template: str, mess
         mapped(["a"], template=template)
 
 
-@pytest.mark.parametrize("rows", ["one text", b"bytes", {"prompt": "one row"}])
-def test_one_row_is_not_an_iterable_of_rows(mapped: Mapper, rows: Any) -> None:
-    """Guards against a prompt for every character of a text."""
-    with pytest.raises(ConfigError, match="rows must be an iterable of rows, not one"):
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("one text", "rows must be an iterable of rows, not one str; put it into a list"),
+        (b"bytes", "not one bytes; put"),
+        ({"prompt": "one row"}, "not one dict; put"),
+        (SimpleNamespace(iterrows=0, __iter__=0), "gives its columns"),
+        (5, "rows must be an iterable of rows, not int"),
+    ],
+)
+def test_what_is_no_iterable_of_rows(mapped: Mapper, rows: Any, message: str) -> None:
+    """Guards against a prompt for every character of a text, and for the name of every column of a table."""
+    with pytest.raises(ConfigError, match=message):
         mapped(rows)
+    with pytest.raises(ConfigError, match="a file is needed"):
+        next(mapped(["a"], path="/dev/null"))
     with pytest.raises(ConfigError, match="resume needs the path"):
         mapped(["a"], resume=True)
