@@ -7,9 +7,9 @@ it is not run.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cbatch.engine.text.detokenizer import partial_match_length
 from cbatch.engine.text.tool_calls import LLAMA, TOOL_TAGS, ToolCall, extract_tool_calls
@@ -27,6 +27,13 @@ class ParsedOutput:
     text: str
     reasoning: str | None
     tool_calls: tuple[ToolCall, ...]
+
+
+class ParsedDelta(NamedTuple):
+    """What a part of an output adds to its text and to its reasoning."""
+
+    text: str = ""
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +97,17 @@ class OutputParser:
             text, calls = extract_tool_calls(text, self.tool_call_tag, tools)
         return ParsedOutput(text, reasoning, tuple(calls))
 
+    def stream(
+        self, *, is_thinking: bool = False, tools: Sequence[Mapping[str, Any]] | None = None, prefix: str = ""
+    ) -> OutputStream:
+        """Parses an output while it comes.
+
+        is_thinking, tools: as for `parse`
+        prefix:             the beginning of the output, which was shown before, as `parse` gives it; the stream gives
+                            only what the rest of the output adds
+        """
+        return OutputStream(self, is_thinking, tools, prefix)
+
     def _divide(self, text: str, is_thinking: bool, *, is_partial: bool) -> tuple[str | None, str]:
         if self.think_tags is None:
             return None, text
@@ -108,3 +126,154 @@ class OutputParser:
             reasoning = reasoning[: len(reasoning) - partial_match_length(reasoning, closing)]
         reasoning = reasoning.strip("\n")
         return (reasoning if reasoning.strip() else None), rest.lstrip("\n")
+
+
+class OutputStream:
+    """Takes one output apart while it comes, in time linear in its length, and never takes back what it has given.
+
+    The deltas joined, and the tool calls, are what `OutputParser.parse` makes of the whole output. What may become a
+    tag, and white space that may go with it, is held back. If there are tools, everything from the first tag of a tool
+    call on waits for the end, and so does a text in Llama's format that begins with a brace.
+    """
+
+    def __init__(
+        self, parser: OutputParser, is_thinking: bool, tools: Sequence[Mapping[str, Any]] | None, prefix: str
+    ) -> None:
+        """For the arguments see `OutputParser.stream`."""
+        self._is_thinking = is_thinking
+        self._tools = tools or ()
+        self._call_tag = parser.tool_call_tag if tools else None
+        self._text = self._reasoning = ""  # for the next delta
+        self._start: list[str] = []  # what comes before it is decided whether the output begins with a think tag
+        self._word = ""  # the same without white space at its beginning
+        self._answer: list[str] = []  # all text, with tool calls
+        self._num_shown = 0  # characters of it that have been given
+        self._take_text = None if self._call_tag is None else self._find_call
+        self._call_finder = _TagFinder(self._call_tag or "", None)
+        self._stage: Callable[[str], None] | None = self._take_text
+        """Takes the next part of the output. None if it is text in any case."""
+        if parser.think_tags is not None:
+            self._opening, closing = parser.think_tags
+            self._closing_finder = _TagFinder(closing, "\n")
+            self._stage = self._find_opening
+        self._shown_before = ParsedDelta()  # what was held back of the prefix, and was shown nevertheless
+        self._calls_before: tuple[ToolCall, ...] = ()
+        if prefix:
+            given, shown = self.push(prefix), parser.parse(prefix, is_thinking=is_thinking, tools=tools)
+            text, reasoning = shown.text[len(given.text) :], (shown.reasoning or "")[len(given.reasoning) :]
+            self._shown_before, self._calls_before = ParsedDelta(text, reasoning), shown.tool_calls
+
+    def push(self, delta: str) -> ParsedDelta:
+        """Takes the next part of the output, and returns what can be shown now."""
+        if self._stage is None:
+            return ParsedDelta(delta)
+        self._stage(delta)
+        return self._new()
+
+    def finish(self) -> tuple[ParsedDelta, tuple[ToolCall, ...]]:
+        """What was held back, and the tool calls, once the output has ended."""
+        if self._stage == self._find_opening:
+            self._go_on_without_opening()
+        if self._stage == self._find_closing:
+            self._reasoning += self._closing_finder.rest()
+        calls: tuple[ToolCall, ...] = ()
+        if self._call_tag is not None:
+            text, found = extract_tool_calls("".join(self._answer), self._call_tag, self._tools)
+            self._text += text[self._num_shown :]
+            num_before = len(self._calls_before)
+            calls = tuple(found[num_before:] if tuple(found[:num_before]) == self._calls_before else found)
+        return self._new(), calls
+
+    def _new(self) -> ParsedDelta:
+        text, shown_text = _without_shown(self._text, self._shown_before.text)
+        reasoning, shown_reasoning = _without_shown(self._reasoning, self._shown_before.reasoning)
+        self._shown_before = ParsedDelta(shown_text, shown_reasoning)
+        self._text = self._reasoning = ""
+        return ParsedDelta(text, reasoning)
+
+    def _go_on(self, stage: Callable[[str], None] | None, rest: str) -> None:
+        self._stage = stage
+        if stage is None:
+            self._text += rest
+        else:
+            stage(rest)
+
+    def _find_opening(self, delta: str) -> None:
+        self._start.append(delta)
+        self._word += delta if self._word else delta.lstrip()
+        if self._word.startswith(self._opening):
+            self._shown_before = ParsedDelta()  # the prefix ended within this tag or before it
+            self._go_on(self._begin_reasoning, self._word[len(self._opening) :])
+        elif not self._opening.startswith(self._word):
+            self._go_on_without_opening()
+
+    def _go_on_without_opening(self) -> None:
+        self._go_on(self._begin_reasoning if self._is_thinking else self._take_text, "".join(self._start))
+
+    def _begin_reasoning(self, delta: str) -> None:
+        if rest := delta.lstrip("\n"):
+            self._go_on(self._find_closing, rest)
+
+    def _find_closing(self, delta: str) -> None:
+        reasoning, rest = self._closing_finder.push(delta)
+        self._reasoning += reasoning
+        if rest is not None:
+            self._go_on(self._begin_text, rest)
+
+    def _begin_text(self, delta: str) -> None:
+        if rest := delta.lstrip("\n"):
+            self._go_on(self._take_text, rest)
+
+    def _find_call(self, delta: str) -> None:
+        self._answer.append(delta)
+        text, rest = self._call_finder.push(delta)
+        may_be_call = self._call_tag == LLAMA and self._num_shown == 0 and text.lstrip().startswith("{")
+        if not may_be_call:
+            self._text += text
+            self._num_shown += len(text)
+        if may_be_call or rest is not None:
+            self._stage = self._answer.append
+
+
+class _TagFinder:
+    """Looks for a tag in a text that comes in parts.
+
+    Before the tag is found, it holds back what may begin it and white space in front of that. A text that is nothing
+    but white space is held back altogether.
+    """
+
+    def __init__(self, tag: str, white_space: str | None) -> None:
+        """`white_space` are the characters that may go with the tag; None means all white space."""
+        self._tag = tag
+        self._white_space = white_space
+        self._is_blank = True
+        self._spaces: list[str] = []
+        self._partial_tag = ""
+
+    def push(self, delta: str) -> tuple[str, str | None]:
+        """What can be shown, and what came after the tag: None if it has not come yet."""
+        before, tag, after = (self._partial_tag + delta).partition(self._tag)
+        if not tag:
+            end = len(before) - partial_match_length(before, self._tag)
+            before, self._partial_tag = before[:end], before[end:]
+        text = before.rstrip(self._white_space)
+        if self._is_blank and not text.strip():
+            text = ""
+        spaces = before[len(text) :]
+        if text:
+            text = "".join(self._spaces) + text
+            self._is_blank = False
+            self._spaces.clear()
+        self._spaces.append(spaces)
+        return text, after if tag else None
+
+    def rest(self) -> str:
+        """What looked like the beginning of the tag at the end of the text, with the white space in front of it."""
+        return "".join(self._spaces) + self._partial_tag if self._partial_tag else ""
+
+
+def _without_shown(new: str, shown: str) -> tuple[str, str]:
+    """The part of `new` that was not shown, and what of `shown` may still come again."""
+    if new.startswith(shown):
+        return new[len(shown) :], ""
+    return ("", shown[len(new) :]) if shown.startswith(new) else (new, "")

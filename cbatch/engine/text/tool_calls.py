@@ -90,7 +90,8 @@ def extract_tool_calls(text: str, tag: str, tools: Sequence[Mapping[str, Any]]) 
     tag:   HERMES, MISTRAL or LLAMA
     tools: the request's tools; their schemas give the types of arguments that are written as text
 
-    If there was a call, white space around the remaining text goes too. Otherwise the text is unchanged.
+    Without a call the text is unchanged. Otherwise the pieces of text around the calls are joined, a line each: white
+    space around them goes, except in front of text before the first call, since a stream has shown that by then.
     """
     if tag == LLAMA:
         return _extract_llama(text)
@@ -118,7 +119,8 @@ def _extract_calls(text: str, tag: str, read: _Reader) -> tuple[str, list[ToolCa
     pieces.append(text[begin:])
     if not calls:
         return text, []
-    return "\n".join(piece.strip() for piece in pieces if piece.strip()), calls
+    pieces = [pieces[0].rstrip(), *(piece.strip() for piece in pieces[1:])]
+    return "\n".join(piece for piece in pieces if piece), calls
 
 
 def _extract_llama(text: str) -> tuple[str, list[ToolCall]]:
@@ -127,7 +129,7 @@ def _extract_llama(text: str) -> tuple[str, list[ToolCall]]:
     if parsed and isinstance(parsed[0], dict) and parsed[0].keys() & {"parameters", "arguments"}:
         call = _to_call(parsed[0])
         if call:
-            return (before.strip() if tag else ""), [call]
+            return (before.rstrip() if tag else ""), [call]
     return text, []
 
 

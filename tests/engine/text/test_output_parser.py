@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cbatch.engine.base.errors import RequestError
-from cbatch.engine.text.output_parser import OutputParser, ParsedOutput
+from cbatch.engine.text.output_parser import OutputParser, OutputStream, ParsedDelta, ParsedOutput
 from cbatch.engine.text.tool_calls import (
     HERMES,
     LLAMA,
@@ -235,6 +238,21 @@ def test_endless_repetition_is_given_up() -> None:
     assert len(parse_calls(QWEN3, call * (2 * MAX_INVALID_CALLS)).tool_calls) == 2 * MAX_INVALID_CALLS
 
 
+@pytest.mark.parametrize(
+    ("template", "call"),
+    [
+        (QWEN3, f"<tool_call>{call_text()}</tool_call>"),
+        (MISTRAL_OLD, "[TOOL_CALLS]look[ARGS]{}"),
+        (LLAMA32, f"<|python_tag|>{call_text()}"),
+    ],
+)
+def test_white_space_in_front_of_text_is_kept(template: str, call: str) -> None:
+    """Guards a stream, which has shown the white space when the call comes; in front of a call it goes."""
+    calls = (ToolCall("look", "{}"),)
+    assert parse_calls(template, f"\n I look. \n{call}\n") == ParsedOutput("\n I look.", None, calls)
+    assert parse_calls(template, f"\n {call}") == ParsedOutput("", None, calls)
+
+
 def test_qwen_coder_calls() -> None:
     """Guards the types of parameters that are written as text: those of the schema, and strings without one."""
     text = (
@@ -315,12 +333,13 @@ def test_lone_surrogates_in_arguments_stay_escapes() -> None:
 
 FORMATS = [
     OutputParser.from_template(template)
-    for template in ("", QWEN3, R1, MISTRAL_OLD, LLAMA32, "[THINK][/THINK][TOOL_CALLS]")
-]
+    for template in ("", QWEN3, R1, MISTRAL_OLD, LLAMA32, "[THINK][/THINK][TOOL_CALLS]", f"<think></think>{LLAMA}")
+] + [OutputParser(("((a", "))a"), HERMES)]
 PIECES = [
     *("<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", LLAMA),
     *('{"name": "f", "arguments": {}}', '{"name": "f", "parameters": {"a": "\\ud800"}}', '[{"name": "f"}]', "{", "}"),
     *("<function=f>", "<parameter=a>", "</parameter>", "</function>", "\n", " ", "</thi", "f", "1e999", "NaN", '"'),
+    *("<th", "<tool_ca", "[TOOL_C", "<|pyth", "((", "a", "))"),
 ]
 texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=12).map("".join)
 formats = st.sampled_from(FORMATS)
@@ -372,6 +391,196 @@ def test_every_split_is_the_beginning_of_the_final_one(parser: OutputParser, tex
         assert not last[1] or now[0] == last[0]
         last = now
     assert (final.reasoning or "").startswith(last[0]) and final.text.startswith(last[1])
+
+
+def streamed(stream: OutputStream, parts: Sequence[str]) -> ParsedOutput:
+    """All that a stream gives, joined."""
+    deltas = [stream.push(part) for part in parts]
+    last, calls = stream.finish()
+    texts, reasoning = zip(*deltas, last, strict=True)
+    return ParsedOutput("".join(texts), "".join(reasoning) or None, calls)
+
+
+@st.composite
+def parts_of_texts(draw: st.DrawFn) -> list[str]:
+    """A text, cut at random places or after each character; a part may be empty."""
+    text = draw(texts)
+    places = range(len(text)) if draw(st.booleans()) else draw(st.lists(st.integers(0, len(text)), max_size=8))
+    return [text[start:end] for start, end in pairwise([0, *sorted(places), len(text)])]
+
+
+some_tools = st.sampled_from([None, [LOOK]])
+
+
+@settings(max_examples=300, deadline=None)
+@given(formats, parts_of_texts(), st.booleans(), some_tools)
+def test_stream_gives_what_parse_gives(
+    parser: OutputParser, parts: list[str], is_thinking: bool, tools: list[Any] | None
+) -> None:
+    """Guards streams against other text, reasoning or calls than the finished result, wherever its tokens end."""
+    whole = parser.parse("".join(parts), is_thinking=is_thinking, tools=tools)
+    assert streamed(parser.stream(is_thinking=is_thinking, tools=tools), parts) == whole
+
+
+def endings(parser: OutputParser) -> list[str]:
+    """How an output may go on: with plain text, with the rest of a tag, or with what follows reasoning."""
+    calls = ['{"name": "f", "parameters": {}}', "f{}"]
+    rests = ["", *(tag[start:] for tag in parser.special_tags for start in range(len(tag)))]
+    return [rest + after for rest in rests for after in ("", "x", "y", "\nx", *calls)]
+
+
+def common_beginning(strings: list[str]) -> str:
+    low, high = min(strings), max(strings)
+    return next((low[:end] for end in range(len(low), 0, -1) if high.startswith(low[:end])), "")
+
+
+@settings(deadline=None)
+@given(formats, parts_of_texts(), st.booleans(), some_tools)
+def test_stream_shows_all_that_is_decided(
+    parser: OutputParser, parts: list[str], is_thinking: bool, tools: list[Any] | None
+) -> None:
+    """Guards the reader against waiting for text that no ending of the output can change any more."""
+    text = "".join(parts)
+    if tools and parser.tool_call_tag:
+        assume(parser.tool_call_tag not in text)
+        assume(parser.tool_call_tag != LLAMA or "{" not in text)
+    stream = parser.stream(is_thinking=is_thinking, tools=tools)
+    shown = [stream.push(part) for part in parts]
+    results = [parser.parse(text + ending, is_thinking=is_thinking, tools=tools) for ending in endings(parser)]
+    assert "".join(delta.text for delta in shown) == common_beginning([result.text for result in results])
+    reasoning = common_beginning([result.reasoning or "" for result in results])
+    assert "".join(delta.reasoning for delta in shown) == reasoning
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "parts", "shown"),
+    [
+        ("", [LOOK], [" ", "<think>", "<tool_call>"], [" ", "<think>", "<tool_call>", ""]),
+        (QWEN3, None, ["\n", "Hi <thi", "nk>", "<tool_call>\n"], ["", "\nHi <thi", "nk>", "<tool_call>\n", ""]),
+        (QWEN3, None, ["<", "thi", "s"], ["", "", "<this", ""]),
+        (QWEN3, [LOOK], ["\n", "I look", ".\n", "<tool", "s>"], ["", "\nI look", ".", "", "\n<tools>", ""]),
+        (QWEN3, [LOOK], ["{", '"a"'], ["{", '"a"', ""]),
+        (QWEN3, [LOOK], ["Say <tool_call>", "x", " "], ["Say", "", "", " <tool_call>x "]),
+        (QWEN3, [LOOK], ["Ok ", f"<tool_call>{call_text()}</tool_call>", "So "], ["Ok", "", "", "\nSo"]),
+        (QWEN3, [LOOK], [" ", f"<tool_call>{call_text()}</tool_call>", "So "], ["", "", "", "So"]),
+        (MISTRAL_OLD, [LOOK], ["Ok", " [", "TOOL_CALLS", "]now{}", " "], ["Ok", "", "", "", "", ""]),
+        (LLAMA32, [LOOK], [" ", '{"a"', ": 1} "], ["", "", "", ' {"a": 1} ']),
+        (LLAMA32, [LOOK], [" ", '{"name": "f", "arguments": {}}', "\n"], ["", "", "", ""]),
+        (LLAMA32, [LOOK], ["So: ", '{"a": 1}', "<|pyt"], ["So:", ' {"a": 1}', "", "<|pyt"]),
+    ],
+)
+def test_text_comes_as_it_is_written(
+    template: str, tools: list[Any] | None, parts: list[str], shown: list[str]
+) -> None:
+    """Guards each kind of output as its reader sees it come; what is shown last was held back to the end."""
+    stream = OutputParser.from_template(template).stream(tools=tools)
+    assert [*map(stream.push, parts), stream.finish()[0]] == [ParsedDelta(text) for text in shown]
+
+
+@pytest.mark.parametrize(
+    ("is_thinking", "parts", "shown"),
+    [
+        (False, ["\n<", "think>\n", " hm", "\n"], ["", "", " hm", "", ""]),
+        (True, ["\n", " ", "\nhm", " ", "\n", "so\n</", "th"], ["", "", " \nhm", " ", "", "\nso", "", "\n</th"]),
+        (True, [" \n\n", "</think>", "\n"], ["", "", "", ""]),
+    ],
+)
+def test_reasoning_comes_as_it_is_written(is_thinking: bool, parts: list[str], shown: list[str]) -> None:
+    """Guards the screen against reasoning that is nothing but white space, and against tags."""
+    stream = THINKING.stream(is_thinking=is_thinking)
+    assert [*map(stream.push, parts), stream.finish()[0]] == [ParsedDelta("", text) for text in shown]
+
+
+@settings(max_examples=300, deadline=None)
+@given(formats, parts_of_texts(), st.data(), st.booleans(), some_tools)
+def test_stream_of_a_continued_output_gives_what_is_new(
+    parser: OutputParser, parts: list[str], data: st.DataObject, is_thinking: bool, tools: list[Any] | None
+) -> None:
+    """Guards a continued output against giving its beginning or a call again, and against losing a part of the rest."""
+    num_before = data.draw(st.integers(0, len(parts)))
+    prefix, rest = "".join(parts[:num_before]), parts[num_before:]
+    text = prefix + "".join(rest)
+    before, whole = (parser.parse(part, is_thinking=is_thinking, tools=tools) for part in (prefix, text))
+    new, at_once = (
+        streamed(parser.stream(is_thinking=is_thinking, tools=tools, prefix=prefix), some)
+        for some in (rest, ["".join(rest)])
+    )
+    assert new == at_once
+    goes_on = whole.tool_calls[: len(before.tool_calls)] == before.tool_calls
+    assert new.tool_calls == whole.tool_calls[len(before.tool_calls) if goes_on else 0 :]
+    if parser.think_tags is not None:  # half of a tag that was shown as text cannot be taken back
+        opening, closing = parser.think_tags
+        head = text[: len(text) - len(text.lstrip())] + opening
+        assume(not (text.startswith(head) and 0 < len(prefix) < len(head)))
+        assume(closing not in text[max(0, len(prefix) - len(closing) + 1) : len(prefix) + len(closing) - 1])
+    assert (before.reasoning or "") + (new.reasoning or "") == (whole.reasoning or "")
+    assert whole.tool_calls or before.tool_calls or whole.text.startswith(before.text)
+    if whole.text.startswith(before.text):
+        assert before.text + new.text == whole.text
+
+
+@pytest.mark.parametrize(
+    ("template", "prefix", "parts", "shown", "num_calls"),
+    [
+        (QWEN3, "Hi ", ["you"], ["you", ""], 0),
+        (QWEN3, "Hi ", [" ", "you"], ["", " you", ""], 0),
+        (QWEN3, "Hi ", [f"<tool_call>{call_text()}"], ["", ""], 1),
+        (QWEN3, "Hi <tool", [f"_call>{call_text()}</tool_call>", "So"], ["", "", "\nSo"], 1),
+        (QWEN3, f"<tool_call>{call_text()}", ["</tool_call> So ", "on"], ["", "", "So on"], 0),
+        (QWEN3, f"<tool_call>{call_text()}</tool_call>So", [f" <tool_call>{call_text()}"], ["", ""], 1),
+        (
+            QWEN3,
+            f"<tool_call>{call_text(a=1)}",
+            [f"? <tool_call>{call_text()}"],
+            ["", f"<tool_call>{call_text(a=1)}?"],
+            1,
+        ),
+        (R1, "<thi", ["nk></think>", "<", "b>"], ["", "<", "b>", ""], 0),
+        (QWEN3, "<thi", ["s"], ["s", ""], 0),
+        (LLAMA32, "{", ['"a": ', "1}"], ["", "", '"a": 1}'], 0),
+    ],
+)
+def test_text_of_a_continued_output(
+    template: str, prefix: str, parts: list[str], shown: list[str], num_calls: int
+) -> None:
+    """Guards an answer whose beginning was given against saying part of it again, or a call that was there before."""
+    stream = OutputParser.from_template(template).stream(tools=[LOOK], prefix=prefix)
+    deltas = [stream.push(part) for part in parts]
+    last, calls = stream.finish()
+    assert [*deltas, last] == [ParsedDelta(text) for text in shown]
+    assert calls == (ToolCall("look", "{}"),) * num_calls
+
+
+def test_reasoning_goes_on_in_a_continued_output() -> None:
+    """Guards reasoning that was cut off, and the end of the line in front of its next part."""
+    stream = THINKING.stream(prefix="<think>\nhm\n")
+    assert stream.push("so</thi") == ParsedDelta("", "\nso")
+    assert stream.push("nk>Hi") == ParsedDelta("Hi")
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "part"),
+    [
+        ("", None, "word "),
+        (QWEN3, None, "word "),
+        (QWEN3, None, "\n \n"),
+        (QWEN3, None, "<think>"),
+        (QWEN3, [LOOK], "word "),
+        (QWEN3, [LOOK], "<tool_"),
+        (QWEN3, [LOOK], "\n \n"),
+        (QWEN3, [LOOK], "<tool_call>"),
+        (LLAMA32, [LOOK], "{"),
+    ],
+)
+def test_long_outputs_take_time_in_proportion(template: str, tools: list[Any] | None, part: str) -> None:
+    """Guards long outputs against a time that grows with the square of their length, which is minutes for these."""
+    stream = OutputParser.from_template(template).stream(tools=tools)
+    start = time.process_time()
+    for _ in range(20_000):
+        stream.push(100 * part)
+        assert time.process_time() - start < 5
+    stream.finish()
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize(
