@@ -412,7 +412,7 @@ def parts_of_texts(draw: st.DrawFn) -> list[str]:
 some_tools = st.sampled_from([None, [LOOK]])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(formats, parts_of_texts(), st.booleans(), some_tools)
 def test_stream_gives_what_parse_gives(
     parser: OutputParser, parts: list[str], is_thinking: bool, tools: list[Any] | None
@@ -458,6 +458,7 @@ def test_stream_shows_all_that_is_decided(
         ("", [LOOK], [" ", "<think>", "<tool_call>"], [" ", "<think>", "<tool_call>", ""]),
         (QWEN3, None, ["\n", "Hi <thi", "nk>", "<tool_call>\n"], ["", "\nHi <thi", "nk>", "<tool_call>\n", ""]),
         (QWEN3, None, ["<", "thi", "s"], ["", "", "<this", ""]),
+        (QWEN3, None, ["\n", "<thi"], ["", "", "\n<thi"]),
         (QWEN3, [LOOK], ["\n", "I look", ".\n", "<tool", "s>"], ["", "\nI look", ".", "", "\n<tools>", ""]),
         (QWEN3, [LOOK], ["{", '"a"'], ["{", '"a"', ""]),
         (QWEN3, [LOOK], ["Say <tool_call>", "x", " "], ["Say", "", "", " <tool_call>x "]),
@@ -483,6 +484,7 @@ def test_text_comes_as_it_is_written(
         (False, ["\n<", "think>\n", " hm", "\n"], ["", "", " hm", "", ""]),
         (True, ["\n", " ", "\nhm", " ", "\n", "so\n</", "th"], ["", "", " \nhm", " ", "", "\nso", "", "\n</th"]),
         (True, [" \n\n", "</think>", "\n"], ["", "", "", ""]),
+        (True, ["\n ", "<thi"], ["", "", " <thi"]),
     ],
 )
 def test_reasoning_comes_as_it_is_written(is_thinking: bool, parts: list[str], shown: list[str]) -> None:
