@@ -31,7 +31,7 @@ CONSTRAINTS = ("response_format", "regex", "choice", "grammar")
 LogitBias = Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]]
 """Token ids, which are strings in JSON, and what is added to their logits."""
 
-Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "tool_call"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ class Constraint:
                  and backreferences; \\d is 0 to 9
     choice       one of several strings; `source` is a JSON list of them
     grammar      text of a context-free grammar with a rule `start`, in llguidance's dialect of Lark
+    tool_call    calls of a request's tools in the model's own format; `source` is what `tool_choice_constraint` makes
     """
 
     kind: Kind

@@ -1,4 +1,4 @@
-"""Compiles constraints on outputs: JSON, JSON schemas, patterns, choices and grammars.
+"""Compiles constraints on outputs: JSON, JSON schemas, patterns, choices, grammars and calls of tools.
 
 The library is llguidance: an Earley parser over derivatives of regexes that works on the bytes of tokens. It builds its
 automata as the output needs them, so compiling is quick. It counts its work against limits, releases the GIL, and
@@ -19,8 +19,9 @@ from weakref import WeakValueDictionary
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.params import Constraint
 from cbatch.engine.structured.grammar import CompiledGrammar
-from cbatch.engine.structured.lark import constraint_error, to_lark
+from cbatch.engine.structured.lark import check_source, constraint_error, to_lark
 from cbatch.engine.structured.sandbox import LIMITS, GrammarSandbox, Vocabulary
+from cbatch.engine.structured.tool_choice import ToolCallGrammar
 from cbatch.engine.text.tokenizer import ChatTokenizer
 
 CACHE_SIZE = 128
@@ -64,20 +65,39 @@ class ConstraintCompiler:
     def _compile(self, constraint: Constraint) -> CompiledGrammar | RequestError:
         self._load()
         try:
-            grammar = to_lark(constraint)
-            assert self._sandbox is not None
-            wrong = self._sandbox.check(grammar)
+            grammar = self._checked_grammar(constraint)
         except RequestError as error:
             return error.with_traceback(None)
         except OSError as error:
             raise RequestError("internal_error", f"Structured output cannot be checked: {error}.") from error
-        if wrong:
-            return constraint_error(constraint, wrong)
         limits = self._library.LLParserLimits(**LIMITS)
         matcher = self._library.LLMatcher(self._vocabulary, grammar, limits=limits, log_level=0)
         if matcher.is_error():
             return constraint_error(constraint, matcher.get_error())
         return CompiledGrammar(matcher, self.vocab_size)
+
+    def _checked_grammar(self, constraint: Constraint) -> str:
+        """The grammar of a constraint, after its trial. Raises RequestError if it cannot be used."""
+        if constraint.kind != "tool_call":
+            grammar = to_lark(constraint)
+            self._check(constraint, grammar)
+            return grammar
+        check_source(constraint)
+        calls = ToolCallGrammar.from_constraint(constraint)
+        for name, grammar in calls.argument_grammars():
+            self._check(constraint, grammar, f"The JSON schema of the tool {name!r}")
+        self._check(constraint, calls.to_lark(lambda tag: None))  # the child process knows no special tokens
+        return calls.to_lark(self._special_id)
+
+    def _special_id(self, text: str) -> int | None:
+        """The id of a token that a grammar matches only by its id: the library takes `<name>` for special, too."""
+        token: int | None = self._tokenizer.backend.token_to_id(text)
+        return token if token in self._special else None
+
+    def _check(self, constraint: Constraint, grammar: str, part: str = "") -> None:
+        assert self._sandbox is not None
+        if wrong := self._sandbox.check(grammar):
+            raise constraint_error(constraint, wrong, part)
 
     def _load(self) -> None:
         """Imports the library and passes it the vocabulary, once."""
@@ -93,9 +113,9 @@ class ConstraintCompiler:
         except ValueError as error:
             what = f"Structured output does not know this model's kind of tokenizer: {error}"
             raise RequestError("invalid_row", what) from error
-        special = [token for token in range(known.vocab_size) if known.is_special_token(token)]
+        self._special = [token for token in range(known.vocab_size) if known.is_special_token(token)]
         tokens = [known.decode_bytes([token]) for token in range(known.vocab_size)]
         tokens += [b""] * (self.vocab_size - len(tokens))
-        self._vocabulary = llguidance.LLTokenizer(Vocabulary(tokens, special))
+        self._vocabulary = llguidance.LLTokenizer(Vocabulary(tokens, self._special))
         self._sandbox = GrammarSandbox(str(Path(llguidance.__file__).parent.parent))
         self._library = llguidance

@@ -81,8 +81,8 @@ class GrammarState:
     def fill(self, allowed: np.ndarray) -> str | None:
         """Writes the tokens that may come next into a row [V] bool. Returns a sentence if that fails.
 
-        Stop ids may come exactly when the text is complete, other special tokens never. If the output is finished and
-        there are no stop ids, nothing may come.
+        Stop ids may come exactly when the text is complete, other special tokens only if the grammar names them. If the
+        output is finished and there are no stop ids, nothing may come.
         """
         if self._starts_after is not None:
             allowed[:] = True

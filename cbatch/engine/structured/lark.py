@@ -13,10 +13,13 @@ MAX_SOURCE = 1 << 20
 """Most characters of a schema, a pattern, a grammar or all choices together."""
 
 # Without this the library allows only one tokenization of text that the grammar forces.
-_HEADER = '%llguidance {"no_forcing": true}\n'
+HEADER = '%llguidance {"no_forcing": true}\n'
 
 # A small model can fill its whole budget with blanks if any number of them is allowed.
 _JSON_OPTIONS = {"whitespace_pattern": r"( |\r?\n[ \t]{0,40})", "lenient": False}
+
+RESERVED_KEYWORD = "x-guidance"
+"""The library's keyword for its own options in a JSON schema."""
 
 _NAMES: dict[Kind, str] = {
     "json_object": "The JSON object",
@@ -24,11 +27,12 @@ _NAMES: dict[Kind, str] = {
     "regex": "The regex",
     "choice": "The list of choices",
     "grammar": "The grammar",
+    "tool_call": "The call of a tool",
 }
 
 
-def to_lark(constraint: Constraint) -> str:
-    """The constraint as a grammar of llguidance. Raises RequestError (`invalid_row`) if it is invalid."""
+def check_source(constraint: Constraint) -> None:
+    """Raises RequestError (`invalid_row`) for a source that is too long, or that is not text."""
     source = constraint.source
     if len(source) > MAX_SOURCE:
         raise constraint_error(constraint, f"It has {len(source)} characters; at most {MAX_SOURCE} are read.")
@@ -36,26 +40,41 @@ def to_lark(constraint: Constraint) -> str:
         source.encode()
     except UnicodeEncodeError:
         raise constraint_error(constraint, "It holds half of a character (a lone surrogate).") from None
+
+
+def to_lark(constraint: Constraint) -> str:
+    """The constraint as a grammar of llguidance; calls of tools have a grammar of their own (see `tool_choice`).
+
+    Raises RequestError (`invalid_row`) if it is invalid.
+    """
+    check_source(constraint)
+    source = constraint.source
     if constraint.kind == "json_object":
-        return _json_grammar({"type": "object"})
+        return f"{HEADER}start: {json_rule({'type': 'object'})}"
     if constraint.kind == "json_schema":
-        return _json_grammar(_read_schema(constraint))
+        return f"{HEADER}start: {json_rule(_read_schema(constraint))}"
     if constraint.kind == "regex":
-        return _HEADER + f"start: /{_regex_body(constraint)}/"
+        return HEADER + f"start: /{_regex_body(constraint)}/"
     if constraint.kind == "choice":
-        return _HEADER + f"start: /{'|'.join(map(_escape, _read_choices(constraint)))}/"
+        return HEADER + f"start: /{'|'.join(map(_escape, _read_choices(constraint)))}/"
     if "%llguidance" in source:
         raise constraint_error(constraint, "The directive %llguidance cannot be used here.")
-    return _HEADER + source
+    return HEADER + source
 
 
-def constraint_error(constraint: Constraint, what: str) -> RequestError:
-    """The error of a request with an invalid constraint. `what` is a sentence, or the library's message."""
-    return RequestError("invalid_row", f"{_NAMES[constraint.kind]} cannot be used: {_shorten(constraint, what)}")
+def constraint_error(constraint: Constraint, what: str, part: str = "") -> RequestError:
+    """The error of a request with an invalid constraint.
+
+    what: a sentence, or the library's message
+    part: the part of the constraint that is wrong, as the beginning of a sentence; by default, all of it
+    """
+    name = part or _NAMES[constraint.kind]
+    return RequestError("invalid_row", f"{name} cannot be used: {_shorten(constraint, what)}")
 
 
-def _json_grammar(schema: dict[str, Any]) -> str:
-    return _HEADER + "start: %json " + json.dumps(schema | {"x-guidance": _JSON_OPTIONS})
+def json_rule(schema: dict[str, Any]) -> str:
+    """What stands in a grammar for JSON that is valid for a schema."""
+    return "%json " + json.dumps(schema | {RESERVED_KEYWORD: _JSON_OPTIONS})
 
 
 def _read_schema(constraint: Constraint) -> dict[str, Any]:
@@ -64,8 +83,8 @@ def _read_schema(constraint: Constraint) -> dict[str, Any]:
         return {}
     if not isinstance(schema, dict):
         raise constraint_error(constraint, "It must be a JSON object.")
-    if "x-guidance" in schema:
-        raise constraint_error(constraint, "The keyword x-guidance cannot be used here.")
+    if RESERVED_KEYWORD in schema:
+        raise constraint_error(constraint, f"The keyword {RESERVED_KEYWORD} cannot be used here.")
     return schema
 
 

@@ -49,18 +49,19 @@ class ChatTokenizer:
         return self.templates.get("default") if isinstance(self.templates, dict) else self.templates
 
     @property
-    def _all_templates(self) -> str:
+    def template_source(self) -> str:
+        """The source of all of the model's templates; empty if it has none."""
         return "\n".join(self.templates.values()) if isinstance(self.templates, dict) else self.templates or ""
 
     @cached_property
     def output_parser(self) -> OutputParser:
         """Parses the model's outputs. All of its templates count, such as one of its own for tools."""
-        return OutputParser.from_template(self._all_templates)
+        return OutputParser.from_template(self.template_source)
 
     @property
     def takes_tools(self) -> bool:
         """Whether any of the model's templates mentions tools."""
-        return "tools" in self._all_templates
+        return "tools" in self.template_source
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, with BOS if the tokenizer adds it, but never twice."""
