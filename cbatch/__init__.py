@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from cbatch.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
+    from cbatch.engine import AsyncStream as AsyncStream
     from cbatch.engine import CbatchError as CbatchError
+    from cbatch.engine import Choice as Choice
     from cbatch.engine import Completion as Completion
     from cbatch.engine import ConfigError as ConfigError
     from cbatch.engine import Engine as Engine
@@ -19,8 +21,15 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine import ModelError as ModelError
     from cbatch.engine import RequestError as RequestError
     from cbatch.engine import SamplingParams as SamplingParams
+    from cbatch.engine import Score as Score
+    from cbatch.engine import SteppingEngine as SteppingEngine
+    from cbatch.engine import Stream as Stream
+    from cbatch.engine import StreamEvent as StreamEvent
     from cbatch.engine import TemplateOptions as TemplateOptions
     from cbatch.engine import TokenEvent as TokenEvent
+    from cbatch.engine import TokenLogprob as TokenLogprob
+    from cbatch.engine import ToolCall as ToolCall
+    from cbatch.engine import Usage as Usage
 else:
     __getattr__, __all__ = lazy_exports(__name__)
     __all__ += ["__version__"]

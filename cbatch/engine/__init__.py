@@ -20,9 +20,9 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.base.errors import ReaderGone as ReaderGone
     from cbatch.engine.base.errors import RequestError as RequestError
     from cbatch.engine.base.errors import RunFailed as RunFailed
-    from cbatch.engine.base.outputs import Completion as Completion
     from cbatch.engine.base.outputs import TokenEvent as TokenEvent
     from cbatch.engine.base.outputs import TokenLogprobs as TokenLogprobs
+    from cbatch.engine.base.outputs import ToolCall as ToolCall
     from cbatch.engine.base.params import PARAM_NAMES as PARAM_NAMES
     from cbatch.engine.base.params import SamplingParams as SamplingParams
     from cbatch.engine.base.params import derive_seed as derive_seed
@@ -51,15 +51,22 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.engine_thread import RequestHandle as RequestHandle
     from cbatch.engine.execution.stats import StepRecord as StepRecord
     from cbatch.engine.models.loader import LoadedModel as LoadedModel
+    from cbatch.engine.requests.completion import Choice as Choice
+    from cbatch.engine.requests.completion import Completion as Completion
+    from cbatch.engine.requests.completion import Score as Score
+    from cbatch.engine.requests.completion import TokenLogprob as TokenLogprob
+    from cbatch.engine.requests.completion import Usage as Usage
     from cbatch.engine.requests.input_processor import InputProcessor as InputProcessor
-    from cbatch.engine.requests.input_processor import RowRequest as RowRequest
+    from cbatch.engine.requests.output_processor import OutputProcessor as OutputProcessor
+    from cbatch.engine.requests.output_processor import StreamEvent as StreamEvent
+    from cbatch.engine.requests.request import EncodedRequest as EncodedRequest
+    from cbatch.engine.requests.request import GenerationRequest as GenerationRequest
     from cbatch.engine.requests.request import RequestDefaults as RequestDefaults
-    from cbatch.engine.requests.result_row import ResultFormatter as ResultFormatter
     from cbatch.engine.requests.row import InputRow as InputRow
-    from cbatch.engine.text.detokenizer import OutputDetokenizer as OutputDetokenizer
-    from cbatch.engine.text.output_parser import OutputParser as OutputParser
+    from cbatch.engine.stepping_engine import SteppingEngine as SteppingEngine
+    from cbatch.engine.streams import AsyncStream as AsyncStream
+    from cbatch.engine.streams import Stream as Stream
     from cbatch.engine.text.tokenizer import Prompt as Prompt
-    from cbatch.engine.text.tool_calls import ToolCall as ToolCall
     from cbatch.engine.text.tool_calls import check_tools as check_tools
     from cbatch.engine.tracing.trace import StepTracer as StepTracer
 else:  # so that a type checker knows the names above and no others

@@ -1,135 +1,371 @@
-"""The engine: requests in, tokens out, one step at a time."""
+"""The engine that programs use: safe to share between threads, streams and tasks of asyncio."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+import asyncio
+import os
+import queue
+import secrets
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
+from dataclasses import fields, replace
 from functools import partial
+from typing import Any, TypedDict, Unpack, overload
 
-from cbatch.engine.attention.registry import check_attention, check_quantize, has_fast_path, select_attention
+import torch
+from tqdm import tqdm
+
 from cbatch.engine.base.config import EngineConfig
-from cbatch.engine.base.errors import RequestError
-from cbatch.engine.base.outputs import TokenEvent
+from cbatch.engine.base.errors import ConfigError, EngineError, RequestError
 from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.base.spelling import similar_name
 from cbatch.engine.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
-from cbatch.engine.base.units import parse_memory
-from cbatch.engine.execution.kv_cache_sizing import make_runner
-from cbatch.engine.execution.loop import EngineCore
-from cbatch.engine.execution.stats import EngineStats, StepRecord
-from cbatch.engine.generation import GenerationMixin
+from cbatch.engine.batch.map import map_rows
+from cbatch.engine.engine_thread import EngineThread
+from cbatch.engine.execution.loop import OnStep
+from cbatch.engine.execution.stats import EngineStats
 from cbatch.engine.models.base import Model
-from cbatch.engine.models.loader import LoadedModel, choose_device, load_model
-from cbatch.engine.models.self_check import checked_model
-from cbatch.engine.runtime.memory import release_memory
-from cbatch.engine.runtime.transfer import synchronize
-from cbatch.engine.sampling.processors import counts_for
-from cbatch.engine.scheduler.block_pool import BlockPool
-from cbatch.engine.scheduler.limits import EngineLimits, StepLimits
-from cbatch.engine.scheduler.request import Request
-from cbatch.engine.scheduler.scheduler import Scheduler
-from cbatch.engine.scheduler.step_time import MIN_PREFILL_TOKENS, StepTimeController
-from cbatch.engine.structured.compiler import ConstraintCompiler
-from cbatch.engine.structured.grammar import CompiledGrammar, GrammarState
-from cbatch.engine.text.detokenizer import NUM_CONTEXT_TOKENS, OutputDetokenizer
-from cbatch.engine.text.tokenizer import Prompt, encode_prompt
+from cbatch.engine.models.loader import LoadedModel
+from cbatch.engine.requests.completion import Completion, Score
+from cbatch.engine.requests.output_processor import OutputProcessor
+from cbatch.engine.requests.prompts import (
+    Conversation,
+    ParamsLike,
+    PromptLike,
+    list_conversations,
+    list_params,
+    list_prompts,
+    read_prompt,
+)
+from cbatch.engine.requests.request import EncodedRequest, RequestDefaults
+from cbatch.engine.scheduler.limits import EngineLimits
+from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.engine.streams import AsyncStream, Mailbox, Received, RequestGroup, Stream
+from cbatch.engine.text.tokenizer import ChatTokenizer, Prompt
+from cbatch.engine.tracing.trace import StepTracer
+
+OnePrompt = PromptLike
+ManyPrompts = Collection[PromptLike]
+
+Params = ParamsLike | Sequence[ParamsLike] | None
+"""Sampling parameters for all prompts, one for each, or None for the model's own defaults."""
 
 
-class Engine(GenerationMixin, AbstractContextManager["Engine"]):
-    """A model, its paged KV cache and a scheduler.
+EXIT_SECONDS = 2.0
+"""How long a program that ends without closing its engine waits for the step in flight."""
 
-    `add`, `cancel`, `step` and `close` belong to one thread; `EngineThread` serves several. Close an engine that you
-    have made, by `close` or a `with` block. `scheduler` and `runner` are its parts, to look into, not to call.
 
-    Raises ModelError if the model cannot be loaded or is not supported, and ConfigError for options that cannot be met.
+class ChatOptions(TypedDict, total=False):
+    """Options of `Engine.chat`, by the names of OpenAI's and vLLM's APIs.
+
+    tools:                   functions that the model may call
+    tool_choice:             `auto`, `none`, `required`, or `{"type": "function", "function": {"name": ...}}`
+    chat_template_kwargs:    variables for the chat template, such as `enable_thinking`
+    continue_final_message:  continue the last message instead of beginning a new one
+    add_generation_prompt:   whether the prompt ends with the beginning of the model's message
     """
 
-    def __init__(self, config: EngineConfig | None = None, loaded: LoadedModel | None = None) -> None:
-        """`loaded`: a model that is in memory already, instead of `config.model`."""
-        self.config = config = config or EngineConfig()
-        device = choose_device(config.device)
-        check_attention(config.attention, device, config.block_size)
-        if config.kv_cache_memory is not None:
-            parse_memory(config.kv_cache_memory, free=0)  # raises before a model is loaded
-        fast = has_fast_path(config.attention, device, config.block_size)
-        quantize = check_quantize(config.quantize, device, fast=fast)
-        step_time = StepTimeController(config.target_step_ms, MIN_PREFILL_TOKENS[device.type])
-        self.loaded = loaded or load_model(
-            config.model, config.revision, device, config.dtype, fast=fast, quantize=quantize
-        )
-        self.tokenizer = self.loaded.tokenizer
-        model: Model = self.loaded.fast_model if fast and self.loaded.fast_model else checked_model(self.loaded.network)
-        self.device = model.device
-        seqs, tokens = (256, 2048) if self.device.type == "cuda" else (32, 512)
-        limits = StepLimits(config.max_seqs or seqs, config.max_batch_tokens or tokens, config.cuda_graphs)
-        attention = select_attention(config.attention, self.device, model.layers, config.block_size, model.dtype)
-        self.runner = make_runner(config, model, attention, limits)
-        self._kv_bytes_per_token = sum(layer.bytes_per_token(model.dtype) for layer in model.layers)
-        pool = BlockPool(self.runner.num_blocks, config.block_size)
-        self.scheduler = Scheduler(pool, limits, model.max_model_len, prefix_cache=config.prefix_cache)
-        overlap = self.device.type == "cuda" if config.run_ahead is None else config.run_ahead
-        self._core = EngineCore(self.scheduler, self.runner, step_time, overlap=overlap)
-        self._constraint_compiler = ConstraintCompiler(self.tokenizer, model.vocab_size) if self.tokenizer else None
-        self._requests: dict[int, Request] = {}
-        self._next_id = 0
-        self.on_step: Callable[[StepRecord], None] | None = None
-        """Called once for each step, after the model has run; None (the default) costs nothing.
+    tools: Sequence[Mapping[str, Any]]
+    tool_choice: str | Mapping[str, Any]
+    chat_template_kwargs: Mapping[str, Any]
+    continue_final_message: bool
+    add_generation_prompt: bool
 
-        While it is set, the engine waits for the device before and after each run of the model, to measure its time.
-        `step` raises what the callable raises.
+
+class Engine(AbstractContextManager["Engine"]):
+    """A model that generates for any number of callers at once, in batches that change with every step.
+
+    Every method may be called from any thread. One thread of the engine's own, which starts with the first request,
+    runs all steps and hands the tokens to whoever asked for them. Close an engine that you have made, by `close` or a
+    `with` block; one that is not closed is when it is freed or the program ends.
+
+    core: the engine below, which that thread steps; to look into, not to call
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | EngineConfig | None = None,
+        *,
+        loaded: LoadedModel | None = None,
+        trace: StepTracer | None = None,
+        **options: Any,
+    ) -> None:
         """
+        model:   folder or hub id, or a whole EngineConfig; None: the bundled demo model
+        loaded:  a model that is in memory already, instead of `model`
+        trace:   records some of the steps; it is complete after `close`
+        options: further fields of EngineConfig
+
+        Raises ModelError if the model cannot be loaded or is not supported, and ConfigError for options that cannot be
+        met.
+        """
+        self.core = SteppingEngine(_make_config(model, options), loaded)
+        self._threads = _ThreadHolder(self.core, trace)
+        self._finalizer = weakref.finalize(self, self._threads.close, EXIT_SECONDS)
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a text is a list of texts, for mypy
+        self, prompts: OnePrompt, params: Params = None, *, seed: int | None = 0, progress: bool = False
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self, prompts: ManyPrompts, params: Params = None, *, seed: int | None = 0, progress: bool = False
+    ) -> list[Completion]: ...
+
+    def generate(
+        self, prompts: Any, params: Params = None, *, seed: int | None = 0, progress: bool = False
+    ) -> Completion | list[Completion]:
+        """Completes one prompt, or several together; returns a completion, or a list of them in the same order.
+
+        prompts:  a text (one user message if the model has a chat template), token ids, a row as `cbatch run` takes it,
+                  or a list of these
+        params:   sampling parameters for all prompts or one for each: objects, or mappings that are put on top of the
+                  model's own defaults
+        seed:     seed of all randomness; the same one gives the same outputs. None takes a new one
+        progress: whether to show a progress bar on stderr
+
+        A prompt that cannot be served does not raise: its completion has an `error`. Raises RequestError if the
+        arguments themselves are wrong, and EngineError if the engine is closed.
+        """
+        values, is_single = list_prompts(prompts)
+        results = self._complete(self._encoded(values, params, seed), len(values), progress=progress)
+        return results[0] if is_single else results
+
+    @overload
+    def chat(
+        self,
+        conversations: str | Conversation,
+        params: Params = None,
+        *,
+        seed: int | None = 0,
+        progress: bool = False,
+        **options: Unpack[ChatOptions],
+    ) -> Completion: ...
+
+    @overload
+    def chat(
+        self,
+        conversations: Collection[Conversation],
+        params: Params = None,
+        *,
+        seed: int | None = 0,
+        progress: bool = False,
+        **options: Unpack[ChatOptions],
+    ) -> list[Completion]: ...
+
+    def chat(
+        self,
+        conversations: Any,
+        params: Params = None,
+        *,
+        seed: int | None = 0,
+        progress: bool = False,
+        **options: Unpack[ChatOptions],
+    ) -> Completion | list[Completion]:
+        """The model's next message in one conversation, or in several together.
+
+        conversations: a list of messages, `[{"role": "user", "content": "Hi"}]`, or a list of such lists
+        options:       see ChatOptions; the other arguments, the result and errors are those of `generate`
+        """
+        values, is_single = list_conversations(conversations)
+        requests = self._encoded(values, params, seed, options)
+        results = self._complete(requests, len(values), progress=progress)
+        return results[0] if is_single else results
+
+    def stream(self, prompts: OnePrompt | ManyPrompts, params: Params = None, *, seed: int | None = 0) -> Stream:
+        """Completes one prompt, or several together; the result gives an event for each token as it comes.
+
+        `event.index` is the number of the prompt, `event.text` its new text; the last event of each prompt has its
+        `completion`. Any number of streams may be open, also beside `generate`. Arguments and errors are those of
+        `generate`.
+        """
+        values, _ = list_prompts(prompts)
+        return Stream(self.thread, list(self._encoded(values, params, seed)))
+
+    @overload
+    async def agenerate(  # type: ignore[overload-overlap]
+        self, prompts: OnePrompt, params: Params = None, *, seed: int | None = 0
+    ) -> Completion: ...
+
+    @overload
+    async def agenerate(
+        self, prompts: ManyPrompts, params: Params = None, *, seed: int | None = 0
+    ) -> list[Completion]: ...
+
+    async def agenerate(
+        self, prompts: Any, params: Params = None, *, seed: int | None = 0
+    ) -> Completion | list[Completion]:
+        """`generate` for asyncio: other tasks run meanwhile. A task that is cancelled cancels its requests."""
+        values, is_single = list_prompts(prompts)
+        requests = await asyncio.to_thread(lambda: list(self._encoded(values, params, seed)))
+        mailbox = Mailbox()
+        with closing(RequestGroup(self.thread)) as group:
+            submitted = {
+                number: group.submit(request, mailbox.put_finished)
+                for number, request in enumerate(requests)
+                if isinstance(request, EncodedRequest)
+            }
+            for _ in submitted:
+                await mailbox.get()
+        made = await asyncio.to_thread(lambda: {number: outputs.completion() for number, outputs in submitted.items()})
+        refused = {number: request for number, request in enumerate(requests) if isinstance(request, Completion)}
+        results = [refused[number] if number in refused else made[number] for number in range(len(requests))]
+        return results[0] if is_single else results
+
+    def astream(self, prompts: OnePrompt | ManyPrompts, params: Params = None, *, seed: int | None = 0) -> AsyncStream:
+        """`stream` for asyncio: `async for event in engine.astream(...)`."""
+        values, _ = list_prompts(prompts)
+        list_params(params, len(values))
+        return AsyncStream(self.thread, lambda: list(self._encoded(values, params, seed)))
+
+    def score(self, texts: Any, continuations: Any = None, *, top: int = 0) -> Score | list[Score]:
+        """How likely the model finds a text, or each of several. Nothing is generated.
+
+        texts:         plain text, which no chat template is put around, or token ids; one or a list
+        continuations: texts that follow; then only their tokens are scored. If the end of a text and the beginning of
+                       its continuation are one token, that token counts
+        top:           how many of the most likely tokens are reported in the place of each, at most 20
+
+        Raises RequestError for anything but texts and token ids; one that is too long has an `error` in its score.
+        """
+        values, is_single = list_prompts(texts)
+        after, _ = list_prompts(continuations) if continuations is not None else ([None] * len(values), True)
+        if len(after) != len(values):
+            raise RequestError(
+                "invalid_row", f"There are {len(values):,} texts and {len(after):,} continuations; give one for each."
+            )
+        params = SamplingParams(max_tokens=0, prompt_logprobs=top)
+        whole = [_joined(self.core, text, then) for text, then in zip(values, after, strict=True)]
+        results = self._complete(self._encoded([ids for ids, _ in whole], params, 0), len(whole))
+        scores = [Score.of(result, start) for result, (_, start) in zip(results, whole, strict=True)]
+        return scores[0] if is_single else scores
+
+    def map(
+        self,
+        rows: Iterable[Any],
+        *,
+        template: str | Callable[[Any], Any] | None = None,
+        params: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        system: str | None = None,
+        path: str | os.PathLike[str] | None = None,
+        resume: bool = False,
+        ordered: bool = True,
+        window: int | None = None,
+    ) -> Iterator[Completion]:
+        """Yields the result of each row, lazily and in bounded memory; `rows` may be endless.
+
+        rows:     texts, token ids, lists of messages, or rows as `cbatch run` takes them; read on a thread of their
+                  own, at most `window` rows ahead of the results that were taken
+        template: makes the prompts: a text with {column} in it, or a function of the row
+        params:   sampling parameters, on top of the model's own defaults; those of a row come on top
+        seed:     seed from which rows without one get theirs, by their `id` or their number
+        system:   system message of conversations that have none
+        path:     file that gets each result before it is yielded, as `cbatch run -o` writes it
+        resume:   continue a file that an earlier call or `cbatch run` has left; its rows are not computed again
+        ordered:  whether results come in the order of the rows, or as they finish
+        window:   most rows between taking and yielding; None means four times the requests that run at once
+
+        A row that is wrong has a result with an error. Leaving the iteration cancels what is in flight; `resume`
+        continues there.
+
+        Raises ConfigError for a template that is wrong. While iterating: ConfigError if the file cannot be written, or
+        holds rows that are in the way; EngineError if the engine fails; RunFailed if writing fails; and what `rows`
+        raises, after the results of all rows before it.
+        """
+        defaults = RequestDefaults(params=params or {}, seed=seed, system=system)
+        inputs = self.core.input_processor(defaults)
+        inputs.check()
+        return map_rows(
+            self.thread,
+            inputs,
+            rows,
+            template=template,
+            path=path,
+            resume=resume,
+            ordered=ordered,
+            window=window,
+        )
+
+    @property
+    def thread(self) -> EngineThread:
+        """The thread that steps the engine; this starts it. Raises EngineError if the engine is closed."""
+        return self._threads.get()
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the engine failed for good, if it did."""
+        return self._threads.thread.failure if self._threads.thread is not None else None
+
+    def close(self) -> None:
+        """Frees the memory of weights, KV cache and graphs, and ends the engine's threads. May be called twice.
+
+        Unfinished requests end with an error (`cancelled`), wherever somebody waits for them. Afterwards, methods that
+        generate raise EngineError.
+        """
+        self._finalizer.detach()
+        self._threads.close()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Engine({self.core.loaded.name!r}, device={str(self.core.device)!r})"
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.core.config
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model, its tokenizer and its own settings."""
+        return self.core.loaded
 
     @property
     def model(self) -> Model:
-        """The model. Raises EngineError if the engine is closed."""
-        return self.runner.model
+        """The model as the engine runs it. Raises EngineError if the engine is closed."""
+        return self.core.model
 
     @property
-    def fingerprint(self) -> str:
-        """A hash of everything about the model that decides its output: no paths, no times, no device."""
-        template = self.tokenizer.templates if self.tokenizer else None
-        dtype = self.config.quantize or str(self.model.dtype)
-        parts = [self.loaded.fingerprint, dtype, template, sorted(self.loaded.eos_ids)]
-        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+    def tokenizer(self) -> ChatTokenizer | None:
+        """The model's tokenizer and chat template; None if it has none."""
+        return self.core.tokenizer
 
     @property
-    def has_work(self) -> bool:
-        """Whether `step` would advance a request or return events."""
-        return self._core.has_work
-
-    @property
-    def limits(self) -> EngineLimits:
-        """How long sequences can get, and how much the engine takes at once."""
-        scheduler, pool = self.scheduler, self.scheduler.pool
-        return EngineLimits(
-            max_seqs=scheduler.max_seqs,
-            max_batch_tokens=scheduler.max_batch_tokens,
-            max_model_len=scheduler.sequence_limits.context,
-            block_size=pool.block_size,
-            num_blocks=pool.num_blocks,
-            kv_bytes_per_token=self._kv_bytes_per_token,
-        )
+    def device(self) -> torch.device:
+        return self.core.device
 
     @property
     def attention(self) -> str:
         """Name of the attention backend."""
-        return self.runner.attention.name
+        return self.core.attention
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of everything about the model that decides its output: no paths, no times, no device."""
+        return self.core.fingerprint
+
+    @property
+    def limits(self) -> EngineLimits:
+        """How long sequences can get, and how much the engine takes at once."""
+        return self.core.limits
+
+    @property
+    def on_step(self) -> OnStep | None:
+        """See `SteppingEngine.on_step`."""
+        return self.core.on_step
+
+    @on_step.setter
+    def on_step(self, on_step: OnStep | None) -> None:
+        self.core.on_step = on_step
 
     def stats(self) -> EngineStats:
-        """What the engine is doing and has done so far; may be called from any thread."""
-        scheduler, pool = self.scheduler, self.scheduler.pool
-        return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            used_blocks=pool.num_used,
-            cache_used=pool.num_used / pool.num_blocks,
-            num_steps=self._core.num_steps,
-            num_preemptions=scheduler.num_preemptions,
-            num_prompt_tokens=scheduler.num_prompt_tokens,
-            num_cached_tokens=scheduler.num_cached_tokens,
-            held_back=dict(scheduler.held_back),
-        )
+        """What the engine is doing and has done so far."""
+        thread = self._threads.thread
+        return self.core.stats() if thread is None else thread.stats()
 
     def encode(
         self, prompt: Prompt, *, raw: bool = False, template: TemplateOptions = DEFAULT_TEMPLATE, answer: str = ""
@@ -142,167 +378,117 @@ class Engine(GenerationMixin, AbstractContextManager["Engine"]):
 
         Raises RequestError if the prompt cannot be encoded.
         """
-        return encode_prompt(self.tokenizer, prompt, raw=raw, template=template, answer=answer)
+        return self.core.encode(prompt, raw=raw, template=template, answer=answer)
 
-    def add(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        seed: int = 0,
-        priority: int = 0,
-        sample_index: int = 0,
-        tags: Sequence[str] = (),
-    ) -> int:
-        """Queues one request and returns its id; ids grow with each call.
+    def _encoded(
+        self, prompts: Sequence[Any], params: Params, seed: int | None, fields: Mapping[str, Any] | None = None
+    ) -> Iterator[EncodedRequest | Completion]:
+        """Requests for the engine, one for each prompt; for a prompt that is refused, its result.
 
-        seed:         used if the parameters have no seed
-        priority:     lower priorities run first
-        sample_index: number of this output among several for one prompt and seed, which makes its randomness its own;
-                      `params.n` is ignored here, since every output is a request
-        tags:         special tokens that stay in the text, so that `OutputParser` can find the parts of an answer
-
-        Raises RequestError for a prompt that is empty, too long, or has tokens outside the vocabulary, and EngineError
-        if the engine is closed.
+        fields: further fields of each prompt's row
         """
-        self.runner.check_open()
-        token_ids = self.encode(prompt)
-        stop_ids = self._stop_ids(params)
-        request = Request(
-            id=self._next_id,
-            token_ids=token_ids,
-            params=params,
-            max_new_tokens=self.max_new_tokens(token_ids, params),
-            seed=seed if params.seed is None else params.seed,
-            sample_index=sample_index,
-            priority=priority,
-            stop_ids=stop_ids,
-            detokenizer=self.tokenizer.detokenizer(token_ids, params, tags) if self.tokenizer and params.stop else None,
-            bad_words=self.tokenizer.bad_word_ids(params.bad_words) if self.tokenizer else (),
-            grammar_state=self._make_grammar_state(token_ids, params, stop_ids, tags),
-            counts=counts_for(params, token_ids),
+        each = list_params(params, len(prompts))
+        shared = params if isinstance(params, Mapping) else {}
+        run_seed = secrets.randbits(64) if seed is None else seed
+        processor = self.core.input_processor(RequestDefaults(params=shared, seed=run_seed))
+        processor.check()
+        for index, (prompt, asked) in enumerate(zip(prompts, each, strict=True)):
+            row = read_prompt(prompt, index, fields or {})
+            if asked is not params and isinstance(asked, Mapping):
+                row.set_defaults(asked)
+            complete = asked if isinstance(asked, SamplingParams) else None
+            yield processor.process(row, partial(_data_of, prompt), complete)
+
+    def _complete(
+        self, requests: Iterable[EncodedRequest | Completion], count: int, *, progress: bool = False
+    ) -> list[Completion]:
+        """Runs requests to their end, while the caller waits."""
+        thread = self.thread
+        thread.check_may_wait()
+        finished: queue.SimpleQueue[OutputProcessor] = queue.SimpleQueue()
+
+        def on_event(received: Received) -> None:
+            if received[0].is_finished:
+                finished.put(received[0])
+
+        results: list[Completion | OutputProcessor] = []
+        with closing(RequestGroup(thread)) as group, tqdm(total=count, disable=not progress, unit=" prompts") as bar:
+            for request in requests:
+                is_new = isinstance(request, EncodedRequest)
+                results.append(group.submit(request, on_event) if isinstance(request, EncodedRequest) else request)
+                bar.update(not is_new)
+            for _ in range(sum(isinstance(result, OutputProcessor) for result in results)):
+                finished.get()
+                bar.update()
+        return [result if isinstance(result, Completion) else result.completion() for result in results]
+
+
+def _data_of(prompt: Any) -> bytes:
+    """What stands for a prompt that is refused, in its key."""
+    return repr(prompt).encode("utf-8", "replace")
+
+
+def _joined(core: SteppingEngine, text: Any, then: Any) -> tuple[Any, int]:
+    """The row of a text and what follows it, and the number of tokens in front of what is scored."""
+    if isinstance(text, str) and isinstance(then, str | None):
+        ids = core.encode(text, raw=True)
+        if then is None:
+            return ids, 1
+        whole = core.encode(text + then, raw=True)
+        return whole, next(
+            (at for at, pair in enumerate(zip(ids, whole, strict=False)) if pair[0] != pair[1]), len(ids)
         )
-        self._next_id += 1
-        self._requests[request.id] = request
-        self.scheduler.add(request)
-        return request.id
+    if isinstance(text, str | Mapping) or isinstance(then, str | Mapping):
+        raise RequestError("invalid_row", "score takes plain texts, or token ids for both text and continuation.")
+    return [*text, *(then or ())], 1 if then is None else len(text)
 
-    def detokenizer(
-        self, prompt_ids: Sequence[int], params: SamplingParams, tags: Sequence[str] = ()
-    ) -> OutputDetokenizer:
-        """Makes the text of a request's output from its events. May be called in any thread; takes what `add` takes."""
-        if self.tokenizer is None or params.stop:
-            return OutputDetokenizer()
-        make = partial(self.tokenizer.detokenizer, list(prompt_ids[-NUM_CONTEXT_TOKENS:]), params, tags)
-        return OutputDetokenizer(make, self._stop_ids(params))
 
-    def max_new_tokens(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        """Most tokens that such a request can get. Raises RequestError as `add` does."""
-        if not prompt_ids:
-            raise RequestError("invalid_row", "The prompt is empty.")
-        self._check_tokens("Token id", prompt_ids)
-        self._check_tokens("stop_token_ids:", params.stop_token_ids)
-        self._check_tokens("allowed_token_ids:", params.allowed_token_ids or ())
-        self._check_tokens("logit_bias:", [token for token, _ in params.logit_bias])
-        for name in ("stop", "bad_words", "echo"):
-            if getattr(params, name) and self.tokenizer is None:
-                raise RequestError("invalid_row", f"{name} needs a tokenizer, and this model has none.")
-        most = self.scheduler.sequence_limits.max_new_tokens(len(prompt_ids), 0 if params.max_tokens == 0 else 1)
-        return most if params.max_tokens is None else min(params.max_tokens, most)
+class _ThreadHolder:
+    """Starts an engine's thread when it is first needed, and ends it. Does not know the Engine, which may be freed."""
 
-    def compile(self, params: SamplingParams) -> CompiledGrammar | None:
-        """The compiled constraint of the parameters, or None if they have none. May be called from any thread.
+    def __init__(self, core: SteppingEngine, trace: StepTracer | None) -> None:
+        self.thread: EngineThread | None = None
+        self._core = core
+        self._trace = trace
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._is_closed = False
 
-        The engine uses it again while the caller keeps it; otherwise it may have to compile once more. Raises
-        RequestError if the constraint is wrong or too complex.
-        """
-        if (constraint := params.constraint) is None:
-            return None
-        if self._constraint_compiler is None:
-            raise RequestError("invalid_row", "Structured output needs a tokenizer, and this model has none.")
-        return self._constraint_compiler.compile(constraint)
+    def get(self) -> EngineThread:
+        if os.getpid() != self._process:
+            raise EngineError(
+                "This engine belongs to the process that made it, and threads do not survive a fork. "
+                "Make an engine in the child, or start the child with the method spawn."
+            )
+        if self.thread is None or self._is_closed:
+            with self._lock:
+                if self._is_closed:
+                    raise EngineError("The engine is closed.")
+                if self.thread is None:
+                    self.thread = EngineThread(self._core, self._trace)
+        return self.thread
 
-    def cancel(self, request_id: int) -> None:
-        """Drops a request and frees its blocks. Does nothing if it is finished or unknown."""
-        if (request := self._requests.pop(request_id, None)) is not None:
-            self._core.cancel(request)
-
-    def step(self) -> list[TokenEvent]:
-        """Runs one step and returns an event for each new token.
-
-        If the engine overlaps steps (`EngineConfig.run_ahead`), the events are those of the previous step.
-
-        Raises what the model or the device raises. Nothing is lost then: call it again to retry the step.
-        """
-        self.runner.check_open()
-        return self._forget_finished(self._core.step(self.on_step))
-
-    def flush(self) -> list[TokenEvent]:
-        """The events of steps that are already computed; no further step is started."""
-        return self._forget_finished(self._core.flush())
-
-    def _forget_finished(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        for event in events:
-            if event.request_id is not None and event.finish_reason is not None:
-                del self._requests[event.request_id]
-        return events
-
-    def synchronize(self) -> None:
-        """Waits until the device has done all its work, so that time can be measured."""
-        synchronize(self.device)
-
-    def zero_cache(self) -> None:
-        """Overwrites the KV cache with zeros, so that the system commits its memory; only while no request runs."""
-        for tensor in (*self.runner.kv_cache.keys, *self.runner.kv_cache.values):
-            tensor.zero_()
-
-    def shrink(self) -> bool:
-        """Halves the size of steps, from that of the latest one; False if that had one token. See `EngineThread`."""
-        return self.scheduler.shrink(self._core.last_scheduled.num_tokens)
-
-    def grow(self) -> bool:
-        """Doubles the size of steps, up to the configured one; True if that is reached."""
-        return self.scheduler.grow()
-
-    def close(self) -> None:
-        """Frees the memory of weights, KV cache and graphs, and ends the engine's threads. May be called twice.
-
-        Afterwards `add` and `step` raise EngineError; unfinished requests get no further event. A model that was passed
-        as `loaded` stays in memory while its owner keeps it, and so does what libraries keep for the whole process (the
-        workspace of cuBLAS).
-        """
-        if self.runner.is_closed:
+    def close(self, timeout_s: float | None = None) -> None:
+        """Closes the engine below, too, and waits for it as long as is given."""
+        if os.getpid() != self._process:  # the parent's engine goes on
             return
-        self._core.close()
-        if self._constraint_compiler is not None:
-            self._constraint_compiler.close()
-        with suppress(RuntimeError):  # a device that is lost has nothing to give back
-            self.synchronize()
-        self.runner.close()
-        self.loaded = self.loaded.without_weights()
-        with suppress(RuntimeError):
-            release_memory(self.device)
+        with self._lock:
+            self._is_closed = True
+        if self.thread is not None:
+            self.thread.close(close_engine=True, timeout_s=timeout_s)
+        else:
+            self._core.close()
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
-    def _make_grammar_state(
-        self, prompt_ids: list[int], params: SamplingParams, stop_ids: frozenset[int], tags: Sequence[str]
-    ) -> GrammarState | None:
-        """The state of the output's constraint, which begins after the reasoning if the prompt has opened that."""
-        grammar = self.compile(params)
-        if grammar is None or self.tokenizer is None:
-            return None
-        thinks = bool(tags) and self.tokenizer.opens_thinking(prompt_ids)
-        return GrammarState(grammar, stop_ids, self.tokenizer.ends_thinking if thinks else None)
-
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        """Tokens that end an output."""
-        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.loaded.eos_ids)
-
-    def _check_tokens(self, what: str, token_ids: Sequence[int]) -> None:
-        vocabulary = self.model.vocab_size
-        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocabulary):
-            wrong = next(token for token in token_ids if not 0 <= token < vocabulary)
-            shown = wrong if wrong.bit_length() < 100 else "that has so many digits"
-            raise RequestError("invalid_row", f"{what} {shown} is not in the model's vocabulary of {vocabulary}.")
+def _make_config(model: str | os.PathLike[str] | EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
+    known = [field.name for field in fields(EngineConfig)]
+    for name in options:
+        if name not in known:
+            meant = similar_name(name, known)
+            hint = f"did you mean {meant}?" if meant else f"it has {', '.join(known)}."
+            raise ConfigError(f"An engine has no option {name!r}; {hint}")
+    if isinstance(model, EngineConfig):
+        return replace(model, **options)
+    if model is not None and not isinstance(model, str | os.PathLike):
+        raise ConfigError(f"The model must be a folder, a hub id or an EngineConfig, not {type(model).__name__}.")
+    return EngineConfig(**{"model": None if model is None else os.fspath(model), **options})

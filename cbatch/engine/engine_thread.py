@@ -5,32 +5,41 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from cbatch.engine.base.errors import EngineError, RequestError
 from cbatch.engine.base.outputs import TokenEvent
-from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.engine import Engine
+from cbatch.engine.execution.stats import EngineStats
+from cbatch.engine.requests.request import EncodedRequest
 from cbatch.engine.runtime.memory import clear_frames, is_out_of_memory, release_memory
-from cbatch.engine.text.tokenizer import Prompt
+from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.tracing.phases import span
 from cbatch.engine.tracing.trace import StepTracer
 
 EventCallback = Callable[[TokenEvent], None]
 """Receives the events of one request. It is called on the engine's thread, so it must be quick (put into a queue)."""
 
+CLOSED = "The engine was closed before the request was finished."
 
-@dataclass(slots=True)
+
+@dataclass(eq=False, slots=True)
 class RequestHandle:
-    """A submitted request. `request_id` is None until the engine has accepted it."""
+    """A request for an engine's thread, which cancels it by its handle.
 
-    add: Callable[[], int]
+    request_id: None until the engine has accepted it
+    unfinished: numbers of the outputs whose last event has not come; empty once it is cancelled
+    """
+
+    request: EncodedRequest
     on_event: EventCallback
-    sample_index: int
     request_id: int | None = None
+    unfinished: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.unfinished = set(range(self.request.params.n))
 
 
 @dataclass(slots=True)
@@ -51,9 +60,9 @@ class _Retries:
 class EngineThread:
     """Runs `engine.step()` as long as there is work. Requests and cancellations arrive through an inbox.
 
-    Every request ends with one event that has a finish_reason, unless it is cancelled or the thread is closed. A step
-    that raises is retried up to `MAX_RETRIES` times in a row; if the device is out of memory, steps are made smaller
-    for a while. If the engine fails nevertheless, `failure` is set, and all requests, later ones too, end with
+    Every output of a request ends with one event that has a finish_reason, unless the request is cancelled. A step that
+    raises is retried up to `MAX_RETRIES` times in a row; if the device is out of memory, steps are made smaller for a
+    while. If the engine fails nevertheless, `failure` is set, and all requests, later ones too, end with
     `internal_error`.
 
     num_retries: steps that were retried
@@ -65,8 +74,8 @@ class EngineThread:
     MAX_RETRIES = 3
     GROW_AFTER_STEPS = 32
 
-    def __init__(self, engine: Engine, trace: StepTracer | None = None) -> None:
-        """`trace`: records some of the steps; it is complete after `close`."""
+    def __init__(self, engine: SteppingEngine, trace: StepTracer | None = None) -> None:
+        """Takes the engine over until `close`. `trace` records some of the steps; it is complete after `close`."""
         self.engine = engine
         self._trace = trace
         if trace is not None:
@@ -82,45 +91,59 @@ class EngineThread:
         self._good_steps, self._patience = 0, self.GROW_AFTER_STEPS
         self._retries = _Retries()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._submitting = threading.Lock()
+        self._is_closed = False
+        self._close_engine = False
         self._handles: dict[int, RequestHandle] = {}
         self._orphaned: list[int] = []
         """Requests that ended when the engine failed, and that the engine still holds."""
         self._thread = threading.Thread(target=self._run, name="cbatch-engine", daemon=True)
+        engine.release_thread()
         self._thread.start()
 
-    def submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        on_event: EventCallback,
-        *,
-        seed: int = 0,
-        priority: int = 0,
-        sample_index: int = 0,
-        tags: Sequence[str] = (),
-    ) -> RequestHandle:
-        """Queues a request, with the parameters of `Engine.add`; its events go to `on_event`."""
-        add = partial(
-            self.engine.add, prompt, params, seed=seed, priority=priority, sample_index=sample_index, tags=tags
-        )
-        handle = RequestHandle(add, on_event, sample_index)
-        self._inbox.put(lambda: self._add(handle))
-        return handle
+    def check_may_wait(self) -> None:
+        """Raises EngineError if the calling thread is the engine's own: it would wait for itself."""
+        if threading.current_thread() is self._thread:
+            raise EngineError(
+                "This cannot be called on the engine's own thread, in a callback: it would wait for itself."
+            )
+
+    def submit(self, handle: RequestHandle) -> None:
+        """Queues a request. Its events go to the handle's `on_event`, also the error if it is refused."""
+        with self._submitting:  # so that nothing enters the inbox after `close`
+            if not self._is_closed:
+                self._inbox.put(partial(self._add, handle))
+                return
+        self._reject(handle, RequestError("cancelled", CLOSED))
 
     def cancel(self, handle: RequestHandle) -> None:
         """Cancels a request; events of the step in flight may still come."""
-        self._inbox.put(lambda: self._cancel(handle))
+        self._inbox.put(partial(self._cancel, handle))
 
-    def close(self) -> None:
-        """Ends the thread after the current step. Unfinished requests are cancelled and get no further event.
+    def close(self, *, close_engine: bool = False, timeout_s: float | None = None) -> None:
+        """Ends the thread after the current step. Unfinished requests end with an error (`cancelled`).
 
-        The engine stays open: its owner may start another thread for it, or close it.
+        close_engine: whether the engine is closed too; otherwise its owner may use it again, or close it
+        timeout_s:    how long to wait for the end of the thread; None: as long as it takes
         """
-        self._inbox.put(None)
-        self._thread.join()
-        for request_id in (*self._handles, *self._orphaned):
-            self.engine.cancel(request_id)
-        self._handles, self._orphaned = {}, []
+        with self._submitting:
+            self._close_engine |= close_engine
+            if not self._is_closed:
+                self._is_closed = True
+                self._inbox.put(None)
+        if threading.current_thread() is not self._thread:  # a garbage collection there may close the engine
+            self._thread.join(timeout_s)
+
+    def stats(self) -> EngineStats:
+        """What the engine is doing and has done so far, and this thread with it."""
+        return replace(
+            self.engine.stats(),
+            num_tokens=self.num_tokens,
+            num_retries=self.num_retries,
+            num_shrinks=self.num_shrinks,
+            last_error=self.last_error,
+            idle_s=self.idle_s,
+        )
 
     @property
     def idle_s(self) -> float:
@@ -129,14 +152,35 @@ class EngineThread:
         return self._idle_s + (time.monotonic() - since if since is not None else 0.0)
 
     def _run(self) -> None:
-        while self._process_inbox():
-            try:
-                for event in self._step():
-                    self._deliver(event)
-            except Exception as error:  # whatever a kernel or the device raises: no request waits for ever
-                self._fail(error)
+        try:
+            while self._process_inbox():
+                try:
+                    for event in self._step():
+                        self._deliver(event)
+                except Exception as error:  # whatever a kernel or the device raises: no request waits for ever
+                    self._fail(error)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """Ends what is unfinished, and leaves the engine to its owner."""
         if self._trace is not None:
             self._trace.finish()
+        with self._submitting:
+            self._is_closed = True
+        with suppress(queue.Empty):
+            while True:
+                if (command := self._inbox.get_nowait()) is not None:
+                    command()
+        handles, self._handles = self._handles, {}
+        for request_id in (*handles, *self._orphaned):
+            self.engine.cancel(request_id)
+        self._orphaned = []
+        for handle in handles.values():
+            self._reject(handle, RequestError("cancelled", CLOSED))
+        self.engine.release_thread()
+        if self._close_engine:
+            self.engine.close()
 
     def _step(self) -> list[TokenEvent]:
         """A step of the engine, retried if it fails: `Engine.step` loses nothing when it raises."""
@@ -206,7 +250,7 @@ class EngineThread:
             self._reject(handle, _engine_failed(self.failure))
             return
         try:
-            handle.request_id = handle.add()
+            handle.request_id = self.engine.add_request(handle.request)
         except RequestError as error:
             self._reject(handle, error)
         except Exception as error:  # an unforeseen failure of one request harms no other
@@ -215,21 +259,35 @@ class EngineThread:
             self._handles[handle.request_id] = handle
 
     def _cancel(self, handle: RequestHandle) -> None:
-        if handle.request_id in self._handles:
-            del self._handles[handle.request_id]
+        handle.unfinished.clear()
+        if handle.request_id is not None and self._handles.pop(handle.request_id, None) is not None:
             self.engine.cancel(handle.request_id)
 
     def _deliver(self, event: TokenEvent) -> None:
         assert event.request_id is not None
-        handle = self._handles[event.request_id]
+        handle = self._handles.get(event.request_id)
+        if handle is None:  # its reader has failed in this step
+            return
         if event.finish_reason is not None:
-            del self._handles[event.request_id]
+            handle.unfinished.discard(event.sample_index)
+            if not handle.unfinished:
+                del self._handles[event.request_id]
         self.num_tokens += event.token_id is not None
-        handle.on_event(event)
+        try:
+            handle.on_event(event)
+        except Exception as error:  # a reader that fails harms no other
+            unfinished = {event.sample_index, *handle.unfinished}
+            self._cancel(handle)
+            handle.unfinished = unfinished
+            self._reject(handle, RequestError("internal_error", f"The reader of the request failed: {error!r}"))
 
     def _reject(self, handle: RequestHandle, error: RequestError) -> None:
-        request_id, index = handle.request_id, handle.sample_index
-        handle.on_event(TokenEvent(request_id, None, finish_reason="error", error=error, sample_index=index))
+        """Ends the unfinished outputs of a request with an error."""
+        unfinished, handle.unfinished = sorted(handle.unfinished), set()
+        for sample_index in unfinished:
+            event = TokenEvent(handle.request_id, None, finish_reason="error", error=error, sample_index=sample_index)
+            with suppress(Exception):  # there is nobody left to tell
+                handle.on_event(event)
 
     def _fail(self, error: Exception) -> None:
         clear_frames(error)

@@ -20,7 +20,7 @@ from statistics import median
 from cbatch import Engine, EngineConfig, SamplingParams
 from cbatch.cli.chat.engine_client import PRIORITY
 from cbatch.cli.common.loading import tune_process
-from cbatch.engine import EngineThread, TokenEvent
+from cbatch.engine import EncodedRequest, EngineThread, RequestHandle, TokenEvent
 from scripts.benchmarks.harness import Report, at_least_one, by_turns
 from scripts.benchmarks.terminal import Terminal
 
@@ -54,7 +54,8 @@ def ask(engine_thread: EngineThread, prompt: list[int]) -> FirstToken:
         events.put((event, time.monotonic(), engine.stats().num_steps))
 
     started, before = time.monotonic(), engine.stats().num_steps
-    engine_thread.submit(prompt, SamplingParams(max_tokens=4), take, priority=PRIORITY)
+    request = EncodedRequest(prompt_ids=prompt, params=SamplingParams(max_tokens=4), priority=PRIORITY)
+    engine_thread.submit(RequestHandle(request, take))
     _, came, after = events.get()
     time.sleep(0.05)
     return FirstToken(came - started, after - before)
@@ -64,38 +65,39 @@ def ask(engine_thread: EngineThread, prompt: list[int]) -> FirstToken:
 def batch_underneath(engine_thread: EngineThread, prompt: list[int]) -> Iterator[None]:
     """Requests that decode until their context is full."""
     params = SamplingParams(max_tokens=900, ignore_eos=True)
-    tickets = [engine_thread.submit(prompt, params, lambda event: None, seed=row) for row in range(ROWS)]
+    requests = [EncodedRequest(prompt_ids=prompt, params=params, seed=row) for row in range(ROWS)]
+    handles = [RequestHandle(request, lambda event: None) for request in requests]
+    for handle in handles:
+        engine_thread.submit(handle)
     while engine_thread.engine.stats().num_running < min(ROWS, engine_thread.engine.limits.max_seqs):
         time.sleep(0.01)
     yield
     assert engine_thread.engine.stats().num_running > 1, "the batch ended before the measurement did"
-    for ticket in tickets:
-        engine_thread.cancel(ticket)
+    for handle in handles:
+        engine_thread.cancel(handle)
     while engine_thread.engine.stats().num_running:
         time.sleep(0.01)
 
 
 def measure_first_tokens(rounds: int) -> dict[str, list[Round]]:
     """Rounds with nothing else to do, and rounds beside a batch."""
-    engine_thread = EngineThread(Engine(EngineConfig(max_seqs=ROWS)))
-    engine = engine_thread.engine
+    engine = Engine(EngineConfig(max_seqs=ROWS))
     tune_process()
     # The prompts differ in their beginning, so that none is in the prefix cache.
     prompts = iter([engine.encode(f"{n}: {QUESTION}") for n in range(2 * rounds * ASKS + 5)])
     for _ in range(5):
-        ask(engine_thread, next(prompts))
+        ask(engine.thread, next(prompts))
 
     def idle() -> Round:
         since, steps = time.monotonic(), engine.stats().num_steps
-        first_tokens = [ask(engine_thread, next(prompts)) for _ in range(ASKS)]
+        first_tokens = [ask(engine.thread, next(prompts)) for _ in range(ASKS)]
         return Round(first_tokens, (time.monotonic() - since) / (engine.stats().num_steps - steps))
 
     def loaded() -> Round:
-        with batch_underneath(engine_thread, engine.encode(STORY)):
+        with batch_underneath(engine.thread, engine.encode(STORY)):
             return idle()
 
     found = by_turns({"idle": idle, f"beside {ROWS} rows": loaded}, rounds)
-    engine_thread.close()
     engine.close()
     return found
 

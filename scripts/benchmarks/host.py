@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from cbatch import Engine, EngineConfig, SamplingParams
+from cbatch import EngineConfig, SamplingParams, SteppingEngine
 from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.tracing import phases
 from scripts.benchmarks.harness import Report, at_least_one
@@ -47,7 +47,7 @@ class Share:
         return f"{self.steps} steps in {self.elapsed_s:.2f} s; outside of kernels {outside:.2f} ms a step"
 
 
-def make_engine(rows: int, context: int, steps: int, *, ahead: bool) -> Engine:
+def make_engine(rows: int, context: int, steps: int, *, ahead: bool) -> SteppingEngine:
     """An engine all of whose requests decode from its second step on."""
     longest = context + steps + 16
     config = EngineConfig(
@@ -58,7 +58,7 @@ def make_engine(rows: int, context: int, steps: int, *, ahead: bool) -> Engine:
         run_ahead=ahead,
         prefix_cache=True,
     )
-    engine = Engine(config, FreeModel(VOCABULARY, longest).loaded())
+    engine = SteppingEngine(config, FreeModel(VOCABULARY, longest).loaded())
     for row in range(rows):
         prompt = [(row * 31 + place * 7 + row // 5) % VOCABULARY for place in range(context)]
         engine.add(prompt, SamplingParams(max_tokens=steps, ignore_eos=True), seed=row)
@@ -90,7 +90,7 @@ def measure_phases(rows: int, context: int, steps: int, *, ahead: bool) -> dict[
 def measure_share(shape: str, rounds: int) -> Iterator[Share]:
     """One record a round; no two rounds have the same prompts."""
     loaded = load_random(shape, SHAPES[shape], torch.device("cpu"))
-    engine = Engine(EngineConfig(device="cpu", max_seqs=32, max_batch_tokens=512), loaded)
+    engine = SteppingEngine(EngineConfig(device="cpu", max_seqs=32, max_batch_tokens=512), loaded)
     pool, inside = shared_thread_pool(torch.get_num_threads()), 0.0
     run = pool.run
 

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from cbatch.engine import Engine, EngineConfig, LoadedModel, SamplingParams
+from cbatch.engine import EngineConfig, LoadedModel, SamplingParams, SteppingEngine
 from cbatch.engine.scheduler.step_time import MIN_PREFILL_TOKENS
 from scripts.benchmarks.harness import cpu_seconds_elsewhere
 
@@ -106,7 +106,7 @@ class Pause(NamedTuple):
 class Clients:
     """Sends requests to an engine, and notes when tokens come."""
 
-    def __init__(self, engine: Engine, seed: int = 0) -> None:
+    def __init__(self, engine: SteppingEngine, seed: int = 0) -> None:
         self.engine = engine
         self.times: defaultdict[int, list[float]] = defaultdict(list)
         asked = engine.config.run_ahead
@@ -175,7 +175,7 @@ def ratio_of(gaps: Sequence[Gap], pauses: Sequence[Pause]) -> float:
     return float(np.percentile(np.array([gap.seconds for gap in gaps]) / steady, 99))
 
 
-def measure_alone(engine: Engine, sizes: Sizes) -> float:
+def measure_alone(engine: SteppingEngine, sizes: Sizes) -> float:
     """Seconds to the first token of the long prompt if nothing else runs."""
     clients = Clients(engine)
     start = time.perf_counter()
@@ -207,7 +207,7 @@ def bring_in(clients: Clients, rows: Sequence[int], sizes: Sizes) -> tuple[list[
     return pauses, edges, [clients.times[short][0] - since for short, since in shorts.items()]
 
 
-def measure(engine: Engine, sizes: Sizes, target: Target, alone_s: float) -> TargetResult:
+def measure(engine: SteppingEngine, sizes: Sizes, target: Target, alone_s: float) -> TargetResult:
     """Requests that decode, then a long prompt and short ones; the requests are cancelled at the end."""
     clients = Clients(engine)
     started, elsewhere = time.perf_counter(), cpu_seconds_elsewhere()
@@ -233,7 +233,7 @@ def measure(engine: Engine, sizes: Sizes, target: Target, alone_s: float) -> Tar
     )
 
 
-def open_engine(loaded: LoadedModel, sizes: Sizes, target: Target, device: torch.device) -> Engine:
+def open_engine(loaded: LoadedModel, sizes: Sizes, target: Target, device: torch.device) -> SteppingEngine:
     config = EngineConfig(
         device=device.type,
         max_seqs=sizes.rows + QUARTERS + 1,
@@ -242,7 +242,7 @@ def open_engine(loaded: LoadedModel, sizes: Sizes, target: Target, device: torch
         prefix_cache=False,
         target_step_ms=target,
     )
-    return Engine(config, loaded)
+    return SteppingEngine(config, loaded)
 
 
 def measure_targets(

@@ -23,14 +23,11 @@ from cbatch import Engine, EngineConfig
 from cbatch.cli.common.loading import tune_process
 from cbatch.cli.run.stats import RunStats
 from cbatch.engine import (
-    EngineThread,
     FileWriter,
-    InputProcessor,
     Journal,
     LineProcessor,
     Pipeline,
     RequestDefaults,
-    ResultFormatter,
     read_lines,
 )
 from scripts.benchmarks.harness import ROOT, Report
@@ -47,17 +44,15 @@ def measure(folder: Path, rows: int, max_seqs: int) -> dict[str, float]:
         for number in range(rows):
             file.write(json.dumps({"id": f"row-{number}", "prompt_token_ids": [5, 6, 7, 8 + number % 50]}) + "\n")
     model = FreeModel(VOCABULARY, max_model_len=64, likeliest=END).loaded(eos_ids=frozenset([END]))
-    engine = Engine(EngineConfig(device="cpu", max_seqs=max_seqs, kv_blocks=4 * max_seqs), model)
-    engine_thread, stats = EngineThread(engine), RunStats()
-    lines, results = LineProcessor(InputProcessor(engine, RequestDefaults())), ResultFormatter(engine)
+    engine = Engine(EngineConfig(device="cpu", max_seqs=max_seqs, kv_blocks=4 * max_seqs), loaded=model)
+    stats, lines = RunStats(), LineProcessor(engine.core.input_processor(RequestDefaults()))
     with FileWriter(folder / "out.jsonl", input_order=True) as output, source.open("rb") as stream:
         output.start(Journal())
-        pipeline = Pipeline(engine_thread, output, lines, results, stats, window=4 * max_seqs)
+        pipeline = Pipeline(engine.thread, output, lines, stats, window=4 * max_seqs)
         tune_process()
         started = time.perf_counter()
         pipeline.run(read_lines(stream), lambda: None)
         elapsed = time.perf_counter() - started
-    engine_thread.close()
     engine.close()
     assert stats.rows == rows and not stats.errors, "rows were lost"
     unit = 1 if sys.platform == "darwin" else 1024

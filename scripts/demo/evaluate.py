@@ -57,7 +57,7 @@ def perplexity(model: str, dtype: str, quantize: str | None, cases: list[Case]) 
             for output, length in zip(scored, lengths, strict=True):
                 if output.error is not None or output.prompt_logprobs is None:
                     raise output.error or ValueError("A prompt was not scored.")
-                total += sum(one.logprob for one in output.prompt_logprobs[-length:] if one is not None)
+                total += sum(one.logprob for one in output.prompt_logprobs[-length:] if one.logprob is not None)
                 count += length
     return math.exp(-total / count)
 

@@ -16,7 +16,16 @@ from cbatch.cli.bench.load.generator import find_capacity, run_load
 from cbatch.cli.bench.load.results import Capacity, LoadResult
 from cbatch.cli.bench.load.users import SLO, Scenario
 from cbatch.cli.bench.workload import LengthDistribution
-from cbatch.engine import Engine, EngineConfig, EngineThread, SamplingParams, StepTracer, TokenEvent
+from cbatch.engine import (
+    EncodedRequest,
+    EngineConfig,
+    EngineThread,
+    RequestHandle,
+    SamplingParams,
+    SteppingEngine,
+    StepTracer,
+    TokenEvent,
+)
 from cbatch.engine.models.loader import LoadedModel
 from scripts.benchmarks import long_prompt
 
@@ -131,14 +140,14 @@ def make_engine(
     *,
     ahead: bool = True,
     target: float | None = None,
-) -> Engine:
+) -> SteppingEngine:
     config = EngineConfig(
         device=str(device), max_seqs=max_seqs, max_batch_tokens=max_batch_tokens, run_ahead=ahead, target_step_ms=target
     )
-    return Engine(config, loaded)
+    return SteppingEngine(config, loaded)
 
 
-def steady(what: str, engine: Engine, sizes: Sizes) -> Steady:
+def steady(what: str, engine: SteppingEngine, sizes: Sizes) -> Steady:
     """Decodes three times: to compile the kernels, to time it, and to trace steps in the middle."""
     decode_all(engine, sizes)
     elapsed = decode_all(engine, sizes)
@@ -149,7 +158,7 @@ def steady(what: str, engine: Engine, sizes: Sizes) -> Steady:
     return Steady(what, sizes.rows * sizes.tokens / elapsed, idle, trace.error)
 
 
-def decode_all(engine: Engine, sizes: Sizes, trace: StepTracer | None = None) -> float:
+def decode_all(engine: SteppingEngine, sizes: Sizes, trace: StepTracer | None = None) -> float:
     """Seconds until all requests have all of their tokens. Raises RuntimeError if one gets fewer."""
     done: SimpleQueue[TokenEvent] = SimpleQueue()
     params = SamplingParams(max_tokens=sizes.tokens, ignore_eos=True)
@@ -157,7 +166,9 @@ def decode_all(engine: Engine, sizes: Sizes, trace: StepTracer | None = None) ->
         begun = time.perf_counter()
         for row in range(sizes.rows):
             prompt = [10 + (row + place) % 200 for place in range(16)]
-            engine_thread.submit(prompt, params, lambda event: done.put(event) if event.finish_reason else None)
+            request = EncodedRequest(prompt_ids=prompt, params=params)
+            handle = RequestHandle(request, lambda event: done.put(event) if event.finish_reason else None)
+            engine_thread.submit(handle)
         reasons = {done.get().finish_reason for _ in range(sizes.rows)}
         elapsed = time.perf_counter() - begun
     if reasons != {"length"}:
@@ -165,7 +176,7 @@ def decode_all(engine: Engine, sizes: Sizes, trace: StepTracer | None = None) ->
     return elapsed
 
 
-def scenario(engine: Engine, sizes: Sizes) -> Scenario:
+def scenario(engine: SteppingEngine, sizes: Sizes) -> Scenario:
     """Users who wait a second between an answer and their next question."""
     return Scenario(
         users=sizes.users,

@@ -56,9 +56,9 @@ def run_engine(
         cuda_graphs=graphs,
     )
     params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in work.output_lengths]
-    with Engine(config, loaded) as engine:
+    with Engine(config, loaded=loaded) as engine:
         engine.generate(work.prompts[:8], SamplingParams(max_tokens=8, ignore_eos=True))  # compiles the kernels
-        engine.synchronize()
+        engine.core.synchronize()
         start = time.perf_counter()
         outputs = engine.generate(work.prompts, params)
         elapsed = time.perf_counter() - start

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from cbatch.engine.engine import Engine
+from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.architectures import CLASSES, NOT_BUILT_HERE
 from tests.support.model_checks import (
     EQUAL,
@@ -63,7 +63,7 @@ The test suite checks every line of this table.
 """
 
 
-def scenarios_and_faults(network: Any, engine: Engine) -> list[str]:
+def scenarios_and_faults(network: Any, engine: SteppingEngine) -> list[str]:
     return compare_all_scenarios(network, engine) + unseen_faults(network, engine)
 
 

@@ -16,6 +16,8 @@ from cbatch.engine.engine import Engine
 from cbatch.engine.execution.stats import StepRecord
 from cbatch.engine.runtime.batch import Logits
 from cbatch.engine.scheduler.step_time import MIN_PREFILL_TOKENS, StepTimeController
+from cbatch.engine.stepping_engine import SteppingEngine
+from tests.support.generation import generate
 from tests.support.tiny_models import VOCABULARY, loaded, make_engine, make_network, make_prompts
 
 
@@ -25,7 +27,7 @@ def network() -> Any:
 
 
 def greedy(prompt: list[int], count: int) -> list[int]:
-    return make_engine(network()).generate([prompt], SamplingParams(max_tokens=count))[0].token_ids
+    return generate(make_engine(network()), [prompt], SamplingParams(max_tokens=count))[0].token_ids
 
 
 @pytest.fixture
@@ -33,22 +35,22 @@ def prompt() -> list[int]:
     return make_prompts([9])[0]
 
 
-def with_eos(*eos: int) -> Engine:
+def with_eos(*eos: int) -> SteppingEngine:
     config = EngineConfig(block_size=4, kv_blocks=64, device="cpu")
-    return Engine(config, loaded(network(), eos_ids=frozenset(eos)))
+    return SteppingEngine(config, loaded(network(), eos_ids=frozenset(eos)))
 
 
 def test_an_end_token_ends_the_output_and_counts(prompt: list[int]) -> None:
     """Guards the end of an output: `stop`, with the end token in token_ids."""
     tokens = greedy(prompt, 12)
-    done = with_eos(tokens[5]).generate([prompt], SamplingParams(max_tokens=12))[0]
+    done = generate(with_eos(tokens[5]), [prompt], SamplingParams(max_tokens=12))[0]
     assert done.finish_reason == "stop" and done.token_ids == tokens[: tokens.index(tokens[5]) + 1]
 
 
 def test_ignore_eos_goes_on(prompt: list[int]) -> None:
     """Guards ignore_eos."""
     tokens = greedy(prompt, 12)
-    done = with_eos(tokens[5]).generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))[0]
+    done = generate(with_eos(tokens[5]), [prompt], SamplingParams(max_tokens=12, ignore_eos=True))[0]
     assert done.finish_reason == "length" and done.token_ids == tokens
 
 
@@ -57,24 +59,24 @@ def test_stop_token_ids_and_min_tokens(prompt: list[int]) -> None:
     tokens = greedy(prompt, 12)
     engine = make_engine(network())
     asked = SamplingParams(max_tokens=12, stop_token_ids=(tokens[0],))
-    assert engine.generate([prompt], asked)[0].token_ids == tokens[:1]
-    later = engine.generate([prompt], asked.merged({"min_tokens": 6}))[0]
+    assert generate(engine, [prompt], asked)[0].token_ids == tokens[:1]
+    later = generate(engine, [prompt], asked.merged({"min_tokens": 6}))[0]
     assert len(later.token_ids) >= 6 and tokens[0] not in later.token_ids[:5]
 
 
 def test_max_tokens_is_clamped_to_context_and_cache(prompt: list[int]) -> None:
     """Guards against writing past the context or the cache: the output ends with `length`."""
-    long = make_engine(network(), kv_blocks=100).generate([prompt], SamplingParams(max_tokens=None))[0]
+    long = generate(make_engine(network(), kv_blocks=100), [prompt], SamplingParams(max_tokens=None))[0]
     assert long.finish_reason == "length" and len(long.token_ids) == 160 - 9
-    small = make_engine(network(), kv_blocks=5).generate([prompt], SamplingParams(max_tokens=None))[0]
+    small = generate(make_engine(network(), kv_blocks=5), [prompt], SamplingParams(max_tokens=None))[0]
     assert len(small.token_ids) == 5 * 4 + 1 - 9 and small.token_ids == long.token_ids[:12]
 
 
 def test_bad_prompts_fail_alone() -> None:
     """Guards the other prompts beside a bad one."""
     good = make_prompts([5])[0]
-    outputs = make_engine(network()).generate(
-        [[], good, [VOCABULARY], [1] * 500, [-1], "text"], SamplingParams(max_tokens=4)
+    outputs = generate(
+        make_engine(network()), [[], good, [VOCABULARY], [1] * 500, [-1], "text"], SamplingParams(max_tokens=4)
     )
     codes = [output.error.code if output.error else None for output in outputs]
     assert codes == ["invalid_row", None, "invalid_row", "prompt_too_long", "invalid_row", "invalid_row"]
@@ -84,7 +86,7 @@ def test_bad_prompts_fail_alone() -> None:
 def test_stop_tokens_outside_the_vocabulary_are_refused() -> None:
     """Guards the step against an index that no logit has."""
     asked = SamplingParams(stop_token_ids=(VOCABULARY,), min_tokens=3)
-    (output,) = make_engine(network()).generate([[1, 2]], asked)
+    (output,) = generate(make_engine(network()), [[1, 2]], asked)
     assert output.error is not None and "stop_token_ids: 89 is not in" in str(output.error)
 
 
@@ -93,10 +95,10 @@ def test_sampled_outputs_do_not_depend_on_other_requests(settings: dict[str, int
     """Guards the contract's promise at temperature 1: chunking, preemption, order and slots change no token."""
     prompts = make_prompts([3, 14, 7, 20, 1])
     asked = [SamplingParams(max_tokens=16, temperature=1.0, top_p=0.95, seed=seed) for seed in range(5)]
-    alone = [make_engine(network()).generate([p], [a])[0].token_ids for p, a in zip(prompts, asked, strict=True)]
+    alone = [generate(make_engine(network()), [p], [a])[0].token_ids for p, a in zip(prompts, asked, strict=True)]
     assert len({tuple(tokens) for tokens in alone}) == 5
     engine = make_engine(network(), **settings)
-    together = engine.generate(prompts[::-1], asked[::-1])
+    together = generate(engine, prompts[::-1], asked[::-1])
     assert [output.token_ids for output in together][::-1] == alone
     assert (engine.stats().num_preemptions > 0) == ("kv_blocks" in settings)
 
@@ -105,20 +107,21 @@ def test_seeds_are_derived_from_the_index() -> None:
     """Guards against equal prompts that all get the same answer when sampled without a seed."""
     prompts = make_prompts([6]) * 4
     params = SamplingParams(max_tokens=8, temperature=1.0)
-    first = [output.token_ids for output in make_engine(network()).generate(prompts, params)]
-    again = [output.token_ids for output in make_engine(network()).generate(prompts, params)]
+    first = [output.token_ids for output in generate(make_engine(network()), prompts, params)]
+    again = [output.token_ids for output in generate(make_engine(network()), prompts, params)]
     assert first == again and len({tuple(tokens) for tokens in first}) > 1
 
 
 def test_streaming_yields_tokens_as_they_come_and_cleans_up(prompt: list[int]) -> None:
     """Guards streaming: one event for each token, and leaving early frees all blocks."""
-    engine = make_engine(network())
-    events = list(engine.stream([prompt], SamplingParams(max_tokens=5)))
-    assert [event.token_id for _, event in events] == greedy(prompt, 5)
-    assert [event.finish_reason for _, event in events] == [None] * 4 + ["length"]
-    for _ in engine.stream([prompt, prompt], SamplingParams(max_tokens=50)):
-        break
-    assert not engine.has_work and engine.scheduler.pool.num_used == 0
+    with Engine(EngineConfig(block_size=4, kv_blocks=64, device="cpu"), loaded=loaded(network())) as engine:
+        events = list(engine.stream([prompt], SamplingParams(max_tokens=5)))
+        assert [event.token_id for event in events] == greedy(prompt, 5)
+        assert [event.finish_reason for event in events] == [None] * 4 + ["length"]
+        for _ in engine.stream([prompt, prompt], SamplingParams(max_tokens=50)):
+            break
+        engine.generate([1], SamplingParams(max_tokens=1))  # the engine's thread has cancelled the others by then
+        assert not engine.core.has_work and engine.core.scheduler.pool.num_used == 0
 
 
 def test_cancel_at_every_step_leaks_nothing() -> None:
@@ -147,7 +150,7 @@ def test_a_request_with_nan_logits_fails_alone(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(engine.runner, "forward", poisoned)
     first, second = make_prompts([3, 5])
-    outputs = engine.generate([first, second], SamplingParams(max_tokens=4))
+    outputs = generate(engine, [first, second], SamplingParams(max_tokens=4))
     assert outputs[0].error is not None and outputs[0].error.code == "nan_logits"
     assert outputs[1].token_ids == greedy(second, 4) and engine.scheduler.pool.num_used == 0
 
@@ -159,14 +162,14 @@ def test_a_common_beginning_is_computed_once() -> None:
     sizes: list[int] = []
     forward = engine.runner.forward
     engine.runner.forward = lambda batch: (sizes.append(len(batch.ids)), forward(batch))[1]  # type: ignore[method-assign]
-    outputs = engine.generate([[*trunk, tail] for tail in range(1, 7)], SamplingParams(max_tokens=1))
+    outputs = generate(engine, [[*trunk, tail] for tail in range(1, 7)], SamplingParams(max_tokens=1))
     assert sizes == [42 + 5 * 2], "each of the others computes what is behind the last full block"
-    assert [output.cached_tokens for output in outputs] == [0] + [40] * 5
-    again = engine.generate([[*trunk, 1]], SamplingParams(max_tokens=1))[0]
-    assert again.cached_tokens == 40 and again.token_ids == outputs[0].token_ids
+    assert [output.usage.cached_tokens for output in outputs] == [0] + [40] * 5
+    again = generate(engine, [[*trunk, 1]], SamplingParams(max_tokens=1))[0]
+    assert again.usage.cached_tokens == 40 and again.token_ids == outputs[0].token_ids
     uncached = make_engine(network(), prefix_cache=False)
-    outputs = uncached.generate([[*trunk, tail] for tail in range(1, 7)], SamplingParams(max_tokens=1))
-    assert {output.cached_tokens for output in outputs} == {0}
+    outputs = generate(uncached, [[*trunk, tail] for tail in range(1, 7)], SamplingParams(max_tokens=1))
+    assert {output.usage.cached_tokens for output in outputs} == {0}
 
 
 def test_limits_and_stats() -> None:
@@ -199,13 +202,13 @@ def test_each_step_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     records: list[StepRecord] = []
     engine.on_step = records.append
     expected = [greedy(prompt, 3) for prompt in make_prompts([5, 6])]
-    assert [done.token_ids for done in engine.generate(make_prompts([5, 6]), SamplingParams(max_tokens=3))] == expected
+    assert [done.token_ids for done in generate(engine, make_prompts([5, 6]), SamplingParams(max_tokens=3))] == expected
     chunks = [[(chunk.request.id, chunk.start, chunk.stop) for chunk in one.scheduled.chunks] for one in records]
     assert chunks[:2] == [[(0, 0, 5), (1, 0, 3)], [(0, 5, 6), (1, 3, 6)]] and len(records) == engine.stats().num_steps
     assert [(one.start, one.end) for one in records[:2]] == [(0, 1), (2, 3)]
     assert [one.used_blocks for one in records[:2]] == [4, 4] and all(one.seconds == 1 for one in records)
     engine.on_step = None
-    engine.generate(make_prompts([5]), SamplingParams(max_tokens=1))
+    generate(engine, make_prompts([5]), SamplingParams(max_tokens=1))
     assert len(records) == len(chunks)
 
 
@@ -213,9 +216,9 @@ def test_an_answer_is_cached_for_the_next_turn() -> None:
     """Guards chat: an answer is cached for the prompt that continues it."""
     engine = make_engine(network())
     prompt = make_prompts([10])[0]
-    answer = engine.generate([prompt], SamplingParams(max_tokens=15))[0].token_ids
-    turn = engine.generate([[*prompt, *answer, 5, 6]], SamplingParams(max_tokens=2))[0]
-    assert turn.cached_tokens == 24
+    answer = generate(engine, [prompt], SamplingParams(max_tokens=15))[0].token_ids
+    turn = generate(engine, [[*prompt, *answer, 5, 6]], SamplingParams(max_tokens=2))[0]
+    assert turn.usage.cached_tokens == 24
     assert turn.token_ids == greedy([*prompt, *answer, 5, 6], 2)
 
 
@@ -250,11 +253,11 @@ def test_nan_keys_and_values_do_not_stay_cached() -> None:
         network.model.embed_tokens.weight[poison] = float("nan")
     engine = make_engine(network, kv_blocks=8)
     sick, healthy = [poison] * 30, [token for token in make_prompts([28])[0] if token != poison]
-    outputs = engine.generate([sick, healthy[:2]], SamplingParams(max_tokens=3))
+    outputs = generate(engine, [sick, healthy[:2]], SamplingParams(max_tokens=3))
     assert outputs[0].error is not None and outputs[0].error.code == "nan_logits"
     assert not engine.runner.kv_cache.values[0].isfinite().all(), "the fault did not reach the cache"
-    expected = make_engine(network).generate([healthy], SamplingParams(max_tokens=4))[0]
-    after = engine.generate([healthy], SamplingParams(max_tokens=4))[0]
+    expected = generate(make_engine(network), [healthy], SamplingParams(max_tokens=4))[0]
+    after = generate(engine, [healthy], SamplingParams(max_tokens=4))[0]
     assert after.error is None and after.token_ids == expected.token_ids and engine.scheduler.pool.num_used == 0
 
 
@@ -303,10 +306,10 @@ def test_a_target_time_limits_prompts_and_changes_no_token(monkeypatch: pytest.M
     monkeypatch.setattr(StepTimeController, "observe", watch)
     prompts, lengths = make_prompts([5, 40, 23]), [30, 4, 4]
     params = [SamplingParams(max_tokens=length) for length in lengths]
-    expected = make_engine(network(), max_batch_tokens=16).generate(prompts, params)
+    expected = generate(make_engine(network(), max_batch_tokens=16), prompts, params)
     assert not seen, "without a target nothing is measured"
     limited = make_engine(network(), max_batch_tokens=16, target_step_ms=1e-6)
-    done = limited.generate(prompts, params)
+    done = generate(limited, prompts, params)
     assert [one.token_ids for one in done] == [one.token_ids for one in expected]
     mixed = [tokens for rows, tokens, _ in seen if rows and tokens]
     assert (

@@ -13,8 +13,10 @@ import torch
 
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.engine_thread import EngineThread
+from cbatch.engine.engine_thread import EngineThread, RequestHandle
+from cbatch.engine.requests.request import EncodedRequest
 from cbatch.engine.sampling.output import PendingSample
+from tests.support.generation import generate
 from tests.support.tiny_models import make_engine, make_network, make_prompts, no_collector
 
 
@@ -26,9 +28,13 @@ def engine_thread() -> Any:
         made.close()
 
 
+def request(prompt: list[int], **params: Any) -> EncodedRequest:
+    return EncodedRequest(prompt_ids=prompt, params=SamplingParams(**params))
+
+
 def collect(engine_thread: EngineThread, prompt: list[int], **params: Any) -> queue.SimpleQueue[TokenEvent]:
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-    engine_thread.submit(prompt, SamplingParams(**params), events.put)
+    engine_thread.submit(RequestHandle(request(prompt, **params), events.put))
     return events
 
 
@@ -52,7 +58,7 @@ def test_many_threads_share_one_engine(engine_thread: EngineThread) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    expected = make_engine(make_network("llama")).generate(prompts, SamplingParams(max_tokens=10))
+    expected = generate(make_engine(make_network("llama")), prompts, SamplingParams(max_tokens=10))
     assert [results[number] for number in range(6)] == [output.token_ids for output in expected]
 
 
@@ -65,9 +71,10 @@ def test_a_refused_request_ends_with_its_error(engine_thread: EngineThread) -> N
 def test_cancelling_frees_memory_and_sends_no_more(engine_thread: EngineThread) -> None:
     """Guards Ctrl-C on one answer while another goes on."""
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-    ticket = engine_thread.submit([1, 2, 3], SamplingParams(max_tokens=140), events.put)
+    handle = RequestHandle(request([1, 2, 3], max_tokens=140), events.put)
+    engine_thread.submit(handle)
     events.get(timeout=30)
-    engine_thread.cancel(ticket)
+    engine_thread.cancel(handle)
     until_end(collect(engine_thread, [4, 5], max_tokens=3))
     assert engine_thread.engine.scheduler.pool.num_used == 0
     while not events.empty():
@@ -92,7 +99,7 @@ class FailingForward:
 
 
 def greedy(prompt: list[int], count: int) -> list[int]:
-    return make_engine(make_network("llama")).generate([prompt], SamplingParams(max_tokens=count))[0].token_ids
+    return generate(make_engine(make_network("llama")), [prompt], SamplingParams(max_tokens=count))[0].token_ids
 
 
 def test_a_step_that_fails_is_tried_again(engine_thread: EngineThread) -> None:
@@ -280,15 +287,15 @@ def test_a_failing_text_harms_no_other_request(engine_thread: EngineThread, monk
             raise RuntimeError("no such byte")
 
     prompt = make_prompts([5])[0]
-    add = engine_thread.engine.add
+    add = engine_thread.engine.add_request
 
-    def adding(prompt_ids: Any, params: Any, **options: Any) -> int:
-        request_id = add(prompt_ids, params, **options)
-        if len(prompt_ids) == 2:
-            engine_thread.engine._requests[request_id].detokenizer = Broken()  # type: ignore[assignment]
+    def adding(request: EncodedRequest) -> int:
+        request_id = add(request)
+        if len(request.prompt_ids) == 2:
+            engine_thread.engine._requests[request_id][0].detokenizer = Broken()  # type: ignore[assignment]
         return request_id
 
-    monkeypatch.setattr(engine_thread.engine, "add", adding)
+    monkeypatch.setattr(engine_thread.engine, "add_request", adding)
     broken, fine = collect(engine_thread, [1, 2]), collect(engine_thread, prompt, max_tokens=4)
     (event,) = until_end(broken)
     assert event.error is not None and "no such byte" in str(event.error)
@@ -301,3 +308,45 @@ def test_an_unforeseen_error_of_a_request_harms_no_other(engine_thread: EngineTh
     (event,) = until_end(collect(engine_thread, ["no", "ids"]))  # type: ignore[list-item]
     assert event.error is not None and event.error.code == "internal_error"
     assert len(until_end(collect(engine_thread, [1, 2], max_tokens=3))) == 3
+
+
+def test_a_reader_that_fails_ends_its_own_request(engine_thread: EngineThread) -> None:
+    """Guards the requests beside one whose `on_event` raises: all its outputs end with an error, and they go on."""
+    prompt, seen = make_prompts([5])[0], list[TokenEvent]()
+
+    def read(event: TokenEvent) -> None:
+        seen.append(event)
+        if event.token_id is not None:
+            raise ValueError("no such column")
+
+    ready = threading.Event()
+    engine_thread._inbox.put(lambda: ready.wait(10) and None)
+    engine_thread.submit(RequestHandle(request([1, 2], max_tokens=50, n=2), read))
+    fine = collect(engine_thread, prompt, max_tokens=6)
+    ready.set()
+    assert [event.token_id for event in until_end(fine)] == greedy(prompt, 6)
+    assert [event.sample_index for event in seen] == [0, 0, 1] and seen[0].error is None
+    assert all(event.error is not None and "no such column" in str(event.error) for event in seen[1:])
+    assert engine_thread.failure is None and engine_thread.num_retries == 0
+    assert engine_thread.engine.scheduler.pool.num_used == 0
+
+
+def test_closing_ends_unfinished_requests(engine_thread: EngineThread) -> None:
+    """Guards readers against waiting for ever when a thread is closed: running, waiting and late requests end."""
+    running, waiting = list[TokenEvent](), list[TokenEvent]()
+
+    def close_at_once(event: TokenEvent) -> None:
+        if not running:
+            engine_thread.submit(RequestHandle(request([4, 5]), waiting.append))
+            engine_thread.close()
+        running.append(event)
+
+    engine_thread.submit(RequestHandle(request([1, 2, 3], max_tokens=140, n=2), close_at_once))
+    engine_thread._thread.join(timeout=30)
+    late = collect(engine_thread, [6], max_tokens=3)
+    ends = [event for event in running if event.finish_reason is not None]
+    assert [event.sample_index for event in ends] == [0, 1]
+    for event in (*ends, *waiting, *until_end(late)):
+        assert event.error is not None and event.error.code == "cancelled"
+    assert len(waiting) == 1 and not engine_thread.engine.has_work
+    assert engine_thread.engine.scheduler.pool.num_used == 0

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import math
 import pickle
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,13 @@ import pytest
 import torch
 
 from cbatch.engine.base.config import EngineConfig
-from cbatch.engine.base.outputs import Completion
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.engine import Engine
+from cbatch.engine.requests.completion import Completion
 from cbatch.engine.runtime.batch import Logits
+from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.text.detokenizer import IncrementalDetokenizer
+from tests.support.generation import generate
 from tests.support.model_folder import save_model
 from tests.support.tiny_models import make_engine, make_network, make_prompts
 
@@ -33,7 +34,7 @@ def network() -> Any:
 
 @cache
 def demo() -> Engine:
-    return Engine(EngineConfig(dtype="float32", device="cpu"))
+    return Engine(dtype="float32", device="cpu")
 
 
 def plain_logprobs(token_ids: list[int]) -> torch.Tensor:
@@ -65,17 +66,20 @@ def test_logprobs_are_those_of_a_plain_forward(settings: dict[str, Any]) -> None
         for heat in (0.0, 1.0, 0.7, 1.0, 0.0)
     ]
     prompts = make_prompts(LENGTHS)
-    outputs = engine.generate(prompts, asked)
+    outputs = generate(engine, prompts, asked)
     assert (engine.stats().num_preemptions > 0) == ("kv_blocks" in settings)
     for prompt, output in zip(prompts, outputs, strict=True):
-        expected = plain_logprobs(prompt + output.token_ids)
-        assert output.prompt_logprobs is not None and len(output.logprobs) == len(output.token_ids) == 12
-        for place, one in enumerate([*output.prompt_logprobs, *output.logprobs]):
-            assert one.token_id == (prompt + output.token_ids)[place + 1]
+        expected = plain_logprobs([*prompt, *output.token_ids])
+        assert output.prompt_logprobs is not None and output.logprobs is not None
+        assert len(output.logprobs) == len(output.token_ids) == 12
+        first, *others = output.prompt_logprobs
+        assert (first.token_id, first.logprob, first.top) == (prompt[0], None, ())
+        for place, one in enumerate([*others, *output.logprobs]):
+            assert one.token_id == [*prompt, *output.token_ids][place + 1] and one.logprob is not None
             assert abs(one.logprob - float(expected[place, one.token_id])) < 1e-5
             assert len(one.top) == (2 if place < len(prompt) - 1 else 3)
             values = expected[place].topk(len(one.top)).values.tolist()
-            assert all(abs(a - b) < 1e-5 for (_, a), b in zip(one.top, values, strict=True))
+            assert all(abs((a.logprob or 0) - b) < 1e-5 for a, b in zip(one.top, values, strict=True))
 
 
 def test_scoring_generates_nothing() -> None:
@@ -83,12 +87,13 @@ def test_scoring_generates_nothing() -> None:
     engine = make_engine(network(), max_batch_tokens=64)
     prompts = make_prompts([160, 9, 1])
     score = SamplingParams(max_tokens=0, prompt_logprobs=0)
-    first, plain, single = engine.generate(prompts, [score, SamplingParams(max_tokens=5), score])
+    first, plain, single = generate(engine, prompts, [score, SamplingParams(max_tokens=5), score])
     assert first.finish_reason == "length" and first.token_ids == [] and first.prompt_logprobs is not None
     expected = plain_logprobs(prompts[0])
     total = sum(float(expected[place, token]) for place, token in enumerate(prompts[0][1:]))
-    assert abs(math.fsum(one.logprob for one in first.prompt_logprobs) - total) < 1e-3
-    assert len(first.prompt_logprobs) == 159 and single.prompt_logprobs == [] and len(plain.token_ids) == 5
+    assert abs(math.fsum(one.logprob or 0 for one in first.prompt_logprobs) - total) < 1e-3
+    assert len(first.prompt_logprobs) == 160 and len(plain.token_ids) == 5
+    assert [(one.token_id, one.logprob) for one in single.prompt_logprobs or ()] == [(prompts[2][0], None)]
     assert engine.scheduler.pool.num_used == 0
 
 
@@ -96,9 +101,9 @@ def test_scores_do_not_come_from_the_prefix_cache() -> None:
     """Guards a prompt whose blocks are there already: its logits are not, and must be computed."""
     engine = make_engine(network())
     prompt = make_prompts([40])[0]
-    engine.generate([prompt], SamplingParams(max_tokens=2))
-    (scored,) = engine.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=0))
-    assert scored.prompt_logprobs is not None and len(scored.prompt_logprobs) == 39 and scored.cached_tokens == 0
+    generate(engine, [prompt], SamplingParams(max_tokens=2))
+    (scored,) = generate(engine, [prompt], SamplingParams(max_tokens=1, prompt_logprobs=0))
+    assert scored.prompt_logprobs is not None and len(scored.prompt_logprobs) == 40 and scored.usage.cached_tokens == 0
 
 
 def test_broken_logits_are_no_scores() -> None:
@@ -114,7 +119,7 @@ def test_broken_logits_are_no_scores() -> None:
         return Logits(logits)
 
     engine.runner.forward = broken  # type: ignore[method-assign]
-    (scored,) = engine.generate(make_prompts([30]), SamplingParams(max_tokens=0, prompt_logprobs=0))
+    (scored,) = generate(engine, make_prompts([30]), SamplingParams(max_tokens=0, prompt_logprobs=0))
     assert scored.error is not None and scored.error.code == "nan_logits"
 
 
@@ -123,23 +128,27 @@ def test_several_outputs_share_their_prompt() -> None:
     engine = make_engine(network(), max_batch_tokens=64)
     prompt = make_prompts([33])[0]
     asked = SamplingParams(max_tokens=8, temperature=1.0, seed=5, n=4)
-    (output,) = engine.generate([prompt], asked)
+    (output,) = generate(engine, [prompt], asked)
     assert len({tuple(one.token_ids) for one in output.choices}) == 4
-    assert [one.cached_tokens for one in output.choices] == [0, 32, 32, 32]
-    fresh = make_engine(network(), prefix_cache=False)
-    for number, one in enumerate(output.choices):
-        request_id = fresh.add(prompt, asked, sample_index=number)
-        alone = Completion()
-        while fresh.has_work:
-            for event in fresh.step():
-                assert event.request_id == request_id and event.sample_index == number
-                alone.take(event._replace(sample_index=0))
-        assert alone.token_ids == one.token_ids and one.finish_reason == "length"
+    assert all(one.finish_reason == "length" for one in output.choices)
+    scheduler = engine.scheduler
+    assert (scheduler.num_prompt_tokens, scheduler.num_cached_tokens) == (4 * 33, 3 * 32)
+    assert output.usage.to_dict() == {"prompt_tokens": 33, "completion_tokens": 32, "total_tokens": 65}
+    fresh = make_engine(network(), prefix_cache=False, max_seqs=1)
+    request_id = fresh.add(prompt, asked)
+    found: list[list[int]] = [[], [], [], []]
+    while fresh.has_work:
+        (event,) = fresh.step()
+        assert event.request_id == request_id and event.token_id is not None and event.cached_tokens == 0
+        found[event.sample_index].append(event.token_id)
+    assert found == [one.token_ids for one in output.choices]
+    (single,) = generate(fresh, [prompt], asked.merged({"n": 1}))
+    assert single.token_ids == found[0]
 
 
 def test_a_step_that_fails_is_tried_again_with_its_forms() -> None:
     """Guards a retry: masks are being filled when the model fails, and nothing of that step has happened."""
-    engine, fresh = demo(), Engine(EngineConfig(dtype="float32", device="cpu"))
+    engine, fresh = demo(), SteppingEngine(EngineConfig(dtype="float32", device="cpu"))
     asked = [SamplingParams(max_tokens=20, regex="[a-f]{3,9}!", temperature=1.0, seed=seed) for seed in range(5)]
     prompts = ["Say a letter."] * 5
     expected = [one.token_ids for one in engine.generate(prompts, asked)]
@@ -189,8 +198,8 @@ def test_allowed_tokens_are_those_of_generate(settings: dict[str, Any]) -> None:
     engine, model, prompts = make_engine(network(), **settings), network(), make_prompts(LENGTHS)
     allowed = list(range(5, 80, 7))
     plain, listed = SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, allowed_token_ids=allowed)
-    outputs = engine.generate(prompts * 2, [plain] * len(prompts) + [listed] * len(prompts))
-    assert [one.token_ids for one in outputs[:5]] == [one.token_ids for one in engine.generate(prompts, plain)]
+    outputs = generate(engine, prompts * 2, [plain] * len(prompts) + [listed] * len(prompts))
+    assert [one.token_ids for one in outputs[:5]] == [one.token_ids for one in generate(engine, prompts, plain)]
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     for prompt, output in zip(prompts, outputs[5:], strict=True):
@@ -250,7 +259,7 @@ def test_a_list_of_what_the_model_never_says_is_no_broken_model() -> None:
 
     engine.runner.forward = without_seven  # type: ignore[method-assign]
     asked = [SamplingParams(max_tokens=2, allowed_token_ids=ids) for ids in ([7], [7, 8])]
-    never, other = engine.generate([[1, 2]] * 2, asked)
+    never, other = generate(engine, [[1, 2]] * 2, asked)
     assert never.error is not None and "No token is left" in str(never.error) and other.token_ids == [8, 8]
 
 
@@ -288,7 +297,8 @@ def test_special_tokens_are_shown_where_asked() -> None:
 
 def test_steps_make_no_text_but_to_find_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the time of a step, which is everybody's: text is made by whoever reads the events."""
-    engine, detokenized, push = demo(), [], IncrementalDetokenizer.push
+    engine = SteppingEngine(EngineConfig(device="cpu"), demo().loaded)
+    detokenized, push = [], IncrementalDetokenizer.push
 
     def counted(self: IncrementalDetokenizer, token_id: int, *, may_stop: bool = True) -> str:
         detokenized.append(token_id)
@@ -305,7 +315,7 @@ def test_steps_make_no_text_but_to_find_stop_strings(monkeypatch: pytest.MonkeyP
     while engine.has_work:
         texts += [event.text for event in engine.step()]
     assert len(detokenized) == 9
-    assert "".join(texts) == engine.generate([prompt], params)[0].text and len(detokenized) == 18
+    assert "".join(texts) == generate(engine, [prompt], params)[0].text and len(detokenized) == 18
 
 
 def test_an_output_whose_text_cannot_be_made_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,13 +334,18 @@ def test_an_output_whose_text_cannot_be_made_fails_alone(monkeypatch: pytest.Mon
     failed, same = engine.generate(prompts, params)
     assert same.text == fine.text and failed.finish_reason == "error" and failed.error is not None
     assert failed.error.code == "internal_error" and "no such byte" in str(failed.error)
-    found = [Completion(), Completion()]
-    for index, event in engine.stream(prompts, params):
-        assert found[index].finish_reason is None, "an event after the last"
-        found[index].take(event)
-    assert found[1].text == fine.text and same.error is found[1].error is None
+    found: dict[int, Completion] = {}
+    texts = ["", ""]
+    for event in engine.stream(prompts, params):
+        assert event.index not in found, "an event after the last"
+        texts[event.index] += event.text
+        assert (event.completion is None) == (event.finish_reason is None)
+        if event.completion is not None:
+            found[event.index] = event.completion
+    assert found[1].text == texts[1] == fine.text and same.error is found[1].error is None
     assert str(found[0].error) == str(failed.error) and found[0].finish_reason == "error"
-    assert engine.stats().used_blocks == 0 and not engine.has_work
+    engine.generate([1], SamplingParams(max_tokens=1))  # the engine's thread has cancelled the other by then
+    assert engine.stats().used_blocks == 0 and not engine.core.has_work
 
 
 def test_outputs_are_plain_data() -> None:
@@ -338,15 +353,16 @@ def test_outputs_are_plain_data() -> None:
     engine = demo()
     params = SamplingParams(max_tokens=5, logprobs=1, n=2, temperature=1.0)
     (output,) = engine.generate(["What is 2 plus 3?"], params)
-    assert pickle.loads(pickle.dumps(output)) == copy.deepcopy(output) == output and asdict(output)["text"]
-    for _, event in engine.stream(["What is 2 plus 3?"], params):
+    for copied in (pickle.loads(pickle.dumps(output)), copy.deepcopy(output)):
+        assert copied == output and copied.choices == output.choices and copied.to_dict()["text"]
+    for event in engine.stream(["What is 2 plus 3?"], params):
         assert pickle.loads(pickle.dumps(event)) == event and type(event.text) is str
 
 
 def test_settings_of_the_model_s_folder_hold(tmp_path: Path) -> None:
     """Guards generation_config.json: penalty and limits as `generate` applies them."""
     settings = {"repetition_penalty": 1.3, "max_new_tokens": 9, "min_new_tokens": 4, "num_beams": 3, "min_length": 2}
-    engine = Engine(EngineConfig(model=str(save_model(tmp_path / "m", generation=settings)), device="cpu"))
+    engine = Engine(save_model(tmp_path / "m", generation=settings), device="cpu")
     assert set(engine.loaded.not_applied) == {"num_beams", "min_length"} and engine.loaded.defaults.min_tokens == 4
     prompts = [[5, 9, 5, 9, 30], [7] * 12]
     outputs = engine.generate(prompts, engine.loaded.defaults.merged({"ignore_eos": True}))
@@ -371,7 +387,7 @@ def test_settings_of_the_model_s_folder_hold(tmp_path: Path) -> None:
 )
 def test_what_the_model_cannot_do_is_refused(asked: dict[str, Any], message: str) -> None:
     """Guards the step against entries that no logit has, and against features that would do nothing."""
-    (output,) = make_engine(network()).generate([[1, 2]], SamplingParams(max_tokens=2).merged(asked))
+    (output,) = generate(make_engine(network()), [[1, 2]], SamplingParams(max_tokens=2).merged(asked))
     assert output.error is not None and message in str(output.error)
 
 
@@ -381,7 +397,7 @@ def test_a_row_that_may_say_nothing_fails_alone() -> None:
     everything = [[token] for token in range(network().config.vocab_size)]
     engine.add([1, 2], SamplingParams(max_tokens=3))
     doomed = engine.add([1, 2], SamplingParams(max_tokens=3))
-    request = engine._requests[doomed]
+    (request,) = engine._requests[doomed]
     request.bad_words, request.changes_logits = everything, True
     events = engine.step()
     assert [event.finish_reason for event in events] == [None, "error"]

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.engine import Engine
+from cbatch.engine.stepping_engine import SteppingEngine
+from tests.support.generation import generate
 from tests.support.planted_faults import leak_neighbour, shift_positions, widen_window
 from tests.support.tiny_models import FAMILIES, generate_alone, make_engine, make_network, make_prompts
 
@@ -44,7 +45,7 @@ def params() -> list[SamplingParams]:
     return [SamplingParams(max_tokens=length) for length in OUTPUT_LENGTHS]
 
 
-def run_all(engine: Engine) -> list[list[int]]:
+def run_all(engine: SteppingEngine) -> list[list[int]]:
     """Generates everything at once, with the scheduler's invariants checked after every step."""
     step = engine.step
 
@@ -54,7 +55,7 @@ def run_all(engine: Engine) -> list[list[int]]:
         return events
 
     engine.step = checked_step  # type: ignore[method-assign]
-    outputs = engine.generate(make_prompts(PROMPT_LENGTHS), params())
+    outputs = generate(engine, make_prompts(PROMPT_LENGTHS), params())
     assert engine.scheduler.pool.num_used == 0, "blocks leaked"
     return [output.token_ids for output in outputs]
 
@@ -108,8 +109,8 @@ def with_trunks() -> list[list[int]]:
     return [*prompts, prompts[0][:48], prompts[0], prompts[0] + prompts[1]]
 
 
-def run_with_trunks(engine: Engine) -> list[list[int]]:
-    outputs = engine.generate(with_trunks(), SamplingParams(max_tokens=12))
+def run_with_trunks(engine: SteppingEngine) -> list[list[int]]:
+    outputs = generate(engine, with_trunks(), SamplingParams(max_tokens=12))
     engine.scheduler.check_integrity()
     return [output.token_ids for output in outputs]
 

@@ -43,8 +43,8 @@ class ChatHarness:
         return session.last.reply.text
 
     def is_idle(self) -> bool:
-        assert self.client.engine_thread is not None
-        stats = self.client.engine_thread.engine.stats()
+        assert self.client.engine is not None
+        stats = self.client.engine.stats()
         return stats.num_running == stats.num_waiting == 0
 
     def wait_idle(self) -> None:

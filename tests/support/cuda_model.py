@@ -13,11 +13,12 @@ from torch import Tensor
 
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.engine import Engine
 from cbatch.engine.models.loader import LoadedModel
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache
+from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support import triton_interpreter as interpreter
+from tests.support.generation import generate
 from tests.support.tiny_models import draw_weights, generate_alone, make_network, make_prompts
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
@@ -61,18 +62,18 @@ def model_of(network: Any, dtype: torch.dtype = torch.float32) -> CudaModel:
     return CudaModel(network.config.to_dict(), network.state_dict(), dtype, DEVICE)
 
 
-def engine_around(monkeypatch: pytest.MonkeyPatch, model: CudaModel, **config: Any) -> Engine:
+def engine_around(monkeypatch: pytest.MonkeyPatch, model: CudaModel, **config: Any) -> SteppingEngine:
     """Makes an engine with a CudaModel, also on a CPU, for which an engine would choose another."""
-    monkeypatch.setattr("cbatch.engine.engine.has_fast_path", lambda *_: True)
-    monkeypatch.setattr("cbatch.engine.engine.select_attention", lambda *_: TritonAttention(DEVICE))
+    monkeypatch.setattr("cbatch.engine.stepping_engine.has_fast_path", lambda *_: True)
+    monkeypatch.setattr("cbatch.engine.stepping_engine.select_attention", lambda *_: TritonAttention(DEVICE))
     loaded = LoadedModel("tiny", lambda: None, None, SamplingParams(), frozenset(), fast_model=model)
     settings: dict[str, Any] = {"block_size": 5, "kv_blocks": 30, "max_seqs": 4, "device": str(DEVICE)} | config
-    return Engine(EngineConfig(**settings), loaded)
+    return SteppingEngine(EngineConfig(**settings), loaded)
 
 
-def run(engine: Engine) -> list[list[int]]:
+def run(engine: SteppingEngine) -> list[list[int]]:
     params = [SamplingParams(max_tokens=length) for length in OUTPUTS]
-    outputs = engine.generate(make_prompts(LENGTHS), params)
+    outputs = generate(engine, make_prompts(LENGTHS), params)
     engine.scheduler.check_integrity()
     return [output.token_ids for output in outputs]
 

@@ -13,8 +13,9 @@ import torch
 
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.engine import Engine
+from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.architectures import CLASSES, NOT_BUILT_HERE, draw, make_architecture
+from tests.support.generation import generate
 from tests.support.planted_faults import leak_neighbour, shift_positions, widen_window
 from tests.support.tiny_models import generate_alone, make_engine, make_prompts
 
@@ -39,7 +40,7 @@ class CheckResult:
     reason: str = ""
 
 
-def check_model(model_type: str, differences: Callable[[Any, Engine], list[str]]) -> CheckResult:
+def check_model(model_type: str, differences: Callable[[Any, SteppingEngine], list[str]]) -> CheckResult:
     """Builds a tiny model of a type, proves that its context matters, and compares.
 
     differences: names what differs from the model's own output, given the network and an engine for `run_combined`
@@ -67,22 +68,22 @@ def plain_reason(message: str) -> str:
     return re.sub(r" by (\d([\d.e+-]*\d)?|nan)", "", line).rstrip(".")
 
 
-def small_engine(network: Any) -> Engine:
+def small_engine(network: Any) -> SteppingEngine:
     """An engine that chunks PROMPTS, shares their blocks, makes them wait for each other, and preempts them."""
     return make_engine(network, max_batch_tokens=16, max_seqs=6, kv_blocks=28)
 
 
-def compare_combined_run(network: Any, engine: Engine) -> list[str]:
+def compare_combined_run(network: Any, engine: SteppingEngine) -> list[str]:
     """One run that does everything at once, compared with the model's own forward over each finished output."""
     outputs = run_combined(engine)
     pairs = zip(PROMPTS, outputs, strict=True)
     return [] if all(is_greedy_output(network, prompt, output) for prompt, output in pairs) else ["combined"]
 
 
-def with_fault(plant: Fault) -> Callable[[Any, Engine], list[str]]:
+def with_fault(plant: Fault) -> Callable[[Any, SteppingEngine], list[str]]:
     """`compare_combined_run` with a fault in the engine, which it must name as a difference."""
 
-    def differences(network: Any, engine: Engine) -> list[str]:
+    def differences(network: Any, engine: SteppingEngine) -> list[str]:
         with pytest.MonkeyPatch.context() as patch:
             plant(patch)
             return compare_combined_run(network, engine)
@@ -90,7 +91,7 @@ def with_fault(plant: Fault) -> Callable[[Any, Engine], list[str]]:
     return differences
 
 
-def unseen_faults(network: Any, engine: Engine) -> list[str]:
+def unseen_faults(network: Any, engine: SteppingEngine) -> list[str]:
     """Which faults planted in the engine do not change what comes out."""
     faults: list[Fault] = [shift_positions, leak_neighbour]
     if any(engine.model.windows):
@@ -98,8 +99,8 @@ def unseen_faults(network: Any, engine: Engine) -> list[str]:
     return [f"{plant.__name__} is not seen" for plant in faults if not with_fault(plant)(network, engine)]
 
 
-def run_combined(engine: Engine) -> Outputs:
-    outputs = [output.token_ids for output in engine.generate(PROMPTS, PARAMS)]
+def run_combined(engine: SteppingEngine) -> Outputs:
+    outputs = [output.token_ids for output in generate(engine, PROMPTS, PARAMS)]
     assert [len(output) for output in outputs] == LENGTHS
     assert engine.scheduler.num_preemptions > 0, "nothing was preempted"
     assert engine.scheduler.num_cached_tokens > len(TRUNK), "no blocks were shared"
@@ -140,7 +141,7 @@ def eager_attention(network: Any) -> Iterator[None]:
         network.set_attn_implementation(before)
 
 
-def compare_all_scenarios(network: Any, engine: Engine) -> list[str]:
+def compare_all_scenarios(network: Any, engine: SteppingEngine) -> list[str]:
     """Runs each scenario alone, and compares it with `generate` of transformers. Returns those that differ."""
     network.generation_config.eos_token_id = None
     with eager_attention(network):
@@ -159,7 +160,7 @@ def compare_all_scenarios(network: Any, engine: Engine) -> list[str]:
 def run_all_at_once(network: Any, *, times: int = 1, preempted: bool = False, **config: Any) -> Outputs:
     engine = make_engine(network, **config)
     for _ in range(times):
-        outputs = [output.token_ids for output in engine.generate(PROMPTS, PARAMS)]
+        outputs = [output.token_ids for output in generate(engine, PROMPTS, PARAMS)]
     assert not preempted or engine.scheduler.num_preemptions > 0, "nothing was preempted"
     assert times == 1 or engine.scheduler.num_cached_tokens > 200, "no blocks were shared"
     return outputs

@@ -17,9 +17,9 @@ from torch import nn
 
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.engine import Engine
 from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.models.loader import LoadedModel
+from cbatch.engine.stepping_engine import SteppingEngine
 
 VOCABULARY = 89
 COMMON = {
@@ -90,16 +90,16 @@ def fast(network: Any, dtype: torch.dtype = torch.float32) -> LoadedModel:
     return LoadedModel("tiny", lambda: network, None, SamplingParams(), frozenset(), fast_model=model)
 
 
-def make_fast_engine(network: Any, **config: Any) -> Engine:
+def make_fast_engine(network: Any, **config: Any) -> SteppingEngine:
     """An engine on the fast path with a small cache: 24 blocks of 16 tokens unless said otherwise."""
     settings: dict[str, Any] = {"block_size": 16, "kv_blocks": 24, "max_seqs": 8, "device": "cpu"} | config
-    return Engine(EngineConfig(**settings), fast(network))
+    return SteppingEngine(EngineConfig(**settings), fast(network))
 
 
-def make_engine(network: Any, **config: Any) -> Engine:
+def make_engine(network: Any, **config: Any) -> SteppingEngine:
     """An engine on the CPU with a small cache: 64 blocks of 4 tokens unless said otherwise."""
     settings: dict[str, Any] = {"block_size": 4, "kv_blocks": 64, "max_seqs": 8, "device": "cpu"} | config
-    return Engine(EngineConfig(**settings), loaded(network))
+    return SteppingEngine(EngineConfig(**settings), loaded(network))
 
 
 def make_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:

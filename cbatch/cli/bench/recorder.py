@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cbatch.cli.bench.workload import Outputs
-from cbatch.engine import Engine, SamplingParams, StepRecord
+from cbatch.engine import SamplingParams, SteppingEngine, StepRecord
 
 TokenKind = Literal["prefill", "decode", "padding", "idle"]
 """prefill: of a prompt; decode: wanted output; padding: fills up a prompt; idle: output past a request's end."""
@@ -126,7 +126,11 @@ class RunRecorder:
     """Runs requests on an engine and records every step, through the engine's `on_step`."""
 
     def __init__(
-        self, engine: Engine, output_lengths: list[int], slots: int, clock: Callable[[], float] = time.perf_counter
+        self,
+        engine: SteppingEngine,
+        output_lengths: list[int],
+        slots: int,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`output_lengths`: tokens that each request of the workload wants."""
         self.engine = engine

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from cbatch.cli.bench.peak_memory import PeakMemory
 from cbatch.cli.bench.recorder import RunRecord, RunRecorder
 from cbatch.cli.bench.workload import Workload
-from cbatch.engine import ConfigError, Engine, EngineConfig, LoadedModel
+from cbatch.engine import ConfigError, EngineConfig, LoadedModel, SteppingEngine
 
 Run = Callable[[RunRecorder, Workload, int], None]
 """Does the work on a recorder's engine, with this many slots."""
@@ -35,7 +35,7 @@ def run_static(recorder: RunRecorder, work: Workload, slots: int) -> None:
         recorder.run()
 
 
-def _check_batch(engine: Engine, requests: int, width: int, longest: int) -> None:
+def _check_batch(engine: SteppingEngine, requests: int, width: int, longest: int) -> None:
     """Raises ConfigError if a padded batch cannot run as one."""
     limits = engine.limits
     context = limits.max_model_len
@@ -161,7 +161,7 @@ class Experiment:
             budget = max_seqs * max(map(len, self.work.prompts))
         # Steps are timed one by one, so none may start before the previous one has ended.
         config = replace(self.config, max_seqs=max_seqs, max_batch_tokens=budget, prefix_cache=False, run_ahead=False)
-        with Engine(config, self.loaded) as engine:
+        with SteppingEngine(config, self.loaded) as engine:
             with PeakMemory(engine.device) as memory:
                 recorder = RunRecorder(engine, self.work.output_lengths, self.slots)
                 strategy.run(recorder, self.work, self.slots)

@@ -9,7 +9,7 @@ from typing import Any
 
 from cbatch.cli.bench.peak_memory import PeakMemory
 from cbatch.cli.bench.strategies import Experiment
-from cbatch.engine import ConfigError, Engine, SamplingParams
+from cbatch.engine import ConfigError, RequestError, SamplingParams, SteppingEngine
 
 LONG_PROMPT = 10_000
 CHUNK = 512
@@ -66,13 +66,13 @@ def measure_techniques(
     return Techniques(prompt_memory, token_costs)
 
 
-def _engine(experiment: Experiment, context: int, budget: int) -> Engine:
+def _engine(experiment: Experiment, context: int, budget: int) -> SteppingEngine:
     """For one sequence of up to `context` tokens. The cache holds no more, to leave memory for large steps."""
     blocks = -(-context // experiment.config.block_size)
     config = replace(
         experiment.config, max_seqs=1, max_batch_tokens=budget, kv_blocks=blocks, prefix_cache=False, run_ahead=False
     )
-    return Engine(config, experiment.loaded)
+    return SteppingEngine(config, experiment.loaded)
 
 
 def _prompt_memory(experiment: Experiment, length: int, budget: int) -> PromptMemory:
@@ -81,11 +81,21 @@ def _prompt_memory(experiment: Experiment, length: int, budget: int) -> PromptMe
         engine.zero_cache()
         with PeakMemory(engine.device) as memory:
             start = time.perf_counter()
-            (done,) = engine.generate([[1] * length], SamplingParams(max_tokens=1, ignore_eos=True))
+            try:
+                _compute(engine, [1] * length)
+            except RequestError as error:
+                raise ConfigError(f"A prompt of {length:,} tokens could not be measured: {error}") from error
             elapsed = time.perf_counter() - start
-    if done.error is not None:
-        raise ConfigError(f"A prompt of {length:,} tokens could not be measured: {done.error}")
     return PromptMemory(length, budget, memory.peak_bytes, elapsed)
+
+
+def _compute(engine: SteppingEngine, prompt: list[int]) -> None:
+    """Computes a prompt and one token after it. Raises RequestError if that fails."""
+    engine.add(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+    while engine.has_work:
+        for event in engine.step():
+            if event.error is not None:
+                raise event.error
 
 
 def _token_costs(experiment: Experiment, context: int) -> list[TokenCost]:

@@ -110,20 +110,18 @@ def read_workload(path: str, engine: Engine) -> Workload:
 
     Raises ConfigError if the file cannot be read, or if a row is wrong.
     """
-    from cbatch.engine import InputProcessor, LineProcessor, RequestDefaults, read_lines
+    from cbatch.engine import Completion, LineProcessor, RequestDefaults, read_lines
 
-    inputs = InputProcessor(engine, RequestDefaults(params={"temperature": 0.0}))
-    processor = LineProcessor(inputs)
+    lines = LineProcessor(engine.core.input_processor(RequestDefaults(params={"temperature": 0.0})))
     prompts: list[list[int]] = []
     asked: list[SamplingParams] = []
     try:
         with Path(path).open("rb") as file:
             for line in read_lines(file):
-                request = processor.build(line)
-                prompt = inputs.encode(request)
-                if prompt is None or request.error is not None:
+                request = lines.process(line)
+                if isinstance(request, Completion):
                     raise ConfigError(f"{path}: {request.error}")
-                prompts.append(prompt)
+                prompts.append(list(request.prompt_ids))
                 if request.params.n != 1 or request.params.max_tokens == 0:
                     raise ConfigError(
                         f"{path}, line {line.index + 1}: bench needs one output of at least one token for each row."

@@ -119,9 +119,9 @@ def _make_controller(options: ChatOptions, store: SessionStore | None, trace: St
     from cbatch.cli.chat.session.export import from_result
 
     sampling = options.sampling
-    load = partial(open_engine, options.engine, quiet=options.quiet, verbose=options.verbose)
+    load = partial(open_engine, options.engine, quiet=options.quiet, verbose=options.verbose, trace=trace)
     controller = ChatController(
-        EngineClient(load, trace),
+        EngineClient(load, closes_engine=trace is not None),
         system=sampling.system,
         params=sampling.params,
         seed=sampling.seed,

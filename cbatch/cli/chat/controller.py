@@ -13,7 +13,7 @@ from cbatch.cli.chat.session.session import Notice, Session, Turn
 from cbatch.cli.chat.session.session_list import SessionList
 from cbatch.cli.chat.session.store import SessionStore
 from cbatch.cli.common.exits import UserError
-from cbatch.engine import TokenEvent, derive_seed
+from cbatch.engine import StreamEvent, derive_seed
 
 RETRY_TEMPERATURE = 0.7
 """Used for a retry in a greedy session, which would give the same reply again."""
@@ -101,7 +101,7 @@ class ChatController(SessionList):
 
     def retry(self, session: Session, count: int) -> int:
         """Requests `count` more replies to the last message. Returns the number of the first of them."""
-        if self.client.engine_thread is None:
+        if self.client.engine is None:
             raise UserError("The model is still loading.")
         turn = self._require_last_turn(session)
         self._stop_replies(session)
@@ -248,21 +248,23 @@ class ChatController(SessionList):
 
     def _on_start(self, session: Session, turn: Turn, reply: Reply, dropped_before: int, prompt: EncodedPrompt) -> None:
         reply.prompt_tokens = len(prompt.token_ids)
-        reply.is_thinking |= prompt.opens_thinking
         if count := session.drop(dropped_before + prompt.num_dropped):
             turns = "the oldest turn" if count == 1 else f"the {count} oldest turns"
             text = f"The context is full: from here on the model no longer sees {turns}."
             session.items.insert(session.items.index(turn), Notice(text))
 
-    def _on_event(self, session: Session, reply: Reply, event: TokenEvent, when: float) -> None:
-        new = reply.append(event.text, self.client.output_parser, is_last=event.finish_reason is not None)
+    def _on_event(self, session: Session, reply: Reply, event: StreamEvent, when: float) -> None:
+        reply.append(event)
         if event.token_id is not None:
-            reply.count_token(event.cached_tokens, when)
-            self.on_token(session, reply, new)
+            reply.count_token(when)
+            self.on_token(session, reply, event.text)
         if event.finish_reason is not None:
             del self._requests[reply]
             limit, has_failed = self.client.params(reply.params).max_tokens, self.client.failure is not None
-            reply.finish(event.finish_reason, event.error, limit, has_failed=has_failed)
+            if event.completion is not None:
+                reply.cached_tokens = event.completion.usage.cached_tokens
+            state = "stop" if event.finish_reason == "tool_calls" else event.finish_reason
+            reply.finish(state, event.error, limit, has_failed=has_failed)
             self._after_replies(session)
 
     def _after_replies(self, session: Session) -> None:

@@ -17,12 +17,12 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from cbatch.cli.chat.session.prompt import encode
+from cbatch.cli.chat.session.prompt import reply_request
 from cbatch.cli.chat.session.session import Message
-from cbatch.engine import RequestError, SamplingParams, TokenEvent
+from cbatch.engine import RequestError, RequestHandle, SamplingParams, StreamEvent, TokenEvent
 
 if TYPE_CHECKING:
-    from cbatch.engine import Engine, EngineThread, OutputDetokenizer, OutputParser, RequestHandle, StepTracer
+    from cbatch.engine import EncodedRequest, Engine, OutputProcessor
 
 PRIORITY = -(2**64)
 """Replies run before every row of a batch in the background."""
@@ -34,13 +34,11 @@ Post = Callable[[Callable[[], None]], None]
 class EncodedPrompt:
     """A conversation as the engine gets it.
 
-    num_dropped:    how many of its oldest turns were dropped to make it fit
-    opens_thinking: whether it ends with an open think tag
+    num_dropped: how many of its oldest turns were dropped to make it fit
     """
 
     token_ids: list[int]
     num_dropped: int
-    opens_thinking: bool
 
 
 @dataclass(eq=False, slots=True)
@@ -53,7 +51,6 @@ class ReplyRequest:
     may_trim:       whether the oldest turns may be dropped if the context is too small
     on_start:       called on the front end's thread once the prompt is encoded
     on_event:       called there for every token, with the time when it came (`monotonic` clock)
-    grammar:        the compiled constraint of the reply; held here so that the engine finds it in its cache
     """
 
     system_messages: list[Message]
@@ -63,9 +60,8 @@ class ReplyRequest:
     reply_prefix: str
     may_trim: bool
     on_start: Callable[[EncodedPrompt], None]
-    on_event: Callable[[TokenEvent, float], None]
+    on_event: Callable[[StreamEvent, float], None]
     is_cancelled: bool = False
-    grammar: object = None
     handle: RequestHandle | None = None
 
     def messages(self, num_dropped: int) -> list[Message]:
@@ -74,12 +70,14 @@ class ReplyRequest:
 
 
 class EngineClient:
-    """Opens an engine and submits requests to it. `engine_thread` is None until the engine is ready."""
+    """Opens an engine and submits requests to it. `engine` is None until it is ready."""
 
-    def __init__(self, open_engine: Callable[[], Engine], trace: StepTracer | None = None) -> None:
-        """`trace` records some of the engine's steps; it is complete after `close`."""
-        self.engine_thread: EngineThread | None = None
-        self._open_engine, self._trace = open_engine, trace
+    def __init__(self, open_engine: Callable[[], Engine], *, closes_engine: bool = False) -> None:
+        """
+        closes_engine: whether `close` waits for the step in flight, and so for the end of a trace
+        """
+        self.engine: Engine | None = None
+        self._open_engine, self._closes_engine = open_engine, closes_engine
         self._requests: queue.SimpleQueue[ReplyRequest] = queue.SimpleQueue()
         self._post: Post = lambda callback: None
 
@@ -93,9 +91,9 @@ class EngineClient:
         threading.Thread(target=self._run, args=(on_open,), name="cbatch-client", daemon=True).start()
 
     def close(self) -> None:
-        """Stops the engine if a trace must be written; otherwise nobody has to wait for the step in flight."""
-        if self.engine_thread is not None and self._trace is not None:
-            self.engine_thread.close()
+        """Closes the engine if somebody needs that; a chat that ends does not wait for the step in flight."""
+        if self.engine is not None and self._closes_engine:
+            self.engine.close()
 
     def submit(self, request: ReplyRequest) -> None:
         self._requests.put(request)
@@ -103,97 +101,85 @@ class EngineClient:
     def cancel(self, request: ReplyRequest) -> None:
         """Stops a request, whose callbacks are not called any more."""
         request.is_cancelled = True
-        if request.handle is not None and self.engine_thread is not None:
-            self.engine_thread.cancel(request.handle)
+        if request.handle is not None and self.engine is not None:
+            self.engine.thread.cancel(request.handle)
 
     @property
     def failure(self) -> Exception | None:
         """Why the engine failed for good, if it did."""
-        return self.engine_thread.failure if self.engine_thread is not None else None
-
-    @property
-    def output_parser(self) -> OutputParser | None:
-        """How to read replies; None while the model loads, or if it has no tokenizer."""
-        if self.engine_thread is None or self.engine_thread.engine.tokenizer is None:
-            return None
-        return self.engine_thread.engine.tokenizer.output_parser
+        return self.engine.failure if self.engine is not None else None
 
     def params(self, params: dict[str, Any]) -> SamplingParams:
         """Effective sampling parameters; the model's own defaults are known only once it is loaded."""
-        if self.engine_thread is None:
+        if self.engine is None:
             return SamplingParams(max_tokens=None).merged(params)
-        loaded = self.engine_thread.engine.loaded
+        loaded = self.engine.loaded
         return replace(loaded.defaults, max_tokens=loaded.max_tokens).merged(params)
 
     def _run(self, on_open: Callable[[BaseException | None], None]) -> None:
         try:
             engine = self._open_engine()
-            from cbatch.engine import EngineThread
-
-            self.engine_thread = EngineThread(engine, self._trace)
         except BaseException as error:  # ends the chat with a sentence, not this thread with a traceback
             self._post(partial(on_open, error))
             return
+        self.engine = engine
         self._post(partial(on_open, None))
         while True:
             request = self._requests.get()
             if request.is_cancelled:
                 continue
             try:
-                self._submit_to_engine(request, self.engine_thread)
+                self._submit_to_engine(request, engine)
             except RequestError as error:
                 self._fail(request, error)
             except Exception as error:  # a message that breaks something must not end the chat
                 self._fail(request, RequestError("internal_error", f"The message cannot be encoded: {error!r}"))
 
-    def _submit_to_engine(self, request: ReplyRequest, engine_thread: EngineThread) -> None:
-        params = self.params(request.params)
-        if request.reply_prefix and params.constraint is not None:
-            raise RequestError("invalid_row", "A constrained reply cannot be continued; /retry starts it again.")
-        request.grammar = engine_thread.engine.compile(params)
-        prompt = self._encode(request, engine_thread.engine, params)
+    def _submit_to_engine(self, request: ReplyRequest, engine: Engine) -> None:
+        encoded, num_dropped = self._encode(request, engine, self.params(request.params))
+        prompt = EncodedPrompt(list(encoded.prompt_ids), num_dropped)
         self._post_unless_cancelled(request, partial(request.on_start, prompt))
-
-        tags = self.output_parser.think_tags or () if self.output_parser is not None else ()
-        detokenizer = engine_thread.engine.detokenizer(prompt.token_ids, params, tags)
+        outputs = engine.core.output_processor(encoded)
 
         def on_event(event: TokenEvent) -> None:
-            self._post_unless_cancelled(request, partial(self._report, request, detokenizer, event, time.monotonic()))
+            outputs.take(event)
+            self._post_unless_cancelled(request, partial(self._report, request, outputs, event, time.monotonic()))
 
-        request.handle = engine_thread.submit(
-            prompt.token_ids, params, on_event, seed=request.seed, priority=PRIORITY, tags=tags
-        )
+        request.handle = RequestHandle(encoded, on_event)
+        engine.thread.submit(request.handle)
         if request.is_cancelled:  # before there was a handle to cancel
-            engine_thread.cancel(request.handle)
+            engine.thread.cancel(request.handle)
 
-    def _report(self, request: ReplyRequest, detokenizer: OutputDetokenizer, event: TokenEvent, when: float) -> None:
+    def _report(self, request: ReplyRequest, outputs: OutputProcessor, event: TokenEvent, when: float) -> None:
         """Hands on an event with its text, which is made here, on the front end's thread."""
-        try:
-            event = event._replace(text=detokenizer.update(event))
-        except RequestError as error:
+        read = outputs.read(event)
+        if read.error is not None and event.error is None:  # its text could not be made
             self.cancel(request)
-            event = TokenEvent(event.request_id, None, finish_reason="error", error=error)
-        request.on_event(event, when)
+        request.on_event(read, when)
 
-    def _encode(self, request: ReplyRequest, engine: Engine, params: SamplingParams) -> EncodedPrompt:
-        """Drops as few of the oldest turns as necessary, if that is allowed."""
+    def _encode(self, request: ReplyRequest, engine: Engine, params: SamplingParams) -> tuple[EncodedRequest, int]:
+        """The request as token ids. Drops as few of the oldest turns as necessary, if that is allowed: how many."""
+        if request.reply_prefix and params.constraint is not None:
+            raise RequestError("invalid_row", "A constrained reply cannot be continued; /retry starts it again.")
+        processor = engine.core.input_processor()
 
-        def encoded(num_dropped: int) -> list[int]:
-            return encode(engine, request.messages(num_dropped), request.reply_prefix)
+        def encoded(num_dropped: int) -> EncodedRequest:
+            asked = reply_request(engine, request.messages(num_dropped), request.reply_prefix)
+            return processor.encode(replace(asked, params=params, seed=request.seed, priority=PRIORITY))
 
-        num_dropped, prompt_ids = 0, encoded(0)
+        def fits(num_dropped: int) -> bool:
+            return _fits(engine, encoded(num_dropped).prompt_ids, params)
+
+        num_dropped, whole = 0, encoded(0)
         num_droppable = len(request.message_groups) - 1
-        if request.may_trim and num_droppable and not _fits(engine, prompt_ids, params):
-            counts = range(1, num_droppable)
-            num_dropped = 1 + bisect_left(counts, True, key=lambda count: _fits(engine, encoded(count), params))
-            prompt_ids = encoded(num_dropped)
-        engine.max_new_tokens(prompt_ids, params)
-        tokenizer = engine.tokenizer
-        thinks = tokenizer is not None and not request.reply_prefix and tokenizer.opens_thinking(prompt_ids)
-        return EncodedPrompt(prompt_ids, num_dropped, thinks)
+        if request.may_trim and num_droppable and not _fits(engine, whole.prompt_ids, params):
+            num_dropped = 1 + bisect_left(range(1, num_droppable), True, key=fits)
+            whole = encoded(num_dropped)
+        engine.core.max_new_tokens(whole.prompt_ids, params)
+        return whole, num_dropped
 
     def _fail(self, request: ReplyRequest, error: RequestError) -> None:
-        event = TokenEvent(None, None, finish_reason="error", error=error)
+        event = StreamEvent(finish_reason="error", error=error)
         self._post_unless_cancelled(request, partial(request.on_event, event, time.monotonic()))
 
     def _post_unless_cancelled(self, request: ReplyRequest, callback: Callable[[], None]) -> None:

@@ -29,9 +29,9 @@ class ChatStats:
         """How far loading is; shown until the engine is ready."""
 
     def tick(self) -> None:
-        if (engine_thread := self._controller.client.engine_thread) is not None:
+        if (engine := self._controller.client.engine) is not None:
             now = time.monotonic()
-            self._counts.append((now, engine_thread.num_tokens))
+            self._counts.append((now, engine.stats().num_tokens))
             while now - self._counts[0][0] > SPEED_SECONDS:
                 self._counts.popleft()
 
@@ -45,19 +45,18 @@ class ChatStats:
 
     def lines(self) -> list[str]:
         """What `/stats` shows."""
-        engine_thread = self._controller.client.engine_thread
-        if engine_thread is None:
+        engine = self._controller.client.engine
+        if engine is None:
             return [self.loading]
-        if engine_thread.failure is not None:
-            return [f"the engine has failed: {engine_thread.failure}"]
-        stats, shown = engine_thread.engine.stats(), describe(engine_thread.engine)
+        if engine.failure is not None:
+            return [f"the engine has failed: {engine.failure}"]
+        stats, shown = engine.stats(), describe(engine)
         hits = stats.num_cached_tokens / max(stats.num_prompt_tokens, 1)
         lines = [
             *(f"{name}: {shown[name]}" for name in ("model", "parameters", "context", "KV cache", "batch")),
             f"now: {stats.num_running} running, {stats.num_waiting} waiting, {self.tokens_per_s:,.0f} tokens/s, "
             f"KV cache {stats.cache_used:.0%} used",
-            f"so far: {engine_thread.num_tokens:,} tokens in {stats.num_steps:,} steps, "
-            f"{stats.num_preemptions:,} preemptions",
+            f"so far: {stats.num_tokens:,} tokens in {stats.num_steps:,} steps, {stats.num_preemptions:,} preemptions",
             f"prefix cache: {stats.num_cached_tokens:,} of {stats.num_prompt_tokens:,} prompt tokens "
             f"were cached ({hits:.0%})",
         ]

@@ -11,7 +11,7 @@ from cbatch.cli.common.console import notice
 from cbatch.engine import format_bytes
 
 if TYPE_CHECKING:
-    from cbatch.engine import Engine, EngineConfig
+    from cbatch.engine import Engine, EngineConfig, StepTracer
 
 SWITCH_SECONDS = 5e-4
 
@@ -21,14 +21,17 @@ DEMO_NOTICE = (
 )
 
 
-def open_engine(config: EngineConfig, *, quiet: bool, verbose: bool = False) -> Engine:
-    """Loads an engine, and prints on stderr what it is and how much memory it takes."""
+def open_engine(config: EngineConfig, *, quiet: bool, verbose: bool = False, trace: StepTracer | None = None) -> Engine:
+    """Loads an engine, and prints on stderr what it is and how much memory it takes.
+
+    trace: records some of the engine's steps
+    """
     from cbatch.engine import Engine
 
     logging.getLogger("cbatch").handlers = [logging.NullHandler() if quiet else _Notices()]
     gc.freeze()  # imported modules stay
     gc.enable()
-    engine = Engine(config)
+    engine = Engine(config, trace=trace)
     tune_process()
     if not quiet:
         if config.model is None:

@@ -14,11 +14,8 @@ from cbatch.cli.run.files import count_lines
 from cbatch.cli.run.options import RunOptions
 from cbatch.cli.run.stats import RunStats
 from cbatch.engine import (
-    FIXED_DATE,
     Engine,
-    EngineThread,
     FileWriter,
-    InputProcessor,
     Journal,
     Line,
     LineProcessor,
@@ -26,7 +23,6 @@ from cbatch.engine import (
     Pipeline,
     ReaderGone,
     RequestDefaults,
-    ResultFormatter,
     ResumePlan,
     RowWriter,
     Spool,
@@ -39,7 +35,7 @@ ShowProgress = Callable[[int | None, ProgressState], AbstractContextManager[Call
 
 
 def run_batch(
-    engine_thread: EngineThread,
+    engine: Engine,
     options: RunOptions,
     source: IO[bytes],
     output: RowWriter,
@@ -52,9 +48,8 @@ def run_batch(
 
     while_running: a context for the time in which the run may be interrupted
     """
-    engine, quiet = engine_thread.engine, options.quiet
-    total = count_lines(options)
-    stats.attach(engine_thread)
+    quiet, total = options.quiet, count_lines(options)
+    stats.attach(engine)
     processor = line_processor(engine, options)
     lines: LineSource = source
     kept: Container[int] = ()
@@ -62,21 +57,21 @@ def run_batch(
         lines, plan = _prepare_file(output, options, source, processor, progress)
         stats.rows_kept, stats.errors_kept, kept = plan.rows, plan.errors, plan
     pipeline = Pipeline(
-        engine_thread,
+        engine.thread,
         output,
         processor,
-        ResultFormatter(engine, token_ids=options.token_ids, timings=options.timings),
         stats,
         window=options.window or 4 * engine.limits.max_seqs,
+        timings=options.timings,
         on_error=notice if options.verbose else None,
     )
-    display = progress(total, lambda: _progress_state(stats, engine_thread, total))
+    display = progress(total, lambda: _progress_state(stats, engine, total))
     try:
         with while_running(pipeline), display as tick:
             pipeline.run(read_lines(lines), tick, kept=kept, max_errors=options.max_errors)
     finally:
         if not quiet and not isinstance(sys.exception(), ReaderGone):
-            for line in stats.summary(engine_thread, pipeline.waited_for_output_s):
+            for line in stats.summary(engine, pipeline.waited_for_output_s):
                 notice(line)
 
 
@@ -87,9 +82,10 @@ def line_processor(engine: Engine, options: RunOptions) -> LineProcessor:
         system=options.sampling.system,
         seed=options.sampling.seed,
         raw=options.raw,
-        template=TemplateOptions(today=options.date.date() if options.date else FIXED_DATE),
+        template=TemplateOptions(today=options.date.date()) if options.date else TemplateOptions(),
+        with_token_ids=options.token_ids,
     )
-    inputs = InputProcessor(engine, defaults, token_ids=options.token_ids)
+    inputs = engine.core.input_processor(defaults)
     return LineProcessor(inputs, is_text=options.format == "text", allow_unknown=options.allow_unknown)
 
 
@@ -107,7 +103,7 @@ def _prepare_file(
         nonlocal compared
         compared += 1
         tick()
-        return processor.build(line).key
+        return processor.key(line)
 
     rows = len(journal.indices)
     with progress(rows, lambda: (compared, "compared with the input")) as tick:
@@ -126,9 +122,9 @@ def _prepare_file(
     return spool, plan
 
 
-def _progress_state(stats: RunStats, engine_thread: EngineThread, total: int | None) -> tuple[int, str]:
+def _progress_state(stats: RunStats, engine: Engine, total: int | None) -> tuple[int, str]:
     """The number of rows that are done, and the text that follows it in a display."""
-    done, now = stats.rows + stats.rows_kept, engine_thread.engine.stats()
+    done, now = stats.rows + stats.rows_kept, engine.stats()
     left = stats.seconds_left(total - done) if total else None
     parts = [  # the most important part comes first, because a narrow terminal cuts off the rest
         f"{stats.output_tokens / max(stats.running_s, 1e-9):,.0f} tok/s",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from cbatch.engine import Engine, Line, LineProcessor, RequestError
+from cbatch.engine import Completion, Engine, Line, LineProcessor, RequestError
 
 MAX_SHOWN = 20
 MAX_BLOCKS = 1_000_000
@@ -58,22 +58,26 @@ class InputCheck:
         }
 
     def _check_line(self, line: Line) -> None:
-        request = self._processor.build(line)
-        prompt_ids = self._processor.inputs.encode(request)
-        if prompt_ids is not None:
-            try:
-                self._outputs.append(request.params.n * self._engine.max_new_tokens(prompt_ids, request.params))
-                self._prompts.append(len(prompt_ids))
-                self._shared_tokens += self._count_shared(prompt_ids)
-            except RequestError as error:
-                request.fail(error)
-        if request.error is not None:
-            self.errors[request.error.code] += 1
-            if len(self._shown) < MAX_SHOWN:
-                fields = {"code": request.error.code, "message": str(request.error)}
-                self._shown.append({"index": request.row.index, "id": request.row.id, **fields})
+        request = self._processor.process(line)
+        if isinstance(request, Completion):
+            self._count_error(request.index, request.id, request.error)
+            return
+        try:
+            self._outputs.append(
+                request.params.n * self._engine.core.max_new_tokens(request.prompt_ids, request.params)
+            )
+            self._prompts.append(len(request.prompt_ids))
+            self._shared_tokens += self._count_shared(request.prompt_ids)
+        except RequestError as error:
+            self._count_error(request.index, request.source.id, request.source.located(error))
 
-    def _count_shared(self, prompt_ids: list[int]) -> int:
+    def _count_error(self, index: int, name: str | int | float | None, error: RequestError | None) -> None:
+        assert error is not None
+        self.errors[error.code] += 1
+        if len(self._shown) < MAX_SHOWN:
+            self._shown.append({"index": index, "id": name, "code": error.code, "message": str(error)})
+
+    def _count_shared(self, prompt_ids: Sequence[int]) -> int:
         """Number of tokens at the beginning of a prompt that an earlier prompt shares, in whole blocks."""
         size = self._engine.limits.block_size
         shared, before = 0, 0

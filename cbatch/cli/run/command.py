@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import closing
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Literal
 
@@ -21,7 +20,7 @@ from cbatch.cli.run.options import RunOptions
 
 if TYPE_CHECKING:
     from cbatch.cli.run.stats import RunStats
-    from cbatch.engine import Engine
+    from cbatch.engine import Engine, StepTracer
 
 
 @click.command("run")
@@ -78,14 +77,13 @@ def run(**values: Any) -> Literal[0, 1]:
         others = {"the input": options.input, "the output": options.output, "the file of --stats": options.stats}
         tracer = tracing(options.trace, others, quiet=options.quiet)
         with tracer as trace, open_output(options, source) as output:
-            engine = _load(options, stats)
+            engine = _load(options, stats, trace)
 
             from cbatch.cli.run.batch_run import run_batch
-            from cbatch.engine import EngineThread
 
-            with engine, closing(EngineThread(engine, trace)) as engine_thread:
+            with engine:
                 run_batch(
-                    engine_thread,
+                    engine,
                     options,
                     source,
                     output,
@@ -111,8 +109,8 @@ def _check(options: RunOptions, source: IO[bytes], stats: RunStats) -> Literal[0
     return 1 if check.errors else 0
 
 
-def _load(options: RunOptions, stats: RunStats) -> Engine:
+def _load(options: RunOptions, stats: RunStats, trace: StepTracer | None = None) -> Engine:
     started = time.monotonic()
-    engine = open_engine(options.engine, quiet=options.quiet, verbose=options.verbose)
+    engine = open_engine(options.engine, quiet=options.quiet, verbose=options.verbose, trace=trace)
     stats.load_s = time.monotonic() - started
     return engine

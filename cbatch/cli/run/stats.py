@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from cbatch.cli.common.percentiles import Percentiles
-from cbatch.engine import Engine, EngineThread, RowRequest, RunObserver
+from cbatch.engine import Completion, Engine, RunObserver
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,14 @@ class EngineCounters:
     held_back: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, engine_thread: EngineThread) -> EngineCounters:
-        stats = engine_thread.engine.stats()
+    def of(cls, engine: Engine) -> EngineCounters:
+        stats = engine.stats()
         return cls(
             stats.num_steps,
             stats.num_preemptions,
-            engine_thread.num_retries,
-            engine_thread.num_shrinks,
-            engine_thread.idle_s,
+            stats.num_retries,
+            stats.num_shrinks,
+            stats.idle_s,
             Counter(stats.held_back),
         )
 
@@ -49,7 +49,7 @@ class RunStats(RunObserver):
     """
 
     def __init__(self) -> None:
-        self._engine_thread: EngineThread | None = None
+        self._engine: Engine | None = None
         self._before = EngineCounters()
         self.rows = 0
         self.errors: Counter[str] = Counter()
@@ -65,36 +65,37 @@ class RunStats(RunObserver):
         self._ttft = array("f")
         self._tpot = array("f")
 
-    def attach(self, engine_thread: EngineThread) -> None:
+    def attach(self, engine: Engine) -> None:
         """Sets the engine that runs the rows. What it has done before does not count."""
-        self._engine_thread = engine_thread
-        self._before = EngineCounters.of(engine_thread)
+        self._engine = engine
+        self._before = EngineCounters.of(engine)
 
     @property
     def counters(self) -> EngineCounters:
         """What the engine has done since the run began."""
-        return EngineCounters.of(self._engine_thread) - self._before if self._engine_thread else EngineCounters()
+        return EngineCounters.of(self._engine) - self._before if self._engine else EngineCounters()
 
     def start(self, now: float) -> None:
         """Sets the time at which the first row was taken; later calls change nothing."""
         if self._started is None:
             self._started = now
 
-    def count(self, request: RowRequest) -> None:
+    def count(self, completion: Completion) -> None:
         """Counts a row that is finished and written."""
+        timing, usage = completion.timing, completion.usage
         self.rows += 1
-        self._ended = max(self._ended or request.finished_at, request.finished_at)
-        if request.error is not None:
-            self.errors[request.error.code] += 1
+        self._ended = max(self._ended or timing.finished_at, timing.finished_at)
+        if completion.error is not None:
+            self.errors[completion.error.code] += 1
             return
-        lengths = [len(choice.token_ids) for choice in request.completion.choices]
-        self.prompt_tokens += request.prompt_tokens
-        self.cached_tokens += request.completion.cached_tokens
-        self.finished_tokens += sum(lengths)
-        if request.first_token_at is not None:
-            self._ttft.append(request.first_token_at - request.taken_at)
-            if max(lengths) > 1:
-                self._tpot.append((request.finished_at - request.first_token_at) / (max(lengths) - 1))
+        longest = max(len(choice.token_ids) for choice in completion.choices)
+        self.prompt_tokens += usage.prompt_tokens
+        self.cached_tokens += usage.cached_tokens
+        self.finished_tokens += usage.completion_tokens
+        if timing.first_token_at is not None:
+            self._ttft.append(timing.first_token_at - timing.taken_at)
+            if longest > 1:
+                self._tpot.append((timing.finished_at - timing.first_token_at) / (longest - 1))
 
     @property
     def running_s(self) -> float:
@@ -147,7 +148,7 @@ class RunStats(RunObserver):
             "tpot_s": asdict(Percentiles.of(self._tpot)),
         }
 
-    def summary(self, engine_thread: EngineThread, waited_for_output_s: float) -> list[str]:
+    def summary(self, engine: Engine, waited_for_output_s: float) -> list[str]:
         """Four lines for people, or one if there was nothing left to do."""
         if not self.rows and self.rows_kept:
             return [f"nothing left to do: {self.rows_kept:,} rows are there, {self.errors_kept:,} of them errors"]
@@ -156,13 +157,13 @@ class RunStats(RunObserver):
         kept = f", {self.rows_kept:,} kept" if self.rows_kept else ""
         cached = f" ({self.cached_tokens:,} cached)" if self.cached_tokens else ""
         counters = self.counters
-        retried = f", {counters.retries:,} retried ({engine_thread.last_error})" if counters.retries else ""
+        retried = f", {counters.retries:,} retried ({engine.stats().last_error})" if counters.retries else ""
         return [
             f"{self.rows - failed:,} rows ok, {failed:,} failed{f' ({kinds})' if kinds else ''}{kept}",
             f"{self.prompt_tokens:,} prompt tokens{cached}, {self.output_tokens:,} output tokens",
             f"{self.elapsed_s:,.1f} s, {self.output_tokens_per_s:,.0f} output tokens/s, "
             f"{counters.steps:,} steps{retried}",
-            f"limited by {bottleneck(engine_thread.engine, counters, self.elapsed_s, waited_for_output_s)}",
+            f"limited by {bottleneck(engine, counters, self.elapsed_s, waited_for_output_s)}",
         ]
 
 

@@ -1,5 +1,7 @@
 """All errors that cbatch raises on purpose. Their messages are sentences for users."""
 
+from __future__ import annotations
+
 
 class CbatchError(Exception):
     """Base of all errors of this package."""
@@ -42,3 +44,6 @@ class RequestError(CbatchError):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+    def __reduce__(self) -> tuple[type[RequestError], tuple[str, str]]:
+        return type(self), (self.code, str(self))  # so that it can be sent to another process

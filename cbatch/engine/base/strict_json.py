@@ -47,7 +47,7 @@ def json_type(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     names: dict[type, str] = {str: "a string", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return names[type(value)]
+    return names.get(type(value)) or f"a {type(value).__name__}"
 
 
 def _depth(value: Any) -> int:

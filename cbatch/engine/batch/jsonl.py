@@ -9,7 +9,9 @@ from typing import Any
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.strict_json import parse_json_object
 from cbatch.engine.batch.lines import MAX_LINE_BYTES, Line
-from cbatch.engine.requests.input_processor import InputProcessor, RowRequest
+from cbatch.engine.requests.completion import Completion
+from cbatch.engine.requests.input_processor import InputProcessor
+from cbatch.engine.requests.request import EncodedRequest
 from cbatch.engine.requests.row import InputRow
 from cbatch.engine.requests.row_forms import fill_row
 
@@ -30,10 +32,20 @@ class LineProcessor:
     is_own_form: bool = False
     allow_unknown: bool = False
 
-    def build(self, line: Line) -> RowRequest:
-        """Reads a line. Never raises: whatever is wrong with the line is the request's `error`."""
-        row = parse_line(line, is_text=self.is_text, is_own_form=self.is_own_form, allow_unknown=self.allow_unknown)
-        return self.inputs.build(row, line.source)
+    def key(self, line: Line) -> str:
+        """The key of a line's row of output."""
+        row = self._row(line)
+        try:
+            return self.inputs.request(row).key
+        except RequestError as error:
+            return self.inputs.refused(row, error, line.source).key
+
+    def process(self, line: Line) -> EncodedRequest | Completion:
+        """A line as a request; or, if anything is wrong with it, its result."""
+        return self.inputs.process(self._row(line), lambda: line.source)
+
+    def _row(self, line: Line) -> InputRow:
+        return parse_line(line, is_text=self.is_text, is_own_form=self.is_own_form, allow_unknown=self.allow_unknown)
 
 
 def parse_line(
@@ -43,7 +55,7 @@ def parse_line(
 
     The options are those of `LineProcessor`.
     """
-    row = InputRow(line.index)
+    row = InputRow(line.index, f"line {line.index + 1}")
     try:
         if line.data is None:
             raise RequestError("line_too_long", f"line {line.index + 1} is longer than {MAX_LINE_BYTES >> 20} MiB")
@@ -59,7 +71,7 @@ def parse_line(
     except RequestError as error:
         row.error = error
     except Exception as unforeseen:  # one line that breaks something harms no other
-        row = InputRow(line.index)
+        row = InputRow(row.index, row.where)
         row.error = row.invalid(f"the row cannot be read: {unforeseen!r}", "internal_error")
     if line.error is not None:
         row.error = line.error

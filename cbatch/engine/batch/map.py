@@ -11,23 +11,21 @@ from typing import Any
 
 from cbatch.engine.base.errors import ConfigError, RunFailed
 from cbatch.engine.batch.journal import Journal, ResumePlan
-from cbatch.engine.batch.jsonl import LineProcessor, format_row
+from cbatch.engine.batch.jsonl import LineProcessor
 from cbatch.engine.batch.lines import Line, LineSpool
+from cbatch.engine.batch.pipeline import output_row
 from cbatch.engine.batch.prompt_template import PromptTemplate
 from cbatch.engine.batch.python_rows import lines_of
-from cbatch.engine.batch.row_stream import RowStream
-from cbatch.engine.batch.writer import FileWriter, OutputRow
+from cbatch.engine.batch.row_stream import FinishedRow, RowStream
+from cbatch.engine.batch.writer import FileWriter
 from cbatch.engine.engine_thread import EngineThread
-from cbatch.engine.requests.input_processor import InputProcessor, RowRequest
-from cbatch.engine.requests.result_row import ResultFormatter
-
-Result = dict[str, Any]
+from cbatch.engine.requests.completion import Completion
+from cbatch.engine.requests.input_processor import InputProcessor
 
 
 def map_rows(
     engine_thread: EngineThread,
     inputs: InputProcessor,
-    results: ResultFormatter,
     rows: Iterable[object],
     *,
     template: str | Callable[[Any], object] | None = None,
@@ -35,7 +33,7 @@ def map_rows(
     resume: bool = False,
     ordered: bool = True,
     window: int | None = None,
-) -> Generator[Result]:
+) -> Generator[Completion]:
     """Yields the result of each row, lazily and in bounded memory.
 
     rows:     texts, token ids, lists of messages, or dictionaries as the rows of a file; taken on a thread of their
@@ -60,7 +58,7 @@ def map_rows(
     processor = LineProcessor(inputs, is_own_form=made is not None, allow_unknown=made is not None)
     limits = engine_thread.engine.limits
     stream = RowStream(engine_thread, processor, window=window or 4 * limits.max_seqs)
-    row_map = RowMap(stream, processor, results, ordered=ordered)
+    row_map = RowMap(stream, processor, ordered=ordered)
     lines = lines_of(rows, made)
     return row_map.run(lines) if path is None else row_map.run_to_file(lines, Path(path), resume=resume)
 
@@ -87,27 +85,26 @@ class MapWriter(FileWriter):
 class RowMap:
     """Gives the results of a stream's rows, in order or as they finish, and writes them before."""
 
-    def __init__(self, stream: RowStream, processor: LineProcessor, results: ResultFormatter, *, ordered: bool) -> None:
+    def __init__(self, stream: RowStream, processor: LineProcessor, *, ordered: bool) -> None:
         self._stream = stream
         self._processor = processor
-        self._results = results
         self._ordered = ordered
         self._next = 0
         """Number of results that have been given."""
-        self._held: dict[int, tuple[int, Result]] = {}
-        """Position and result of finished rows, by their index."""
+        self._held: dict[int, FinishedRow] = {}
+        """Finished rows by their index."""
         self._kept: Iterator[tuple[int, bytes]] = iter(())
         self._kept_row: tuple[int, bytes] | None = None
         """The next row that an earlier run has left."""
 
     def run(
         self, lines: Iterator[Line], output: FileWriter | None = None, plan: ResumePlan | None = None
-    ) -> Generator[Result]:
+    ) -> Generator[Completion]:
         """Yields all results. A row is in the output before its result is given."""
         with closing(self._stream.finished(lines, plan or ResumePlan())) as finished:
             try:
-                for requests in finished:
-                    self._take(requests, output)
+                for rows in finished:
+                    self._take(rows, output)
                     if output is not None and self._stream.has_given_all:  # before the consumer may leave
                         output.finish(lambda: None)
                     yield from self._ready()
@@ -117,7 +114,7 @@ class RowMap:
                 self._take(self._stream.finished_by_now(), output)
                 raise
 
-    def run_to_file(self, lines: Iterator[Line], path: Path, *, resume: bool) -> Generator[Result]:
+    def run_to_file(self, lines: Iterator[Line], path: Path, *, resume: bool) -> Generator[Completion]:
         """The same with the journal of `cbatch run` in a file, which is in order at the end."""
         with MapWriter(path, input_order=True) as output:
             if not (resume and output.has_content):
@@ -126,26 +123,25 @@ class RowMap:
                 yield from self.run(lines, output)
                 return
             spool = LineSpool(lines)
-            plan = output.resume(output.journal(), spool, lambda line: self._processor.build(line).key)
+            plan = output.resume(output.journal(), spool, self._processor.key)
             spool.rewind()
             self._kept = output.kept_rows()
             self._kept_row = next(self._kept, None)
             yield from self.run(spool, output, plan)
 
-    def _take(self, requests: list[RowRequest], output: FileWriter | None) -> None:
+    def _take(self, rows: list[FinishedRow], output: FileWriter | None) -> None:
         """Writes finished rows, and holds their results until it is their turn."""
-        rows = [(request, self._results.row(request)) for request in requests]
         if output is not None:
-            output.write([OutputRow(one.position, one.row.index, format_row(fields)) for one, fields in rows])
+            output.write([output_row(row) for row in rows])
             output.tick()
-        self._held |= {request.row.index: (request.position, fields) for request, fields in rows}
+        self._held |= {row.completion.index: row for row in rows}
 
-    def _ready(self) -> Iterator[Result]:
+    def _ready(self) -> Iterator[Completion]:
         """The results whose turn has come. The window moves on when they are taken."""
         while True:
             index = self._next_index()
             if self._kept_row is not None and self._kept_row[0] == index:
-                result = json.loads(self._kept_row[1])
+                result = Completion.from_row(json.loads(self._kept_row[1]))
                 self._kept_row = next(self._kept, None)
             elif index in self._held:
                 position, result = self._held.pop(index)

@@ -8,17 +8,16 @@ from contextlib import closing
 from cbatch.engine.base.errors import CbatchError, EngineError, Interrupted, RunFailed
 from cbatch.engine.batch.jsonl import LineProcessor, format_row
 from cbatch.engine.batch.lines import Line
-from cbatch.engine.batch.row_stream import RowStream, StreamObserver
+from cbatch.engine.batch.row_stream import FinishedRow, RowStream, StreamObserver
 from cbatch.engine.batch.writer import OutputRow, RowWriter
 from cbatch.engine.engine_thread import EngineThread
-from cbatch.engine.requests.input_processor import RowRequest
-from cbatch.engine.requests.result_row import ResultFormatter
+from cbatch.engine.requests.completion import Completion
 
 
 class RunObserver(StreamObserver):
     """Follows the rows of a run; this one does nothing."""
 
-    def count(self, request: RowRequest) -> None:
+    def count(self, completion: Completion) -> None:
         """A row is finished and written. Called on the writer's thread."""
 
 
@@ -33,19 +32,20 @@ class Pipeline:
         engine_thread: EngineThread,
         output: RowWriter,
         lines: LineProcessor,
-        results: ResultFormatter,
         observer: RunObserver,
         *,
         window: int,
+        timings: bool = False,
         on_error: Callable[[str], None] | None = None,
     ) -> None:
         """
         window:   most rows between reading and writing
+        timings:  add times and cached tokens to each row
         on_error: called with the message of each error row
         """
         self._stream = RowStream(engine_thread, lines, window=window, observer=observer)
         self._output = output
-        self._results = results
+        self._timings = timings
         self._observer = observer
         self._on_error = on_error
         self._signum: int | None = None
@@ -69,12 +69,12 @@ class Pipeline:
         """
         num_errors = 0
         with closing(self._finished(lines, kept)) as finished:
-            for requests in finished:
+            for rows in finished:
                 if max_errors is not None:
-                    requests = _up_to_error(requests, max_errors - num_errors)
-                self._write(requests)
+                    rows = _up_to_error(rows, max_errors - num_errors)
+                self._write(rows)
                 on_progress()
-                num_errors += sum(request.error is not None for request in requests)
+                num_errors += sum(row.completion.error is not None for row in rows)
                 if max_errors is not None and num_errors >= max_errors:
                     raise self._ended_early(RunFailed, f"Stopped at error {max_errors:,}, as --max-errors says.")
         self._raise_if_interrupted()
@@ -90,25 +90,22 @@ class Pipeline:
         """Seconds in which the reader waited until rows were written."""
         return self._stream.waited_for_consumer_s
 
-    def _finished(self, lines: Iterable[Line], kept: Container[int]) -> Generator[list[RowRequest]]:
+    def _finished(self, lines: Iterable[Line], kept: Container[int]) -> Generator[list[FinishedRow]]:
         """The stream's finished rows. If it fails, what was held back is written first."""
         try:
             yield from self._stream.finished(_checked(lines), kept)
         except (EngineError, RunFailed) as error:
             raise self._ended_early(type(error), str(error)) from error
 
-    def _write(self, requests: list[RowRequest]) -> None:
+    def _write(self, rows: list[FinishedRow]) -> None:
         """Writes finished rows in one write, and counts them."""
-        rows = [
-            OutputRow(request.position, request.row.index, format_row(self._results.row(request)))
-            for request in requests
-        ]
-        self._stream.release(self._output.write(rows))
+        written = self._output.write([output_row(row, timings=self._timings) for row in rows])
+        self._stream.release(written)
         self._output.tick()
-        for request in requests:
-            self._observer.count(request)
-            if request.error is not None and self._on_error is not None:
-                self._on_error(str(request.error))
+        for row in rows:
+            self._observer.count(row.completion)
+            if row.completion.error is not None and self._on_error is not None:
+                self._on_error(str(row.completion.error))
 
     def _ended_early(self, kind: type[CbatchError], reason: str) -> CbatchError:
         """Writes what was held back, and returns the error of a run that ends early."""
@@ -121,6 +118,11 @@ class Pipeline:
             raise Interrupted(self._signum, self._output.resume_hint)
 
 
+def output_row(row: FinishedRow, *, timings: bool = False) -> OutputRow:
+    """The row of output of a finished row."""
+    return OutputRow(row.position, row.completion.index, format_row(row.completion.to_dict(timings=timings)))
+
+
 def _checked(lines: Iterable[Line]) -> Iterator[Line]:
     """The lines, with a sentence for what reading them raises."""
     try:
@@ -129,11 +131,12 @@ def _checked(lines: Iterable[Line]) -> Iterator[Line]:
         raise RunFailed(f"Cannot read the input: {error}.") from error
 
 
-def _up_to_error(requests: list[RowRequest], errors_left: int) -> list[RowRequest]:
+def _up_to_error(rows: list[FinishedRow], errors_left: int) -> list[FinishedRow]:
     """The good ones of finished rows, and as many error rows as are left until the run stops."""
     kept = []
-    for request in requests:
-        if request.error is None or errors_left > 0:
-            errors_left -= request.error is not None
-            kept.append(request)
+    for row in rows:
+        has_failed = row.completion.error is not None
+        if not has_failed or errors_left > 0:
+            errors_left -= has_failed
+            kept.append(row)
     return kept

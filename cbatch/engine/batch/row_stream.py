@@ -17,17 +17,36 @@ import time
 from collections.abc import Container, Generator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from cbatch.engine.base.errors import EngineError, RequestError
+from cbatch.engine.base.errors import EngineError
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.batch.jsonl import LineProcessor
 from cbatch.engine.batch.lines import Line
 from cbatch.engine.batch.window import Window
 from cbatch.engine.engine_thread import EngineThread, RequestHandle
-from cbatch.engine.requests.input_processor import RowRequest
+from cbatch.engine.requests.completion import Completion, Timing
+from cbatch.engine.requests.output_processor import OutputProcessor
+from cbatch.engine.requests.request import EncodedRequest
 
 POLL_SECONDS = 0.2
 MAX_ROWS_AT_ONCE = 256
+
+
+class FinishedRow(NamedTuple):
+    """A row that is finished, and its position among the rows of this run."""
+
+    position: int
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True)
+class EndOfRow:
+    """A row has ended. `is_lost`: because the engine failed, so that there is no result."""
+
+    position: int
+    result: Completion | OutputProcessor
+    is_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +62,7 @@ class StopRequested:
     """Somebody asks the stream to end. Rows that were finished before it are still given."""
 
 
-Message = RowRequest | EndOfInput | StopRequested
+Message = EndOfRow | EndOfInput | StopRequested
 
 
 class StreamObserver:
@@ -69,13 +88,13 @@ class RowStream:
         self._lines = lines
         self._observer = observer or StreamObserver()
         self._window = Window(window)
-        self._in_flight: dict[int, list[RequestHandle]] = {}
+        self._in_flight: dict[int, RequestHandle] = {}
         self._is_stopping = False
         self.has_given_all = False
         """Whether `finished` has given every row of its source; true with the last of them already."""
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
-    def finished(self, source: Iterable[Line], kept: Container[int] = ()) -> Generator[list[RowRequest]]:
+    def finished(self, source: Iterable[Line], kept: Container[int] = ()) -> Generator[list[FinishedRow]]:
         """Yields the rows that have finished since the last time, now and then none, until all lines have been read.
 
         kept: indices of lines to leave out
@@ -91,7 +110,7 @@ class RowStream:
             while end is None or num_done < end.rows:
                 messages = self._next_messages()
                 finished = self._take_finished(messages)
-                num_done += sum(isinstance(message, RowRequest) for message in messages)
+                num_done += sum(isinstance(message, EndOfRow) for message in messages)
                 end = next((message for message in messages if isinstance(message, EndOfInput)), end)
                 if end is not None and end.error is None and self._engine_thread.failure is None:
                     self.has_given_all = num_done == end.rows
@@ -107,7 +126,7 @@ class RowStream:
         if end is not None and end.error is not None:
             raise end.error
 
-    def finished_by_now(self) -> list[RowRequest]:
+    def finished_by_now(self) -> list[FinishedRow]:
         """The rows that have finished since `finished` gave some; for a consumer that leaves its iteration."""
         messages: list[Message] = []
         with suppress(queue.Empty):
@@ -149,52 +168,28 @@ class RowStream:
     def _start_row(self, position: int, line: Line) -> None:
         taken_at = time.monotonic()
         self._observer.start(taken_at)
-        request = self._lines.build(line)
-        request.position, request.taken_at = position, taken_at
-        prompt_ids = self._lines.inputs.encode(request)
-        if prompt_ids is None:
-            request.finished_at = time.monotonic()
-            self._inbox.put(request)
+        request = self._lines.process(line)
+        if isinstance(request, Completion):
+            request.timing = Timing(taken_at, finished_at=time.monotonic())
+            self._inbox.put(EndOfRow(position, request))
         else:
-            self._submit(request, prompt_ids)
+            self._submit(position, request, taken_at)
 
-    def _submit(self, request: RowRequest, prompt_ids: list[int]) -> None:
-        """Submits a row to the engine, once for each of its outputs."""
-        request.detokenizer = self._engine_thread.engine.detokenizer(prompt_ids, request.params, request.tags)
-        request.release_prompt(prompt_ids)
-        outputs_left = request.params.n
+    def _submit(self, position: int, request: EncodedRequest, taken_at: float) -> None:
+        outputs = self._engine_thread.engine.output_processor(request, taken_at)
 
         def on_event(event: TokenEvent) -> None:
             """Runs on the engine's thread."""
-            nonlocal outputs_left
-            request.completion.take(event)
+            outputs.take(event)
             if event.token_id is not None:
                 self._observer.output_tokens += 1
-                if request.first_token_at is None:
-                    request.first_token_at = time.monotonic()
-            if event.error is not None:
-                request.fail(event.error, event.sample_index)
-            if event.finish_reason is not None:
-                outputs_left -= 1
-            if outputs_left == 0:
-                request.finished_at = time.monotonic()
-                request.is_lost = self._engine_thread.failure is not None
-                self._inbox.put(request)
+            if outputs.is_finished:
+                self._inbox.put(EndOfRow(position, outputs, is_lost=self._engine_thread.failure is not None))
 
-        handles = self._in_flight[request.position] = []
-        for number in range(request.params.n):
-            handle = self._engine_thread.submit(
-                prompt_ids,
-                request.params.for_sample(number),
-                on_event,
-                seed=request.seed,
-                priority=request.row.priority,
-                sample_index=number,
-                tags=request.tags,
-            )
-            handles.append(handle)
-            if self._is_stopping:  # `_cancel_unfinished` may have run before this handle was there
-                self._engine_thread.cancel(handle)
+        handle = self._in_flight[position] = RequestHandle(request, on_event)
+        self._engine_thread.submit(handle)
+        if self._is_stopping:  # `_cancel_unfinished` may have run before this handle was there
+            self._engine_thread.cancel(handle)
 
     # The consumer's thread.
 
@@ -207,27 +202,24 @@ class RowStream:
                 messages.append(self._inbox.get_nowait())
         return messages
 
-    def _take_finished(self, messages: list[Message]) -> list[RowRequest]:
-        """The finished rows among the messages, with their texts, but those that the engine lost when it failed."""
-        finished = [message for message in messages if isinstance(message, RowRequest)]
-        for request in finished:
-            self._in_flight.pop(request.position, None)
-            _make_texts(request)
-        return [request for request in finished if not request.is_lost]
+    def _take_finished(self, messages: list[Message]) -> list[FinishedRow]:
+        """The finished rows among the messages, but those that the engine lost when it failed.
+
+        Their texts are made here, and not on the engine's thread.
+        """
+        finished = []
+        for message in messages:
+            if isinstance(message, EndOfRow):
+                self._in_flight.pop(message.position, None)
+                if not message.is_lost:
+                    result = message.result
+                    completion = result if isinstance(result, Completion) else result.completion()
+                    finished.append(FinishedRow(message.position, completion))
+        return finished
 
     def _cancel_unfinished(self) -> None:
         """Stops the reader and cancels the requests in flight, so that other front ends have the engine."""
         self._is_stopping = True
         self._window.close()
-        for handles in list(self._in_flight.values()):
-            for handle in list(handles):
-                self._engine_thread.cancel(handle)
-
-
-def _make_texts(request: RowRequest) -> None:
-    """Makes the texts of all outputs here, and not on the engine's thread; the row fails if one cannot be made."""
-    for number, choice in enumerate(request.completion.choices):
-        try:
-            choice.text = request.detokenizer.text_of(choice)
-        except RequestError as error:
-            request.fail(error, number)
+        for handle in list(self._in_flight.values()):
+            self._engine_thread.cancel(handle)

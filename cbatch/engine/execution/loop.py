@@ -101,7 +101,8 @@ class EngineCore:
         """Removes a request; no event of it is returned any more."""
         if not request.has_ended:  # it may have ended in a step whose events were not returned yet
             self.scheduler.cancel(request)
-        self._events = [event for event in self._events if event.request_id != request.id]
+        gone = request.first_id, request.sample_index
+        self._events = [event for event in self._events if (event.request_id, event.sample_index) != gone]
 
     def close(self) -> None:
         """Ends the threads that compute token masks, and forgets the step in flight."""

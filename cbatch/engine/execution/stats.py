@@ -21,6 +21,12 @@ class EngineStats:
     num_cached_tokens:        those of them that were in the KV cache already
     held_back:                steps that left requests waiting, by what was short: `slots`, `cache`, `budget` (tokens
                               of a step) or `target` (the time of a step)
+
+    Of the engine's thread:
+    num_tokens:  tokens that were generated
+    num_retries: steps that were tried again; `last_error` says why the latest one was
+    num_shrinks: retries that made the batch smaller, for want of memory
+    idle_s:      seconds in which there was nothing to compute
     """
 
     num_running: int
@@ -32,6 +38,11 @@ class EngineStats:
     num_prompt_tokens: int
     num_cached_tokens: int
     held_back: Mapping[str, int]
+    num_tokens: int = 0
+    num_retries: int = 0
+    num_shrinks: int = 0
+    last_error: str = ""
+    idle_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,133 +1,152 @@
-"""From a row to a request of the engine."""
+"""From a row or a prompt to a request that the engine can run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 from cbatch.engine.base.errors import RequestError
-from cbatch.engine.base.outputs import Completion
 from cbatch.engine.base.params import SamplingParams, derive_seed
-from cbatch.engine.engine import Engine
-from cbatch.engine.requests.request import RequestDefaults
+from cbatch.engine.requests.completion import Completion
+from cbatch.engine.requests.request import EncodedRequest, GenerationRequest, RequestDefaults
 from cbatch.engine.requests.row import InputRow
 from cbatch.engine.requests.row_keys import KeyMaker, canonical_params
-from cbatch.engine.text.detokenizer import OutputDetokenizer
-from cbatch.engine.text.tokenizer import Prompt
+from cbatch.engine.scheduler.limits import SequenceLimits
+from cbatch.engine.structured.grammar import CompiledGrammar
+from cbatch.engine.text.tokenizer import ChatTokenizer, Message
 
 
-@dataclass(slots=True)
-class RowRequest:
-    """A row on its way through a run: what it asks for, and what has come of it so far.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What the requests for a model depend on.
 
-    prompt:         text to continue, token ids or a conversation, with all options applied
-    prompt_ids:     the prompt's token ids, once they are known
-    tags:           special tokens that tell the parts of an answer apart
-    echo:           text that stands before each output
-    grammar:        compiled constraint; held here so that the engine still finds it when the request is admitted
-    is_thinking:    the prompt leaves the model inside its reasoning
-    error:          why there is no answer; `failed_sample` is the output that it belongs to
-    is_lost:        the engine failed before the request was finished, so it gets no row of output
-    taken_at, first_token_at, finished_at: times of `time.monotonic`
-    position:       number among the rows of the run
+    tokenizer:      None if the model has none; it takes token ids only
+    default_params: the model's own sampling parameters
+    limits:         how long sequences can get
+    fingerprint:    hash of the model, for keys
+    compile:        compiles the constraint of sampling parameters (see `SteppingEngine.compile`)
     """
 
-    row: InputRow
-    params: SamplingParams
-    seed: int = 0
-    key: str = ""
-    prompt: Prompt = ""
-    prompt_ids: list[int] | None = None
-    prompt_tokens: int = 0
-    tags: tuple[str, ...] = ()
-    echo: str = ""
-    grammar: object = None
-    is_thinking: bool = False
-    detokenizer: OutputDetokenizer = field(default_factory=OutputDetokenizer)
-    completion: Completion = field(default_factory=Completion)
-    error: RequestError | None = None
-    failed_sample: int = 0
-    is_lost: bool = False
-    taken_at: float = 0.0
-    first_token_at: float | None = None
-    finished_at: float = 0.0
-    position: int = 0
-
-    def fail(self, error: RequestError, sample_index: int = 0) -> None:
-        """Makes the row an error row. If several outputs fail, the error of the first one counts."""
-        if self.error is None or sample_index < self.failed_sample:
-            self.error, self.failed_sample = self.row.invalid(str(error), error.code), sample_index
-
-    def release_prompt(self, prompt_ids: list[int]) -> None:
-        """Forgets the prompt, which the engine has now; keeps its token ids only if their logprobs are wanted."""
-        self.prompt, self.prompt_tokens = "", len(prompt_ids)
-        self.prompt_ids = prompt_ids if self.params.prompt_logprobs is not None else None
+    tokenizer: ChatTokenizer | None
+    default_params: SamplingParams
+    limits: SequenceLimits
+    fingerprint: str
+    compile: Callable[[SamplingParams], CompiledGrammar | None]
 
 
 class InputProcessor:
-    """Makes requests of rows, for one engine."""
+    """Applies defaults to rows, and turns them into token ids. May be used by several threads at once."""
 
-    def __init__(self, engine: Engine, defaults: RequestDefaults, *, token_ids: bool = False) -> None:
-        """`token_ids`: whether results show the output's token ids, which is a part of the key."""
-        self._engine = engine
-        self._defaults = defaults
-        self._token_ids = token_ids
-        given, tokenizer = defaults.params, engine.tokenizer
-        self._params = engine.loaded.defaults.merged(given)
-        self._openai_params = self._params
-        if given.get("max_tokens") is None:  # that API has no default of its own
-            self._openai_params = replace(self._params, max_tokens=None)
-        self._has_template = tokenizer is not None and bool(tokenizer.chat_template)
-        self._takes_tools = tokenizer is not None and tokenizer.takes_tools
-        clock = defaults.template.today.isoformat() if tokenizer is not None and tokenizer.template_has_clock else ""
-        self._keys = KeyMaker(engine.fingerprint + clock)
+    def __init__(self, model: ModelInfo, defaults: RequestDefaults) -> None:
+        self._model, self._defaults, self._tokenizer = model, defaults, model.tokenizer
+        self._has_template = model.tokenizer is not None and bool(model.tokenizer.chat_template)
 
-    def build(self, row: InputRow, source: bytes) -> RowRequest:
-        """Applies the defaults to a row. Never raises: whatever is wrong with the row is the request's `error`.
+    @cached_property
+    def _params(self) -> SamplingParams:
+        return self._model.default_params.merged(self._defaults.params)
 
-        source: the bytes that the row was read from, which make the key of a row that is refused
+    @cached_property
+    def _openai_params(self) -> SamplingParams:
+        if self._defaults.params.get("max_tokens") is None:  # that API has no default of its own
+            return replace(self._params, max_tokens=None)
+        return self._params
+
+    @cached_property
+    def _keys(self) -> KeyMaker:
+        has_clock = self._tokenizer is not None and self._tokenizer.template_has_clock
+        return KeyMaker(self._model.fingerprint + (self._defaults.template.today.isoformat() if has_clock else ""))
+
+    def check(self) -> None:
+        """Raises RequestError if the defaults themselves are wrong."""
+        self._params  # noqa: B018
+
+    def request(self, row: InputRow, params: SamplingParams | None = None) -> GenerationRequest:
+        """A row with the defaults applied.
+
+        params: complete parameters, instead of the model's own and the defaults; those of the row come on top
+
+        Raises RequestError, which says where the row stands, for a row that is invalid or does not fit the model.
         """
-        error = row.error
-        if error is None:
-            try:
-                return self._build_from_row(row)
-            except RequestError as refused:
-                error = row.invalid(str(refused), refused.code)
-            except Exception as unforeseen:  # one row that breaks something harms no other
-                row = InputRow(row.index)
-                error = row.invalid(f"the row cannot be read: {unforeseen!r}", "internal_error")
-        return RowRequest(row, self._params, key=self._keys.for_invalid_row(source), error=error)
+        if row.error is not None:
+            raise row.error
+        try:
+            return self._request(row, params)
+        except RequestError as error:
+            raise row.located(error) from error
+        except Exception as unforeseen:  # one row that breaks something harms no other
+            raise row.invalid(f"the row cannot be read: {unforeseen!r}", "internal_error") from unforeseen
 
-    def encode(self, request: RowRequest) -> list[int] | None:
-        """Token ids of the prompt, or None if the request has an `error`."""
-        if request.error is None and request.prompt_ids is None:
-            tokenizer = self._engine.tokenizer
-            try:
-                request.grammar = self._engine.compile(request.params)
-                if request.params.bad_words and tokenizer is not None:
-                    tokenizer.bad_word_ids(request.params.bad_words)  # fills a cache here, not on the engine's thread
-                request.prompt_ids = self._engine.encode(request.prompt, raw=True, template=self._defaults.template)
-                self._set_output_format(request)
-            except RequestError as error:
-                request.fail(error)
-            except Exception as unforeseen:  # one prompt that breaks something harms no other
-                request.fail(RequestError("internal_error", f"the prompt cannot be encoded: {unforeseen!r}"))
-        return request.prompt_ids
+    def encode(self, request: GenerationRequest) -> EncodedRequest:
+        """A request as token ids, with its constraint compiled. Raises RequestError as `request` does."""
+        try:
+            return self._encode(request)
+        except RequestError as error:
+            raise request.source.located(error) from error
+        except Exception as unforeseen:  # one prompt that breaks something harms no other
+            raise request.source.invalid(
+                f"the prompt cannot be encoded: {unforeseen!r}", "internal_error"
+            ) from unforeseen
 
-    def _build_from_row(self, row: InputRow) -> RowRequest:
-        params, sampling = self._sampling(row)
+    def refused(self, row: InputRow, error: RequestError, data: bytes) -> Completion:
+        """The result of a row for which `request` raises.
+
+        data: the bytes that the row was read from, which make its key
+        """
+        return Completion(row, key=self._keys.for_invalid_row(data), error=error)
+
+    def process(
+        self, row: InputRow, data: Callable[[], bytes], params: SamplingParams | None = None
+    ) -> EncodedRequest | Completion:
+        """A row ready for the engine; or, if anything is wrong with it, its result. Takes what `request` takes.
+
+        data: gives the bytes that the row was read from
+        """
+        try:
+            request = self.request(row, params)
+        except RequestError as error:
+            return self.refused(row, error, data())
+        try:
+            return self.encode(request)
+        except RequestError as error:
+            return Completion(row, key=request.key, error=error)
+
+    def _request(self, row: InputRow, complete: SamplingParams | None) -> GenerationRequest:
+        defaults = self._defaults
+        params, sampling = self._sampling(row, complete)
         kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
-        seed = derive_seed(self._defaults.seed, kind, name) if params.seed is None else params.seed
-        request = RowRequest(row, params, seed, prompt=self._prompt(row))
-        limit = self._limit_of_cache(request)
-        request.key = self._keys.for_row(row, request.prompt, sampling, seed, self._token_ids, limit)
-        return request
+        seed = derive_seed(defaults.seed, kind, name) if params.seed is None else params.seed
+        self._check_tools(row)
+        request = GenerationRequest(
+            text=row.prompt,
+            prompt_ids=row.prompt_token_ids,
+            messages=row.messages,
+            tools=row.tools or (),
+            template=defaults.template,
+            params=params,
+            seed=seed,
+            priority=row.priority,
+            source=row,
+            with_token_ids=defaults.with_token_ids,
+        )
+        if row.prompt is not None and self._has_template and not (row.raw or defaults.raw):
+            request = replace(request, text=None, messages=[{"role": "user", "content": row.prompt}])
+        system = defaults.system
+        if request.messages is not None and system is not None and not _has_system(request.messages):
+            request = replace(request, messages=[{"role": "system", "content": system}, *request.messages])
+        limit, limits = None, self._model.limits
+        if limits.cache_is_small:  # then the cache may cut off the output earlier than the context
+            with suppress(RequestError):  # `encode` will say it
+                request = replace(request, known_ids=self._prompt_ids(request))
+                limit = limits.limit_of_cache(len(request.known_ids or ()), params.max_tokens)
+        key = self._keys.for_row(row, request.prompt, sampling, seed, defaults.with_token_ids, limit)
+        return replace(request, key=key)
 
-    def _sampling(self, row: InputRow) -> tuple[SamplingParams, bytes]:
+    def _sampling(self, row: InputRow, complete: SamplingParams | None) -> tuple[SamplingParams, bytes]:
         """A row's effective parameters, and their form in its key. Most rows of a run share both."""
-        base = self._openai_params if row.call else self._params
+        base = complete or (self._openai_params if row.call else self._params)
         given = tuple((name, type(value), value) for name, value in row.params.items())
         try:
             params, canonical = _merge_params(base, given)
@@ -138,45 +157,60 @@ class InputProcessor:
             params = replace(params, prompt_logprobs=params.logprobs)  # this API scores what it echoes
         return params, canonical
 
-    def _prompt(self, row: InputRow) -> Prompt:
-        """The row's prompt with the defaults applied. Raises RequestError."""
-        if row.prompt_token_ids is not None:
-            return row.prompt_token_ids
-        messages = row.messages
-        if row.tools and not self._has_template:
-            raise RequestError("invalid_row", "tools need a chat template, and this model has none")
-        if row.tools and self._defaults.raw:
-            raise RequestError("invalid_row", "tools need the chat template, and --raw skips it")
-        if row.tools and not self._takes_tools:
-            raise RequestError("invalid_row", "this model's chat template takes no tools")
-        if row.prompt is not None:
-            if row.raw or self._defaults.raw or not self._has_template:
-                return row.prompt
-            messages = [{"role": "user", "content": row.prompt}]
-        assert messages is not None
-        system = self._defaults.system
-        if system is not None and not any(message["role"] == "system" for message in messages):
-            messages = [{"role": "system", "content": system}, *messages]
-        return {"messages": messages} | ({"tools": row.tools} if row.tools else {})
-
-    def _limit_of_cache(self, request: RowRequest) -> int | None:
-        """The number of tokens after which the cache cuts off the output earlier than the context; usually None."""
-        limits = self._engine.limits.sequence
-        if not limits.cache_is_small or (prompt_ids := self.encode(request)) is None:
-            return None
-        return limits.limit_of_cache(len(prompt_ids), request.params.max_tokens)
-
-    def _set_output_format(self, request: RowRequest) -> None:
-        """Notes how to read the output: that of a conversation may have reasoning and tool calls."""
-        tokenizer = self._engine.tokenizer
-        if tokenizer is None or not request.prompt_ids:
+    def _check_tools(self, row: InputRow) -> None:
+        if not row.tools:
             return
-        if request.params.echo:
-            request.echo = tokenizer.decode(request.prompt_ids, skip_special_tokens=request.params.skip_special_tokens)
-        if isinstance(request.prompt, Mapping):
+        if not self._has_template:
+            raise RequestError("invalid_row", "tools need a chat template, and this model has none")
+        if self._defaults.raw:
+            raise RequestError("invalid_row", "tools need the chat template, and --raw skips it")
+        if self._tokenizer is None or not self._tokenizer.takes_tools:
+            raise RequestError("invalid_row", "this model's chat template takes no tools")
+
+    def _prompt_ids(self, request: GenerationRequest) -> list[int]:
+        if request.known_ids is not None:
+            return request.known_ids
+        if request.prompt_ids is not None:
+            return list(request.prompt_ids)
+        if self._tokenizer is None:
+            raise RequestError("invalid_row", "This model has no tokenizer; give prompt_token_ids.")
+        if request.messages is None:
+            return self._tokenizer.encode(request.text or "")
+        return self._tokenizer.encode_chat(
+            request.messages, tools=request.tools, template=request.template, answer=request.answer
+        )
+
+    def _encode(self, request: GenerationRequest) -> EncodedRequest:
+        tokenizer, params = self._tokenizer, request.params
+        grammar = self._model.compile(params)
+        if params.bad_words and tokenizer is not None:
+            tokenizer.bad_word_ids(params.bad_words)  # fills a cache here, not on the engine's thread
+        prompt_ids = self._prompt_ids(request)
+        tags: tuple[str, ...] = ()
+        is_thinking = False
+        if tokenizer is not None and request.messages is not None and prompt_ids:
             parser = tokenizer.output_parser
-            request.tags = parser.special_tags if request.row.tools else parser.think_tags or ()
-            request.is_thinking = tokenizer.opens_thinking(request.prompt_ids)
+            tags = parser.special_tags if request.tools else parser.think_tags or ()
+            begun = self._prompt_ids(replace(request, answer="", known_ids=None)) if request.answer else prompt_ids
+            is_thinking = tokenizer.opens_thinking(begun)
+        return EncodedRequest(
+            prompt_ids=prompt_ids,
+            params=params,
+            seed=request.seed,
+            priority=request.priority,
+            grammar=grammar,
+            tags=tags,
+            is_thinking=is_thinking,
+            tools=request.tools,
+            prefix=request.answer,
+            source=request.source,
+            key=request.key,
+            with_token_ids=request.with_token_ids,
+        )
+
+
+def _has_system(messages: Sequence[Message]) -> bool:
+    return any(message["role"] == "system" for message in messages)
 
 
 @lru_cache(maxsize=256)

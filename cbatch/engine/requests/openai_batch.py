@@ -122,7 +122,7 @@ def response_body(call: ApiCall, key: str, choices: list[dict[str, Any]], usage:
         "created": 0,
         "model": call.model or "cbatch",
         "choices": choices,
-        "usage": usage | {"total_tokens": sum(usage.values())},
+        "usage": usage,
     }
 
 

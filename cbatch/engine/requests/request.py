@@ -1,27 +1,123 @@
-"""What is asked of an engine."""
+"""What a caller asks for, and its form with token ids, as the engine takes it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from cbatch.engine.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
+from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.base.template_options import TemplateOptions
+from cbatch.engine.requests.row import InputRow
+from cbatch.engine.structured.grammar import CompiledGrammar
+from cbatch.engine.text.detokenizer import NUM_CONTEXT_TOKENS, OutputDetokenizer
+from cbatch.engine.text.tokenizer import ChatTokenizer, Message, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestDefaults:
-    """What applies to every request that does not say otherwise.
+    """What holds for every request of a run or a call that does not say something else itself.
 
-    params:   sampling parameters by their names; they override those of the model
-    system:   a system message for conversations without one
-    seed:     gives a request without a seed one of its own, by its id or its index
-    raw:      continue prompts as plain text, without the chat template
+    params:   sampling parameters by name; the model's own defaults hold for the others
+    system:   system message of conversations that have none
+    seed:     seed from which requests without a seed of their own get theirs
+    raw:      take every prompt as plain text to continue
     template: options of the chat template
+    with_token_ids: add the output's token ids to rows of output
     """
 
     params: Mapping[str, Any] = field(default_factory=dict)
     system: str | None = None
     seed: int = 0
     raw: bool = False
-    template: TemplateOptions = DEFAULT_TEMPLATE
+    template: TemplateOptions = field(default_factory=TemplateOptions)
+    with_token_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One request, from Python, a row of a file or a chat, with all defaults applied.
+
+    Exactly one of the first three is set.
+
+    text:       plain text to continue
+    prompt_ids: token ids to continue
+    messages:   a conversation, for the chat template
+    tools:      functions that the model may call, in OpenAI's form
+    template:   options of the chat template
+    answer:     beginning of the model's answer, which it is to continue
+    params:     sampling parameters
+    seed:       seed of its randomness; that of the parameters counts first
+    priority:   lower priorities run first
+    source:     the row that it came from
+    key:        hash of all that decides its result
+    known_ids:  the prompt's token ids, if they are known already
+    with_token_ids: whether the row of output has the output's token ids
+    """
+
+    text: str | None = None
+    prompt_ids: Sequence[int] | None = None
+    messages: Sequence[Message] | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    template: TemplateOptions = field(default_factory=TemplateOptions)
+    answer: str = ""
+    params: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = 0
+    priority: int = 0
+    source: InputRow = field(default_factory=lambda: InputRow(0))
+    key: str = ""
+    known_ids: list[int] | None = None
+    with_token_ids: bool = False
+
+    @property
+    def prompt(self) -> Prompt:
+        """What is asked, in one of the forms of a prompt."""
+        if self.messages is not None:
+            return {"messages": self.messages} | ({"tools": self.tools} if self.tools else {})
+        return self.prompt_ids if self.prompt_ids is not None else self.text or ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedRequest:
+    """A request that an engine can run (see `InputProcessor.encode`).
+
+    prompt_ids:  token ids of the prompt
+    grammar:     compiled constraint of the output
+    tags:        special tokens that stay in the text, because they tell the parts of an answer apart; empty if the
+                 output is not an answer in a conversation
+    is_thinking: whether the prompt leaves the model inside its reasoning
+    prefix:      the beginning of the answer, which the prompt ends with
+    """
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = 0
+    priority: int = 0
+    grammar: CompiledGrammar | None = None
+    tags: tuple[str, ...] = ()
+    is_thinking: bool = False
+    tools: Sequence[Mapping[str, Any]] = ()
+    prefix: str = ""
+    source: InputRow = field(default_factory=lambda: InputRow(0))
+    key: str = ""
+    with_token_ids: bool = False
+
+    @property
+    def index(self) -> int:
+        """Number of the prompt in its call, or of its line in a file."""
+        return self.source.index
+
+    def detokenizer(self, tokenizer: ChatTokenizer | None, eos_ids: frozenset[int]) -> OutputDetokenizer:
+        """Makes the text of one output of this request from its events.
+
+        eos_ids: the model's own end tokens
+        """
+        if tokenizer is None or self.params.stop:
+            return OutputDetokenizer()
+        make = partial(tokenizer.detokenizer, list(self.prompt_ids[-NUM_CONTEXT_TOKENS:]), self.params, self.tags)
+        return OutputDetokenizer(make, self.stop_ids(eos_ids))
+
+    def stop_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """Tokens that end an output."""
+        return frozenset(self.params.stop_token_ids) | (frozenset() if self.params.ignore_eos else eos_ids)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from cbatch.engine.base.errors import RequestError
-from cbatch.engine.base.params import PARAM_NAMES
+from cbatch.engine.base.params import PARAM_NAMES, SamplingParams
 from cbatch.engine.base.spelling import similar_name
 from cbatch.engine.base.strict_json import json_type
 from cbatch.engine.text.tool_calls import check_tools
@@ -31,13 +31,15 @@ class ApiCall:
 class InputRow:
     """One input row. Exactly one of `messages`, `prompt` and `prompt_token_ids` is set, unless `error` is.
 
-    index:  0-based number of the line in the input
+    index:  0-based number of the line in the input, or of the prompt in a call
+    where:  where the row stands, for messages: “line 3”; empty if that goes without saying
     params: sampling parameters that the row sets
     extra:  other columns, which are copied to the result
     call:   set if the row is an OpenAI Batch request, so that its result has that form too
     """
 
     index: int
+    where: str = ""
     id: str | int | float | None = None
     messages: list[dict[str, Any]] | None = None
     prompt: str | None = None
@@ -51,8 +53,12 @@ class InputRow:
     error: RequestError | None = None
 
     def invalid(self, message: str, code: str = "invalid_row") -> RequestError:
-        """An error with the row's line number."""
-        return RequestError(code, f"line {self.index + 1}: {message}")
+        """An error that says where the row stands."""
+        return RequestError(code, f"{self.where}: {message}" if self.where else message)
+
+    def located(self, error: RequestError) -> RequestError:
+        """The same error, saying where the row stands."""
+        return self.invalid(str(error), error.code) if self.where else error
 
     def set_params(self, fields: dict[str, Any]) -> None:
         """Sets the sampling parameters from a row's fields; null means not given."""
@@ -61,6 +67,17 @@ class InputRow:
                 meant = ALIASES.get(name, name)
                 if self.params.setdefault(meant, value) != value:
                     raise self.invalid(f"{name} is {value!r}, but another name of it is {self.params[meant]!r}")
+
+    def set_defaults(self, params: Mapping[str, Any]) -> None:
+        """Sets sampling parameters that the row does not set itself. Does not raise: what is wrong is its `error`."""
+        try:
+            defaults = InputRow(self.index, self.where)
+            defaults.set_params(dict(params))
+            SamplingParams().merged({name: value for name, value in params.items() if name not in _PARAMS})
+        except RequestError as error:
+            self.error = self.error or error
+        else:
+            self.params = defaults.params | self.params
 
     def set_tools(self, fields: dict[str, Any]) -> None:
         """Sets the tools that the model may call, unless `tool_choice` is `none`."""

@@ -65,7 +65,8 @@ class Request:
     Invariant: the keys and values of `token_ids[:num_computed]` are in `blocks`. Those of `token_ids[:num_cached]` were
     cached already when the request was first admitted.
     There is no prefill or decode state: a request needs `num_tokens - num_computed` more tokens computed, and when the
-    last of them is, it gets a new token. Ids grow with arrival, so a smaller id is older.
+    last of them is, it gets a new token. Ids grow with arrival, so a smaller id is older. The outputs of a prompt (`n`)
+    are requests of their own with ids in a row; their events bear the id of the first.
     A scheduled step counts as computed. The token that it will give has a placeholder among the `num_tokens` until the
     host knows it.
 
@@ -109,6 +110,11 @@ class Request:
     def __post_init__(self) -> None:
         self.num_prompt = len(self.token_ids)
         self.changes_logits = bool(self.bad_words) or self.params.changes_logits
+
+    @property
+    def first_id(self) -> int:
+        """The id of the prompt's first output, by which the caller knows all of them."""
+        return self.id - self.sample_index
 
     @property
     def num_tokens(self) -> int:
@@ -192,7 +198,7 @@ class Request:
 
     def fail(self, error: RequestError) -> TokenEvent:
         """The event of a request that ends with an error."""
-        return TokenEvent(self.id, None, finish_reason="error", error=error, sample_index=self.sample_index)
+        return TokenEvent(self.first_id, None, finish_reason="error", error=error, sample_index=self.sample_index)
 
     def _last(self, sample: Sample | None, text: str, reason: FinishReason) -> TokenEvent:
         return self._event(sample, text + self.detokenizer.flush() if self.detokenizer is not None else text, reason)
@@ -201,7 +207,7 @@ class Request:
         self, sample: Sample | None, text: str, reason: FinishReason | None = None, stop_reason: str | None = None
     ) -> TokenEvent:
         return TokenEvent(
-            self.id,
+            self.first_id,
             sample.token_id if sample is not None else None,
             text,
             reason,

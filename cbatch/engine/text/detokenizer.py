@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from cbatch.engine.base.errors import RequestError
-from cbatch.engine.base.outputs import Completion, TokenEvent
+from cbatch.engine.base.outputs import TokenEvent
 
 NUM_CONTEXT_TOKENS = 8
 """Last tokens of the prompt that are decoded together with the output, since they decide its leading space."""
@@ -37,12 +37,11 @@ class OutputDetokenizer:
             return event.text
         return self._decode(self._make, [] if event.token_id is None else [event.token_id], event.finish_reason)
 
-    def text_of(self, output: Completion) -> str:
-        """The text of an output as a whole. Raises RequestError if it cannot be made."""
+    def text_of(self, token_ids: Sequence[int], finish_reason: str | None) -> str | None:
+        """The text of an output as a whole; None if events brought it. Raises RequestError if it cannot be made."""
         if self._make is None:
-            return output.text
-        whole = OutputDetokenizer(self._make, self._stop_ids)
-        return whole._decode(self._make, output.token_ids, output.finish_reason)
+            return None
+        return OutputDetokenizer(self._make, self._stop_ids)._decode(self._make, token_ids, finish_reason)
 
     def _decode(
         self, make: Callable[[], IncrementalDetokenizer], token_ids: Sequence[int], finish_reason: str | None

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from cbatch.engine.base.outputs import ToolCall
 from cbatch.engine.text.detokenizer import partial_match_length
-from cbatch.engine.text.tool_calls import LLAMA, TOOL_TAGS, ToolCall, extract_tool_calls
+from cbatch.engine.text.tool_calls import LLAMA, TOOL_TAGS, extract_tool_calls
 
 _THINK_TAG = re.compile(r"<((?:\w+:)?(?:think(?:ing)?|thoughts?|reason(?:ing)?))>")
 _OTHER_THINK_TAGS = (("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>"), ("◁think▷", "◁/think▷"))

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
 from cbatch.engine.base.errors import RequestError
+from cbatch.engine.base.outputs import ToolCall
 
 HERMES, MISTRAL, LLAMA = "<tool_call>", "[TOOL_CALLS]", "<|python_tag|>"
 """The tags that tool calls begin with: Hermes and Qwen, Mistral, and Llama 3, which mostly leaves its tag out."""
@@ -32,14 +32,6 @@ _FUNCTION = re.compile(r"<function=([^<>\n]+)>\s*")
 _PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?")
 _PARAMETER_END = re.compile(r"</parameter>\s*")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A function that the model asks for, and its arguments: a JSON object, as text."""
-
-    name: str
-    arguments: str
 
 
 def check_tools(value: Any) -> list[dict[str, Any]]:

@@ -45,7 +45,7 @@ def session(job: PeerJob) -> Iterator[Callable[[PeerWork], PeerResult]]:
             for completion in done:
                 if completion.error is not None:
                     raise completion.error
-            return PeerResult([completion.token_ids for completion in done], engine.stats().num_steps - before)
+            return PeerResult([list(completion.token_ids) for completion in done], engine.stats().num_steps - before)
 
         yield generate
 

@@ -241,7 +241,7 @@ def test_the_first_cache_is_gone(monkeypatch: pytest.MonkeyPatch, model_folder: 
 
     def watch(*arguments: Any, **options: Any) -> Any:
         engine = opened(*arguments, **options)
-        caches.append(weakref.ref(engine.runner.kv_cache))
+        caches.append(weakref.ref(engine.core.runner.kv_cache))
         return engine
 
     def check(*arguments: Any) -> Any:

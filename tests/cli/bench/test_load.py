@@ -18,8 +18,17 @@ from cbatch.cli.bench.load.users import SLO, Scenario, Turn, User
 from cbatch.cli.bench.options import parse_duration
 from cbatch.cli.bench.workload import LengthDistribution
 from cbatch.cli.common.percentiles import Percentiles
-from cbatch.engine import ConfigError, Engine, EngineThread, RequestError, SamplingParams, TokenEvent
-from tests.support.tiny_models import VOCABULARY, make_engine, make_network
+from cbatch.engine import (
+    ConfigError,
+    EncodedRequest,
+    EngineThread,
+    RequestError,
+    RequestHandle,
+    SamplingParams,
+    SteppingEngine,
+    TokenEvent,
+)
+from tests.support.tiny_models import VOCABULARY, generate_alone, make_engine, make_network
 
 Submission = SimpleNamespace
 EASY_SLO = SLO(ttft_s=1.0, tps=4.0)
@@ -60,17 +69,21 @@ class SimulatedEngine:
         self.time = end
         return None
 
-    def submit(self, prompt: list[int], params: SamplingParams, sink: Callable[[TokenEvent], None]) -> Submission:
+    def submit(self, handle: RequestHandle) -> None:
         self.time += self.submit_takes
+        request = handle.request
         made = Submission(
-            number=len(self.asked), prompt=list(prompt), length=params.max_tokens, sink=sink, at=self.time
+            number=len(self.asked),
+            prompt=list(request.prompt_ids),
+            length=request.params.max_tokens,
+            handle=handle,
+            at=self.time,
         )
         self.asked.append(made)
         self._serve()
-        return made
 
-    def cancel(self, made: Submission) -> None:
-        self.cancelled.append(made)
+    def cancel(self, handle: RequestHandle) -> None:
+        self.cancelled += [made for made in self.asked if made.handle is handle]
 
     def _serve(self) -> None:
         """Gives free slots to waiting requests."""
@@ -89,13 +102,13 @@ class SimulatedEngine:
             if number == 0:
                 self._serving -= 1
                 error = RequestError("internal_error", "out of luck")
-                made.sink(TokenEvent(made.number, None, finish_reason="error", error=error))
+                made.handle.on_event(TokenEvent(made.number, None, finish_reason="error", error=error))
             return
         is_last = number == made.length - 1
         if is_last:
             self._serving -= 1
             self._serve()
-        made.sink(TokenEvent(made.number, 50 + number, finish_reason="length" if is_last else None))
+        made.handle.on_event(TokenEvent(made.number, 50 + number, finish_reason="length" if is_last else None))
 
 
 def scenario(**changes: Any) -> Scenario:
@@ -271,9 +284,9 @@ def test_what_is_unfinished_is_cancelled() -> None:
     """Guards the run after this one, and the figures of this one against the step that was in flight."""
 
     class Late(SimulatedEngine):
-        def cancel(self, made: Submission) -> None:
-            super().cancel(made)
-            made.sink(TokenEvent(made.number, 1, finish_reason="length"))
+        def cancel(self, handle: RequestHandle) -> None:
+            super().cancel(handle)
+            handle.on_event(TokenEvent(self.cancelled[-1].number, 1, finish_reason="length"))
 
     simulation = Late()
     result = load(simulation)
@@ -374,7 +387,7 @@ def test_what_is_no_duration(text: str) -> None:
 class Watched(EngineThread):
     """A real engine thread, and a clock that advances a millisecond per look and stands while answers are due."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: SteppingEngine) -> None:
         super().__init__(engine)
         self.time, self.due = 0.0, 0
         self.seen: list[tuple[list[int], list[int]]] = []
@@ -390,16 +403,18 @@ class Watched(EngineThread):
         self.time += timeout
         return None
 
-    def submit(self, prompt: Any, params: SamplingParams, sink: Any, **others: Any) -> Any:
+    def submit(self, handle: RequestHandle) -> None:
         self.due += 1
         tokens: list[int] = []
-        self.seen.append((list(prompt), tokens))
+        self.seen.append((list(handle.request.prompt_ids), tokens))
+        on_event = handle.on_event
 
         def watch(event: TokenEvent) -> None:
             tokens.append(event.token_id)
-            sink(event)
+            on_event(event)
 
-        return super().submit(prompt, params, watch, **others)
+        handle.on_event = watch
+        super().submit(handle)
 
 
 def test_a_real_engine() -> None:
@@ -409,7 +424,8 @@ def test_a_real_engine() -> None:
     try:
         result = run_load(engine_thread, asked, SLO(100.0, 1e-6), engine_thread)
         events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-        engine_thread.submit([1, 2, 3], SamplingParams(max_tokens=2), events.put)
+        request = EncodedRequest(prompt_ids=[1, 2, 3], params=SamplingParams(max_tokens=2))
+        engine_thread.submit(RequestHandle(request, events.put))
         while events.get(timeout=30).finish_reason is None:
             pass
         stats = engine_thread.engine.stats()
@@ -419,7 +435,7 @@ def test_a_real_engine() -> None:
     assert (result.users, result.users_served, result.errors) == (3, 1.0, 0)
     assert result.answers > 6 and result.output_tokens >= 5 * result.answers
     assert result.cached_tokens > 0
-    alone = make_engine(make_network("llama"))
+    network = make_network("llama")
     for prompt, tokens in engine_thread.seen[:6]:
-        assert alone.generate([prompt], SamplingParams(max_tokens=5, ignore_eos=True))[0].token_ids == tokens
+        assert generate_alone(network, [prompt], [5]) == [tokens]
     assert max(len(prompt) for prompt, _ in engine_thread.seen) == 4 + 9 + 9

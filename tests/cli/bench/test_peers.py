@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,18 +12,23 @@ from cbatch.cli.bench.peers import PEERS, PeerError, PeerSetup, run_peer
 from cbatch.cli.bench.results import OutputDifference, TokenPosition, compare_outputs
 from cbatch.cli.bench.workload import Workload
 from cbatch.engine import Engine, SamplingParams
-from tests.support.tiny_models import make_engine, make_network, make_prompts
+from tests.support.tiny_models import loaded, make_network, make_prompts
 
 LENGTHS = [3, 9, 20, 1, 12]
 
 
+def make_shared(network: Any) -> Engine:
+    return Engine(loaded=loaded(network), device="cpu", block_size=4, kv_blocks=64, max_seqs=8)
+
+
 @pytest.fixture
-def engine() -> Engine:
+def engine() -> Iterator[Engine]:
     """An engine whose model has sampling defaults of its own: an end token and a penalty."""
     network = make_network("llama")
     network.generation_config.repetition_penalty = 1.8
     network.generation_config.eos_token_id = 7
-    return make_engine(network)
+    with make_shared(network) as made:
+        yield made
 
 
 @pytest.fixture
@@ -32,7 +38,7 @@ def work() -> Workload:
 
 def our_outputs(engine: Engine, work: Workload) -> list[list[int]]:
     params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in work.output_lengths]
-    return [output.token_ids for output in engine.generate(work.prompts, params)]
+    return [list(output.token_ids) for output in engine.generate(work.prompts, params)]
 
 
 def setup_of(engine: Engine, work: Workload, clock: Any = time.perf_counter) -> PeerSetup:
@@ -100,7 +106,8 @@ def test_a_failure_within_the_continuous_peer(engine: Engine, work: Workload, mo
         run_peer("transformers-cb", setup_of(engine, work))
     monkeypatch.undo()
     assert network.config._attn_implementation == "cbatch"
-    assert our_outputs(engine, work) == our_outputs(make_engine(make_network("llama")), work)
+    with make_shared(make_network("llama")) as fresh:
+        assert our_outputs(engine, work) == our_outputs(fresh, work)
 
 
 def test_a_version_without_continuous_batching(engine: Engine, work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,9 +38,8 @@ PATIENCE = 60
 def harness() -> Iterator[ChatHarness]:
     made = ChatHarness(Engine(EngineConfig(dtype="float32", device="cpu")))
     yield made
-    assert made.client.engine_thread is not None
-    made.client.engine_thread.close()
-    made.client.engine_thread.engine.close()
+    assert made.client.engine is not None
+    made.client.engine.close()
 
 
 LONG = {"ignore_eos": True, "max_tokens": 300}
@@ -100,10 +99,10 @@ def test_a_text_that_cannot_be_made_ends_its_reply_only(harness: ChatHarness, mo
 
 def test_500_cancelled_replies_leave_nothing_behind(harness: ChatHarness) -> None:
     """Guards memory: replies stopped at random moments, waiting, in prefill or later, give their blocks back."""
-    engine_thread = harness.client.engine_thread
-    assert engine_thread is not None
+    engine = harness.client.engine
+    assert engine is not None
     harness.wait_idle()
-    free = engine_thread.engine.scheduler.pool.num_free
+    free = engine.core.scheduler.pool.num_free
     chance = random.Random(5)
     controller = harness.make(params=LONG)
     for number in range(49):
@@ -126,8 +125,8 @@ def test_500_cancelled_replies_leave_nothing_behind(harness: ChatHarness) -> Non
                 break
     controller.end_all()
     harness.wait_idle()
-    assert engine_thread.engine.scheduler.pool.num_free == free
-    engine_thread.engine.scheduler.check_integrity()
+    assert engine.core.scheduler.pool.num_free == free
+    engine.core.scheduler.check_integrity()
 
 
 def test_retry_keeps_the_previous_reply(harness: ChatHarness) -> None:
@@ -205,43 +204,42 @@ def test_an_engine_that_fails_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     controller = harness.make()
     controller.send(controller.current, "Tell me a story.")
     controller.send(controller.current, "Hello.")
-    assert harness.client.engine_thread is not None
+    assert harness.client.engine is not None
 
     def broken() -> None:
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(harness.client.engine_thread.engine, "step", broken)
+    monkeypatch.setattr(harness.client.engine.core, "step", broken)
     harness.settle(controller)
     reply = reply_of(controller.current)
     assert "device lost" in reply.error and "/load opens it" in reply.remark
     assert controller.current.queue == ["Hello."]
     assert ChatStats(controller).lines() == ["the engine has failed: device lost"]
-    harness.client.engine_thread.close()
-    harness.client.engine_thread.engine.close()
+    harness.client.engine.close()
 
 
 def test_a_batch_that_ends_early_leaves_the_engine_to_the_chat(harness: ChatHarness, tmp_path: Path) -> None:
     """Guards `/run stop`: unfinished rows leave the engine, and no more are added."""
-    engine_thread = harness.client.engine_thread
-    assert engine_thread is not None
+    engine = harness.client.engine
+    assert engine is not None
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows = [{"prompt": f"Tell me story {n}.", "ignore_eos": True, "max_tokens": 20 + 9 * n} for n in range(100)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     background = BackgroundRun()
-    background.start(engine_thread, f"{source} -o {out} --window 50")
+    background.start(engine, f"{source} -o {out} --window 50")
     with pytest.raises(UserError, match="A batch is running already"):
-        background.start(engine_thread, f"{source} -o {out}")
+        background.start(engine, f"{source} -o {out}")
     end = time.monotonic() + PATIENCE
     while not (out.exists() and out.read_bytes()):
         assert time.monotonic() < end
         time.sleep(0.01)
     background.stop()
-    before = engine_thread.num_tokens
+    before = engine.stats().num_tokens
     harness.wait_idle()
-    assert engine_thread.num_tokens - before < 32 * 20, "it went on with rows that nobody waits for"
+    assert engine.stats().num_tokens - before < 32 * 20, "it went on with rows that nobody waits for"
     background.close()
     assert not background.is_running and 0 < len(out.read_bytes().splitlines()) < 100
-    assert engine_thread.engine.scheduler.pool.num_used == 0
+    assert engine.core.scheduler.pool.num_used == 0
 
 
 @pytest.mark.parametrize(
@@ -262,9 +260,9 @@ def test_a_batch_that_ends_early_leaves_the_engine_to_the_chat(harness: ChatHarn
 )
 def test_what_run_refuses(harness: ChatHarness, line: str, message: str) -> None:
     """Guards `/run` against options that make no sense in a chat: they are refused at once."""
-    assert harness.client.engine_thread is not None
+    assert harness.client.engine is not None
     with pytest.raises(UserError, match=message):
-        BackgroundRun().start(harness.client.engine_thread, line)
+        BackgroundRun().start(harness.client.engine, line)
 
 
 def test_a_greedy_session_is_sampled_for_a_retry(harness: ChatHarness) -> None:

@@ -106,7 +106,7 @@ def test_the_visible_part(height: int, top: int | None, expected: tuple[int, int
 @pytest.mark.parametrize("count", [1, 3, 40])
 def test_the_bar_fits_and_shows_the_current_session(width: int, count: int) -> None:
     """Guards the bar at any width, with any number of sessions, and with names of wide characters."""
-    client: Any = SimpleNamespace(engine_thread=None)
+    client: Any = SimpleNamespace(engine=None)
     controller = ChatController(client)
     for number in range(count - 1):
         controller.new_session(f"日本{number}" if number % 2 else None)

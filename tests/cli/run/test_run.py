@@ -55,7 +55,8 @@ def test_one_row_out_for_each_row_in(run: Any) -> None:
     assert all(row["error"]["message"].startswith(f"line {row['index'] + 1}") for row in rows if "error" in row)
     assert rows[0]["id"] == "a" and rows[1]["id"] is None and rows[2]["extra"] == {"label": "kept"}
     assert rows[0]["finish_reason"] == "length" and rows[0]["usage"]["completion_tokens"] == 6
-    assert isinstance(rows[0]["text"], str) and rows[3]["usage"] == {"prompt_tokens": 3, "completion_tokens": 9}
+    usage = {"prompt_tokens": 3, "completion_tokens": 9, "total_tokens": 12}
+    assert isinstance(rows[0]["text"], str) and rows[3]["usage"] == usage
 
 
 def test_all_good_rows_exit_0_and_defaults_come_from_options(run: Any) -> None:
@@ -336,9 +337,9 @@ def test_a_failing_engine_is_exit_3_and_keeps_what_is_done(
     run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Guards finished rows against a crash in a later step, even if they are written slowly; and against hanging."""
-    step, write = engine_thread.Engine.step, FileWriter.write
+    step, write = engine_thread.SteppingEngine.step, FileWriter.write
 
-    def failing(self: engine_thread.Engine) -> Any:
+    def failing(self: engine_thread.SteppingEngine) -> Any:
         if self.stats().num_steps == 30:  # the short rows take less, however slowly they are read
             raise RuntimeError("the device is on fire")
         return step(self)
@@ -347,7 +348,7 @@ def test_a_failing_engine_is_exit_3_and_keeps_what_is_done(
         time.sleep(0.05)
         return write(self, rows)
 
-    monkeypatch.setattr(engine_thread.Engine, "step", failing)
+    monkeypatch.setattr(engine_thread.SteppingEngine, "step", failing)
     monkeypatch.setattr(FileWriter, "write", slow)
     code, rows = run([{"prompt": "a", "max_tokens": 2}] * 6 + [{"prompt": "b", "max_tokens": 90, "ignore_eos": True}])
     assert code == 3 and sorted(row["index"] for row in rows) == [0, 1, 2, 3, 4, 5]
@@ -360,14 +361,14 @@ def test_a_failed_step_is_reported_and_costs_no_row(
     """Guards a run against one step that fails: the same rows, exit code 0, and a note in the summary."""
     rows = [{"id": n, "prompt": f"row {n}", "temperature": 1.0, "max_tokens": 9} for n in range(5)]
     expected = run(rows)
-    step, failures = engine_thread.Engine.step, [RuntimeError("a hiccup")]
+    step, failures = engine_thread.SteppingEngine.step, [RuntimeError("a hiccup")]
 
-    def failing(self: engine_thread.Engine) -> Any:
+    def failing(self: engine_thread.SteppingEngine) -> Any:
         if self.stats().num_steps == 4 and failures:
             raise failures.pop()
         return step(self)
 
-    monkeypatch.setattr(engine_thread.Engine, "step", failing)
+    monkeypatch.setattr(engine_thread.SteppingEngine, "step", failing)
     assert run(rows) == expected and not failures
     assert "1 retried (RuntimeError: a hiccup)" in capfd.readouterr().err
 

@@ -10,17 +10,13 @@ import pytest
 
 from cbatch.cli.run import stats as stats_module
 from cbatch.cli.run.stats import EngineCounters, RunStats, bottleneck
-from cbatch.engine import RequestError, SamplingParams
-from cbatch.engine.requests.input_processor import RowRequest
-from cbatch.engine.requests.row import InputRow
+from cbatch.engine import Choice, Completion, RequestError, Usage
+from cbatch.engine.requests.completion import Timing
 
 
-def request(tokens: int, first: float = 1.0, last: float = 2.0, error: RequestError | None = None) -> RowRequest:
-    made = RowRequest(
-        InputRow(0), SamplingParams(), error=error, prompt_tokens=7, first_token_at=first, finished_at=last
-    )
-    made.completion.token_ids = list(range(tokens))
-    return made
+def result(tokens: int, first: float = 1.0, last: float = 2.0, error: RequestError | None = None) -> Completion:
+    choices, usage = [Choice(token_ids=range(tokens))], Usage(7, tokens)
+    return Completion(choices=choices, usage=usage, error=error, timing=Timing(0.0, first, last))
 
 
 def test_figures_of_a_run() -> None:
@@ -29,9 +25,9 @@ def test_figures_of_a_run() -> None:
     stats.start(0.0)
     stats.start(5.0)
     for tokens, last in ((11, 3.0), (21, 4.0), (1, 1.0)):
-        stats.count(request(tokens, last=last))
+        stats.count(result(tokens, last=last))
         stats.output_tokens += tokens
-    stats.count(request(0, error=RequestError("nan_logits", "m"), last=4.5))
+    stats.count(result(0, error=RequestError("nan_logits", "m"), last=4.5))
     figures = stats.as_dict()
     assert (figures["rows"], figures["errors"], figures["error_codes"]) == (4, 1, {"nan_logits": 1})
     assert (figures["prompt_tokens"], figures["output_tokens"]) == (21, 33)
@@ -52,7 +48,7 @@ def test_time_left_is_estimated_from_tokens(monkeypatch: pytest.MonkeyPatch) -> 
     stats = RunStats()
     stats.start(0.0)
     assert stats.seconds_left(5) is None
-    stats.count(request(40))
+    stats.count(result(40))
     stats.output_tokens = 100
     assert stats.seconds_left(4) == pytest.approx((4 * 40 - 60) * 10 / 100)
     stats.output_tokens = 1000

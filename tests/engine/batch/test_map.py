@@ -16,13 +16,12 @@ import pytest
 
 from cbatch.cli.main import run_command
 from cbatch.engine import (
+    Completion,
     ConfigError,
-    Engine,
     EngineConfig,
     EngineThread,
-    InputProcessor,
     RequestDefaults,
-    ResultFormatter,
+    SteppingEngine,
 )
 from cbatch.engine.batch.map import MapWriter, map_rows
 
@@ -39,27 +38,26 @@ ROWS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def engine(model_folder: Path) -> Iterator[Engine]:
-    with Engine(EngineConfig(model=str(model_folder), device="cpu", dtype="float32", max_seqs=2)) as made:
+def engine(model_folder: Path) -> Iterator[SteppingEngine]:
+    with SteppingEngine(EngineConfig(model=str(model_folder), device="cpu", dtype="float32", max_seqs=2)) as made:
         yield made
 
 
 class Mapper:
     """An engine's thread, and `map_rows` on it."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: SteppingEngine) -> None:
         self.engine_thread = EngineThread(engine)
 
     def __call__(
         self, rows: Iterable[object], *, params: dict[str, Any] | None = None, **options: Any
-    ) -> Generator[dict[str, Any]]:
-        engine = self.engine_thread.engine
-        inputs = InputProcessor(engine, RequestDefaults(params=params or {}))
-        return map_rows(self.engine_thread, inputs, ResultFormatter(engine), rows, **options)
+    ) -> Generator[Completion]:
+        inputs = self.engine_thread.engine.input_processor(RequestDefaults(params=params or {}))
+        return map_rows(self.engine_thread, inputs, rows, **options)
 
 
 @pytest.fixture
-def mapped(engine: Engine) -> Iterator[Mapper]:
+def mapped(engine: SteppingEngine) -> Iterator[Mapper]:
     mapper = Mapper(engine)
     yield mapper
     mapper.engine_thread.close()
@@ -282,17 +280,17 @@ def test_what_the_rows_raise_is_raised(mapped: Mapper, tmp_path: Path) -> None:
     assert found == [0, 1, 2] and len(rows_in(path)) == 3
 
 
-def test_a_failing_engine_is_raised(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_engine_is_raised(engine: SteppingEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against error rows for requests that an engine lost, and against a loop that never ends."""
     mapper = Mapper(engine)
-    step, limit = Engine.step, engine.stats().num_steps + 20
+    step, limit = SteppingEngine.step, engine.stats().num_steps + 20
 
-    def failing(self: Engine) -> Any:
+    def failing(self: SteppingEngine) -> Any:
         if self.stats().num_steps >= limit:
             raise RuntimeError("the device is on fire")
         return step(self)
 
-    monkeypatch.setattr(Engine, "step", failing)
+    monkeypatch.setattr(SteppingEngine, "step", failing)
     path, found = tmp_path / "out.jsonl", []
     with pytest.raises(Exception, match="on fire"):
         for result in mapper(["a"] * 50, path=path, params={"max_tokens": 4, "ignore_eos": True}):

@@ -21,12 +21,9 @@ from cbatch.cli.run.stats import RunStats
 from cbatch.engine import (
     Engine,
     EngineConfig,
-    EngineThread,
-    InputProcessor,
     Interrupted,
     LineProcessor,
     RequestDefaults,
-    ResultFormatter,
 )
 from cbatch.engine.batch import lines as lines_module
 from cbatch.engine.batch import row_stream
@@ -46,15 +43,11 @@ def engine(model_folder: Path) -> Iterator[Engine]:
 def run(engine: Engine, data: bytes, window: int = 16) -> list[dict[str, Any]]:
     """Runs an input through the real reader, engine thread and writer."""
     stream = io.BytesIO()
-    engine_thread = EngineThread(engine)
-    lines = LineProcessor(InputProcessor(engine, RequestDefaults(params={"max_tokens": 2})))
-    output, results = StreamWriter(stream, input_order=True), ResultFormatter(engine)
-    try:
-        pipeline = Pipeline(engine_thread, output, lines, results, RunStats(), window=window)
-        pipeline.run(read_lines(io.BytesIO(data)), lambda: None)
-    finally:
-        engine_thread.close()
-    assert engine_thread.failure is None and engine.scheduler.pool.num_used == 0
+    lines = LineProcessor(engine.core.input_processor(RequestDefaults(params={"max_tokens": 2})))
+    output = StreamWriter(stream, input_order=True)
+    pipeline = Pipeline(engine.thread, output, lines, RunStats(), window=window)
+    pipeline.run(read_lines(io.BytesIO(data)), lambda: None)
+    assert engine.failure is None and engine.core.scheduler.pool.num_used == 0
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
@@ -155,7 +148,7 @@ def test_the_window_bounds_bytes_as_well_as_rows() -> None:
 def test_what_was_finished_before_a_signal_is_written(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards rows that are finished and still queued when the signal comes, more than one write holds."""
     monkeypatch.setattr(row_stream, "MAX_ROWS_AT_ONCE", 4)
-    stream, engine_thread = io.BytesIO(), EngineThread(engine)
+    stream = io.BytesIO()
     pipeline: Pipeline
 
     class Slow(StreamWriter):
@@ -168,11 +161,10 @@ def test_what_was_finished_before_a_signal_is_written(engine: Engine, monkeypatc
                 pipeline.interrupt(2)
             return super().write(rows)
 
-    lines, output = LineProcessor(InputProcessor(engine, RequestDefaults())), Slow(stream, input_order=True)
-    pipeline = Pipeline(engine_thread, output, lines, ResultFormatter(engine), RunStats(), window=100)
+    lines, output = LineProcessor(engine.core.input_processor()), Slow(stream, input_order=True)
+    pipeline = Pipeline(engine.thread, output, lines, RunStats(), window=100)
     with pytest.raises(Interrupted):
         pipeline.run(read_lines(io.BytesIO(b"{bad\n" * 40)), lambda: None)
-    engine_thread.close()
     assert len(stream.getvalue().splitlines()) == 40
 
 

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from cbatch.engine import Engine, EngineConfig, EngineThread, InputProcessor, Line, LineProcessor, RequestDefaults
+from cbatch.engine import EngineConfig, EngineThread, Line, LineProcessor, RequestDefaults, SteppingEngine
 from cbatch.engine.batch.row_stream import RowStream
 
 
 @pytest.fixture(scope="module")
-def engine(model_folder: Path) -> Iterator[Engine]:
-    with Engine(EngineConfig(model=str(model_folder), device="cpu", max_seqs=4)) as made:
+def engine(model_folder: Path) -> Iterator[SteppingEngine]:
+    with SteppingEngine(EngineConfig(model=str(model_folder), device="cpu", max_seqs=4)) as made:
         yield made
 
 
 @pytest.fixture
-def engine_thread(engine: Engine) -> Iterator[EngineThread]:
+def engine_thread(engine: SteppingEngine) -> Iterator[EngineThread]:
     made = EngineThread(engine)
     yield made
     made.close()
@@ -30,7 +30,7 @@ def engine_thread(engine: Engine) -> Iterator[EngineThread]:
 
 def stream_on(engine_thread: EngineThread, window: int = 8, max_tokens: int = 2) -> RowStream:
     defaults = RequestDefaults(params={"max_tokens": max_tokens, "ignore_eos": True})
-    return RowStream(engine_thread, LineProcessor(InputProcessor(engine_thread.engine, defaults)), window=window)
+    return RowStream(engine_thread, LineProcessor(engine_thread.engine.input_processor(defaults)), window=window)
 
 
 def endless() -> Iterator[Line]:
@@ -73,7 +73,7 @@ def test_what_the_source_raises_comes_after_the_rows_before_it(engine_thread: En
     found = []
     with pytest.raises(KeyError, match="the source broke"):
         for requests in stream_on(engine_thread).finished(breaking()):
-            found += [request.row.index for request in requests]
+            found += [request.completion.index for request in requests]
     assert sorted(found) == list(range(5))
 
 
@@ -104,7 +104,7 @@ def test_stop_gives_what_is_finished_and_no_more(engine_thread: EngineThread) ->
     found = []
     with closing(stream.finished(iter(lines))) as finished:
         for requests in finished:
-            found += [request.row.index for request in requests]
+            found += [request.completion.index for request in requests]
             if len(found) >= 40:
                 stream.stop()
     assert found == list(range(40))

@@ -18,7 +18,6 @@ from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.engine import Engine
 from cbatch.engine.execution import kv_cache_sizing as sizing
 from cbatch.engine.execution.kv_cache_sizing import (
     RESERVED_BYTES,
@@ -32,6 +31,8 @@ from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache
 from cbatch.engine.runtime.memory import DeviceMemory
 from cbatch.engine.scheduler.limits import StepLimits
+from cbatch.engine.stepping_engine import SteppingEngine
+from tests.support.generation import generate
 from tests.support.tiny_models import VOCABULARY, loaded, make_engine, make_network, make_prompts, no_collector
 
 MIB, GIB = 2**20, 2**30
@@ -79,10 +80,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return made
 
 
-def make(**config: Any) -> Engine:
+def make(**config: Any) -> SteppingEngine:
     """An engine whose cache is as large as the device allows: blocks of 4 tokens of 384 bytes."""
     settings: dict[str, Any] = {"block_size": 4, "max_seqs": 6, "max_batch_tokens": 64, "device": "cpu"} | config
-    return Engine(EngineConfig(**settings), loaded(make_network("llama")))
+    return SteppingEngine(EngineConfig(**settings), loaded(make_network("llama")))
 
 
 def choose(
@@ -248,8 +249,8 @@ def test_profiling_leaves_nothing_behind(gpu: Gpu, monkeypatch: pytest.MonkeyPat
     assert engine.scheduler.pool.num_used == 0 and engine.scheduler.pool.get_cached_blocks([0] * 40) == []
     assert engine.scheduler.num_prompt_tokens == 0 and not engine.has_work
     prompts, params = make_prompts([30, 5, 17]), SamplingParams(max_tokens=12, temperature=1.0, logprobs=2)
-    expected = make_engine(make_network("llama")).generate(prompts, params)
-    assert [one.token_ids for one in engine.generate(prompts, params)] == [one.token_ids for one in expected]
+    expected = generate(make_engine(make_network("llama")), prompts, params)
+    assert [one.token_ids for one in generate(engine, prompts, params)] == [one.token_ids for one in expected]
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
@@ -282,7 +283,7 @@ def test_an_engine_that_was_refused_holds_no_memory(gpu: Gpu) -> None:
         network = make_network("llama")
         held = weakref.ref(network)
         with suppress(ConfigError):
-            Engine(EngineConfig(device="cpu", max_seqs=6, max_batch_tokens=64), loaded(network))
+            SteppingEngine(EngineConfig(device="cpu", max_seqs=6, max_batch_tokens=64), loaded(network))
             raise AssertionError("it was not refused")
         del network
         assert held() is None

@@ -12,9 +12,10 @@ import pytest
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.engine import Engine
 from cbatch.engine.models.loader import LoadedModel
 from cbatch.engine.sampling.output import PendingSample
+from cbatch.engine.stepping_engine import SteppingEngine
+from tests.support.generation import generate
 from tests.support.tiny_models import make_engine, make_network, make_prompts
 
 QUESTION = "Tell me a story about a dog and a cat in a garden."
@@ -42,14 +43,14 @@ ASKED: dict[str, dict[str, Any]] = {
 
 @cache
 def demo() -> LoadedModel:
-    return Engine(EngineConfig(dtype="float32", device="cpu")).loaded
+    return SteppingEngine(EngineConfig(dtype="float32", device="cpu")).loaded
 
 
-def make(*, ahead: bool, **config: Any) -> Engine:
-    return Engine(EngineConfig(device="cpu", run_ahead=ahead, **config), demo())
+def make(*, ahead: bool, **config: Any) -> SteppingEngine:
+    return SteppingEngine(EngineConfig(device="cpu", run_ahead=ahead, **config), demo())
 
 
-def add_all(engine: Engine) -> dict[int, str]:
+def add_all(engine: SteppingEngine) -> dict[int, str]:
     """The names of all kinds of requests, by their ids."""
     found = {}
     for number, (name, asked) in enumerate(ASKED.items()):
@@ -67,7 +68,7 @@ def outcome(event: TokenEvent) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def steps(engine: Engine, *, shaken: bool = False) -> Iterator[list[TokenEvent]]:
+def steps(engine: SteppingEngine, *, shaken: bool = False) -> Iterator[list[TokenEvent]]:
     """Events of each step until all requests are done. shaken: most running requests are preempted repeatedly"""
     while engine.has_work:
         if shaken and engine.stats().num_steps % 4 == 3:
@@ -80,7 +81,7 @@ def steps(engine: Engine, *, shaken: bool = False) -> Iterator[list[TokenEvent]]
         yield events
 
 
-def run(engine: Engine, *, shaken: bool = False) -> dict[str, list[tuple[Any, ...]]]:
+def run(engine: SteppingEngine, *, shaken: bool = False) -> dict[str, list[tuple[Any, ...]]]:
     """The outputs of all requests of `ASKED`; checks that nothing is left in the end."""
     names = add_all(engine)
     found: dict[str, list[tuple[Any, ...]]] = {name: [] for name in names.values()}
@@ -201,7 +202,7 @@ def test_steps_that_fail_lose_nothing(where: str, settings: dict[str, Any], monk
     assert found == wanted and failures > 5 and engine.scheduler.pool.num_used == 0
 
 
-def keep_events(monkeypatch: pytest.MonkeyPatch, *lengths: int) -> tuple[Engine, list[int]]:
+def keep_events(monkeypatch: pytest.MonkeyPatch, *lengths: int) -> tuple[SteppingEngine, list[int]]:
     """An engine with a request of each length that keeps the events of its first step, since the next one failed."""
     engine = make_engine(make_network("llama"), run_ahead=True)
     asked = zip(make_prompts([5, 6]), lengths, strict=True)
@@ -242,7 +243,7 @@ def test_the_model_is_launched_before_the_previous_step_is_completed(monkeypatch
 
     monkeypatch.setattr(engine.runner, "forward", note("forward", forward))
     monkeypatch.setattr(PendingSample, "get", note("get", get))
-    engine.generate(make_prompts([5]), SamplingParams(max_tokens=4))
+    generate(engine, make_prompts([5]), SamplingParams(max_tokens=4))
     assert done == ["forward", *["forward", "get"] * 3, "get"], "the end of the output is known when it is scheduled"
     assert engine.stats().num_steps == 4
 

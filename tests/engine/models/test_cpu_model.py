@@ -11,10 +11,11 @@ import torch
 
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.engine import Engine
 from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.models.llama_spec import UnsupportedConfig
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
+from cbatch.engine.stepping_engine import SteppingEngine
+from tests.support.generation import generate
 from tests.support.tiny_models import (
     VOCABULARY,
     draw_weights,
@@ -65,9 +66,9 @@ def expected_of(name: str) -> list[list[int]]:
     return generate_alone(network_of(name), make_prompts(LENGTHS), OUTPUTS)
 
 
-def run(engine: Engine) -> list[list[int]]:
+def run(engine: SteppingEngine) -> list[list[int]]:
     params = [SamplingParams(max_tokens=length) for length in OUTPUTS]
-    outputs = engine.generate(make_prompts(LENGTHS), params)
+    outputs = generate(engine, make_prompts(LENGTHS), params)
     engine.scheduler.check_integrity()
     return [output.token_ids for output in outputs]
 
@@ -103,7 +104,7 @@ def test_shared_prefixes_equal_generate() -> None:
     prompts = [trunk + tail for tail in make_prompts([3, 9, 1], seed=6)]
     expected = generate_alone(network_of("llama"), prompts, [8] * 3)
     for _ in range(2):
-        outputs = engine.generate(prompts, SamplingParams(max_tokens=8))
+        outputs = generate(engine, prompts, SamplingParams(max_tokens=8))
         assert [output.token_ids for output in outputs] == expected
     assert engine.scheduler.num_cached_tokens >= 5 * 32
 
@@ -117,8 +118,8 @@ def test_bfloat16_is_near_float32(name: str) -> None:
     halves = make_network(MODELS[name][0], **SHAPE | MODELS[name][1])
     draw_weights(halves)
     halves = halves.bfloat16()
-    engine = Engine(EngineConfig(block_size=16, kv_blocks=40, device="cpu"), fast(network, torch.bfloat16))
-    for prompt, output in zip(prompts, engine.generate(prompts, params), strict=True):
+    engine = SteppingEngine(EngineConfig(block_size=16, kv_blocks=40, device="cpu"), fast(network, torch.bfloat16))
+    for prompt, output in zip(prompts, generate(engine, prompts, params), strict=True):
         ids = torch.tensor([prompt])
         with torch.inference_mode():
             exact = network(ids).logits[0, -1].log_softmax(-1)
@@ -138,7 +139,7 @@ def test_the_batch_changes_no_bit_in_bfloat16() -> None:
 
     def run_with(rows: list[list[int]], **config: Any) -> list[Any]:
         settings = EngineConfig(block_size=16, kv_blocks=60, device="cpu", prefix_cache=False, **config)
-        return [output.logprobs for output in Engine(settings, loaded).generate(rows, params)]
+        return [output.logprobs for output in generate(SteppingEngine(settings, loaded), rows, params)]
 
     batched = run_with(prompts)
     assert run_with(prompts, max_batch_tokens=9) == batched
@@ -163,14 +164,14 @@ def test_requests_get_what_they_ask_for(name: str) -> None:
     """Guards rows that want more than the likeliest token, which the fast path finds by itself: alike and mixed."""
     network, prompts = network_of("llama"), make_prompts([9, 30, 17])
     config = EngineConfig(block_size=16, kv_blocks=40, device="cpu", attention="reference")
-    ours, theirs = make_fast_engine(network), Engine(config, loaded(network))
+    ours, theirs = make_fast_engine(network), SteppingEngine(config, loaded(network))
     for mixed in ([ASKED[name]] * 3, [ASKED[name], {}, ASKED["drawn"]]):
         params = [SamplingParams(max_tokens=12, **asked) for asked in mixed]
-        outputs = theirs.generate(prompts, params)
+        outputs = generate(theirs, prompts, params)
         expected = [output.token_ids for output in outputs]
-        assert [output.token_ids for output in ours.generate(prompts, params)] == expected
+        assert [output.token_ids for output in generate(ours, prompts, params)] == expected
         assert not any(output.error for output in outputs)
-    plain = theirs.generate(prompts[:1], SamplingParams(max_tokens=12))[0].token_ids
+    plain = generate(theirs, prompts[:1], SamplingParams(max_tokens=12))[0].token_ids
     assert (expected[0] == plain) == (name in ("nothing", "scored")), "the case shows nothing"
     assert name != "no end" or all(token % 2 for token in expected[0][:8])
     assert name != "allowed" or not any(token % 3 for token in expected[0])
@@ -196,7 +197,7 @@ def test_the_likeliest_tokens_are_those_of_the_logits() -> None:
         return logits
 
     engine.runner.forward = checked  # type: ignore[method-assign]
-    engine.generate(make_prompts(LENGTHS), SamplingParams(max_tokens=5))
+    generate(engine, make_prompts(LENGTHS), SamplingParams(max_tokens=5))
     assert seen == 5 * len(LENGTHS)
 
 

@@ -14,6 +14,7 @@ from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.models.hf_adapter import TransformersModel
 from cbatch.engine.models.mask_patterns import MaskPattern, pattern_of, probe_mask
 from cbatch.engine.models.self_check import check_ragged
+from tests.support.generation import generate
 from tests.support.tiny_models import COMMON, draw_weights, generate_alone, make_engine, make_network, make_prompts
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -110,7 +111,7 @@ def test_a_window_that_only_the_call_knows_changes_nothing() -> None:
     layer = network.model.layers[1].self_attn
     forward = layer.forward
     layer.forward = lambda *args, **kwargs: forward(*args, sliding_window=4, **kwargs)
-    outputs = make_engine(network).generate(make_prompts([20]), SamplingParams(max_tokens=8))
+    outputs = generate(make_engine(network), make_prompts([20]), SamplingParams(max_tokens=8))
     assert [output.token_ids for output in outputs] == expected
 
 
@@ -188,9 +189,9 @@ def test_served_up_to_where_it_would_be_wrong(kind: str) -> None:
     prompts, lengths = make_prompts([30, 3, 39, 17]), [10, 30, 1, 12]
     engine = make_engine(network, max_batch_tokens=16)
     assert engine.model.max_model_len == limit
-    outputs = engine.generate(prompts, [SamplingParams(max_tokens=length) for length in lengths])
+    outputs = generate(engine, prompts, [SamplingParams(max_tokens=length) for length in lengths])
     assert [output.token_ids for output in outputs] == generate_alone(network, prompts, lengths)
-    (long,) = engine.generate(make_prompts([40]), SamplingParams(max_tokens=1))
+    (long,) = generate(engine, make_prompts([40]), SamplingParams(max_tokens=1))
     assert long.error is not None and long.error.code == "prompt_too_long"
 
 

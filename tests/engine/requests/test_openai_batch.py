@@ -11,7 +11,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from cbatch.cli.main import run_command
-from cbatch.engine import Engine, EngineConfig, InputProcessor, LineProcessor, RequestDefaults, SamplingParams
+from cbatch.engine import Engine, EngineConfig, LineProcessor, RequestDefaults, SamplingParams
 from cbatch.engine.batch.jsonl import parse_line
 from cbatch.engine.batch.lines import Line
 from cbatch.engine.requests.row import InputRow
@@ -143,9 +143,9 @@ def test_offsets_count_characters(model_folder: Path, tmp_path: Path) -> None:
 def test_logprobs_of_a_row_override_the_option(model_folder: Path) -> None:
     """Guards `logprobs: false` of a chat request against --logprobs."""
     engine = Engine(EngineConfig(model=str(model_folder), device="cpu"))
-    builder = LineProcessor(InputProcessor(engine, RequestDefaults(params={"logprobs": 2})))
+    builder = LineProcessor(engine.core.input_processor(RequestDefaults(params={"logprobs": 2})))
     rows = [chat(), chat(logprobs=False), chat(logprobs=True, top_logprobs=1)]
-    assert [builder.build(Line(0, json.dumps(row).encode())).params.logprobs for row in rows] == [2, None, 1]
+    assert [builder.process(Line(0, json.dumps(row).encode())).params.logprobs for row in rows] == [2, None, 1]
 
 
 def test_no_max_tokens_means_the_rest_of_the_context(model_folder: Path) -> None:
@@ -155,8 +155,8 @@ def test_no_max_tokens_means_the_rest_of_the_context(model_folder: Path) -> None
     default = SamplingParams().max_tokens
     given: tuple[dict[str, int], ...] = ({}, {"max_tokens": 7})
     for params, expected in zip(given, ((default, None), (7, 7)), strict=True):
-        builder = LineProcessor(InputProcessor(engine, RequestDefaults(params=params)))
-        assert (builder.build(ours).params.max_tokens, builder.build(theirs).params.max_tokens) == expected
+        builder = LineProcessor(engine.core.input_processor(RequestDefaults(params=params)))
+        assert (builder.process(ours).params.max_tokens, builder.process(theirs).params.max_tokens) == expected
 
 
 def test_bodies_become_rows() -> None:

@@ -16,10 +16,11 @@ from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import EngineError, ModelError
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.engine import Engine
 from cbatch.engine.engine_thread import EngineThread
 from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.runtime.memory import clear_frames, device_memory, is_out_of_memory
+from cbatch.engine.stepping_engine import SteppingEngine
+from tests.support.generation import generate
 from tests.support.tiny_models import fast, loaded, make_engine, make_network, make_prompts, no_collector
 
 MIB = 2**20
@@ -32,9 +33,9 @@ def test_a_closed_engine_holds_neither_weights_nor_cache(path: str, model_folder
     """Guards a device that is needed for something else while the closed engine is still referenced."""
     model = str(model_folder) if path == "transformers" else None  # the demo model
     with no_collector():
-        engine = Engine(EngineConfig(model=model, device="cpu", kv_blocks=40))
+        engine = SteppingEngine(EngineConfig(model=model, device="cpu", kv_blocks=40))
         assert isinstance(engine.model, CpuModel) == (path == "fast")
-        engine.generate([[1, 2, 3]], FEW)
+        generate(engine, [[1, 2, 3]], FEW)
         held = [weakref.ref(one) for one in (*engine.runner.kv_cache.keys, engine.runner.kv_cache, engine.model)]
         engine.close()
         assert [one() for one in held] == [None] * len(held)
@@ -48,22 +49,22 @@ def test_a_passed_model_stays_with_its_owner(path: str) -> None:
     given = fast(network) if path == "fast" else loaded(network)
     config = EngineConfig(device="cpu", kv_blocks=40)
     with no_collector():
-        with Engine(config, given) as first:
-            expected = first.generate([[1, 2, 3]], FEW)[0].token_ids
+        with SteppingEngine(config, given) as first:
+            expected = generate(first, [[1, 2, 3]], FEW)[0].token_ids
             cache = weakref.ref(first.runner.kv_cache.keys[0])
         assert cache() is None
-    with Engine(config, given) as second:
-        assert second.generate([[1, 2, 3]], FEW)[0].token_ids == expected
+    with SteppingEngine(config, given) as second:
+        assert generate(second, [[1, 2, 3]], FEW)[0].token_ids == expected
         assert isinstance(second.model, CpuModel) == (path == "fast")
 
 
 def test_a_model_taken_from_an_engine_stays(model_folder: Path) -> None:
     """Guards benches, which open an engine, take its model for others, and close it."""
-    with Engine(EngineConfig(model=str(model_folder), device="cpu", kv_blocks=40)) as engine:
-        taken, expected = engine.loaded, engine.generate([[1, 2, 3]], FEW)[0].token_ids
+    with SteppingEngine(EngineConfig(model=str(model_folder), device="cpu", kv_blocks=40)) as engine:
+        taken, expected = engine.loaded, generate(engine, [[1, 2, 3]], FEW)[0].token_ids
     assert engine.loaded.fast_model is None and engine.loaded.name == taken.name
-    with Engine(engine.config, taken) as other:
-        assert other.generate([[1, 2, 3]], FEW)[0].token_ids == expected
+    with SteppingEngine(engine.config, taken) as other:
+        assert generate(other, [[1, 2, 3]], FEW)[0].token_ids == expected
 
 
 @pytest.mark.parametrize(
@@ -72,14 +73,14 @@ def test_a_model_taken_from_an_engine_stays(model_folder: Path) -> None:
         lambda engine: engine.add([1, 2], FEW),
         lambda engine: engine.add([], FEW),
         lambda engine: engine.step(),
-        lambda engine: engine.generate([[1, 2]], FEW),
+        lambda engine: generate(engine, [[1, 2]], FEW),
         lambda engine: engine.model,
         lambda engine: engine.runner.kv_cache,
         lambda engine: engine.loaded.network,
     ],
     ids=["add", "add nothing", "step", "generate", "model", "pool", "network"],
 )
-def test_using_a_closed_engine_is_an_error(use: Callable[[Engine], Any]) -> None:
+def test_using_a_closed_engine_is_an_error(use: Callable[[SteppingEngine], Any]) -> None:
     """Guards against obscure errors if an engine is used too late, and against steps that do nothing."""
     engine = make_engine(make_network("llama"))
     engine.close()
@@ -91,7 +92,7 @@ def test_using_a_closed_engine_is_an_error(use: Callable[[Engine], Any]) -> None
 def test_an_engine_serves_several_threads_in_turn() -> None:
     """Guards the rule that a closed thread leaves the engine open, without requests."""
     prompt = make_prompts([9])[0]
-    expected = make_engine(make_network("llama")).generate([prompt], FEW)[0].token_ids
+    expected = generate(make_engine(make_network("llama")), [prompt], FEW)[0].token_ids
     with make_engine(make_network("llama")) as engine:
         for _ in range(2):
             engine_thread, events = EngineThread(engine), queue.SimpleQueue[TokenEvent]()
@@ -210,7 +211,7 @@ def test_weights_that_do_not_fit_are_a_clear_error(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("cbatch.engine.models.cpu.pack_weights", full)
     with pytest.raises(ModelError, match=r"its weights do not fit into the memory of cpu \(CUDA out of memory\)\."):
-        Engine(EngineConfig(device="cpu"))
+        SteppingEngine(EngineConfig(device="cpu"))
 
 
 @pytest.mark.gpu
@@ -218,9 +219,9 @@ def test_a_gpu_gets_its_memory_back() -> None:
     """Guards a real GPU: a cache as large as fits beside a step, steps and graphs, and all memory freed in the end."""
     memory, free = device_memory(torch.device("cuda:0")), []
     for _ in range(3):
-        engine = Engine(EngineConfig(device="cuda", kv_cache_memory="100%"))
+        engine = SteppingEngine(EngineConfig(device="cuda", kv_cache_memory="100%"))
         for _ in range(3):
-            engine.generate([[1, 2, 3]] * 40, FEW)
+            generate(engine, [[1, 2, 3]] * 40, FEW)
         engine.close()
         free.append(memory.free())
     assert free[0] - free[2] < 64 * MIB, (

@@ -11,7 +11,6 @@ import queue
 import random
 import time
 from collections.abc import Callable
-from contextlib import closing
 
 from cbatch.cli.bench.load.results import Capacity, LoadReport, LoadResult
 from cbatch.cli.bench.load.users import SLO, Scenario, Turn, User
@@ -19,7 +18,7 @@ from cbatch.cli.bench.options import BenchOptions, parse_duration
 from cbatch.cli.bench.results import Machine, describe_model
 from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.percentiles import Percentiles
-from cbatch.engine import ConfigError, EngineThread, SamplingParams, TokenEvent
+from cbatch.engine import ConfigError, EncodedRequest, EngineThread, RequestHandle, SamplingParams, TokenEvent
 
 MAX_PROBE_S = 20.0
 """The longest probe of a search, in seconds."""
@@ -46,7 +45,7 @@ def measure_load(options: BenchOptions, on_progress: Callable[[str], None]) -> L
     """Runs the load, or searches for the most users for whom the objective holds. Raises ConfigError."""
     inputs, outputs = options.lengths
     duration_s, slo = parse_duration(options.duration), SLO(parse_duration(options.slo_ttft), options.slo_tps)
-    with open_engine(options.engine, quiet=options.is_silent) as engine, closing(EngineThread(engine)) as engine_thread:
+    with open_engine(options.engine, quiet=options.is_silent) as engine:
         scenario = Scenario(
             users=options.users or DEFAULT_MAX_USERS,
             rate=options.rate,
@@ -62,14 +61,14 @@ def measure_load(options: BenchOptions, on_progress: Callable[[str], None]) -> L
 
         def probe(users: int) -> LoadResult:
             on_progress(f"{users} users")
-            return run_load(engine_thread, scenario.probe(users, scenario.duration_s), slo)
+            return run_load(engine.thread, scenario.probe(users, scenario.duration_s), slo)
 
         found: LoadResult | Capacity
         if options.find_capacity:
             found = find_capacity(probe, most=scenario.users)
         else:
             on_progress(f"{scenario.users} users for {scenario.duration_s:g} s")
-            found = run_load(engine_thread, scenario, slo)
+            found = run_load(engine.thread, scenario, slo)
         return LoadReport(options, Machine.of(engine), describe_model(engine), scenario, slo, found)
 
 
@@ -161,8 +160,9 @@ class _LoadGenerator:
         turn = Turn(user, prompt, self._clock.now())
         user.turns.append(turn)
         self._waiting.add(turn)
-        params = SamplingParams(max_tokens=length, ignore_eos=True)
-        turn.handle = self._engine_thread.submit(prompt, params, lambda event: self._take(turn, event))
+        request = EncodedRequest(prompt_ids=prompt, params=SamplingParams(max_tokens=length, ignore_eos=True))
+        turn.handle = RequestHandle(request, lambda event: self._take(turn, event))
+        self._engine_thread.submit(turn.handle)
 
     def _take(self, turn: Turn, event: TokenEvent) -> None:
         """The sink, called on the engine's thread. Ignores the step that was in flight at the end."""

@@ -51,10 +51,10 @@ def do_load(context: CommandContext, which: str) -> None:
 def do_export(context: CommandContext, name: str) -> None:
     """write FILE.md to read, FILE.jsonl for cbatch run"""
     path, session = as_path(name), context.session
-    engine_thread = context.controller.client.engine_thread
-    if session.last is None or engine_thread is None:
+    engine = context.controller.client.engine
+    if session.last is None or engine is None:
         raise UserError("There is no message yet." if session.last is None else "The model is still loading.")
-    engine, reply = engine_thread.engine, session.last.reply
+    reply = session.last.reply
     try:
         if path.suffix == ".md":
             with path.open("x", encoding="utf-8", errors="replace") as file:
@@ -72,15 +72,15 @@ def do_export(context: CommandContext, name: str) -> None:
 @command("run", "FILE -o OUT | stop", "file")
 def do_run(context: CommandContext, line: str) -> None:
     """run a batch in the background, like cbatch run"""
-    engine_thread = context.controller.client.engine_thread
+    engine = context.controller.client.engine
     if line == "stop":
         if not context.background.is_running:
             raise UserError("No batch is running.")
         context.background.stop()
-    elif engine_thread is None:
+    elif engine is None:
         raise UserError("The model is still loading.")
     else:
-        output = context.background.start(engine_thread, line)
+        output = context.background.start(engine, line)
         context.show(f"the batch writes to {output}; replies in the chat go first")
 
 

@@ -1,4 +1,4 @@
-"""From a conversation to the token ids that the model gets."""
+"""From a conversation to the request for its next reply."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from datetime import date
 from typing import TYPE_CHECKING
 
 from cbatch.cli.chat.session.session import Message
-from cbatch.engine import TemplateOptions
+from cbatch.engine import GenerationRequest, TemplateOptions
 
 if TYPE_CHECKING:
     from cbatch.engine import Engine
 
 
-def encode(engine: Engine, messages: Sequence[Message], reply_prefix: str = "") -> list[int]:
-    """Token ids of a conversation, and of the beginning of its next reply.
+def reply_request(engine: Engine, messages: Sequence[Message], reply_prefix: str = "") -> GenerationRequest:
+    """A request for the next reply of a conversation.
 
     Without a chat template the model continues plain text: each message on a new line, directly followed by its reply.
+
+    reply_prefix: the beginning of the reply, if it is continued
     """
     if takes_messages(engine):
         template = TemplateOptions(today=date.today())
-        return engine.encode({"messages": messages}, template=template, answer=reply_prefix)
-    return engine.encode(as_plain_text(messages) + reply_prefix, raw=True)
+        return GenerationRequest(messages=messages, template=template, answer=reply_prefix)
+    return GenerationRequest(text=as_plain_text(messages) + reply_prefix)
 
 
 def takes_messages(engine: Engine) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from cbatch.engine import OutputParser, RequestError
+    from cbatch.engine import RequestError, StreamEvent
 
 ReplyState = Literal["waiting", "streaming", "stop", "length", "stopped", "error"]
 """Waiting for its first token, streaming, or how it ended; `stopped` means by the user."""
@@ -25,7 +25,6 @@ class Reply:
     text:           the visible part, which the model is shown in later turns
     reasoning:      what the model wrote between its think tags
     raw:            both as the model wrote them, if it uses think tags
-    is_thinking:    whether the prompt opened the think tag
     seed, params:   how it is sampled; params holds only what differs from the model's defaults
     error, code:    what went wrong, if anything
     remark:         why it ended early, and what the user can do about it
@@ -35,7 +34,6 @@ class Reply:
     text: str = ""
     reasoning: str = ""
     raw: str = ""
-    is_thinking: bool = False
     seed: int = 0
     state: ReplyState = "waiting"
     error: str = ""
@@ -76,26 +74,17 @@ class Reply:
         self.state, self.error, self.code, self.remark = "waiting", "", "", ""
         self.requested_at, self.first_token_at, self.num_tokens = now, None, 0
 
-    def append(self, delta: str, output_parser: OutputParser | None, *, is_last: bool) -> str:
-        """Adds generated text, and returns the new part of `text`."""
-        if output_parser is None or output_parser.think_tags is None:
-            self.text += delta
-            return delta
-        before = len(self.text)
-        self.raw = self.generated + delta
-        if is_last:
-            parts = output_parser.parse(self.raw, is_thinking=self.is_thinking)
-            self.reasoning, self.text = parts.reasoning or "", parts.text
-        else:
-            reasoning, self.text = output_parser.split(self.raw, is_thinking=self.is_thinking)
-            self.reasoning = reasoning or ""
-        return self.text[before:]
+    def append(self, event: StreamEvent) -> None:
+        """Adds what an event brings."""
+        if event.reasoning or event.raw != event.text or self.raw:  # from here on the text alone does not tell
+            self.raw = self.generated + event.raw
+        self.text += event.text
+        self.reasoning += event.reasoning
 
-    def count_token(self, cached_tokens: int, now: float) -> None:
+    def count_token(self, now: float) -> None:
         """Records that a token came."""
         self.state = "streaming"
         self.num_tokens += 1
-        self.cached_tokens = cached_tokens
         self.first_token_at = now if self.first_token_at is None else self.first_token_at
         self.last_token_at = now
 

@@ -15,7 +15,7 @@ VERSION = 1
 MAX_BYTES = 256 * 2**20
 REPLY_FIELDS = {"text": str, "seed": int, "params": dict, "error": str, "code": str, "remark": str}
 """Fields of `Reply` that are saved beside its state, under the same names."""
-THINKING_FIELDS = {"reasoning": str, "raw": str, "is_thinking": bool}
+THINKING_FIELDS = {"reasoning": str, "raw": str}
 """Saved as well if the model used think tags."""
 
 

@@ -26,16 +26,16 @@ class StatusBar:
         return [*left, ("class:bar", " " * max(width - used - get_cwidth(right), 0)), ("class:bar", right)]
 
     def _engine(self) -> str:
-        engine_thread = self._controller.client.engine_thread
-        if engine_thread is None:
+        engine = self._controller.client.engine
+        if engine is None:
             return f" {safe(self._stats.loading)} "
-        if engine_thread.failure is not None:
+        if engine.failure is not None:
             return " the engine has failed "
         if self._background.progress:
             return f" {self._background.progress} "
-        load = engine_thread.engine.stats()
+        load = engine.stats()
         if not (load.num_running or load.num_waiting):
-            return f" {safe(engine_thread.engine.loaded.name)} "
+            return f" {safe(engine.loaded.name)} "
         waiting = f", {load.num_waiting} waiting" if load.num_waiting else ""
         speed = f"{self._stats.tokens_per_s:,.0f} tok/s"
         return f" {load.num_running} running{waiting}, {speed}, KV {load.cache_used:.0%} "

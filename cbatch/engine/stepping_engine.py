@@ -1,0 +1,344 @@
+"""The engine that one thread steps: requests in, tokens out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+
+from cbatch.engine.attention.registry import check_attention, check_quantize, has_fast_path, select_attention
+from cbatch.engine.base.config import EngineConfig
+from cbatch.engine.base.errors import EngineError, RequestError
+from cbatch.engine.base.outputs import TokenEvent
+from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
+from cbatch.engine.base.units import parse_memory
+from cbatch.engine.execution.kv_cache_sizing import make_runner
+from cbatch.engine.execution.loop import EngineCore
+from cbatch.engine.execution.stats import EngineStats, StepRecord
+from cbatch.engine.models.base import Model
+from cbatch.engine.models.loader import LoadedModel, choose_device, load_model
+from cbatch.engine.models.self_check import checked_model
+from cbatch.engine.requests.input_processor import InputProcessor, ModelInfo
+from cbatch.engine.requests.output_processor import OutputProcessor
+from cbatch.engine.requests.request import EncodedRequest, RequestDefaults
+from cbatch.engine.runtime.memory import release_memory
+from cbatch.engine.runtime.transfer import synchronize
+from cbatch.engine.sampling.processors import counts_for
+from cbatch.engine.scheduler.block_pool import BlockPool
+from cbatch.engine.scheduler.limits import EngineLimits, StepLimits
+from cbatch.engine.scheduler.request import Request
+from cbatch.engine.scheduler.scheduler import Scheduler
+from cbatch.engine.scheduler.step_time import MIN_PREFILL_TOKENS, StepTimeController
+from cbatch.engine.structured.compiler import ConstraintCompiler
+from cbatch.engine.structured.grammar import CompiledGrammar, GrammarState
+from cbatch.engine.text.detokenizer import IncrementalDetokenizer
+from cbatch.engine.text.tokenizer import Prompt, encode_prompt
+
+
+class SteppingEngine(AbstractContextManager["SteppingEngine"]):
+    """A model, its paged KV cache and a scheduler, for programs that run the steps themselves.
+
+    `add`, `cancel`, `step` and `flush` belong to one thread, the first that calls one of them, and refuse any other;
+    `Engine` serves any number of threads. Close an engine that you have made, by `close` or a `with` block. `scheduler`
+    and `runner` are its parts, to look into, not to call.
+
+    Raises ModelError if the model cannot be loaded or is not supported, and ConfigError for options that cannot be met.
+    """
+
+    def __init__(self, config: EngineConfig | None = None, loaded: LoadedModel | None = None) -> None:
+        """`loaded`: a model that is in memory already, instead of `config.model`."""
+        self.config = config = config or EngineConfig()
+        device = choose_device(config.device)
+        check_attention(config.attention, device, config.block_size)
+        if config.kv_cache_memory is not None:
+            parse_memory(config.kv_cache_memory, free=0)  # raises before a model is loaded
+        fast = has_fast_path(config.attention, device, config.block_size)
+        quantize = check_quantize(config.quantize, device, fast=fast)
+        step_time = StepTimeController(config.target_step_ms, MIN_PREFILL_TOKENS[device.type])
+        self.loaded = loaded or load_model(
+            config.model, config.revision, device, config.dtype, fast=fast, quantize=quantize
+        )
+        self.tokenizer = self.loaded.tokenizer
+        model: Model = self.loaded.fast_model if fast and self.loaded.fast_model else checked_model(self.loaded.network)
+        self.device = model.device
+        seqs, tokens = (256, 2048) if self.device.type == "cuda" else (32, 512)
+        limits = StepLimits(config.max_seqs or seqs, config.max_batch_tokens or tokens, config.cuda_graphs)
+        attention = select_attention(config.attention, self.device, model.layers, config.block_size, model.dtype)
+        self.runner = make_runner(config, model, attention, limits)
+        self._kv_bytes_per_token = sum(layer.bytes_per_token(model.dtype) for layer in model.layers)
+        pool = BlockPool(self.runner.num_blocks, config.block_size)
+        self.scheduler = Scheduler(pool, limits, model.max_model_len, prefix_cache=config.prefix_cache)
+        overlap = self.device.type == "cuda" if config.run_ahead is None else config.run_ahead
+        self._core = EngineCore(self.scheduler, self.runner, step_time, overlap=overlap)
+        self._constraint_compiler = ConstraintCompiler(self.tokenizer, model.vocab_size) if self.tokenizer else None
+        self._requests: dict[int, list[Request]] = {}
+        self._owner: threading.Thread | None = None
+        self._next_id = 0
+        self.on_step: Callable[[StepRecord], None] | None = None
+        """Called once for each step, after the model has run; None (the default) costs nothing.
+
+        While it is set, the engine waits for the device before and after each run of the model, to measure its time.
+        `step` raises what the callable raises.
+        """
+
+    @property
+    def model(self) -> Model:
+        """The model. Raises EngineError if the engine is closed."""
+        return self.runner.model
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of everything about the model that decides its output: no paths, no times, no device."""
+        template = self.tokenizer.templates if self.tokenizer else None
+        dtype = self.config.quantize or str(self.model.dtype)
+        parts = [self.loaded.fingerprint, dtype, template, sorted(self.loaded.eos_ids)]
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would advance a request or return events."""
+        return self._core.has_work
+
+    @property
+    def limits(self) -> EngineLimits:
+        """How long sequences can get, and how much the engine takes at once."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        return EngineLimits(
+            max_seqs=scheduler.max_seqs,
+            max_batch_tokens=scheduler.max_batch_tokens,
+            max_model_len=scheduler.sequence_limits.context,
+            block_size=pool.block_size,
+            num_blocks=pool.num_blocks,
+            kv_bytes_per_token=self._kv_bytes_per_token,
+        )
+
+    @property
+    def attention(self) -> str:
+        """Name of the attention backend."""
+        return self.runner.attention.name
+
+    def stats(self) -> EngineStats:
+        """What the engine is doing and has done so far; may be called from any thread."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            used_blocks=pool.num_used,
+            cache_used=pool.num_used / pool.num_blocks,
+            num_steps=self._core.num_steps,
+            num_preemptions=scheduler.num_preemptions,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_cached_tokens=scheduler.num_cached_tokens,
+            held_back=dict(scheduler.held_back),
+        )
+
+    def input_processor(self, defaults: RequestDefaults | None = None) -> InputProcessor:
+        """Makes requests for this engine, of prompts and rows."""
+        model = ModelInfo(
+            tokenizer=self.tokenizer,
+            default_params=self.loaded.defaults,
+            limits=self.scheduler.sequence_limits,
+            fingerprint=self.fingerprint,
+            compile=self.compile,
+        )
+        return InputProcessor(model, defaults or RequestDefaults())
+
+    def output_processor(self, request: EncodedRequest, taken_at: float | None = None) -> OutputProcessor:
+        """Makes a request's completion of its events.
+
+        taken_at: when the request was taken (`time.monotonic`); now, by default
+        """
+        return OutputProcessor(request, self.tokenizer, self.loaded.eos_ids, taken_at)
+
+    def encode(
+        self, prompt: Prompt, *, raw: bool = False, template: TemplateOptions = DEFAULT_TEMPLATE, answer: str = ""
+    ) -> list[int]:
+        """Token ids of a prompt. Text is one user message if the model has a chat template, else plain text.
+
+        raw:      take text as plain text even if the model has a chat template
+        template: options of the chat template
+        answer:   beginning of the assistant's answer, which the model is to continue
+
+        Raises RequestError if the prompt cannot be encoded.
+        """
+        return encode_prompt(self.tokenizer, prompt, raw=raw, template=template, answer=answer)
+
+    def add(self, prompt: Prompt, params: SamplingParams, *, seed: int = 0, priority: int = 0) -> int:
+        """Queues a request for a prompt, as `add_request` does.
+
+        seed:     used if the parameters have no seed
+        priority: lower priorities run first
+        """
+        ids = self.encode(prompt)
+        return self.add_request(EncodedRequest(prompt_ids=ids, params=params, seed=seed, priority=priority))
+
+    def add_request(self, request: EncodedRequest) -> int:
+        """Queues one request and returns its id. Ids grow with each call.
+
+        All its outputs (`n`) have this id; their events differ by `sample_index`.
+
+        Raises RequestError for a prompt that is empty, too long, or has tokens outside the vocabulary, and EngineError
+        if the engine is closed or belongs to another thread.
+        """
+        self._check_thread()
+        self.runner.check_open()
+        params, prompt_ids = request.params, list(request.prompt_ids)
+        max_new_tokens = self.max_new_tokens(prompt_ids, params)
+        grammar = request.grammar or self.compile(params)
+        stop_ids = request.stop_ids(self.loaded.eos_ids)
+        outputs = [
+            Request(
+                id=self._next_id + number,
+                token_ids=list(prompt_ids),
+                params=params.for_sample(number),
+                max_new_tokens=max_new_tokens,
+                seed=request.seed if params.seed is None else params.seed,
+                sample_index=number,
+                priority=request.priority,
+                stop_ids=stop_ids,
+                detokenizer=self._stop_string_detokenizer(request),
+                bad_words=self.tokenizer.bad_word_ids(params.bad_words) if self.tokenizer else (),
+                grammar_state=self._grammar_state(grammar, request, stop_ids),
+                counts=counts_for(params, prompt_ids),
+            )
+            for number in range(params.n)
+        ]
+        self._requests[self._next_id] = outputs
+        self._next_id += params.n
+        for output in outputs:
+            self.scheduler.add(output)
+        return outputs[0].id
+
+    def max_new_tokens(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+        """Most tokens that such a request can get. Raises RequestError as `add` does."""
+        if not prompt_ids:
+            raise RequestError("invalid_row", "The prompt is empty.")
+        self._check_tokens("Token id", prompt_ids)
+        self._check_tokens("stop_token_ids:", params.stop_token_ids)
+        self._check_tokens("allowed_token_ids:", params.allowed_token_ids or ())
+        self._check_tokens("logit_bias:", [token for token, _ in params.logit_bias])
+        for name in ("stop", "bad_words", "echo"):
+            if getattr(params, name) and self.tokenizer is None:
+                raise RequestError("invalid_row", f"{name} needs a tokenizer, and this model has none.")
+        most = self.scheduler.sequence_limits.max_new_tokens(len(prompt_ids), 0 if params.max_tokens == 0 else 1)
+        return most if params.max_tokens is None else min(params.max_tokens, most)
+
+    def compile(self, params: SamplingParams) -> CompiledGrammar | None:
+        """The compiled constraint of the parameters, or None if they have none. May be called from any thread.
+
+        The engine uses it again while the caller keeps it; otherwise it may have to compile once more. Raises
+        RequestError if the constraint is wrong or too complex.
+        """
+        if (constraint := params.constraint) is None:
+            return None
+        if self._constraint_compiler is None:
+            raise RequestError("invalid_row", "Structured output needs a tokenizer, and this model has none.")
+        return self._constraint_compiler.compile(constraint)
+
+    def cancel(self, request_id: int) -> None:
+        """Drops a request with all its outputs, and frees its blocks. Does nothing if it is finished or unknown."""
+        self._check_thread()
+        for output in self._requests.pop(request_id, ()):
+            self._core.cancel(output)
+
+    def step(self) -> list[TokenEvent]:
+        """Runs one step and returns an event for each new token.
+
+        If the engine overlaps steps (`EngineConfig.run_ahead`), the events are those of the previous step.
+
+        Raises what the model or the device raises. Nothing is lost then: call it again to retry the step.
+        """
+        self._check_thread()
+        self.runner.check_open()
+        return self._forget_finished(self._core.step(self.on_step))
+
+    def flush(self) -> list[TokenEvent]:
+        """The events of steps that are already computed; no further step is started."""
+        self._check_thread()
+        return self._forget_finished(self._core.flush())
+
+    def release_thread(self) -> None:
+        """Lets another thread use the engine from now on: the next one that does."""
+        self._owner = None
+
+    def _check_thread(self) -> None:
+        """Raises EngineError if the engine belongs to another thread that is still alive."""
+        if self._owner is threading.current_thread():
+            return
+        if self._owner is not None and self._owner.is_alive():
+            raise EngineError(
+                f"This engine is stepped by the thread {self._owner.name!r}, and only that thread may use it; "
+                "cbatch.Engine can be used by any number of threads."
+            )
+        self._owner = threading.current_thread()
+
+    def _forget_finished(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        for event in events:
+            request_id = event.request_id
+            if event.finish_reason is None or request_id is None:
+                continue
+            if all(output.has_ended for output in self._requests.get(request_id, ())):
+                self._requests.pop(request_id, None)
+        return events
+
+    def synchronize(self) -> None:
+        """Waits until the device has done all its work, so that time can be measured."""
+        synchronize(self.device)
+
+    def zero_cache(self) -> None:
+        """Overwrites the KV cache with zeros, so that the system commits its memory; only while no request runs."""
+        for tensor in (*self.runner.kv_cache.keys, *self.runner.kv_cache.values):
+            tensor.zero_()
+
+    def shrink(self) -> bool:
+        """Halves the size of steps, from that of the latest one; False if that had one token. See `EngineThread`."""
+        return self.scheduler.shrink(self._core.last_scheduled.num_tokens)
+
+    def grow(self) -> bool:
+        """Doubles the size of steps, up to the configured one; True if that is reached."""
+        return self.scheduler.grow()
+
+    def close(self) -> None:
+        """Frees the memory of weights, KV cache and graphs, and ends the engine's threads. May be called twice.
+
+        Afterwards `add` and `step` raise EngineError; unfinished requests get no further event. A model that was passed
+        as `loaded` stays in memory while its owner keeps it, and so does what libraries keep for the whole process (the
+        workspace of cuBLAS).
+        """
+        if self.runner.is_closed:
+            return
+        self._core.close()
+        if self._constraint_compiler is not None:
+            self._constraint_compiler.close()
+        with suppress(RuntimeError):  # a device that is lost has nothing to give back
+            self.synchronize()
+        self.runner.close()
+        self.loaded = self.loaded.without_weights()
+        with suppress(RuntimeError):
+            release_memory(self.device)
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _stop_string_detokenizer(self, request: EncodedRequest) -> IncrementalDetokenizer | None:
+        if self.tokenizer is None or not request.params.stop:
+            return None
+        return self.tokenizer.detokenizer(request.prompt_ids, request.params, request.tags)
+
+    def _grammar_state(
+        self, grammar: CompiledGrammar | None, request: EncodedRequest, stop_ids: frozenset[int]
+    ) -> GrammarState | None:
+        """The state of an output's constraint, which begins after the reasoning if the prompt has opened that."""
+        if grammar is None or self.tokenizer is None:
+            return None
+        return GrammarState(grammar, stop_ids, self.tokenizer.ends_thinking if request.is_thinking else None)
+
+    def _check_tokens(self, what: str, token_ids: Sequence[int]) -> None:
+        vocabulary = self.model.vocab_size
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocabulary):
+            wrong = next(token for token in token_ids if not 0 <= token < vocabulary)
+            shown = wrong if wrong.bit_length() < 100 else "that has so many digits"
+            raise RequestError("invalid_row", f"{what} {shown} is not in the model's vocabulary of {vocabulary}.")

@@ -1,0 +1,198 @@
+"""The results of requests as they come: for a loop, and for a loop of asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+
+from cbatch.engine.base.outputs import TokenEvent
+from cbatch.engine.engine_thread import EngineThread, RequestHandle
+from cbatch.engine.requests.completion import Completion
+from cbatch.engine.requests.output_processor import OutputProcessor, StreamEvent
+from cbatch.engine.requests.request import EncodedRequest
+
+Received = tuple[OutputProcessor, TokenEvent]
+
+
+class RequestGroup:
+    """The requests of one call on an engine's thread. `close` cancels what is unfinished."""
+
+    def __init__(self, thread: EngineThread) -> None:
+        self._thread = thread
+        self._handles: dict[OutputProcessor, RequestHandle] = {}
+
+    def submit(self, request: EncodedRequest, on_event: Callable[[Received], None]) -> OutputProcessor:
+        """Submits a request. `on_event` runs on the engine's thread, after the request's OutputProcessor."""
+        outputs = self._thread.engine.output_processor(request)
+
+        def take(event: TokenEvent) -> None:
+            outputs.take(event)
+            on_event((outputs, event))
+
+        handle = self._handles[outputs] = RequestHandle(request, take)
+        self._thread.submit(handle)
+        return outputs
+
+    def forget(self, outputs: OutputProcessor) -> None:
+        """Cancels a request, unless it is finished."""
+        handle = self._handles.pop(outputs, None)
+        if handle is not None and handle.unfinished:
+            self._thread.cancel(handle)
+
+    def close(self) -> None:
+        """Cancels what is unfinished. May be called twice."""
+        for outputs in list(self._handles):
+            self.forget(outputs)
+
+
+class _Reader:
+    """Turns what was received into events, and knows how many requests are unfinished."""
+
+    def __init__(self, group: RequestGroup, num_requests: int) -> None:
+        self._group = group
+        self.num_unfinished = num_requests
+
+    def read(self, received: Received) -> StreamEvent | None:
+        """The event that somebody reads; None if its request has failed before."""
+        outputs, event = received
+        if outputs.is_read:
+            return None
+        read = outputs.read(event)
+        if outputs.is_read:
+            self.num_unfinished -= 1
+            self._group.forget(outputs)
+        return read
+
+
+class Mailbox:
+    """Takes what was received from the engine's thread to a loop of asyncio.
+
+    It does not know its reader, so that a reader that nobody holds any more is freed.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ready = asyncio.Event()
+        self._received: deque[Received] = deque()
+        self._is_waking = False
+
+    def put(self, received: Received) -> None:
+        """Called on the engine's thread. Raises RuntimeError if the loop is closed, which cancels the request."""
+        self._received.append(received)
+        if not self._is_waking:
+            self._is_waking = True
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def put_finished(self, received: Received) -> None:
+        """Like `put`, but only for the last event of a request."""
+        if received[0].is_finished:
+            self.put(received)
+
+    async def get(self) -> Received:
+        while not self._received:
+            self._ready.clear()
+            await self._ready.wait()
+        return self._received.popleft()
+
+    def _wake(self) -> None:
+        self._is_waking = False
+        self._ready.set()
+
+
+def refused_event(completion: Completion) -> StreamEvent:
+    """The only event of a request that was refused."""
+    return StreamEvent(completion.index, finish_reason="error", error=completion.error, completion=completion)
+
+
+class Stream(Iterator[StreamEvent], AbstractContextManager["Stream"]):
+    """Events of one or several requests, as they come. Leaving it early cancels what is unfinished.
+
+    The requests run whether somebody reads or not. A stream belongs to one thread at a time; that may be any thread.
+    """
+
+    def __init__(self, thread: EngineThread, requests: Sequence[EncodedRequest | Completion]) -> None:
+        """A Completion among the requests is the result of a prompt that was refused."""
+        self._group = RequestGroup(thread)
+        self._reader = _Reader(self._group, sum(isinstance(request, EncodedRequest) for request in requests))
+        self._refused = deque(refused_event(one) for one in requests if isinstance(one, Completion))
+        self._received: queue.SimpleQueue[Received] = queue.SimpleQueue()
+        self._thread = thread
+        self._is_closed = False
+        for request in requests:
+            if isinstance(request, EncodedRequest):
+                self._group.submit(request, self._received.put)
+
+    def __next__(self) -> StreamEvent:
+        if self._refused and not self._is_closed:
+            return self._refused.popleft()
+        while self._reader.num_unfinished and not self._is_closed:
+            self._thread.check_may_wait()
+            if (event := self._reader.read(self._received.get())) is not None:
+                return event
+        raise StopIteration
+
+    def close(self) -> None:
+        """Ends the iteration and cancels what is unfinished."""
+        self._is_closed = True
+        self._group.close()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_group"):
+            self.close()
+
+
+class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["AsyncStream"]):
+    """Events of one or several requests, for `async for`. It begins with the first event that is asked for.
+
+    Leaving it early cancels what is unfinished: at once in an `async with` block or by `aclose`, otherwise when the
+    object is freed.
+    """
+
+    def __init__(self, thread: EngineThread, encode: Callable[[], Sequence[EncodedRequest | Completion]]) -> None:
+        """`encode` makes the requests; it is called on another thread, since it may take long."""
+        self._group = RequestGroup(thread)
+        self._encode = encode
+        self._reader: _Reader | None = None
+        self._mailbox: Mailbox | None = None
+        self._refused: deque[StreamEvent] = deque()
+        self._is_closed = False
+
+    async def __anext__(self) -> StreamEvent:
+        if self._mailbox is None or self._reader is None:
+            self._mailbox, self._reader = await self._start()
+        if self._refused and not self._is_closed:
+            return self._refused.popleft()
+        while self._reader.num_unfinished and not self._is_closed:
+            if (event := self._reader.read(await self._mailbox.get())) is not None:
+                return event
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Ends the iteration and cancels what is unfinished."""
+        self._close()
+
+    async def __aexit__(self, *error: object) -> None:
+        self._close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_group"):
+            self._close()
+
+    async def _start(self) -> tuple[Mailbox, _Reader]:
+        requests = await asyncio.to_thread(self._encode)
+        encoded = [request for request in requests if isinstance(request, EncodedRequest)]
+        self._refused.extend(refused_event(one) for one in requests if isinstance(one, Completion))
+        mailbox, reader = Mailbox(), _Reader(self._group, len(encoded))
+        for request in encoded if not self._is_closed else ():
+            self._group.submit(request, mailbox.put)
+        return mailbox, reader
+
+    def _close(self) -> None:
+        self._is_closed = True
+        self._group.close()

@@ -1,0 +1,48 @@
+"""Runs prompts to their end on an engine that the test steps itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cbatch.engine.base.errors import RequestError
+from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.requests.completion import Completion
+from cbatch.engine.requests.output_processor import OutputProcessor
+from cbatch.engine.requests.prompts import PromptLike, read_prompt
+from cbatch.engine.requests.request import RequestDefaults
+from cbatch.engine.stepping_engine import SteppingEngine
+
+
+def generate(
+    engine: SteppingEngine, prompts: Sequence[PromptLike], params: SamplingParams | Sequence[SamplingParams]
+) -> list[Completion]:
+    """What `Engine.generate` gives, on the calling thread: for tests that look into the engine or count its steps.
+
+    params: for all prompts, or one for each
+
+    All requests are added before the first step, so that every run has the same steps. Raises what a step raises, and
+    EngineError if the engine is closed; the unfinished requests are cancelled then.
+    """
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    processor = engine.input_processor(RequestDefaults())
+    results: list[Completion | OutputProcessor] = []
+    running: dict[int, OutputProcessor] = {}
+    try:
+        for index, (prompt, asked) in enumerate(zip(prompts, each, strict=True)):
+            request = processor.process(read_prompt(prompt, index, {}), lambda: b"", asked)
+            if isinstance(request, Completion):
+                results.append(request)
+                continue
+            results.append(outputs := engine.output_processor(request))
+            try:
+                running[engine.add_request(request)] = outputs
+            except RequestError as error:
+                outputs.fail(error)
+        while any(not outputs.is_finished for outputs in running.values()):
+            for event in engine.step():
+                if event.request_id in running:
+                    running[event.request_id].take(event)
+    finally:
+        for request_id in running:
+            engine.cancel(request_id)
+    return [result if isinstance(result, Completion) else result.completion() for result in results]
