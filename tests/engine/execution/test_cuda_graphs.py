@@ -12,8 +12,9 @@ from torch import Tensor
 
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.engine_thread import EngineThread
+from cbatch.engine.engine_thread import EngineThread, RequestHandle
 from cbatch.engine.execution.cuda_graphs import DecodeGraphs, GraphRecorder, Run, graph_size_for
+from cbatch.engine.requests.request import EncodedRequest
 from tests.support.cuda_model import (
     DEVICE,
     LENGTHS,
@@ -154,7 +155,8 @@ def test_a_failed_capture_does_not_shrink_steps(monkeypatch: pytest.MonkeyPatch)
         engine.runner._graphs = DecodeGraphs(model, engine.runner.attention, engine.runner.kv_cache, 4, record)
         engine_thread, events = EngineThread(engine), [SimpleQueue[TokenEvent]() for _ in LENGTHS]
         for prompt, length, sink in zip(make_prompts(LENGTHS), OUTPUTS, events, strict=True):
-            engine_thread.submit(prompt, SamplingParams(max_tokens=length), sink.put)
+            request = EncodedRequest(prompt_ids=prompt, params=SamplingParams(max_tokens=length))
+            engine_thread.submit(RequestHandle(request, sink.put))
         found = [[sink.get(timeout=60).token_id for _ in range(n)] for n, sink in zip(OUTPUTS, events, strict=True)]
         engine_thread.close()
     assert found == expected_of("qwen3, norms") and engine_thread.num_retries == engine_thread.num_shrinks == 0

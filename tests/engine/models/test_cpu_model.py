@@ -125,7 +125,7 @@ def test_bfloat16_is_near_float32(name: str) -> None:
             exact = network(ids).logits[0, -1].log_softmax(-1)
             theirs = halves(ids).logits[0, -1].float().log_softmax(-1)
         assert output.logprobs is not None
-        ours = dict(output.logprobs[0].top)
+        ours = {one.token_id: one.logprob for one in output.logprobs[0].top}
         errors = torch.tensor([ours[token] - float(exact[token]) for token in ours])
         bound = (theirs - exact).square().mean().sqrt()
         assert errors.square().mean().sqrt() <= 1.2 * bound
@@ -208,7 +208,7 @@ def test_a_row_of_nan_fails_alone() -> None:
     broken, other = (engine.add(prompt, SamplingParams(max_tokens=6)) for prompt in prompts)
     events = engine.step()
     for values in engine.runner.kv_cache.values:
-        values[engine._requests[broken].blocks[0]] = math.nan
+        values[engine._requests[broken][0].blocks[0]] = math.nan
     while engine.has_work:
         events += engine.step()
     (error,) = (event.error for event in events if event.error is not None)

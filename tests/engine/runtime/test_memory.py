@@ -16,8 +16,9 @@ from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import EngineError, ModelError
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.engine_thread import EngineThread
+from cbatch.engine.engine_thread import EngineThread, RequestHandle
 from cbatch.engine.models.cpu import CpuModel
+from cbatch.engine.requests.request import EncodedRequest
 from cbatch.engine.runtime.memory import clear_frames, device_memory, is_out_of_memory
 from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.generation import generate
@@ -96,7 +97,8 @@ def test_an_engine_serves_several_threads_in_turn() -> None:
     with make_engine(make_network("llama")) as engine:
         for _ in range(2):
             engine_thread, events = EngineThread(engine), queue.SimpleQueue[TokenEvent]()
-            engine_thread.submit(prompt, SamplingParams(max_tokens=100), events.put)
+            request = EncodedRequest(prompt_ids=prompt, params=SamplingParams(max_tokens=100))
+            engine_thread.submit(RequestHandle(request, events.put))
             assert [events.get(timeout=30).token_id for _ in range(4)] == expected
             engine_thread.close()
             assert not engine.has_work and engine.scheduler.pool.num_used == 0 and engine_thread.failure is None
@@ -107,7 +109,7 @@ def test_requests_end_when_the_engine_is_closed_under_its_thread() -> None:
     engine = make_engine(make_network("llama"))
     engine_thread, events = EngineThread(engine), queue.SimpleQueue[TokenEvent]()
     engine_thread._inbox.put(engine.close)
-    engine_thread.submit([1, 2], FEW, events.put)
+    engine_thread.submit(RequestHandle(EncodedRequest(prompt_ids=[1, 2], params=FEW), events.put))
     event = events.get(timeout=30)
     assert event.error is not None and "The engine is closed" in str(event.error)
     engine_thread.close()

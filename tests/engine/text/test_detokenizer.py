@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cbatch.engine.base.errors import RequestError
-from cbatch.engine.base.outputs import Completion, FinishReason, TokenEvent
+from cbatch.engine.base.outputs import FinishReason, TokenEvent
 from cbatch.engine.text.detokenizer import IncrementalDetokenizer, OutputDetokenizer
 
 
@@ -146,8 +146,8 @@ def test_events_become_the_deltas_that_a_stream_gives(tokenizer: Tokenizer, text
     detokenizer = OutputDetokenizer(make)
     assert not made
     assert [detokenizer.update(event) for event in events_of(ids)] == [*deltas, last + flushed]
-    assert len(made) == 1 and detokenizer.text_of(Completion("", ids, "length")) == text
-    assert detokenizer.text_of(Completion("", ids[:1])) == deltas[0], "what is held back of an output that goes on"
+    assert len(made) == 1 and detokenizer.text_of(ids, "length") == text
+    assert detokenizer.text_of(ids[:1], None) == deltas[0], "what is held back of an output that goes on"
 
 
 @pytest.mark.parametrize(("reason", "text"), [("stop", "ab"), ("length", "abc")])
@@ -156,13 +156,13 @@ def test_an_end_token_is_no_text(tokenizer: Tokenizer, reason: FinishReason, tex
     ids = tokenizer.encode("abc").ids
     detokenizer = OutputDetokenizer(lambda: IncrementalDetokenizer(tokenizer), stop_ids={ids[-1]})
     assert "".join(map(detokenizer.update, events_of(ids, reason))) == text
-    assert detokenizer.text_of(Completion("", ids, reason)) == text
+    assert detokenizer.text_of(ids, reason) == text
 
 
 def test_a_text_that_cannot_be_made_says_so() -> None:
     """Guards the reader of an output against exceptions that it does not expect."""
     detokenizer = OutputDetokenizer(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
-    for make in (lambda: detokenizer.update(TokenEvent(0, 7)), lambda: detokenizer.text_of(Completion("", [7]))):
+    for make in (lambda: detokenizer.update(TokenEvent(0, 7)), lambda: detokenizer.text_of([7], None)):
         with pytest.raises(RequestError, match="cannot be turned into text") as caught:
             make()
         assert caught.value.code == "internal_error"
@@ -171,6 +171,6 @@ def test_a_text_that_cannot_be_made_says_so() -> None:
 def test_what_has_its_text_is_passed_through() -> None:
     """Guards stop strings, whose text the engine made, and a failed request, whose error must not become another."""
     detokenizer = OutputDetokenizer()
-    assert detokenizer.update(TokenEvent(0, 7, "seven")) == detokenizer.text_of(Completion("seven", [7])) == "seven"
+    assert detokenizer.update(TokenEvent(0, 7, "seven")) == "seven" and detokenizer.text_of([7], "stop") is None
     failed = TokenEvent(0, None, finish_reason="error", error=RequestError("nan_logits", "No number."))
     assert OutputDetokenizer(lambda: 1 // 0).update(failed) == ""  # type: ignore[arg-type,return-value]

@@ -27,8 +27,9 @@ from cbatch.cli.main import run_command
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.engine_thread import EngineThread
+from cbatch.engine.engine_thread import EngineThread, RequestHandle
 from cbatch.engine.execution.model_runner import ModelRunner
+from cbatch.engine.requests.request import EncodedRequest
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.tracing.phases import span
 from cbatch.engine.tracing.summary import Interval, read_summary, union_length
@@ -37,6 +38,10 @@ from tests.support.rows import write_rows
 from tests.support.tiny_models import make_engine, make_network
 
 PHASES = ["schedule", "build", "forward", "sample", "fetch", "update"]
+
+
+def request_of(count: int) -> EncodedRequest:
+    return EncodedRequest(prompt_ids=[5, 6, 7], params=SamplingParams(max_tokens=count))
 
 
 def generate(trace: StepTracer | None, count: int, meanwhile: Callable[[int], None] = lambda place: None) -> list[int]:
@@ -51,7 +56,7 @@ def generate(trace: StepTracer | None, count: int, meanwhile: Callable[[int], No
         events.put(event)
 
     with closing(EngineThread(make_engine(make_network("llama")), trace)) as engine_thread:
-        engine_thread.submit([5, 6, 7], SamplingParams(max_tokens=count), take)
+        engine_thread.submit(RequestHandle(request_of(count), take))
         while events.get(timeout=30).finish_reason is None:
             pass
     return tokens
@@ -140,7 +145,7 @@ def test_time_without_requests_is_not_idle_time(tmp_path: Path) -> None:
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
     with closing(EngineThread(make_engine(make_network("llama")), trace)) as engine_thread:
         for _ in range(2):
-            engine_thread.submit([5, 6, 7], SamplingParams(max_tokens=1), events.put)
+            engine_thread.submit(RequestHandle(request_of(1), events.put))
             events.get(timeout=30)
             while engine_thread._idle_since is None:  # until it waits
                 time.sleep(0.001)
