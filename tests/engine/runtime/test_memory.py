@@ -16,6 +16,7 @@ from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import EngineError, ModelError
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.engine import Engine
 from cbatch.engine.engine_thread import EngineThread, RequestHandle
 from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.requests.request import EncodedRequest
@@ -34,10 +35,12 @@ def test_a_closed_engine_holds_neither_weights_nor_cache(path: str, model_folder
     """Guards a device that is needed for something else while the closed engine is still referenced."""
     model = str(model_folder) if path == "transformers" else None  # the demo model
     with no_collector():
-        engine = SteppingEngine(EngineConfig(model=model, device="cpu", kv_blocks=40))
+        engine = Engine(model, device="cpu", kv_blocks=40)
         assert isinstance(engine.model, CpuModel) == (path == "fast")
-        generate(engine, [[1, 2, 3]], FEW)
-        held = [weakref.ref(one) for one in (*engine.runner.kv_cache.keys, engine.runner.kv_cache, engine.model)]
+        engine.generate([[1, 2, 3]], FEW)
+        kv_cache = engine.core.runner.kv_cache
+        held = [weakref.ref(one) for one in (*kv_cache.keys, kv_cache, engine.model)]
+        del kv_cache
         engine.close()
         assert [one() for one in held] == [None] * len(held)
     assert engine.stats().num_steps > 0 and engine.limits.num_blocks == 40 and engine.loaded.eos_ids is not None
@@ -50,22 +53,22 @@ def test_a_passed_model_stays_with_its_owner(path: str) -> None:
     given = fast(network) if path == "fast" else loaded(network)
     config = EngineConfig(device="cpu", kv_blocks=40)
     with no_collector():
-        with SteppingEngine(config, given) as first:
-            expected = generate(first, [[1, 2, 3]], FEW)[0].token_ids
-            cache = weakref.ref(first.runner.kv_cache.keys[0])
+        with Engine(config, loaded=given) as first:
+            expected = first.generate([1, 2, 3], FEW).token_ids
+            cache = weakref.ref(first.core.runner.kv_cache.keys[0])
         assert cache() is None
-    with SteppingEngine(config, given) as second:
-        assert generate(second, [[1, 2, 3]], FEW)[0].token_ids == expected
+    with Engine(config, loaded=given) as second:
+        assert second.generate([1, 2, 3], FEW).token_ids == expected
         assert isinstance(second.model, CpuModel) == (path == "fast")
 
 
 def test_a_model_taken_from_an_engine_stays(model_folder: Path) -> None:
     """Guards benches, which open an engine, take its model for others, and close it."""
-    with SteppingEngine(EngineConfig(model=str(model_folder), device="cpu", kv_blocks=40)) as engine:
-        taken, expected = engine.loaded, generate(engine, [[1, 2, 3]], FEW)[0].token_ids
+    with Engine(model_folder, device="cpu", kv_blocks=40) as engine:
+        taken, expected = engine.loaded, engine.generate([1, 2, 3], FEW).token_ids
     assert engine.loaded.fast_model is None and engine.loaded.name == taken.name
-    with SteppingEngine(engine.config, taken) as other:
-        assert generate(other, [[1, 2, 3]], FEW)[0].token_ids == expected
+    with Engine(engine.config, loaded=taken) as other:
+        assert other.generate([1, 2, 3], FEW).token_ids == expected
 
 
 @pytest.mark.parametrize(
@@ -84,6 +87,29 @@ def test_a_model_taken_from_an_engine_stays(model_folder: Path) -> None:
 def test_using_a_closed_engine_is_an_error(use: Callable[[SteppingEngine], Any]) -> None:
     """Guards against obscure errors if an engine is used too late, and against steps that do nothing."""
     engine = make_engine(make_network("llama"))
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineError, match=r"The engine is closed"):
+        use(engine)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda engine: engine.generate([1, 2], FEW),
+        lambda engine: engine.stream([1, 2], FEW),
+        lambda engine: engine.score([1, 2]),
+        lambda engine: engine.model,
+        lambda engine: engine.loaded.network,
+    ],
+    ids=["generate", "stream", "score", "model", "network"],
+)
+@pytest.mark.parametrize("was_used", [True, False])
+def test_using_a_closed_shared_engine_is_an_error(use: Callable[[Engine], Any], was_used: bool) -> None:
+    """Guards the same for programs, whether the engine's thread was ever started or not."""
+    engine = Engine(device="cpu", kv_blocks=40, loaded=loaded(make_network("llama")))
+    if was_used:
+        engine.generate([1, 2], FEW)
     engine.close()
     engine.close()
     with pytest.raises(EngineError, match=r"The engine is closed"):
@@ -213,7 +239,7 @@ def test_weights_that_do_not_fit_are_a_clear_error(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("cbatch.engine.models.cpu.pack_weights", full)
     with pytest.raises(ModelError, match=r"its weights do not fit into the memory of cpu \(CUDA out of memory\)\."):
-        SteppingEngine(EngineConfig(device="cpu"))
+        Engine(device="cpu")
 
 
 @pytest.mark.gpu
@@ -221,9 +247,9 @@ def test_a_gpu_gets_its_memory_back() -> None:
     """Guards a real GPU: a cache as large as fits beside a step, steps and graphs, and all memory freed in the end."""
     memory, free = device_memory(torch.device("cuda:0")), []
     for _ in range(3):
-        engine = SteppingEngine(EngineConfig(device="cuda", kv_cache_memory="100%"))
+        engine = Engine(device="cuda", kv_cache_memory="100%")
         for _ in range(3):
-            generate(engine, [[1, 2, 3]] * 40, FEW)
+            engine.generate([[1, 2, 3]] * 40, FEW)
         engine.close()
         free.append(memory.free())
     assert free[0] - free[2] < 64 * MIB, (
