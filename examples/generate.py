@@ -4,10 +4,11 @@ python examples/generate.py [MODEL]
 """
 
 import sys
+from typing import Any
 
-from cbatch import Engine, EngineConfig, SamplingParams
+from cbatch import Engine, SamplingParams
 
-PROMPTS = [
+PROMPTS: list[str | dict[str, Any]] = [
     "What is the capital of France?",
     {
         "messages": [
@@ -15,16 +16,16 @@ PROMPTS = [
             {"role": "user", "content": "What is the opposite of hot?"},
         ]
     },
-    "Tell me a short story about Mia in the forest.",
+    {"prompt": "Tell me a short story about Mia in the forest.", "temperature": 0.8, "n": 2, "seed": 1},
 ]
 
-greedy = SamplingParams(max_tokens=60)
-sampled = SamplingParams(max_tokens=60, temperature=0.8, n=2, seed=1)
-
 model = sys.argv[1] if len(sys.argv) > 1 else None  # None is the bundled demo model
-with Engine(EngineConfig(model=model)) as engine:
-    for prompt, completion in zip(PROMPTS, engine.generate(PROMPTS, [greedy, greedy, sampled]), strict=True):
-        question = prompt if isinstance(prompt, str) else prompt["messages"][-1]["content"]
-        print(f"> {question}")
-        for choice in completion.choices:
-            print(f"{choice.text}  [{choice.finish_reason}, {len(choice.token_ids)} tokens]")
+with Engine(model) as engine:
+    completions = engine.generate(PROMPTS, SamplingParams(max_tokens=60))
+for prompt, completion in zip(PROMPTS, completions, strict=True):
+    print(f"> {prompt}")
+    if completion.error is not None:  # a prompt that cannot be served does not stop the others
+        print(completion.error)
+        continue
+    for choice in completion.choices:
+        print(f"{choice.text}  [{choice.finish_reason}, {len(choice.token_ids)} tokens]")

@@ -1,4 +1,4 @@
-"""Prints two answers side by side, token by token, and cancels whatever is unfinished after 60 events.
+"""Prints two answers side by side, token by token, and leaves after 60 events.
 
 python examples/stream.py [MODEL]
 """
@@ -6,14 +6,16 @@ python examples/stream.py [MODEL]
 import sys
 from itertools import islice
 
-from cbatch import Engine, EngineConfig, SamplingParams
+from cbatch import Engine, SamplingParams
 
 PROMPTS = ["Count from 3 to 9.", "Tell me a short story about Mia in the forest."]
 
 model = sys.argv[1] if len(sys.argv) > 1 else None  # None is the bundled demo model
-with Engine(EngineConfig(model=model)) as engine:
-    events = engine.stream(PROMPTS, SamplingParams(max_tokens=200))
-    for index, event in islice(events, 60):
-        print(f"{index}: {event.text!r}" + (f"  ({event.finish_reason})" if event.finish_reason else ""))
-    events.close()  # leaving the stream early cancels its requests
-    print("anything left to do:", engine.has_work)
+with Engine(model) as engine:
+    with engine.stream(PROMPTS, SamplingParams(max_tokens=200)) as events:
+        for event in islice(events, 60):
+            print(f"{event.index}: {event.text!r}")
+            if event.completion is not None:  # the last event of a prompt has its whole result
+                print(f"{event.index} is finished: {event.completion.error or event.completion.text}")
+    # Leaving the block has cancelled what was unfinished. The engine goes on.
+    print(engine.generate("Spell the word lamp.", SamplingParams(max_tokens=20)).text)

@@ -6,7 +6,7 @@ python examples/structured_output.py [MODEL]
 import json
 import sys
 
-from cbatch import Engine, EngineConfig, SamplingParams
+from cbatch import Engine, SamplingParams
 
 SCHEMA = {
     "type": "object",
@@ -21,10 +21,10 @@ as_json = SamplingParams(
 one_of = SamplingParams(max_tokens=10, choice=["Paris", "London", "Rome"])
 
 model = sys.argv[1] if len(sys.argv) > 1 else None  # None is the bundled demo model
-with Engine(EngineConfig(model=model)) as engine:
+with Engine(model) as engine:
     prompts = ["What is the capital of Italy? Answer as JSON.", "What is the capital of France?"]
     answer, choice = engine.generate(prompts, [as_json, one_of])
-    if answer.error is not None:
-        sys.exit(str(answer.error))
-    print(json.loads(answer.text))
-    print(choice.text)
+if answer.error is not None:
+    sys.exit(str(answer.error))
+print(json.loads(answer.text))
+print(choice.text)

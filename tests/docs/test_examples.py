@@ -1,0 +1,63 @@
+"""The example of tool calls on a model that calls one: the demo model, on which all examples run, never does."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from cbatch import Completion, Engine
+from tests.support.chat_templates import QWEN3
+from tests.support.model_folder import save_model
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "chat_tools.py"
+
+
+def calling(*arguments: str) -> Completion:
+    """What a model says that calls the example's function, once with each of these arguments."""
+    calls = [
+        {"id": f"call-{number}", "type": "function", "function": {"name": "temperature", "arguments": text}}
+        for number, text in enumerate(arguments)
+    ]
+    usage = {"prompt_tokens": 1, "completion_tokens": 1}
+    return Completion.from_row(
+        {"index": 0, "id": None, "text": "", "finish_reason": "tool_calls", "tool_calls": calls}
+        | {"usage": usage, "key": "k"}
+    )
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_calls_are_run_and_answered(
+    rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards the whole round: calls, right and wrong, get results, which the model's own template takes."""
+    folder = save_model(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = QWEN3
+    tokenizer.save_pretrained(folder)
+    asked: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
+    chat: Any = Engine.chat
+
+    def chat_calling_first(engine: Engine, messages: Any, params: Any, **options: Any) -> Any:
+        asked.append((list(messages), options))
+        if len(asked) <= rounds:
+            return calling('{"city": "Paris"}', '{"town": "Oslo"}', "{")
+        return chat(engine, messages, params.merged({"max_tokens": 3}), **options)
+
+    monkeypatch.setattr(Engine, "chat", chat_calling_first)
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), str(folder)])
+    done: Completion = runpy.run_path(str(EXAMPLE), run_name="__main__")["done"]
+    assert done.error is None and done.usage.completion_tokens == 3
+    shown = capsys.readouterr().out
+    assert 'temperature({"city": "Paris"}) gives 18 degrees' in shown and shown.count("The call failed: ") == 2 * rounds
+    messages, options = asked[-1]
+    assert [message["role"] for message in messages] == ["user", *["assistant", "tool", "tool", "tool"] * rounds]
+    assert [message.get("tool_call_id") for message in messages[1:5]] == [None, "call-0", "call-1", "call-2"]
+    assert options.get("tool_choice") == ("none" if rounds == 3 else None)
