@@ -22,6 +22,7 @@ BENCHMARKS = {
     "host": "scripts.benchmarks.host",
     "peers": "scripts.benchmarks.peers.benchmark",
     "rows": "scripts.benchmarks.rows",
+    "sharing": "scripts.benchmarks.sharing",
     "startup": "scripts.benchmarks.startup",
     "structured": "scripts.benchmarks.structured",
 }
