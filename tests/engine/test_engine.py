@@ -27,7 +27,7 @@ def network() -> Any:
 
 
 def greedy(prompt: list[int], count: int) -> list[int]:
-    return generate(make_engine(network()), [prompt], SamplingParams(max_tokens=count))[0].token_ids
+    return list(generate(make_engine(network()), [prompt], SamplingParams(max_tokens=count))[0].token_ids)
 
 
 @pytest.fixture

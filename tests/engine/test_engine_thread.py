@@ -99,7 +99,7 @@ class FailingForward:
 
 
 def greedy(prompt: list[int], count: int) -> list[int]:
-    return generate(make_engine(make_network("llama")), [prompt], SamplingParams(max_tokens=count))[0].token_ids
+    return list(generate(make_engine(make_network("llama")), [prompt], SamplingParams(max_tokens=count))[0].token_ids)
 
 
 def test_a_step_that_fails_is_tried_again(engine_thread: EngineThread) -> None:

@@ -225,6 +225,7 @@ def test_an_end_token_must_be_allowed_too() -> None:
     )
     assert cut.token_ids[: len(text)] == text and len(cut.token_ids) == 40 and cut.finish_reason == "length"
     assert {*cut.token_ids} <= {*text} and whole.token_ids == answer.token_ids
+    assert cut.logprobs is not None and answer.logprobs is not None
     assert whole.logprobs == answer.logprobs == [*cut.logprobs[: len(text)], answer.logprobs[-1]]
 
 
@@ -298,7 +299,8 @@ def test_special_tokens_are_shown_where_asked() -> None:
 def test_steps_make_no_text_but_to_find_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the time of a step, which is everybody's: text is made by whoever reads the events."""
     engine = SteppingEngine(EngineConfig(device="cpu"), demo().loaded)
-    detokenized, push = [], IncrementalDetokenizer.push
+    detokenized: list[int] = []
+    push = IncrementalDetokenizer.push
 
     def counted(self: IncrementalDetokenizer, token_id: int, *, may_stop: bool = True) -> str:
         detokenized.append(token_id)

@@ -57,7 +57,7 @@ def run_all(engine: SteppingEngine) -> list[list[int]]:
     engine.step = checked_step  # type: ignore[method-assign]
     outputs = generate(engine, make_prompts(PROMPT_LENGTHS), params())
     assert engine.scheduler.pool.num_used == 0, "blocks leaked"
-    return [output.token_ids for output in outputs]
+    return [list(output.token_ids) for output in outputs]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -112,7 +112,7 @@ def with_trunks() -> list[list[int]]:
 def run_with_trunks(engine: SteppingEngine) -> list[list[int]]:
     outputs = generate(engine, with_trunks(), SamplingParams(max_tokens=12))
     engine.scheduler.check_integrity()
-    return [output.token_ids for output in outputs]
+    return [list(output.token_ids) for output in outputs]
 
 
 @pytest.mark.parametrize("budget", [256, 16])

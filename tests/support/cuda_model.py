@@ -75,7 +75,7 @@ def run(engine: SteppingEngine) -> list[list[int]]:
     params = [SamplingParams(max_tokens=length) for length in OUTPUTS]
     outputs = generate(engine, make_prompts(LENGTHS), params)
     engine.scheduler.check_integrity()
-    return [output.token_ids for output in outputs]
+    return [list(output.token_ids) for output in outputs]
 
 
 def batch_of(prompts: list[list[int]], start: int = 0) -> RaggedBatch:

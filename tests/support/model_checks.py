@@ -100,7 +100,7 @@ def unseen_faults(network: Any, engine: SteppingEngine) -> list[str]:
 
 
 def run_combined(engine: SteppingEngine) -> Outputs:
-    outputs = [output.token_ids for output in generate(engine, PROMPTS, PARAMS)]
+    outputs = [list(output.token_ids) for output in generate(engine, PROMPTS, PARAMS)]
     assert [len(output) for output in outputs] == LENGTHS
     assert engine.scheduler.num_preemptions > 0, "nothing was preempted"
     assert engine.scheduler.num_cached_tokens > len(TRUNK), "no blocks were shared"
@@ -160,7 +160,7 @@ def compare_all_scenarios(network: Any, engine: SteppingEngine) -> list[str]:
 def run_all_at_once(network: Any, *, times: int = 1, preempted: bool = False, **config: Any) -> Outputs:
     engine = make_engine(network, **config)
     for _ in range(times):
-        outputs = [output.token_ids for output in generate(engine, PROMPTS, PARAMS)]
+        outputs = [list(output.token_ids) for output in generate(engine, PROMPTS, PARAMS)]
     assert not preempted or engine.scheduler.num_preemptions > 0, "nothing was preempted"
     assert times == 1 or engine.scheduler.num_cached_tokens > 200, "no blocks were shared"
     return outputs
