@@ -82,6 +82,16 @@ def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     assert "cbatch" in done.stdout
 
 
+def test_a_chat_opens_before_heavy_imports() -> None:
+    """Guards the time to the first key: the screen is there, and the user types, while torch and the model load."""
+    code = (
+        "import sys, cbatch.cli.chat.command, cbatch.cli.chat.tui.terminal, cbatch.cli.chat.controller; "
+        "sys.exit(str({'torch', 'transformers', 'numpy', 'tokenizers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.strip() == "set()"
+
+
 @pytest.mark.slow
 def test_imports_are_not_searched_for_garbage() -> None:
     """Guards the time to the first token: full collections while torch is imported, and over it ever after."""

@@ -33,9 +33,9 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.base.units import format_bytes as format_bytes
     from cbatch.engine.batch.journal import Journal as Journal
     from cbatch.engine.batch.journal import ResumePlan as ResumePlan
-    from cbatch.engine.batch.jsonl import LineProcessor as LineProcessor
     from cbatch.engine.batch.jsonl import format_row as format_row
     from cbatch.engine.batch.jsonl import parse_line as parse_line
+    from cbatch.engine.batch.line_processor import LineProcessor as LineProcessor
     from cbatch.engine.batch.lines import MAX_LINE_BYTES as MAX_LINE_BYTES
     from cbatch.engine.batch.lines import Line as Line
     from cbatch.engine.batch.lines import LineSource as LineSource
@@ -48,7 +48,6 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.batch.writer import StreamWriter as StreamWriter
     from cbatch.engine.engine import Engine as Engine
     from cbatch.engine.engine_thread import EngineThread as EngineThread
-    from cbatch.engine.engine_thread import RequestHandle as RequestHandle
     from cbatch.engine.execution.stats import StepRecord as StepRecord
     from cbatch.engine.models.loader import LoadedModel as LoadedModel
     from cbatch.engine.requests.completion import Choice as Choice
@@ -62,6 +61,7 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.requests.request import EncodedRequest as EncodedRequest
     from cbatch.engine.requests.request import GenerationRequest as GenerationRequest
     from cbatch.engine.requests.request import RequestDefaults as RequestDefaults
+    from cbatch.engine.requests.request import RequestHandle as RequestHandle
     from cbatch.engine.requests.row import InputRow as InputRow
     from cbatch.engine.stepping_engine import SteppingEngine as SteppingEngine
     from cbatch.engine.streams import AsyncStream as AsyncStream

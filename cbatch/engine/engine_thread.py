@@ -7,39 +7,19 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from cbatch.engine.base.errors import EngineError, RequestError
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.execution.stats import EngineStats
-from cbatch.engine.requests.request import EncodedRequest
+from cbatch.engine.requests.request import RequestHandle
 from cbatch.engine.runtime.memory import clear_frames, is_out_of_memory, release_memory
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.tracing.phases import span
 from cbatch.engine.tracing.trace import StepTracer
 
-EventCallback = Callable[[TokenEvent], None]
-"""Receives the events of one request. It is called on the engine's thread, so it must be quick (put into a queue)."""
-
 CLOSED = "The engine was closed before the request was finished."
-
-
-@dataclass(eq=False, slots=True)
-class RequestHandle:
-    """A request for an engine's thread, which cancels it by its handle.
-
-    request_id: None until the engine has accepted it
-    unfinished: numbers of the outputs whose last event has not come; empty once it is cancelled
-    """
-
-    request: EncodedRequest
-    on_event: EventCallback
-    request_id: int | None = None
-    unfinished: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.unfinished = set(range(self.request.params.n))
 
 
 @dataclass(slots=True)

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 
 from cbatch.engine.base.outputs import TokenEvent
-from cbatch.engine.engine_thread import EngineThread, RequestHandle
+from cbatch.engine.engine_thread import EngineThread
 from cbatch.engine.requests.completion import Completion
 from cbatch.engine.requests.output_processor import OutputProcessor, StreamEvent
-from cbatch.engine.requests.request import EncodedRequest
+from cbatch.engine.requests.request import EncodedRequest, RequestHandle
 
 Received = tuple[OutputProcessor, TokenEvent]
 

@@ -13,8 +13,8 @@ import torch
 
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.engine_thread import EngineThread, RequestHandle
-from cbatch.engine.requests.request import EncodedRequest
+from cbatch.engine.engine_thread import EngineThread
+from cbatch.engine.requests.request import EncodedRequest, RequestHandle
 from cbatch.engine.sampling.output import PendingSample
 from tests.support.generation import generate
 from tests.support.tiny_models import make_engine, make_network, make_prompts, no_collector

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cbatch.cli.chat.engine_client import EncodedPrompt, EngineClient, ReplyRequest
 from cbatch.cli.chat.session.reply import CONTEXT_FULL, Reply
@@ -13,7 +13,10 @@ from cbatch.cli.chat.session.session import Notice, Session, Turn
 from cbatch.cli.chat.session.session_list import SessionList
 from cbatch.cli.chat.session.store import SessionStore
 from cbatch.cli.common.exits import UserError
-from cbatch.engine import StreamEvent, derive_seed
+from cbatch.engine import derive_seed
+
+if TYPE_CHECKING:
+    from cbatch.engine import StreamEvent
 
 RETRY_TEMPERATURE = 0.7
 """Used for a retry in a greedy session, which would give the same reply again."""

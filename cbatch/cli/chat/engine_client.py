@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.cli.chat.session.prompt import reply_request
 from cbatch.cli.chat.session.session import Message
-from cbatch.engine import RequestError, RequestHandle, SamplingParams, StreamEvent, TokenEvent
+from cbatch.engine import RequestError, SamplingParams, TokenEvent
 
 if TYPE_CHECKING:
-    from cbatch.engine import EncodedRequest, Engine, OutputProcessor
+    from cbatch.engine import EncodedRequest, Engine, OutputProcessor, RequestHandle, StreamEvent
 
 PRIORITY = -(2**64)
 """Replies run before every row of a batch in the background."""
@@ -136,6 +136,8 @@ class EngineClient:
                 self._fail(request, RequestError("internal_error", f"The message cannot be encoded: {error!r}"))
 
     def _submit_to_engine(self, request: ReplyRequest, engine: Engine) -> None:
+        from cbatch.engine import RequestHandle
+
         encoded, num_dropped = self._encode(request, engine, self.params(request.params))
         prompt = EncodedPrompt(list(encoded.prompt_ids), num_dropped)
         self._post_unless_cancelled(request, partial(request.on_start, prompt))
@@ -179,6 +181,8 @@ class EngineClient:
         return whole, num_dropped
 
     def _fail(self, request: ReplyRequest, error: RequestError) -> None:
+        from cbatch.engine import StreamEvent
+
         event = StreamEvent(finish_reason="error", error=error)
         self._post_unless_cancelled(request, partial(request.on_event, event, time.monotonic()))
 

@@ -1,51 +1,17 @@
-"""Turns a line of input into a request or a clear error, and a row of output into a line."""
+"""Turns a line of input into a row or a clear error, and a row of output into a line."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.strict_json import parse_json_object
 from cbatch.engine.batch.lines import MAX_LINE_BYTES, Line
-from cbatch.engine.requests.completion import Completion
-from cbatch.engine.requests.input_processor import InputProcessor
-from cbatch.engine.requests.request import EncodedRequest
 from cbatch.engine.requests.row import InputRow
 from cbatch.engine.requests.row_forms import fill_row
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
-
-
-@dataclass(frozen=True, slots=True)
-class LineProcessor:
-    """Makes requests of the lines of an input.
-
-    is_text:       lines are prompts instead of JSON
-    is_own_form:   no row is a request of the OpenAI Batch API, whatever its columns are called
-    allow_unknown: carry misspelt parameters along instead of refusing their row
-    """
-
-    inputs: InputProcessor
-    is_text: bool = False
-    is_own_form: bool = False
-    allow_unknown: bool = False
-
-    def key(self, line: Line) -> str:
-        """The key of a line's row of output."""
-        row = self._row(line)
-        try:
-            return self.inputs.request(row).key
-        except RequestError as error:
-            return self.inputs.refused(row, error, line.source).key
-
-    def process(self, line: Line) -> EncodedRequest | Completion:
-        """A line as a request; or, if anything is wrong with it, its result."""
-        return self.inputs.process(self._row(line), lambda: line.source)
-
-    def _row(self, line: Line) -> InputRow:
-        return parse_line(line, is_text=self.is_text, is_own_form=self.is_own_form, allow_unknown=self.allow_unknown)
 
 
 def parse_line(
@@ -53,7 +19,9 @@ def parse_line(
 ) -> InputRow:
     """Reads one line. Does not raise: whatever is wrong with the line is the row's `error`.
 
-    The options are those of `LineProcessor`.
+    is_text:       the line is a prompt instead of JSON
+    is_own_form:   it is no request of the OpenAI Batch API, whatever its columns are called
+    allow_unknown: carry misspelt parameters along instead of refusing the row
     """
     row = InputRow(line.index, f"line {line.index + 1}")
     try:

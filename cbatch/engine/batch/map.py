@@ -11,7 +11,7 @@ from typing import Any
 
 from cbatch.engine.base.errors import ConfigError, RunFailed
 from cbatch.engine.batch.journal import Journal, ResumePlan
-from cbatch.engine.batch.jsonl import LineProcessor
+from cbatch.engine.batch.line_processor import LineProcessor
 from cbatch.engine.batch.lines import Line, LineSpool
 from cbatch.engine.batch.pipeline import output_row
 from cbatch.engine.batch.prompt_template import PromptTemplate

@@ -6,7 +6,8 @@ from collections.abc import Callable, Container, Generator, Iterable, Iterator
 from contextlib import closing
 
 from cbatch.engine.base.errors import CbatchError, EngineError, Interrupted, RunFailed
-from cbatch.engine.batch.jsonl import LineProcessor, format_row
+from cbatch.engine.batch.jsonl import format_row
+from cbatch.engine.batch.line_processor import LineProcessor
 from cbatch.engine.batch.lines import Line
 from cbatch.engine.batch.row_stream import FinishedRow, RowStream, StreamObserver
 from cbatch.engine.batch.writer import OutputRow, RowWriter

@@ -21,13 +21,13 @@ from typing import NamedTuple
 
 from cbatch.engine.base.errors import EngineError
 from cbatch.engine.base.outputs import TokenEvent
-from cbatch.engine.batch.jsonl import LineProcessor
+from cbatch.engine.batch.line_processor import LineProcessor
 from cbatch.engine.batch.lines import Line
 from cbatch.engine.batch.window import Window
-from cbatch.engine.engine_thread import EngineThread, RequestHandle
+from cbatch.engine.engine_thread import EngineThread
 from cbatch.engine.requests.completion import Completion, Timing
 from cbatch.engine.requests.output_processor import OutputProcessor
-from cbatch.engine.requests.request import EncodedRequest
+from cbatch.engine.requests.request import EncodedRequest, RequestHandle
 
 POLL_SECONDS = 0.2
 MAX_ROWS_AT_ONCE = 256

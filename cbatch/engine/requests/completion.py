@@ -6,7 +6,7 @@ import codecs
 import html
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from cbatch.engine.base.errors import RequestError
@@ -353,7 +353,7 @@ class Score:
     """
 
     logprob: float
-    tokens: Sequence[TokenLogprob] = ()
+    tokens: Sequence[TokenLogprob] = field(default=(), repr=False)
     error: RequestError | None = None
 
     @classmethod

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.template_options import TemplateOptions
 from cbatch.engine.requests.row import InputRow
@@ -121,3 +122,24 @@ class EncodedRequest:
     def stop_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
         """Tokens that end an output."""
         return frozenset(self.params.stop_token_ids) | (frozenset() if self.params.ignore_eos else eos_ids)
+
+
+EventCallback = Callable[[TokenEvent], None]
+"""Receives the events of one request. It is called on the engine's thread, so it must be quick (put into a queue)."""
+
+
+@dataclass(eq=False, slots=True)
+class RequestHandle:
+    """A request for an engine's thread, which cancels it by its handle.
+
+    request_id: None until the engine has accepted it
+    unfinished: numbers of the outputs whose last event has not come; empty once it is cancelled
+    """
+
+    request: EncodedRequest
+    on_event: EventCallback
+    request_id: int | None = None
+    unfinished: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.unfinished = set(range(self.request.params.n))

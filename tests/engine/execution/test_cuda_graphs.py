@@ -12,9 +12,9 @@ from torch import Tensor
 
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.engine_thread import EngineThread, RequestHandle
+from cbatch.engine.engine_thread import EngineThread
 from cbatch.engine.execution.cuda_graphs import DecodeGraphs, GraphRecorder, Run, graph_size_for
-from cbatch.engine.requests.request import EncodedRequest
+from cbatch.engine.requests.request import EncodedRequest, RequestHandle
 from tests.support.cuda_model import (
     DEVICE,
     LENGTHS,

@@ -17,9 +17,9 @@ from cbatch.engine.base.errors import EngineError, ModelError
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.engine import Engine
-from cbatch.engine.engine_thread import EngineThread, RequestHandle
+from cbatch.engine.engine_thread import EngineThread
 from cbatch.engine.models.cpu import CpuModel
-from cbatch.engine.requests.request import EncodedRequest
+from cbatch.engine.requests.request import EncodedRequest, RequestHandle
 from cbatch.engine.runtime.memory import clear_frames, device_memory, is_out_of_memory
 from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.generation import generate

@@ -27,9 +27,9 @@ from cbatch.cli.main import run_command
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.engine_thread import EngineThread, RequestHandle
+from cbatch.engine.engine_thread import EngineThread
 from cbatch.engine.execution.model_runner import ModelRunner
-from cbatch.engine.requests.request import EncodedRequest
+from cbatch.engine.requests.request import EncodedRequest, RequestHandle
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.tracing.phases import span
 from cbatch.engine.tracing.summary import Interval, read_summary, union_length

@@ -7,10 +7,9 @@ from datetime import date
 from typing import TYPE_CHECKING
 
 from cbatch.cli.chat.session.session import Message
-from cbatch.engine import GenerationRequest, TemplateOptions
 
 if TYPE_CHECKING:
-    from cbatch.engine import Engine
+    from cbatch.engine import Engine, GenerationRequest
 
 
 def reply_request(engine: Engine, messages: Sequence[Message], reply_prefix: str = "") -> GenerationRequest:
@@ -20,6 +19,8 @@ def reply_request(engine: Engine, messages: Sequence[Message], reply_prefix: str
 
     reply_prefix: the beginning of the reply, if it is continued
     """
+    from cbatch.engine import GenerationRequest, TemplateOptions
+
     if takes_messages(engine):
         template = TemplateOptions(today=date.today())
         return GenerationRequest(messages=messages, template=template, answer=reply_prefix)
