@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from typing import Any
 
 from cbatch.engine.attention.registry import check_attention, check_quantize, has_fast_path, select_attention
 from cbatch.engine.base.config import EngineConfig
@@ -34,6 +35,7 @@ from cbatch.engine.scheduler.scheduler import Scheduler
 from cbatch.engine.scheduler.step_time import MIN_PREFILL_TOKENS, StepTimeController
 from cbatch.engine.structured.compiler import ConstraintCompiler
 from cbatch.engine.structured.grammar import CompiledGrammar, GrammarState
+from cbatch.engine.structured.tool_choice import ToolChoice, request_constraint
 from cbatch.engine.text.detokenizer import IncrementalDetokenizer
 from cbatch.engine.text.tokenizer import Prompt, encode_prompt
 
@@ -226,13 +228,19 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         most = self.scheduler.sequence_limits.max_new_tokens(len(prompt_ids), 0 if params.max_tokens == 0 else 1)
         return most if params.max_tokens is None else min(params.max_tokens, most)
 
-    def compile(self, params: SamplingParams) -> CompiledGrammar | None:
-        """The compiled constraint of the parameters, or None if they have none. May be called from any thread.
+    def compile(
+        self, params: SamplingParams, tools: Sequence[Mapping[str, Any]] = (), choice: ToolChoice | None = None
+    ) -> CompiledGrammar | None:
+        """The compiled constraint of a request, or None if it has none. May be called from any thread.
 
-        The engine uses it again while the caller keeps it; otherwise it may have to compile once more. Raises
-        RequestError if the constraint is wrong or too complex.
+        The engine uses it again while the caller keeps it; otherwise it may have to compile once more.
+
+        tools:  functions that the model may call
+        choice: what it must call; None if it need not call any
+
+        Raises RequestError if the constraint is wrong or too complex, or if the model cannot be forced to call tools.
         """
-        if (constraint := params.constraint) is None:
+        if (constraint := request_constraint(params, self.tokenizer, tools, choice)) is None:
             return None
         if self._constraint_compiler is None:
             raise RequestError("invalid_row", "Structured output needs a tokenizer, and this model has none.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -16,6 +16,7 @@ from cbatch.engine.requests.row import InputRow
 from cbatch.engine.requests.row_keys import KeyMaker, canonical_params
 from cbatch.engine.scheduler.limits import SequenceLimits
 from cbatch.engine.structured.grammar import CompiledGrammar
+from cbatch.engine.structured.tool_choice import ToolChoice
 from cbatch.engine.text.tokenizer import ChatTokenizer, Message
 
 
@@ -27,14 +28,14 @@ class ModelInfo:
     default_params: the model's own sampling parameters
     limits:         how long sequences can get
     fingerprint:    hash of the model, for keys
-    compile:        compiles the constraint of sampling parameters (see `SteppingEngine.compile`)
+    compile:        compiles the constraint of a request (see `SteppingEngine.compile`)
     """
 
     tokenizer: ChatTokenizer | None
     default_params: SamplingParams
     limits: SequenceLimits
     fingerprint: str
-    compile: Callable[[SamplingParams], CompiledGrammar | None]
+    compile: Callable[[SamplingParams, Sequence[Mapping[str, Any]], ToolChoice | None], CompiledGrammar | None]
 
 
 class InputProcessor:
@@ -182,17 +183,20 @@ class InputProcessor:
 
     def _encode(self, request: GenerationRequest) -> EncodedRequest:
         tokenizer, params = self._tokenizer, request.params
-        grammar = self._model.compile(params)
+        grammar = self._model.compile(params, request.tools, request.choice)
         if params.bad_words and tokenizer is not None:
             tokenizer.bad_word_ids(params.bad_words)  # fills a cache here, not on the engine's thread
         prompt_ids = self._prompt_ids(request)
         tags: tuple[str, ...] = ()
-        is_thinking = False
+        opens_thinking = is_thinking = False
+        prefix = request.answer
         if tokenizer is not None and request.messages is not None and prompt_ids:
             parser = tokenizer.output_parser
             tags = parser.special_tags if request.tools else parser.think_tags or ()
-            begun = self._prompt_ids(replace(request, answer="", known_ids=None)) if request.answer else prompt_ids
-            is_thinking = tokenizer.opens_thinking(begun)
+            if request.template.continue_final_message:
+                prefix = str(request.messages[-1]["content"])
+            opens_thinking = tokenizer.opens_thinking(prompt_ids, prefix)
+            is_thinking = tokenizer.is_thinking_after(prefix, opened=opens_thinking)
         return EncodedRequest(
             prompt_ids=prompt_ids,
             params=params,
@@ -200,9 +204,10 @@ class InputProcessor:
             priority=request.priority,
             grammar=grammar,
             tags=tags,
+            opens_thinking=opens_thinking,
             is_thinking=is_thinking,
             tools=request.tools,
-            prefix=request.answer,
+            prefix=prefix,
             source=request.source,
             key=request.key,
             with_token_ids=request.with_token_ids,

@@ -224,7 +224,7 @@ class OutputProcessor:
         if self._tokenizer is None or not request.tags:
             return OutputParser().stream()
         return self._tokenizer.output_parser.stream(
-            is_thinking=request.is_thinking, tools=request.tools, prefix=request.prefix
+            is_thinking=request.opens_thinking, tools=request.tools, prefix=request.prefix
         )
 
     def _echo(self) -> str:

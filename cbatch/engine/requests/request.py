@@ -12,6 +12,7 @@ from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.template_options import TemplateOptions
 from cbatch.engine.requests.row import InputRow
 from cbatch.engine.structured.grammar import CompiledGrammar
+from cbatch.engine.structured.tool_choice import ToolChoice
 from cbatch.engine.text.detokenizer import NUM_CONTEXT_TOKENS, OutputDetokenizer
 from cbatch.engine.text.tokenizer import ChatTokenizer, Message, Prompt
 
@@ -46,6 +47,7 @@ class GenerationRequest:
     prompt_ids: token ids to continue
     messages:   a conversation, for the chat template
     tools:      functions that the model may call, in OpenAI's form
+    choice:     what it must call; None if it need not call any
     template:   options of the chat template
     answer:     beginning of the model's answer, which it is to continue
     params:     sampling parameters
@@ -61,6 +63,7 @@ class GenerationRequest:
     prompt_ids: Sequence[int] | None = None
     messages: Sequence[Message] | None = None
     tools: Sequence[Mapping[str, Any]] = ()
+    choice: ToolChoice | None = None
     template: TemplateOptions = field(default_factory=TemplateOptions)
     answer: str = ""
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -87,6 +90,7 @@ class EncodedRequest:
     grammar:     compiled constraint of the output
     tags:        special tokens that stay in the text, because they tell the parts of an answer apart; empty if the
                  output is not an answer in a conversation
+    opens_thinking: whether the template has opened the think tag of the answer, in front of `prefix`
     is_thinking: whether the prompt leaves the model inside its reasoning
     prefix:      the beginning of the answer, which the prompt ends with
     """
@@ -97,6 +101,7 @@ class EncodedRequest:
     priority: int = 0
     grammar: CompiledGrammar | None = None
     tags: tuple[str, ...] = ()
+    opens_thinking: bool = False
     is_thinking: bool = False
     tools: Sequence[Mapping[str, Any]] = ()
     prefix: str = ""

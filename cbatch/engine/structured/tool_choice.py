@@ -16,7 +16,7 @@ from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.params import Constraint, SamplingParams
 from cbatch.engine.structured.lark import HEADER, RESERVED_KEYWORD, json_rule
 from cbatch.engine.text.tokenizer import ChatTokenizer
-from cbatch.engine.text.tool_calls import HERMES, LLAMA, MISTRAL, TOOL_TAGS, check_tools
+from cbatch.engine.text.tool_calls import HERMES, LLAMA, MISTRAL, TOOL_TAGS
 
 MAX_TOOLS = 128
 """Most tools that one output may choose from: OpenAI's own limit. Each schema is compiled on its own first."""
@@ -26,6 +26,13 @@ _Form = Literal["hermes", "mistral_list", "mistral_named", "llama"]
 # A template of Mistral that puts the name of the function directly behind the tag, perhaps as a further expression.
 _NAME_FOLLOWS = re.compile(r"\[TOOL_CALLS\]['\"]?[\s+~{}-]*[\w.]*\bname\b")
 _NAME = re.compile(r"[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """That the model must call a function: the one of this name, or, if it is None, any of the tools."""
+
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,36 +110,40 @@ class ToolCallGrammar:
 
 
 def request_constraint(
-    params: SamplingParams, tokenizer: ChatTokenizer | None, tools: Sequence[Mapping[str, Any]], tool_choice: Any = None
+    params: SamplingParams,
+    tokenizer: ChatTokenizer | None,
+    tools: Sequence[Mapping[str, Any]] = (),
+    choice: ToolChoice | None = None,
 ) -> Constraint | None:
     """The constraint on a request's output: that of its parameters, or a call of a tool.
 
     Raises RequestError (`invalid_row`) as `tool_choice_constraint` does, and if the request has both.
     """
-    call = tool_choice_constraint(tokenizer, tools, tool_choice)
-    if call is not None and params.constraint is not None:
+    if choice is None:
+        return params.constraint
+    if params.constraint is not None:
         raise RequestError("invalid_row", "A forced call of a tool cannot be combined with another constraint.")
-    return call or params.constraint
+    return tool_choice_constraint(tokenizer, tools, choice)
 
 
 def tool_choice_constraint(
-    tokenizer: ChatTokenizer | None, tools: Sequence[Mapping[str, Any]], tool_choice: Any
-) -> Constraint | None:
-    """The constraint of a `tool_choice`; None if the model may choose.
+    tokenizer: ChatTokenizer | None, tools: Sequence[Mapping[str, Any]], choice: ToolChoice
+) -> Constraint:
+    """The constraint of a forced call.
 
-    tools:       the request's tools, as `check_tools` takes them
-    tool_choice: None, `auto`, `none`, `required` (at least one call, as far as the model's form has room for several),
-                 or one call of `{"type": "function", "function": {"name": ...}}`
+    One call if the choice names a function, otherwise at least one, as far as the model's form has room for several.
 
-    Raises RequestError (`invalid_row`) for a wrong `tool_choice`, for parameters that are not those of an object, and
+    tools: the request's tools, as `check_tools` takes them
+
+    Raises RequestError (`invalid_row`) if there is no such tool, for parameters that are not those of an object, and
     for a model whose form of calls is not known.
     """
-    name = chosen_tool(tool_choice, tools)
-    if name is None:
-        return None
-    functions = [tool["function"] for tool in check_tools(list(tools))]
-    if name:
-        functions = [function for function in functions if function["name"] == name]
+    functions = [tool["function"] for tool in tools]
+    if choice.name is not None:
+        functions = [function for function in functions if function["name"] == choice.name]
+    if not functions:
+        wanted = "no tools" if choice.name is None else f"no tool {choice.name!r}"
+        raise RequestError("invalid_row", f"tool_choice forces a call, but the request has {wanted}.")
     if len(functions) > MAX_TOOLS:
         what = f"A call can be forced from at most {MAX_TOOLS} tools, not {len(functions)}."
         raise RequestError("invalid_row", what)
@@ -143,32 +154,11 @@ def tool_choice_constraint(
     fields = {
         "form": form,
         "separators": separators,
-        "is_repeated": not name,
+        "is_repeated": choice.name is None,
         "is_led": tokenizer.output_parser.think_tags is not None,
         "functions": [_fields_of(function, form) for function in functions],
     }
     return Constraint("tool_call", json.dumps(fields))
-
-
-def chosen_tool(tool_choice: Any, tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """The function that a `tool_choice` forces the model to call; empty for any of them, None if none is forced.
-
-    Raises RequestError (`invalid_row`) for a wrong value, and if there are no such tools.
-    """
-    if tool_choice is None or tool_choice in ("auto", "none"):
-        return None
-    if tool_choice == "required":
-        if not tools:
-            raise RequestError("invalid_row", "tool_choice is required, but there are no tools.")
-        return ""
-    function = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or not name or tool_choice.get("type") != "function":
-        forms = 'auto, none, required or {"type": "function", "function": {"name": ...}}'
-        raise RequestError("invalid_row", f"tool_choice must be {forms}.")
-    if all(tool["function"]["name"] != name for tool in tools):
-        raise RequestError("invalid_row", f"tool_choice names {name!r}, which is not one of the tools.")
-    return name
 
 
 def _call_form(tokenizer: ChatTokenizer) -> tuple[_Form, list[str]] | None:

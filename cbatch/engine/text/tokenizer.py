@@ -125,22 +125,24 @@ class ChatTokenizer:
         return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def opens_thinking(self, prompt: Sequence[int], continued: str = "") -> bool:
-        """Whether the prompt leaves a think tag open, so that the output begins as reasoning.
+        """Whether the template has opened the think tag of the answer, so that this begins as reasoning.
 
-        continued: the text at the end of the prompt that the output continues: that of the last message, or the
-                   beginning of an answer
+        continued: text at the end of the prompt that is the beginning of the answer
         """
-        if self.output_parser.think_tags is None:
-            return False
         start = continued.strip()
-        opening, closing = self.output_parser.think_tags
-        if closing in start:
-            return False
-        if start.startswith(opening):
-            return True
         # No token is shorter than a byte.
         end = self.decode(prompt[-NUM_CONTEXT_TOKENS - len(continued.encode()) :], skip_special_tokens=False)
         return self.output_parser.opens_thinking(end.rpartition(start)[0] if start else end)
+
+    def is_thinking_after(self, answer: str, *, opened: bool) -> bool:
+        """Whether the model is inside its reasoning after the beginning of an answer.
+
+        opened: the template has opened the think tag (see `opens_thinking`)
+        """
+        if self.output_parser.think_tags is None:
+            return False
+        opening, closing = self.output_parser.think_tags
+        return (opened or answer.lstrip().startswith(opening)) and closing not in answer
 
     def ends_thinking(self, token_ids: Sequence[int]) -> bool:
         """Whether the closing think tag is among the last tokens of an output so far."""

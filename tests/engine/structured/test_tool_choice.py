@@ -16,69 +16,23 @@ from cbatch.engine.structured.compiler import ConstraintCompiler
 from cbatch.engine.structured.grammar import GrammarState
 from cbatch.engine.structured.tool_choice import (
     MAX_TOOLS,
-    chosen_tool,
+    ToolChoice,
     request_constraint,
     tool_choice_constraint,
 )
-from cbatch.engine.text.fast_loader import TransformersTokenizer
 from cbatch.engine.text.tokenizer import ChatTokenizer
-from cbatch.engine.text.tool_calls import TOOL_TAGS
-from tests.support.chat_templates import LLAMA3, MISTRAL_LIST, MISTRAL_NAMED, QWEN3
-from tests.support.model_folder import make_tokenizer
+from tests.support.chat_templates import MISTRAL_NAMED, QWEN3
+from tests.support.tool_calls import CALL_TEMPLATES, SCHEMAS, TOOLS, make_chat_tokenizer, tool
 
 STOP = 2
-TEMPLATES = {
-    "Hermes": QWEN3,
-    "Mistral, list": MISTRAL_LIST,
-    "Mistral, names": MISTRAL_NAMED,
-    "Mistral, names and ids": MISTRAL_NAMED.replace('"[ARGS]"', '"[CALL_ID]" + tool_call.id + "[ARGS]"'),
-    "Mistral, bare names": MISTRAL_NAMED.replace('+ "[ARGS]"', ""),
-    "Llama": LLAMA3,
-}
-TAGS = sorted({tag for tags in TOOL_TAGS.values() for tag in tags})
-
-
-def tool(name: str, parameters: dict[str, Any] | None) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "description": "d", "parameters": parameters}}
-
-
-WEATHER = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "minLength": 1, "maxLength": 6},
-        "days": {"type": "integer", "minimum": 1, "maximum": 14},
-        "unit": {"enum": ["C", "F", "é"]},
-    },
-    "required": ["city", "unit"],
-    "additionalProperties": False,
-}
-TREE = {
-    "$defs": {"leaf": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}},
-    "properties": {"leaf": {"$ref": "#/$defs/leaf"}, "more": {"$ref": "#"}},
-    "required": ["leaf"],
-    "additionalProperties": False,
-}
-TOOLS = [tool("get_weather", WEATHER), tool("get", TREE), tool("now", None)]
-SCHEMAS = {"get_weather": WEATHER, "get": TREE, "now": {"type": "object", "maxProperties": 0}}
-
-
-def make(template: str, *, are_special: bool = True) -> ChatTokenizer:
-    """A tokenizer with a token for each tag."""
-    theirs = make_tokenizer()
-    theirs.chat_template = template
-    if are_special:
-        theirs.add_special_tokens({"extra_special_tokens": TAGS})
-    else:
-        theirs.add_tokens(TAGS)
-    return ChatTokenizer(TransformersTokenizer(theirs))
 
 
 @pytest.fixture(scope="module")
 def compilers() -> Iterator[dict[tuple[str, bool], ConstraintCompiler]]:
     pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
     made = {
-        (name, are_special): ConstraintCompiler(make(template, are_special=are_special), 330)
-        for name, template in TEMPLATES.items()
+        (name, are_special): ConstraintCompiler(make_chat_tokenizer(template, are_special=are_special), 330)
+        for name, template in CALL_TEMPLATES.items()
         for are_special in (True, False)
     }
     yield made
@@ -86,10 +40,8 @@ def compilers() -> Iterator[dict[tuple[str, bool], ConstraintCompiler]]:
         compiler.close()
 
 
-def begin(compiler: ConstraintCompiler, choice: Any, tools: list[dict[str, Any]] = TOOLS) -> GrammarState:
-    constraint = tool_choice_constraint(compiler._tokenizer, tools, choice)
-    assert constraint is not None
-    return GrammarState(compiler.compile(constraint), [STOP])
+def begin(compiler: ConstraintCompiler, choice: ToolChoice, tools: list[dict[str, Any]] = TOOLS) -> GrammarState:
+    return GrammarState(compiler.compile(tool_choice_constraint(compiler._tokenizer, tools, choice)), [STOP])
 
 
 def allowed_tokens(state: GrammarState) -> list[int]:
@@ -117,13 +69,15 @@ def draw(tokenizer: ChatTokenizer, state: GrammarState, rng: random.Random) -> s
     return tokenizer.decode(ids[:-1] if ids[-1] == STOP else ids, skip_special_tokens=False)
 
 
-NAMED = {"type": "function", "function": {"name": "get"}}
+ANY, NAMED = ToolChoice(), ToolChoice("get")
 
 
 @pytest.mark.parametrize("are_special", [True, False], ids=["special tags", "plain tags"])
-@pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
-def test_every_output_is_a_call_with_valid_arguments(compilers: Any, name: str, are_special: bool, choice: Any) -> None:
+@pytest.mark.parametrize("name", CALL_TEMPLATES)
+@pytest.mark.parametrize("choice", [ANY, NAMED], ids=["required", "named"])
+def test_every_output_is_a_call_with_valid_arguments(
+    compilers: Any, name: str, are_special: bool, choice: ToolChoice
+) -> None:
     """Guards all formats: nothing but calls of the right functions, read by the parser, valid for jsonschema."""
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema, of the extra `dev`, is not installed")
     compiler = compilers[name, are_special]
@@ -136,8 +90,8 @@ def test_every_output_is_a_call_with_valid_arguments(compilers: Any, name: str, 
             jsonschema.Draft202012Validator(SCHEMAS[call.name]).validate(json.loads(call.arguments))
         seen |= {call.name for call in parsed.tool_calls}
         most = max(most, len(parsed.tool_calls))
-    assert seen == (set(SCHEMAS) if choice == "required" else {"get"})
-    assert (most > 1) == (choice == "required" and name != "Llama")
+    assert seen == (set(SCHEMAS) if choice.name is None else {"get"})
+    assert (most > 1) == (choice.name is None and name != "Llama")
 
 
 CALLS = [
@@ -147,7 +101,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize("are_special", [True, False], ids=["special tags", "plain tags"])
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", CALL_TEMPLATES)
 def test_calls_are_written_as_the_template_writes_them(compilers: Any, name: str, are_special: bool) -> None:
     """Guards the format that the model was trained on, token by token, against one that only the parser understands."""
     compiler = compilers[name, are_special]
@@ -159,7 +113,7 @@ def test_calls_are_written_as_the_template_writes_them(compilers: Any, name: str
     written = ids[before : ids.index(STOP, before)]
     if name == "Hermes":  # this template writes an empty think block first
         written = written[written.index(tokenizer.backend.token_to_id("<tool_call>")) :]
-    text, state = tokenizer.decode(written, skip_special_tokens=False), begin(compiler, "required")
+    text, state = tokenizer.decode(written, skip_special_tokens=False), begin(compiler, ANY)
     for token in written:
         assert token in allowed_tokens(state), text
         state.accept(token)
@@ -173,7 +127,7 @@ def test_tags_that_are_special_tokens_are_written_as_such(compilers: Any) -> Non
     for name, tag in (("Mistral, list", "[TOOL_CALLS]"), ("Hermes", "<tool_call>")):
         compiler = compilers[name, True]
         expected = {tag} | ({"\n"} if name == "Hermes" else set())
-        found = allowed_tokens(begin(compiler, "required"))
+        found = allowed_tokens(begin(compiler, ANY))
         assert {compiler._tokenizer.decode([token], skip_special_tokens=False) for token in found} == expected
 
 
@@ -189,52 +143,23 @@ def test_line_breaks_may_come_between_reasoning_and_a_call(compilers: Any) -> No
         assert len(allowed_tokens(begin(compilers[name, True], NAMED))) == 1
 
 
-@pytest.mark.parametrize("choice", [None, "auto", "none"])
-def test_the_model_may_choose(choice: Any) -> None:
-    """Guards requests that force nothing, with and without another constraint."""
-    tokenizer = make(QWEN3)
-    assert tool_choice_constraint(tokenizer, TOOLS, choice) is None
-    assert request_constraint(SamplingParams(), tokenizer, TOOLS, choice) is None
-    params = SamplingParams(regex="a+")
-    assert request_constraint(params, None, [], choice) == params.constraint
-
-
 def test_a_forced_call_is_the_constraint_of_its_request() -> None:
     """Guards the way to the engine, and a request that asks for two things at once."""
-    tokenizer = make(QWEN3)
-    found = request_constraint(SamplingParams(), tokenizer, TOOLS, "required")
-    assert found == tool_choice_constraint(tokenizer, TOOLS, "required") and found is not None
+    tokenizer = make_chat_tokenizer(QWEN3)
+    regex = SamplingParams(regex="a+")
+    assert request_constraint(SamplingParams(), tokenizer, TOOLS) is None
+    assert request_constraint(regex, None) == regex.constraint
+    found = request_constraint(SamplingParams(), tokenizer, TOOLS, ANY)
+    assert found == tool_choice_constraint(tokenizer, TOOLS, ANY) and found is not None
     assert found != tool_choice_constraint(tokenizer, TOOLS, NAMED)
     with pytest.raises(RequestError, match="cannot be combined with another constraint"):
-        request_constraint(SamplingParams(response_format={"type": "json_object"}), tokenizer, TOOLS, "required")
-
-
-@pytest.mark.parametrize(
-    ("choice", "tools", "sentence"),
-    [
-        ("must", TOOLS, "tool_choice must be auto, none, required or"),
-        ({"type": "function"}, TOOLS, "tool_choice must be auto"),
-        ({"function": {"name": "get"}}, TOOLS, "tool_choice must be auto"),
-        ({"type": "function", "function": {"name": ""}}, TOOLS, "tool_choice must be auto"),
-        ({"type": "function", "function": {"name": ["get"]}}, TOOLS, "tool_choice must be auto"),
-        ({"type": "allowed_tools", "allowed_tools": {}}, TOOLS, "tool_choice must be auto"),
-        (["auto"], TOOLS, "tool_choice must be auto"),
-        (True, TOOLS, "tool_choice must be auto"),
-        ({"type": "function", "function": {"name": "gets"}}, TOOLS, "names 'gets', which is not one of the tools"),
-        ("required", [], "tool_choice is required, but there are no tools"),
-        (NAMED, [], "not one of the tools"),
-    ],
-)
-def test_wrong_choices_are_said(choice: Any, tools: list[dict[str, Any]], sentence: str) -> None:
-    """Guards OpenAI's forms, and a function that nobody declared."""
-    with pytest.raises(RequestError, match=sentence) as caught:
-        chosen_tool(choice, tools)
-    assert caught.value.code == "invalid_row"
+        request_constraint(regex, tokenizer, TOOLS, ANY)
 
 
 @pytest.mark.parametrize(
     ("template", "tools", "sentence"),
     [
+        (QWEN3, [], "forces a call, but the request has no tools"),
         ("{{ tools }}", TOOLS, "chat template shows no format of tool calls that can be enforced"),
         (QWEN3, [tool("f", {"type": "string"})], "of the tool 'f' must be of the type object"),
         (QWEN3, [tool("f", {"x-guidance": {}})], "of the tool 'f' cannot be used: the keyword x-guidance"),
@@ -245,14 +170,20 @@ def test_wrong_choices_are_said(choice: Any, tools: list[dict[str, Any]], senten
 def test_what_cannot_be_enforced_is_said(template: str, tools: list[dict[str, Any]], sentence: str) -> None:
     """Guards against a model that writes something else than it was asked for, and says nothing."""
     with pytest.raises(RequestError, match=sentence) as caught:
-        tool_choice_constraint(make(template), tools, "required")
+        tool_choice_constraint(make_chat_tokenizer(template), tools, ANY)
     assert caught.value.code == "invalid_row"
+
+
+def test_a_function_that_is_no_tool_is_said() -> None:
+    """Guards a choice of a function that nobody declared."""
+    with pytest.raises(RequestError, match="the request has no tool 'gets'"):
+        tool_choice_constraint(make_chat_tokenizer(QWEN3), TOOLS, ToolChoice("gets"))
 
 
 def test_a_model_without_a_tokenizer_cannot_be_forced() -> None:
     """Guards a folder without a tokenizer."""
     with pytest.raises(RequestError, match="can be enforced"):
-        tool_choice_constraint(None, TOOLS, "required")
+        tool_choice_constraint(None, TOOLS, ANY)
 
 
 @pytest.mark.parametrize(
@@ -266,6 +197,6 @@ def test_a_model_without_a_tokenizer_cannot_be_forced() -> None:
 def test_the_tool_with_a_wrong_schema_is_named(compilers: Any, parameters: dict[str, Any], sentence: str) -> None:
     """Guards the search for one wrong schema among many tools."""
     with pytest.raises(RequestError, match=sentence) as caught:
-        begin(compilers["Hermes", True], "required", [*TOOLS, tool("bad", parameters)])
+        begin(compilers["Hermes", True], ANY, [*TOOLS, tool("bad", parameters)])
     assert caught.value.code == "invalid_row"
     begin(compilers["Hermes", True], NAMED, [*TOOLS, tool("bad", parameters)])

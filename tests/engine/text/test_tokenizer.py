@@ -274,7 +274,8 @@ def test_a_continued_message_may_leave_thinking_open(template: str, final: str, 
     """Guards against reasoning that is shown as text because its beginning was given, and the other way round."""
     tokenizer = with_template(template)
     ids = tokenizer.encode_chat(conversation(final), template=CONTINUE)
-    assert tokenizer.opens_thinking(ids, final) is thinks
+    assert not tokenizer.opens_thinking(ids, final)
+    assert tokenizer.is_thinking_after(final, opened=False) is thinks
 
 
 @pytest.mark.parametrize(
@@ -299,7 +300,13 @@ def test_a_header_that_opens_thinking_counts_for_what_is_continued(continued: st
     """Guards answers that are begun in a turn whose think tag the template has opened."""
     tokenizer = with_template(DEEPSEEK_R1)
     ids = tokenizer.encode_chat([{"role": "user", "content": "hi"}], answer=continued)
-    assert tokenizer.opens_thinking(ids, continued) is thinks
+    assert tokenizer.opens_thinking(ids, continued)
+    assert tokenizer.is_thinking_after(continued, opened=True) is thinks
+
+
+def test_a_model_that_does_not_reason_is_never_thinking(ours: ChatTokenizer) -> None:
+    """Guards models without think tags, whatever the beginning of an answer looks like."""
+    assert not ours.is_thinking_after("<think>", opened=True)
 
 
 def test_plain_text_has_bos_once(ours: ChatTokenizer) -> None:

@@ -1,0 +1,57 @@
+"""Tools, and tokenizers whose chat templates write calls of them in each of the formats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cbatch.engine.text.fast_loader import TransformersTokenizer
+from cbatch.engine.text.tokenizer import ChatTokenizer
+from cbatch.engine.text.tool_calls import TOOL_TAGS
+from tests.support.chat_templates import LLAMA3, MISTRAL_LIST, MISTRAL_NAMED, QWEN3
+from tests.support.model_folder import make_tokenizer
+
+CALL_TEMPLATES = {
+    "Hermes": QWEN3,
+    "Mistral, list": MISTRAL_LIST,
+    "Mistral, names": MISTRAL_NAMED,
+    "Mistral, names and ids": MISTRAL_NAMED.replace('"[ARGS]"', '"[CALL_ID]" + tool_call.id + "[ARGS]"'),
+    "Mistral, bare names": MISTRAL_NAMED.replace('+ "[ARGS]"', ""),
+    "Llama": LLAMA3,
+}
+TAGS = sorted({tag for tags in TOOL_TAGS.values() for tag in tags})
+
+
+def tool(name: str, parameters: dict[str, Any] | None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": "d", "parameters": parameters}}
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "minLength": 1, "maxLength": 6},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "unit": {"enum": ["C", "F", "é"]},
+    },
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+TREE = {
+    "$defs": {"leaf": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}},
+    "properties": {"leaf": {"$ref": "#/$defs/leaf"}, "more": {"$ref": "#"}},
+    "required": ["leaf"],
+    "additionalProperties": False,
+}
+TOOLS = [tool("get_weather", WEATHER), tool("get", TREE), tool("now", None)]
+SCHEMAS = {"get_weather": WEATHER, "get": TREE, "now": {"type": "object", "maxProperties": 0}}
+
+
+def make_chat_tokenizer(template: str, *, are_special: bool = True) -> ChatTokenizer:
+    """A tokenizer with a token for each tag; those of reasoning are not special, as in Qwen's models."""
+    theirs = make_tokenizer()
+    theirs.chat_template = template
+    if are_special:
+        theirs.add_special_tokens({"extra_special_tokens": TAGS})
+    else:
+        theirs.add_tokens(TAGS)
+    theirs.add_tokens(["<think>", "</think>"])
+    return ChatTokenizer(TransformersTokenizer(theirs))
