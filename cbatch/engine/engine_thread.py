@@ -88,6 +88,11 @@ class EngineThread:
                 "This cannot be called on the engine's own thread, in a callback: it would wait for itself."
             )
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the engine has failed or is closed, so that unfinished requests get no further token."""
+        return self.failure is not None or self._is_closed
+
     def submit(self, handle: RequestHandle) -> None:
         """Queues a request. Its events go to the handle's `on_event`, also the error if it is refused."""
         with self._submitting:  # so that nothing enters the inbox after `close`

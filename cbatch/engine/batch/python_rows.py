@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.batch.lines import Line
 from cbatch.engine.batch.prompt_template import PromptTemplate
+from cbatch.engine.requests.prompts import row_fields
 from cbatch.engine.requests.row import PROMPT_FIELDS
 
 RowTemplate = PromptTemplate | Callable[[Any], object]
@@ -23,7 +24,7 @@ def lines_of(rows: Iterable[object], template: RowTemplate | None = None) -> Ite
     """
     for index, row in enumerate(rows):
         try:
-            fields = fields_of(row) if template is None else _templated(row, template)
+            fields = dict(row_fields(row)) if template is None else _templated(row, template)
             yield Line.of(index, json.dumps(fields).encode())
         except RequestError as error:
             yield _failed(index, row, error)
@@ -31,33 +32,19 @@ def lines_of(rows: Iterable[object], template: RowTemplate | None = None) -> Ite
             yield _failed(index, row, RequestError("invalid_row", f"the row cannot be written as JSON: {error}"))
 
 
-def fields_of(row: object) -> dict[str, Any]:
-    """The fields of a row in one of its forms. Raises RequestError if it has none of them."""
-    if isinstance(row, str):
-        return {"prompt": row}
-    if isinstance(row, Mapping):
-        return dict(row)
-    if isinstance(row, Sequence) and not isinstance(row, bytes | bytearray | memoryview):
-        items = [dict(item) if isinstance(item, Mapping) else item for item in row]
-        return {"messages" if items and isinstance(items[0], dict) else "prompt_token_ids": items}
-    raise RequestError(
-        "invalid_row", f"a row is a text, token ids, a list of messages or a dictionary, not {type(row).__name__}"
-    )
-
-
 def _templated(row: object, template: RowTemplate) -> dict[str, Any]:
     """The fields of a row whose prompt the template makes. Its other columns stay. Raises RequestError."""
     columns = dict(row) if isinstance(row, Mapping) else {}
     prompt: object
     if isinstance(template, PromptTemplate):
-        prompt = template.render(columns or fields_of(row))
+        prompt = template.render(columns or row_fields(row))
     else:
         try:
             prompt = template(row)
         except Exception as error:
             raise RequestError("template_error", f"the template raised {error!r}") from error
     others = {name: value for name, value in columns.items() if name not in PROMPT_FIELDS}
-    return others | fields_of(prompt)
+    return others | dict(row_fields(prompt))
 
 
 def _failed(index: int, row: object, error: RequestError) -> Line:

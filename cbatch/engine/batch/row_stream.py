@@ -42,7 +42,7 @@ class FinishedRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EndOfRow:
-    """A row has ended. `is_lost`: because the engine failed, so that there is no result."""
+    """A row has ended. `is_lost`: because the engine failed or was closed, so that there is no result."""
 
     position: int
     result: Completion | OutputProcessor
@@ -101,30 +101,31 @@ class RowStream:
 
         The consumer releases the rows it is done with. Leaving the iteration cancels what is in flight; `stop` ends it.
 
-        Raises, after all rows that were finished: EngineError if the engine fails, and what the source raises.
+        Raises, after all rows that were finished: EngineError if the engine fails or is closed before the last one, and
+        what the source raises.
         """
         threading.Thread(target=self._read_rows, args=(source, kept), name="cbatch-reader", daemon=True).start()
         end: EndOfInput | None = None
-        num_done = 0
+        num_ended = num_given = 0
         try:
-            while end is None or num_done < end.rows:
+            while end is None or num_ended < end.rows:
                 messages = self._next_messages()
                 finished = self._take_finished(messages)
-                num_done += sum(isinstance(message, EndOfRow) for message in messages)
+                num_given += len(finished)
+                num_ended += sum(isinstance(message, EndOfRow) for message in messages)
                 end = next((message for message in messages if isinstance(message, EndOfInput)), end)
-                if end is not None and end.error is None and self._engine_thread.failure is None:
-                    self.has_given_all = num_done == end.rows
+                self.has_given_all = end is not None and end.error is None and num_given == end.rows
                 yield finished
                 if StopRequested() in messages:  # only now: what was finished before it has been given
                     return
-                if not messages and self._engine_thread.failure is not None:
+                if not messages and self._engine_thread.has_ended:  # and the reader may wait for its source
                     break
         finally:
             self._cancel_unfinished()
-        if (failure := self._engine_thread.failure) is not None:
-            raise EngineError(f"The engine failed: {failure}.") from failure
         if end is not None and end.error is not None:
             raise end.error
+        if not self.has_given_all:
+            raise self._engine_error()
 
     def finished_by_now(self) -> list[FinishedRow]:
         """The rows that have finished since `finished` gave some; for a consumer that leaves its iteration."""
@@ -157,8 +158,10 @@ class RowStream:
                 if line.index in kept:
                     continue
                 is_closed = not self._window.acquire(position, len(line.data or b""))
-                if is_closed or self._is_stopping or self._engine_thread.failure is not None:
+                if is_closed or self._is_stopping:
                     break
+                if self._engine_thread.has_ended:
+                    raise self._engine_error()
                 self._start_row(position, line)
                 position += 1
         except Exception as raised:  # the consumer ends with it
@@ -184,7 +187,8 @@ class RowStream:
             if event.token_id is not None:
                 self._observer.output_tokens += 1
             if outputs.is_finished:
-                self._inbox.put(EndOfRow(position, outputs, is_lost=self._engine_thread.failure is not None))
+                is_lost = event.error is not None and self._engine_thread.has_ended
+                self._inbox.put(EndOfRow(position, outputs, is_lost))
 
         handle = self._in_flight[position] = RequestHandle(request, on_event)
         self._engine_thread.submit(handle)
@@ -203,7 +207,7 @@ class RowStream:
         return messages
 
     def _take_finished(self, messages: list[Message]) -> list[FinishedRow]:
-        """The finished rows among the messages, but those that the engine lost when it failed.
+        """The finished rows among the messages, but those that the engine has lost.
 
         Their texts are made here, and not on the engine's thread.
         """
@@ -216,6 +220,14 @@ class RowStream:
                     completion = result if isinstance(result, Completion) else result.completion()
                     finished.append(FinishedRow(message.position, completion))
         return finished
+
+    def _engine_error(self) -> EngineError:
+        failure = self._engine_thread.failure
+        if failure is None:
+            return EngineError("The engine was closed before the last row was finished.")
+        error = EngineError(f"The engine failed: {failure}.")
+        error.__cause__ = failure
+        return error
 
     def _cancel_unfinished(self) -> None:
         """Stops the reader and cancels the requests in flight, so that other front ends have the engine."""

@@ -71,7 +71,7 @@ def read_prompt(prompt: Any, index: int, fields: Mapping[str, Any]) -> InputRow:
     """
     row = InputRow(index)
     try:
-        fill_row(row, {**fields, **_row_fields(prompt)}, allow_unknown=False)
+        fill_row(row, {**fields, **row_fields(prompt)}, allow_unknown=False)
     except RequestError as error:
         row.error = error
     except Exception as unforeseen:  # one prompt that breaks something harms no other
@@ -79,7 +79,8 @@ def read_prompt(prompt: Any, index: int, fields: Mapping[str, Any]) -> InputRow:
     return row
 
 
-def _row_fields(prompt: Any) -> Mapping[str, Any]:
+def row_fields(prompt: Any) -> Mapping[str, Any]:
+    """The fields of the row that a prompt stands for. Raises RequestError for what is no prompt."""
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if isinstance(prompt, Mapping):

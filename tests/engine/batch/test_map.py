@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cbatch.cli.main import run_command
@@ -32,6 +33,8 @@ ROWS: list[dict[str, Any]] = [
     {"prompt_token_ids": [5, 6, 7], "max_token": 3},
     {"id": 7, "messages": [{"role": "user", "content": "hé 😀 \ud800"}], "max_tokens": 3},
     {"prompt": "nan", "score": float("nan")},
+    {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "two", "max_tokens": 5, "n": 2}},
+    {"custom_id": "d", "url": "/v1/chat/completions", "body": {"messages": [{"role": "nobody", "content": "a"}]}},
     {"prompt": "last", "max_tokens": 20, "ignore_eos": True},
 ]
 """Good rows and bad ones; the third is too long, the fourth misspelt, the sixth no JSON."""
@@ -134,9 +137,17 @@ def test_kept_rows_are_not_computed_again(mapped: Mapper, tmp_path: Path) -> Non
     path = tmp_path / "out.jsonl"
     first = list(mapped(ROWS, path=path))
     steps, inode = mapped.engine_thread.engine.stats().num_steps, path.stat().st_ino
-    assert list(mapped(ROWS, path=path, resume=True)) == first
+    kept = list(mapped(ROWS, path=path, resume=True))
+    assert kept == first and [said(one) for one in kept] == [said(one) for one in first]
     assert list(mapped(ROWS, path=path, resume=True, ordered=False)) == first
     assert mapped.engine_thread.engine.stats().num_steps == steps and path.stat().st_ino == inode
+
+
+def said(completion: Completion) -> tuple[object, ...]:
+    """What a completion says by its attributes, which a row that was kept has too."""
+    choices = [(one.text, one.reasoning, one.finish_reason) for one in completion.choices]
+    outcome = (completion.error.code, str(completion.error)) if completion.error else completion.usage.total_tokens
+    return choices, outcome, completion.id, completion.extra, completion.key
 
 
 def test_run_continues_a_map(
@@ -163,7 +174,7 @@ def test_a_map_continues_a_run(
     results = list(mapped(ROWS, path=path, resume=True, ordered=ordered))
     assert path.read_bytes() == expected
     assert sorted(row["index"] for row in results) == list(range(len(ROWS)))
-    assert [row["index"] for row in results][: 7 if ordered else 3] == ([*range(7)] if ordered else [0, 4, 5])
+    assert [row["index"] for row in results][: 9 if ordered else 3] == ([*range(9)] if ordered else [0, 4, 5])
 
 
 def test_a_file_with_rows_is_refused(mapped: Mapper, tmp_path: Path) -> None:
@@ -238,8 +249,8 @@ def test_all_forms_of_rows(mapped: Mapper) -> None:
     forms: list[Any] = ["hi", [message], (message,), {"messages": [message]}, {"prompt": "hi"}, UserDict(prompt="hi")]
     results = list(mapped(forms, params={"max_tokens": 3}))
     assert len({row["text"] for row in results}) == 1 and results[0]["usage"]["completion_tokens"] == 3
-    first, second = mapped([[5, 6, 7], (5, 6, 7)], params={"max_tokens": 3})
-    assert first["usage"]["prompt_tokens"] == 3 and first["text"] == second["text"]
+    first, second, third = mapped([[5, 6, 7], (5, 6, 7), np.array([5, 6, 7])], params={"max_tokens": 3})
+    assert first["usage"]["prompt_tokens"] == 3 and first["text"] == second["text"] == third["text"]
 
 
 def test_a_bad_row_is_one_result_with_an_error(mapped: Mapper, tmp_path: Path) -> None:
@@ -259,7 +270,7 @@ def test_a_bad_row_is_one_result_with_an_error(mapped: Mapper, tmp_path: Path) -
     path = tmp_path / "out.jsonl"
     results = list(mapped([*bad, "good"], path=path, params={"max_tokens": 1}))
     assert [row.get("error", {}).get("code") for row in results] == ["invalid_row"] * 7 + ["line_too_long", None]
-    assert "line 1: a row is a text, token ids, a list of messages or a dictionary, not NoneType" in str(results[0])
+    assert results[0]["error"]["message"].startswith("line 1: a prompt must be a text, token ids or a row such as")
     assert results[1]["id"] == 3 and "line 2: the row cannot be written as JSON" in results[1]["error"]["message"]
     assert len({row["key"] for row in results}) == len(results)
     again = list(mapped([*bad, "good"], path=path, resume=True, params={"max_tokens": 1}))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from cbatch.engine import EngineConfig, EngineThread, Line, LineProcessor, RequestDefaults, SteppingEngine
+from cbatch.engine import EngineConfig, EngineError, EngineThread, Line, LineProcessor, RequestDefaults, SteppingEngine
 from cbatch.engine.batch.row_stream import RowStream
 
 
@@ -108,3 +108,28 @@ def test_stop_gives_what_is_finished_and_no_more(engine_thread: EngineThread) ->
             if len(found) >= 40:
                 stream.stop()
     assert found == list(range(40))
+
+
+@pytest.mark.parametrize("source", [endless, lambda: iter([Line(index, b'{"prompt": "a"}') for index in range(9)])])
+def test_closing_the_engine_ends_the_stream(engine: SteppingEngine, source: Callable[[], Iterator[Line]]) -> None:
+    """Guards against error rows for requests that a closed engine has lost, and against reading on for ever."""
+    engine_thread, found = EngineThread(engine), []
+    with pytest.raises(EngineError, match="closed before the last row was finished"):
+        for rows in stream_on(engine_thread, window=100, max_tokens=90).finished(source()):
+            found += [row.completion for row in rows]
+            if engine.stats().num_running:
+                engine_thread.close()
+    assert all(completion.error is None for completion in found)
+    wait_for_reader_to_end()
+
+
+def test_closing_the_engine_after_the_last_row_is_no_error(engine: SteppingEngine) -> None:
+    """Guards complete results against an engine that is closed while the consumer still reads."""
+    engine_thread, found = EngineThread(engine), []
+    lines = [Line(index, b'{"prompt": "a"}') for index in range(3)]
+    stream = stream_on(engine_thread)
+    for rows in stream.finished(iter(lines)):
+        found += rows
+        if stream.has_given_all:
+            engine_thread.close()
+    assert len(found) == 3
