@@ -24,7 +24,7 @@ def lines_of(rows: Iterable[object], template: RowTemplate | None = None) -> Ite
     """
     for index, row in enumerate(rows):
         try:
-            fields = dict(row_fields(row)) if template is None else _templated(row, template)
+            fields = row_fields(row) if template is None else _templated(row, template)
             yield Line.of(index, json.dumps(fields).encode())
         except RequestError as error:
             yield _failed(index, row, error)
@@ -44,7 +44,7 @@ def _templated(row: object, template: RowTemplate) -> dict[str, Any]:
         except Exception as error:
             raise RequestError("template_error", f"the template raised {error!r}") from error
     others = {name: value for name, value in columns.items() if name not in PROMPT_FIELDS}
-    return others | dict(row_fields(prompt))
+    return others | row_fields(prompt)
 
 
 def _failed(index: int, row: object, error: RequestError) -> Line:

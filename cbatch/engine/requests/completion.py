@@ -6,7 +6,9 @@ import codecs
 import html
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from cbatch.engine.base.errors import RequestError
@@ -98,7 +100,7 @@ class Completion(Mapping[str, Any]):
     """The result of one request. As a mapping it is the row that `cbatch run` would write.
 
     So a list of them can be given to `pandas.DataFrame` or `datasets.Dataset.from_list`, and `dict(completion)` to
-    `json.dumps`.
+    `json.dumps`. Change a row from `to_dict` and not what the mapping holds. Completions with the same row are equal.
 
     choices:         the outputs, one unless `n` asks for more; one that is empty if there is an error
     usage:           numbers of tokens
@@ -139,7 +141,7 @@ class Completion(Mapping[str, Any]):
         self.prompt_logprobs = prompt_logprobs
         self.timing = timing or Timing()
         self._has_text, self._with_token_ids, self._echoes = has_text, with_token_ids, echoes
-        self._fields: Mapping[str, Any] | None = None
+        self._fields: dict[str, Any] | None = None
 
     @classmethod
     def from_row(cls, fields: Mapping[str, Any]) -> Completion:
@@ -217,19 +219,21 @@ class Completion(Mapping[str, Any]):
     def raise_for_error(self) -> Completion:
         """Returns the completion itself. Raises its error if the request failed."""
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)  # not with that of an earlier call
         return self
 
     def to_dict(self, *, timings: bool = False) -> dict[str, Any]:
         """The row that `cbatch run` writes for this request, in its own form or in that of the OpenAI Batch API.
 
-        timings: add times and cached tokens, as --timings does
+        timings: add times and cached tokens, as --timings does; those of `from_row` stay as they are
+
+        Each call makes a new one, which the caller may change.
         """
         if self._fields is not None:
-            return dict(self._fields)
+            return deepcopy(self._fields)
         fields = self._openai_row() if self._row.call else self._plain_row()
         if self._row.extra:
-            fields["extra"] = self._row.extra
+            fields["extra"] = dict(self._row.extra)
         if timings:
             first, taken = self.timing.first_token_at, self.timing.taken_at
             fields |= {
@@ -239,23 +243,31 @@ class Completion(Mapping[str, Any]):
             }
         return fields
 
+    @cached_property
+    def _mapping(self) -> dict[str, Any]:
+        """The row that the mapping shows: `dict(completion)` looks up each of its fields."""
+        return self.to_dict()
+
     def __getitem__(self, name: str) -> Any:
-        return self.to_dict()[name]
+        return self._mapping[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.to_dict())
+        return iter(self._mapping)
 
     def __len__(self) -> int:
-        return len(self.to_dict())
+        return len(self._mapping)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_mapping"}
 
     def __repr__(self) -> str:
         if self.error is not None:
-            return f"Completion(error={self.error.code}: {self.error})"
+            return f"Completion(error={self.error.code!r}, message={_shorten(str(self.error))!r})"
         parts = [f"text={_shorten(self.text)!r}"]
         if self.reasoning is not None:
             parts.append(f"reasoning={_shorten(self.reasoning)!r}")
         if self.tool_calls:
-            parts.append(f"tool_calls=[{', '.join(map(str, self.tool_calls))}]")
+            parts.append(f"tool_calls={[_shorten(str(call)) for call in self.tool_calls]}")
         parts.append(f"finish_reason={self.finish_reason!r}")
         if len(self.choices) > 1:
             parts.append(f"choices={len(self.choices)}")
@@ -267,7 +279,7 @@ class Completion(Mapping[str, Any]):
             return f"<p><b>{html.escape(self.error.code)}</b>: {html.escape(str(self.error))}</p>"
         rows = "".join(
             f"<tr><td>{choice.index}</td><td style='text-align:left'>{_html_of(choice)}</td>"
-            f"<td>{choice.finish_reason}</td><td>{len(choice.token_ids)}</td></tr>"
+            f"<td>{choice.finish_reason}</td><td>{len(choice.token_ids) or ''}</td></tr>"
             for choice in self.choices
         )
         return f"<table><tr><th></th><th>text</th><th>finish_reason</th><th>tokens</th></tr>{rows}</table>"
