@@ -157,11 +157,8 @@ class RowStream:
             for line in source:
                 if line.index in kept:
                     continue
-                is_closed = not self._window.acquire(position, len(line.data or b""))
-                if is_closed or self._is_stopping:
+                if not self._window.acquire(position, len(line.data or b"")) or self._is_stopping:
                     break
-                if self._engine_thread.has_ended:
-                    raise self._engine_error()
                 self._start_row(position, line)
                 position += 1
         except Exception as raised:  # the consumer ends with it
