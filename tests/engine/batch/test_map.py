@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import threading
 import time
@@ -19,9 +20,12 @@ from cbatch.cli.main import run_command
 from cbatch.engine import (
     Completion,
     ConfigError,
+    Engine,
     EngineConfig,
+    EngineError,
     EngineThread,
     RequestDefaults,
+    RequestError,
     SteppingEngine,
 )
 from cbatch.engine.batch.map import MapWriter, map_rows
@@ -408,3 +412,40 @@ def test_what_is_no_iterable_of_rows(mapped: Mapper, rows: Any, message: str) ->
         next(mapped(["a"], path="/dev/null"))
     with pytest.raises(ConfigError, match="resume needs the path"):
         mapped(["a"], resume=True)
+
+
+def test_maps_share_an_engine(model_folder: Path, tmp_path: Path) -> None:
+    """Guards `Engine.map`: what it is given arrives, and maps inside each other and other calls do not disturb it."""
+    with Engine(EngineConfig(model=str(model_folder), device="cpu", dtype="float32", max_seqs=2)) as engine:
+        options: dict[str, Any] = {"params": {"max_tokens": 4, "temperature": 1.0}, "seed": 5, "system": "Be odd."}
+        plain = list(engine.map((f"Say: row {n}" for n in range(6)), **options))
+        assert len({one.text for one in plain}) > 3
+        mapped = engine.map(
+            (f"row {n}" for n in range(6)),
+            template="Say: {prompt}",
+            path=tmp_path / "out.jsonl",
+            ordered=False,
+            window=3,
+            **options,
+        )
+        found, inner = [], []
+        for one in mapped:
+            found.append(one)
+            inner.append(next(iter(engine.map([f"Say: row {one.index}"], **options))).text)
+            assert engine.generate("hi", {"max_tokens": 1}).error is None
+        assert sorted(found, key=lambda one: one.index) == plain and len(set(inner)) > 1
+        kept = engine.map(
+            (f"row {n}" for n in range(6)),
+            template="Say: {prompt}",
+            path=tmp_path / "out.jsonl",
+            resume=True,
+            **options,
+        )
+        assert list(kept) == plain == rows_in(tmp_path / "out.jsonl")
+        assert next(iter(engine.map(["Say: row 0"], **{**options, "seed": 6}))).text != plain[0].text
+        with pytest.raises(RequestError, match="topp"):
+            engine.map(["a"], params={"topp": 1})
+        left = engine.map(itertools.repeat("endless"), params={"max_tokens": 90})
+        next(left)
+    with pytest.raises(EngineError, match="closed"):
+        list(left)
