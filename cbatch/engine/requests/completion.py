@@ -233,7 +233,7 @@ class Completion(Mapping[str, Any]):
             return deepcopy(self._fields)
         fields = self._openai_row() if self._row.call else self._plain_row()
         if self._row.extra:
-            fields["extra"] = dict(self._row.extra)
+            fields["extra"] = deepcopy(self._row.extra)
         if timings:
             first, taken = self.timing.first_token_at, self.timing.taken_at
             fields |= {
