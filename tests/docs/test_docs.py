@@ -8,9 +8,10 @@ import re
 import runpy
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -18,6 +19,7 @@ import pytest
 from cbatch import (
     Choice,
     Completion,
+    Engine,
     EngineConfig,
     SamplingParams,
     Score,
@@ -90,7 +92,9 @@ def blocks(page: Path, language: str) -> list[str]:
 def anchors(page: Path) -> set[str]:
     """What a link into a page can lead to, as GitHub makes it of headings."""
     headings = re.findall(r"^#+ (.+)$", text_without_blocks(page), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    made = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    before = [made[:place].count(anchor) for place, anchor in enumerate(made)]
+    return {f"{anchor}-{count}" if count else anchor for anchor, count in zip(made, before, strict=True)}
 
 
 def command(name: str) -> click.Command:
@@ -211,12 +215,18 @@ def check_imports(tree: ast.Module) -> None:
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "python.md"], ids=name_of)
 def test_python_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards against examples that raise; those that name a model of the hub run on the bundled one."""
+    """Guards against examples that raise, or print something else than the comment beside `print` says.
+
+    They build on each other, as in a notebook.
+    """
+    names: dict[str, Any] = {}
     for block in blocks(page, "python"):
-        exec(
-            compile(block.replace('EngineConfig(model="Qwen/Qwen3-0.6B")', "EngineConfig()"), name_of(page), "exec"), {}
-        )
-    assert "5" in capsys.readouterr().out
+        exec(compile(block, name_of(page), "exec"), names)
+        printed = capsys.readouterr().out.splitlines()
+        for expected in re.findall(r"^ *print\(.*\)  # (.+)$", block, re.MULTILINE):
+            assert expected in printed, block
+            del printed[: printed.index(expected) + 1]
+    names["engine"].close()
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
@@ -292,10 +302,21 @@ def test_every_chat_command_is_documented() -> None:
 
 @pytest.mark.parametrize("record", RECORDS)
 def test_every_field_of_the_api_is_documented(record: type) -> None:
-    """Guards against a public field that the reference of the API leaves out."""
-    names = {name for name in vars(record) if not name.startswith("_")}
-    names |= vars(Completion()).keys() if record is Completion else set()
-    documented = {span.partition("(")[0] for span in rows_of_tables(ROOT / "docs" / "python.md", record.__name__)}
+    """Guards against a public field or method that the reference of the API leaves out."""
+    names = vars(record).keys() | (vars(Completion()).keys() if record is Completion else set())
+    check_documented(names, record.__name__)
+
+
+def test_everything_in_an_engine_is_documented() -> None:
+    """Guards against a public method or attribute of an engine that its table leaves out."""
+    with Engine() as engine:
+        for owner in (engine, engine.core):
+            check_documented(vars(type(owner)).keys() | vars(owner).keys(), type(owner).__name__)
+
+
+def check_documented(names: Iterable[str], heading: str) -> None:
+    """Public names have to stand in a table under the heading; methods with what they take."""
+    documented = {span.partition("(")[0] for span in rows_of_tables(ROOT / "docs" / "python.md", heading)}
     assert {name for name in names if not name.startswith("_")} - documented == set()
 
 
