@@ -13,6 +13,9 @@ MAX_SHOWN = 20
 MAX_BLOCKS = 1_000_000
 """Most prompt prefixes that are remembered; they take some 100 MiB."""
 
+MAX_IDS = 1_000_000
+"""Most ids that are remembered, by their hashes; they take some 100 MiB, too."""
+
 
 class InputCheck:
     """Reads and tokenizes rows, and counts errors, tokens and shared prefixes."""
@@ -26,6 +29,10 @@ class InputCheck:
         self._prompts = array("q")
         self._outputs = array("q")
         self._seen: set[int] = set()
+        self._first_index: dict[int, int] = {}
+        """Index of the first row with an id, by the id's hash."""
+        self.doubled_ids = 0
+        self._doubled: list[dict[str, Any]] = []
         self._shared_tokens = 0
 
     def report(self, lines: Iterator[Line], on_progress: Callable[[], None]) -> dict[str, Any]:
@@ -43,6 +50,8 @@ class InputCheck:
             "bad_rows": self.errors.total(),
             "errors": dict(self.errors),
             "first_errors": self._shown,
+            "doubled_ids": self.doubled_ids,
+            "first_doubled_ids": self._doubled,
             "prompt_tokens": _spread(self._prompts),
             "max_new_tokens": _spread(self._outputs),
             "shared_prefix_tokens": self._shared_tokens,
@@ -59,6 +68,7 @@ class InputCheck:
 
     def _check_line(self, line: Line) -> None:
         request = self._processor.process(line)
+        self._note_id(line.index, request.id if isinstance(request, Completion) else request.source.id)
         if isinstance(request, Completion):
             self._count_error(request.index, request.id, request.error)
             return
@@ -76,6 +86,19 @@ class InputCheck:
         self.errors[error.code] += 1
         if len(self._shown) < MAX_SHOWN:
             self._shown.append({"index": index, "id": name, "code": error.code, "message": str(error)})
+
+    def _note_id(self, index: int, name: str | int | float | None) -> None:
+        """Counts rows that have the id of an earlier one: two such rows cannot be told apart by it."""
+        if name is None:
+            return
+        key = hash((type(name), name))  # 1 and 1.0 are two ids
+        first = self._first_index.get(key)
+        if first is not None:
+            self.doubled_ids += 1
+            if len(self._doubled) < MAX_SHOWN:
+                self._doubled.append({"id": name, "index": index, "first_index": first})
+        elif len(self._first_index) < MAX_IDS:
+            self._first_index[key] = index
 
     def _count_shared(self, prompt_ids: Sequence[int]) -> int:
         """Number of tokens at the beginning of a prompt that an earlier prompt shares, in whole blocks."""
