@@ -58,6 +58,7 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.requests.input_processor import InputProcessor as InputProcessor
     from cbatch.engine.requests.output_processor import OutputProcessor as OutputProcessor
     from cbatch.engine.requests.output_processor import StreamEvent as StreamEvent
+    from cbatch.engine.requests.param_names import own_params as own_params
     from cbatch.engine.requests.request import EncodedRequest as EncodedRequest
     from cbatch.engine.requests.request import GenerationRequest as GenerationRequest
     from cbatch.engine.requests.request import RequestDefaults as RequestDefaults

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click import option
 
-from cbatch.engine import PARAM_NAMES, ConfigError, EngineConfig, RequestError, SamplingParams
+from cbatch.engine import (
+    PARAM_NAMES,
+    ConfigError,
+    EngineConfig,
+    RequestError,
+    SamplingParams,
+    TemplateOptions,
+    own_params,
+)
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -53,19 +61,44 @@ def _apply(*options: Callable[[Command], Command]) -> Callable[[Command], Comman
     return lambda command: reduce(lambda made, add: add(made), reversed(options), command)
 
 
+def _parse_json(ctx: click.Context, parameter: click.Parameter, what: str, text: str) -> Any:
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # refuses lone surrogates
+    except (ValueError, RecursionError):
+        raise click.BadParameter(f"the value{what} is not valid JSON: {text!r}.", ctx, parameter) from None
+    return value
+
+
 def _parse_params(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
     """Reads `NAME=JSON` texts. `seed` is refused: it has an option of its own, for the whole run."""
-    params = {}
+    given = {}
     for text in values:
         name, _, value = text.partition("=")
-        if name not in PARAM_NAMES or name == "seed":
-            raise click.BadParameter(f"there is no sampling parameter {name!r}.", ctx, parameter)
         try:
-            params[name] = json.loads(value)
-            json.dumps(params[name], ensure_ascii=False).encode()  # refuses lone surrogates
-        except (ValueError, RecursionError):
-            raise click.BadParameter(f"the value of {name} is not valid JSON: {value!r}.", ctx, parameter) from None
+            own_params({name: None})
+        except RequestError as error:
+            raise click.BadParameter(str(error), ctx, parameter) from None
+        given[name] = _parse_json(ctx, parameter, f" of {name}", value)
+    try:
+        params, template = own_params(given)
+    except RequestError as error:
+        raise click.BadParameter(str(error), ctx, parameter) from None
+    if "seed" in params:
+        raise click.BadParameter("there is no sampling parameter 'seed'; --seed is the seed of all.", ctx, parameter)
+    if template:
+        name = next(iter(template))
+        raise click.BadParameter(f"{name} is no sampling parameter; see --template-kwargs.", ctx, parameter)
     return params
+
+
+def _parse_template_kwargs(ctx: click.Context, parameter: click.Parameter, value: str | None) -> dict[str, Any]:
+    """Reads a JSON object of variables for a chat template."""
+    kwargs = {} if value is None else _parse_json(ctx, parameter, "", value)
+    try:
+        return dict(TemplateOptions(kwargs=kwargs).kwargs)
+    except RequestError as error:
+        raise click.BadParameter(str(error), ctx, parameter) from None
 
 
 def _parse_target(ctx: click.Context, parameter: click.Parameter, value: str) -> float | str | None:
@@ -145,6 +178,13 @@ def engine_options(
         option("--kv-blocks", type=AT_LEAST_1, help="Exact number of blocks in the KV cache (for tests)."),
     )
 
+
+template_kwargs_option = option(
+    "--template-kwargs",
+    callback=_parse_template_kwargs,
+    metavar="JSON",
+    help="Variables for the chat template, such as '{\"enable_thinking\": false}'.",
+)
 
 trace_option = option(
     "--trace", metavar="FILE", help="Profile some steps and write a Chrome trace, to open in Perfetto."

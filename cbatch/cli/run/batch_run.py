@@ -14,6 +14,7 @@ from cbatch.cli.run.files import count_lines
 from cbatch.cli.run.options import RunOptions
 from cbatch.cli.run.stats import RunStats
 from cbatch.engine import (
+    FIXED_DATE,
     Engine,
     FileWriter,
     Journal,
@@ -82,7 +83,9 @@ def line_processor(engine: Engine, options: RunOptions) -> LineProcessor:
         system=options.sampling.system,
         seed=options.sampling.seed,
         raw=options.raw,
-        template=TemplateOptions(today=options.date.date()) if options.date else TemplateOptions(),
+        template=TemplateOptions(
+            kwargs=options.template_kwargs, today=options.date.date() if options.date else FIXED_DATE
+        ),
         with_token_ids=options.token_ids,
     )
     inputs = engine.core.input_processor(defaults)

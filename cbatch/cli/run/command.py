@@ -13,7 +13,14 @@ from click import option
 from cbatch.cli.common.console import emit, show_progress
 from cbatch.cli.common.exits import handle_signals
 from cbatch.cli.common.loading import open_engine
-from cbatch.cli.common.options import engine_options, make_options, model_options, sampling_options, trace_option
+from cbatch.cli.common.options import (
+    engine_options,
+    make_options,
+    model_options,
+    sampling_options,
+    template_kwargs_option,
+    trace_option,
+)
 from cbatch.cli.common.tracing import tracing
 from cbatch.cli.run.files import count_lines, open_input, open_output, stats_file
 from cbatch.cli.run.options import RunOptions
@@ -47,10 +54,15 @@ if TYPE_CHECKING:
 @option("--max-errors", type=click.IntRange(1), metavar="N", help="Stop at the Nth error row.")
 @option("--check", is_flag=True, help="Only check the input: report bad rows, lengths and KV cache need as JSON.")
 @option("--date", type=click.DateTime(["%Y-%m-%d"]), metavar="YYYY-MM-DD", help="Date given to the chat template.")
+@template_kwargs_option
 @option("--raw", is_flag=True, help="Continue prompts as plain text, without the chat template.")
 @option("--token-ids", is_flag=True, help="Add the output's token ids to each row.")
 @option("--timings", is_flag=True, help="Add times and cached tokens to each row.")
-@option("--allow-unknown", is_flag=True, help="Carry misspelt parameters along instead of refusing their row.")
+@option(
+    "--allow-unknown",
+    is_flag=True,
+    help="Carry misspelt and unavailable parameters along instead of refusing their row.",
+)
 @option("--stats", metavar="FILE", help="Write statistics of this run as JSON, however it ends.")
 @model_options
 @sampling_options()

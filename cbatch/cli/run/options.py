@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal
 
 from cbatch.cli.common.options import SamplingOptions
 from cbatch.engine import ConfigError, EngineConfig
@@ -27,6 +27,7 @@ class RunOptions:
     check: bool = False
     date: datetime | None = None
     raw: bool = False
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
     token_ids: bool = False
     timings: bool = False
     allow_unknown: bool = False

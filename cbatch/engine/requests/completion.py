@@ -303,12 +303,12 @@ class Completion(Mapping[str, Any]):
         call = self._row.call
         assert call is not None
         if self.error is not None:
-            return openai_batch.result_line(self._row, self.key, None, _error_fields(self.error))
+            return openai_batch.result_line(self._row, self.key, None, self.error)
         choices = []
         for choice in self.choices:
             fields = self._choice_fields(choice)
             logprobs = self._openai_logprobs(choice, is_chat=call.is_chat)
-            shown = openai_batch.choice(call.is_chat, choice.index, fields, logprobs)
+            shown = openai_batch.choice(self._row, choice.index, fields, logprobs)
             choices.append(shown | ({"token_ids": fields["token_ids"]} if self._with_token_ids else {}))
         body = openai_batch.response_body(call, self.key, choices, self.usage.to_dict())
         if self.prompt_logprobs is not None and (call.is_chat or not self._echoes):
@@ -348,9 +348,12 @@ class Completion(Mapping[str, Any]):
                 length += len(one.token) if one.data is None else len(decoder.decode(one.data))
         return {
             "tokens": [_token_name(one) for one in scored],
-            # The first token of a prompt has no log-probability, and this form allows no null: 0 stands for it.
-            "token_logprobs": [_rounded(one.logprob) or 0.0 for one in scored],
-            "top_logprobs": [{_token_name(top): _rounded(top.logprob) for top in one.top} for one in scored],
+            # The first token of a prompt has no log-probability. The API gives null for it, in both lists.
+            "token_logprobs": [_rounded(one.logprob) for one in scored],
+            "top_logprobs": [
+                {_token_name(top): _rounded(top.logprob) for top in one.top} if one.logprob is not None else None
+                for one in scored
+            ],
             "text_offset": offsets,
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -10,7 +11,9 @@ from typing import Any
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.params import SamplingParams, derive_seed
+from cbatch.engine.base.template_options import TemplateOptions
 from cbatch.engine.requests.completion import Completion
+from cbatch.engine.requests.param_names import own_params
 from cbatch.engine.requests.request import EncodedRequest, GenerationRequest, RequestDefaults
 from cbatch.engine.requests.row import InputRow
 from cbatch.engine.requests.row_keys import KeyMaker, canonical_params
@@ -46,14 +49,22 @@ class InputProcessor:
         self._has_template = model.tokenizer is not None and bool(model.tokenizer.chat_template)
 
     @cached_property
+    def _given(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return own_params(self._defaults.params)
+
+    @cached_property
     def _params(self) -> SamplingParams:
-        return self._model.default_params.merged(self._defaults.params)
+        return self._model.default_params.merged(self._given[0])
 
     @cached_property
     def _openai_params(self) -> SamplingParams:
-        if self._defaults.params.get("max_tokens") is None:  # that API has no default of its own
+        if "max_tokens" not in self._given[0]:  # that API has no default of its own
             return replace(self._params, max_tokens=None)
         return self._params
+
+    @cached_property
+    def _template(self) -> TemplateOptions:
+        return _with_fields(self._defaults.template, self._given[1])
 
     @cached_property
     def _keys(self) -> KeyMaker:
@@ -62,7 +73,7 @@ class InputProcessor:
 
     def check(self) -> None:
         """Raises RequestError if the defaults themselves are wrong."""
-        self._params  # noqa: B018
+        self._params, self._template  # noqa: B018
 
     def request(self, row: InputRow, params: SamplingParams | None = None) -> GenerationRequest:
         """A row with the defaults applied.
@@ -120,12 +131,15 @@ class InputProcessor:
         kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
         seed = derive_seed(defaults.seed, kind, name) if params.seed is None else params.seed
         self._check_tools(row)
+        template = _with_fields(self._template, row.template) if row.template else self._template
         request = GenerationRequest(
             text=row.prompt,
             prompt_ids=row.prompt_token_ids,
             messages=row.messages,
             tools=row.tools or (),
-            template=defaults.template,
+            choice=row.choice,
+            max_calls=row.max_calls,
+            template=template,
             params=params,
             seed=seed,
             priority=row.priority,
@@ -134,16 +148,32 @@ class InputProcessor:
         )
         if row.prompt is not None and self._has_template and not (row.raw or defaults.raw):
             request = replace(request, text=None, messages=[{"role": "user", "content": row.prompt}])
-        system = defaults.system
-        if request.messages is not None and system is not None and not _has_system(request.messages):
-            request = replace(request, messages=[{"role": "system", "content": system}, *request.messages])
+        request = self._with_system(request, row)
         limit, limits = None, self._model.limits
         if limits.cache_is_small:  # then the cache may cut off the output earlier than the context
             with suppress(RequestError):  # `encode` will say it
                 request = replace(request, known_ids=self._prompt_ids(request))
                 limit = limits.limit_of_cache(len(request.known_ids or ()), params.max_tokens)
-        key = self._keys.for_row(row, request.prompt, sampling, seed, defaults.with_token_ids, limit)
+        key = self._keys.for_row(
+            row, request.prompt, sampling, seed, defaults.with_token_ids, limit, asked=_asked(request)
+        )
         return replace(request, key=key)
+
+    def _with_system(self, request: GenerationRequest, row: InputRow) -> GenerationRequest:
+        """The request with a system message, if its row or the defaults give one and it has none."""
+        messages = request.messages
+        if messages is None:
+            if row.system or row.template:
+                name = "system" if row.system else next(iter(row.template))
+                raise RequestError("invalid_row", f"{name} needs the chat template, {self._why_no_template()}")
+            return request
+        if _has_system(messages):
+            if row.system:
+                raise RequestError("invalid_row", "the row has both system and a message with that role")
+            return request
+        if (system := row.system or self._defaults.system) is None:
+            return request
+        return replace(request, messages=[{"role": "system", "content": system}, *messages])
 
     def _sampling(self, row: InputRow, complete: SamplingParams | None) -> tuple[SamplingParams, bytes]:
         """A row's effective parameters, and their form in its key. Most rows of a run share both."""
@@ -161,12 +191,15 @@ class InputProcessor:
     def _check_tools(self, row: InputRow) -> None:
         if not row.tools:
             return
-        if not self._has_template:
-            raise RequestError("invalid_row", "tools need a chat template, and this model has none")
-        if self._defaults.raw:
-            raise RequestError("invalid_row", "tools need the chat template, and --raw skips it")
+        if not self._has_template or self._defaults.raw:
+            raise RequestError("invalid_row", f"tools need the chat template, {self._why_no_template()}")
         if self._tokenizer is None or not self._tokenizer.takes_tools:
             raise RequestError("invalid_row", "this model's chat template takes no tools")
+
+    def _why_no_template(self) -> str:
+        if not self._has_template:
+            return "and this model has none"
+        return "and --raw skips it" if self._defaults.raw else "which this prompt does not go through"
 
     def _prompt_ids(self, request: GenerationRequest) -> list[int]:
         if request.known_ids is not None:
@@ -208,10 +241,42 @@ class InputProcessor:
             is_thinking=is_thinking,
             tools=request.tools,
             prefix=prefix,
+            max_calls=request.max_calls,
             source=request.source,
             key=request.key,
             with_token_ids=request.with_token_ids,
         )
+
+
+def _with_fields(options: TemplateOptions, fields: Mapping[str, Any]) -> TemplateOptions:
+    """Options with some replaced by the fields of a request. Raises RequestError for a wrong type."""
+    if not fields:
+        return options
+    kwargs = fields.get("chat_template_kwargs", {})
+    return replace(
+        options,
+        kwargs={**options.kwargs, **kwargs} if isinstance(kwargs, Mapping) else kwargs,
+        add_generation_prompt=fields.get("add_generation_prompt", options.add_generation_prompt),
+        continue_final_message=fields.get("continue_final_message", options.continue_final_message),
+    )
+
+
+def _asked(request: GenerationRequest) -> dict[str, Any]:
+    """What a conversation asks for beside its messages, sampling and tools, for its key."""
+    if request.messages is None:
+        return {}
+    template, asked = request.template, dict[str, Any]()
+    if template.kwargs:
+        asked["chat_template_kwargs"] = {name: json.dumps(value) for name, value in template.kwargs.items()}
+    if template.continue_final_message:
+        asked["continue_final_message"] = True
+    elif not template.begins_new_message:
+        asked["add_generation_prompt"] = False
+    if request.choice is not None:
+        asked["tool_choice"] = {"name": request.choice.name}
+    if request.tools and request.max_calls is not None:
+        asked["max_calls"] = request.max_calls
+    return asked
 
 
 def _has_system(messages: Sequence[Message]) -> bool:

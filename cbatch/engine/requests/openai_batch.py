@@ -7,26 +7,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from cbatch.engine.base.params import PARAM_NAMES
+from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.strict_json import json_type
-from cbatch.engine.requests.row import ALIASES, PROMPT_FIELDS, ApiCall, InputRow
+from cbatch.engine.requests.param_names import IGNORED, REFUSED, TEMPLATE_FIELDS, UNDERSTOOD
+from cbatch.engine.requests.row import PROMPT_FIELDS, ApiCall, InputRow
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-REQUEST_FIELDS = ("custom_id", "method", "url", "body")
-IGNORED = ("model", "user", "metadata")
-UNSUPPORTED: dict[str, Any] = {
-    "suffix": "",
-    "best_of": 1,
-    "functions": [],
-    "function_call": "none",
-    "parallel_tool_calls": True,
-    "modalities": ["text"],
-    "audio": None,
-}
-"""Fields that would change the answer and are not supported, with the values that ask for nothing."""
+SERVER_ERRORS = ("internal_error", "nan_logits", "cancelled")
+"""Codes of errors that are not the request's fault."""
 
-CHAT_FIELDS = ("tools", "tool_choice", "top_logprobs")
-KNOWN = frozenset([*PARAM_NAMES, *ALIASES, *UNSUPPORTED, *PROMPT_FIELDS, *IGNORED, *CHAT_FIELDS, "stream", "priority"])
+REQUEST_FIELDS = ("custom_id", "method", "url", "body")
+
+TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
+CHAT_FIELDS = (*TOOL_FIELDS, "top_logprobs", *TEMPLATE_FIELDS, "enable_thinking", "think", "reasoning_effort")
+PARAMS = UNDERSTOOD | REFUSED.keys()
+KNOWN = PARAMS | {*PROMPT_FIELDS, *IGNORED, *CHAT_FIELDS, "priority"}
 
 
 def is_request(fields: dict[str, Any]) -> bool:
@@ -55,20 +50,17 @@ def fill(row: InputRow, fields: dict[str, Any], *, allow_unknown: bool) -> None:
 
 def _fill_from_body(row: InputRow, body: dict[str, Any], *, is_chat: bool, allow_unknown: bool) -> None:
     row.extra |= {name: value for name, value in body.items() if name not in KNOWN}
-    if row.typed_field(body, "stream", bool, False):
-        raise row.invalid("stream is not supported in a batch")
     row.set_priority(body)
-    for name, nothing in UNSUPPORTED.items():
-        if body.get(name) not in (None, nothing):
-            raise row.invalid(f"{name} is not available in this version of cbatch")
-    row.set_params(body)
-    if not allow_unknown:
-        row.check_spelling([name for name in body if name not in KNOWN], KNOWN)
     wanted = "messages" if is_chat else "prompt"
     if doubled := [name for name in PROMPT_FIELDS if name != wanted and body.get(name) is not None]:
         raise row.invalid(f"this url takes {wanted}, not {doubled[0]}")
-    if not is_chat and (strange := [name for name in CHAT_FIELDS if body.get(name)]):
+    if not is_chat and (strange := [name for name in CHAT_FIELDS if body.get(name) and name != "parallel_tool_calls"]):
         raise row.invalid(f"{strange[0]} is a field of {CHAT}, and this is a request to {TEXT}")
+    if is_chat and not row.typed_field(body, "logprobs", bool, False):
+        row.typed_field(body, "top_logprobs", int, 0)
+    row.set_params({name: value for name, value in body.items() if name in PARAMS})
+    if not allow_unknown:
+        row.check_spelling([name for name in body if name not in KNOWN], KNOWN)
     if is_chat:
         _fill_chat(row, body)
     else:
@@ -76,11 +68,6 @@ def _fill_from_body(row: InputRow, body: dict[str, Any], *, is_chat: bool, allow
 
 
 def _fill_chat(row: InputRow, body: dict[str, Any]) -> None:
-    """Reads a chat; here `logprobs` is a boolean, and `top_logprobs` the number of alternatives."""
-    if row.typed_field(body, "logprobs", bool, False):
-        row.params["logprobs"] = row.typed_field(body, "top_logprobs", int, 0)
-    elif body.get("top_logprobs"):
-        raise row.invalid("top_logprobs needs logprobs to be true")
     row.set_tools(body)
     row.set_messages(body.get("messages"))
     for message in row.messages or ():
@@ -101,14 +88,18 @@ def _fill_text(row: InputRow, prompt: Any) -> None:
         row.raw = True
 
 
-def result_line(row: InputRow, key: str, body: dict[str, Any] | None, error: dict[str, str] | None) -> dict[str, Any]:
-    """The result line of a request, with `index` and `key` in addition."""
-    response = {"status_code": 200, "request_id": f"req_{key}", "body": body} if body is not None else None
+def result_line(row: InputRow, key: str, body: dict[str, Any] | None, error: RequestError | None) -> dict[str, Any]:
+    """The result line of a request, with `index` and `key` in addition. One that failed has the API's error body."""
+    status, fields = 200, None
+    if error is not None:
+        status, fields = (500 if error.code in SERVER_ERRORS else 400), {"code": error.code, "message": str(error)}
+        kind = "server_error" if status == 500 else "invalid_request_error"
+        body = {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
     return {
         "id": f"batch_req_{key}",
         "custom_id": row.id,
-        "response": response,
-        "error": error,
+        "response": {"status_code": status, "request_id": f"req_{key}", "body": body},
+        "error": fields,
         "index": row.index,
         "key": key,
     }
@@ -126,10 +117,14 @@ def response_body(call: ApiCall, key: str, choices: list[dict[str, Any]], usage:
     }
 
 
-def choice(is_chat: bool, index: int, fields: dict[str, Any], logprobs: dict[str, Any] | None) -> dict[str, Any]:
+def choice(row: InputRow, index: int, fields: dict[str, Any], logprobs: dict[str, Any] | None) -> dict[str, Any]:
     """One choice of a body, from the fields of cbatch's own form."""
-    choice = {"index": index, "finish_reason": fields["finish_reason"], "logprobs": logprobs}
-    if not is_chat:
+    assert row.call is not None
+    reason = fields["finish_reason"]
+    if reason == "tool_calls" and row.choice is not None and row.choice.name is not None:
+        reason = "stop"  # the API says so of a function that was named by tool_choice
+    choice = {"index": index, "finish_reason": reason, "logprobs": logprobs}
+    if not row.call.is_chat:
         return choice | {"text": fields["text"] or ""}
     message = {"role": "assistant", "content": fields["text"], "refusal": None}
     if "tool_calls" in fields:

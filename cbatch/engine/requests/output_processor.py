@@ -207,6 +207,7 @@ class OutputProcessor:
         stream = self._new_stream()
         first = stream.push(raw)
         last, calls = stream.finish()
+        calls = calls[: request.max_calls]
         has_calls = bool(calls) and output.finish_reason == "stop"
         return Choice(
             index=number,

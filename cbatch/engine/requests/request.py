@@ -21,7 +21,8 @@ from cbatch.engine.text.tokenizer import ChatTokenizer, Message, Prompt
 class RequestDefaults:
     """What holds for every request of a run or a call that does not say something else itself.
 
-    params:   sampling parameters by name; the model's own defaults hold for the others
+    params:   sampling parameters and template fields by any of their names (see `param_names`); the model's own
+              defaults hold for the others
     system:   system message of conversations that have none
     seed:     seed from which requests without a seed of their own get theirs
     raw:      take every prompt as plain text to continue
@@ -48,6 +49,7 @@ class GenerationRequest:
     messages:   a conversation, for the chat template
     tools:      functions that the model may call, in OpenAI's form
     choice:     what it must call; None if it need not call any
+    max_calls:  most tool calls of an output that count; None for all
     template:   options of the chat template
     answer:     beginning of the model's answer, which it is to continue
     params:     sampling parameters
@@ -64,6 +66,7 @@ class GenerationRequest:
     messages: Sequence[Message] | None = None
     tools: Sequence[Mapping[str, Any]] = ()
     choice: ToolChoice | None = None
+    max_calls: int | None = None
     template: TemplateOptions = field(default_factory=TemplateOptions)
     answer: str = ""
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -92,6 +95,7 @@ class EncodedRequest:
                  output is not an answer in a conversation
     opens_thinking: whether the template has opened the think tag of the answer, in front of `prefix`
     is_thinking: whether the prompt leaves the model inside its reasoning
+    max_calls:   most tool calls of an output that count; None for all
     prefix:      the beginning of the answer, which the prompt ends with
     """
 
@@ -104,6 +108,7 @@ class EncodedRequest:
     opens_thinking: bool = False
     is_thinking: bool = False
     tools: Sequence[Mapping[str, Any]] = ()
+    max_calls: int | None = None
     prefix: str = ""
     source: InputRow = field(default_factory=lambda: InputRow(0))
     key: str = ""

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from cbatch.engine.base.errors import RequestError
-from cbatch.engine.base.params import PARAM_NAMES, SamplingParams
-from cbatch.engine.base.spelling import similar_name
+from cbatch.engine.base.params import with_overrides
 from cbatch.engine.base.strict_json import json_type
+from cbatch.engine.requests.param_names import TEMPLATE_FIELDS, intended_name, own_params, translate
+from cbatch.engine.structured.tool_choice import ToolChoice
 from cbatch.engine.text.tool_calls import check_tools
 
-ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
 MAX_PRIORITY = 2**31
 """Leaves room for more urgent requests: those of a chat that runs rows in the background."""
-
-_PARAMS = frozenset([*PARAM_NAMES, *ALIASES])
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +31,11 @@ class InputRow:
 
     index:  0-based number of the line in the input, or of the prompt in a call
     where:  where the row stands, for messages: “line 3”; empty if that goes without saying
+    system: system message of a prompt that has none
+    tools:  functions that the model may call
+    choice: what the model must call; None if it need not call any
+    max_calls: most tool calls of an output that count; None for all
+    template: fields of TEMPLATE_FIELDS that the row sets
     params: sampling parameters that the row sets
     extra:  other columns, which are copied to the result
     call:   set if the row is an OpenAI Batch request, so that its result has that form too
@@ -45,7 +48,11 @@ class InputRow:
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
     raw: bool = False
+    system: str | None = None
     tools: list[dict[str, Any]] | None = None
+    choice: ToolChoice | None = None
+    max_calls: int | None = None
+    template: dict[str, Any] = field(default_factory=dict)
     params: dict[str, Any] = field(default_factory=dict)
     priority: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
@@ -60,36 +67,55 @@ class InputRow:
         """The same error, saying where the row stands."""
         return self.invalid(str(error), error.code) if self.where else error
 
-    def set_params(self, fields: dict[str, Any]) -> None:
-        """Sets the sampling parameters from a row's fields; null means not given."""
-        for name, value in fields.items():
-            if name in _PARAMS and value is not None:
-                meant = ALIASES.get(name, name)
-                if self.params.setdefault(meant, value) != value:
-                    raise self.invalid(f"{name} is {value!r}, but another name of it is {self.params[meant]!r}")
+    def set_params(self, fields: Mapping[str, Any], *, carries_refused: bool = False) -> None:
+        """Sets sampling parameters and template fields by whatever names they have; null means not given.
+
+        carries_refused: leave out what is not available here, instead of refusing it
+        """
+        try:
+            made = translate(fields, carries_refused=carries_refused)
+        except RequestError as error:
+            raise self.located(error) from None
+        self.template = {name: made.pop(name) for name in TEMPLATE_FIELDS if name in made}
+        self.params = made
 
     def set_defaults(self, params: Mapping[str, Any]) -> None:
-        """Sets sampling parameters that the row does not set itself. Does not raise: what is wrong is its `error`."""
+        """Sets sampling parameters that the row does not set itself. Does not raise, as the row's `error` says more."""
         try:
-            defaults = InputRow(self.index, self.where)
-            defaults.set_params(dict(params))
-            SamplingParams().merged({name: value for name, value in params.items() if name not in _PARAMS})
+            given, template = own_params(params)
         except RequestError as error:
-            self.error = self.error or error
-        else:
-            self.params = defaults.params | self.params
+            self.error = self.error or self.located(error)
+            return
+        self.params = with_overrides(given, self.params)
+        self.template = template | self.template
 
-    def set_tools(self, fields: dict[str, Any]) -> None:
-        """Sets the tools that the model may call, unless `tool_choice` is `none`."""
-        choice = fields.get("tool_choice")
+    def set_tools(self, fields: Mapping[str, Any]) -> None:
+        """Sets the tools that the model may call, unless `tool_choice` is `none`, and what it must call."""
+        choice, asked = fields.get("tool_choice"), fields.get("tools")
+        try:
+            tools = check_tools(asked) if asked is not None else []
+        except RequestError as error:
+            raise self.located(error) from None
+        self.tools = tools if tools and choice != "none" else None
         if choice not in (None, "auto", "none"):
-            raise self.invalid("tool_choice must be auto or none; the model cannot be forced to call a tool")
-        if fields.get("tools") is not None:
-            try:
-                tools = check_tools(fields["tools"])
-            except RequestError as error:
-                raise self.invalid(str(error)) from None
-            self.tools = tools if tools and choice != "none" else None
+            self.choice = self._tool_choice(choice, tools)
+        if not self.typed_field(fields, "parallel_tool_calls", bool, True):
+            self.max_calls = 1
+
+    def _tool_choice(self, choice: Any, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
+        kind = choice.get("type") if isinstance(choice, dict) else None
+        if kind == "allowed_tools":
+            raise self.invalid("tool_choice allowed_tools is not available: give only the tools that are allowed")
+        function = choice.get("function") if kind == "function" else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if choice != "required" and not isinstance(name, str):
+            form = '{"type": "function", "function": {"name": ...}}'
+            raise self.invalid(f"tool_choice must be auto, none, required or {form}")
+        if not tools:
+            raise self.invalid("tool_choice forces a call, but there are no tools")
+        if name is not None and all(tool["function"]["name"] != name for tool in tools):
+            raise self.invalid(f"tool_choice names {name!r}, which is not one of the tools")
+        return ToolChoice(name)
 
     def set_messages(self, value: Any) -> None:
         if not isinstance(value, list) or not value:
@@ -114,12 +140,12 @@ class InputRow:
             raise self.invalid("prompt_token_ids must be a list of at least one whole number")
         self.prompt_token_ids = value
 
-    def set_priority(self, fields: dict[str, Any]) -> None:
+    def set_priority(self, fields: Mapping[str, Any]) -> None:
         self.priority = self.typed_field(fields, "priority", int, 0)
         if abs(self.priority) > MAX_PRIORITY:
             raise self.invalid(f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}")
 
-    def typed_field(self, fields: dict[str, Any], name: str, wanted: type, default: Any) -> Any:
+    def typed_field(self, fields: Mapping[str, Any], name: str, wanted: type, default: Any) -> Any:
         """The value of a field, or the default if it is absent or null. Raises RequestError if it has another type."""
         value = fields.get(name)
         if value is None:
@@ -129,11 +155,10 @@ class InputRow:
             raise self.invalid(f"{name} must be {words}, not {json_type(value)}")
         return value
 
-    def check_spelling(self, names: Iterable[str], known: Collection[str]) -> None:
-        """Refuses a column whose name is one edit away from that of a parameter. Raises RequestError."""
+    def check_spelling(self, names: Iterable[str], known: Iterable[str]) -> None:
+        """Refuses a column whose name resembles that of a parameter. Raises RequestError."""
         for name in names:
-            meant = similar_name(name, [other for other in known if len(other) >= 5])
-            if meant:
+            if (meant := intended_name(name, known)) is not None:
                 raise self.invalid(
                     f"unknown parameter {name!r}; did you mean {meant!r}? (--allow-unknown carries it along)",
                     "unknown_parameter",

@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from cbatch.engine.base.params import PARAM_NAMES
 from cbatch.engine.base.strict_json import json_type
 from cbatch.engine.requests import openai_batch
-from cbatch.engine.requests.row import ALIASES, PROMPT_FIELDS, InputRow
+from cbatch.engine.requests.param_names import ALIASES, COLUMN_NAMES, REFUSED, UNDERSTOOD, is_param
+from cbatch.engine.requests.row import PROMPT_FIELDS, InputRow
 
-KNOWN = frozenset([*PROMPT_FIELDS, *PARAM_NAMES, *ALIASES, "id", "raw", "priority", "tools", "tool_choice"])
+OWN_FIELDS = (*PROMPT_FIELDS, "id", "custom_id", "raw", "system", "priority", *openai_batch.TOOL_FIELDS)
+KNOWN = frozenset([*OWN_FIELDS, *UNDERSTOOD])
+
+SPELLINGS = frozenset([*PROMPT_FIELDS, *PARAM_NAMES, *ALIASES, *UNDERSTOOD, *OWN_FIELDS]) - {*COLUMN_NAMES, "system"}
+"""Names that a misspelt one may have been meant to be. Everyday words are not among them."""
 
 
 def fill_row(row: InputRow, fields: dict[str, Any], *, is_own_form: bool = False, allow_unknown: bool = False) -> None:
     """Sets the row's fields from a JSON object. Those that are set before an error is raised stay valid.
 
     is_own_form:   it is no request of the OpenAI Batch API, whatever its columns are called
-    allow_unknown: carry misspelt parameters along instead of refusing the row
+    allow_unknown: carry misspelt parameters along, and those that are not available here, instead of refusing the row
 
     Raises RequestError.
     """
     if not is_own_form and openai_batch.is_request(fields):
         openai_batch.fill(row, fields, allow_unknown=allow_unknown)
         return
-    row.extra = {name: value for name, value in fields.items() if name not in KNOWN}
-    identity = fields.get("id")
-    if isinstance(identity, bool) or not isinstance(identity, str | int | float | None):
-        raise row.invalid(f"id must be a string or a number, not {json_type(identity)}")
-    row.id = identity
+    params = {name: value for name, value in fields.items() if is_param(name, value)}
+    row.extra = {
+        name: value
+        for name, value in fields.items()
+        if name not in OWN_FIELDS and (name not in params or (allow_unknown and name in REFUSED))
+    }
+    row.id = _identity(row, fields)
     row.raw = row.typed_field(fields, "raw", bool, False)
+    row.system = row.typed_field(fields, "system", str, None)
     row.set_priority(fields)
-    row.set_params(fields)
+    row.set_params(params, carries_refused=allow_unknown)
     row.set_tools(fields)
     if row.extra and not allow_unknown:
-        row.check_spelling(row.extra, KNOWN)
+        row.check_spelling(row.extra, SPELLINGS)
     forms = [name for name in PROMPT_FIELDS if name in fields]
     if len(forms) != 1:
         found = f"both {' and '.join(forms)}" if forms else f"none of {', '.join(PROMPT_FIELDS)}"
@@ -41,5 +50,26 @@ def fill_row(row: InputRow, fields: dict[str, Any], *, is_own_form: bool = False
     PROMPT_FIELDS[forms[0]](row, fields[forms[0]])
     if row.raw and row.prompt is None:
         raise row.invalid("raw works only with prompt")
-    if row.tools and (row.raw or row.prompt_token_ids is not None):
-        raise row.invalid("tools need the chat template, so give messages or a prompt that is not raw")
+    _check_template_fields(row)
+
+
+def _identity(row: InputRow, fields: Mapping[str, Any]) -> str | int | float | None:
+    """The row's `id`, which may be called `custom_id`. Raises RequestError."""
+    given = {name: fields[name] for name in ("id", "custom_id") if fields.get(name) is not None}
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise row.invalid(f"{name} must be a string or a number, not {json_type(value)}")
+    if len({(type(value), value) for value in given.values()}) > 1:
+        raise row.invalid("id and custom_id are two names of one thing, and they differ")
+    return next(iter(given.values()), None)
+
+
+def _check_template_fields(row: InputRow) -> None:
+    """Raises RequestError if the row says something to a chat template that its prompt does not go through."""
+    if not row.raw and row.prompt_token_ids is None:
+        return
+    given = {"tools": row.tools, "system": row.system, **row.template}
+    for name, value in given.items():
+        if value:
+            verb = "need" if name == "tools" else "needs"
+            raise row.invalid(f"{name} {verb} the chat template, so give messages or a prompt that is not raw")

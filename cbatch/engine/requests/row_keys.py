@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import fields
+from types import MappingProxyType
 
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.requests.row import InputRow
@@ -28,16 +30,26 @@ class KeyMaker:
         """`model`: fingerprint of the model and its chat template."""
         self._model = _hash(model.encode(), MODEL)
 
-    def for_row(self, row: InputRow, prompt: object, sampling: bytes, *others: object) -> str:
+    def for_row(
+        self,
+        row: InputRow,
+        prompt: object,
+        sampling: bytes,
+        *others: object,
+        asked: Mapping[str, object] = MappingProxyType({}),
+    ) -> str:
         """
         prompt:   text, token ids or messages, with all options applied
         sampling: the row's parameters, from `canonical_params`
         others:   whatever else decides which tokens are generated, and which are shown
+        asked:    what the prompt asks for beside its messages and tools; what is not asked for is left out, so that a
+                  new option changes no existing key
         """
         call = (row.call.is_chat, row.call.model) if row.call else None
         # A template may print tools as they are, so the order of their keys counts.
         tools = (json.dumps(row.tools),) if row.tools else ()
-        row_hash = _hash(_dump((row.id, prompt, row.extra, call, *tools)), INPUT)
+        more = (asked,) if asked else ()
+        row_hash = _hash(_dump((row.id, prompt, row.extra, call, *tools, *more)), INPUT)
         return self._model + _hash(sampling + repr(others).encode(), SAMPLING) + row_hash
 
     def for_invalid_row(self, source: bytes) -> str:
@@ -62,7 +74,7 @@ def explain_difference(here: str, there: str) -> str:
     if (here[SAMPLING] == NO_SAMPLING) != (there[SAMPLING] == NO_SAMPLING):
         return "a line that was refused then and is accepted now, or the other way round (perhaps --allow-unknown)"
     if here[INPUT] != there[INPUT]:
-        return "another input, or another --system, --raw or --format"
+        return "another input, or another --system, --template-kwargs, --raw or --format"
     return "other sampling parameters, another seed, --token-ids, or a KV cache of another size"
 
 

@@ -133,6 +133,32 @@ def test_tool_calls_come_back(tmp_path: Path) -> None:
     assert done[0]["usage"]["prompt_tokens"] > done[2]["usage"]["prompt_tokens"]
 
 
+def test_calls_are_forced_and_limited(tmp_path: Path) -> None:
+    """Guards tool_choice on a random model, in both forms of rows, and parallel_tool_calls."""
+    parameters = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    strict = {"parameters": {**parameters, "additionalProperties": False}}
+    tools = [{"type": "function", "function": {"name": name, **strict}} for name in ("add", "sub")]
+    named = {"type": "function", "function": {"name": "sub"}}
+    asked = {"tools": tools, "temperature": 1.0, "max_tokens": 190}
+    body = {"messages": [{"role": "user", "content": "a"}], **asked}
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a", **asked, "tool_choice": named},
+        {"custom_id": "b", "url": "/v1/chat/completions", "body": {**body, "tool_choice": named}},
+        {"custom_id": "c", "url": "/v1/chat/completions", "body": {**body, "tool_choice": "required"}},
+        {"prompt": "a", **asked, "choice": [call * 2]},
+        {"prompt": "a", **asked, "choice": [call * 2], "parallel_tool_calls": False},
+    ]
+    done = run(tmp_path, rows, CALLS.replace("{{ tools | tojson }}", ""))
+    choices = [row["response"]["body"]["choices"][0] for row in done[1:3]]
+    (sub,) = done[0]["tool_calls"]
+    assert done[0]["finish_reason"] == "tool_calls" and done[0]["text"] == "" and sub["function"]["name"] == "sub"
+    assert json.loads(sub["function"]["arguments"])["a"] in (1, 2)
+    assert [len(choices[0]["message"]["tool_calls"]), choices[0]["finish_reason"]] == [1, "stop"]
+    assert choices[1]["message"]["tool_calls"] and choices[1]["finish_reason"] in ("tool_calls", "length")
+    assert [len(row["tool_calls"]) for row in done[3:]] == [2, 1]
+
+
 def test_echo_is_not_part_of_the_answer(tmp_path: Path) -> None:
     """Guards against reading an echoed conversation as reasoning and calls of the answer."""
     messages = [{"role": "user", "content": "<tool_call>"}, {"role": "assistant", "content": "<think>x</think>"}]

@@ -214,6 +214,60 @@ def test_check_runs_nothing_and_reports(run: Any, tmp_path: Path, capfd: pytest.
     assert json.loads(capfd.readouterr().out)["bad_rows"] == 0
 
 
+def test_check_notices_doubled_ids(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards results that could not be told apart; they are legal, so the exit code stays. 1 and 1.0 are two ids."""
+    ids: list[Any] = ["a", None, "b", "a", 1, None, "a", 1.0, "1"]
+    rows = [{"prompt": "x", **({"id": name} if name is not None else {})} for name in ids]
+    assert run([*rows, {"prompt": 3, "custom_id": "b"}], "--check", "-q") == (1, [])
+    report = json.loads(capfd.readouterr().out)
+    assert report["doubled_ids"] == 3 and report["bad_rows"] == 1
+    assert report["first_doubled_ids"] == [
+        {"id": "a", "index": 3, "first_index": 0},
+        {"id": "a", "index": 6, "first_index": 0},
+        {"id": "b", "index": 9, "first_index": 2},
+    ]
+    assert run(rows, "--check", "-q") == (0, []) and json.loads(capfd.readouterr().out)["doubled_ids"] == 2
+
+
+def test_check_remembers_a_bounded_number_of_ids(
+    run: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards memory: of more ids than that, those that come later are not remembered, and the others still count."""
+    monkeypatch.setattr("cbatch.cli.run.check.MAX_IDS", 2)
+    rows = [{"prompt": "x", "id": name} for name in "abccab"]
+    run(rows, "--check", "-q")
+    report = json.loads(capfd.readouterr().out)
+    assert [one["index"] for one in report["first_doubled_ids"]] == [4, 5]
+
+
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_template_kwargs(run: Any, monkeypatch: pytest.MonkeyPatch, by_environment: bool) -> None:
+    """Guards --template-kwargs for all rows, beside what a row says itself; and its check before the model loads."""
+    text = '{"enable_thinking": false}'
+    if by_environment:
+        monkeypatch.setenv("CBATCH_RUN_TEMPLATE_KWARGS", text)
+    options = () if by_environment else ("--template-kwargs", text)
+    rows: list[dict[str, Any]] = [{"prompt": "x"}, {"prompt": "x", "think": True, "seed": 1}]
+    _, (off, on) = run(rows, *options)
+    monkeypatch.delenv("CBATCH_RUN_TEMPLATE_KWARGS", raising=False)
+    _, said = run([{"prompt": "x", "enable_thinking": False}, rows[1]], "--overwrite")
+    assert [off["key"], on["key"]] == [row["key"] for row in said]
+    for wrong in "{", "[1]", '{"messages": []}':
+        code, _ = run(rows, "--template-kwargs", wrong)
+        assert code == 2
+
+
+def test_other_names_of_parameters_as_options(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards --param with names of vLLM and ollama, and with names that are not available or misspelt."""
+    _, (row,) = run(ROWS[:1], "--param", "num_predict=2", "--param", 'guided_choice=["yes"]')
+    assert row["text"] == "yes"[: len(row["text"])]
+    wrong = ("temp=1", "num_ctx=4", "seed=1", "n=", "think=true", 'options={"top_k": 1, "tpo_p": 1}')
+    said = ("'temperature'", "num_ctx is not available", "--seed", "not valid JSON", "--template-kwargs", "'top_p'")
+    for param, message in zip(wrong, said, strict=True):
+        assert run(ROWS[:1], "--param", param)[0] == 2
+        assert message in " ".join(capfd.readouterr().err.split())
+
+
 def test_check_counts_what_a_run_then_does(run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Guards --check: the same rows, errors and prompt tokens as a run."""
     run(ROWS, "--check", "-q")

@@ -69,7 +69,7 @@ TOOL = '{"type": "function", "function": {"name": "look"}}'
         ('{"promt": "a"}', "unknown_parameter", "'prompt'"),
         ('{"prompt": "a", "tools": {}}', "invalid_row", "line 1: tools must be a list"),
         ('{"prompt": "a", "tools": [{"type": "function"}]}', "invalid_row", "line 1: Tool 1"),
-        ('{"prompt": "a", "tool_choice": "required"}', "invalid_row", "auto or none"),
+        ('{"prompt": "a", "tool_choice": "required"}', "invalid_row", "there are no tools"),
         (f'{{"prompt": "a", "raw": true, "tools": [{TOOL}]}}', "invalid_row", "not raw"),
     ],
 )

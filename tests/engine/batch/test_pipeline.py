@@ -113,7 +113,7 @@ def test_every_line_has_exactly_one_outcome(engine: Engine, many: list[bytes], e
             wanted.remove(0)
     assert [row["index"] for row in rows] == wanted
     for row in rows:
-        good = row["response"] if "custom_id" in row else row.get("finish_reason")
+        good = row["response"]["status_code"] == 200 if "custom_id" in row else row.get("finish_reason")
         assert len(row["key"]) == 32 and bool(good) != bool(row.get("error"))
         code = (row.get("error") or {}).get("code")
         assert code != "internal_error", row

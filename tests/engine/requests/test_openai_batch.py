@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai._models import construct_type
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from cbatch.cli.main import run_command
-from cbatch.engine import Engine, EngineConfig, LineProcessor, RequestDefaults, SamplingParams
+from cbatch.engine import Engine, EngineConfig, LineProcessor, RequestDefaults, RequestError, SamplingParams
 from cbatch.engine.batch.jsonl import parse_line
 from cbatch.engine.batch.lines import Line
+from cbatch.engine.requests import openai_batch
 from cbatch.engine.requests.row import InputRow
 
 
@@ -58,6 +60,18 @@ EVERYTHING = chat(
 )
 
 
+def without_nulls(body: dict[str, Any]) -> dict[str, Any]:
+    """A completion with `echo` without its first token, for which the API gives nulls that the package's types forbid.
+
+    The package itself does not validate what it receives.
+    """
+    (choice,) = body["choices"]
+    logprobs = choice["logprobs"]
+    assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+    kept = {name: values[1:] for name, values in logprobs.items()}
+    return {**body, "choices": [{**choice, "logprobs": kept}]}
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("openai")
@@ -81,22 +95,33 @@ def results(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> lis
 
 
 def test_results_have_the_shape_of_the_batch_api(results: list[dict[str, Any]]) -> None:
-    """Guards programs that read result files: ids, status, either response or error, index and key."""
+    """Guards programs that read result files: ids, status, index and key; errors as we and as the API write them."""
     assert [row["index"] for row in results] == list(range(11))
-    for row in results:
-        assert row["id"] == f"batch_req_{row['key']}" and (row["response"] is None) != (row["error"] is None)
     assert [row["custom_id"] for row in results] == ["c-1"] * 6 + ["odd"] + ["c-1"] * 4
     assert [row["index"] for row in results if row["error"]] == [4, 5, 6]
-    assert all(row["error"].keys() == {"code", "message"} for row in results if row["error"])
-    assert all(row["response"]["status_code"] == 200 for row in results if row["response"])
+    for row in results:
+        response, error = row["response"], row["error"]
+        assert row["id"] == f"batch_req_{row['key']}" and response["request_id"] == f"req_{row['key']}"
+        assert response["status_code"] == (400 if error else 200)
+        if error:
+            assert error.keys() == {"code", "message"}
+            assert response["body"] == {"error": {**error, "type": "invalid_request_error", "param": None}}
+
+
+def test_what_is_not_the_fault_of_a_request_has_another_status() -> None:
+    """Guards clients that send a request again only if the server failed."""
+    row = parse(chat())
+    for code, status, kind in (("nan_logits", 500, "server_error"), ("prompt_too_long", 400, "invalid_request_error")):
+        line = openai_batch.result_line(row, "0" * 32, None, RequestError(code, "so"))
+        assert line["response"]["status_code"] == status and line["response"]["body"]["error"]["type"] == kind
 
 
 def test_bodies_are_what_the_openai_package_reads(results: list[dict[str, Any]]) -> None:
     """Guards every field of a body against the package's own types, strictly."""
-    bodies = [row["response"]["body"] for row in results if row["response"]]
+    bodies = [row["response"]["body"] for row in results if not row["error"]]
     for body in bodies:
         kind = ChatCompletion if body["object"] == "chat.completion" else Completion
-        read = kind.model_validate(body, strict=True)
+        read = kind.model_validate(body if body is not bodies[-1] else without_nulls(body), strict=True)
         assert read.usage is not None and read.usage.total_tokens == sum(
             (read.usage.prompt_tokens, read.usage.completion_tokens)
         )
@@ -123,7 +148,11 @@ def test_choices_and_logprobs_of_bodies(results: list[dict[str, Any]]) -> None:
     (choice,) = scored["choices"]
     logprobs = choice["logprobs"]
     assert choice["text"] == "two" and logprobs["tokens"] == ["<|bos|>", "t", "w", "o"]
-    assert logprobs["token_logprobs"][0] == 0 and all(value < 0 for value in logprobs["token_logprobs"][1:])
+    assert logprobs["token_logprobs"][0] is None and all(value < 0 for value in logprobs["token_logprobs"][1:])
+    assert logprobs["top_logprobs"][0] is None and all(len(top) == 1 for top in logprobs["top_logprobs"][1:])
+    built = construct_type(value=scored, type_=Completion)  # as the package reads what it receives
+    assert isinstance(built, Completion) and built.choices[0].logprobs is not None
+    assert built.choices[0].logprobs.token_logprobs == logprobs["token_logprobs"]
     assert logprobs["text_offset"] == [0, 0, 1, 2] and choice["finish_reason"] == "length"
     assert scored["usage"]["completion_tokens"] == 0
 
@@ -173,7 +202,9 @@ def test_bodies_become_rows() -> None:
     assert (parse(text("a")).prompt, parse(text("a")).raw) == ("a", True)
     assert parse(text(["a"])).prompt == "a"
     assert parse(text([[1, 2]])).prompt_token_ids == parse(text([1, 2])).prompt_token_ids == [1, 2]
-    assert parse(chat(verbosity="low", model=5) | {"note": 1}).extra == {"note": 1, "verbosity": "low"}
+    assert parse(chat(verbosity="medium", whim="low", model=5) | {"note": 1}).extra == {"note": 1, "whim": "low"}
+    assert row.extra == {}, "bookkeeping of the API is no column"
+    assert row.template == {"chat_template_kwargs": {"reasoning_effort": "low", "enable_thinking": True}}
     assert parse(chat(max_tokens=None, max_completion_tokens=3)).params == {"max_tokens": 3}
     assert parse(chat(max_completion_tokens=3, max_tokens=None)).params == {"max_tokens": 3}
 
@@ -187,11 +218,15 @@ def test_bodies_become_rows() -> None:
         (chat() | {"custom_id": 3}, "custom_id must be a string"),
         (call("x"), "body must be an object, not a string"),
         (call({}), "messages must be a list"),
-        (chat(stream=True), "stream is not supported"),
+        (chat(stream=True), "stream is not available"),
+        (chat(chat_template="{{ messages }}"), "a template never comes from a row"),
+        (chat(web_search_options={}), "web_search_options is not available"),
+        (text("a", suffix="b"), "suffix is not available"),
+        (text("a", chat_template_kwargs={"a": 1}), "chat_template_kwargs is a field of /v1/chat/completions"),
         (chat(logprobs=3), "logprobs must be true or false"),
         (chat(top_logprobs=3), "top_logprobs needs logprobs"),
-        (chat(tool_choice="required"), "auto or none"),
-        (chat(parallel_tool_calls=False), "parallel_tool_calls is not available"),
+        (chat(tool_choice="required"), "there are no tools"),
+        (chat(tool_choice={"type": "allowed_tools", "allowed_tools": {}}), "allowed_tools is not available"),
         (chat(functions=[{"name": "f"}]), "functions is not available"),
         (text("a", best_of=3), "best_of is not available"),
         (text("a", top_logprobs=3), "top_logprobs is a field of /v1/chat/completions"),

@@ -1,0 +1,389 @@
+"""Names of OpenAI, vLLM and ollama for parameters: understood as ours, or refused with what to do instead.
+
+Their lists: https://platform.openai.com/docs/api-reference, `sampling_params.py` and the `protocol.py` files of vLLM,
+and `api/types.go` of ollama.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from cbatch.engine.base.errors import RequestError
+from cbatch.engine.base.params import PARAM_NAMES
+from cbatch.engine.base.spelling import similar_name
+from cbatch.engine.base.strict_json import json_type
+
+REST_OF_CONTEXT = 2**31 - 1
+"""As `max_tokens`, which is cut off where the context ends."""
+
+TEMPLATE_FIELDS = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+"""Fields of a request that tell its chat template something (see `TemplateOptions`)."""
+
+ALIASES = {
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""Other names of sampling parameters, whose values mean the same."""
+
+IGNORED = frozenset(
+    "model user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_options "
+    "prompt_cache_retention prediction stream_options stream_interval request_id session_id "
+    "guided_decoding_backend".split()
+)
+"""Fields of a body that do not change an answer. In a row of cbatch's own form these are columns like any other."""
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Values of `reasoning_effort`, and apart from the first of ollama's `think`."""
+
+_SCHEMA_KEYS = frozenset("type properties items enum const anyOf oneOf allOf $ref $defs".split())
+
+_MEANT = {
+    "temp": "temperature",
+    "stopp": "stop",
+    "stops": "stop",
+    "stopsequence": "stop",
+    "stopsequences": "stop",
+    "stopstrings": "stop",
+    "npredict": "max_tokens",
+    "numreturnsequences": "n",
+}
+"""Names that are no parameter anywhere here, without underscores, and what is meant by them."""
+
+
+class Refusal(NamedTuple):
+    """A parameter of others that has no meaning here.
+
+    why:       a sentence that says what it is and what to do instead
+    nothing:   values that ask for nothing, beside null
+    may_pass:  tells from the value and all fields whether it asks for nothing
+    """
+
+    why: str
+    nothing: tuple[Any, ...] = ()
+    may_pass: Callable[[Any, Mapping[str, Any]], bool] = lambda value, fields: False
+
+
+_RUNTIME = "it configures ollama's runtime; the engine has options of its own (cbatch run --help)"
+_BEAMS = "there is no beam search; n gives several outputs"
+_MIROSTAT = "there is no mirostat sampling; use top_p or min_p"
+_MEDIA = "models take text only"
+
+REFUSED: dict[str, Refusal] = {
+    # OpenAI
+    "best_of": Refusal("all outputs are returned; n says how many", (1,), lambda v, fields: v == fields.get("n")),
+    "suffix": Refusal("text is only generated at the end; put the suffix into the prompt", ("",)),
+    "functions": Refusal("it was replaced by tools", ([],)),
+    "function_call": Refusal("it was replaced by tool_choice", ("none", "auto")),
+    "modalities": Refusal(_MEDIA, (["text"],)),
+    "audio": Refusal(_MEDIA),
+    "verbosity": Refusal("say in the messages how long an answer should be", ("medium",)),
+    "web_search_options": Refusal("there is no search of the web"),
+    "moderation": Refusal("nothing is moderated"),
+    "stream": Refusal("a batch gives whole answers; from Python, engine.stream streams", (False,)),
+    # vLLM
+    "use_beam_search": Refusal(_BEAMS, (False,)),
+    "beam_width": Refusal(_BEAMS, (1,)),
+    "length_penalty": Refusal(_BEAMS, (1,)),
+    "early_stopping": Refusal(_BEAMS, (False,)),
+    "include_stop_str_in_output": Refusal("text ends before a stop string; stop_reason says which it was", (False,)),
+    "spaces_between_special_tokens": Refusal("text is as the tokenizer decodes it", (True,)),
+    "detokenize": Refusal("results always have text; --token-ids adds the token ids", (True,)),
+    "truncate_prompt_tokens": Refusal("a prompt is never cut; shorten it before"),
+    "truncation_side": Refusal("a prompt is never cut; shorten it before", ("left", "right")),
+    "logits_processors": Refusal("there are logit_bias, bad_words and allowed_token_ids instead", ([],)),
+    "logprob_token_ids": Refusal("logprobs gives the likeliest tokens; choice scores between a few texts", ([],)),
+    "prompt_logprob_token_ids": Refusal("prompt_logprobs gives the likeliest tokens", ([],)),
+    "prompt_logprob_start": Refusal("prompt_logprobs covers the whole prompt", (0,)),
+    "flat_logprobs": Refusal("log-probabilities have one form, OpenAI's", (False,)),
+    "return_token_ids": Refusal("--token-ids adds the token ids to all rows", (False,)),
+    "return_tokens_as_token_ids": Refusal("--token-ids adds the token ids to all rows", (False,)),
+    "return_token_offsets": Refusal("offsets of tokens are not reported", (False,)),
+    "return_prompt_text": Refusal("echo begins the text with the prompt", (False,)),
+    "return_mm_kwargs": Refusal(_MEDIA, (True, False)),
+    "media_io_kwargs": Refusal(_MEDIA, ({},)),
+    "mm_processor_kwargs": Refusal(_MEDIA, ({},)),
+    "routed_experts_prompt_start": Refusal("the routing of experts is not reported", (0,)),
+    "thinking_token_budget": Refusal("reasoning has no limit of its own; max_tokens bounds it with the answer", (-1,)),
+    "include_reasoning": Refusal("reasoning stands in a field of its own; leave that out when you read it", (True,)),
+    "repetition_detection": Refusal("repetition does not end an output; use frequency_penalty or max_tokens"),
+    "watermarking": Refusal("outputs have no watermark", (False,)),
+    "trace_decode_token_ids": Refusal("tokens are sampled; prompt_logprobs scores given ones", ([],)),
+    "skip_reading_prefix_cache": Refusal("--no-prefix-cache turns the cache off for all requests", (False,)),
+    "cache_salt": Refusal("nobody else's prompts are in the cache; --no-prefix-cache turns it off"),
+    "kv_transfer_params": Refusal("a request stays on one engine", ({},)),
+    "ec_transfer_params": Refusal("a request stays on one engine", ({},)),
+    "extra_args": Refusal("it is for plugins of vLLM", ({},)),
+    "vllm_xargs": Refusal("it is for plugins of vLLM", ({},)),
+    "output_kind": Refusal("engine.stream gives what is new, engine.generate all of it"),
+    "structural_tag": Refusal("use grammar, or tools with tool_choice"),
+    "guided_whitespace_pattern": Refusal("the blanks between parts of JSON are fixed; use grammar to choose them"),
+    "chat_template": Refusal("a template never comes from a row; the model's own is used"),
+    "documents": Refusal("chat templates get no documents; write them into a message", ([],)),
+    "add_special_tokens": Refusal(
+        "special tokens come from the chat template or the tokenizer; prompt_token_ids says them exactly",
+        (),
+        lambda value, fields: value is ("messages" not in fields),
+    ),
+    # ollama
+    "template": Refusal("a template never comes from a row; the model's own is used", ("",)),
+    "context": Refusal("give the earlier turns as messages", ([],)),
+    "images": Refusal(_MEDIA, ([],)),
+    "num_ctx": Refusal("the context is the model's own; --kv-cache-memory sizes the cache"),
+    "num_keep": Refusal("a context is never shifted: an output ends where it is full", (0,)),
+    "repeat_last_n": Refusal("repetition_penalty counts all tokens of prompt and output", (-1,)),
+    "penalize_newline": Refusal("penalties count line breaks like all tokens", (True,)),
+    "mirostat": Refusal(_MIROSTAT, (0,)),
+    "mirostat_tau": Refusal(_MIROSTAT, (), lambda value, fields: not fields.get("mirostat")),
+    "mirostat_eta": Refusal(_MIROSTAT, (), lambda value, fields: not fields.get("mirostat")),
+    "typical_p": Refusal("there is no typical sampling; use top_p or min_p", (1,)),
+    "tfs_z": Refusal("there is no tail-free sampling; use top_p or min_p", (1,)),
+    **dict.fromkeys(
+        "num_batch num_gpu main_gpu num_thread numa low_vram f16_kv use_mmap use_mlock draft_num_predict".split(),
+        Refusal(_RUNTIME),
+    ),
+    "logits_all": Refusal("logprobs and prompt_logprobs report probabilities", (False,)),
+    "vocab_only": Refusal(_RUNTIME, (False,)),
+    "embedding_only": Refusal("there are no embeddings", (False,)),
+}
+"""All messages read “NAME is not available: WHY.”"""
+
+
+def _max_tokens(name: str, value: Any) -> dict[str, Any]:
+    """ollama: -1 and -2 are no limit."""
+    return {"max_tokens": REST_OF_CONTEXT if value in (-1, -2) else value}
+
+
+def _json_schema(name: str, value: Any) -> dict[str, Any]:
+    """vLLM: a schema as an object, as JSON text, or as a class of pydantic."""
+    schema = value.model_json_schema() if hasattr(value, "model_json_schema") else value
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):
+            raise _wrong(f"{name} is not valid JSON") from None
+    if not isinstance(schema, Mapping | bool):
+        raise _wrong(f"{name} must be a JSON schema, not {json_type(schema)}")
+    schema = dict(schema) if isinstance(schema, Mapping) else schema
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
+def _format(name: str, value: Any) -> dict[str, Any]:
+    """ollama: `json`, or a schema."""
+    return {"response_format": {"type": "json_object"}} if value == "json" else _json_schema(name, value)
+
+
+def _structured_outputs(name: str, value: Any) -> dict[str, Any]:
+    """vLLM: an object with one of `json`, `regex`, `choice`, `grammar` and `json_object`."""
+    if not isinstance(value, Mapping):
+        raise _wrong(f"{name} must be an object, not {json_type(value)}")
+    made: dict[str, Any] = {}
+    for key, given in value.items():
+        if given in (None, False) or key.lstrip("_").startswith(("backend", "disable_fallback")):
+            continue
+        if key in ("regex", "choice", "grammar"):
+            made[key] = given
+        elif key == "json":
+            made |= _json_schema(f"{name}.json", given)
+        elif key == "json_object":
+            made["response_format"] = {"type": "json_object"}
+        else:
+            raise _wrong(f"{name}.{key} is not available: it has json, json_object, regex, choice and grammar")
+    return made
+
+
+def _options(name: str, value: Any) -> dict[str, Any]:
+    """ollama: sampling parameters by name."""
+    if not isinstance(value, Mapping):
+        raise _wrong(f"{name} must be an object of parameters, not {json_type(value)}")
+    made = translate(value)
+    check_known(made, PARAM_NAMES)
+    return made
+
+
+def _variable(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, bool):
+        raise _wrong(f"{name} must be true or false, not {json_type(value)}")
+    return {"chat_template_kwargs": {name: value}}
+
+
+def _think(name: str, value: Any) -> dict[str, Any]:
+    """ollama: true, false, or how much."""
+    return _effort(name, value) if isinstance(value, str) else _variable("enable_thinking", value)
+
+
+def _effort(name: str, value: Any) -> dict[str, Any]:
+    if value not in EFFORTS:
+        raise _wrong(f"{name} must be one of {', '.join(EFFORTS)}")
+    kwargs: dict[str, Any] = {"enable_thinking": value != "none"}
+    return {"chat_template_kwargs": kwargs if value == "none" else {"reasoning_effort": value, **kwargs}}
+
+
+READERS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
+    "num_predict": _max_tokens,
+    "guided_json": _json_schema,
+    "structured_outputs": _structured_outputs,
+    "guided_decoding": _structured_outputs,
+    "format": _format,
+    "options": _options,
+    "think": _think,
+    "enable_thinking": _variable,
+    "reasoning_effort": _effort,
+}
+"""Names whose values have another form than ours, and what makes sampling parameters and template fields of them."""
+
+UNDERSTOOD = frozenset([*PARAM_NAMES, *ALIASES, *READERS, *TEMPLATE_FIELDS, "top_logprobs"])
+
+_OPTION_NAMES = frozenset([*PARAM_NAMES, *ALIASES, *REFUSED, "num_predict"])
+_CLEAR_OPTIONS = frozenset(name for name in _OPTION_NAMES if "_" in name) | {"temperature"}
+
+COLUMN_NAMES: dict[str, Callable[[Any], bool]] = {
+    "format": lambda v: v == "json" or (isinstance(v, dict) and not _SCHEMA_KEYS.isdisjoint(v)),
+    "options": lambda v: (
+        isinstance(v, dict) and bool(v) and (not _CLEAR_OPTIONS.isdisjoint(v) or _OPTION_NAMES.issuperset(v))
+    ),
+    "think": lambda v: isinstance(v, bool) or (isinstance(v, str) and v in EFFORTS),
+    "reasoning_effort": lambda v: isinstance(v, str),
+    "template": lambda v: isinstance(v, str) and "{{" in v,
+    "context": lambda v: _is_list_of(v, int),
+    "images": lambda v: _is_list_of(v, str),
+    "documents": lambda v: _is_list_of(v, dict),
+    "functions": lambda v: _is_list_of(v, dict),
+    "audio": lambda v: isinstance(v, dict) and "voice" in v,
+    "modalities": lambda v: _is_list_of(v, str),
+    "suffix": lambda v: isinstance(v, str),
+    "stream": lambda v: isinstance(v, bool),
+    "verbosity": lambda v: v in ("low", "medium", "high"),
+    "moderation": lambda v: isinstance(v, dict),
+    "watermarking": lambda v: isinstance(v, bool),
+    "extra_args": lambda v: isinstance(v, dict),
+    "numa": lambda v: isinstance(v, bool),
+}
+"""Everyday words. In a row of cbatch's own form, such a key is a column unless its value has the parameter's form."""
+
+
+def is_param(name: str, value: Any) -> bool:
+    """Whether a key of a row is a parameter, ours or another program's, and not a column of the row's own."""
+    looks_right = COLUMN_NAMES.get(name)
+    return looks_right(value) if looks_right is not None else name in UNDERSTOOD or name in REFUSED
+
+
+def translate(fields: Mapping[str, Any], *, carries_refused: bool = False) -> dict[str, Any]:
+    """The same parameters by the names of `SamplingParams` and of TEMPLATE_FIELDS. Unknown names are kept.
+
+    carries_refused: leave out what is not available here, instead of refusing it
+
+    Raises RequestError for a parameter that is not available here, a value that cannot be read, and two names of one
+    parameter with different values.
+    """
+    made: dict[str, Any] = {}
+    for name, value in fields.items():
+        if (refusal := REFUSED.get(name)) is not None:
+            if not carries_refused:
+                _check_refused(name, value, fields, refusal)
+        elif name in READERS or name in ALIASES:
+            if value is not None:
+                read = READERS.get(name)
+                _add(made, name, {ALIASES[name]: value} if read is None else read(name, value))
+        elif name == "logprobs":
+            _add(made, name, {"logprobs": _logprobs(value, fields.get("top_logprobs"))})
+        elif name != "top_logprobs":
+            _add(made, name, {name: value})
+    if fields.get("top_logprobs") and fields.get("logprobs") in (None, False):
+        raise _wrong("top_logprobs needs logprobs to be true")
+    return {name: value for name, value in made.items() if value is not None or name not in UNDERSTOOD}
+
+
+def own_params(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sampling parameters by the names of `SamplingParams`, and fields for the chat template.
+
+    Raises RequestError as `translate`, and for names that are no parameter.
+    """
+    made = translate(params)
+    check_known(made, [*PARAM_NAMES, *TEMPLATE_FIELDS])
+    template = {name: made.pop(name) for name in TEMPLATE_FIELDS if name in made}
+    return made, template
+
+
+def check_known(names: Iterable[Any], known: Sequence[str]) -> None:
+    """Raises RequestError (`unknown_parameter`), with what may have been meant, for a name that is not known."""
+    for name in names:
+        if name not in known:
+            meant = intended_name(name, known) if isinstance(name, str) else None
+            advice = f"; did you mean {meant!r}?" if meant else "."
+            raise RequestError("unknown_parameter", f"There is no sampling parameter {repr(name)[:60]}{advice}")
+
+
+def intended_name(name: str, known: Iterable[str]) -> str | None:
+    """The parameter that a misspelt name was meant to be; None if it resembles none.
+
+    That is: another writing of it (`maxTokens`, `top-p`), what other programs call it, or one edit away from it.
+
+    known: names of parameters; those of less than five letters are not taken for misspelt ones
+    """
+    plain = _plain(name)
+    if plain in _MEANT:
+        return _MEANT[plain]
+    names = sorted(known)
+    same = next((other for other in names if "_" in other and _plain(other) == plain and other != name), None)
+    return same or similar_name(name, [other for other in names if len(other) >= 5])
+
+
+def _plain(name: str) -> str:
+    return name.lower().translate({ord(character): None for character in "_- "})
+
+
+def _check_refused(name: str, value: Any, fields: Mapping[str, Any], refusal: Refusal) -> None:
+    if value is None or value in refusal.nothing or refusal.may_pass(value, fields):
+        return
+    raise _wrong(f"{name} is not available: {refusal.why}")
+
+
+def _add(made: dict[str, Any], name: str, given: Mapping[str, Any]) -> None:
+    """Adds what a parameter means. Raises RequestError if another name of it says something else."""
+    for meant, value in given.items():
+        if value is None:
+            made.setdefault(meant, None)
+        elif meant == "chat_template_kwargs" and isinstance(value, Mapping) and made.get(meant) is not None:
+            _add_variables(made, name, value)
+        elif made.get(meant) is not None and made[meant] != value:
+            raise _wrong(f"{name} is {_shown(value)}, but another name of it is {_shown(made[meant])}")
+        else:
+            made[meant] = dict(value) if meant == "chat_template_kwargs" and isinstance(value, Mapping) else value
+
+
+def _add_variables(made: dict[str, Any], name: str, variables: Mapping[str, Any]) -> None:
+    before = made["chat_template_kwargs"]
+    if not isinstance(before, Mapping):
+        raise _wrong("chat_template_kwargs must be an object of variables for the template")
+    for variable, value in variables.items():
+        if variable in before and before[variable] != value:
+            raise _wrong(f"{name} sets {variable} to {_shown(value)}, but it is {_shown(before[variable])} elsewhere")
+    made["chat_template_kwargs"] = {**before, **variables}
+
+
+def _logprobs(value: Any, top: Any) -> Any:
+    """OpenAI's chat has a boolean, and the number of alternatives in `top_logprobs`; elsewhere it is that number."""
+    if value is True:
+        return 0 if top is None else top
+    if value not in (None, False) and top is not None and value != top:
+        raise _wrong(f"logprobs is {_shown(value)} and top_logprobs {_shown(top)}; give one of them")
+    return value
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is kind for item in value)
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:60]
+
+
+def _wrong(message: str) -> RequestError:
+    return RequestError("invalid_row", message)
