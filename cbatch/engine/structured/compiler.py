@@ -66,8 +66,8 @@ class ConstraintCompiler:
         self._load()
         try:
             grammar = self._checked_grammar(constraint)
-        except RequestError as error:
-            return error.with_traceback(None)
+        except RequestError as error:  # a new one: a raised error is kept with the frames of its callers
+            return RequestError(error.code, str(error))
         except OSError as error:
             raise RequestError("internal_error", f"Structured output cannot be checked: {error}.") from error
         limits = self._library.LLParserLimits(**LIMITS)

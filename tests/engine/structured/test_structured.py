@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -489,6 +490,23 @@ def test_constraints_are_compiled_once(demo: ChatTokenizer, monkeypatch: pytest.
     made.compile(c)
     assert was() is None, "nobody does"
     made.close()
+
+
+@pytest.mark.parametrize("constraint", [Constraint("regex", "("), Constraint("json_schema", "{")])
+def test_a_remembered_error_keeps_no_caller(compiler: ConstraintCompiler, constraint: Constraint) -> None:
+    """Guards the memory of an engine that is dropped: the traceback of a wrong constraint held all of it."""
+
+    class Caller:
+        def ask(self) -> None:
+            with pytest.raises(RequestError):
+                compiler.compile(constraint)
+
+    caller = Caller()
+    was = weakref.ref(caller)
+    caller.ask()
+    del caller
+    gc.collect()
+    assert was() is None
 
 
 def test_what_is_known_waits_for_nothing(demo: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
