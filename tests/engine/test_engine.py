@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import cache
 from itertools import count
 from typing import Any
@@ -317,3 +319,25 @@ def test_a_target_time_limits_prompts_and_changes_no_token(monkeypatch: pytest.M
         and set(mixed[:-1]) == {MIN_PREFILL_TOKENS["cpu"]}
         and all(seconds > 0 for _, _, seconds in seen)
     )
+
+
+BAD_PROMPTS: dict[str, Any] = {
+    "no prompt": object(),
+    "a wrong value": {"prompt_token_ids": [3, 4], "max_tokens": -1},
+    "a wrong constraint": {"prompt_token_ids": [3, 4], "regex": "("},
+    "an unknown token": {"prompt_token_ids": [VOCABULARY]},
+    "a long prompt": [3] * 10_000,
+}
+
+
+@pytest.mark.parametrize("bad", BAD_PROMPTS.values(), ids=BAD_PROMPTS)
+def test_an_error_in_a_result_keeps_no_engine(bad: Any, prompt: list[int]) -> None:
+    """Guards the memory of a notebook that keeps results and loads another model: tracebacks held the old engine."""
+    engine = Engine(EngineConfig(block_size=4, kv_blocks=64, device="cpu"), loaded=loaded(network()))
+    was, core = weakref.ref(engine), weakref.ref(engine.core)
+    results = engine.generate([prompt, bad], {"max_tokens": 2})
+    events = list(engine.stream([bad], {"max_tokens": 2}))
+    del engine
+    gc.collect()
+    assert was() is None and core() is None
+    assert [results[1].finish_reason, events[0].finish_reason] == ["error", "error"]

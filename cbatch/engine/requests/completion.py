@@ -138,6 +138,8 @@ class Completion(Mapping[str, Any]):
         self.choices = tuple(choices) or (Choice(finish_reason="error"),)
         self.usage = usage or Usage()
         self.error = error
+        if error is not None:  # whoever keeps the result shall not keep the frames, which hold the engine
+            error.__traceback__ = error.__cause__ = error.__context__ = None
         self.prompt_logprobs = prompt_logprobs
         self.timing = timing or Timing()
         self._has_text, self._with_token_ids, self._echoes = has_text, with_token_ids, echoes
