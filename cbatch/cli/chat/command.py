@@ -15,7 +15,14 @@ import click
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.common.loading import open_engine
-from cbatch.cli.common.options import engine_options, make_options, model_options, sampling_options, trace_option
+from cbatch.cli.common.options import (
+    engine_options,
+    make_options,
+    model_options,
+    sampling_options,
+    template_kwargs_option,
+    trace_option,
+)
 from cbatch.cli.common.tracing import tracing
 from cbatch.engine import with_overrides
 
@@ -35,6 +42,7 @@ class ChatOptions:
     source: str | None
     index: int | None
     prompts: str | None
+    template_kwargs: dict[str, Any]
     trace: str | None
     quiet: bool
     verbose: bool
@@ -56,6 +64,7 @@ class ChatOptions:
 @click.option("--from", "source", metavar="OUT.jsonl", help="Open a row of a batch's output as a session.")
 @click.option("--index", type=click.IntRange(0), metavar="K", help="Index of that row.")
 @click.option("--prompts", metavar="FILE", help="Input of that batch; the question is read from it.")
+@template_kwargs_option
 @model_options
 @sampling_options(in_chat=True)
 @engine_options(target_step_ms="auto")
@@ -121,7 +130,7 @@ def _make_controller(options: ChatOptions, store: SessionStore | None, trace: St
     sampling = options.sampling
     load = partial(open_engine, options.engine, quiet=options.quiet, verbose=options.verbose, trace=trace)
     controller = ChatController(
-        EngineClient(load, closes_engine=trace is not None),
+        EngineClient(load, template_kwargs=options.template_kwargs, closes_engine=trace is not None),
         system=sampling.system,
         params=sampling.params,
         seed=sampling.seed,

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -72,11 +72,19 @@ class ReplyRequest:
 class EngineClient:
     """Opens an engine and submits requests to it. `engine` is None until it is ready."""
 
-    def __init__(self, open_engine: Callable[[], Engine], *, closes_engine: bool = False) -> None:
+    def __init__(
+        self,
+        open_engine: Callable[[], Engine],
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        closes_engine: bool = False,
+    ) -> None:
         """
-        closes_engine: whether `close` waits for the step in flight, and so for the end of a trace
+        template_kwargs: variables for the chat template
+        closes_engine:   whether `close` waits for the step in flight, and so for the end of a trace
         """
         self.engine: Engine | None = None
+        self.template_kwargs = template_kwargs or {}
         self._open_engine, self._closes_engine = open_engine, closes_engine
         self._requests: queue.SimpleQueue[ReplyRequest] = queue.SimpleQueue()
         self._post: Post = lambda callback: None
@@ -166,7 +174,8 @@ class EngineClient:
         processor = engine.core.input_processor()
 
         def encoded(num_dropped: int) -> EncodedRequest:
-            asked = reply_request(engine, request.messages(num_dropped), request.reply_prefix)
+            messages = request.messages(num_dropped)
+            asked = reply_request(engine, messages, request.reply_prefix, self.template_kwargs)
             return processor.encode(replace(asked, params=params, seed=request.seed, priority=PRIORITY))
 
         def fits(num_dropped: int) -> bool:

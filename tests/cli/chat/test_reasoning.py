@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cbatch.cli.chat.commands.session_commands import do_set
+from cbatch.cli.chat.session.export import to_row
 from cbatch.cli.chat.session.session_file import read_session
 from cbatch.cli.chat.session.store import SessionStore
 from cbatch.cli.chat.tui.transcript import Transcript
@@ -104,3 +105,20 @@ def test_a_form_cannot_go_on_in_the_middle(harness: ChatHarness) -> None:
     controller.continue_reply(controller.current)
     harness.settle(controller)
     assert "cannot be continued" in reply_of(controller.current).error
+
+
+def test_variables_reach_the_chat_template() -> None:
+    """Guards --template-kwargs: a model is told not to think, and an exported row says so too."""
+    harness = make("' + ('' if enable_thinking | default(true) else '<think>\n\n</think>\n\n') + '")
+    assert harness.client.engine is not None
+    lengths = []
+    for kwargs in ({}, {"enable_thinking": False}):
+        harness.client.template_kwargs = kwargs
+        controller = harness.make(params={"max_tokens": 2})
+        harness.ask(controller, "Hi")
+        lengths.append(reply_of(controller.current).prompt_tokens)
+        row = to_row(controller.current, harness.client.params({}), 64, as_messages=True, template_kwargs=kwargs)
+        assert row.get("chat_template_kwargs", {}) == kwargs
+    block = harness.client.engine.encode("<think>\n\n</think>\n\n", raw=True)
+    assert lengths[1] == lengths[0] + len(block)
+    harness.client.engine.close()

@@ -61,7 +61,14 @@ def do_export(context: CommandContext, name: str) -> None:
                 file.write(to_markdown(session, engine.loaded.name))
         elif path.suffix == ".jsonl":
             params = context.controller.client.params(reply.params if reply else {})
-            append_row(path, to_row(session, params, engine.limits.max_model_len, as_messages=takes_messages(engine)))
+            row = to_row(
+                session,
+                params,
+                engine.limits.max_model_len,
+                as_messages=takes_messages(engine),
+                template_kwargs=context.controller.client.template_kwargs,
+            )
+            append_row(path, row)
         else:
             raise UserError(f"{name} must end in .md or .jsonl.")
     except OSError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +37,27 @@ def to_markdown(session: Session, model: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def to_row(session: Session, params: SamplingParams, context: int, *, as_messages: bool) -> dict[str, Any]:
+def to_row(
+    session: Session,
+    params: SamplingParams,
+    context: int,
+    *,
+    as_messages: bool,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """A row for `cbatch run` that gives the last reply of a session again.
 
     params:      the effective sampling parameters of that reply
     context:     length of the model's context in tokens; the limit of a reply without `max_tokens`
     as_messages: whether the model takes messages; otherwise the row is plain text to continue
+    template_kwargs: variables for the chat template
     """
     turn = session.last
     assert turn is not None
     reply, messages = turn.reply or Reply(), session.messages(turn)
-    asked = {"messages": messages} if as_messages else {"prompt": as_plain_text(messages), "raw": True}
+    asked: dict[str, Any] = {"messages": messages} if as_messages else {"prompt": as_plain_text(messages), "raw": True}
+    if as_messages and template_kwargs:
+        asked["chat_template_kwargs"] = dict(template_kwargs)
     max_tokens = params.max_tokens or context
     return {"id": session.name, **asked, **reply.params, "max_tokens": max_tokens, "seed": reply.seed}
 

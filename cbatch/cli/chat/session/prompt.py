@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cbatch.cli.chat.session.session import Message
 
@@ -12,17 +12,20 @@ if TYPE_CHECKING:
     from cbatch.engine import Engine, GenerationRequest
 
 
-def reply_request(engine: Engine, messages: Sequence[Message], reply_prefix: str = "") -> GenerationRequest:
+def reply_request(
+    engine: Engine, messages: Sequence[Message], reply_prefix: str, template_kwargs: Mapping[str, Any]
+) -> GenerationRequest:
     """A request for the next reply of a conversation.
 
     Without a chat template the model continues plain text: each message on a new line, directly followed by its reply.
 
-    reply_prefix: the beginning of the reply, if it is continued
+    reply_prefix:    the beginning of the reply, if it is continued
+    template_kwargs: variables for the chat template
     """
     from cbatch.engine import GenerationRequest, TemplateOptions
 
     if takes_messages(engine):
-        template = TemplateOptions(today=date.today())
+        template = TemplateOptions(kwargs=template_kwargs, today=date.today())
         return GenerationRequest(messages=messages, template=template, answer=reply_prefix)
     return GenerationRequest(text=as_plain_text(messages) + reply_prefix)
 
