@@ -20,8 +20,8 @@ REQUEST_FIELDS = ("custom_id", "method", "url", "body")
 
 TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 CHAT_FIELDS = (*TOOL_FIELDS, "top_logprobs", *TEMPLATE_FIELDS, "enable_thinking", "think", "reasoning_effort")
-PARAMS = UNDERSTOOD | REFUSED.keys()
-KNOWN = PARAMS | {*PROMPT_FIELDS, *IGNORED, *CHAT_FIELDS, "priority"}
+PARAMS = frozenset([*UNDERSTOOD, *REFUSED])
+KNOWN = frozenset([*PARAMS, *PROMPT_FIELDS, *IGNORED, *CHAT_FIELDS, "priority"])
 
 
 def is_request(fields: dict[str, Any]) -> bool:

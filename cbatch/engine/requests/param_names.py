@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from cbatch.engine.base.errors import RequestError
@@ -17,6 +18,9 @@ from cbatch.engine.base.strict_json import json_type
 
 REST_OF_CONTEXT = 2**31 - 1
 """As `max_tokens`, which is cut off where the context ends."""
+
+MAX_NAME = 64
+"""A longer name resembles no parameter."""
 
 TEMPLATE_FIELDS = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 """Fields of a request that tell its chat template something (see `TemplateOptions`)."""
@@ -327,6 +331,12 @@ def intended_name(name: str, known: Iterable[str]) -> str | None:
 
     known: names of parameters; those of less than five letters are not taken for misspelt ones
     """
+    return _intended(name, frozenset(known)) if len(name) <= MAX_NAME else None
+
+
+@lru_cache(maxsize=4096)
+def _intended(name: str, known: frozenset[str]) -> str | None:
+    """Rows have the same columns over and over."""
     plain = _plain(name)
     if plain in _MEANT:
         return _MEANT[plain]

@@ -215,6 +215,14 @@ def test_misspelt_names_are_refused_with_a_hint(name: str, meant: str) -> None:
         assert caught.value.code == "unknown_parameter"
 
 
+def test_long_names_cost_nothing() -> None:
+    """Guards memory and time against names of columns as long as a line; they resemble no parameter."""
+    before = param_names._intended.cache_info().currsize
+    assert parse({"x" * 100_000 + str(number): 1 for number in range(3)}).error is None
+    assert param_names._intended.cache_info().currsize == before
+    assert max(map(len, param_names.UNDERSTOOD)) < param_names.MAX_NAME
+
+
 def test_names_without_a_likeness_are_refused_from_python() -> None:
     """Guards params of Python, where nothing is a column, also against keys that are no text."""
     for name in ("label", "", 3, None):
