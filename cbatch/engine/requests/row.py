@@ -87,7 +87,10 @@ class InputRow:
             self.error = self.error or self.located(error)
             return
         self.params = with_overrides(given, self.params)
+        kwargs, own = template.get("chat_template_kwargs"), self.template.get("chat_template_kwargs")
         self.template = template | self.template
+        if isinstance(kwargs, Mapping) and isinstance(own, Mapping):
+            self.template["chat_template_kwargs"] = {**kwargs, **own}
 
     def set_tools(self, fields: Mapping[str, Any]) -> None:
         """Sets the tools that the model may call, unless `tool_choice` is `none`, and what it must call."""

@@ -215,6 +215,29 @@ def test_misspelt_names_are_refused_with_a_hint(name: str, meant: str) -> None:
         assert caught.value.code == "unknown_parameter"
 
 
+def test_options_hold_sampling_parameters_only() -> None:
+    """Guards ollama's `options` against names that belong beside it, and names that nobody has."""
+    for name in "enable_thinking", "label", "tools":
+        error = parse({"options": {"top_k": 3, name: True}}).error
+        assert error is not None and error.code == "unknown_parameter" and "line 1: There is no" in str(error)
+
+
+def test_params_of_a_call_come_under_those_of_a_row() -> None:
+    """Guards a prompt's own parameters, constraints and template variables against those of `params`."""
+    row = parse({"choice": ["a"], "think": True, "temperature": 0.5})
+    params = {"guided_regex": "b", "temperature": 1, "num_predict": 3}
+    row.set_defaults(
+        {**params, "chat_template_kwargs": {"a": 1, "enable_thinking": False}, "continue_final_message": True}
+    )
+    assert row.error is None and row.params == {"choice": ["a"], "temperature": 0.5, "max_tokens": 3}
+    assert row.template == {
+        "chat_template_kwargs": {"a": 1, "enable_thinking": True},
+        "continue_final_message": True,
+    }
+    row.set_defaults({"num_ctx": 3})
+    assert row.error is not None and "num_ctx is not available" in str(row.error)
+
+
 def test_long_names_cost_nothing() -> None:
     """Guards memory and time against names of columns as long as a line; they resemble no parameter."""
     before = param_names._intended.cache_info().currsize
