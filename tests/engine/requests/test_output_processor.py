@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -13,10 +15,10 @@ import pytest
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.outputs import TokenEvent, TokenLogprobs
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.requests.completion import Choice, Completion
+from cbatch.engine.requests.completion import Choice, Completion, Timing, Usage
 from cbatch.engine.requests.output_processor import OutputProcessor, StreamEvent
 from cbatch.engine.requests.request import EncodedRequest
-from cbatch.engine.requests.row import InputRow
+from cbatch.engine.requests.row import ApiCall, InputRow
 from cbatch.engine.text.detokenizer import IncrementalDetokenizer
 from cbatch.engine.text.tokenizer import ChatTokenizer
 from tests.support.chat_templates import DEEPSEEK_R1, LLAMA3, MISTRAL_LIST, MISTRAL_NAMED, QWEN3
@@ -36,6 +38,7 @@ ANSWERS: dict[str, tuple[str, list[tuple[str, str, str | None, int]]]] = {
             (f"{THOUGHT}So:\n{HERMES}\n{HERMES}", "So:", "hm, 😀", 2),
             ("<think>\nwithout end", "", "without end", 0),
             ("<thi", "<thi", None, 0),
+            ("<think>\nhm </th", "", "hm </th", 0),
             ("a <tool_call>\n{no JSON", "a <tool_call>\n{no JSON", None, 0),
             ("", "", None, 0),
             (" \n", " \n", None, 0),
@@ -229,6 +232,8 @@ def test_logprobs_name_their_tokens() -> None:
     assert [one.token for one in found] == ["\ufffd", "\ufffd", "<|im_end|>"]
     assert [one.in_text for one in found] == [True, True, False]
     assert [(top.token_id, top.logprob, top.top) for top in found[0].top] == [(token_ids[0], -0.5, ()), (EOS, -3.0, ())]
+    shown, _ = run(replace(request, params=replace(request.params, skip_special_tokens=False)), tokenizer, events)
+    assert all(event.logprobs is not None and event.logprobs.in_text for event in shown)
     prompt = completion.prompt_logprobs
     assert (
         prompt is not None and [(one.token_id, one.logprob) for one in prompt[:1]] == [(0, None)] and len(prompt) == 3
@@ -245,20 +250,35 @@ def test_without_a_tokenizer_there_are_token_ids() -> None:
     assert completion.logprobs is not None and completion.logprobs[0][:4] == ("token_id:9", 9, -1.0, None)
 
 
-def test_usage_and_times() -> None:
-    """Guards the counts of several outputs, and the order of the times."""
-    name = "Qwen"
+def test_usage_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the counts of several outputs, of which the first one knows the cached tokens, and the times."""
+    name, clock = "Qwen", itertools.count(5.0)
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     outputs = [
         [event._replace(cached_tokens=8 - number) for event in events_of([5] * 3, number)] for number in range(2)
     ]
     processor = OutputProcessor(request := make_request(name, n=2), tokenizer_of(name), frozenset([EOS]), taken_at=1.0)
-    for event in shuffled(outputs, 0):
+    for event in [*outputs[0], *outputs[1]]:
         processor.take(event)
     completion = processor.completion()
-    assert completion.usage.prompt_tokens == len(request.prompt_ids)
-    assert (completion.usage.completion_tokens, completion.usage.cached_tokens) == (6, 8)
-    timing = completion.timing
-    assert timing.first_token_at is not None and 1.0 == timing.taken_at < timing.first_token_at <= timing.finished_at
+    assert completion.usage == Usage(len(request.prompt_ids), 6, 8) and completion.timing == Timing(1.0, 5.0, 6.0)
+
+
+def test_what_the_row_shows() -> None:
+    """Guards token ids in rows, which only some requests ask for, and the prompt's scores in front of an echo."""
+    name = "Qwen"
+    row = InputRow(4, call=ApiCall(False, None))
+    request = EncodedRequest(
+        prompt_ids=[0, 7], params=SamplingParams(logprobs=0, echo=True, prompt_logprobs=0), source=row
+    )
+    scored = TokenLogprobs(7, -1.0, ())
+    events = [event._replace(logprobs=scored) for event in events_of([7, EOS])]
+    events[0] = events[0]._replace(prompt_logprobs=[scored])
+    for with_token_ids in (False, True):
+        _, completion = run(replace(request, with_token_ids=with_token_ids), tokenizer_of(name), events)
+        (choice,) = completion["response"]["body"]["choices"]
+        assert choice.get("token_ids") == ([7, EOS] if with_token_ids else None)
+        assert len(choice["logprobs"]["tokens"]) == 4 and "prompt_logprobs" not in completion["response"]["body"]
 
 
 def test_a_failed_output_fails_its_request() -> None:
@@ -273,6 +293,20 @@ def test_a_failed_output_fails_its_request() -> None:
         assert str(completion.error) == "line 5: The logits are NaN." and completion.error is not None
         assert (completion.error.code, completion.choices) == ("nan_logits", (Choice(finish_reason="error"),))
         assert (read[-1].error, read[-1].finish_reason, read[-1].completion) == (error, "error", completion)
+
+
+def test_the_error_of_the_first_output_counts() -> None:
+    """Guards rows against errors that depend on which output fails first."""
+    events = [
+        TokenEvent(
+            1, None, finish_reason="error", error=RequestError("internal_error", f"{number}"), sample_index=number
+        )
+        for number in (2, 0, 1)
+    ]
+    processor = OutputProcessor(make_request("Qwen", n=3), tokenizer_of("Qwen"), frozenset([EOS]))
+    for event in events:
+        processor.take(event)
+    assert str(processor.completion().error) == "0"
 
 
 def test_text_that_cannot_be_made_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
