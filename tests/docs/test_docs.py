@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 import runpy
 import shlex
@@ -34,6 +35,7 @@ from cbatch.cli.chat.commands import file_commands, session_commands
 from cbatch.cli.chat.commands.registry import ALIASES, COMMANDS
 from cbatch.cli.main import cli
 from cbatch.cli.run.stats import RunStats
+from cbatch.engine.engine import ChatOptions
 from cbatch.engine.execution.stats import EngineStats
 from cbatch.engine.requests import openai_batch, row_forms
 from cbatch.engine.scheduler.limits import EngineLimits
@@ -128,15 +130,20 @@ def shell_commands(page: Path) -> Iterator[list[str]]:
                 words.append(word)
 
 
+def section_of(page: Path, heading: str) -> str:
+    """The text between a heading and the next one of any level."""
+    pattern = rf"^##+ {re.escape(heading)}\n(.*?)(?=^##|\Z)"
+    (section,) = re.findall(pattern, page.read_text(), re.DOTALL | re.MULTILINE)
+    return section
+
+
 def rows_of_tables(page: Path, heading: str = "") -> list[str]:
     """The code spans in the first cells of a page's tables: what it gives a meaning to.
 
     heading: only tables under this heading
     """
-    text = page.read_text().replace(r"\|", "/")
-    if heading:
-        (text,) = re.findall(rf"^##+ {re.escape(heading)}\n(.*?)(?=^##|\Z)", text, re.DOTALL | re.MULTILINE)
-    first_cells = re.findall(r"^\| (.*?) \|", text, re.MULTILINE)
+    text = section_of(page, heading) if heading else page.read_text()
+    first_cells = re.findall(r"^\| (.*?) \|", text.replace(r"\|", "/"), re.MULTILINE)
     return [span for cell in first_cells for span in _CODE.findall(cell)]
 
 
@@ -312,6 +319,17 @@ def test_everything_in_an_engine_is_documented() -> None:
     with Engine() as engine:
         for owner in (engine, engine.core):
             check_documented(vars(type(owner)).keys() | vars(owner).keys(), type(owner).__name__)
+
+
+@pytest.mark.parametrize("heading", ["generate", "chat", "stream", "agenerate and astream", "score", "map", "encode"])
+def test_every_argument_is_documented(heading: str) -> None:
+    """Guards against an argument of a method, or an option of a chat, that the method's section leaves out."""
+    section = section_of(ROOT / "docs" / "python.md", heading)
+    named = set(re.findall(r"\w+", " ".join(_CODE.findall(_FENCE.sub("", section)))))
+    for name in heading.split(" and "):
+        arguments = set(inspect.signature(getattr(Engine, name)).parameters) - {"self"}
+        assert arguments - named == set()
+    assert heading != "chat" or ChatOptions.__annotations__.keys() - named == set()
 
 
 def check_documented(names: Iterable[str], heading: str) -> None:
