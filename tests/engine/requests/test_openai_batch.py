@@ -157,6 +157,20 @@ def test_choices_and_logprobs_of_bodies(results: list[dict[str, Any]]) -> None:
     assert scored["usage"]["completion_tokens"] == 0
 
 
+def test_failed_requests_are_error_rows(model_folder: Path, tmp_path: Path) -> None:
+    """Guards --resume and --retry-errors: a line with a response of status 400 is an error row all the same."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [text("two", max_tokens=1), text(["a", "b"]), text("a", suffix="b")]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["run", str(source), "-o", str(target), "-m", str(model_folder), "-q", "--stats", str(tmp_path / "s")]
+    assert run_command(command) == 1
+    written = target.read_bytes()
+    for option, kept, again in ((), 3, 0), (("--retry-errors",), 1, 2):
+        assert run_command([*command, "--resume", *option]) == 1 and target.read_bytes() == written
+        stats = json.loads((tmp_path / "s").read_text())
+        assert (stats["rows_kept"], stats["errors_kept"], stats["errors"]) == (kept, 2 - again, again)
+
+
 def test_offsets_count_characters(model_folder: Path, tmp_path: Path) -> None:
     """Guards text_offset and token names for characters of several tokens, and options for all rows."""
     (tmp_path / "in.jsonl").write_text(json.dumps(text("é😀 hi", max_tokens=0)) + "\n")
