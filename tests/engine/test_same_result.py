@@ -225,7 +225,7 @@ def test_what_was_compared(family: Family, completions: list[Completion]) -> Non
         assert choice.finish_reason == ("tool_calls" if family.num_calls else "stop")
     assert good[-3].tool_calls == () and good[-2].finish_reason == "length"
     assert {choice.stop_reason for choice in good[5].choices} & {*"aeiou rst"}
-    assert len({choice.text for completion in good for choice in completion.choices}) > 20
+    assert len({(choice.text, choice.reasoning) for completion in good for choice in completion.choices}) > 20
 
 
 def test_a_stream_equals_generate(engine: Engine, rows: list[dict[str, Any]], completions: list[Completion]) -> None:
