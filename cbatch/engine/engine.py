@@ -8,8 +8,8 @@ import queue
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any, TypedDict, Unpack, overload
@@ -23,7 +23,7 @@ from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.spelling import similar_name
 from cbatch.engine.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
 from cbatch.engine.batch.map import map_rows
-from cbatch.engine.engine_thread import EngineThread
+from cbatch.engine.engine_thread import FORKED, EngineThread
 from cbatch.engine.execution.loop import OnStep
 from cbatch.engine.execution.stats import EngineStats
 from cbatch.engine.models.base import Model
@@ -183,7 +183,7 @@ class Engine(AbstractContextManager["Engine"]):
         `generate`.
         """
         values, _ = list_prompts(prompts)
-        return Stream(self.thread, list(self._encoded(values, params, seed)))
+        return Stream(self.thread, list(self._encoded(values, params, seed)), owner=self)
 
     @overload
     async def agenerate(  # type: ignore[overload-overlap]
@@ -200,9 +200,11 @@ class Engine(AbstractContextManager["Engine"]):
     ) -> Completion | list[Completion]:
         """`generate` for asyncio: other tasks run meanwhile. A task that is cancelled cancels its requests."""
         values, is_single = list_prompts(prompts)
+        thread = self.thread
+        thread.check_may_wait()
         requests = await asyncio.to_thread(lambda: list(self._encoded(values, params, seed)))
         mailbox = Mailbox()
-        with closing(RequestGroup(self.thread)) as group:
+        with closing(RequestGroup(thread)) as group:
             submitted = {
                 number: group.submit(request, mailbox.put_finished)
                 for number, request in enumerate(requests)
@@ -279,7 +281,7 @@ class Engine(AbstractContextManager["Engine"]):
         defaults = RequestDefaults(params=params or {}, seed=seed, system=system)
         inputs = self.core.input_processor(defaults)
         inputs.check()
-        return map_rows(
+        results = map_rows(
             self.thread,
             inputs,
             rows,
@@ -289,6 +291,7 @@ class Engine(AbstractContextManager["Engine"]):
             ordered=ordered,
             window=window,
         )
+        return _results_of(self, self.thread, results)
 
     @property
     def thread(self) -> EngineThread:
@@ -296,7 +299,7 @@ class Engine(AbstractContextManager["Engine"]):
         return self._threads.get()
 
     @property
-    def failure(self) -> Exception | None:
+    def failure(self) -> BaseException | None:
         """Why the engine failed for good, if it did."""
         return self._threads.thread.failure if self._threads.thread is not None else None
 
@@ -306,8 +309,8 @@ class Engine(AbstractContextManager["Engine"]):
         Unfinished requests end with an error (`cancelled`), wherever somebody waits for them. Afterwards, methods that
         generate raise EngineError.
         """
-        self._finalizer.detach()
         self._threads.close()
+        self._finalizer.detach()
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -412,15 +415,27 @@ class Engine(AbstractContextManager["Engine"]):
                 finished.put(received[0])
 
         results: list[Completion | OutputProcessor] = []
-        with closing(RequestGroup(thread)) as group, tqdm(total=count, disable=not progress, unit=" prompts") as bar:
+        bar = tqdm(total=count, unit=" prompts") if progress else None  # it starts a thread even if it is disabled
+        with closing(RequestGroup(thread)) as group, nullcontext() if bar is None else bar:
             for request in requests:
-                is_new = isinstance(request, EncodedRequest)
                 results.append(group.submit(request, on_event) if isinstance(request, EncodedRequest) else request)
-                bar.update(not is_new)
-            for _ in range(sum(isinstance(result, OutputProcessor) for result in results)):
+            submitted = sum(isinstance(result, OutputProcessor) for result in results)
+            if bar is not None:
+                bar.update(len(results) - submitted)
+            for _ in range(submitted):
                 finished.get()
-                bar.update()
+                if bar is not None:
+                    bar.update()
         return [result if isinstance(result, Completion) else result.completion() for result in results]
+
+
+def _results_of(engine: Engine, thread: EngineThread, results: Generator[Completion]) -> Generator[Completion]:
+    """Results of rows. They keep their engine, since one that nobody holds is closed."""
+    with closing(results):
+        thread.check_may_wait()
+        for result in results:
+            yield result
+            thread.check_may_wait()
 
 
 def _data_of(prompt: Any) -> bytes:
@@ -456,10 +471,7 @@ class _ThreadHolder:
 
     def get(self) -> EngineThread:
         if os.getpid() != self._process:
-            raise EngineError(
-                "This engine belongs to the process that made it, and threads do not survive a fork. "
-                "Make an engine in the child, or start the child with the method spawn."
-            )
+            raise EngineError(FORKED)
         if self.thread is None or self._is_closed:
             with self._lock:
                 if self._is_closed:

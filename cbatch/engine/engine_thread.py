@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -20,6 +21,10 @@ from cbatch.engine.tracing.phases import span
 from cbatch.engine.tracing.trace import StepTracer
 
 CLOSED = "The engine was closed before the request was finished."
+FORKED = (
+    "This engine belongs to the process that made it, and threads do not survive a fork. "
+    "Make an engine in the child, or start the child with the method spawn."
+)
 
 
 @dataclass(slots=True)
@@ -60,7 +65,7 @@ class EngineThread:
         self._trace = trace
         if trace is not None:
             trace.prepare()
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self.last_error = ""
         self.num_retries = 0
         self.num_shrinks = 0
@@ -71,18 +76,26 @@ class EngineThread:
         self._good_steps, self._patience = 0, self.GROW_AFTER_STEPS
         self._retries = _Retries()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._submitting = threading.Lock()
+        self._process = os.getpid()
         self._is_closed = False
+        self._is_over = False
+        """Whether the thread executes no more commands; whoever sends one does that then."""
         self._close_engine = False
         self._handles: dict[int, RequestHandle] = {}
         self._orphaned: list[int] = []
         """Requests that ended when the engine failed, and that the engine still holds."""
         self._thread = threading.Thread(target=self._run, name="cbatch-engine", daemon=True)
         engine.release_thread()
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # Ctrl-C, after which nobody would know the thread
+            self._inbox.put(None)
+            raise
 
     def check_may_wait(self) -> None:
-        """Raises EngineError if the calling thread is the engine's own: it would wait for itself."""
+        """Raises EngineError where waiting for events would never end: on this thread itself, and in a forked child."""
+        if os.getpid() != self._process:
+            raise EngineError(FORKED)
         if threading.current_thread() is self._thread:
             raise EngineError(
                 "This cannot be called on the engine's own thread, in a callback: it would wait for itself."
@@ -95,15 +108,11 @@ class EngineThread:
 
     def submit(self, handle: RequestHandle) -> None:
         """Queues a request. Its events go to the handle's `on_event`, also the error if it is refused."""
-        with self._submitting:  # so that nothing enters the inbox after `close`
-            if not self._is_closed:
-                self._inbox.put(partial(self._add, handle))
-                return
-        self._reject(handle, RequestError("cancelled", CLOSED))
+        self._send(partial(self._add, handle))
 
     def cancel(self, handle: RequestHandle) -> None:
         """Cancels a request; events of the step in flight may still come."""
-        self._inbox.put(partial(self._cancel, handle))
+        self._send(partial(self._cancel, handle))
 
     def close(self, *, close_engine: bool = False, timeout_s: float | None = None) -> None:
         """Ends the thread after the current step. Unfinished requests end with an error (`cancelled`).
@@ -111,11 +120,9 @@ class EngineThread:
         close_engine: whether the engine is closed too; otherwise its owner may use it again, or close it
         timeout_s:    how long to wait for the end of the thread; None: as long as it takes
         """
-        with self._submitting:
-            self._close_engine |= close_engine
-            if not self._is_closed:
-                self._is_closed = True
-                self._inbox.put(None)
+        self._close_engine |= close_engine
+        self._is_closed = True
+        self._inbox.put(None)
         if threading.current_thread() is not self._thread:  # a garbage collection there may close the engine
             self._thread.join(timeout_s)
 
@@ -136,36 +143,48 @@ class EngineThread:
         since = self._idle_since
         return self._idle_s + (time.monotonic() - since if since is not None else 0.0)
 
-    def _run(self) -> None:
-        try:
-            while self._process_inbox():
-                try:
-                    for event in self._step():
-                        self._deliver(event)
-                except Exception as error:  # whatever a kernel or the device raises: no request waits for ever
-                    self._fail(error)
-        finally:
-            self._end()
+    def _send(self, command: Callable[[], None]) -> None:
+        """Takes no lock: a signal handler or a garbage collection may close the engine in the middle of this."""
+        self._inbox.put(command)
+        if self._is_over:
+            self._empty_inbox()
 
-    def _end(self) -> None:
-        """Ends what is unfinished, and leaves the engine to its owner."""
-        if self._trace is not None:
-            self._trace.finish()
-        with self._submitting:
-            self._is_closed = True
+    def _run(self) -> None:
+        is_open = True
+        while is_open:
+            try:
+                is_open = self._process_inbox()
+                for event in self._step() if is_open else ():
+                    self._deliver(event)
+            except BaseException as error:  # whatever a kernel, the device or a callback raises: nobody waits for ever
+                self._fail(error)
+        try:
+            self._end_requests()
+        finally:
+            if self._trace is not None:
+                self._trace.finish()
+            self.engine.release_thread()
+            if self._close_engine:
+                self.engine.close()
+
+    def _end_requests(self) -> None:
+        """Ends what is unfinished."""
+        handles, self._handles = self._handles, {}
+        self._is_over = True
+        self._empty_inbox()
+        try:
+            for request_id in (*handles, *self._orphaned):
+                self.engine.cancel(request_id)
+        finally:
+            self._orphaned = []
+            for handle in handles.values():
+                self._reject(handle, RequestError("cancelled", CLOSED))
+
+    def _empty_inbox(self) -> None:
         with suppress(queue.Empty):
             while True:
                 if (command := self._inbox.get_nowait()) is not None:
                     command()
-        handles, self._handles = self._handles, {}
-        for request_id in (*handles, *self._orphaned):
-            self.engine.cancel(request_id)
-        self._orphaned = []
-        for handle in handles.values():
-            self._reject(handle, RequestError("cancelled", CLOSED))
-        self.engine.release_thread()
-        if self._close_engine:
-            self.engine.close()
 
     def _step(self) -> list[TokenEvent]:
         """A step of the engine, retried if it fails: `Engine.step` loses nothing when it raises."""
@@ -231,6 +250,9 @@ class EngineThread:
             command()
 
     def _add(self, handle: RequestHandle) -> None:
+        if self._is_over:
+            self._reject(handle, RequestError("cancelled", CLOSED))
+            return
         if self.failure is not None:
             self._reject(handle, _engine_failed(self.failure))
             return
@@ -274,17 +296,17 @@ class EngineThread:
             with suppress(Exception):  # there is nobody left to tell
                 handle.on_event(event)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         clear_frames(error)
         with suppress(Exception):  # deliver what is computed, unless a callback is what failed
             for event in self.engine.flush():
                 self._deliver(event)
         self.failure = error
         handles, self._handles = self._handles, {}
-        self._orphaned = list(handles)
+        self._orphaned += handles
         for handle in handles.values():
             self._reject(handle, _engine_failed(error))
 
 
-def _engine_failed(error: Exception) -> RequestError:
+def _engine_failed(error: BaseException) -> RequestError:
     return RequestError("internal_error", f"The engine failed: {error}")

@@ -78,6 +78,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         self._constraint_compiler = ConstraintCompiler(self.tokenizer, model.vocab_size) if self.tokenizer else None
         self._requests: dict[int, list[Request]] = {}
         self._owner: threading.Thread | None = None
+        self._claiming = threading.Lock()
         self._next_id = 0
         self.on_step: Callable[[StepRecord], None] | None = None
         """Called once for each step, after the model has run; None (the default) costs nothing.
@@ -276,12 +277,14 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         """Raises EngineError if the engine belongs to another thread that is still alive."""
         if self._owner is threading.current_thread():
             return
-        if self._owner is not None and self._owner.is_alive():
-            raise EngineError(
-                f"This engine is stepped by the thread {self._owner.name!r}, and only that thread may use it; "
-                "cbatch.Engine can be used by any number of threads."
-            )
-        self._owner = threading.current_thread()
+        with self._claiming:
+            owner = self._owner
+            if owner is not None and owner.is_alive():
+                raise EngineError(
+                    f"This engine is stepped by the thread {owner.name!r}, and only that thread may use it; "
+                    "cbatch.Engine can be used by any number of threads."
+                )
+            self._owner = threading.current_thread()
 
     def _forget_finished(self, events: list[TokenEvent]) -> list[TokenEvent]:
         for event in events:

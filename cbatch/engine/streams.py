@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.engine_thread import EngineThread
@@ -76,11 +77,16 @@ class Mailbox:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._ready = asyncio.Event()
-        self._received: deque[Received] = deque()
+        self._received: deque[Received | None] = deque()
         self._is_waking = False
 
-    def put(self, received: Received) -> None:
-        """Called on the engine's thread. Raises RuntimeError if the loop is closed, which cancels the request."""
+    def put(self, received: Received | None) -> None:
+        """Called on the engine's thread. Raises RuntimeError if the loop is closed, which cancels the request.
+
+        None only wakes the reader.
+        """
+        if self._loop.is_closed():
+            raise RuntimeError("The event loop is closed.")
         self._received.append(received)
         if not self._is_waking:
             self._is_waking = True
@@ -91,7 +97,7 @@ class Mailbox:
         if received[0].is_finished:
             self.put(received)
 
-    async def get(self) -> Received:
+    async def get(self) -> Received | None:
         while not self._received:
             self._ready.clear()
             await self._ready.wait()
@@ -110,34 +116,58 @@ def refused_event(completion: Completion) -> StreamEvent:
 class Stream(Iterator[StreamEvent], AbstractContextManager["Stream"]):
     """Events of one or several requests, as they come. Leaving it early cancels what is unfinished.
 
-    The requests run whether somebody reads or not. A stream belongs to one thread at a time; that may be any thread.
+    The requests run whether somebody reads or not. Threads that read the same stream share its events.
     """
 
-    def __init__(self, thread: EngineThread, requests: Sequence[EncodedRequest | Completion]) -> None:
-        """A Completion among the requests is the result of a prompt that was refused."""
+    def __init__(
+        self, thread: EngineThread, requests: Sequence[EncodedRequest | Completion], owner: object = None
+    ) -> None:
+        """
+        requests: to run; a Completion among them is the result of a prompt that was refused
+        owner:    kept while the stream is: an Engine that nobody holds is closed
+        """
         self._group = RequestGroup(thread)
         self._reader = _Reader(self._group, sum(isinstance(request, EncodedRequest) for request in requests))
         self._refused = deque(refused_event(one) for one in requests if isinstance(one, Completion))
-        self._received: queue.SimpleQueue[Received] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
         self._thread = thread
+        self._owner = owner
+        self._reading = threading.Lock()
         self._is_closed = False
-        for request in requests:
-            if isinstance(request, EncodedRequest):
-                self._group.submit(request, self._received.put)
+        try:
+            for request in requests:
+                if isinstance(request, EncodedRequest):
+                    self._group.submit(request, self._received.put)
+        except BaseException:
+            self.close()
+            raise
 
     def __next__(self) -> StreamEvent:
+        self._thread.check_may_wait()
+        try:
+            with self._reading:
+                event = self._next()
+        except BaseException:  # such as Ctrl-C: whoever keeps its traceback keeps the stream
+            self.close()
+            raise
+        if event is None:
+            raise StopIteration
+        return event
+
+    def _next(self) -> StreamEvent | None:
         if self._refused and not self._is_closed:
             return self._refused.popleft()
         while self._reader.num_unfinished and not self._is_closed:
-            self._thread.check_may_wait()
-            if (event := self._reader.read(self._received.get())) is not None:
+            received = self._received.get()
+            if received is not None and (event := self._reader.read(received)) is not None:
                 return event
-        raise StopIteration
+        return None
 
     def close(self) -> None:
-        """Ends the iteration and cancels what is unfinished."""
+        """Ends the iteration, also where another thread waits for an event, and cancels what is unfinished."""
         self._is_closed = True
         self._group.close()
+        self._received.put(None)
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -150,31 +180,36 @@ class Stream(Iterator[StreamEvent], AbstractContextManager["Stream"]):
 class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["AsyncStream"]):
     """Events of one or several requests, for `async for`. It begins with the first event that is asked for.
 
-    Leaving it early cancels what is unfinished: at once in an `async with` block or by `aclose`, otherwise when the
-    object is freed.
+    Leaving it early cancels what is unfinished: at once in an `async with` block, by `aclose`, or when the task that
+    waits for an event is cancelled; otherwise when the object is freed. Tasks that read the same stream share its
+    events.
     """
 
     def __init__(self, thread: EngineThread, encode: Callable[[], Sequence[EncodedRequest | Completion]]) -> None:
         """`encode` makes the requests; it is called on another thread, since it may take long."""
+        self._thread = thread
         self._group = RequestGroup(thread)
         self._encode = encode
+        self._reading = asyncio.Lock()
         self._reader: _Reader | None = None
         self._mailbox: Mailbox | None = None
         self._refused: deque[StreamEvent] = deque()
         self._is_closed = False
 
     async def __anext__(self) -> StreamEvent:
-        if self._mailbox is None or self._reader is None:
-            self._mailbox, self._reader = await self._start()
-        if self._refused and not self._is_closed:
-            return self._refused.popleft()
-        while self._reader.num_unfinished and not self._is_closed:
-            if (event := self._reader.read(await self._mailbox.get())) is not None:
-                return event
-        raise StopAsyncIteration
+        self._thread.check_may_wait()
+        try:
+            async with self._reading:
+                event = await self._next()
+        except BaseException:  # such as a cancelled task: whoever keeps its traceback keeps the stream
+            self._close()
+            raise
+        if event is None:
+            raise StopAsyncIteration
+        return event
 
     async def aclose(self) -> None:
-        """Ends the iteration and cancels what is unfinished."""
+        """Ends the iteration, also where another task waits for an event, and cancels what is unfinished."""
         self._close()
 
     async def __aexit__(self, *error: object) -> None:
@@ -183,6 +218,17 @@ class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["Async
     def __del__(self) -> None:
         if hasattr(self, "_group"):
             self._close()
+
+    async def _next(self) -> StreamEvent | None:
+        if self._mailbox is None or self._reader is None:
+            self._mailbox, self._reader = await self._start()
+        if self._refused and not self._is_closed:
+            return self._refused.popleft()
+        while self._reader.num_unfinished and not self._is_closed:
+            received = await self._mailbox.get()
+            if received is not None and (event := self._reader.read(received)) is not None:
+                return event
+        return None
 
     async def _start(self) -> tuple[Mailbox, _Reader]:
         requests = await asyncio.to_thread(self._encode)
@@ -196,3 +242,6 @@ class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["Async
     def _close(self) -> None:
         self._is_closed = True
         self._group.close()
+        if self._mailbox is not None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                self._mailbox.put(None)

@@ -113,7 +113,7 @@ class EngineClient:
             self.engine.thread.cancel(request.handle)
 
     @property
-    def failure(self) -> Exception | None:
+    def failure(self) -> BaseException | None:
         """Why the engine failed for good, if it did."""
         return self.engine.failure if self.engine is not None else None
 

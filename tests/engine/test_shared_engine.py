@@ -1,0 +1,413 @@
+"""An engine that many share: each caller gets what it would get alone, and what ends early leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.engine.base.config import EngineConfig
+from cbatch.engine.base.errors import EngineError
+from cbatch.engine.base.outputs import TokenEvent
+from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.engine import Engine
+from cbatch.engine.engine_thread import EngineThread
+from cbatch.engine.execution.stats import StepRecord
+from cbatch.engine.requests.completion import Completion
+from cbatch.engine.requests.request import EncodedRequest, RequestHandle
+from cbatch.engine.stepping_engine import SteppingEngine
+from tests.support.generation import generate
+from tests.support.shared_engine import SharedEngineStress, check_idle
+from tests.support.tiny_models import loaded, make_network, make_prompts
+
+SHORT = SamplingParams(max_tokens=6)
+LONG = SamplingParams(max_tokens=140)
+
+
+CONFIG = EngineConfig(block_size=4, kv_blocks=96, device="cpu")
+
+
+def new_engine() -> Engine:
+    return Engine(CONFIG, loaded=loaded(make_network("llama")))
+
+
+def alone(prompt: list[int], params: SamplingParams = SHORT) -> Sequence[int]:
+    return _alone(tuple(prompt), params)
+
+
+@cache
+def _alone(prompt: tuple[int, ...], params: SamplingParams) -> Sequence[int]:
+    with new_engine() as engine:
+        return engine.generate(prompt, params).token_ids
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with new_engine() as made:
+        yield made
+
+
+@pytest.fixture
+def slow_engine(engine: Engine) -> Engine:
+    """Each of its steps takes at least 20 ms, so that requests are unfinished for long."""
+    forward = engine.core.runner.forward
+    engine.core.runner.forward = lambda batch: (time.sleep(0.02), forward(batch))[1]  # type: ignore[method-assign]
+    return engine
+
+
+def run_together(*calls: Callable[[], Any]) -> list[Any]:
+    """The results of calls that run on a thread each. Fails if one of them hangs."""
+    pool = ThreadPoolExecutor(len(calls))
+    try:
+        return [future.result(timeout=20) for future in [pool.submit(call) for call in calls]]
+    finally:
+        pool.shutdown(wait=False)
+
+
+def wait_for_tokens(engine: Engine, count: int = 1) -> None:
+    deadline = time.monotonic() + 20
+    while engine.stats().num_tokens < count:
+        assert time.monotonic() < deadline, "the engine generates nothing"
+        time.sleep(0.001)
+
+
+# What users tried first.
+
+
+def test_two_open_streams_get_their_own_events(engine: Engine) -> None:
+    """Guards two streams that are read in turns: each waits for its own events only, and loses none."""
+    first, second = make_prompts([5, 9])
+    pairs = list(zip(engine.stream(first, SHORT), engine.stream(second, SHORT), strict=True))
+    assert [one.token_id for one, _ in pairs] == alone(first)
+    assert [two.token_id for _, two in pairs] == alone(second)
+
+
+def test_generating_within_a_stream_changes_neither(engine: Engine) -> None:
+    """Guards a stream whose loop asks for something else after each token."""
+    prompt, other = make_prompts([5, 9])
+    tokens = []
+    for event in engine.stream(prompt, SHORT):
+        tokens.append(event.token_id)
+        assert engine.generate(other, SHORT).token_ids == alone(other)
+    assert tokens == alone(prompt)
+
+
+def test_six_threads_generate_at_once(engine: Engine) -> None:
+    """Guards calls from several threads: none fails, and each gets its own result."""
+    prompts = make_prompts([3, 9, 14, 5, 7, 2])
+    calls = [lambda prompt=prompt: [engine.generate(prompt, SHORT).token_ids for _ in range(4)] for prompt in prompts]
+    assert run_together(*calls) == [[alone(prompt)] * 4 for prompt in prompts]
+    check_idle(engine)
+
+
+def test_a_text_is_one_prompt(model_folder: Path) -> None:
+    """Guards a single text against being taken for a list of letters."""
+    with Engine(model_folder, device="cpu", kv_blocks=40) as engine:
+        single = engine.generate("What is 2 plus 3?", {"max_tokens": 3})
+        assert isinstance(single, Completion)
+        assert [single] == engine.generate(["What is 2 plus 3?"], {"max_tokens": 3})
+        assert engine.stats().num_tokens == 6
+
+
+def test_text_holds_neither_reasoning_nor_tool_calls(model_folder: Path) -> None:
+    """Guards what Python programs read: the text without `<think>` and `<tool_call>`, and both as fields."""
+    call = {"name": "add", "arguments": {"a": 2}}
+    written = f"<think>sum</think>Five.<tool_call>{json.dumps(call)}</tool_call>"
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    with Engine(model_folder, device="cpu", kv_blocks=40) as engine:
+        assert engine.tokenizer is not None
+        engine.tokenizer.templates = f"{engine.tokenizer.chat_template}{{# tools <think></think><tool_call> #}}"
+        done = engine.chat("What is 2 plus 3?", {"choice": [written], "max_tokens": 200}, tools=[tool])
+    assert (done.reasoning, done.text, done.finish_reason) == ("sum", "Five.", "tool_calls")
+    assert [(one.name, one.arguments) for one in done.tool_calls] == [("add", '{"a": 2}')]
+
+
+@pytest.mark.slow
+def test_many_threads_use_an_engine_in_every_way(model_folder: Path) -> None:
+    """Guards all of it at once: calls, streams, loops of asyncio, maps, cancelling and exceptions."""
+    stress = SharedEngineStress(model_folder, seed=0)
+    stress.run(num_threads=24, seconds=3)
+    assert min(stress.counts[name] for name in ("generate", "stream", "leave_stream", "async", "leave_async")) > 2
+
+
+# Closing.
+
+
+def test_closing_ends_whoever_waits(slow_engine: Engine) -> None:
+    """Guards callers on other threads against waiting for ever when the engine is closed."""
+
+    def close() -> None:
+        wait_for_tokens(slow_engine, 4)
+        slow_engine.close()
+
+    single, several, streamed, _ = run_together(
+        lambda: slow_engine.generate([1, 2], LONG),
+        lambda: slow_engine.generate([[3], [4]], LONG.merged({"n": 2})),
+        lambda: [event.completion for event in slow_engine.stream([[5], [6]], LONG)],
+        close,
+    )
+    ended = [single, *several, *(one for one in streamed if one is not None)]
+    assert [one.error.code for one in ended] == ["cancelled"] * 5
+
+
+def test_a_stream_may_close_its_engine(engine: Engine) -> None:
+    """Guards `close` in the loop of a stream: it ends with what was generated, and an error."""
+    events = []
+    for event in engine.stream([1, 2], LONG):
+        engine.close()
+        events.append(event)
+    assert 1 < len(events) < 140 and events[-1].error is not None and events[-1].error.code == "cancelled"
+    tokens = [event.token_id for event in events[:-1]]
+    assert tokens == alone([1, 2], LONG)[: len(tokens)]
+
+
+def test_requests_that_meet_a_close_end() -> None:
+    """Guards the moment in which an engine is closed: a request is run or refused, and never forgotten."""
+    with SteppingEngine(CONFIG, loaded(make_network("llama"))) as core:
+        for _ in range(30):
+            thread, ends = EngineThread(core), queue.SimpleQueue[TokenEvent]()
+            request = EncodedRequest(prompt_ids=[1, 2], params=SamplingParams(max_tokens=1))
+            submit = [lambda: [thread.submit(RequestHandle(request, ends.put)) for _ in range(20)]] * 3  # noqa: B023
+            run_together(*submit, thread.close)
+            assert [ends.get(timeout=20).finish_reason in ("length", "error") for _ in range(60)] == [True] * 60
+            assert ends.empty() and not thread._handles and not core.has_work
+
+
+def test_everything_ends_even_if_the_end_fails(slow_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards callers against an exception in the middle of closing."""
+    monkeypatch.setattr(threading, "excepthook", lambda error: None)
+    monkeypatch.setattr(slow_engine.core, "cancel", lambda request_id: 1 / 0)
+
+    def close() -> None:
+        wait_for_tokens(slow_engine)
+        slow_engine.close()
+
+    done, _ = run_together(lambda: slow_engine.generate([1, 2], LONG), close)
+    assert done.error.code == "cancelled"
+    with pytest.raises(EngineError, match="closed"):
+        slow_engine.generate([1, 2])
+    assert slow_engine.core.runner.is_closed
+
+
+def test_a_signal_handler_may_close_the_engine(slow_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a deadlock of a handler with the code that it interrupts, here in the middle of a submission."""
+    submitted = queue.SimpleQueue[Any]()
+    put = slow_engine.thread._inbox.put
+
+    class Inbox:
+        """Closes the engine from within `put`, on the same thread."""
+
+        get, get_nowait, is_first = slow_engine.thread._inbox.get, slow_engine.thread._inbox.get_nowait, True
+
+        def put(self, command: Any) -> None:
+            submitted.put(command)
+            put(command)
+            if self.is_first:
+                self.is_first = False
+                slow_engine.close()
+
+    monkeypatch.setattr(slow_engine.thread, "_inbox", Inbox())
+    (done,) = run_together(lambda: slow_engine.generate([1, 2], LONG))
+    assert done.error.code == "cancelled" and submitted.qsize() == 2
+
+
+# Failures.
+
+
+def test_a_failed_engine_keeps_nobody_waiting(engine: Engine) -> None:
+    """Guards calls and streams, present and later ones, if every step raises."""
+
+    def lost(batch: Any) -> Any:
+        time.sleep(0.01)
+        raise RuntimeError("device lost")
+
+    engine.core.runner.forward = lost  # type: ignore[method-assign]
+    generate_, stream = lambda: engine.generate([1, 2], LONG), lambda: list(engine.stream([3], LONG))
+    for _ in range(2):
+        done, events = run_together(generate_, stream)
+        assert done.error.code == events[-1].error.code == "internal_error" and "device lost" in str(done.error)
+    assert str(engine.failure) == "device lost"
+
+
+@pytest.mark.parametrize("error", [ValueError("no such axis"), SystemExit(1)], ids=["exception", "exit"])
+def test_an_observer_that_raises_keeps_nobody_waiting(engine: Engine, error: BaseException) -> None:
+    """Guards callers against an `on_step` that raises, whatever it raises: it is the engine's failure."""
+
+    def observe(step: StepRecord) -> None:
+        raise error
+
+    engine.on_step = observe
+    done, events = run_together(lambda: engine.generate([1], LONG), lambda: list(engine.stream([2], LONG)))
+    assert done.error.code == events[-1].error.code == "internal_error"
+    assert engine.failure is error
+
+
+def test_waiting_on_the_engines_own_thread_is_refused(engine: Engine) -> None:
+    """Guards against a deadlock: a callback that waits for its own engine gets an error."""
+    stream, refused = engine.stream([5, 6], LONG), list[str]()
+
+    def observe(step: StepRecord) -> None:
+        waits: list[Callable[[], Any]] = [
+            lambda: engine.generate([1]),
+            lambda: next(stream),
+            lambda: next(engine.map([[1]])),
+            lambda: asyncio.run(engine.agenerate([1])),
+            lambda: asyncio.run(anext(engine.astream([1]))),  # type: ignore[arg-type]
+        ]
+        for wait in waits:
+            with pytest.raises(EngineError, match="on the engine's own thread") as caught:
+                wait()
+            refused.append(str(caught.value))
+
+    engine.on_step = observe
+    assert engine.generate([1, 2], SHORT).token_ids == alone([1, 2])
+    assert len(refused) >= 5
+    engine.on_step = None
+    assert [event.token_id for event in stream] == alone([5, 6], LONG)
+
+
+# Ctrl-C.
+
+
+@contextmanager
+def interrupted(engine: Engine, tokens: int) -> Iterator[None]:
+    """Ctrl-C in the block, after some tokens of the engine; it must arrive at once and leave the cache free."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    sent: list[float] = []
+
+    def interrupt() -> None:
+        wait_for_tokens(engine, tokens)
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            thread.start()
+            yield
+        assert time.monotonic() - sent[0] < 2
+        check_idle(engine, within_s=2)  # with the traceback in memory, as a notebook keeps it
+        assert caught.value.__traceback__ is not None
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, handler)
+
+
+def test_an_interrupted_call_frees_the_cache(slow_engine: Engine) -> None:
+    """Guards Ctrl-C in `generate`: it arrives at once, the requests are cancelled, and the engine goes on."""
+    with interrupted(slow_engine, tokens=4):
+        slow_engine.generate([[1, 2], [3]], LONG)
+    assert slow_engine.generate([1, 2], SHORT).token_ids == alone([1, 2])
+
+
+def test_an_interrupted_stream_frees_the_cache(slow_engine: Engine) -> None:
+    """Guards Ctrl-C while a loop waits for an event, even if the traceback with the stream is kept."""
+    with interrupted(slow_engine, tokens=4):
+        for _ in slow_engine.stream([[1, 2], [3]], LONG):
+            pass
+    assert slow_engine.generate([1, 2], SHORT).token_ids == alone([1, 2])
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_an_interrupted_submission_frees_the_cache(engine: Engine, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards Ctrl-C while requests are submitted: those that are there already are cancelled."""
+    submit, calls = EngineThread.submit, list[RequestHandle]()
+
+    def interrupt(self: EngineThread, handle: RequestHandle) -> None:
+        calls.append(handle)
+        submit(self, handle)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+
+    for use in (engine.generate, engine.stream):
+        calls.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(EngineThread, "submit", interrupt)
+            with pytest.raises(KeyboardInterrupt) as caught:
+                use([[1], [2], [3]], LONG)
+        check_idle(engine, within_s=0.1)
+        assert caught.value.__traceback__ is not None
+
+
+# Other processes and other threads.
+
+
+def in_child(work: Callable[[], None]) -> None:
+    """Runs `work` in a fork of this process, and fails if it raises or hangs."""
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(10)
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_forked_child_is_refused(engine: Engine) -> None:
+    """Guards a child against waiting for a thread that it does not have, and its parent against the child's end."""
+    stream, results = engine.stream([1, 2], LONG), engine.map([[1, 2]] * 3, params={"max_tokens": 9}, window=1)
+    next(stream), next(results)
+
+    def work() -> None:
+        for use in (
+            lambda: engine.generate([1, 2]),
+            lambda: engine.stream([1, 2]),
+            lambda: engine.astream([1, 2]),
+            lambda: engine.map([[1, 2]]),
+            lambda: next(stream),
+            lambda: next(results),
+        ):
+            with pytest.raises(EngineError, match="belongs to the process that made it"):
+                use()
+        stream.close()
+        engine.close()
+
+    in_child(work)
+    assert len(list(stream)) == 139 and len(list(results)) == 2
+
+
+def test_a_stepping_engine_changes_hands_only_when_it_is_free() -> None:
+    """Guards the owner of a SteppingEngine: of several threads one gets it, and its end sets it free."""
+    with SteppingEngine(CONFIG, loaded(make_network("llama"))) as core:
+        barrier, refused = threading.Barrier(4), queue.SimpleQueue[str]()
+
+        def use() -> int:
+            barrier.wait()
+            try:
+                core.flush()
+            except EngineError as error:
+                refused.put(str(error))
+            return barrier.wait()
+
+        run_together(*[use] * 4)
+        assert refused.qsize() == 3 and "only that thread may use it" in refused.get()
+        owner = core._owner
+        assert owner is not None
+        owner.join()  # it dies without a word
+        assert generate(core, [[1, 2]], SHORT)[0].token_ids == alone([1, 2])
+
+
+def test_calls_start_no_threads_but_the_engines(engine: Engine) -> None:
+    """Guards programs that never ask for concurrency: one thread, and only from the first request on."""
+    before = set(threading.enumerate())
+    with new_engine() as other:
+        assert set(threading.enumerate()) == before
+        other.generate([1, 2], SHORT)
+        assert [one.name for one in set(threading.enumerate()) - before] == ["cbatch-engine"]
+    assert set(threading.enumerate()) == before
