@@ -8,7 +8,7 @@ import queue
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import fields, replace
 from functools import partial
@@ -37,6 +37,7 @@ from cbatch.engine.requests.prompts import (
     list_conversations,
     list_params,
     list_prompts,
+    plain,
     read_prompt,
 )
 from cbatch.engine.requests.request import EncodedRequest, RequestDefaults
@@ -47,9 +48,9 @@ from cbatch.engine.text.tokenizer import ChatTokenizer, Prompt
 from cbatch.engine.tracing.trace import StepTracer
 
 OnePrompt = PromptLike
-ManyPrompts = Collection[PromptLike]
+ManyPrompts = Sequence[PromptLike]
 
-Params = ParamsLike | Sequence[ParamsLike] | None
+Params = ParamsLike | Sequence[ParamsLike | None] | None
 """Sampling parameters for all prompts, one for each, or None for the model's own defaults."""
 
 
@@ -148,7 +149,7 @@ class Engine(AbstractContextManager["Engine"]):
     @overload
     def chat(
         self,
-        conversations: Collection[Conversation],
+        conversations: Sequence[Conversation],
         params: Params = None,
         *,
         seed: int | None = 0,
@@ -223,6 +224,20 @@ class Engine(AbstractContextManager["Engine"]):
         list_params(params, len(values))
         return AsyncStream(self.thread, lambda: list(self._encoded(values, params, seed)))
 
+    @overload
+    def score(  # type: ignore[overload-overlap]
+        self, texts: str | Sequence[int], continuations: str | Sequence[int] | None = None, *, top: int = 0
+    ) -> Score: ...
+
+    @overload
+    def score(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        continuations: Sequence[str | Sequence[int]] | None = None,
+        *,
+        top: int = 0,
+    ) -> list[Score]: ...
+
     def score(self, texts: Any, continuations: Any = None, *, top: int = 0) -> Score | list[Score]:
         """How likely the model finds a text, or each of several. Nothing is generated.
 
@@ -240,7 +255,7 @@ class Engine(AbstractContextManager["Engine"]):
                 "invalid_row", f"There are {len(values):,} texts and {len(after):,} continuations; give one for each."
             )
         params = SamplingParams(max_tokens=0, prompt_logprobs=top)
-        whole = [_joined(self.core, text, then) for text, then in zip(values, after, strict=True)]
+        whole = [_joined(self.core, plain(text), plain(then)) for text, then in zip(values, after, strict=True)]
         results = self._complete(self._encoded([ids for ids, _ in whole], params, 0), len(whole))
         scores = [Score.of(result, start) for result, (_, start) in zip(results, whole, strict=True)]
         return scores[0] if is_single else scores
@@ -453,9 +468,10 @@ def _joined(core: SteppingEngine, text: Any, then: Any) -> tuple[Any, int]:
         return whole, next(
             (at for at, pair in enumerate(zip(ids, whole, strict=False)) if pair[0] != pair[1]), len(ids)
         )
-    if isinstance(text, str | Mapping) or isinstance(then, str | Mapping):
+    given = [text] if then is None else [text, then]
+    if not all(isinstance(one, list) for one in given):
         raise RequestError("invalid_row", "score takes plain texts, or token ids for both text and continuation.")
-    return [*text, *(then or ())], 1 if then is None else len(text)
+    return [token_id for one in given for token_id in one], 1 if then is None else len(text)
 
 
 class _ThreadHolder:

@@ -77,7 +77,7 @@ def read_prompt(prompt: Any, index: int, fields: Mapping[str, Any]) -> InputRow:
     """
     row = InputRow(index)
     try:
-        fill_row(row, {**_plain(fields), **row_fields(prompt)}, allow_unknown=False)
+        fill_row(row, {**plain(fields), **row_fields(prompt)}, allow_unknown=False)
         _check_json(row.extra)
     except RequestError as error:
         row.error = error
@@ -91,17 +91,17 @@ def read_prompt(prompt: Any, index: int, fields: Mapping[str, Any]) -> InputRow:
 def row_fields(prompt: Any) -> dict[str, Any]:
     """The fields of the row that a prompt stands for, in the types of JSON. Raises RequestError for what is none."""
     if isinstance(prompt, str):
-        return {"prompt": _plain(prompt)}
+        return {"prompt": plain(prompt)}
     if isinstance(prompt, Mapping):
         if strange := [name for name in prompt if not isinstance(name, str)]:
             raise _refuse(f"the names of a row's fields are texts, not {type(strange[0]).__name__}")
-        return {name: _plain(value) for name, value in prompt.items()}
+        return {name: plain(value) for name, value in prompt.items()}
     values = _as_list(prompt)
     if values is None:
         raise _refuse(
             f"a prompt must be a text, token ids or a row such as {{'messages': [...]}}, not {type(prompt).__name__}"
         )
-    return {"messages" if values and isinstance(values[0], Mapping) else "prompt_token_ids": _plain(values)}
+    return {"messages" if values and isinstance(values[0], Mapping) else "prompt_token_ids": plain(values)}
 
 
 def _check_json(extra: Mapping[str, Any]) -> None:
@@ -141,15 +141,15 @@ def _hint(value: Any) -> str:
     return "; engine.map takes an iterable" if is_iterable else ""
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A value in the types of JSON, as far as it has a form in them. Lone surrogates become U+FFFD."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, Mapping):
-        return {_plain(name): _plain(item) for name, item in value.items()}
+        return {plain(name): plain(item) for name, item in value.items()}
     values = _as_list(value)
     if values is not None:
-        return values if all(type(item) is int for item in values) else [_plain(item) for item in values]
+        return values if all(type(item) is int for item in values) else [plain(item) for item in values]
     has_type_of_its_own = getattr(value, "ndim", None) == 0 and hasattr(value, "item")  # a number of numpy or torch
     return value.item() if has_type_of_its_own else value
 
