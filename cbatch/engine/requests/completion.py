@@ -6,7 +6,7 @@ import codecs
 import html
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -219,9 +219,9 @@ class Completion(Mapping[str, Any]):
         return self.choices[0].logprobs
 
     def raise_for_error(self) -> Completion:
-        """Returns the completion itself. Raises its error if the request failed."""
+        """Returns the completion itself. Raises a copy of its error if the request failed."""
         if self.error is not None:
-            raise self.error.with_traceback(None)  # not with that of an earlier call
+            raise copy(self.error)  # which may get a traceback, and with it the frames of the caller
         return self
 
     def to_dict(self, *, timings: bool = False) -> dict[str, Any]:
