@@ -8,11 +8,11 @@ import queue
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, TypedDict, Unpack, overload
+from typing import Any, NoReturn, TypedDict, Unpack, overload
 
 import torch
 from tqdm import tqdm
@@ -32,7 +32,6 @@ from cbatch.engine.requests.completion import Completion, Score
 from cbatch.engine.requests.output_processor import OutputProcessor
 from cbatch.engine.requests.prompts import (
     Conversation,
-    ParamsLike,
     PromptLike,
     list_conversations,
     list_params,
@@ -40,7 +39,7 @@ from cbatch.engine.requests.prompts import (
     plain,
     read_prompt,
 )
-from cbatch.engine.requests.request import EncodedRequest, RequestDefaults
+from cbatch.engine.requests.request import EncodedRequest, ParamsLike, RequestDefaults
 from cbatch.engine.scheduler.limits import EngineLimits
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.streams import AsyncStream, Mailbox, Received, RequestGroup, Stream
@@ -265,22 +264,24 @@ class Engine(AbstractContextManager["Engine"]):
         rows: Iterable[Any],
         *,
         template: str | Callable[[Any], Any] | None = None,
-        params: Mapping[str, Any] | None = None,
+        params: ParamsLike | None = None,
         seed: int = 0,
         system: str | None = None,
+        progress: bool = False,
         path: str | os.PathLike[str] | None = None,
         resume: bool = False,
         ordered: bool = True,
         window: int | None = None,
-    ) -> Iterator[Completion]:
+    ) -> Generator[Completion]:
         """Yields the result of each row, lazily and in bounded memory; `rows` may be endless.
 
         rows:     texts, token ids, lists of messages, or rows as `cbatch run` takes them; read on a thread of their
                   own, at most `window` rows ahead of the results that were taken
         template: makes the prompts: a text with {column} in it, or a function of the row
-        params:   sampling parameters, on top of the model's own defaults; those of a row come on top
+        params:   sampling parameters, as `generate` takes them; those of a row come on top
         seed:     seed from which rows without one get theirs, by their `id` or their number
         system:   system message of conversations that have none
+        progress: whether to show a progress bar on stderr
         path:     file that gets each result before it is yielded, as `cbatch run -o` writes it
         resume:   continue a file that an earlier call or `cbatch run` has left; its rows are not computed again
         ordered:  whether results come in the order of the rows, or as they finish
@@ -306,7 +307,9 @@ class Engine(AbstractContextManager["Engine"]):
             ordered=ordered,
             window=window,
         )
-        return _results_of(self, self.thread, results)
+        total = len(rows) if isinstance(rows, Sized) else None
+        shown = tqdm(total=total, unit=" rows") if progress else None
+        return _results_of(self, self.thread, results, shown)
 
     @property
     def thread(self) -> EngineThread:
@@ -406,15 +409,18 @@ class Engine(AbstractContextManager["Engine"]):
         fields: further fields of each prompt's row
         """
         each = list_params(params, len(prompts))
-        shared = params if isinstance(params, Mapping) else {}
+        shared = params if isinstance(params, SamplingParams | Mapping) else {}
         run_seed = secrets.randbits(64) if seed is None else seed
         processor = self.core.input_processor(RequestDefaults(params=shared, seed=run_seed))
         processor.check()
         for index, (prompt, asked) in enumerate(zip(prompts, each, strict=True)):
             row = read_prompt(prompt, index, fields or {})
-            if asked is not params and isinstance(asked, Mapping):
-                row.set_defaults(asked)
-            complete = asked if isinstance(asked, SamplingParams) else None
+            complete = None
+            if asked is not params:  # they differ from prompt to prompt
+                if isinstance(asked, Mapping):
+                    row.set_defaults(asked)
+                else:
+                    complete = asked
             yield processor.process(row, partial(_data_of, prompt), complete)
 
     def _complete(
@@ -444,11 +450,15 @@ class Engine(AbstractContextManager["Engine"]):
         return [result if isinstance(result, Completion) else result.completion() for result in results]
 
 
-def _results_of(engine: Engine, thread: EngineThread, results: Generator[Completion]) -> Generator[Completion]:
+def _results_of(
+    engine: Engine, thread: EngineThread, results: Generator[Completion], progress: tqdm[NoReturn] | None
+) -> Generator[Completion]:
     """Results of rows. They keep their engine, since one that nobody holds is closed."""
-    with closing(results):
+    with closing(results), progress or nullcontext():
         thread.check_may_wait()
         for result in results:
+            if progress is not None:
+                progress.update()
             yield result
             thread.check_may_wait()
 

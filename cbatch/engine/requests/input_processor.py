@@ -50,17 +50,19 @@ class InputProcessor:
 
     @cached_property
     def _given(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        return own_params(self._defaults.params)
+        params = self._defaults.params
+        return ({}, {}) if isinstance(params, SamplingParams) else own_params(params)
 
     @cached_property
     def _params(self) -> SamplingParams:
-        return self._model.default_params.merged(self._given[0])
+        params = self._defaults.params
+        return params if isinstance(params, SamplingParams) else self._model.default_params.merged(self._given[0])
 
     @cached_property
     def _openai_params(self) -> SamplingParams:
-        if "max_tokens" not in self._given[0]:  # that API has no default of its own
-            return replace(self._params, max_tokens=None)
-        return self._params
+        if isinstance(self._defaults.params, SamplingParams) or "max_tokens" in self._given[0]:
+            return self._params
+        return replace(self._params, max_tokens=None)  # that API has no default of its own
 
     @cached_property
     def _template(self) -> TemplateOptions:

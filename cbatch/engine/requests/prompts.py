@@ -9,6 +9,7 @@ from typing import Any
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.requests.request import ParamsLike
 from cbatch.engine.requests.row import PROMPT_FIELDS, InputRow
 from cbatch.engine.requests.row_forms import fill_row
 
@@ -17,9 +18,6 @@ Conversation = Sequence[Mapping[str, Any]]
 
 PromptLike = str | Mapping[str, Any] | Sequence[int]
 """Text, token ids, or a row as `cbatch run` takes it: `{"messages": [...]}`, `{"prompt": ..., "max_tokens": 5}`."""
-
-ParamsLike = SamplingParams | Mapping[str, Any]
-"""Sampling parameters. Those of a mapping come on top of the model's own defaults; an object replaces these."""
 
 WANTED = "a text, token ids, a row such as {'messages': [...]}, or a list of these"
 

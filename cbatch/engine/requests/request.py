@@ -16,12 +16,15 @@ from cbatch.engine.structured.tool_choice import ToolChoice
 from cbatch.engine.text.detokenizer import NUM_CONTEXT_TOKENS, OutputDetokenizer
 from cbatch.engine.text.tokenizer import ChatTokenizer, Message, Prompt
 
+ParamsLike = SamplingParams | Mapping[str, Any]
+"""Sampling parameters. Those of a mapping come on top of the model's own defaults; an object replaces these."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestDefaults:
     """What holds for every request of a run or a call that does not say something else itself.
 
-    params:   sampling parameters and template fields by any of their names (see `param_names`); the model's own
+    params:   sampling parameters: by name, on top of the model's own defaults, or an object instead of these
               defaults hold for the others
     system:   system message of conversations that have none
     seed:     seed from which requests without a seed of their own get theirs
@@ -30,7 +33,7 @@ class RequestDefaults:
     with_token_ids: add the output's token ids to rows of output
     """
 
-    params: Mapping[str, Any] = field(default_factory=dict)
+    params: ParamsLike = field(default_factory=dict)
     system: str | None = None
     seed: int = 0
     raw: bool = False

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from cbatch.cli.chat.commands.session_commands import do_set
+from cbatch.cli.chat.engine_client import EngineClient
 from cbatch.cli.chat.session.export import to_row
+from cbatch.cli.chat.session.session import Session
 from cbatch.cli.chat.session.session_file import read_session
 from cbatch.cli.chat.session.store import SessionStore
 from cbatch.cli.chat.tui.transcript import Transcript
+from cbatch.cli.common.exits import UserError
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.engine import Engine
 from tests.support.chat_harness import ChatHarness, reply_of
@@ -105,6 +108,24 @@ def test_a_form_cannot_go_on_in_the_middle(harness: ChatHarness) -> None:
     controller.continue_reply(controller.current)
     harness.settle(controller)
     assert "cannot be continued" in reply_of(controller.current).error
+
+
+def test_other_names_of_parameters_are_understood() -> None:
+    """Guards /set with the names of vLLM and ollama, and what it says for those that a chat has not."""
+    session = Session("main")
+    controller = SimpleNamespace(save=lambda session: None, client=EngineClient(lambda: None))  # type: ignore[arg-type,return-value]
+    context: Any = SimpleNamespace(session=session, controller=controller, show=lambda *lines: None)
+    do_set(context, "num_predict 5")
+    do_set(context, 'guided_json {"type": "object"}')
+    assert session.params["max_tokens"] == 5 and "json_schema" in session.params["response_format"]
+    for text, message in [
+        ("temp 1", "did you mean 'temperature'"),
+        ("num_ctx 4096", "the context is the model's own"),
+        ("enable_thinking false", "--template-kwargs"),
+        ("n 3", "n cannot be set in a chat"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            do_set(context, text)
 
 
 def test_variables_reach_the_chat_template() -> None:

@@ -26,6 +26,7 @@ from cbatch.engine import (
     EngineThread,
     RequestDefaults,
     RequestError,
+    SamplingParams,
     SteppingEngine,
 )
 from cbatch.engine.batch.map import MapWriter, map_rows
@@ -449,3 +450,16 @@ def test_maps_share_an_engine(model_folder: Path, tmp_path: Path) -> None:
         next(left)
     with pytest.raises(EngineError, match="closed"):
         list(left)
+
+
+def test_an_engine_maps_with_complete_params_and_progress(
+    model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards an object as `params`, which replaces the model's defaults, and the bar on stderr."""
+    with Engine(str(model_folder), device="cpu", dtype="float32", max_seqs=2) as engine:
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        rows = ["hello", {"prompt": "again", "max_tokens": 2}]
+        found = list(engine.map(rows, params=params, progress=True))
+        assert [one.usage.completion_tokens for one in found] == [3, 2]
+        assert [one.to_dict() for one in found] == [one.to_dict() for one in engine.generate(rows, params)]
+    assert "2/2" in capsys.readouterr().err

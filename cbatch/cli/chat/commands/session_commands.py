@@ -10,7 +10,7 @@ from cbatch.cli.chat.commands.registry import COMMANDS, CommandContext, command,
 from cbatch.cli.chat.controller import RETRY_TEMPERATURE
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.common.options import RUN_ONLY_PARAMS
-from cbatch.engine import PARAM_NAMES, RequestError, SamplingParams, with_overrides
+from cbatch.engine import PARAM_NAMES, RequestError, SamplingParams, own_params, with_overrides
 
 SETTABLE = tuple(name for name in PARAM_NAMES if name not in ("seed", *RUN_ONLY_PARAMS))
 
@@ -165,18 +165,29 @@ def do_set(context: CommandContext, text: str) -> None:
     """show or set sampling parameters; default resets one"""
     name, _, value = text.partition(" ")
     params = context.session.params
+    if value and value.strip() not in ("default", "null"):
+        given = _parse_params(name, value.strip())
+        made = SamplingParams().merged(given)
+        for own in given:
+            new = getattr(made, own)
+            context.session.params = params = with_overrides(
+                params, {own: list(new) if isinstance(new, tuple) else new}
+            )
+            if new is None:  # a constraint that asks for nothing
+                del params[own]
+        _save_and_show(context, list(given))
+        return
     if name and name not in SETTABLE:
         close = difflib.get_close_matches(name, SETTABLE, 1)
         raise UserError(f"There is no parameter {name}" + (f"; did you mean {close[0]}?" if close else "."))
-    if value.strip() in ("default", "null"):
+    if value:
         params.pop(name, None)
-    elif value:
-        new = getattr(_parse_param(name, value.strip()), name)
-        context.session.params = with_overrides(params, {name: list(new) if isinstance(new, tuple) else new})
-        if new is None:  # a constraint that asks for nothing
-            del context.session.params[name]
+    _save_and_show(context, [name] if name else list(SETTABLE))
+
+
+def _save_and_show(context: CommandContext, names: list[str]) -> None:
     context.controller.save(context.session)
-    _show_params(context, [name] if name else list(SETTABLE))
+    _show_params(context, names)
 
 
 @command("stats")
@@ -201,13 +212,19 @@ def _show_params(context: CommandContext, names: list[str]) -> None:
     context.show(*lines)
 
 
-def _parse_param(name: str, text: str) -> SamplingParams:
-    """Parameters with one of them set to what was typed: JSON, or else a plain string."""
+def _parse_params(name: str, text: str) -> dict[str, Any]:
+    """A parameter set to what was typed, JSON or else a plain string; under our name, also if it has another one."""
     try:
         value: Any = json.loads(text)
     except (ValueError, RecursionError):
         value = text
     try:
-        return SamplingParams().merged({name: value})
+        given, template = own_params({name: value})
+        SamplingParams().merged(given)
     except RequestError as error:
         raise UserError(str(error)) from error
+    if template:
+        raise UserError(f"{name} is for the chat template: cbatch chat --template-kwargs sets it for all sessions.")
+    if strange := [own for own in given if own not in SETTABLE]:
+        raise UserError(f"{strange[0]} cannot be set in a chat.")
+    return given
