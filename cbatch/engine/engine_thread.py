@@ -187,7 +187,7 @@ class EngineThread:
                     command()
 
     def _step(self) -> list[TokenEvent]:
-        """A step of the engine, retried if it fails: `Engine.step` loses nothing when it raises."""
+        """A step of the engine, retried if it fails: `SteppingEngine.step` loses nothing when it raises."""
         while True:
             try:
                 with self._trace.step() if self._trace is not None else nullcontext():

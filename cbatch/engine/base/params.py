@@ -66,7 +66,8 @@ class SamplingParams:
     top_k:          sample among the k most likely tokens; 0 (or -1): among all
     top_p:          sample among the most likely tokens that together reach this probability
     min_p:          drop tokens less likely than this share of the most likely one
-    seed:           None: derived by the caller (`derive_seed`)
+    seed:           None: made of the seed of the call or run and the prompt's place in it (`derive_seed`), so that the
+                    same call gives the same outputs
     stop:           strings that end the output; they are not part of the text
     stop_token_ids: further end tokens
     ignore_eos:     continue past the model's end tokens, up to max_tokens

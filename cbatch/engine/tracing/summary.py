@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 STEP, FORWARD, WAIT = "step", "forward", "wait"
-"""The spans that count: a call of `Engine.step`, the model in it, and waiting for requests."""
+"""The spans that count: a call of `SteppingEngine.step`, the model in it, and waiting for requests."""
 
 _DEVICE = "device"
 _CATEGORIES = {"kernel": _DEVICE, "gpu_memcpy": _DEVICE, "gpu_memset": _DEVICE, "user_annotation": ""}
@@ -31,7 +31,7 @@ class Interval(NamedTuple):
 class TraceSummary:
     """Times of the steps in a trace.
 
-    num_steps:  calls of `Engine.step`
+    num_steps:  calls of `SteppingEngine.step`
     seconds:    on a GPU from the begin of its first to the end of its last work, on a CPU from the first to the last
                 step; without `waited_s`
     waited_s:   seconds without a request
