@@ -109,9 +109,9 @@ def check_idle(engine: Engine, *, within_s: float = 10.0) -> None:
 
 
 def alive(*kinds: type) -> list[Any]:
-    """The objects of these kinds that somebody still holds."""
+    """The objects of exactly these kinds that somebody still holds."""
     gc.collect()
-    return [found for found in gc.get_objects() if issubclass(type(found), kinds)]
+    return [found for found in gc.get_objects() if type(found) in kinds]
 
 
 PER_REQUEST = (RequestHandle, OutputProcessor, Stream, AsyncStream, Mailbox)
@@ -150,7 +150,7 @@ class SharedEngineStress:
             assert engine.failure is None and engine.stats().num_retries == 0
             check_idle(engine)
             assert not alive(*PER_REQUEST)
-            assert not [one for one in alive(asyncio.Future) if not one.done()], "futures are pending"
+            assert not [one for one in alive(asyncio.Future, asyncio.Task) if not one.done()], "futures are pending"
             self.counts["preemptions"] = engine.stats().num_preemptions
             self.counts["tokens"] = engine.stats().num_tokens
         deadline = time.monotonic() + 5

@@ -1,0 +1,99 @@
+"""Programs that end, or fork, while their engine has work: they end at once and quietly."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PREPARE = """
+import asyncio, multiprocessing, os, sys, threading, time
+from cbatch import Engine
+engine = Engine(sys.argv[1], device="cpu", kv_blocks=40)
+forward = engine.core.runner.forward
+engine.core.runner.forward = lambda batch: (time.sleep(0.3), forward(batch))[1]
+LONG = {"max_tokens": 200, "ignore_eos": True}  # a minute
+engine.generate("hello", {"max_tokens": 1})
+"""
+
+PROGRAMS = {
+    "open stream": """
+stream = engine.stream(["hello", "world"], LONG)
+next(stream)
+""",
+    "open stream in a cycle": """
+stream = engine.stream(["hello", "world"], LONG)
+next(stream)
+cycle = [stream, engine]
+cycle.append(cycle)
+del stream, engine
+""",
+    "generate on a daemon thread": """
+threading.Thread(target=engine.generate, args=(["hello", "world"], LONG), daemon=True).start()
+time.sleep(0.2)
+""",
+    "generate on a thread, closed by an exit handler": """
+import atexit
+threading.Thread(target=engine.generate, args=(["hello"], {"max_tokens": 5})).start()
+atexit.register(engine.close)
+""",
+    "unfinished loop of asyncio": """
+loop = asyncio.new_event_loop()
+stream = engine.astream(["hello"], LONG)
+loop.run_until_complete(anext(stream))
+task = loop.create_task(engine.agenerate("hello", LONG))
+loop.run_until_complete(asyncio.sleep(0.2))
+task.cancel()
+loop.run_until_complete(asyncio.wait([task]))
+""",
+    "half a map": """
+results = engine.map(["hello"] * 100, params={"max_tokens": 2})
+next(results)
+""",
+    "forked children": """
+stream = engine.stream("hello", {"max_tokens": 5, "ignore_eos": True})
+next(stream)
+if os.fork() == 0:
+    sys.exit(0)  # with all that a program does at its end
+assert os.wait()[1] == 0
+def use():
+    try:
+        engine.generate("hello")
+    except Exception as error:
+        sys.exit(3 if "belongs to the process that made it" in str(error) else 4)
+child = multiprocessing.get_context("fork").Process(target=use)
+child.start()
+child.join(20)
+assert child.exitcode == 3, child.exitcode
+assert len(list(stream)) == 4
+""",
+}
+
+
+@pytest.mark.slow
+def test_programs_end_quietly(model_folder: Path) -> None:
+    """Guards the end of a program, with whatever is unfinished then: code 0, no traceback, no hanging, no crash."""
+    programs = {
+        name: subprocess.Popen(
+            [sys.executable, "-c", f"{PREPARE}{source}print('end', flush=True)", str(model_folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name, source in PROGRAMS.items()
+    }
+    try:
+        for name, program in programs.items():
+            assert program.stdout is not None and program.stderr is not None
+            assert program.stdout.readline() == "end\n", (name, program.stderr.read())
+            began = time.monotonic()
+            errors = program.communicate(timeout=50)[1]
+            assert program.returncode == 0 and time.monotonic() - began < 40, name
+            assert not any(sign in errors for sign in ("Traceback", "ignored", "rror", "terminate")), (name, errors)
+    finally:
+        for program in programs.values():
+            program.kill()
+            program.wait()

@@ -1,0 +1,467 @@
+"""Streams, for loops and for asyncio: in any order, left at any point, read by anybody."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+
+from cbatch.engine.base.config import EngineConfig
+from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.engine import Engine
+from cbatch.engine.requests.output_processor import StreamEvent
+from cbatch.engine.streams import AsyncStream, Stream
+from tests.support.shared_engine import PER_REQUEST, Outcome, StreamChecker, alive, check_idle, outcome
+from tests.support.tiny_models import loaded, make_network, make_prompts, no_collector
+
+SHORT = SamplingParams(max_tokens=6)
+LONG = SamplingParams(max_tokens=140)
+CONFIG = EngineConfig(block_size=4, kv_blocks=96, device="cpu")
+
+
+def new_engine() -> Engine:
+    return Engine(CONFIG, loaded=loaded(make_network("llama")))
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Engine]:
+    with new_engine() as made:
+        yield made
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    """An engine that other tests use, too: each must leave it idle."""
+    yield shared
+    check_idle(shared)
+
+
+@pytest.fixture
+def slow_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """Its steps take at least 10 ms. The requests of the test must not run to their end."""
+    forward, before = engine.core.runner.forward, engine.stats().num_tokens
+    monkeypatch.setattr(engine.core.runner, "forward", lambda batch: (time.sleep(0.01), forward(batch))[1])
+    yield engine
+    assert engine.stats().num_tokens - before < 140
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Callable[[list[int]], list[int]]:
+    """The tokens that a prompt gets alone."""
+    known: dict[tuple[int, ...], list[int]] = {}
+
+    def tokens_of(prompt: list[int]) -> list[int]:
+        if tuple(prompt) not in known:
+            with new_engine() as made:
+                known[tuple(prompt)] = list(made.generate(prompt, LONG).token_ids)
+        return known[tuple(prompt)]
+
+    return tokens_of
+
+
+def run(main: Coroutine[Any, Any, Any]) -> Any:
+    """Runs a loop of asyncio, and fails if it hangs."""
+    return asyncio.run(asyncio.wait_for(main, timeout=20))
+
+
+# Leaving a stream.
+
+
+def drop(stream: Stream) -> None:
+    """Nobody holds it any more."""
+
+
+def abandon(stream: Stream) -> None:
+    """A generator that reads it is left."""
+
+    def texts() -> Iterator[str]:
+        for event in stream:
+            yield event.text
+
+    next(texts())
+
+
+def fail(stream: Stream) -> None:
+    """Its consumer raises."""
+    with pytest.raises(ZeroDivisionError), stream:
+        next(stream)
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("leave", [drop, abandon, fail, Stream.close], ids=lambda leave: leave.__name__)
+@pytest.mark.parametrize("num_read", [0, 7])
+def test_leaving_a_stream_frees_it(slow_engine: Engine, leave: Callable[[Stream], None], num_read: int) -> None:
+    """Guards the cache against streams that are left half-way, without help from the collector of cycles."""
+    with no_collector():
+        stream = slow_engine.stream([[1, 2], [3]], LONG)
+        for _ in range(num_read):
+            next(stream)
+        leave(stream)
+        del stream
+        check_idle(slow_engine, within_s=1)
+
+
+def test_a_closed_stream_gives_nothing_more(engine: Engine) -> None:
+    """Guards `close` against events that have come already."""
+    stream = engine.stream([[1, 2], []], SHORT)
+    time.sleep(0.05)
+    stream.close()
+    stream.close()
+    assert list(stream) == []
+
+
+def test_closing_a_stream_wakes_its_reader(engine: Engine) -> None:
+    """Guards a thread that waits for an event of a stream which another thread closes."""
+    stream, events = engine.stream([1, 2], LONG), list[StreamEvent]()
+    is_reading = threading.Event()
+    get = stream._received.get
+
+    class Received:
+        """Tells when the reader is about to wait; it sees no event, so that it is sure to wait."""
+
+        put = stream._received.put
+
+        def get(self) -> Any:
+            while (received := get()) is not None:
+                is_reading.set()
+            return received
+
+    stream._received = Received()  # type: ignore[assignment]
+    reader = threading.Thread(target=lambda: events.extend(stream), daemon=True)
+    reader.start()
+    assert is_reading.wait(20)
+    stream.close()
+    reader.join(timeout=20)
+    assert not reader.is_alive() and not events
+
+
+def test_threads_share_the_events_of_a_stream(engine: Engine, tokens: Callable[[list[int]], list[int]]) -> None:
+    """Guards a stream that several threads read: each event goes to one of them, and all of them come to an end."""
+    prompts = make_prompts([5, 9])
+    stream, events = engine.stream(prompts, LONG), list[StreamEvent]()
+    readers = [threading.Thread(target=lambda: events.extend(iter(stream)), daemon=True) for _ in range(4)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(timeout=20)
+    assert not any(reader.is_alive() for reader in readers)
+    assert sorted(event.index for event in events) == [0] * 140 + [1] * 140
+    done = {event.index: event.completion for event in events if event.completion is not None}
+    assert [list(done[index].token_ids) for index in (0, 1)] == [tokens(prompt) for prompt in prompts]
+
+
+def test_a_stream_keeps_its_engine() -> None:
+    """Guards streams and maps of an engine that nobody else holds: it is closed after them, and not before."""
+
+    def stream() -> Iterator[StreamEvent]:
+        return new_engine().stream([[1, 2], [3]], SHORT)
+
+    async def astream() -> list[StreamEvent]:
+        return [event async for event in new_engine().astream([[1, 2], [3]], SHORT)]
+
+    before = set(threading.enumerate())
+    assert len(list(stream())) == len(run(astream())) == 12
+    assert [one.error for one in new_engine().map([[1, 2], [3]], params={"max_tokens": 6})] == [None, None]
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not set(threading.enumerate()) - before
+
+
+# Loops of asyncio.
+
+
+def test_tasks_complete_and_stream_at_once(engine: Engine, tokens: Callable[[list[int]], list[int]]) -> None:
+    """Guards one loop with several calls: each gets its own, in the order of its prompts."""
+    prompts = make_prompts([5, 9, 3])
+
+    async def read(prompt: list[int]) -> list[int | None]:
+        return [event.token_id async for event in engine.astream(prompt, LONG)]
+
+    async def main() -> Any:
+        single = engine.agenerate(prompts[0], LONG)
+        return await asyncio.gather(read(prompts[0]), read(prompts[1]), single, engine.agenerate(prompts, LONG))
+
+    first, second, single, several = run(main())
+    assert [first, second, list(single.token_ids)] == [tokens(prompts[0]), tokens(prompts[1]), tokens(prompts[0])]
+    assert [list(one.token_ids) for one in several] == [tokens(prompt) for prompt in prompts]
+
+
+def test_two_loops_in_two_threads(engine: Engine, tokens: Callable[[list[int]], list[int]]) -> None:
+    """Guards wake-ups against going to the loop of somebody else."""
+    prompts, results = make_prompts([5, 9]), dict[int, list[int | None]]()
+
+    def work(number: int) -> None:
+        async def main() -> None:
+            results[number] = [event.token_id async for event in engine.astream(prompts[number], LONG)]
+
+        run(main())
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {number: tokens(prompt) for number, prompt in enumerate(prompts)}
+
+
+def test_refused_prompts_come_first(engine: Engine) -> None:
+    """Guards a stream for asyncio whose prompts are partly or all wrong."""
+
+    async def main() -> list[tuple[int, str | None]]:
+        events = [event async for event in engine.astream([[1], [], [2]], SamplingParams(max_tokens=1))]
+        events += [event async for event in engine.astream([[]])]
+        return [(event.index, event.error.code if event.error else None) for event in events]
+
+    first, *others = run(main())
+    assert first == (1, "invalid_row") and sorted(others[:2]) == [(0, None), (2, None)]
+    assert others[2:] == [(0, "invalid_row")]
+
+
+@pytest.mark.parametrize("num_read", [0, 5])
+@pytest.mark.parametrize("way", ["break", "aclose", "async with", "cancel", "timeout"])
+def test_leaving_an_async_stream_frees_it(slow_engine: Engine, way: str, num_read: int) -> None:
+    """Guards the cache against tasks that leave a stream; a cancelled one frees it even while its task is held."""
+
+    async def read(stream: AsyncStream, count: int) -> None:
+        for _ in range(count):
+            await anext(stream)
+
+    async def main() -> None:
+        stream = slow_engine.astream([[1, 2], [3]], LONG)
+        await read(stream, num_read)
+        if way == "break":
+            del stream
+        elif way == "aclose":
+            await stream.aclose()
+            assert [event async for event in stream] == []
+        elif way == "async with":
+            with pytest.raises(ZeroDivisionError):
+                async with stream:
+                    raise ZeroDivisionError
+        elif way == "cancel":
+            task = asyncio.create_task(read(stream, 200))
+            await asyncio.sleep(0.02)
+            task.cancel()
+            await asyncio.wait([task])
+            await asyncio.to_thread(check_idle, slow_engine, within_s=1)
+        else:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(read(stream, 10**6), timeout=0.03)
+        await asyncio.to_thread(check_idle, slow_engine, within_s=1)
+
+    run(main())
+
+
+@pytest.mark.parametrize("when", ["encoding", "running"])
+def test_cancelling_a_call_cancels_its_requests(
+    slow_engine: Engine, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards `agenerate` and `astream` in tasks that are cancelled, also while their prompts are encoded."""
+    engine, encoding, may_go_on = slow_engine, threading.Event(), threading.Event()
+    encoded = engine._encoded
+
+    def encode(*args: Any) -> Any:
+        encoding.set()
+        assert may_go_on.wait(20)
+        return encoded(*args)
+
+    monkeypatch.setattr(engine, "_encoded", encode)
+    if when == "running":
+        may_go_on.set()
+
+    async def main() -> None:
+        tasks = [
+            asyncio.create_task(engine.agenerate([1, 2], LONG)),
+            asyncio.create_task(rest_of(engine.astream([1, 2], LONG))),
+        ]
+        assert await asyncio.to_thread(encoding.wait, 20)
+        started = engine.stats().num_tokens
+        while when == "running" and engine.stats().num_tokens < started + 2:
+            await asyncio.sleep(0.001)
+        for task in tasks:
+            task.cancel()
+        may_go_on.set()
+        await asyncio.wait(tasks)
+        assert tasks[0].cancelled()
+
+    before = engine.stats().num_tokens
+    run(main())
+    check_idle(engine, within_s=1)
+    assert (engine.stats().num_tokens == before) == (when == "encoding")
+
+
+def test_closing_an_async_stream_wakes_its_reader(engine: Engine) -> None:
+    """Guards a task that waits for an event of a stream which another task closes."""
+
+    async def main() -> None:
+        stream = engine.astream([1, 2], LONG)
+        await anext(stream)
+        assert stream._mailbox is not None
+        stream._mailbox._received.clear()
+        stream._mailbox.put = lambda received: None  # type: ignore[method-assign]  # no event wakes the reader
+        task = asyncio.create_task(rest_of(stream))
+        await asyncio.sleep(0.01)
+        del stream._mailbox.put
+        await stream.aclose()
+        await task
+
+    run(main())
+
+
+async def rest_of(stream: AsyncIterator[StreamEvent]) -> list[StreamEvent]:
+    return [event async for event in stream]
+
+
+def test_tasks_share_the_events_of_a_stream(engine: Engine) -> None:
+    """Guards a stream that several tasks read from its beginning: the requests run once, and all tasks end."""
+
+    async def main() -> list[list[StreamEvent]]:
+        stream = engine.astream([[1, 2], [3]], LONG)
+        return await asyncio.gather(*[rest_of(stream) for _ in range(3)])
+
+    events = [event for read in run(main()) for event in read]
+    assert sorted(event.index for event in events) == [0] * 140 + [1] * 140
+
+
+def test_a_loop_that_is_closed_early_cancels_its_requests(slow_engine: Engine) -> None:
+    """Guards the cache against a stream whose loop is closed, even with a wake-up pending, while it is still held."""
+    loop = asyncio.new_event_loop()
+    stream = slow_engine.astream([1, 2], LONG)
+
+    async def begin() -> None:
+        await anext(stream)
+        while not stream._mailbox._is_waking:  # type: ignore[union-attr]
+            time.sleep(0.0001)  # events come, and this loop does not run
+
+    loop.run_until_complete(begin())
+    loop.close()
+    check_idle(slow_engine, within_s=1)
+    assert not stream._is_closed
+
+
+def test_closing_the_engine_ends_waiting_tasks() -> None:
+    """Guards tasks against waiting for ever when the engine is closed under them."""
+
+    async def main() -> Any:
+        engine = new_engine()
+        forward = engine.core.runner.forward
+        engine.core.runner.forward = lambda batch: (time.sleep(0.01), forward(batch))[1]  # type: ignore[method-assign]
+        tasks = asyncio.gather(engine.agenerate([1, 2], LONG), rest_of(engine.astream([3], LONG)))
+        while engine.stats().num_tokens < 4:
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(engine.close)
+        return await tasks
+
+    done, events = run(main())
+    assert done.error.code == events[-1].error.code == "cancelled"
+
+
+# Interleavings.
+
+REQUESTS: list[dict[str, Any]] = [
+    {
+        "prompt_token_ids": prompt,
+        "max_tokens": 3 + number,
+        "n": 1 + number % 2,
+        "seed": number,
+        "temperature": number % 3,
+    }
+    for number, prompt in enumerate(make_prompts([5, 9, 3, 17, 30, 1]))
+]
+REQUESTS += [{"prompt_token_ids": []}, {"prompt_token_ids": [1], "max_tokens": 40}]
+several = st.lists(st.integers(0, len(REQUESTS) - 1), min_size=1, max_size=3)
+which = st.integers(0, 5)
+
+
+class StreamMachine(RuleBasedStateMachine):
+    """Streams and calls on one thread, in any order; each result must be the one that the request gets alone."""
+
+    engine: Engine
+    alone: list[Outcome]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams: list[tuple[Any, StreamChecker, list[Outcome]]] = []
+        self.loop = asyncio.new_event_loop()
+
+    def _add(self, stream: Any, numbers: list[int]) -> None:
+        self.streams.append((stream, StreamChecker(), [self.alone[number] for number in numbers]))
+
+    def _next(self, stream: Any) -> StreamEvent | None:
+        return next(stream, None) if isinstance(stream, Stream) else self.loop.run_until_complete(anext(stream, None))
+
+    @rule(numbers=several)
+    def open_stream(self, numbers: list[int]) -> None:
+        self._add(self.engine.stream([REQUESTS[number] for number in numbers]), numbers)
+
+    @rule(numbers=several)
+    def open_async_stream(self, numbers: list[int]) -> None:
+        self._add(self.engine.astream([REQUESTS[number] for number in numbers]), numbers)
+
+    @precondition(lambda self: self.streams)
+    @rule(at=which, count=st.integers(1, 12))
+    def read(self, at: int, count: int) -> None:
+        stream, checker, _ = self.streams[at % len(self.streams)]
+        for _ in range(count):
+            if (event := self._next(stream)) is not None:
+                checker.take(event)
+
+    @precondition(lambda self: self.streams)
+    @rule(at=which)
+    def drop(self, at: int) -> None:
+        self.streams.pop(at % len(self.streams))
+
+    @precondition(lambda self: self.streams)
+    @rule(at=which)
+    def close(self, at: int) -> None:
+        stream = self.streams.pop(at % len(self.streams))[0]
+        if isinstance(stream, Stream):
+            stream.close()
+        else:
+            self.loop.run_until_complete(stream.aclose())
+        assert self._next(stream) is None
+
+    @rule(numbers=several)
+    def generate(self, numbers: list[int]) -> None:
+        done = self.engine.generate([REQUESTS[number] for number in numbers])
+        assert [outcome(one) for one in done] == [self.alone[number] for number in numbers]
+
+    @rule(numbers=several)
+    def agenerate(self, numbers: list[int]) -> None:
+        done = self.loop.run_until_complete(self.engine.agenerate([REQUESTS[number] for number in numbers]))
+        assert [outcome(one) for one in done] == [self.alone[number] for number in numbers]
+
+    def teardown(self) -> None:
+        for stream, checker, expected in self.streams:
+            while (event := self._next(stream)) is not None:
+                checker.take(event)
+            assert checker.outcomes() == expected
+        self.streams.clear()
+        check_idle(self.engine)
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.close()
+
+
+@pytest.mark.parametrize("examples", [4, pytest.param(150, marks=pytest.mark.slow)])
+def test_any_order_of_streams_and_calls(engine: Engine, examples: int) -> None:
+    """Guards each result against whatever else is asked for meanwhile, and in which order it is read."""
+    with new_engine() as other:
+        StreamMachine.alone = [outcome(other.generate(request)) for request in REQUESTS]
+    StreamMachine.engine = engine
+    run_state_machine_as_test(
+        StreamMachine,
+        settings=settings(
+            max_examples=examples, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
+    assert not alive(*PER_REQUEST)
