@@ -16,6 +16,9 @@ from cbatch.engine.base.outputs import FinishReason, ToolCall
 from cbatch.engine.requests import openai_batch
 from cbatch.engine.requests.row import InputRow
 
+NEVER = -9999.0
+"""Stands for the logarithm of 0 in rows, as in OpenAI's API: JSON has no infinity."""
+
 
 class TokenLogprob(NamedTuple):
     """A token and its log-probability, from the model's own distribution, before temperature and filters.
@@ -334,8 +337,8 @@ class Completion(Mapping[str, Any]):
     def _scores(self) -> dict[str, Any]:
         """The log-probabilities of the prompt's tokens, and their sum."""
         scores = self.prompt_logprobs or ()
-        total = math.fsum(one.logprob for one in scores if one.logprob is not None)
-        return {"sum": _rounded(total), "content": _tokens(scores)}
+        total = math.fsum(max(one.logprob, NEVER) for one in scores if one.logprob is not None)
+        return {"sum": round(total, 5), "content": _tokens(scores)}
 
     def _openai_logprobs(self, choice: Choice, *, is_chat: bool) -> dict[str, Any] | None:
         if choice.logprobs is None:
@@ -435,7 +438,7 @@ def _token_name(one: TokenLogprob) -> str:
 
 def _rounded(logprob: float | None) -> float | None:
     """Rounded to five places, because most further ones depend on which rows ran beside this one."""
-    return round(logprob, 5) if logprob is not None else None
+    return round(max(logprob, NEVER), 5) if logprob is not None else None
 
 
 def _shorten(text: str) -> str:

@@ -191,6 +191,18 @@ def test_a_row_can_be_read_back(completion: Completion, timings: bool) -> None:
         assert found.logprobs is None or comparable(found.logprobs) == comparable(choice.logprobs)
 
 
+def test_tokens_that_never_come_have_a_number() -> None:
+    """Guards JSON, which has no infinity, against models that give some tokens a probability of 0."""
+    never = TokenLogprob("b", 5, -math.inf, b"b")
+    scored = [TokenLogprob("a", 4, -0.5, b"a", (never,)), never]
+    for row in (OWN_ROW, openai(CHAT), openai(TEXT)):
+        completion = make(row, replace(PLAIN, logprobs=scored), prompt_logprobs=[PROMPT[0], *scored, *[never] * 2])
+        text = json.dumps(completion.to_dict(), allow_nan=False)
+        assert '"top_logprobs"' in text and "-9999.0" in text and completion.logprobs == scored
+    plain = make(OWN_ROW, PLAIN, prompt_logprobs=[PROMPT[0], *scored, *[never] * 2])
+    assert plain["prompt_logprobs"]["sum"] == -29997.5
+
+
 def test_repr_is_short_and_has_no_control_sequences() -> None:
     """Guards terminals: texts, calls and messages come from models and files."""
     nasty = "\x1b]0;owned\x07\n\r" + "x" * 500

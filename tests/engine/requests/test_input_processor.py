@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from cbatch.engine import (
     TemplateOptions,
 )
 from cbatch.engine.requests.input_processor import ModelInfo
+from cbatch.engine.requests.prompts import read_prompt
 from cbatch.engine.scheduler.limits import SequenceLimits
 from cbatch.engine.structured.tool_choice import ToolChoice
 from cbatch.engine.text.fast_loader import TransformersTokenizer
@@ -302,3 +305,77 @@ def test_a_forced_call_is_compiled() -> None:
     ):
         refused = made(**fields)
         assert isinstance(refused, Completion) and message in str(refused.error)
+
+
+def request(inputs: InputProcessor, fields: dict[str, Any], params: SamplingParams | None = None) -> SamplingParams:
+    """The effective parameters of a row."""
+    made = inputs.process(read_prompt(fields, 0, {}), lambda: b"", params)
+    assert isinstance(made, EncodedRequest), made
+    return made.params
+
+
+def test_parameters_come_in_layers() -> None:
+    """Guards the order: the model's own, those of the run, then those of the row; an object replaces the first two."""
+    model = replace(processor().inputs._model, default_params=SamplingParams(temperature=0.5, top_k=7, regex="a"))
+    run = InputProcessor(model, RequestDefaults(params={"top_k": 8, "max_new_tokens": 9}))
+    assert request(run, {"prompt": "a"}) == SamplingParams(temperature=0.5, top_k=8, max_tokens=9, regex="a")
+    row = {"prompt": "a", "top_k": 0, "choice": ["x"], "stop": None}
+    assert request(run, row) == SamplingParams(temperature=0.5, top_k=0, max_tokens=9, choice=["x"])
+    whole = SamplingParams(min_p=0.5, grammar="start: /a/")
+    assert request(run, {"prompt": "a"}, whole) == whole
+    assert request(run, row, whole) == SamplingParams(min_p=0.5, top_k=0, choice=["x"])
+    for one, other in ((1, True), (1, 1.0)):  # which are equal, and only the first is a whole number
+        assert request(run, {"prompt": "a", "n": one}).n == 1
+        wrong = run.process(read_prompt({"prompt": "a", "n": other}, 0, {}), lambda: b"")
+        assert isinstance(wrong, Completion) and "n must be a whole number" in str(wrong.error)
+
+
+@pytest.mark.parametrize("broken", ["encode_chat", "compile"])
+def test_what_nobody_foresaw_fails_its_row_only(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the other rows against a template, a tokenizer or a compiler that raises anything."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise ZeroDivisionError("oops")
+
+    inputs = processor().inputs
+    good = inputs.process(read_prompt({"prompt": "a", "raw": True}, 0, {}), lambda: b"")
+    if broken == "compile":
+        inputs = InputProcessor(replace(inputs._model, compile=fail), RequestDefaults())
+    else:
+        monkeypatch.setattr(ChatTokenizer, broken, fail)
+    lines = LineProcessor(inputs)
+    made = lines.process(Line(4, b'{"prompt": "a", "id": "x"}'))
+    assert isinstance(made, Completion) and made.error is not None and made.id == "x"
+    assert (made.error.code, str(made.error)) == (
+        "internal_error",
+        "line 5: the prompt cannot be encoded: ZeroDivisionError('oops')",
+    )
+    monkeypatch.undo()
+    assert made.key == lines.key(Line(4, b'{ "id": "x", "prompt": "a" }')), "the key is not that of the row"
+    assert isinstance(good, EncodedRequest) and good.prompt_ids == [0, 67]
+
+
+def test_the_key_of_a_refused_row_comes_from_its_bytes() -> None:
+    """Guards --resume: a row that is refused before it is read has no other key, and one with a wrong prompt has."""
+    lines = processor()
+    refused = [lines.process(Line(0, data)).key for data in (b'{"prompt": 5}', b'{"prompt":5}', b'{"prompt": 5}')]
+    assert refused[0] == refused[2] != refused[1]
+    read = [
+        lines.process(Line(0, data)) for data in (b'{"messages": [{"role": "r", "content": ""}]}', b'{"prompt": ""}')
+    ]
+    assert [isinstance(one, Completion) and one.error is not None and one.error.code for one in read] == [
+        "template_error",
+        "invalid_row",
+    ]
+    assert read[0].key == lines.key(Line(0, b'{ "messages": [{"content": "", "role": "r"}]}'))
+
+
+def test_threads_share_a_processor() -> None:
+    """Guards the caches inside: what one thread makes, all get."""
+    inputs = processor().inputs
+    rows = [{"prompt": f"row {number}", "stop": ["a"], "top_k": number % 3} for number in range(40)]
+    alone = [processor().inputs.process(read_prompt(row, at, {}), lambda: b"").key for at, row in enumerate(rows[:3])]
+    with ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(lambda at: inputs.process(read_prompt(rows[at], at, {}), lambda: b""), range(40)))
+    assert all(isinstance(one, EncodedRequest) for one in made) and len({one.key for one in made}) == 40
+    assert [one.key for one in made[:3]] == alone
