@@ -170,6 +170,7 @@ class Engine(AbstractContextManager["Engine"]):
         conversations: a list of messages, `[{"role": "user", "content": "Hi"}]`, or a list of such lists
         options:       see ChatOptions; the other arguments, the result and errors are those of `generate`
         """
+        _check_chat_options(options)
         values, is_single = list_conversations(conversations)
         requests = self._encoded(values, params, seed, options)
         results = self._complete(requests, len(values), progress=progress)
@@ -461,6 +462,15 @@ def _results_of(
                 progress.update()
             yield result
             thread.check_may_wait()
+
+
+def _check_chat_options(options: Iterable[str]) -> None:
+    """Raises TypeError for an option that a chat does not have, which would pass as a column of its row."""
+    for name in options:
+        if name not in ChatOptions.__annotations__:
+            meant = similar_name(name, ChatOptions.__annotations__)
+            hint = f"did you mean {meant}?" if meant else "sampling parameters are given in params."
+            raise TypeError(f"Engine.chat has no argument {name!r}; {hint}")
 
 
 def _data_of(prompt: Any) -> bytes:

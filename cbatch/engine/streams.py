@@ -124,7 +124,7 @@ class Stream(Iterator[StreamEvent], AbstractContextManager["Stream"]):
     ) -> None:
         """
         requests: to run; a Completion among them is the result of a prompt that was refused
-        owner:    kept while the stream is: an Engine that nobody holds is closed
+        owner:    kept until the stream ends: an Engine that nobody holds is closed
         """
         self._group = RequestGroup(thread)
         self._reader = _Reader(self._group, sum(isinstance(request, EncodedRequest) for request in requests))
@@ -151,6 +151,7 @@ class Stream(Iterator[StreamEvent], AbstractContextManager["Stream"]):
             self.close()
             raise
         if event is None:
+            self.close()
             raise StopIteration
         return event
 
@@ -166,6 +167,7 @@ class Stream(Iterator[StreamEvent], AbstractContextManager["Stream"]):
     def close(self) -> None:
         """Ends the iteration, also where another thread waits for an event, and cancels what is unfinished."""
         self._is_closed = True
+        self._owner = None
         self._group.close()
         self._received.put(None)
 
@@ -205,6 +207,7 @@ class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["Async
             self._close()
             raise
         if event is None:
+            self._close()
             raise StopAsyncIteration
         return event
 
@@ -241,6 +244,7 @@ class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["Async
 
     def _close(self) -> None:
         self._is_closed = True
+        self._encode = list  # the other one refers to the engine
         self._group.close()
         if self._mailbox is not None:
             with suppress(RuntimeError):  # the loop is closed: nobody waits

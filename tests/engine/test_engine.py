@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
 from functools import cache
@@ -341,3 +342,45 @@ def test_an_error_in_a_result_keeps_no_engine(bad: Any, prompt: list[int]) -> No
     gc.collect()
     assert was() is None and core() is None
     assert [results[1].finish_reason, events[0].finish_reason] == ["error", "error"]
+
+
+@pytest.mark.parametrize("how", ["read", "closed", "left"])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_stream_that_has_ended_keeps_no_engine(how: str, is_async: bool, prompt: list[int]) -> None:
+    """Guards the memory of a notebook in which the names of old streams are still bound."""
+    engine = Engine(EngineConfig(block_size=4, kv_blocks=64, device="cpu"), loaded=loaded(network()))
+    was = weakref.ref(engine)
+    stream: Any = engine.astream(prompt, {"max_tokens": 3}) if is_async else engine.stream(prompt, {"max_tokens": 3})
+
+    async def read() -> None:
+        if how == "left":
+            async with stream:
+                await anext(stream)
+        elif how == "closed":
+            await stream.aclose()
+        assert len([event async for event in stream]) == 3 * (how == "read")
+
+    if is_async:
+        asyncio.run(read())
+    else:
+        if how == "left":
+            with stream:
+                next(stream)
+        elif how == "closed":
+            stream.close()
+        assert len(list(stream)) == 3 * (how == "read")
+    del engine
+    gc.collect()
+    assert was() is None
+
+
+@pytest.mark.parametrize(
+    "option, hint",
+    [("toolz", "did you mean tools"), ("use_tqdm", "are given in params"), ("max_tokens", "are given in params")],
+)
+def test_unknown_options_of_a_chat_are_refused(option: str, hint: str) -> None:
+    """Guards against options that are taken in silence, as columns of the conversation's row."""
+    with Engine(EngineConfig(kv_blocks=64, device="cpu"), loaded=loaded(network())) as engine:
+        chat: Any = engine.chat
+        with pytest.raises(TypeError, match=f"Engine.chat has no argument '{option}'; .*{hint}"):
+            chat("Hi", **{option: []})
