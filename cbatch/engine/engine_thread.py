@@ -181,8 +181,9 @@ class EngineThread:
                 self._reject(handle, RequestError("cancelled", CLOSED))
 
     def _empty_inbox(self) -> None:
+        """Executes the commands that are there by now; the senders of later ones do it themselves."""
         with suppress(queue.Empty):
-            while True:
+            for _ in range(self._inbox.qsize()):
                 if (command := self._inbox.get_nowait()) is not None:
                     command()
 
@@ -248,6 +249,7 @@ class EngineThread:
             if command is None:
                 return False
             command()
+            del command  # it holds its request, and this thread may be idle for long
 
     def _add(self, handle: RequestHandle) -> None:
         if self._is_over:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -175,13 +176,33 @@ def test_a_stream_may_close_its_engine(engine: Engine) -> None:
 
 def test_requests_that_meet_a_close_end() -> None:
     """Guards the moment in which an engine is closed: a request is run or refused, and never forgotten."""
+    request = EncodedRequest(prompt_ids=[1, 2], params=SamplingParams(max_tokens=1))
     with SteppingEngine(CONFIG, loaded(make_network("llama"))) as core:
-        for _ in range(30):
-            thread, ends = EngineThread(core), queue.SimpleQueue[TokenEvent]()
-            request = EncodedRequest(prompt_ids=[1, 2], params=SamplingParams(max_tokens=1))
-            submit = [lambda: [thread.submit(RequestHandle(request, ends.put)) for _ in range(20)]] * 3  # noqa: B023
-            run_together(*submit, thread.close)
-            assert [ends.get(timeout=20).finish_reason in ("length", "error") for _ in range(60)] == [True] * 60
+        for attempt in range(12):
+            thread, ends, is_closed = EngineThread(core), queue.SimpleQueue[TokenEvent](), threading.Event()
+
+            def submit_until_closed(
+                thread: EngineThread = thread, ends: Any = ends, is_closed: threading.Event = is_closed
+            ) -> int:
+                for number in count(1):
+                    is_last = is_closed.is_set()
+                    thread.submit(RequestHandle(request, ends.put))
+                    if is_last:
+                        return number
+                    time.sleep(0.0001)
+                raise AssertionError
+
+            def close(
+                thread: EngineThread = thread, is_closed: threading.Event = is_closed, attempt: int = attempt
+            ) -> int:
+                time.sleep(0.0003 * attempt)
+                thread.close()
+                is_closed.set()
+                return 0
+
+            num_submitted = sum(run_together(submit_until_closed, submit_until_closed, close))
+            for _ in range(num_submitted):
+                assert ends.get(timeout=20).finish_reason in ("length", "error")
             assert ends.empty() and not thread._handles and not core.has_work
 
 
@@ -203,24 +224,22 @@ def test_everything_ends_even_if_the_end_fails(slow_engine: Engine, monkeypatch:
 
 def test_a_signal_handler_may_close_the_engine(slow_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a deadlock of a handler with the code that it interrupts, here in the middle of a submission."""
-    submitted = queue.SimpleQueue[Any]()
-    put = slow_engine.thread._inbox.put
+    inbox, submitted = slow_engine.thread._inbox, list[Any]()
 
     class Inbox:
         """Closes the engine from within `put`, on the same thread."""
 
-        get, get_nowait, is_first = slow_engine.thread._inbox.get, slow_engine.thread._inbox.get_nowait, True
+        get, get_nowait, qsize = inbox.get, inbox.get_nowait, inbox.qsize
 
         def put(self, command: Any) -> None:
-            submitted.put(command)
-            put(command)
-            if self.is_first:
-                self.is_first = False
+            submitted.append(command)
+            inbox.put(command)
+            if len(submitted) == 1:
                 slow_engine.close()
 
     monkeypatch.setattr(slow_engine.thread, "_inbox", Inbox())
     (done,) = run_together(lambda: slow_engine.generate([1, 2], LONG))
-    assert done.error.code == "cancelled" and submitted.qsize() == 2
+    assert done.error.code == "cancelled" and len(submitted) == 2
 
 
 # Failures.

@@ -6,8 +6,9 @@ import asyncio
 import gc
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -51,6 +52,27 @@ def slow_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Eng
     monkeypatch.setattr(engine.core.runner, "forward", lambda batch: (time.sleep(0.01), forward(batch))[1])
     yield engine
     assert engine.stats().num_tokens - before < 140
+
+
+class Blocked(NamedTuple):
+    """An engine whose steps wait until the end of the test."""
+
+    engine: Engine
+    is_reached: threading.Event
+
+
+@pytest.fixture
+def blocked_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Blocked]:
+    forward, is_reached, may_go_on = engine.core.runner.forward, threading.Event(), threading.Event()
+
+    def wait(batch: Any) -> Any:
+        is_reached.set()
+        assert may_go_on.wait(60)
+        return forward(batch)
+
+    monkeypatch.setattr(engine.core.runner, "forward", wait)
+    yield Blocked(engine, is_reached)
+    may_go_on.set()
 
 
 @pytest.fixture(scope="module")
@@ -118,26 +140,27 @@ def test_a_closed_stream_gives_nothing_more(engine: Engine) -> None:
     assert list(stream) == []
 
 
-def test_closing_a_stream_wakes_its_reader(engine: Engine) -> None:
+def test_an_idle_engine_holds_no_request(engine: Engine) -> None:
+    """Guards the memory of prompts and results that were read, while the engine waits for the next request."""
+    with no_collector():
+        stream = engine.stream([1, 2], SHORT)
+        (outputs,) = map(weakref.ref, stream._group._handles)
+        assert len(list(stream)) == 6
+        del stream
+        check_idle(engine)
+        deadline = time.monotonic() + 1
+        while outputs() is not None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert outputs() is None
+
+
+def test_closing_a_stream_wakes_its_reader(blocked_engine: Blocked) -> None:
     """Guards a thread that waits for an event of a stream which another thread closes."""
-    stream, events = engine.stream([1, 2], LONG), list[StreamEvent]()
-    is_reading = threading.Event()
-    get = stream._received.get
-
-    class Received:
-        """Tells when the reader is about to wait; it sees no event, so that it is sure to wait."""
-
-        put = stream._received.put
-
-        def get(self) -> Any:
-            while (received := get()) is not None:
-                is_reading.set()
-            return received
-
-    stream._received = Received()  # type: ignore[assignment]
+    stream, events = blocked_engine.engine.stream([1, 2], LONG), list[StreamEvent]()
     reader = threading.Thread(target=lambda: events.extend(stream), daemon=True)
     reader.start()
-    assert is_reading.wait(20)
+    assert blocked_engine.is_reached.wait(20)
+    time.sleep(0.02)  # now it waits
     stream.close()
     reader.join(timeout=20)
     assert not reader.is_alive() and not events
@@ -300,20 +323,16 @@ def test_cancelling_a_call_cancels_its_requests(
     assert (engine.stats().num_tokens == before) == (when == "encoding")
 
 
-def test_closing_an_async_stream_wakes_its_reader(engine: Engine) -> None:
+def test_closing_an_async_stream_wakes_its_reader(blocked_engine: Blocked) -> None:
     """Guards a task that waits for an event of a stream which another task closes."""
 
     async def main() -> None:
-        stream = engine.astream([1, 2], LONG)
-        await anext(stream)
-        assert stream._mailbox is not None
-        stream._mailbox._received.clear()
-        stream._mailbox.put = lambda received: None  # type: ignore[method-assign]  # no event wakes the reader
+        stream = blocked_engine.engine.astream([1, 2], LONG)
         task = asyncio.create_task(rest_of(stream))
-        await asyncio.sleep(0.01)
-        del stream._mailbox.put
+        assert await asyncio.to_thread(blocked_engine.is_reached.wait, 20)
+        await asyncio.sleep(0.02)
         await stream.aclose()
-        await task
+        assert await task == []
 
     run(main())
 
@@ -338,12 +357,10 @@ def test_a_loop_that_is_closed_early_cancels_its_requests(slow_engine: Engine) -
     loop = asyncio.new_event_loop()
     stream = slow_engine.astream([1, 2], LONG)
 
-    async def begin() -> None:
-        await anext(stream)
-        while not stream._mailbox._is_waking:  # type: ignore[union-attr]
-            time.sleep(0.0001)  # events come, and this loop does not run
-
-    loop.run_until_complete(begin())
+    loop.run_until_complete(anext(stream))  # type: ignore[arg-type]
+    assert stream._mailbox is not None
+    while not stream._mailbox._is_waking:
+        time.sleep(0.001)  # events come, and the loop does not run
     loop.close()
     check_idle(slow_engine, within_s=1)
     assert not stream._is_closed

@@ -147,10 +147,12 @@ class SharedEngineStress:
             hanging = [thread.name for thread in threads if thread.is_alive()]
             assert not hanging, f"{hanging} wait for ever"
             assert not self.failures, "\n".join(self.failures[:3])
-            assert engine.failure is None and engine.stats().num_retries == 0
+            assert engine.stats().num_retries == 0, engine.stats().last_error
             check_idle(engine)
-            assert not alive(*PER_REQUEST)
-            assert not [one for one in alive(asyncio.Future, asyncio.Task) if not one.done()], "futures are pending"
+            held = Counter(type(one).__name__ for one in alive(*PER_REQUEST))
+            assert not held, f"somebody still holds {dict(held)}"
+            pending = [one for one in alive(asyncio.Future, asyncio.Task) if not one.done()]
+            assert not pending, f"futures are pending: {pending}"
             self.counts["preemptions"] = engine.stats().num_preemptions
             self.counts["tokens"] = engine.stats().num_tokens
         deadline = time.monotonic() + 5
