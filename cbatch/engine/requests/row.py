@@ -160,10 +160,11 @@ class InputRow:
 
     def check_spelling(self, names: Iterable[str], known: Iterable[str]) -> None:
         """Refuses a column whose name resembles that of a parameter. Raises RequestError."""
+        advice = " (--allow-unknown carries it along)" if self.where else ""
         for name in names:
             if (meant := intended_name(name, known)) is not None:
                 raise self.invalid(
-                    f"unknown parameter {name!r}; did you mean {meant!r}? (--allow-unknown carries it along)",
+                    f"unknown parameter {name!r}; did you mean {meant!r}?{advice}",
                     "unknown_parameter",
                 )
 
