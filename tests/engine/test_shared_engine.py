@@ -422,6 +422,16 @@ def test_a_stepping_engine_changes_hands_only_when_it_is_free() -> None:
         assert generate(core, [[1, 2]], SHORT)[0].token_ids == alone([1, 2])
 
 
+def test_an_engine_may_be_made_of_anothers_model(engine: Engine) -> None:
+    """Guards a running engine against a second one on its model, which changes the attention to check itself."""
+    stream = engine.stream([1, 2], LONG)
+    for _ in range(2):
+        next(stream)
+        with Engine(CONFIG, loaded=engine.loaded) as other:
+            assert other.generate([3], SHORT).token_ids == alone([3])
+    assert len(list(stream)) == 138 and engine.stats().num_retries == 0
+
+
 def test_calls_start_no_threads_but_the_engines(engine: Engine) -> None:
     """Guards programs that never ask for concurrency: one thread, and only from the first request on."""
     before = set(threading.enumerate())

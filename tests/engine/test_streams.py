@@ -25,6 +25,8 @@ from tests.support.tiny_models import loaded, make_network, make_prompts, no_col
 
 SHORT = SamplingParams(max_tokens=6)
 LONG = SamplingParams(max_tokens=140)
+WHOLE = SamplingParams(max_tokens=40)
+"""For outputs that are read to their end."""
 CONFIG = EngineConfig(block_size=4, kv_blocks=96, device="cpu")
 
 
@@ -83,7 +85,7 @@ def tokens() -> Callable[[list[int]], list[int]]:
     def tokens_of(prompt: list[int]) -> list[int]:
         if tuple(prompt) not in known:
             with new_engine() as made:
-                known[tuple(prompt)] = list(made.generate(prompt, LONG).token_ids)
+                known[tuple(prompt)] = list(made.generate(prompt, WHOLE).token_ids)
         return known[tuple(prompt)]
 
     return tokens_of
@@ -169,14 +171,14 @@ def test_closing_a_stream_wakes_its_reader(blocked_engine: Blocked) -> None:
 def test_threads_share_the_events_of_a_stream(engine: Engine, tokens: Callable[[list[int]], list[int]]) -> None:
     """Guards a stream that several threads read: each event goes to one of them, and all of them come to an end."""
     prompts = make_prompts([5, 9])
-    stream, events = engine.stream(prompts, LONG), list[StreamEvent]()
+    stream, events = engine.stream(prompts, WHOLE), list[StreamEvent]()
     readers = [threading.Thread(target=lambda: events.extend(iter(stream)), daemon=True) for _ in range(4)]
     for reader in readers:
         reader.start()
     for reader in readers:
         reader.join(timeout=20)
     assert not any(reader.is_alive() for reader in readers)
-    assert sorted(event.index for event in events) == [0] * 140 + [1] * 140
+    assert sorted(event.index for event in events) == [0] * 40 + [1] * 40
     done = {event.index: event.completion for event in events if event.completion is not None}
     assert [list(done[index].token_ids) for index in (0, 1)] == [tokens(prompt) for prompt in prompts]
 
@@ -208,11 +210,11 @@ def test_tasks_complete_and_stream_at_once(engine: Engine, tokens: Callable[[lis
     prompts = make_prompts([5, 9, 3])
 
     async def read(prompt: list[int]) -> list[int | None]:
-        return [event.token_id async for event in engine.astream(prompt, LONG)]
+        return [event.token_id async for event in engine.astream(prompt, WHOLE)]
 
     async def main() -> Any:
-        single = engine.agenerate(prompts[0], LONG)
-        return await asyncio.gather(read(prompts[0]), read(prompts[1]), single, engine.agenerate(prompts, LONG))
+        single = engine.agenerate(prompts[0], WHOLE)
+        return await asyncio.gather(read(prompts[0]), read(prompts[1]), single, engine.agenerate(prompts, WHOLE))
 
     first, second, single, several = run(main())
     assert [first, second, list(single.token_ids)] == [tokens(prompts[0]), tokens(prompts[1]), tokens(prompts[0])]
@@ -225,7 +227,7 @@ def test_two_loops_in_two_threads(engine: Engine, tokens: Callable[[list[int]], 
 
     def work(number: int) -> None:
         async def main() -> None:
-            results[number] = [event.token_id async for event in engine.astream(prompts[number], LONG)]
+            results[number] = [event.token_id async for event in engine.astream(prompts[number], WHOLE)]
 
         run(main())
 
@@ -345,11 +347,11 @@ def test_tasks_share_the_events_of_a_stream(engine: Engine) -> None:
     """Guards a stream that several tasks read from its beginning: the requests run once, and all tasks end."""
 
     async def main() -> list[list[StreamEvent]]:
-        stream = engine.astream([[1, 2], [3]], LONG)
+        stream = engine.astream([[1, 2], [3]], WHOLE)
         return await asyncio.gather(*[rest_of(stream) for _ in range(3)])
 
     events = [event for read in run(main()) for event in read]
-    assert sorted(event.index for event in events) == [0] * 140 + [1] * 140
+    assert sorted(event.index for event in events) == [0] * 40 + [1] * 40
 
 
 def test_a_loop_that_is_closed_early_cancels_its_requests(slow_engine: Engine) -> None:

@@ -12,9 +12,12 @@ interface, and `self_check` compares small ragged steps with the model's own for
 
 from __future__ import annotations
 
+import os
+import threading
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -79,6 +82,11 @@ class AttentionProbe:
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
+_in_use: WeakKeyDictionary[nn.Module, threading.Lock] = WeakKeyDictionary()
+"""Held while a network runs: another engine that is made of it changes its attention, to compare."""
+_claiming = threading.Lock()
+os.register_at_fork(after_in_child=_in_use.clear)  # the parent may hold them
+
 _current: ContextVar[AttentionCalls | AttentionProbe] = ContextVar("cbatch_step")
 """The current forward pass. It is not a keyword of the model's forward, because not every family passes those on."""
 
@@ -131,6 +139,8 @@ class TransformersModel:
         AttentionInterface.register(PROBE_NAME, paged_attention)
         AttentionMaskInterface.register(PROBE_NAME, probe_mask)
         self._network = network
+        with _claiming:
+            self._in_use = _in_use.setdefault(network, threading.Lock())
         self.name = type(network).__name__
         self.config = network.config.get_text_config()
         self.kind: str = self.config.model_type
@@ -162,7 +172,8 @@ class TransformersModel:
     def forward(self, batch: RaggedBatch, kv_cache: KVCache, attention: AttentionBackend) -> Logits:
         """Logits [R, vocabulary] of the wanted rows, in the model's dtype."""
         step = AttentionCalls(kv_cache, attention, attention.prepare(batch, kv_cache.block_size), self.windows)
-        logits = self._call(batch, step)
+        with self._in_use:
+            logits = self._call(batch, step)
         if step.calls != len(self.layers):
             raise ModelError(
                 f"it called attention {step.calls} times in a step, and {len(self.layers)} times when it was loaded"
@@ -187,12 +198,13 @@ class TransformersModel:
 
     def plain_logits(self, token_ids: list[int]) -> Tensor:
         """Logits [T, vocabulary] of one sequence by the model's own forward, with its own attention."""
-        self._network.set_attn_implementation("eager")
-        try:
-            ids = torch.tensor([token_ids], device=self.device)
-            logits: Tensor = self._network(input_ids=ids, use_cache=False).logits[0]
-        finally:
-            self._network.set_attn_implementation(ATTENTION_NAME)
+        ids = torch.tensor([token_ids], device=self.device)
+        with self._in_use:
+            self._network.set_attn_implementation("eager")
+            try:
+                logits: Tensor = self._network(input_ids=ids, use_cache=False).logits[0]
+            finally:
+                self._network.set_attn_implementation(ATTENTION_NAME)
         return logits
 
     def _probe(self) -> tuple[list[LayerShape], list[int | None]]:
@@ -200,10 +212,10 @@ class TransformersModel:
         probe = AttentionProbe()
         four, table = np.arange(4), np.arange(4, dtype=np.int32)[None]
         batch = RaggedBatch(four % self.vocab_size, four, four, four[-1:], table, [0], [4], self.device)
-        self._network.set_attn_implementation(PROBE_NAME)
-        with torch.inference_mode():
+        with self._in_use, torch.inference_mode():
+            self._network.set_attn_implementation(PROBE_NAME)
             self._call(batch, probe)
-        self._network.set_attn_implementation(ATTENTION_NAME)
+            self._network.set_attn_implementation(ATTENTION_NAME)
         layers = self.config.num_hidden_layers
         if len(probe.shapes) < layers:
             raise ModelError(
