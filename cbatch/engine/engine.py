@@ -279,7 +279,7 @@ class Engine(AbstractContextManager["Engine"]):
         rows:     texts, token ids, lists of messages, or rows as `cbatch run` takes them; read on a thread of their
                   own, at most `window` rows ahead of the results that were taken
         template: makes the prompts: a text with {column} in it, or a function of the row
-        params:   sampling parameters, as `generate` takes them; those of a row come on top
+        params:   sampling parameters of all rows, an object or a mapping; those of a row come on top
         seed:     seed from which rows without one get theirs, by their `id` or their number
         system:   system message of conversations that have none
         progress: whether to show a progress bar on stderr
@@ -295,6 +295,9 @@ class Engine(AbstractContextManager["Engine"]):
         holds rows that are in the way; EngineError if the engine fails; RunFailed if writing fails; and what `rows`
         raises, after the results of all rows before it.
         """
+        if not isinstance(params, SamplingParams | Mapping | None):
+            kind = type(params).__name__
+            raise RequestError("invalid_row", f"params must be SamplingParams or a mapping for all rows, not {kind}.")
         defaults = RequestDefaults(params=params or {}, seed=seed, system=system)
         inputs = self.core.input_processor(defaults)
         inputs.check()

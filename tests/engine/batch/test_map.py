@@ -446,6 +446,9 @@ def test_maps_share_an_engine(model_folder: Path, tmp_path: Path) -> None:
         assert next(iter(engine.map(["Say: row 0"], **{**options, "seed": 6}))).text != plain[0].text
         with pytest.raises(RequestError, match="topp"):
             engine.map(["a"], params={"topp": 1})
+        wrong: Any = [{"top_p": 1}]
+        with pytest.raises(RequestError, match="a mapping for all rows, not list"):
+            engine.map(["a"], params=wrong)
         left = engine.map(itertools.repeat("endless"), params={"max_tokens": 90})
         next(left)
     with pytest.raises(EngineError, match="closed"):
