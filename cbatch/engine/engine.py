@@ -413,7 +413,7 @@ class Engine(AbstractContextManager["Engine"]):
         fields: further fields of each prompt's row
         """
         each = list_params(params, len(prompts))
-        shared = params if isinstance(params, SamplingParams | Mapping) else {}
+        shared = plain(params) if isinstance(params, SamplingParams | Mapping) else {}
         run_seed = secrets.randbits(64) if seed is None else seed
         processor = self.core.input_processor(RequestDefaults(params=shared, seed=run_seed))
         processor.check()

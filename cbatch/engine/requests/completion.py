@@ -136,7 +136,9 @@ class Completion(Mapping[str, Any]):
         with_token_ids: whether the row has the output's token ids
         echoes:         whether the text begins with the prompt
         """
-        self._row = row or InputRow(0)
+        row = row or InputRow(0)
+        # Without the prompt, which the result would keep in memory.
+        self._row = InputRow(row.index, id=row.id, extra=row.extra, call=row.call, choice=row.choice)
         self.key = key
         self.choices = tuple(choices) or (Choice(finish_reason="error"),)
         self.usage = usage or Usage()

@@ -189,7 +189,7 @@ def _structured_outputs(name: str, value: Any) -> dict[str, Any]:
         raise _wrong(f"{name} must be an object, not {json_type(value)}")
     made: dict[str, Any] = {}
     for key, given in value.items():
-        if given in (None, False) or key.lstrip("_").startswith(("backend", "disable_fallback")):
+        if given in (None, False) or str(key).lstrip("_").startswith(("backend", "disable_fallback")):
             continue
         if key in ("regex", "choice", "grammar"):
             made[key] = given

@@ -63,6 +63,8 @@ def list_params(params: Any, count: int) -> list[ParamsLike | None]:
     for number, value in enumerate(values):
         if not isinstance(value, SamplingParams | Mapping | None):
             raise _refuse(f"params[{number}] must be SamplingParams, a mapping or None, not {type(value).__name__}.")
+        if isinstance(value, Mapping):
+            values[number] = plain(value)
     if len(values) != count:
         raise _refuse(f"There are {count:,} prompts and {len(values):,} sampling parameters; give one for each prompt.")
     return values
@@ -76,13 +78,16 @@ def read_prompt(prompt: Any, index: int, fields: Mapping[str, Any]) -> InputRow:
     row = InputRow(index)
     try:
         fill_row(row, {**plain(fields), **row_fields(prompt)}, allow_unknown=False)
-        _check_json(row.extra)
     except RequestError as error:
         row.error = error
     except RecursionError:
         row.error = _refuse("the row is nested too deeply")
     except Exception as unforeseen:  # one prompt that breaks something harms no other
         row.error = RequestError("internal_error", f"the prompt cannot be read: {unforeseen!r}")
+    try:
+        _check_json(row.extra)
+    except RequestError as error:
+        row.extra, row.error = {}, row.error or error
     return row
 
 
@@ -106,7 +111,7 @@ def _check_json(extra: Mapping[str, Any]) -> None:
     """Raises RequestError for columns that no row of output could hold."""
     try:
         json.dumps(extra)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise _refuse(f"the row cannot be written as JSON: {error}") from None
 
 

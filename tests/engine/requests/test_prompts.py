@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import array
+import json
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -228,6 +230,34 @@ def test_numbers_of_numpy_in_a_row() -> None:
     assert row.error is None and row.id == 9
     assert row.params == {"max_tokens": 4, "temperature": 0.5, "ignore_eos": True, "stop": ["a", "b"]}
     assert row.extra == {"scores": [0.5, 1.5], "level": 2}
+
+
+def test_a_row_with_objects_is_refused_whole(engine: Engine) -> None:
+    """Guards the row of output and copies of it: an error has no columns that JSON or a pickle cannot hold."""
+    for wrong in ({"when": object()}, {"when": {1, 2}, "prompt": 5}, {"grammar": lambda: None, 5: {}}):
+        completion = engine.generate({"prompt": "Hi", "id": "a"} | wrong, FEW)
+        assert completion.error is not None and completion.error.code == "invalid_row"
+        assert (
+            json.loads(json.dumps(completion.to_dict()))["error"]
+            and pickle.loads(pickle.dumps(completion)) == completion
+        )
+
+
+def test_params_with_arrays_are_read(engine: Engine) -> None:
+    """Guards parameters that come from data frames, for all prompts and for one."""
+    params = {"stop": np.array(["a"]), "max_tokens": np.int64(3), "allowed_token_ids": torch.tensor([70, 71])}
+    expected = engine.generate("Hi", {"stop": ["a"], "max_tokens": 3, "allowed_token_ids": [70, 71]})
+    assert expected.error is None and engine.generate("Hi", params) == engine.generate("Hi", [params]) == expected
+    for wrong in ({"logits_all": torch.tensor([1, 2])}, {"structured_outputs": {None: 5}}):
+        with pytest.raises(RequestError, match="is not available"):
+            engine.generate("Hi", wrong)
+        assert engine.generate("Hi", [wrong]).error is not None
+
+
+def test_results_do_not_keep_their_prompts(engine: Engine) -> None:
+    """Guards the memory of programs that keep many results, and the size of those that are sent elsewhere."""
+    completion = engine.generate({"prompt_token_ids": [7] * 200, "note": 1}, FEW)
+    assert completion.extra == {"note": 1} and len(pickle.dumps(completion)) < 1500
 
 
 def test_reading_changes_nothing_of_the_callers(engine: Engine) -> None:
