@@ -206,6 +206,12 @@ def test_one_wrong_prompt_fails_alone(prompt: Any, message: str, engine: Engine)
         wrong.raise_for_error()
 
 
+def test_booleans_are_no_token_ids() -> None:
+    """Guards masks that are given by mistake: they are several wrong prompts, not one of ids 0 and 1."""
+    for mask in ([True, False], np.array([True, False]), torch.tensor([True, False])):
+        assert list_prompts(mask) == ([True, False], False)
+
+
 def test_nesting_without_end_is_an_error() -> None:
     """Guards against a RecursionError for the whole call."""
     row: dict[str, Any] = {"prompt": "Hi"}
