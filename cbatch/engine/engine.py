@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import queue
 import secrets
@@ -53,6 +54,19 @@ Params = ParamsLike | Sequence[ParamsLike | None] | None
 """Sampling parameters for all prompts, one for each, or None for the model's own defaults."""
 
 
+FOREIGN_OPTIONS = {
+    "gpu_memory_utilization": 'kv_cache_memory, such as "90%"',
+    "max_num_seqs": "max_seqs",
+    "max_num_batched_tokens": "max_batch_tokens",
+    "quantization": "quantize",
+    "enable_prefix_caching": "prefix_cache",
+    "enforce_eager": "cuda_graphs=False",
+    "num_gpu_blocks_override": "kv_blocks",
+    "attention_backend": "attention",
+    "torch_dtype": "dtype",
+}
+"""Options of vLLM and transformers, and ours that do the same."""
+
 EXIT_SECONDS = 2.0
 """How long a program that ends without closing its engine waits for the step in flight."""
 
@@ -79,9 +93,9 @@ class Engine(AbstractContextManager["Engine"]):
 
     Every method may be called from any thread. One thread of the engine's own, which starts with the first request,
     runs all steps and hands the tokens to whoever asked for them. Close an engine that you have made, by `close` or a
-    `with` block; one that is not closed is when it is freed or the program ends.
+    `with` block. An engine that you do not close is closed when it is freed, or when the program ends.
 
-    core: the engine below, which that thread steps; to look into, not to call
+    core: the engine below, which that thread steps; what it says of itself may be read from any thread
     """
 
     def __init__(
@@ -232,7 +246,7 @@ class Engine(AbstractContextManager["Engine"]):
     @overload
     def score(
         self,
-        texts: Sequence[str | Sequence[int]],
+        texts: str | Sequence[int] | Sequence[str | Sequence[int]],
         continuations: Sequence[str | Sequence[int]] | None = None,
         *,
         top: int = 0,
@@ -243,21 +257,27 @@ class Engine(AbstractContextManager["Engine"]):
 
         texts:         plain text, which no chat template is put around, or token ids; one or a list
         continuations: texts that follow; then only their tokens are scored. If the end of a text and the beginning of
-                       its continuation are one token, that token counts
+                       its continuation are one token, that token counts. One text may have several
         top:           how many of the most likely tokens are reported in the place of each, at most 20
 
-        Raises RequestError for anything but texts and token ids; one that is too long has an `error` in its score.
+        A text that cannot be scored has an `error` in its score. Raises RequestError if there is not one continuation
+        for each text.
         """
         values, is_single = list_prompts(texts)
-        after, _ = list_prompts(continuations) if continuations is not None else ([None] * len(values), True)
+        after: list[Any] = [None] * len(values)
+        if continuations is not None:
+            after, is_one = list_prompts(continuations)
+            if is_single and not is_one:
+                values, is_single = values * len(after), False
         if len(after) != len(values):
             raise RequestError(
-                "invalid_row", f"There are {len(values):,} texts and {len(after):,} continuations; give one for each."
+                "invalid_row", f"Each text needs one continuation: there are {len(values):,} and {len(after):,}."
             )
         params = SamplingParams(max_tokens=0, prompt_logprobs=top)
-        whole = [_joined(self.core, plain(text), plain(then)) for text, then in zip(values, after, strict=True)]
-        results = self._complete(self._encoded([ids for ids, _ in whole], params, 0), len(whole))
-        scores = [Score.of(result, start) for result, (_, start) in zip(results, whole, strict=True)]
+        joined = [_joined(self.core, plain(text), plain(then)) for text, then in zip(values, after, strict=True)]
+        good = [one for one in joined if isinstance(one, tuple)]
+        results = iter(self._complete(self._encoded([ids for ids, _ in good], params, 0), len(good)))
+        scores = [Score.of(next(results), one[1]) if isinstance(one, tuple) else one for one in joined]
         return scores[0] if is_single else scores
 
     def map(
@@ -338,7 +358,8 @@ class Engine(AbstractContextManager["Engine"]):
         self.close()
 
     def __repr__(self) -> str:
-        return f"Engine({self.core.loaded.name!r}, device={str(self.core.device)!r})"
+        closed = ", closed" if self.core.runner.is_closed else ""
+        return f"Engine({self.core.loaded.name!r}, device={str(self.core.device)!r}{closed})"
 
     @property
     def config(self) -> EngineConfig:
@@ -481,20 +502,22 @@ def _data_of(prompt: Any) -> bytes:
     return repr(prompt).encode("utf-8", "replace")
 
 
-def _joined(core: SteppingEngine, text: Any, then: Any) -> tuple[Any, int]:
-    """The row of a text and what follows it, and the number of tokens in front of what is scored."""
-    if isinstance(text, str) and isinstance(then, str | None):
-        ids = core.encode(text, raw=True)
-        if then is None:
-            return ids, 1
-        whole = core.encode(text + then, raw=True)
-        return whole, next(
-            (at for at, pair in enumerate(zip(ids, whole, strict=False)) if pair[0] != pair[1]), len(ids)
-        )
-    given = [text] if then is None else [text, then]
-    if not all(isinstance(one, list) for one in given):
-        raise RequestError("invalid_row", "score takes plain texts, or token ids for both text and continuation.")
-    return [token_id for one in given for token_id in one], 1 if then is None else len(text)
+def _joined(core: SteppingEngine, text: Any, then: Any) -> tuple[list[int], int] | Score:
+    """Token ids of a text with what follows it, and the number of them in front of what is scored; or its error."""
+    try:
+        if isinstance(text, str) and isinstance(then, str | None):
+            ids = core.encode(text, raw=True)
+            whole = ids if then is None else core.encode(text + then, raw=True)
+        elif isinstance(text, str | Mapping) or isinstance(then, str | Mapping) or not isinstance(text, list):
+            raise RequestError("invalid_row", "score takes plain texts, or token ids for both text and continuation.")
+        else:
+            ids, whole = text, [*text, *(then or ())]
+        if not whole:
+            raise RequestError("invalid_row", "An empty text has no token to score.")
+    except RequestError as error:
+        return Score(math.nan, error=error.with_traceback(None))
+    differing = (at for at, (one, other) in enumerate(zip(ids, whole, strict=False)) if one != other)
+    return whole, 1 if then is None else next(differing, len(ids))
 
 
 class _ThreadHolder:
@@ -535,7 +558,7 @@ def _make_config(model: str | os.PathLike[str] | EngineConfig | None, options: M
     known = [field.name for field in fields(EngineConfig)]
     for name in options:
         if name not in known:
-            meant = similar_name(name, known)
+            meant = FOREIGN_OPTIONS.get(name) or similar_name(name, known)
             hint = f"did you mean {meant}?" if meant else f"it has {', '.join(known)}."
             raise ConfigError(f"An engine has no option {name!r}; {hint}")
     if isinstance(model, EngineConfig):

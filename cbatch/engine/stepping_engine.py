@@ -318,9 +318,12 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         Afterwards `add` and `step` raise EngineError; unfinished requests get no further event. A model that was passed
         as `loaded` stays in memory while its owner keeps it, and so does what libraries keep for the whole process (the
         workspace of cuBLAS).
+
+        Raises EngineError if the engine belongs to another thread that is still alive.
         """
         if self.runner.is_closed:
             return
+        self._check_thread()
         self._core.close()
         if self._constraint_compiler is not None:
             self._constraint_compiler.close()

@@ -135,16 +135,27 @@ def test_a_text_that_cannot_be_scored_fails_alone(engine: Engine) -> None:
         (({"prompt": "a"},), "score takes plain texts, or token ids"),
         (("a", [5]), "score takes plain texts, or token ids"),
         (([5], "a"), "score takes plain texts, or token ids"),
-        (("a", ["b", "c"]), "There are 1 texts and 2 continuations; give one for each."),
-        ((["a", "b"], "c"), "There are 2 texts and 1 continuations; give one for each."),
+        ((["a", "b"], "c"), "Each text needs one continuation: there are 2 and 1."),
     ],
     ids=lambda value: value if isinstance(value, str) else str(len(value)),
 )
-def test_what_cannot_be_scored_raises(arguments: tuple[Any, ...], message: str, engine: Engine) -> None:
-    """Guards against scoring rows without their template, and text beside token ids."""
-    with pytest.raises(RequestError) as caught:
-        engine.score(*arguments)
-    assert caught.value.code == "invalid_row" and str(caught.value).startswith(message)
+def test_what_cannot_be_scored_has_an_error(arguments: tuple[Any, ...], message: str, engine: Engine) -> None:
+    """Guards against scoring rows without their template, and text beside token ids; others are scored."""
+    try:
+        found = engine.score(*arguments)
+        *good, bad = found if isinstance(found, list) else [found]
+        assert bad.error is not None and all(one.error is None for one in good)
+        error = bad.error
+    except RequestError as raised:  # of the call as a whole
+        error = raised
+        assert message.startswith(("The prompts", "Each text"))
+    assert error.code == "invalid_row" and str(error).startswith(message)
+
+
+def test_one_text_has_several_continuations(engine: Engine) -> None:
+    """Guards the choice between continuations, each of which is scored as if it were alone."""
+    several = engine.score("hello", [" world", " there"])
+    assert several == [engine.score("hello", " world"), engine.score("hello", " there")]
 
 
 @pytest.mark.parametrize("top", [21, -1, "a", 1.5])

@@ -188,7 +188,6 @@ def test_wrong_types_are_refused_in_both_ways(engine: Engine) -> None:
         engine.generate(["Hi"], [5])  # type: ignore[list-item]
     with pytest.raises(RequestError):
         engine.chat(USER)  # type: ignore[call-overload]
-    with pytest.raises(RequestError):
-        engine.score({"prompt": "Hi"})  # type: ignore[call-overload]
+    assert engine.score({"prompt": "Hi"}).error is not None  # type: ignore[call-overload]
     with pytest.raises(TypeError):
         engine.generate("Hi", max_tokens=5)  # type: ignore[call-overload]

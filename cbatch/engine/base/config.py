@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from cbatch.engine.base.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -44,3 +46,20 @@ class EngineConfig:
     run_ahead: bool | None = None
     target_step_ms: float | Literal["auto"] | None = None
     quantize: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a value of another type, or a number below 1."""
+        for name in ("max_seqs", "max_batch_tokens", "block_size", "kv_blocks"):
+            value = getattr(self, name)
+            if value is None and name != "block_size":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
+        for name in ("prefix_cache", "cuda_graphs", "run_ahead"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}.")
+        for name in ("model", "revision", "quantize", "kv_cache_memory", "device", "dtype", "attention"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and (value is not None or name in ("device", "dtype", "attention")):
+                example = ', such as "4GiB" or "90%"' if name == "kv_cache_memory" else ""
+                raise ConfigError(f"{name} must be a text{example}, not {value!r}.")

@@ -50,14 +50,14 @@ class _Output:
     """One output of a request, as far as it has come.
 
     detokenizer: makes its text
-    text:        its text if the engine made it, to find stop strings
+    texts:       its text, in pieces, if the engine made it to find stop strings
     stream:      takes the text apart as it comes; None until somebody reads the output as a stream
     """
 
     detokenizer: OutputDetokenizer
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    text: str = ""
+    texts: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None
     stream: OutputStream | None = None
@@ -67,8 +67,7 @@ class OutputProcessor:
     """Collects the events of one request, all of its `n` outputs, and makes its completion.
 
     `take` is quick and may run on the engine's thread. `read` and `completion` make text, and belong to the thread that
-    reads the result. A request is read either way or both.
-
+    reads the result: call `read` for each event, `completion` at the end, or both.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class OutputProcessor:
         self._num_unfinished = self._num_unread = request.params.n
         self._taken_at = time.monotonic() if taken_at is None else taken_at
         self._first_token_at: float | None = None
-        self._finished_at = 0.0
+        self._finished_at: float | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -113,7 +112,7 @@ class OutputProcessor:
             if self._first_token_at is None:
                 self._first_token_at = time.monotonic()
         if event.text:
-            output.text += event.text
+            output.texts.append(event.text)
         if event.logprobs is not None:
             output.logprobs.append(event.logprobs)
         if event.prompt_logprobs is not None:
@@ -184,7 +183,8 @@ class OutputProcessor:
             except RequestError as error:
                 self.fail(error, number)
         usage = Usage(len(request.prompt_ids), sum(len(one.token_ids) for one in self._outputs), self._cached_tokens)
-        timing = Timing(self._taken_at, self._first_token_at, self._finished_at)
+        finished_at = time.monotonic() if self._finished_at is None else self._finished_at  # failed before its end
+        timing = Timing(self._taken_at, self._first_token_at, finished_at)
         if self._error is not None:
             located = request.source.located(self._error[1])
             return Completion(request.source, key=request.key, usage=usage, error=located, timing=timing)
@@ -203,7 +203,7 @@ class OutputProcessor:
     def _choice(self, number: int, output: _Output) -> Choice:
         request = self.request
         made = output.detokenizer.text_of(output.token_ids, output.finish_reason)
-        raw = output.text if made is None else made
+        raw = "".join(output.texts) if made is None else made
         stream = self._new_stream()
         first = stream.push(raw)
         last, calls = stream.finish()

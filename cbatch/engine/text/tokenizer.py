@@ -211,6 +211,8 @@ def encode_prompt(
 ) -> list[int]:
     """See `Engine.encode`. `tokenizer` is None for a model that has none."""
     if not isinstance(prompt, str | Mapping):
+        if answer:
+            raise RequestError("invalid_row", "An answer cannot be begun after token ids; put its tokens behind them.")
         return list(prompt)
     if tokenizer is None:
         raise RequestError("invalid_row", "This model has no tokenizer; give prompt_token_ids.")
@@ -219,8 +221,8 @@ def encode_prompt(
             raise RequestError("invalid_row", "A prompt that is a mapping must have messages.")
         return tokenizer.encode_chat(prompt["messages"], tools=prompt.get("tools"), template=template, answer=answer)
     if raw or not tokenizer.chat_template:
-        return tokenizer.encode(prompt)
-    return tokenizer.encode_chat([{"role": "user", "content": prompt}], template=template)
+        return tokenizer.encode(prompt + answer)
+    return tokenizer.encode_chat([{"role": "user", "content": prompt}], template=template, answer=answer)
 
 
 def _escape(separator: str) -> str:

@@ -318,7 +318,7 @@ def test_an_exact_number_of_blocks_must_fit_too() -> None:
 @pytest.mark.parametrize("settings", [{"max_seqs": -1}, {"max_batch_tokens": -1}, {"kv_blocks": 0}])
 def test_numbers_below_one_are_refused(settings: dict[str, int]) -> None:
     """Guards Python callers, whose numbers no option parser has checked, against errors inside torch."""
-    with pytest.raises(ConfigError, match=r"must be at least 1"):
+    with pytest.raises(ConfigError, match=r"of at least 1"):
         make_engine(make_network("llama"), **settings)
 
 
