@@ -432,8 +432,9 @@ def test_an_engine_may_be_made_of_anothers_model(engine: Engine) -> None:
     assert len(list(stream)) == 138 and engine.stats().num_retries == 0
 
 
-def test_calls_start_no_threads_but_the_engines(engine: Engine) -> None:
+def test_calls_start_no_threads_but_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards programs that never ask for concurrency: one thread, and only from the first request on."""
+    monkeypatch.setattr("cbatch.engine.engine.tqdm", None)  # it starts a thread of its own, also if it is disabled
     before = set(threading.enumerate())
     with new_engine() as other:
         assert set(threading.enumerate()) == before
