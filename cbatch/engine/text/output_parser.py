@@ -74,13 +74,6 @@ class OutputParser:
         """
         return self.think_tags is not None and prompt_end.rstrip().endswith(self.think_tags[0])
 
-    def split(self, text: str, *, is_thinking: bool = False) -> tuple[str | None, str]:
-        """Reasoning and text of an output that may still grow. Neither ever takes back what it has shown.
-
-        What may become a think tag, or white space around one, is in neither until that is decided.
-        """
-        return self._divide(text, is_thinking, is_partial=True)
-
     def parse(
         self, text: str, *, is_thinking: bool = False, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> ParsedOutput:
@@ -92,7 +85,7 @@ class OutputParser:
         is_thinking: the prompt has opened the think tag (see `opens_thinking`)
         tools:       the request's tools, as `check_tools` takes them; without any, no tool calls are looked for
         """
-        reasoning, text = self._divide(text, is_thinking, is_partial=False)
+        reasoning, text = self._divide(text, is_thinking)
         calls: list[ToolCall] = []
         if tools and self.tool_call_tag is not None:
             text, calls = extract_tool_calls(text, self.tool_call_tag, tools)
@@ -109,22 +102,18 @@ class OutputParser:
         """
         return OutputStream(self, is_thinking, tools, prefix)
 
-    def _divide(self, text: str, is_thinking: bool, *, is_partial: bool) -> tuple[str | None, str]:
+    def _divide(self, text: str, is_thinking: bool) -> tuple[str | None, str]:
         if self.think_tags is None:
             return None, text
         opening, closing = self.think_tags
         start = text.lstrip()
         if start.startswith(opening):  # even if the prompt has opened it: some models write the tag once more
             body = start[len(opening) :]
-        elif is_partial and opening.startswith(start):
-            return None, ""
         elif is_thinking:
             body = text
         else:
             return None, text
-        reasoning, closed, rest = body.partition(closing)
-        if is_partial and not closed:
-            reasoning = reasoning[: len(reasoning) - partial_match_length(reasoning, closing)]
+        reasoning, _, rest = body.partition(closing)
         reasoning = reasoning.strip("\n")
         return (reasoning if reasoning.strip() else None), rest.lstrip("\n")
 

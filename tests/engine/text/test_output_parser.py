@@ -156,16 +156,16 @@ def test_reasoning(text: str, is_thinking: bool, reasoning: str | None, rest: st
         ("hm</think>\nHi <th", True, ("hm", "Hi <th")),
     ],
 )
-def test_split_holds_back_what_may_be_a_tag(text: str, is_thinking: bool, expected: tuple[str | None, str]) -> None:
+def test_a_stream_holds_back_what_may_be_a_tag(text: str, is_thinking: bool, expected: tuple[str | None, str]) -> None:
     """Guards the screen against a tag that is there for a moment."""
-    assert THINKING.split(text, is_thinking=is_thinking) == expected
+    shown = THINKING.stream(is_thinking=is_thinking).push(text)
+    assert (shown.reasoning or None, shown.text) == expected
 
 
 def test_without_think_tags_text_is_text() -> None:
     """Guards models that do not think: what looks like tags is theirs to write."""
     text = "\n<think>a</think>b"
     assert OutputParser().parse(text, is_thinking=True) == ParsedOutput(text, None, ())
-    assert OutputParser().split(text, is_thinking=True) == (None, text)
 
 
 def test_hermes_calls() -> None:
@@ -377,20 +377,6 @@ def test_think_blocks_lose_only_tags_and_white_space(parser: OutputParser, text:
     left = "".join(text.split())
     assert left.endswith("".join(answer.text.split()))
     assert len(left) - len(kept) <= sum(map(len, parser.think_tags or ()))
-
-
-@given(formats, texts, st.booleans())
-def test_every_split_is_the_beginning_of_the_final_one(parser: OutputParser, text: str, is_thinking: bool) -> None:
-    """Guards the screen: what is shown while the answer grows is never taken back."""
-    final = parser.parse(text, is_thinking=is_thinking)
-    last = ("", "")
-    for end in range(len(text) + 1):
-        reasoning, rest = parser.split(text[:end], is_thinking=is_thinking)
-        now = (reasoning or "", rest)
-        assert now[0].startswith(last[0]) and now[1].startswith(last[1])
-        assert not last[1] or now[0] == last[0]
-        last = now
-    assert (final.reasoning or "").startswith(last[0]) and final.text.startswith(last[1])
 
 
 def streamed(stream: OutputStream, parts: Sequence[str]) -> ParsedOutput:
