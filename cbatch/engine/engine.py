@@ -332,8 +332,8 @@ class Engine(AbstractContextManager["Engine"]):
             window=window,
         )
         total = len(rows) if isinstance(rows, Sized) else None
-        shown = tqdm(total=total, unit=" rows") if progress else None
-        return _results_of(self, self.thread, results, shown)
+        make_bar = (lambda: tqdm(total=total, unit=" rows")) if progress else None
+        return _results_of(self, self.thread, results, make_bar)
 
     @property
     def thread(self) -> EngineThread:
@@ -476,14 +476,18 @@ class Engine(AbstractContextManager["Engine"]):
 
 
 def _results_of(
-    engine: Engine, thread: EngineThread, results: Generator[Completion], progress: tqdm[NoReturn] | None
+    engine: Engine,
+    thread: EngineThread,
+    results: Generator[Completion],
+    make_bar: Callable[[], tqdm[NoReturn]] | None,
 ) -> Generator[Completion]:
     """Results of rows. They keep their engine, since one that nobody holds is closed."""
-    with closing(results), progress or nullcontext():
+    bar = make_bar() if make_bar is not None else None  # only now: an iteration that never begins would not close it
+    with closing(results), nullcontext() if bar is None else bar:
         thread.check_may_wait()
         for result in results:
-            if progress is not None:
-                progress.update()
+            if bar is not None:
+                bar.update()
             yield result
             thread.check_may_wait()
 

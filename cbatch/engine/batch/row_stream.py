@@ -54,7 +54,7 @@ class EndOfInput:
     """The reader's last message: how many rows it took, and the error that ended the input early."""
 
     rows: int
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class RowStream:
 
     def _read_rows(self, source: Iterable[Line], kept: Container[int]) -> None:
         position = 0
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             for line in source:
                 if line.index in kept:
@@ -161,7 +161,7 @@ class RowStream:
                     break
                 self._start_row(position, line)
                 position += 1
-        except Exception as raised:  # the consumer ends with it
+        except BaseException as raised:  # the consumer ends with it, also with the SystemExit of a source
             error = raised
         self._inbox.put(EndOfInput(position, error))
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tqdm import tqdm
 
 from cbatch.cli.main import run_command
 from cbatch.engine import (
@@ -458,11 +459,20 @@ def test_maps_share_an_engine(model_folder: Path, tmp_path: Path) -> None:
 def test_an_engine_maps_with_complete_params_and_progress(
     model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards an object as `params`, which replaces the model's defaults, and the bar on stderr."""
+    """Guards an object as `params`, and the bar on stderr: from the first row to the last, or until it is dropped."""
     with Engine(str(model_folder), device="cpu", dtype="float32", max_seqs=2) as engine:
         params = SamplingParams(max_tokens=3, ignore_eos=True)
         rows = ["hello", {"prompt": "again", "max_tokens": 2}]
         found = list(engine.map(rows, params=params, progress=True))
         assert [one.usage.completion_tokens for one in found] == [3, 2]
         assert [one.to_dict() for one in found] == [one.to_dict() for one in engine.generate(rows, params)]
-    assert "2/2" in capsys.readouterr().err
+        assert "2/2" in capsys.readouterr().err
+        dropped = engine.map(rows, params=params, progress=True)
+        assert capsys.readouterr().err == "" and not tqdm._instances
+        next(dropped)
+        assert len(tqdm._instances) == 1
+        del dropped
+        gc.collect()
+        assert not tqdm._instances and "1/2" in capsys.readouterr().err
+        assert len(list(engine.map(iter(rows), params=params, progress=True))) == 2
+        assert "2 rows" in capsys.readouterr().err

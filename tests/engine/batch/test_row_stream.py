@@ -63,15 +63,18 @@ def test_leaving_the_iteration_cancels_what_is_in_flight(engine_thread: EngineTh
     assert engine_thread.engine.stats().num_running == 0 == engine_thread.engine.stats().num_waiting
 
 
-def test_what_the_source_raises_comes_after_the_rows_before_it(engine_thread: EngineThread) -> None:
-    """Guards rows against an input that breaks off, and its error against being wrapped."""
+@pytest.mark.parametrize("error", [KeyError("the source broke"), SystemExit("the source broke"), KeyboardInterrupt()])
+def test_what_the_source_raises_comes_after_the_rows_before_it(
+    engine_thread: EngineThread, error: BaseException
+) -> None:
+    """Guards rows against an input that breaks off, its error against being wrapped, and exits against a hang."""
 
     def breaking() -> Iterator[Line]:
         yield from (Line(index, b'{"prompt": "a"}') for index in range(5))
-        raise KeyError("the source broke")
+        raise error
 
     found = []
-    with pytest.raises(KeyError, match="the source broke"):
+    with pytest.raises(type(error), match=str(error)):
         for requests in stream_on(engine_thread).finished(breaking()):
             found += [request.completion.index for request in requests]
     assert sorted(found) == list(range(5))
