@@ -35,9 +35,10 @@ from cbatch.engine.scheduler.scheduler import Scheduler
 from cbatch.engine.scheduler.step_time import MIN_PREFILL_TOKENS, StepTimeController
 from cbatch.engine.structured.compiler import ConstraintCompiler
 from cbatch.engine.structured.grammar import CompiledGrammar, GrammarState
-from cbatch.engine.structured.tool_choice import ToolChoice, request_constraint
+from cbatch.engine.structured.tool_choice import request_constraint
 from cbatch.engine.text.detokenizer import IncrementalDetokenizer
 from cbatch.engine.text.tokenizer import Prompt, encode_prompt
+from cbatch.engine.text.tool_calls import ToolChoice
 
 
 class SteppingEngine(AbstractContextManager["SteppingEngine"]):

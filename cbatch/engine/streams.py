@@ -37,7 +37,7 @@ class RequestGroup:
         self._thread.submit(handle)
         return outputs
 
-    def forget(self, outputs: OutputProcessor) -> None:
+    def cancel(self, outputs: OutputProcessor) -> None:
         """Cancels a request, unless it is finished."""
         handle = self._handles.pop(outputs, None)
         if handle is not None and handle.unfinished:
@@ -46,7 +46,7 @@ class RequestGroup:
     def close(self) -> None:
         """Cancels what is unfinished. May be called twice."""
         for outputs in list(self._handles):
-            self.forget(outputs)
+            self.cancel(outputs)
 
 
 class _Reader:
@@ -64,7 +64,7 @@ class _Reader:
         read = outputs.read(event)
         if outputs.is_read:
             self.num_unfinished -= 1
-            self._group.forget(outputs)
+            self._group.cancel(outputs)
         return read
 
 

@@ -19,8 +19,8 @@ from cbatch.engine.requests.row import InputRow
 from cbatch.engine.requests.row_keys import KeyMaker, canonical_params
 from cbatch.engine.scheduler.limits import SequenceLimits
 from cbatch.engine.structured.grammar import CompiledGrammar
-from cbatch.engine.structured.tool_choice import ToolChoice
 from cbatch.engine.text.tokenizer import ChatTokenizer, Message
+from cbatch.engine.text.tool_calls import ToolChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.template_options import TemplateOptions
 from cbatch.engine.requests.row import InputRow
 from cbatch.engine.structured.grammar import CompiledGrammar
-from cbatch.engine.structured.tool_choice import ToolChoice
 from cbatch.engine.text.detokenizer import NUM_CONTEXT_TOKENS, OutputDetokenizer
 from cbatch.engine.text.tokenizer import ChatTokenizer, Message, Prompt
+from cbatch.engine.text.tool_calls import ToolChoice
 
 ParamsLike = SamplingParams | Mapping[str, Any]
 """Sampling parameters. Those of a mapping come on top of the model's own defaults; an object replaces these."""

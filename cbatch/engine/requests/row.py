@@ -10,8 +10,7 @@ from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.params import with_overrides
 from cbatch.engine.base.strict_json import json_type
 from cbatch.engine.requests.param_names import TEMPLATE_FIELDS, intended_name, own_params, translate
-from cbatch.engine.structured.tool_choice import ToolChoice
-from cbatch.engine.text.tool_calls import check_tools
+from cbatch.engine.text.tool_calls import ToolChoice, check_tools
 
 MAX_PRIORITY = 2**31
 """Leaves room for more urgent requests: those of a chat that runs rows in the background."""

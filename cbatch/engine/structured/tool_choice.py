@@ -16,7 +16,7 @@ from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.params import Constraint, SamplingParams
 from cbatch.engine.structured.lark import HEADER, RESERVED_KEYWORD, json_rule
 from cbatch.engine.text.tokenizer import ChatTokenizer
-from cbatch.engine.text.tool_calls import HERMES, LLAMA, MISTRAL, TOOL_TAGS
+from cbatch.engine.text.tool_calls import HERMES, LLAMA, MISTRAL, TOOL_TAGS, ToolChoice
 
 MAX_TOOLS = 128
 """Most tools that one output may choose from: OpenAI's own limit. Each schema is compiled on its own first."""
@@ -26,13 +26,6 @@ _Form = Literal["hermes", "mistral_list", "mistral_named", "llama"]
 # A template of Mistral that puts the name of the function directly behind the tag, perhaps as a further expression.
 _NAME_FOLLOWS = re.compile(r"\[TOOL_CALLS\]['\"]?[\s+~{}-]*[\w.]*\bname\b")
 _NAME = re.compile(r"[\w.-]+")
-
-
-@dataclass(frozen=True, slots=True)
-class ToolChoice:
-    """That the model must call a function: the one of this name, or, if it is None, any of the tools."""
-
-    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from cbatch.engine.models.loader import LoadedModel
 from cbatch.engine.requests.completion import Completion
 from cbatch.engine.requests.request import GenerationRequest
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.engine.structured.tool_choice import ToolChoice
+from cbatch.engine.text.tool_calls import ToolChoice
 from tests.support.chat_templates import QWEN3
 from tests.support.tiny_models import make_network
 from tests.support.tool_calls import CALL_TEMPLATES, WEATHER, make_chat_tokenizer, tool

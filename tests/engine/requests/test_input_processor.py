@@ -22,9 +22,9 @@ from cbatch.engine import (
 from cbatch.engine.requests.input_processor import ModelInfo
 from cbatch.engine.requests.prompts import read_prompt
 from cbatch.engine.scheduler.limits import SequenceLimits
-from cbatch.engine.structured.tool_choice import ToolChoice
 from cbatch.engine.text.fast_loader import TransformersTokenizer
 from cbatch.engine.text.tokenizer import ChatTokenizer
+from cbatch.engine.text.tool_calls import ToolChoice
 from tests.support.chat_templates import QWEN3
 from tests.support.model_folder import TEMPLATE, make_tokenizer
 

@@ -16,11 +16,11 @@ from cbatch.engine.structured.compiler import ConstraintCompiler
 from cbatch.engine.structured.grammar import GrammarState
 from cbatch.engine.structured.tool_choice import (
     MAX_TOOLS,
-    ToolChoice,
     request_constraint,
     tool_choice_constraint,
 )
 from cbatch.engine.text.tokenizer import ChatTokenizer
+from cbatch.engine.text.tool_calls import ToolChoice
 from tests.support.chat_templates import MISTRAL_NAMED, QWEN3
 from tests.support.tool_calls import CALL_TEMPLATES, SCHEMAS, TOOLS, make_chat_tokenizer, tool
 
