@@ -286,7 +286,7 @@ class Engine(AbstractContextManager["Engine"]):
         *,
         template: str | Callable[[Any], Any] | None = None,
         params: ParamsLike | None = None,
-        seed: int = 0,
+        seed: int | None = 0,
         system: str | None = None,
         progress: bool = False,
         path: str | os.PathLike[str] | None = None,
@@ -300,7 +300,8 @@ class Engine(AbstractContextManager["Engine"]):
                   own, at most `window` rows ahead of the results that were taken
         template: makes the prompts: a text with {column} in it, or a function of the row
         params:   sampling parameters of all rows, an object or a mapping; those of a row come on top
-        seed:     seed from which rows without one get theirs, by their `id` or their number
+        seed:     seed from which rows without one get theirs, by their `id` or their number; None takes a new one,
+                  and cannot be used with a `path`
         system:   system message of conversations that have none
         progress: whether to show a progress bar on stderr
         path:     file that gets each result before it is yielded, as `cbatch run -o` writes it
@@ -311,14 +312,17 @@ class Engine(AbstractContextManager["Engine"]):
         A row that is wrong has a result with an error. Leaving the iteration cancels what is in flight; `resume`
         continues there.
 
-        Raises ConfigError for a template that is wrong. While iterating: ConfigError if the file cannot be written, or
-        holds rows that are in the way; EngineError if the engine fails; RunFailed if writing fails; and what `rows`
-        raises, after the results of all rows before it.
+        Raises RequestError for wrong `params`, `seed` or `system`, and ConfigError for other options that are wrong.
+        While iterating: ConfigError if the file cannot be written, or holds rows that are in the way; EngineError if
+        the engine fails; RunFailed if writing fails; and what `rows` raises, after the results of all rows before it.
         """
         if not isinstance(params, SamplingParams | Mapping | None):
             kind = type(params).__name__
             raise RequestError("invalid_row", f"params must be SamplingParams or a mapping for all rows, not {kind}.")
-        defaults = RequestDefaults(params=params or {}, seed=seed, system=system)
+        if seed is None and path is not None:
+            raise ConfigError("seed=None takes new randomness, which resume could not repeat; give a seed with a path.")
+        run_seed = secrets.randbits(64) if seed is None else seed
+        defaults = RequestDefaults(params=plain(params or {}), seed=run_seed, system=system)
         inputs = self.core.input_processor(defaults)
         inputs.check()
         results = map_rows(

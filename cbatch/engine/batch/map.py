@@ -47,17 +47,16 @@ def map_rows(
     A row that is wrong has a result with an error. Leaving the iteration cancels what is in flight; `resume` continues
     there.
 
-    Raises ConfigError for a template that is wrong. While iterating: ConfigError if the file cannot be written, or
+    Raises ConfigError for options that are wrong. While iterating: ConfigError if the file cannot be written, or
     holds rows that are in the way; EngineError if the engine fails; RunFailed if writing fails; and what `rows` raises,
     after the results of all rows before it.
     """
     _check_rows(rows)
-    if resume and path is None:
-        raise ConfigError("resume needs the path of the file that is to be continued.")
+    _check_options(template, path, resume=resume, window=window)
     made = PromptTemplate(template) if isinstance(template, str) else template
     processor = LineProcessor(inputs, is_own_form=made is not None, allow_unknown=made is not None)
     limits = engine_thread.engine.limits
-    stream = RowStream(engine_thread, processor, window=window or 4 * limits.max_seqs)
+    stream = RowStream(engine_thread, processor, window=4 * limits.max_seqs if window is None else window)
     row_map = RowMap(stream, processor, ordered=ordered)
     lines = lines_of(rows, made)
     return row_map.run(lines) if path is None else row_map.run_to_file(lines, Path(path), resume=resume)
@@ -65,13 +64,29 @@ def map_rows(
 
 def _check_rows(rows: Iterable[object]) -> None:
     """Raises ConfigError for what is no iterable of rows, or whose iteration would give something else."""
-    kind = type(rows).__name__
+    kind = _kind(rows)
     if isinstance(rows, str | bytes | Mapping):
         raise ConfigError(f"rows must be an iterable of rows, not one {kind}; put it into a list.")
     if hasattr(rows, "iterrows") or hasattr(rows, "iter_rows"):
         raise ConfigError(f"Iterating over a {kind} gives its columns; give its rows, such as to_dict('records').")
     if not hasattr(rows, "__iter__") and not hasattr(rows, "__getitem__"):
         raise ConfigError(f"rows must be an iterable of rows, not {kind}.")
+
+
+def _check_options(template: object, path: object, *, resume: bool, window: object) -> None:
+    """Raises ConfigError for a value that cannot be meant."""
+    if not isinstance(template, str | None) and not callable(template):
+        raise ConfigError(f"template must be a text or a function of the row, not {_kind(template)}.")
+    if not isinstance(path, str | os.PathLike | None):
+        raise ConfigError(f"path must be the path of a file, not {_kind(path)}.")
+    if resume and path is None:
+        raise ConfigError("resume needs the path of the file that is to be continued.")
+    if window is not None and (type(window) is not int or window < 1):
+        raise ConfigError(f"window must be a whole number of at least 1, or None, not {window!r}.")
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
 
 
 class MapWriter(FileWriter):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.template_options import TemplateOptions
@@ -25,7 +27,6 @@ class RequestDefaults:
     """What holds for every request of a run or a call that does not say something else itself.
 
     params:   sampling parameters: by name, on top of the model's own defaults, or an object instead of these
-              defaults hold for the others
     system:   system message of conversations that have none
     seed:     seed from which requests without a seed of their own get theirs
     raw:      take every prompt as plain text to continue
@@ -39,6 +40,14 @@ class RequestDefaults:
     raw: bool = False
     template: TemplateOptions = field(default_factory=TemplateOptions)
     with_token_ids: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises RequestError for a seed or a system message of a wrong type."""
+        if isinstance(self.seed, bool) or not hasattr(self.seed, "__index__"):
+            raise RequestError("invalid_row", f"seed must be a whole number or None, not {self.seed!r}.")
+        object.__setattr__(self, "seed", operator.index(self.seed))  # numpy has whole numbers of its own
+        if not isinstance(self.system, str | None):
+            raise RequestError("invalid_row", f"system must be a text or None, not {type(self.system).__name__}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -416,6 +416,50 @@ def test_what_is_no_iterable_of_rows(mapped: Mapper, rows: Any, message: str) ->
         mapped(["a"], resume=True)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": -1}, "window must be a whole number of at least 1, or None, not -1."),
+        ({"window": 0}, "at least 1, or None, not 0."),
+        ({"window": "a"}, "at least 1, or None, not 'a'."),
+        ({"window": True}, "at least 1, or None, not True."),
+        ({"template": 5}, "template must be a text or a function of the row, not int."),
+        ({"path": 5}, "path must be the path of a file, not int."),
+    ],
+)
+def test_options_that_cannot_be_meant(mapped: Mapper, options: dict[str, Any], message: str) -> None:
+    """Guards against a map that waits for ever, or fails somewhere below, for an option of a wrong type."""
+    with pytest.raises(ConfigError) as raised:
+        mapped(["a"], **options)
+    assert str(raised.value).endswith(message)
+    assert len(list(mapped(["a"] * 3, window=1, params={"max_tokens": 1}))) == 3
+
+
+def test_what_holds_for_all_rows_is_checked(model_folder: Path, tmp_path: Path) -> None:
+    """Guards calls with a wrong type for all rows, and new randomness against a file that could not be resumed."""
+    with Engine(str(model_folder), device="cpu", dtype="float32", max_seqs=2) as engine:
+        wrong: list[tuple[dict[str, Any], str]] = [
+            ({"params": 5}, "params must be SamplingParams or a mapping for all rows, not int."),
+            ({"params": [{}]}, "not list."),
+            ({"system": 5}, "system must be a text or None, not int."),
+            ({"seed": "x"}, "seed must be a whole number or None, not 'x'."),
+            ({"seed": 1.5}, "not 1.5."),
+            ({"seed": True}, "not True."),
+        ]
+        for options, message in wrong:
+            with pytest.raises(RequestError) as raised:
+                engine.map(["a"], **options)
+            assert str(raised.value).endswith(message)
+        for method in (engine.generate, engine.chat, engine.stream):
+            with pytest.raises(RequestError, match="seed must be a whole number or None, not 'x'"):
+                method("a", seed="x")
+        with pytest.raises(ConfigError, match="give a seed with a path"):
+            engine.map(["a"], seed=None, path=tmp_path / "out.jsonl")
+        warm: dict[str, Any] = {"params": {"temperature": np.float64(1.0), "max_tokens": 12, "ignore_eos": True}}
+        texts = [next(engine.map(["a"], seed=seed, **warm)).token_ids for seed in (None, None, 3, np.int64(3))]
+        assert texts[0] != texts[1] and texts[2] == texts[3]
+
+
 def test_maps_share_an_engine(model_folder: Path, tmp_path: Path) -> None:
     """Guards `Engine.map`: what it is given arrives, and maps inside each other and other calls do not disturb it."""
     with Engine(EngineConfig(model=str(model_folder), device="cpu", dtype="float32", max_seqs=2)) as engine:

@@ -63,7 +63,9 @@ def test_leaving_the_iteration_cancels_what_is_in_flight(engine_thread: EngineTh
     assert engine_thread.engine.stats().num_running == 0 == engine_thread.engine.stats().num_waiting
 
 
-@pytest.mark.parametrize("error", [KeyError("the source broke"), SystemExit("the source broke"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [KeyError("the source broke"), SystemExit("the source broke"), KeyboardInterrupt("Ctrl-C")]
+)
 def test_what_the_source_raises_comes_after_the_rows_before_it(
     engine_thread: EngineThread, error: BaseException
 ) -> None:
