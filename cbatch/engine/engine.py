@@ -76,6 +76,7 @@ class ChatOptions(TypedDict, total=False):
 
     tools:                   functions that the model may call
     tool_choice:             `auto`, `none`, `required`, or `{"type": "function", "function": {"name": ...}}`
+    parallel_tool_calls:     false keeps only the first call of an output
     chat_template_kwargs:    variables for the chat template, such as `enable_thinking`
     continue_final_message:  continue the last message instead of beginning a new one
     add_generation_prompt:   whether the prompt ends with the beginning of the model's message
@@ -83,6 +84,7 @@ class ChatOptions(TypedDict, total=False):
 
     tools: Sequence[Mapping[str, Any]]
     tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool
     chat_template_kwargs: Mapping[str, Any]
     continue_final_message: bool
     add_generation_prompt: bool

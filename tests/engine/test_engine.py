@@ -384,3 +384,10 @@ def test_unknown_options_of_a_chat_are_refused(option: str, hint: str) -> None:
         chat: Any = engine.chat
         with pytest.raises(TypeError, match=f"Engine.chat has no argument '{option}'; .*{hint}"):
             chat("Hi", **{option: []})
+
+
+def test_a_chat_takes_every_field_for_tools() -> None:
+    """Guards options that rows have: they reach the row of the conversation, which checks them."""
+    with Engine(EngineConfig(kv_blocks=64, device="cpu"), loaded=loaded(network())) as engine:
+        error = engine.chat("Hi", parallel_tool_calls=3).error  # type: ignore[call-overload]
+        assert error is not None and "parallel_tool_calls must be true or false" in str(error)

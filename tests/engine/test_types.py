@@ -116,7 +116,7 @@ def test_chats(engine: Engine) -> None:
     assert_type(engine.chat(history, PARAMS), Completion)
     assert_type(engine.chat(anything, PARAMS), Completion)
     assert_type(engine.chat([{"role": "user", "content": "Hi"}], PARAMS), Completion)
-    assert_type(engine.chat(messages, tools=tools, tool_choice="auto"), Completion)
+    assert_type(engine.chat(messages, tools=tools, tool_choice="auto", parallel_tool_calls=False), Completion)
     assert_type(engine.chat(messages, PARAMS, chat_template_kwargs={"enable_thinking": False}), Completion)
     assert_type(engine.chat([messages, messages], PARAMS), list[Completion])
     assert_type(engine.chat((messages, messages), PARAMS, seed=None), list[Completion])

@@ -9,7 +9,7 @@ from typing import Any
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.strict_json import json_type
-from cbatch.engine.requests.param_names import IGNORED, REFUSED, TEMPLATE_FIELDS, UNDERSTOOD
+from cbatch.engine.requests.param_names import IGNORED, REFUSED, TEMPLATE_FIELDS, TOOL_FIELDS, UNDERSTOOD
 from cbatch.engine.requests.row import PROMPT_FIELDS, ApiCall, InputRow
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -18,8 +18,16 @@ SERVER_ERRORS = ("internal_error", "nan_logits", "cancelled")
 
 REQUEST_FIELDS = ("custom_id", "method", "url", "body")
 
-TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
-CHAT_FIELDS = (*TOOL_FIELDS, "top_logprobs", *TEMPLATE_FIELDS, "enable_thinking", "think", "reasoning_effort")
+_THINKING = ("enable_thinking", "think", "reasoning_effort", "reasoning")
+CHAT_FIELDS = (
+    *TOOL_FIELDS,
+    "top_logprobs",
+    *TEMPLATE_FIELDS,
+    "enable_thinking",
+    "think",
+    "reasoning_effort",
+    "reasoning",
+)
 PARAMS = frozenset([*UNDERSTOOD, *REFUSED])
 KNOWN = frozenset([*PARAMS, *PROMPT_FIELDS, *IGNORED, *CHAT_FIELDS, "priority"])
 

@@ -1,7 +1,7 @@
-"""Names of OpenAI, vLLM and ollama for parameters: understood as ours, or refused with what to do instead.
+"""Parameters of OpenAI, vLLM, ollama and transformers: understood as ours, or refused with what to do instead.
 
 Their lists: https://platform.openai.com/docs/api-reference, `sampling_params.py` and the `protocol.py` files of vLLM,
-and `api/types.go` of ollama.
+`api/types.go` of ollama, and `GenerationConfig` of transformers.
 """
 
 from __future__ import annotations
@@ -25,10 +25,17 @@ MAX_NAME = 64
 TEMPLATE_FIELDS = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 """Fields of a request that tell its chat template something (see `TemplateOptions`)."""
 
+TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
+ROW_FIELDS = ("messages", "prompt", "prompt_token_ids", "id", "custom_id", "raw", "system", "priority", *TOOL_FIELDS)
+"""Fields of a row that are no parameters."""
+
 ALIASES = {
     "max_completion_tokens": "max_tokens",
     "max_new_tokens": "max_tokens",
     "max_output_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "num_return_sequences": "n",
+    "stop_strings": "stop",
     "repeat_penalty": "repetition_penalty",
     "guided_regex": "regex",
     "guided_choice": "choice",
@@ -46,10 +53,12 @@ IGNORED = frozenset(
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Values of `reasoning_effort`, and apart from the first of ollama's `think`."""
 
+_REASONING_KEYS = frozenset(["effort", "summary", "generate_summary"])
 _SCHEMA_KEYS = frozenset("type properties items enum const anyOf oneOf allOf $ref $defs".split())
 
 _MEANT = {
     "temp": "temperature",
+    "stop": "stop",
     "stopp": "stop",
     "stops": "stop",
     "stopsequence": "stop",
@@ -74,7 +83,14 @@ class Refusal(NamedTuple):
     may_pass: Callable[[Any, Mapping[str, Any]], bool] = lambda value, fields: False
 
 
-_RUNTIME = "it configures ollama's runtime; the engine has options of its own (cbatch run --help)"
+_RUNTIME = (
+    "it configures ollama's runtime; the engine has options of its own (cbatch run --help; in Python EngineConfig)"
+)
+_TOKEN_IDS = "a run adds token ids by --token-ids; in Python they are Completion.token_ids"
+_CUT = "a prompt is never cut; shorten it before"
+_ADAPTERS = "an engine has one model, without adapters"
+_REPEATS = "use repetition_penalty or frequency_penalty"
+_CUTOFF = "there is no sampling by cutoffs; use top_p or min_p"
 _BEAMS = "there is no beam search; n gives several outputs"
 _MIROSTAT = "there is no mirostat sampling; use top_p or min_p"
 _MEDIA = "models take text only"
@@ -90,6 +106,9 @@ REFUSED: dict[str, Refusal] = {
     "verbosity": Refusal("say in the messages how long an answer should be", ("medium",)),
     "web_search_options": Refusal("there is no search of the web"),
     "moderation": Refusal("nothing is moderated"),
+    "instructions": Refusal("give them as system, or as a system message"),
+    "input": Refusal("give messages or a prompt"),
+    "truncation": Refusal(_CUT, ("disabled",)),
     "stream": Refusal("a batch gives whole answers; from Python, engine.stream streams", (False,)),
     # vLLM
     "use_beam_search": Refusal(_BEAMS, (False,)),
@@ -98,16 +117,21 @@ REFUSED: dict[str, Refusal] = {
     "early_stopping": Refusal(_BEAMS, (False,)),
     "include_stop_str_in_output": Refusal("text ends before a stop string; stop_reason says which it was", (False,)),
     "spaces_between_special_tokens": Refusal("text is as the tokenizer decodes it", (True,)),
-    "detokenize": Refusal("results always have text; --token-ids adds the token ids", (True,)),
-    "truncate_prompt_tokens": Refusal("a prompt is never cut; shorten it before"),
-    "truncation_side": Refusal("a prompt is never cut; shorten it before", ("left", "right")),
+    "detokenize": Refusal(f"results always have text; {_TOKEN_IDS}", (True,)),
+    "truncate_prompt_tokens": Refusal(_CUT),
+    "prompt_embeds": Refusal("a prompt is text or token ids"),
+    "multi_modal_data": Refusal(_MEDIA, ({},)),
+    "multi_modal_uuids": Refusal(_MEDIA, ({},)),
+    "lora_request": Refusal(_ADAPTERS),
+    "prompt_adapter_request": Refusal(_ADAPTERS),
+    "truncation_side": Refusal(_CUT, ("left", "right")),
     "logits_processors": Refusal("there are logit_bias, bad_words and allowed_token_ids instead", ([],)),
     "logprob_token_ids": Refusal("logprobs gives the likeliest tokens; choice scores between a few texts", ([],)),
     "prompt_logprob_token_ids": Refusal("prompt_logprobs gives the likeliest tokens", ([],)),
     "prompt_logprob_start": Refusal("prompt_logprobs covers the whole prompt", (0,)),
     "flat_logprobs": Refusal("log-probabilities have one form, OpenAI's", (False,)),
-    "return_token_ids": Refusal("--token-ids adds the token ids to all rows", (False,)),
-    "return_tokens_as_token_ids": Refusal("--token-ids adds the token ids to all rows", (False,)),
+    "return_token_ids": Refusal(_TOKEN_IDS, (False,)),
+    "return_tokens_as_token_ids": Refusal(_TOKEN_IDS, (False,)),
     "return_token_offsets": Refusal("offsets of tokens are not reported", (False,)),
     "return_prompt_text": Refusal("echo begins the text with the prompt", (False,)),
     "return_mm_kwargs": Refusal(_MEDIA, (True, False)),
@@ -119,8 +143,12 @@ REFUSED: dict[str, Refusal] = {
     "repetition_detection": Refusal("repetition does not end an output; use frequency_penalty or max_tokens"),
     "watermarking": Refusal("outputs have no watermark", (False,)),
     "trace_decode_token_ids": Refusal("tokens are sampled; prompt_logprobs scores given ones", ([],)),
-    "skip_reading_prefix_cache": Refusal("--no-prefix-cache turns the cache off for all requests", (False,)),
-    "cache_salt": Refusal("nobody else's prompts are in the cache; --no-prefix-cache turns it off"),
+    "skip_reading_prefix_cache": Refusal(
+        "--no-prefix-cache (in Python prefix_cache=False) turns the cache off for all requests", (False,)
+    ),
+    "cache_salt": Refusal(
+        "nobody else's prompts are in the cache; --no-prefix-cache (in Python prefix_cache=False) turns it off"
+    ),
     "kv_transfer_params": Refusal("a request stays on one engine", ({},)),
     "ec_transfer_params": Refusal("a request stays on one engine", ({},)),
     "extra_args": Refusal("it is for plugins of vLLM", ({},)),
@@ -137,9 +165,12 @@ REFUSED: dict[str, Refusal] = {
     ),
     # ollama
     "template": Refusal("a template never comes from a row; the model's own is used", ("",)),
+    "keep_alive": Refusal("the model stays loaded until the run or the program ends"),
+    "truncate": Refusal(_CUT, (False,)),
+    "shift": Refusal("a context is never shifted: an output ends where it is full", (False,)),
     "context": Refusal("give the earlier turns as messages", ([],)),
     "images": Refusal(_MEDIA, ([],)),
-    "num_ctx": Refusal("the context is the model's own; --kv-cache-memory sizes the cache"),
+    "num_ctx": Refusal("the context is the model's own; --kv-cache-memory (in Python kv_cache_memory) sizes the cache"),
     "num_keep": Refusal("a context is never shifted: an output ends where it is full", (0,)),
     "repeat_last_n": Refusal("repetition_penalty counts all tokens of prompt and output", (-1,)),
     "penalize_newline": Refusal("penalties count line breaks like all tokens", (True,)),
@@ -155,6 +186,37 @@ REFUSED: dict[str, Refusal] = {
     "logits_all": Refusal("logprobs and prompt_logprobs report probabilities", (False,)),
     "vocab_only": Refusal(_RUNTIME, (False,)),
     "embedding_only": Refusal("there are no embeddings", (False,)),
+    # transformers
+    "do_sample": Refusal(
+        "a temperature above 0 samples, and 0 does not: give temperature",
+        (),
+        lambda value, fields: isinstance(heat := fields.get("temperature"), int | float) and value is (heat > 0),
+    ),
+    "max_length": Refusal("max_tokens bounds the output, without the prompt"),
+    "min_length": Refusal("min_tokens counts the output, without the prompt", (0,)),
+    "max_time": Refusal("an output has no time limit; max_tokens bounds it"),
+    "num_beams": Refusal(_BEAMS, (1,)),
+    "num_beam_groups": Refusal(_BEAMS, (1,)),
+    "diversity_penalty": Refusal(_BEAMS, (0,)),
+    "penalty_alpha": Refusal("there is no contrastive search", (0,)),
+    "dola_layers": Refusal("layers are not contrasted"),
+    "guidance_scale": Refusal("there is no guidance by a second prompt", (1,)),
+    "epsilon_cutoff": Refusal(_CUTOFF, (0,)),
+    "eta_cutoff": Refusal(_CUTOFF, (0,)),
+    "no_repeat_ngram_size": Refusal(_REPEATS, (0,)),
+    "encoder_no_repeat_ngram_size": Refusal(_REPEATS, (0,)),
+    "encoder_repetition_penalty": Refusal(_REPEATS, (1,)),
+    "exponential_decay_length_penalty": Refusal("use max_tokens, or logit_bias for the end token"),
+    "eos_token_id": Refusal("stop_token_ids adds end tokens; ignore_eos ignores the model's own"),
+    "forced_bos_token_id": Refusal("end the prompt with that token"),
+    "forced_eos_token_id": Refusal("an output that is cut off has no end token"),
+    "suppress_tokens": Refusal("use logit_bias or bad_words", ([],)),
+    "begin_suppress_tokens": Refusal("use logit_bias or bad_words, for the whole output", ([],)),
+    "bad_words_ids": Refusal("bad_words takes them as texts", ([],)),
+    "force_words_ids": Refusal("use regex or grammar", ([],)),
+    "sequence_bias": Refusal("logit_bias takes single tokens, and bad_words texts", ({}, [])),
+    "token_healing": Refusal("a prompt is used as it is tokenized", (False,)),
+    "watermarking_config": Refusal("outputs have no watermark"),
 }
 """All messages read “NAME is not available: WHY.”"""
 
@@ -211,6 +273,15 @@ def _options(name: str, value: Any) -> dict[str, Any]:
     return made
 
 
+def _extra_body(name: str, value: Any) -> dict[str, Any]:
+    """The `openai` package: what a server has beside OpenAI's own parameters."""
+    if not isinstance(value, Mapping):
+        raise _wrong(f"{name} must be an object of parameters, not {json_type(value)}")
+    made = translate(value)
+    check_known(made, [*PARAM_NAMES, *TEMPLATE_FIELDS])
+    return made
+
+
 def _variable(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, bool):
         raise _wrong(f"{name} must be true or false, not {json_type(value)}")
@@ -229,6 +300,17 @@ def _effort(name: str, value: Any) -> dict[str, Any]:
     return {"chat_template_kwargs": kwargs if value == "none" else {"reasoning_effort": value, **kwargs}}
 
 
+def _reasoning(name: str, value: Any) -> dict[str, Any]:
+    """OpenAI's Responses API: an object with `effort`."""
+    if not isinstance(value, Mapping):
+        raise _wrong(f"{name} must be an object with effort, not {json_type(value)}")
+    for key, given in value.items():
+        if key != "effort" and given is not None:
+            raise _wrong(f"{name}.{key} is not available: it has effort")
+    effort = value.get("effort")
+    return {} if effort is None else _effort(f"{name}.effort", effort)
+
+
 READERS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "num_predict": _max_tokens,
     "guided_json": _json_schema,
@@ -239,6 +321,8 @@ READERS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "think": _think,
     "enable_thinking": _variable,
     "reasoning_effort": _effort,
+    "reasoning": _reasoning,
+    "extra_body": _extra_body,
 }
 """Names whose values have another form than ours, and what makes sampling parameters and template fields of them."""
 
@@ -254,6 +338,12 @@ COLUMN_NAMES: dict[str, Callable[[Any], bool]] = {
     ),
     "think": lambda v: isinstance(v, bool) or (isinstance(v, str) and v in EFFORTS),
     "reasoning_effort": lambda v: isinstance(v, str),
+    "reasoning": lambda v: isinstance(v, dict) and not _REASONING_KEYS.isdisjoint(v),
+    "instructions": lambda v: False,
+    "input": lambda v: False,
+    "truncation": lambda v: v in ("auto", "disabled"),
+    "truncate": lambda v: isinstance(v, bool),
+    "shift": lambda v: isinstance(v, bool),
     "template": lambda v: isinstance(v, str) and "{{" in v,
     "context": lambda v: _is_list_of(v, int),
     "images": lambda v: _is_list_of(v, str),
@@ -319,9 +409,19 @@ def check_known(names: Iterable[Any], known: Sequence[str]) -> None:
     """Raises RequestError (`unknown_parameter`), with what may have been meant, for a name that is not known."""
     for name in names:
         if name not in known:
-            meant = intended_name(name, known) if isinstance(name, str) else None
-            advice = f"; did you mean {meant!r}?" if meant else "."
-            raise RequestError("unknown_parameter", f"There is no sampling parameter {repr(name)[:60]}{advice}")
+            raise RequestError(
+                "unknown_parameter", f"There is no sampling parameter {repr(name)[:60]}{_advice(name, known)}"
+            )
+
+
+def _advice(name: Any, known: Sequence[str]) -> str:
+    """What to do about a name that is no parameter, as the end of a sentence."""
+    if name in TOOL_FIELDS:
+        return ": it is a field of a row, or an argument of engine.chat."
+    if name in ROW_FIELDS:
+        return ": it is a field of a row."
+    meant = intended_name(name, known) if isinstance(name, str) else None
+    return f"; did you mean {meant!r}?" if meant else "."
 
 
 def intended_name(name: str, known: Iterable[str]) -> str | None:

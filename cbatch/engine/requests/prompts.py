@@ -110,7 +110,7 @@ def row_fields(prompt: Any) -> dict[str, Any]:
 def _check_json(extra: Mapping[str, Any]) -> None:
     """Raises RequestError for columns that no row of output could hold."""
     try:
-        json.dumps(extra)
+        json.dumps(extra, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise _refuse(f"the row cannot be written as JSON: {error}") from None
 

@@ -8,13 +8,12 @@ from typing import Any
 from cbatch.engine.base.params import PARAM_NAMES
 from cbatch.engine.base.strict_json import json_type
 from cbatch.engine.requests import openai_batch
-from cbatch.engine.requests.param_names import ALIASES, COLUMN_NAMES, REFUSED, UNDERSTOOD, is_param
+from cbatch.engine.requests.param_names import ALIASES, COLUMN_NAMES, REFUSED, ROW_FIELDS, UNDERSTOOD, is_param
 from cbatch.engine.requests.row import PROMPT_FIELDS, InputRow
 
-OWN_FIELDS = (*PROMPT_FIELDS, "id", "custom_id", "raw", "system", "priority", *openai_batch.TOOL_FIELDS)
-KNOWN = frozenset([*OWN_FIELDS, *UNDERSTOOD])
+KNOWN = frozenset([*ROW_FIELDS, *UNDERSTOOD])
 
-SPELLINGS = frozenset([*PROMPT_FIELDS, *PARAM_NAMES, *ALIASES, *UNDERSTOOD, *OWN_FIELDS]) - {*COLUMN_NAMES, "system"}
+SPELLINGS = frozenset([*PARAM_NAMES, *ALIASES, *UNDERSTOOD, *ROW_FIELDS]) - {*COLUMN_NAMES, "system"}
 """Names that a misspelt one may have been meant to be. Everyday words are not among them."""
 
 
@@ -30,10 +29,10 @@ def fill_row(row: InputRow, fields: dict[str, Any], *, is_own_form: bool = False
         openai_batch.fill(row, fields, allow_unknown=allow_unknown)
         return
     params = {name: value for name, value in fields.items() if is_param(name, value)}
-    row.extra = {
+    row.extra = {  # what is refused, but asks for nothing, is data: it was a column before and counts in the key
         name: value
         for name, value in fields.items()
-        if name not in OWN_FIELDS and (name not in params or (allow_unknown and name in REFUSED))
+        if name not in ROW_FIELDS and (name not in params or name in REFUSED)
     }
     row.id = _identity(row, fields)
     row.raw = row.typed_field(fields, "raw", bool, False)
@@ -42,7 +41,8 @@ def fill_row(row: InputRow, fields: dict[str, Any], *, is_own_form: bool = False
     row.set_params(params, carries_refused=allow_unknown)
     row.set_tools(fields)
     if row.extra and not allow_unknown:
-        row.check_spelling(row.extra, SPELLINGS)
+        names = [name for name, value in row.extra.items() if name not in REFUSED and _may_be_misspelt(name, value)]
+        row.check_spelling(names, SPELLINGS)
     forms = [name for name in PROMPT_FIELDS if name in fields]
     if len(forms) != 1:
         found = f"both {' and '.join(forms)}" if forms else f"none of {', '.join(PROMPT_FIELDS)}"
@@ -51,6 +51,11 @@ def fill_row(row: InputRow, fields: dict[str, Any], *, is_own_form: bool = False
     if row.raw and row.prompt is None:
         raise row.invalid("raw works only with prompt")
     _check_template_fields(row)
+
+
+def _may_be_misspelt(name: str, value: Any) -> bool:
+    """Whether a column may be a parameter in another writing: `Stop` may be an everyday word, if it holds no text."""
+    return name.lower() != "stop" or isinstance(value, str | list)
 
 
 def _identity(row: InputRow, fields: Mapping[str, Any]) -> str | int | float | None:

@@ -1,4 +1,4 @@
-"""Names of OpenAI, vLLM and ollama: understood as ours or refused, and never carried away silently."""
+"""Names of OpenAI, vLLM, ollama and transformers: understood as ours or refused, and never carried away silently."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VLLM_PARAMS = (
     "include_stop_str_in_output output_kind structured_outputs guided_decoding logit_bias allowed_token_ids extra_args "
     "bad_words skip_reading_prefix_cache thinking_token_budget repetition_detection routed_experts_prompt_start "
     "trace_decode_token_ids logits_processors truncate_prompt_tokens use_beam_search length_penalty early_stopping "
-    "beam_width watermarking"
+    "beam_width watermarking prompt_embeds multi_modal_data multi_modal_uuids lora_request prompt_adapter_request"
 ).split()
 VLLM_FIELDS = (
     "reasoning_effort include_reasoning truncation_side echo add_generation_prompt continue_final_message "
@@ -35,12 +35,23 @@ VLLM_FIELDS = (
     "return_token_ids return_token_offsets return_prompt_text return_mm_kwargs cache_salt kv_transfer_params "
     "ec_transfer_params vllm_xargs max_completion_tokens top_logprobs response_format stream"
 ).split()
-OPENAI_FIELDS = "audio function_call functions modalities moderation verbosity web_search_options suffix".split()
-OLLAMA_FIELDS = "format options think template context images".split()
+OPENAI_FIELDS = (
+    "audio function_call functions modalities moderation verbosity web_search_options suffix reasoning instructions "
+    "truncation input extra_body"
+).split()
+OLLAMA_FIELDS = "format options think template context images keep_alive truncate shift".split()
 OLLAMA_OPTIONS = (
     "num_keep seed num_predict top_k top_p min_p typical_p tfs_z repeat_last_n temperature repeat_penalty "
     "presence_penalty frequency_penalty mirostat mirostat_tau mirostat_eta penalize_newline stop numa num_ctx "
     "num_batch num_gpu main_gpu low_vram f16_kv logits_all vocab_only use_mmap use_mlock num_thread"
+).split()
+TRANSFORMERS_PARAMS = (
+    "max_length max_new_tokens min_length min_new_tokens early_stopping max_time stop_strings do_sample num_beams "
+    "num_beam_groups diversity_penalty penalty_alpha dola_layers guidance_scale temperature top_k top_p min_p "
+    "typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty length_penalty "
+    "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids force_words_ids exponential_decay_length_penalty "
+    "suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id sequence_bias token_healing "
+    "watermarking_config num_return_sequences eos_token_id"
 ).split()
 
 
@@ -54,9 +65,12 @@ def message(fields: dict[str, Any]) -> str:
     return str(error)
 
 
-@pytest.mark.parametrize("name", [*VLLM_PARAMS, *VLLM_FIELDS, *OPENAI_FIELDS, *OLLAMA_FIELDS, *OLLAMA_OPTIONS])
+@pytest.mark.parametrize(
+    "name",
+    [*VLLM_PARAMS, *VLLM_FIELDS, *OPENAI_FIELDS, *OLLAMA_FIELDS, *OLLAMA_OPTIONS, *TRANSFORMERS_PARAMS],
+)
 def test_every_name_of_theirs_is_known(name: str) -> None:
-    """Guards against a parameter of vLLM, OpenAI or ollama that would pass as a column of the row's own."""
+    """Guards against a parameter of vLLM, OpenAI, ollama or transformers that would pass as a column of a row."""
     assert name in param_names.UNDERSTOOD or name in REFUSED
     assert not {name} & param_names.IGNORED
 
@@ -68,6 +82,9 @@ def test_every_name_of_theirs_is_known(name: str) -> None:
         ({"max_new_tokens": 5, "max_tokens": 5}, {"max_tokens": 5}),
         ({"max_output_tokens": 5}, {"max_tokens": 5}),
         ({"num_predict": 5}, {"max_tokens": 5}),
+        ({"min_new_tokens": 2, "num_return_sequences": 2}, {"min_tokens": 2, "n": 2}),
+        ({"stop_strings": ["a", "b"]}, {"stop": ["a", "b"]}),
+        ({"extra_body": {"top_k": 5, "guided_choice": ["a"]}}, {"top_k": 5, "choice": ["a"]}),
         ({"num_predict": -1}, {"max_tokens": REST_OF_CONTEXT}),
         ({"repeat_penalty": 1.5}, {"repetition_penalty": 1.5}),
         ({"guided_regex": "a+"}, {"regex": "a+"}),
@@ -111,6 +128,11 @@ def test_other_names_are_understood(theirs: dict[str, Any], ours: dict[str, Any]
             {"chat_template_kwargs": {"a": [1], "enable_thinking": True}},
         ),
         ({"think": "low"}, {"chat_template_kwargs": {"reasoning_effort": "low", "enable_thinking": True}}),
+        (
+            {"reasoning": {"effort": "low", "summary": None}},
+            {"chat_template_kwargs": {"reasoning_effort": "low", "enable_thinking": True}},
+        ),
+        ({"extra_body": {"chat_template_kwargs": {"a": 1}}}, {"chat_template_kwargs": {"a": 1}}),
         ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}),
         ({"add_generation_prompt": False}, {"add_generation_prompt": False}),
         (
@@ -140,7 +162,7 @@ def test_what_is_not_available_says_so(name: str) -> None:
     assert refused is not None and f"{name} is not available" in str(refused)
     if name not in COLUMN_NAMES:
         assert f"{name} is not available" in message({name: asked, **others})
-        assert parse({name: None}).extra == {}
+        assert parse({name: None}).extra == {name: None}
         assert parse({name: asked}, allow_unknown=True).extra == {name: asked}
     assert own_params({name: None}) == ({}, {})
 
@@ -151,7 +173,7 @@ def test_what_asks_for_nothing_is_accepted(name: str) -> None:
     for nothing in REFUSED[name].nothing:
         assert own_params({name: nothing}) == ({}, {})
         row = parse({name: nothing})
-        assert row.error is None and row.params == {} and (row.extra == {} or name in COLUMN_NAMES)
+        assert row.error is None and row.params == {} and row.extra == {name: nothing}
 
 
 @pytest.mark.parametrize(
@@ -174,6 +196,13 @@ def test_what_asks_for_nothing_is_accepted(name: str) -> None:
         ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
         ({"logprobs": 2, "top_logprobs": 3}, "give one of them"),
         ({"best_of": 3, "n": 2}, "n says how many"),
+        ({"reasoning": {"effort": "low", "summary": "auto"}}, "reasoning.summary is not available"),
+        ({"reasoning": {"effort": "very"}}, "reasoning.effort must be one of none"),
+        ({"extra_body": [1]}, "extra_body must be an object of parameters"),
+        ({"extra_body": {"num_ctx": 3}}, "num_ctx is not available"),
+        ({"do_sample": True}, "give temperature"),
+        ({"do_sample": True, "temperature": 0}, "give temperature"),
+        ({"do_sample": False, "temperature": 0.5}, "give temperature"),
     ],
 )
 def test_contradictions_and_wrong_values_are_named(fields: dict[str, Any], expected: str) -> None:
@@ -185,6 +214,7 @@ def test_contradictions_and_wrong_values_are_named(fields: dict[str, Any], expec
     ("name", "meant"),
     [
         ("stopp", "stop"),
+        ("stopStrings", "stop"),
         ("stop_sequences", "stop"),
         ("temp", "temperature"),
         ("Temperature", "temperature"),
@@ -213,6 +243,38 @@ def test_misspelt_names_are_refused_with_a_hint(name: str, meant: str) -> None:
         with pytest.raises(RequestError, match="There is no sampling parameter") as caught:
             own_params(params)
         assert caught.value.code == "unknown_parameter"
+
+
+def test_another_writing_of_stop_is_refused_if_it_holds_text() -> None:
+    """Guards stop strings that would be ignored, and columns called Stop that hold something else."""
+    for value in "END", ["END"]:
+        error = parse({"Stop": value}).error
+        assert error is not None and "did you mean 'stop'" in str(error)
+    assert parse({"Stop": 4, "STOP": {"a": 1}}).extra == {"Stop": 4, "STOP": {"a": 1}}
+    with pytest.raises(RequestError, match="There is no sampling parameter 'Stop'; did you mean 'stop'"):
+        own_params({"Stop": "END"})
+
+
+def test_do_sample_agrees_with_the_temperature() -> None:
+    """Guards parameters of transformers that say twice whether to sample."""
+    for sampled, temperature in (True, 0.5), (False, 0), (None, 1):
+        row = parse({"do_sample": sampled, "temperature": temperature})
+        assert row.error is None and row.params == {"temperature": temperature}
+
+
+@pytest.mark.parametrize("name", param_names.ROW_FIELDS)
+def test_fields_of_a_row_are_no_parameters(name: str) -> None:
+    """Guards Python's params and --param: they say where a field belongs instead."""
+    with pytest.raises(RequestError, match=f"no sampling parameter '{name}': it is a field of a row") as caught:
+        own_params({name: 1})
+    assert caught.value.code == "unknown_parameter"
+    assert ("engine.chat" in str(caught.value)) == ("tool" in name)
+
+
+def test_options_are_named_for_python_too() -> None:
+    """Guards advice that only the command line could follow."""
+    for name, refusal in REFUSED.items():
+        assert "--" not in refusal.why or "in Python" in refusal.why, name
 
 
 def test_options_hold_sampling_parameters_only() -> None:
@@ -265,6 +327,8 @@ def test_names_without_a_likeness_are_refused_from_python() -> None:
         {"model": "m", "user": "u", "metadata": {"a": 1}, "store": True, "request_id": "r", "prediction": "yes"},
         {"suffix": None, "audio": "a.wav", "verbosity": 3, "functions": "sin", "modalities": [], "moderation": "ok"},
         {"step": 1, "shop": 2, "need": 3, "Stop": 4, "ID": 5, "thing": 6, "option": 7, "systems": 8, "formats": 9},
+        {"reasoning": "Because.", "instructions": "Be brief.", "input": "Text", "truncation": 3, "shift": "night"},
+        {"reasoning": {"steps": 3}, "input": ["a"], "truncate": "yes"},
         {"seeds": 1, "label": 2, "url": "u", "method": "m"},
     ],
 )
@@ -291,4 +355,5 @@ def test_no_value_breaks_a_row_or_is_lost(fields: dict[str, Any]) -> None:
     row = parse(fields)
     assert row.error is None or row.error.code in ("invalid_row", "unknown_parameter")
     for name, value in fields.items():
-        assert (name in row.extra) != is_param(name, value) or row.error is not None
+        is_column = name in REFUSED or not is_param(name, value)
+        assert (name in row.extra) == is_column or row.error is not None

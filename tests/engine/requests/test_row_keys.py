@@ -43,5 +43,6 @@ def test_what_differs_is_named() -> None:
         in explain_difference(key(), key(prompt="ho"))
         == explain_difference(refused, MAKER.for_invalid_row(b"["))
     )
+    assert "a version of cbatch that read a column differently" in explain_difference(key(), key(prompt="ho"))
     assert "another seed" in explain_difference(key(), key(seed=1))
     assert "was refused" in explain_difference(key(), refused) == explain_difference(refused, key())
