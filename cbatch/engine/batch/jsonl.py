@@ -9,18 +9,18 @@ from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.strict_json import parse_json_object
 from cbatch.engine.batch.lines import MAX_LINE_BYTES, Line
 from cbatch.engine.requests.row import InputRow
-from cbatch.engine.requests.row_forms import fill_row
+from cbatch.engine.requests.row_forms import fill_row, fill_with_columns
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
 def parse_line(
-    line: Line, *, is_text: bool = False, is_own_form: bool = False, allow_unknown: bool = False
+    line: Line, *, is_text: bool = False, has_columns: bool = False, allow_unknown: bool = False
 ) -> InputRow:
     """Reads one line. Does not raise: whatever is wrong with the line is the row's `error`.
 
     is_text:       the line is a prompt instead of JSON
-    is_own_form:   it is no request of the OpenAI Batch API, whatever its columns are called
+    has_columns:   the line is `{"columns": ..., "row": ...}`: a row, and columns whose names have no meaning but `id`
     allow_unknown: carry misspelt parameters along instead of refusing the row
     """
     row = InputRow(line.index, f"line {line.index + 1}")
@@ -32,7 +32,10 @@ def parse_line(
             row.prompt = text
         else:
             fields = parse_json_object(text, f"line {line.index + 1}", "a row")
-            fill_row(row, fields, is_own_form=is_own_form, allow_unknown=allow_unknown)
+            if has_columns:
+                fill_with_columns(row, fields["row"], fields["columns"])
+            else:
+                fill_row(row, fields, allow_unknown=allow_unknown)
     except UnicodeDecodeError as error:
         reason = f"line {line.index + 1}, byte {error.start + 1}: not valid UTF-8 ({error.reason})"
         row.error = RequestError("invalid_utf8", reason)

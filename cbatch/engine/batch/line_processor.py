@@ -18,13 +18,13 @@ class LineProcessor:
     """Makes requests of the lines of an input.
 
     is_text:       lines are prompts instead of JSON
-    is_own_form:   no row is a request of the OpenAI Batch API, whatever its columns are called
+    has_columns:   each line has a row and its columns (see `parse_line`)
     allow_unknown: carry misspelt parameters along instead of refusing their row
     """
 
     inputs: InputProcessor
     is_text: bool = False
-    is_own_form: bool = False
+    has_columns: bool = False
     allow_unknown: bool = False
 
     def key(self, line: Line) -> str:
@@ -40,4 +40,4 @@ class LineProcessor:
         return self.inputs.process(self._row(line), lambda: line.source)
 
     def _row(self, line: Line) -> InputRow:
-        return parse_line(line, is_text=self.is_text, is_own_form=self.is_own_form, allow_unknown=self.allow_unknown)
+        return parse_line(line, is_text=self.is_text, has_columns=self.has_columns, allow_unknown=self.allow_unknown)

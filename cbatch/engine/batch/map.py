@@ -38,7 +38,8 @@ def map_rows(
 
     rows:     texts, token ids, lists of messages, or dictionaries as the rows of a file; taken on a thread of their
               own, at most `window` rows ahead of the results that were taken
-    template: makes the prompts: a text with {column} in it, or a function of the row
+    template: makes the prompts: a text with {column} in it, or a function of the row. Columns other than `id` are
+              data then, whatever their names; a row that the function returns is taken as it is
     path:     file that gets each result before it is yielded, as `cbatch run -o` writes it
     resume:   continue a file that an earlier call or `cbatch run` has left; its rows are not computed again
     ordered:  whether results come in the order of the rows, or as they finish
@@ -54,7 +55,7 @@ def map_rows(
     _check_rows(rows)
     _check_options(template, path, resume=resume, window=window)
     made = PromptTemplate(template) if isinstance(template, str) else template
-    processor = LineProcessor(inputs, is_own_form=made is not None, allow_unknown=made is not None)
+    processor = LineProcessor(inputs, has_columns=made is not None)
     limits = engine_thread.engine.limits
     stream = RowStream(engine_thread, processor, window=4 * limits.max_seqs if window is None else window)
     row_map = RowMap(stream, processor, ordered=ordered)

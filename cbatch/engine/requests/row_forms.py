@@ -11,21 +11,21 @@ from cbatch.engine.requests import openai_batch
 from cbatch.engine.requests.param_names import ALIASES, COLUMN_NAMES, REFUSED, ROW_FIELDS, UNDERSTOOD, is_param
 from cbatch.engine.requests.row import PROMPT_FIELDS, InputRow
 
+ID_FIELDS = ("id", "custom_id")
 KNOWN = frozenset([*ROW_FIELDS, *UNDERSTOOD])
 
 SPELLINGS = frozenset([*PARAM_NAMES, *ALIASES, *UNDERSTOOD, *ROW_FIELDS]) - {*COLUMN_NAMES, "system"}
 """Names that a misspelt one may have been meant to be. Everyday words are not among them."""
 
 
-def fill_row(row: InputRow, fields: dict[str, Any], *, is_own_form: bool = False, allow_unknown: bool = False) -> None:
+def fill_row(row: InputRow, fields: dict[str, Any], *, allow_unknown: bool = False) -> None:
     """Sets the row's fields from a JSON object. Those that are set before an error is raised stay valid.
 
-    is_own_form:   it is no request of the OpenAI Batch API, whatever its columns are called
     allow_unknown: carry misspelt parameters along, and those that are not available here, instead of refusing the row
 
     Raises RequestError.
     """
-    if not is_own_form and openai_batch.is_request(fields):
+    if openai_batch.is_request(fields):
         openai_batch.fill(row, fields, allow_unknown=allow_unknown)
         return
     params = {name: value for name, value in fields.items() if is_param(name, value)}
@@ -58,9 +58,23 @@ def _may_be_misspelt(name: str, value: Any) -> bool:
     return name.lower() != "stop" or isinstance(value, str | list)
 
 
+def fill_with_columns(row: InputRow, fields: dict[str, Any], columns: dict[str, Any]) -> None:
+    """Sets the row's fields, and takes its `id` and columns to carry along from a table. Raises RequestError.
+
+    columns: may have any names, and only `id` and `custom_id` have a meaning; what `fields` says counts first
+    """
+    carried = {name: value for name, value in columns.items() if name not in ID_FIELDS}
+    try:
+        fill_row(row, fields)
+    finally:
+        row.extra = carried | row.extra
+        if row.id is None:
+            row.id = _identity(row, columns)
+
+
 def _identity(row: InputRow, fields: Mapping[str, Any]) -> str | int | float | None:
     """The row's `id`, which may be called `custom_id`. Raises RequestError."""
-    given = {name: fields[name] for name in ("id", "custom_id") if fields.get(name) is not None}
+    given = {name: fields[name] for name in ID_FIELDS if fields.get(name) is not None}
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise row.invalid(f"{name} must be a string or a number, not {json_type(value)}")

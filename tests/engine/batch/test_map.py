@@ -9,6 +9,8 @@ import threading
 import time
 from collections import UserDict
 from collections.abc import Generator, Iterable, Iterator
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -321,38 +323,115 @@ TEMPLATE = "Translate to {language}: {text} {{literally}}"
 
 
 def test_a_template_fills_prompts(mapped: Mapper, tmp_path: Path, model_folder: Path) -> None:
-    """Guards what a template makes: the prompt; other columns are fields of the row or carried along."""
+    """Guards what a template makes: the prompt; of the other columns, only the id is a field of the row."""
     rows = [
-        {"language": "French", "text": "{language} a.b {0}", "id": "x", "max_tokens": 4, "max_token": 1},
-        {"language": "German", "text": 5, "url": "http://a", "method": "GET", "max_tokens": 4},
+        {"language": "French", "text": "{language} a.b {0}", "id": "x", "max_token": 1},
+        {"language": "German", "text": 5, "custom_id": 4, "where": None},
     ]
     rendered = [
-        {"prompt": "Translate to French: {language} a.b {0} {literally}", **rows[0]},
-        {"prompt": "Translate to German: 5 {literally}", **rows[1]},
+        {"prompt": "Translate to French: {language} a.b {0} {literally}", "max_tokens": 4, **rows[0]},
+        {"prompt": "Translate to German: 5 {literally}", "max_tokens": 4, **rows[1]},
     ]
-    results = list(mapped(rows, template=TEMPLATE))
-    assert [row["extra"] for row in results] == [
-        {"language": "French", "text": "{language} a.b {0}", "max_token": 1},
-        {"language": "German", "text": 5, "url": "http://a", "method": "GET"},
+    results = list(mapped(rows, template=TEMPLATE, params={"max_tokens": 4}))
+    assert [(row["id"], row["extra"]) for row in results] == [
+        ("x", {"language": "French", "text": "{language} a.b {0}", "max_token": 1}),
+        (4, {"language": "German", "text": 5, "where": None}),
     ]
     assert run(tmp_path, model_folder, "--allow-unknown", rows=rendered) == 0
     assert rows_in(tmp_path / "out.jsonl") == results
-    by_function = mapped(rows, template=lambda row: f"Translate to {row['language']}: {row['text']} {{literally}}")
-    assert list(by_function) == results
+
+    def by_function(row: dict[str, Any]) -> str:
+        return f"Translate to {row['language']}: {row['text']} {{literally}}"
+
+    assert list(mapped(rows, template=by_function, params={"max_tokens": 4})) == results
 
 
-def test_columns_of_a_template_are_no_request_of_another_api(mapped: Mapper) -> None:
-    """Guards tables of web pages, whose columns are called like those of an OpenAI Batch request."""
-    page = {"url": "http://a", "method": "GET", "body": "text", "messages": "none", "prompt_token_ids": None}
-    (result,) = mapped([page], template="Sum up {body}", params={"max_tokens": 1})
-    assert result["extra"] == {"url": "http://a", "method": "GET", "body": "text"} and "error" not in result
+def test_columns_of_a_template_may_have_any_names(mapped: Mapper, tmp_path: Path) -> None:
+    """Guards data sets, whose columns are called like fields of rows, parameters, or OpenAI Batch requests."""
+    names = "choice n stop tools tool_choice priority seed system prompt messages raw url body method max_token top_p"
+    table: dict[str, Any] = {name: [f"some {name}"] for name in names.split()} | {"key": 1, "index": "x", "text": {}}
+    options: dict[str, Any] = {"params": {"max_tokens": 3}, "path": tmp_path / "out.jsonl"}
+    (result,) = mapped([table], template="Sum up {body}", **options)
+    assert result["extra"] == table and "error" not in result and result["usage"]["completion_tokens"] == 3
+    steps = mapped.engine_thread.engine.stats().num_steps
+    assert list(mapped([table], template="Sum up {body}", resume=True, **options)) == [result]
+    assert mapped.engine_thread.engine.stats().num_steps == steps
+
+
+def test_the_row_that_a_function_makes_counts(mapped: Mapper) -> None:
+    """Guards parameters for each row beside a template: those of the row that it returns, in any form of a row."""
+    tables = [{"id": 1, "n": 3, "size": 2}, {"id": 2, "n": 4, "size": 5}]
+    first, second = mapped(tables, template=lambda row: {"prompt": "a", "max_tokens": row["size"], "ignore_eos": True})
+    assert [first["usage"]["completion_tokens"], second["usage"]["completion_tokens"]] == [2, 5]
+    assert (first["id"], first["extra"]) == (1, {"n": 3, "size": 2})
+    made = {3: {"prompt": "a", "id": 9, "b": 1}, 4: {"prompt": "a", "max_token": 1}}
+    own, misspelt = mapped(tables, template=lambda row: made[row["n"]])
+    assert (own["id"], own["extra"]) == (9, {"n": 3, "size": 2, "b": 1})
+    assert misspelt["error"]["code"] == "unknown_parameter" and misspelt["id"] == 2
+
+
+class Opaque:
+    """Its text has an address, like that of a picture."""
+
+
+def test_columns_of_a_template_are_carried_as_data(mapped: Mapper, tmp_path: Path) -> None:
+    """Guards rows against a column that nobody asked for, and keys against addresses and the order of sets."""
+
+    def row() -> dict[Any, Any]:
+        return {
+            "id": np.int64(3),
+            "q": "hello",
+            "whole": np.int32(4),
+            "real": np.float64("nan"),
+            "list": [float("inf"), 1.5, np.array([1, 2])],
+            "day": date(2024, 5, 6),
+            "moment": datetime(2024, 5, 6, 7),
+            "numpy": np.datetime64("2024-05-06T07", "ns"),
+            "days": np.array(["2024-05-06", "NaT"], "M8[D]"),
+            "no_time": np.datetime64("NaT"),
+            "price": Decimal("1.50"),
+            "set": {"b", "a"},
+            "bytes": b"x",
+            "object": Opaque(),
+            7: "number",
+        }
+
+    options: dict[str, Any] = {"template": "Say {q}", "params": {"max_tokens": 1}, "path": tmp_path / "out.jsonl"}
+    (result,) = mapped([row()], **options)
+    assert "error" not in result and result["id"] == 3
+    assert result["extra"] == {
+        "q": "hello",
+        "whole": 4,
+        "real": None,
+        "list": [None, 1.5, [1, 2]],
+        "day": "2024-05-06",
+        "moment": "2024-05-06T07:00:00",
+        "numpy": "2024-05-06T07:00:00.000000000",
+        "days": ["2024-05-06", None],
+        "no_time": None,
+        "price": "1.50",
+        "set": ["a", "b"],
+        "bytes": "b'x'",
+        "object": f"<{__name__}.Opaque object>",
+        "7": "number",
+    }
+    assert list(mapped([row()], resume=True, **options)) == [result]
+    huge = {"q": "a", "huge": 10**5000, "id": 5}
+    missing, digits, shown, good = mapped(
+        [{"q": float("nan"), "id": 4}, huge, {**huge, "q": None}, {"q": date(2024, 5, 6)}], template="Say {q}"
+    )
+    assert missing["error"]["message"] == "line 1: the column 'q' of the template is null" and missing["id"] == 4
+    assert missing["extra"] == {"q": None}
+    assert digits["error"]["code"] == "invalid_row" and shown["error"]["code"] == "template_error"
+    assert "error" not in good
 
 
 def test_a_template_over_prompts(mapped: Mapper) -> None:
     """Guards templates around plain texts, and around the prompts of rows, which they replace."""
     wanted = list(mapped(["Say: a", "Say: b"], params={"max_tokens": 4}))
-    for rows in (["a", "b"], [{"prompt": "a"}, {"prompt": "b"}]):
-        assert list(mapped(rows, template="Say: {prompt}", params={"max_tokens": 4})) == wanted
+    assert list(mapped(["a", "b"], template="Say: {prompt}", params={"max_tokens": 4})) == wanted
+    results = list(mapped([{"prompt": "a"}, {"prompt": "b"}], template="Say: {prompt}", params={"max_tokens": 4}))
+    assert [one.text for one in results] == [one.text for one in wanted] and results[0].extra == {"prompt": "a"}
     messages = [{"role": "user", "content": "Say: a"}]
     for made in ("Say: a", messages, {"messages": messages}, {"prompt": "Say: a"}):
         (result,) = mapped([object()], template=lambda row, made=made: made, params={"max_tokens": 4})
