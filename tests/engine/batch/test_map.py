@@ -374,6 +374,16 @@ class Opaque:
     """Its text has an address, like that of a picture."""
 
 
+class Missing:
+    """Compares like the NA of pandas."""
+
+    def __ne__(self, other: object) -> Any:
+        return self
+
+    def __bool__(self) -> bool:
+        raise TypeError("boolean value of NA is ambiguous")
+
+
 def test_columns_of_a_template_are_carried_as_data(mapped: Mapper, tmp_path: Path) -> None:
     """Guards rows against a column that nobody asked for, and keys against addresses and the order of sets."""
 
@@ -393,6 +403,7 @@ def test_columns_of_a_template_are_carried_as_data(mapped: Mapper, tmp_path: Pat
             "set": {"b", "a"},
             "bytes": b"x",
             "object": Opaque(),
+            "missing": Missing(),
             7: "number",
         }
 
@@ -413,6 +424,7 @@ def test_columns_of_a_template_are_carried_as_data(mapped: Mapper, tmp_path: Pat
         "set": ["a", "b"],
         "bytes": "b'x'",
         "object": f"<{__name__}.Opaque object>",
+        "missing": None,
         "7": "number",
     }
     assert list(mapped([row()], resume=True, **options)) == [result]
