@@ -109,6 +109,18 @@ GOLDEN = [
         "f5c9199960a355f3ed1ee754",
     ),
     ({"prompt": "Hi", "tools": [], "tool_choice": "none", "max_tokens": 2}, "9c9010732296692baf5fc463"),
+    (  # what asks for nothing was a column in earlier versions
+        {
+            "prompt": "Hi",
+            "best_of": 1,
+            "detokenize": True,
+            "use_beam_search": False,
+            "extra_args": {},
+            "mirostat": None,
+            "max_tokens": 2,
+        },
+        "4b0ac589fe8afb6c1efd0894",
+    ),
     (
         {
             "prompt": "Hi",
