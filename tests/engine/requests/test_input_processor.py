@@ -109,18 +109,6 @@ GOLDEN = [
         "f5c9199960a355f3ed1ee754",
     ),
     ({"prompt": "Hi", "tools": [], "tool_choice": "none", "max_tokens": 2}, "9c9010732296692baf5fc463"),
-    (  # what asks for nothing was a column in earlier versions
-        {
-            "prompt": "Hi",
-            "best_of": 1,
-            "detokenize": True,
-            "use_beam_search": False,
-            "extra_args": {},
-            "mirostat": None,
-            "max_tokens": 2,
-        },
-        "4b0ac589fe8afb6c1efd0894",
-    ),
     (
         {
             "prompt": "Hi",
@@ -179,6 +167,18 @@ GOLDEN = [
             },
         },
         "b17e72e6d02212c87a9e9c0c",
+    ),
+    (  # what asks for nothing was a column in earlier versions
+        {
+            "prompt": "Hi",
+            "best_of": 1,
+            "detokenize": True,
+            "use_beam_search": False,
+            "extra_args": {},
+            "mirostat": None,
+            "max_tokens": 2,
+        },
+        "341a06fd4685272c4583a099",
     ),
 ]
 """The lines of a file, and the last two parts of their keys as they were before rows could have template options."""
