@@ -157,17 +157,21 @@ def other_model(case: Case, model: Path) -> list[str]:
     return ["-m", str(model)]
 
 
+OTHER_INPUT = (
+    "another input, another --system, --template-kwargs, --raw or --format, "
+    "or a version of cbatch that read a column differently"
+)
 CHANGES: dict[Callable[[Case, Path], list[str]], str] = {
-    changed_input: "1 made with another input, or another --system, --raw or --format (first: line 1)",
-    changed_column: "1 made with another input, or another --system, --raw or --format (first: line 5)",
-    changed_bad_line: "1 made with another input, or another --system, --raw or --format (first: line 4)",
+    changed_input: f"1 made with {OTHER_INPUT} (first: line 1)",
+    changed_column: f"1 made with {OTHER_INPUT} (first: line 5)",
+    changed_bad_line: f"1 made with {OTHER_INPUT} (first: line 4)",
     mended_line: "1 made with a line that was refused then and is accepted now, or the other way round",
     changed_sampling: "1 made with other sampling parameters",
     shorter: "2 for lines that the input does not have (first: line 5)",
     shifted: "1 for lines that the input does not have (first: line 1)",
     other_option: "5 made with other sampling parameters, another seed",
     other_seed: "5 made with other sampling parameters, another seed",
-    other_system: "4 made with another input, or another --system, --raw or --format (first: line 1)",
+    other_system: f"4 made with {OTHER_INPUT} (first: line 1)",
     other_columns: "5 made with other sampling parameters, another seed, --token-ids",
     other_dtype: "6 made with another model, dtype, chat template or --date (first: line 1)",
     other_model: "6 made with another model, dtype, chat template or --date (first: line 1)",
