@@ -474,6 +474,7 @@ class StreamMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("examples", [4, pytest.param(50, marks=pytest.mark.slow)])
 def test_any_order_of_streams_and_calls(engine: Engine, examples: int) -> None:
     """Guards each result against whatever else is asked for meanwhile, and in which order it is read."""
+    before = alive(*PER_REQUEST)
     with new_engine() as other:
         StreamMachine.alone = [outcome(other.generate(request)) for request in REQUESTS]
     StreamMachine.engine = engine
@@ -483,4 +484,4 @@ def test_any_order_of_streams_and_calls(engine: Engine, examples: int) -> None:
             max_examples=examples, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
-    assert not alive(*PER_REQUEST)
+    assert not alive(*PER_REQUEST, before=before)

@@ -108,10 +108,14 @@ def check_idle(engine: Engine, *, within_s: float = 10.0) -> None:
     core.scheduler.check_integrity()
 
 
-def alive(*kinds: type) -> list[Any]:
-    """The objects of exactly these kinds that somebody still holds."""
+def alive(*kinds: type, before: Sequence[Any] = ()) -> list[Any]:
+    """The objects of exactly these kinds that somebody still holds.
+
+    before: objects that do not count: those of other tests in this process
+    """
     gc.collect()
-    return [found for found in gc.get_objects() if type(found) in kinds]
+    known = {id(one) for one in before}
+    return [found for found in gc.get_objects() if type(found) in kinds and id(found) not in known]
 
 
 PER_REQUEST = (RequestHandle, OutputProcessor, Stream, AsyncStream, Mailbox)
@@ -134,6 +138,7 @@ class SharedEngineStress:
     def run(self, num_threads: int, seconds: float) -> None:
         """Raises AssertionError if a result differs from the one alone, or if anything is left behind."""
         threads_before = set(threading.enumerate())
+        before = alive(*PER_REQUEST, asyncio.Future, asyncio.Task)
         with make_engine(self._folder) as engine:
             stop_at = time.monotonic() + seconds
             threads = [
@@ -149,9 +154,9 @@ class SharedEngineStress:
             assert not self.failures, "\n".join(self.failures[:3])
             assert engine.stats().num_retries == 0, engine.stats().last_error
             check_idle(engine)
-            held = Counter(type(one).__name__ for one in alive(*PER_REQUEST))
+            held = Counter(type(one).__name__ for one in alive(*PER_REQUEST, before=before))
             assert not held, f"somebody still holds {dict(held)}"
-            pending = [one for one in alive(asyncio.Future, asyncio.Task) if not one.done()]
+            pending = [one for one in alive(asyncio.Future, asyncio.Task, before=before) if not one.done()]
             assert not pending, f"futures are pending: {pending}"
             self.counts["preemptions"] = engine.stats().num_preemptions
             self.counts["tokens"] = engine.stats().num_tokens
