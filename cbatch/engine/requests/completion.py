@@ -240,7 +240,11 @@ class Completion(Mapping[str, Any]):
             return deepcopy(self._fields)
         fields = self._openai_row() if self._row.call else self._plain_row()
         if self._row.extra:
-            fields["extra"] = deepcopy(self._row.extra)
+            # Copying a text or a number deeply would take most of the time of a short row.
+            fields["extra"] = {
+                name: deepcopy(value) if isinstance(value, list | dict) else value
+                for name, value in self._row.extra.items()
+            }
         if timings:
             first, taken = self.timing.first_token_at, self.timing.taken_at
             fields |= {

@@ -149,33 +149,30 @@ class InputProcessor:
             with_token_ids=defaults.with_token_ids,
         )
         if row.prompt is not None and self._has_template and not (row.raw or defaults.raw):
-            request = replace(request, text=None, messages=[{"role": "user", "content": row.prompt}])
-        request = self._with_system(request, row)
+            request.text, request.messages = None, [{"role": "user", "content": row.prompt}]
+        self._add_system(request, row)
         limit, limits = None, self._model.limits
         if limits.cache_is_small:  # then the cache may cut off the output earlier than the context
             with suppress(RequestError):  # `encode` will say it
-                request = replace(request, known_ids=self._prompt_ids(request))
+                request.known_ids = self._prompt_ids(request)
                 limit = limits.limit_of_cache(len(request.known_ids or ()), params.max_tokens)
-        key = self._keys.for_row(
+        request.key = self._keys.for_row(
             row, request.prompt, sampling, seed, defaults.with_token_ids, limit, asked=_asked(request)
         )
-        return replace(request, key=key)
+        return request
 
-    def _with_system(self, request: GenerationRequest, row: InputRow) -> GenerationRequest:
-        """The request with a system message, if its row or the defaults give one and it has none."""
+    def _add_system(self, request: GenerationRequest, row: InputRow) -> None:
+        """Adds a system message, if the row or the defaults give one and there is none."""
         messages = request.messages
         if messages is None:
             if row.system or row.template:
                 name = "system" if row.system else next(iter(row.template))
                 raise RequestError("invalid_row", f"{name} needs the chat template, {self._why_no_template()}")
-            return request
-        if _has_system(messages):
+        elif _has_system(messages):
             if row.system:
                 raise RequestError("invalid_row", "the row has both system and a message with that role")
-            return request
-        if (system := row.system or self._defaults.system) is None:
-            return request
-        return replace(request, messages=[{"role": "system", "content": system}, *messages])
+        elif (system := row.system or self._defaults.system) is not None:
+            request.messages = [{"role": "system", "content": system}, *messages]
 
     def _sampling(self, row: InputRow, complete: SamplingParams | None) -> tuple[SamplingParams, bytes]:
         """A row's effective parameters, and their form in its key. Most rows of a run share both."""

@@ -50,11 +50,11 @@ class RequestDefaults:
             raise RequestError("invalid_row", f"system must be a text or None, not {type(self.system).__name__}.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class GenerationRequest:
     """One request, from Python, a row of a file or a chat, with all defaults applied.
 
-    Exactly one of the first three is set.
+    Exactly one of the first three is set. Nobody changes a request that `InputProcessor.request` has returned.
 
     text:       plain text to continue
     prompt_ids: token ids to continue
