@@ -233,7 +233,7 @@ class SharedEngineStress:
             return [outcome(one) for one in await engine.agenerate(rows)]
 
         async def main() -> list[list[Outcome]]:
-            return await asyncio.gather(read(picked[0][0]), complete(picked[1][0]), read(picked[2][0]))
+            return list(await asyncio.gather(read(picked[0][0]), complete(picked[1][0]), read(picked[2][0])))
 
         assert asyncio.run(main()) == [expected for _, expected in picked]
 
