@@ -327,7 +327,6 @@ class Engine(AbstractContextManager["Engine"]):
         run_seed = secrets.randbits(64) if seed is None else seed
         defaults = RequestDefaults(params=plain(params or {}), seed=run_seed, system=system)
         inputs = self.core.input_processor(defaults)
-        inputs.check()
         results = map_rows(
             self.thread,
             inputs,
@@ -444,7 +443,6 @@ class Engine(AbstractContextManager["Engine"]):
         shared = plain(params) if isinstance(params, SamplingParams | Mapping) else {}
         run_seed = secrets.randbits(64) if seed is None else seed
         processor = self.core.input_processor(RequestDefaults(params=shared, seed=run_seed))
-        processor.check()
         for index, (prompt, asked) in enumerate(zip(prompts, each, strict=True)):
             row = read_prompt(prompt, index, fields or {})
             complete = None

@@ -37,7 +37,7 @@ class EncodedPrompt:
     num_dropped: how many of its oldest turns were dropped to make it fit
     """
 
-    token_ids: list[int]
+    token_ids: Sequence[int]
     num_dropped: int
 
 
@@ -147,7 +147,7 @@ class EngineClient:
         from cbatch.engine import RequestHandle
 
         encoded, num_dropped = self._encode(request, engine, self.params(request.params))
-        prompt = EncodedPrompt(list(encoded.prompt_ids), num_dropped)
+        prompt = EncodedPrompt(encoded.prompt_ids, num_dropped)
         self._post_unless_cancelled(request, partial(request.on_start, prompt))
         outputs = engine.core.output_processor(encoded)
 

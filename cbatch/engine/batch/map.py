@@ -21,6 +21,7 @@ from cbatch.engine.batch.writer import FileWriter
 from cbatch.engine.engine_thread import EngineThread
 from cbatch.engine.requests.completion import Completion
 from cbatch.engine.requests.input_processor import InputProcessor
+from cbatch.engine.requests.prompts import is_table
 
 
 def map_rows(
@@ -68,7 +69,7 @@ def _check_rows(rows: Iterable[object]) -> None:
     kind = _kind(rows)
     if isinstance(rows, str | bytes | Mapping):
         raise ConfigError(f"rows must be an iterable of rows, not one {kind}; put it into a list.")
-    if hasattr(rows, "iterrows") or hasattr(rows, "iter_rows"):
+    if is_table(rows):
         raise ConfigError(f"Iterating over a {kind} gives its columns; give its rows, such as to_dict('records').")
     if not hasattr(rows, "__iter__") and not hasattr(rows, "__getitem__"):
         raise ConfigError(f"rows must be an iterable of rows, not {kind}.")

@@ -45,37 +45,25 @@ class InputProcessor:
     """Applies defaults to rows, and turns them into token ids. May be used by several threads at once."""
 
     def __init__(self, model: ModelInfo, defaults: RequestDefaults) -> None:
+        """Raises RequestError if the defaults themselves are wrong."""
         self._model, self._defaults, self._tokenizer = model, defaults, model.tokenizer
         self._has_template = model.tokenizer is not None and bool(model.tokenizer.chat_template)
-
-    @cached_property
-    def _given(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        params = self._defaults.params
-        return ({}, {}) if isinstance(params, SamplingParams) else own_params(params)
-
-    @cached_property
-    def _params(self) -> SamplingParams:
-        params = self._defaults.params
-        return params if isinstance(params, SamplingParams) else self._model.default_params.merged(self._given[0])
+        params = defaults.params
+        given, template = ({}, {}) if isinstance(params, SamplingParams) else own_params(params)
+        self._params = params if isinstance(params, SamplingParams) else model.default_params.merged(given)
+        self._sets_max_tokens = isinstance(params, SamplingParams) or "max_tokens" in given
+        self._template = _with_fields(defaults.template, template)
 
     @cached_property
     def _openai_params(self) -> SamplingParams:
-        if isinstance(self._defaults.params, SamplingParams) or "max_tokens" in self._given[0]:
+        if self._sets_max_tokens:
             return self._params
         return replace(self._params, max_tokens=None)  # that API has no default of its own
-
-    @cached_property
-    def _template(self) -> TemplateOptions:
-        return _with_fields(self._defaults.template, self._given[1])
 
     @cached_property
     def _keys(self) -> KeyMaker:
         has_clock = self._tokenizer is not None and self._tokenizer.template_has_clock
         return KeyMaker(self._model.fingerprint + (self._defaults.template.today.isoformat() if has_clock else ""))
-
-    def check(self) -> None:
-        """Raises RequestError if the defaults themselves are wrong."""
-        self._params, self._template  # noqa: B018
 
     def request(self, row: InputRow, params: SamplingParams | None = None) -> GenerationRequest:
         """A row with the defaults applied.

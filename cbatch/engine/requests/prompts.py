@@ -123,7 +123,7 @@ def _conversation(messages: Any) -> dict[str, Any]:
 
 def _as_list(value: Any) -> list[Any] | None:
     """The items of a collection with an order, such as a list, an array or a column of a table; None for others."""
-    if isinstance(value, str | bytes | bytearray | memoryview | Mapping | set | frozenset) or _is_table(value):
+    if isinstance(value, str | bytes | bytearray | memoryview | Mapping | set | frozenset) or is_table(value):
         return None
     if not isinstance(value, Collection):
         return None
@@ -132,13 +132,13 @@ def _as_list(value: Any) -> list[Any] | None:
     return values if isinstance(values, list) else None  # an array without dimensions is one number
 
 
-def _is_table(value: Any) -> bool:
+def is_table(value: Any) -> bool:
     """Whether it is a data frame of pandas or polars, whose items are its columns."""
     return hasattr(value, "iterrows") or hasattr(value, "iter_rows")
 
 
 def _hint(value: Any) -> str:
-    if _is_table(value):
+    if is_table(value):
         return "; give one of its columns, or its rows"
     is_iterable = hasattr(value, "__iter__") and not isinstance(value, Collection)
     return "; engine.map takes an iterable" if is_iterable else ""

@@ -16,6 +16,7 @@ from cbatch.engine import (
     Line,
     LineProcessor,
     RequestDefaults,
+    RequestError,
     SamplingParams,
     TemplateOptions,
 )
@@ -256,7 +257,8 @@ def test_a_message_is_continued() -> None:
     both = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
     assert "ask for one of them" in error_of(both)
     assert "must be true or false" in error_of({"messages": messages, "continue_final_message": 1})
-    assert "add_generation_prompt must be" in error_of({"prompt": "a"}, params={"add_generation_prompt": "yes"})
+    with pytest.raises(RequestError, match="add_generation_prompt must be"):
+        processor(params={"add_generation_prompt": "yes"})
 
 
 def test_a_system_message_comes_from_the_row_first() -> None:
