@@ -10,7 +10,6 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -129,8 +128,8 @@ class DecodeGraphs:
         ids, positions, rows, out = (tensor[:size] for tensor in (self._ids, self._positions, self._rows, self._logits))
 
         def run() -> Tensor:  # does not hold this object, so that the cache is freed with its engine
-            inputs = DeviceInputs(ids, positions, metadata.slots, rows)
-            return model.forward_on_device(inputs, metadata, kv_cache, attention, out)
+            hidden = model.run_layers(DeviceInputs(ids, positions, metadata.slots), metadata, kv_cache, attention)
+            return model.run_head(hidden, rows, out)
 
         return _Recording(buffers, run)
 
@@ -139,7 +138,9 @@ class GraphRecorder:
     """Captures what a function launches on the GPU; returns a function that replays it and returns the same tensor."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = _recording_stream(device)
+        # Not shared with other recorders: a graph that is freed clears the cuBLAS workspaces of the stream it was
+        # captured on, into which the graphs of another would be replayed (https://github.com/pytorch/pytorch/issues/193402).
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._memory: Any = None
 
     def __call__(self, run: Run) -> Run:
@@ -163,10 +164,3 @@ class GraphRecorder:
 
 _one_at_a_time = threading.Lock()
 """Held during a capture, by all engines of the process."""
-
-
-@cache
-def _recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for the process rather than for each engine: cuBLAS keeps a workspace for each stream it was used on."""
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return stream

@@ -30,40 +30,57 @@ class LinearCost:
 
 
 class DeviceInputs(NamedTuple):
-    """A step's inputs on the device (see `RaggedBatch`). A token with a negative slot is not stored in the cache.
+    """A step's inputs on the device (see `RaggedBatch`), [T] integers each.
 
-    input_ids, position_ids, slot_mapping: [T] integers
-    logit_rows:                            [R] integers
+    A token with a negative slot is not stored in the cache.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     slot_mapping: Tensor
-    logit_rows: Tensor
+
+
+class HiddenStates(NamedTuple):
+    """What a model's last layer gives for T tokens, before the final norm. Their sum is what the head sees.
+
+    residual: [T, hidden size] float32
+    added:    [T, hidden size]
+    """
+
+    residual: Tensor
+    added: Tensor
 
 
 class CapturableModel(Protocol):
-    """A model whose steps can be captured as CUDA graphs."""
+    """A model whose steps can be captured as CUDA graphs.
+
+    Neither part of a step waits for the device. The host contributes only the shapes of tensors, so a captured step is
+    right for other numbers in the same tensors. Before it is captured, it must have run once with the same shapes, so
+    that its kernels are compiled.
+    """
 
     device: torch.device
     vocab_size: int
     max_model_len: int
 
-    def forward_on_device(
+    def new_hidden_states(self, tokens: int) -> HiddenStates:
+        """Uninitialized tensors for so many tokens."""
+
+    def run_layers(
         self,
         inputs: DeviceInputs,
         metadata: Any,
         kv_cache: KVCache,
         attention: CapturableAttention,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Logits [R, vocabulary] float32, in `out` if it is given. Never waits for the device.
-
-        The host contributes only the shapes of tensors, so a captured step is right for other numbers in the same
-        tensors. Before it is captured, it must have run once with as many tokens, so that its kernels are compiled.
+        out: HiddenStates | None = None,
+    ) -> HiddenStates:
+        """The first part of a step: all layers, for all tokens; the result is in `out` if it is given.
 
         metadata: what `attention.prepare` returned for the step
         """
+
+    def run_head(self, hidden: HiddenStates, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """The second part: logits [R, vocabulary] float32 of the tokens `rows` [R], in `out` if it is given."""
 
 
 class Model(Protocol):

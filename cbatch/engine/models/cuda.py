@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.attention.triton import fits
 from cbatch.engine.kernels.triton import layer as kernels
-from cbatch.engine.models.base import DeviceInputs, LinearCost
+from cbatch.engine.models.base import DeviceInputs, HiddenStates, LinearCost
 from cbatch.engine.models.llama_spec import UnsupportedConfig, check_weights, read_llama_spec, weight_shapes
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
@@ -46,6 +46,7 @@ class _StepTensors(NamedTuple):
     residual: [T, hidden] float32. In a decode step it stays in the device's cache. For 2,000 tokens of an 8B model,
               half the bytes would save 67 MB of memory traffic beside 0.9 TFLOP, by calculation a hundredth of a
               layer's time; and rounding it in every layer is much of what a model loses in bfloat16.
+    added:    [T, hidden] what attention or feed-forward adds to it
     linear_input: [T, hidden] what goes into a linear, as does `intermediate` [T, intermediate size]
     query:    [T, heads, head_dim]
     """
@@ -55,6 +56,7 @@ class _StepTensors(NamedTuple):
     attention: AttentionBackend
     positions: kernels.Positions
     residual: Tensor
+    added: Tensor
     linear_input: Tensor
     query: Tensor
     intermediate: Tensor
@@ -75,6 +77,9 @@ class CudaModel:
 
         tensors: the weights by their names in the files, each read when it is copied to the device
         """
+        # In bfloat16 and float16, cuBLAS may otherwise add parts of a product in 16 bits.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self.config = config
         self.spec = spec = read_llama_spec(config)
         self.name = str((config.get("architectures") or [spec.model_type])[0])
@@ -122,17 +127,21 @@ class CudaModel:
     def forward(self, batch: RaggedBatch, kv_cache: KVCache, attention: AttentionBackend) -> Logits:
         """Logits [R, vocabulary] float32 of the wanted rows."""
         metadata = attention.prepare(batch, kv_cache.block_size)
-        inputs = DeviceInputs(batch.input_ids, batch.position_ids, batch.slot_mapping, batch.logit_rows)
-        return Logits(self.forward_on_device(inputs, metadata, kv_cache, attention))
+        inputs = DeviceInputs(batch.input_ids, batch.position_ids, batch.slot_mapping)
+        return Logits(self.run_head(self.run_layers(inputs, metadata, kv_cache, attention), batch.logit_rows))
 
-    def forward_on_device(
+    def new_hidden_states(self, tokens: int) -> HiddenStates:
+        residual = torch.empty(tokens, self.spec.hidden_size, dtype=torch.float32, device=self.device)
+        return HiddenStates(residual, torch.empty_like(residual, dtype=self.dtype))
+
+    def run_layers(
         self,
         inputs: DeviceInputs,
         metadata: Any,
         kv_cache: KVCache,
         attention: AttentionBackend,
-        out: Tensor | None = None,
-    ) -> Tensor:
+        out: HiddenStates | None = None,
+    ) -> HiddenStates:
         """See `CapturableModel`. The device must be torch's current one, on which Triton launches all kernels.
 
         Raises ValueError if the cache is not laid out as the kernels write it.
@@ -140,51 +149,22 @@ class CudaModel:
         spec = self.spec
         if kv_cache.keys[0].shape[1:] != (spec.num_kv_heads, kv_cache.block_size, spec.head_dim):
             raise ValueError("The cache's blocks must be laid out as [kv_heads, block_size, head_dim].")
-        step = self._prepare_step(inputs, metadata, kv_cache, attention)
+        residual, added = hidden = self.new_hidden_states(len(inputs.input_ids)) if out is None else out
+        step = self._prepare_step(inputs, metadata, kv_cache, attention, hidden)
         norm, eps = self._layers[0].input_norm, spec.rms_norm_eps
-        kernels.embed_and_norm(self._embedding, inputs.input_ids, step.residual, norm, eps, step.linear_input)
-        added = self._layer(0, step)
+        kernels.embed_and_norm(self._embedding, inputs.input_ids, residual, norm, eps, step.linear_input)
+        self._layer(0, step)
         for number in range(1, spec.num_layers):
-            kernels.add_and_norm(step.residual, added, self._layers[number].input_norm, eps, step.linear_input)
-            added = self._layer(number, step)
-        return self._logits(step.residual, added, inputs.logit_rows, out)
+            kernels.add_and_norm(residual, added, self._layers[number].input_norm, eps, step.linear_input)
+            self._layer(number, step)
+        return hidden
 
-    def _prepare_step(
-        self, inputs: DeviceInputs, metadata: Any, kv_cache: KVCache, attention: AttentionBackend
-    ) -> _StepTensors:
-        spec, tokens = self.spec, len(inputs.position_ids)
-        # By torch's own functions, which are exact for large angles too; a kernel's may not be.
-        angles = inputs.position_ids[:, None].float() * self._inv_freq
-        residual = angles.new_empty(tokens, spec.hidden_size)
-        activation = residual.new_empty(0, dtype=self.dtype)
-        return _StepTensors(
-            metadata,
-            kv_cache,
-            attention,
-            kernels.Positions(angles.cos(), angles.sin(), inputs.slot_mapping),
-            residual,
-            activation.new_empty(tokens, spec.hidden_size),
-            activation.new_empty(tokens, spec.num_heads, spec.head_dim),
-            activation.new_empty(tokens, spec.intermediate_size),
-        )
-
-    def _layer(self, number: int, step: _StepTensors) -> Tensor:
-        """A layer but for its last sum: returns what its feed-forward part adds to the residual, [T, hidden]."""
-        layer, eps = self._layers[number], self.spec.rms_norm_eps
-        keys, values = step.kv_cache.keys[number], step.kv_cache.values[number]
-        qkv = linear(step.linear_input, layer.qkv_proj, layer.qkv_bias)
-        kernels.rope_and_store_kv(qkv, step.positions, layer.qk_norms, eps, step.query, keys, values)
-        scale, window = self.spec.head_dim**-0.5, self.windows[number]
-        attended = step.attention.attend(step.query, keys, values, step.metadata, scale=scale, window=window)
-        added = linear(attended.flatten(1), layer.o_proj)
-        kernels.add_and_norm(step.residual, added, layer.post_attention_norm, eps, step.linear_input)
-        kernels.silu_and_mul(linear(step.linear_input, layer.gate_up_proj), step.intermediate)
-        return linear(step.intermediate, layer.down_proj)
-
-    def _logits(self, residual: Tensor, added: Tensor, rows: Tensor, out: Tensor | None) -> Tensor:
+    def run_head(self, hidden: HiddenStates, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `CapturableModel`."""
+        residual, added = hidden
         if len(rows) == 0:  # chunks of prompts only: a kernel cannot be launched for no rows
             return residual.new_empty(0, self.vocab_size)
-        chosen = residual.new_empty(len(rows), self.spec.hidden_size, dtype=self.dtype)
+        chosen = added.new_empty(len(rows), self.spec.hidden_size)
         kernels.select_and_norm(residual, added, rows, self._final_norm, self.spec.rms_norm_eps, chosen)
         # In bfloat16, many tokens would share the largest logit. The device sums in float32 anyway, and writing that
         # takes less time than a kernel that widens the logits for the sampler.
@@ -192,6 +172,43 @@ class CudaModel:
             return torch.mm(chosen, self._lm_head.t(), out_dtype=torch.float32, out=out)
         logits = linear(chosen, self._lm_head).float()
         return logits if out is None else out.copy_(logits)
+
+    def _prepare_step(
+        self,
+        inputs: DeviceInputs,
+        metadata: Any,
+        kv_cache: KVCache,
+        attention: AttentionBackend,
+        hidden: HiddenStates,
+    ) -> _StepTensors:
+        spec, tokens = self.spec, len(inputs.position_ids)
+        # By torch's own functions, which are exact for large angles too; a kernel's may not be.
+        angles = inputs.position_ids[:, None].float() * self._inv_freq
+        residual, added = hidden
+        return _StepTensors(
+            metadata,
+            kv_cache,
+            attention,
+            kernels.Positions(angles.cos(), angles.sin(), inputs.slot_mapping),
+            residual,
+            added,
+            torch.empty_like(added),
+            added.new_empty(tokens, spec.num_heads, spec.head_dim),
+            added.new_empty(tokens, spec.intermediate_size),
+        )
+
+    def _layer(self, number: int, step: _StepTensors) -> None:
+        """A layer but for its last sum: leaves in `added` what its feed-forward part adds to the residual."""
+        layer, eps = self._layers[number], self.spec.rms_norm_eps
+        keys, values = step.kv_cache.keys[number], step.kv_cache.values[number]
+        qkv = linear(step.linear_input, layer.qkv_proj, layer.qkv_bias)
+        kernels.rope_and_store_kv(qkv, step.positions, layer.qk_norms, eps, step.query, keys, values)
+        scale, window = self.spec.head_dim**-0.5, self.windows[number]
+        attended = step.attention.attend(step.query, keys, values, step.metadata, scale=scale, window=window)
+        torch.mm(attended.flatten(1), layer.o_proj.t(), out=step.added)
+        kernels.add_and_norm(step.residual, step.added, layer.post_attention_norm, eps, step.linear_input)
+        kernels.silu_and_mul(linear(step.linear_input, layer.gate_up_proj), step.intermediate)
+        torch.mm(step.intermediate, layer.down_proj.t(), out=step.added)
 
 
 class _Loader(NamedTuple):

@@ -167,14 +167,12 @@ def test_the_first_run_has_to_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
     model, record = model_of(network_of("llama")), Repeater()
     graphs = DecodeGraphs(model, TritonAttention(DEVICE), kv_cache_of(model), 2, record)
     step = batch_of(make_prompts([1]))
-    forward = model.forward_on_device
+    forward = model.run_layers
     with torch.inference_mode():
-        monkeypatch.setattr(
-            model, "forward_on_device", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full"))
-        )
+        monkeypatch.setattr(model, "run_layers", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
         with pytest.raises(torch.OutOfMemoryError):
             graphs.forward(step)
-        monkeypatch.setattr(model, "forward_on_device", forward)
+        monkeypatch.setattr(model, "run_layers", forward)
         graphs.forward(step)
         assert record.recorded == 0
         graphs.forward(step)
@@ -192,3 +190,11 @@ def test_the_cache_goes_with_its_graphs() -> None:
     with no_collector():
         del graphs, kv_cache
         assert alive() is None
+
+
+def test_each_recorder_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards two engines in one process: graphs that one frees clear their stream's workspaces."""
+    made: list[object] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(object()) or made[-1])
+    recorders = [GraphRecorder(torch.device("cuda:0")) for _ in range(2)]
+    assert len(made) == 2 and [one._stream for one in recorders] == made
