@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.models.loader import LoadedModel
@@ -62,10 +63,16 @@ def model_of(network: Any, dtype: torch.dtype = torch.float32) -> CudaModel:
     return CudaModel(network.config.to_dict(), network.state_dict(), dtype, DEVICE)
 
 
-def engine_around(monkeypatch: pytest.MonkeyPatch, model: CudaModel, **config: Any) -> SteppingEngine:
-    """Makes an engine with a CudaModel, also on a CPU, for which an engine would choose another."""
+def engine_around(
+    monkeypatch: pytest.MonkeyPatch, model: CudaModel, attention: AttentionBackend | None = None, **config: Any
+) -> SteppingEngine:
+    """Makes an engine with a CudaModel, also on a CPU, for which an engine would choose another.
+
+    attention: Triton's by default
+    """
+    chosen = attention or TritonAttention(DEVICE)
     monkeypatch.setattr("cbatch.engine.stepping_engine.has_fast_path", lambda *_: True)
-    monkeypatch.setattr("cbatch.engine.stepping_engine.select_attention", lambda *_: TritonAttention(DEVICE))
+    monkeypatch.setattr("cbatch.engine.stepping_engine.select_attention", lambda *_: chosen)
     loaded = LoadedModel("tiny", lambda: None, None, SamplingParams(), frozenset(), fast_model=model)
     settings: dict[str, Any] = {"block_size": 5, "kv_blocks": 30, "max_seqs": 4, "device": str(DEVICE)} | config
     return SteppingEngine(EngineConfig(**settings), loaded)

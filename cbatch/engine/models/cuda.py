@@ -7,6 +7,7 @@ gates, the residual stream and logits are float32 whatever the weights are.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from cbatch.engine.attention.base import AttentionBackend
-from cbatch.engine.attention.triton import fits
-from cbatch.engine.kernels.triton import layer as kernels
+from cbatch.engine.kernels.layer_ops import LayerOps, Positions
 from cbatch.engine.models.base import DeviceInputs, HiddenStates, LinearCost
 from cbatch.engine.models.llama_spec import UnsupportedConfig, check_weights, read_llama_spec, weight_shapes
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
@@ -54,7 +54,7 @@ class _StepTensors(NamedTuple):
     metadata: Any
     kv_cache: KVCache
     attention: AttentionBackend
-    positions: kernels.Positions
+    positions: Positions
     residual: Tensor
     added: Tensor
     linear_input: Tensor
@@ -65,17 +65,23 @@ class _StepTensors(NamedTuple):
 class CudaModel:
     """A model of the Llama family, ready to run ragged batches over a paged cache.
 
-    It needs a cache whose blocks are [kv_heads, block_size, head_dim].
+    It needs a cache whose blocks are laid out as its `ops` write them (`LayerOps.heads_first`).
     """
 
     has_own_threads = False
 
     def __init__(
-        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+        self,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: LayerOps | None = None,
     ) -> None:
         """Raises UnsupportedConfig if another path has to serve the model.
 
         tensors: the weights by their names in the files, each read when it is copied to the device
+        ops:     what computes between the matrix products; None: Triton's kernels
         """
         # In bfloat16 and float16, cuBLAS may otherwise add parts of a product in 16 bits.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -90,10 +96,7 @@ class CudaModel:
         self.max_model_len = spec.max_model_len
         self.layers = [LayerShape(spec.num_kv_heads, spec.head_dim, spec.head_dim)] * spec.num_layers
         self.windows: list[int | None] = [window or None for window in spec.windows]
-        if not fits(self.layers, dtype):
-            raise UnsupportedConfig(
-                f"the kernels do not support heads of {spec.head_dim}, or do not compute in {dtype}"
-            )
+        self.ops = ops or _triton_ops(self.layers, dtype)
         self.num_parameters = check_weights(spec, tensors)
         loader = _Loader(weight_shapes(spec), tensors, dtype, device)
         self._layers = [loader.layer(number) for number in range(spec.num_layers)]
@@ -101,6 +104,12 @@ class CudaModel:
         self._embedding = loader.read("model.embed_tokens.weight")
         self._lm_head = self._embedding if spec.is_tied else loader.read("lm_head.weight")
         self._inv_freq = spec.inv_freq.to(device)
+
+    def with_ops(self, ops: LayerOps) -> CudaModel:
+        """The same model with the same weights, and other operations."""
+        model = copy(self)
+        model.ops = ops
+        return model
 
     @property
     def weight_bytes(self) -> int:
@@ -147,15 +156,18 @@ class CudaModel:
         Raises ValueError if the cache is not laid out as the kernels write it.
         """
         spec = self.spec
-        if kv_cache.keys[0].shape[1:] != (spec.num_kv_heads, kv_cache.block_size, spec.head_dim):
-            raise ValueError("The cache's blocks must be laid out as [kv_heads, block_size, head_dim].")
+        block = [kv_cache.block_size, spec.num_kv_heads]
+        if self.ops.heads_first:
+            block.reverse()
+        if kv_cache.keys[0].shape[1:] != (*block, spec.head_dim):
+            raise ValueError("The cache's blocks are not laid out as the model writes them.")
         residual, added = hidden = self.new_hidden_states(len(inputs.input_ids)) if out is None else out
         step = self._prepare_step(inputs, metadata, kv_cache, attention, hidden)
         norm, eps = self._layers[0].input_norm, spec.rms_norm_eps
-        kernels.embed_and_norm(self._embedding, inputs.input_ids, residual, norm, eps, step.linear_input)
+        self.ops.embed_and_norm(self._embedding, inputs.input_ids, residual, norm, eps, step.linear_input)
         self._layer(0, step)
         for number in range(1, spec.num_layers):
-            kernels.add_and_norm(residual, added, self._layers[number].input_norm, eps, step.linear_input)
+            self.ops.add_and_norm(residual, added, self._layers[number].input_norm, eps, step.linear_input)
             self._layer(number, step)
         return hidden
 
@@ -165,13 +177,8 @@ class CudaModel:
         if len(rows) == 0:  # chunks of prompts only: a kernel cannot be launched for no rows
             return residual.new_empty(0, self.vocab_size)
         chosen = added.new_empty(len(rows), self.spec.hidden_size)
-        kernels.select_and_norm(residual, added, rows, self._final_norm, self.spec.rms_norm_eps, chosen)
-        # In bfloat16, many tokens would share the largest logit. The device sums in float32 anyway, and writing that
-        # takes less time than a kernel that widens the logits for the sampler.
-        if self.device.type == "cuda" and self.dtype != torch.float32:
-            return torch.mm(chosen, self._lm_head.t(), out_dtype=torch.float32, out=out)
-        logits = linear(chosen, self._lm_head).float()
-        return logits if out is None else out.copy_(logits)
+        self.ops.select_and_norm(residual, added, rows, self._final_norm, self.spec.rms_norm_eps, chosen)
+        return self.ops.logits(chosen, self._lm_head, out)
 
     def _prepare_step(
         self,
@@ -189,7 +196,7 @@ class CudaModel:
             metadata,
             kv_cache,
             attention,
-            kernels.Positions(angles.cos(), angles.sin(), inputs.slot_mapping),
+            Positions(angles.cos(), angles.sin(), inputs.slot_mapping),
             residual,
             added,
             torch.empty_like(added),
@@ -202,13 +209,25 @@ class CudaModel:
         layer, eps = self._layers[number], self.spec.rms_norm_eps
         keys, values = step.kv_cache.keys[number], step.kv_cache.values[number]
         qkv = linear(step.linear_input, layer.qkv_proj, layer.qkv_bias)
-        kernels.rope_and_store_kv(qkv, step.positions, layer.qk_norms, eps, step.query, keys, values)
+        self.ops.rope_and_store_kv(qkv, step.positions, layer.qk_norms, eps, step.query, keys, values)
         scale, window = self.spec.head_dim**-0.5, self.windows[number]
         attended = step.attention.attend(step.query, keys, values, step.metadata, scale=scale, window=window)
         torch.mm(attended.flatten(1), layer.o_proj.t(), out=step.added)
-        kernels.add_and_norm(step.residual, step.added, layer.post_attention_norm, eps, step.linear_input)
-        kernels.silu_and_mul(linear(step.linear_input, layer.gate_up_proj), step.intermediate)
+        self.ops.add_and_norm(step.residual, step.added, layer.post_attention_norm, eps, step.linear_input)
+        self.ops.silu_and_mul(linear(step.linear_input, layer.gate_up_proj), step.intermediate)
         torch.mm(step.intermediate, layer.down_proj.t(), out=step.added)
+
+
+def _triton_ops(layers: list[LayerShape], dtype: torch.dtype) -> LayerOps:
+    """Raises UnsupportedConfig if the kernels do not serve such layers, and ImportError without Triton."""
+    from cbatch.engine.attention.triton import fits
+    from cbatch.engine.kernels.triton import layer
+
+    if not fits(layers, dtype):
+        raise UnsupportedConfig(
+            f"the kernels do not support heads of {layers[0].key_dim}, or do not compute in {dtype}"
+        )
+    return layer
 
 
 class _Loader(NamedTuple):

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cbatch.engine.attention.reference import ReferenceAttention
+from cbatch.engine.kernels.reference.layer import TorchLayerOps
 from cbatch.engine.models.base import DeviceInputs
 from cbatch.engine.models.llama_spec import UnsupportedConfig
 from cbatch.engine.runtime.kv_cache import KVCache
@@ -35,7 +36,7 @@ from tests.support.tiny_models import draw_weights, make_network, make_prompts
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.engine.attention.triton import TritonAttention
-from cbatch.engine.models import cuda
+from cbatch.engine.kernels.triton import layer
 from cbatch.engine.models.cuda import CudaModel
 
 pytestmark = [pytest.mark.slow, pytest.mark.kernels]
@@ -46,6 +47,20 @@ def test_equals_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards every kind of model, token for token in float32, in steps that mix decoding with chunks of prompts."""
     engine = engine_around(monkeypatch, model_of(network_of(name)), max_batch_tokens=8)
     assert run(engine) == expected_of(name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_torch_alone_equals_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the model without a kernel of ours, which is what is left where all of them fail."""
+    model = model_of(network_of(name)).with_ops(TorchLayerOps())
+    engine = engine_around(monkeypatch, model, ReferenceAttention(), max_batch_tokens=8)
+    assert run(engine) == expected_of(name)
+
+
+def test_torch_operations_with_triton_attention_equal_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards torch's operations over blocks as Triton's attention lays them out."""
+    model = model_of(network_of("qwen3, norms")).with_ops(TorchLayerOps(heads_first=True))
+    assert run(engine_around(monkeypatch, model, max_batch_tokens=8)) == expected_of("qwen3, norms")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +159,7 @@ def test_launches_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the time of a decode step: four products and four kernels for a layer, and no waiting for the device."""
     launches: list[str] = []
     for name in ("embed_and_norm", "add_and_norm", "rope_and_store_kv", "silu_and_mul", "select_and_norm"):
-        monkeypatch.setattr(cuda.kernels, name, lambda *_, name=name: launches.append(name))
+        monkeypatch.setattr(layer, name, lambda *_, name=name: launches.append(name))
     of_two = operations_of(2)
     assert Counter(launches) == {
         "embed_and_norm": 1,

@@ -1,4 +1,4 @@
-"""The kernels of a layer of the Llama family between its matrix products.
+"""The kernels of a layer of the Llama family between its matrix products (see `LayerOps`).
 
 A step of few tokens takes as long as its launches and the reading of its weights, so whatever fits into one kernel is
 one kernel. No argument that changes from step to step is a number on the host: nothing is compiled again, and a
@@ -7,23 +7,18 @@ captured launch is right for the next step. Sums, norms, angles and gates are fl
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import linear
 
+from cbatch.engine.kernels.layer_ops import Positions
 
-class Positions(NamedTuple):
-    """Where the T tokens of a step stand.
-
-    cosines, sines: [T, head_dim / 2] float32, of their rotary angles
-    slots:          [T] places in the cache; a token with a negative slot is not stored
-    """
-
-    cosines: Tensor
-    sines: Tensor
-    slots: Tensor
+heads_first = True
+"""A block of the cache is [kv_heads, block_size, head_dim]."""
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows"])
@@ -189,6 +184,18 @@ def silu_and_mul(gate_up: Tensor, out: Tensor) -> None:
     rows, inner = out.shape
     block = min(triton.next_power_of_2(inner), 1024)
     _silu_and_mul_kernel[(rows, triton.cdiv(inner, block))](gate_up, out, inner, block, num_warps=_warps(block // 8))
+
+
+def logits(hidden: Tensor, lm_head: Tensor, out: Tensor | None = None) -> Tensor:
+    """Logits [R, vocabulary] float32 of hidden [R, hidden], in `out` if it is given.
+
+    In bfloat16, many tokens would share the largest logit. The device sums in float32 anyway, and writing that takes
+    less time than a kernel that widens the logits for the sampler.
+    """
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        return torch.mm(hidden, lm_head.t(), out_dtype=torch.float32, out=out)
+    values = linear(hidden, lm_head).float()
+    return values if out is None else out.copy_(values)
 
 
 def _warps(threads: int) -> int:
