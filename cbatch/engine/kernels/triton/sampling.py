@@ -29,7 +29,6 @@ from torch import Tensor
 from cbatch.engine.kernels.triton.vocab_scan import kth_largest, mass_before, max_of, min_of, noisy_argmax, sum_of
 
 _INFINITY = tl.constexpr(math.inf)
-_NAN = tl.constexpr(math.nan)
 _SLACK = tl.constexpr(1e-3)
 """More than rounding can change a bound."""
 
@@ -202,7 +201,7 @@ def _scan_kernel(
     raw = tl.load(values + ids, mask=ids < length, other=-_INFINITY).to(tl.float32)
     is_nan = raw != raw
     raw = tl.where(is_nan, -_INFINITY, raw)
-    tl.store(place + 2 * chunks, tl.where(max_of(is_nan.to(tl.int32)) > 0, _NAN, max_of(raw)))
+    tl.store(place + 2 * chunks, tl.where(max_of(is_nan.to(tl.int32)) > 0, float("nan"), max_of(raw)))
     divisor = tl.where(temperature > 0, temperature, 1.0)
     x = tl.div_rn(raw, divisor)
     score = max_of(x)
@@ -247,7 +246,7 @@ def _choose_kernel(
     peaks = tl.load(place + 2 * chunks, mask=is_there, other=-_INFINITY)
     is_nan = peaks != peaks
     peak = tl.max(tl.where(is_nan, -_INFINITY, peaks), 0)
-    tl.store(largest + row, tl.where(tl.max(is_nan.to(tl.int32), 0) > 0, _NAN, peak))
+    tl.store(largest + row, tl.where(tl.max(is_nan.to(tl.int32), 0) > 0, float("nan"), peak))
     scores = tl.load(place, mask=is_there, other=-_INFINITY)
     ids = tl.load(places + row * chunks + chunk, mask=is_there, other=0)
     most = tl.max(scores, 0)
