@@ -28,6 +28,7 @@ from cbatch.engine.requests.request import EncodedRequest, RequestDefaults
 from cbatch.engine.runtime.memory import release_memory
 from cbatch.engine.runtime.transfer import synchronize
 from cbatch.engine.sampling.processors import counts_for
+from cbatch.engine.sampling.sampler import Sampler
 from cbatch.engine.scheduler.block_pool import BlockPool
 from cbatch.engine.scheduler.limits import EngineLimits, StepLimits
 from cbatch.engine.scheduler.request import Request
@@ -70,12 +71,13 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         seqs, tokens = (256, 2048) if self.device.type == "cuda" else (32, 512)
         limits = StepLimits(config.max_seqs or seqs, config.max_batch_tokens or tokens, config.cuda_graphs)
         attention = select_attention(config.attention, self.device, model.layers, config.block_size, model.dtype)
-        self.runner = make_runner(config, model, attention, limits)
+        sampler = Sampler(self.device)
+        self.runner = make_runner(config, model, attention, sampler, limits)
         self._kv_bytes_per_token = sum(layer.bytes_per_token(model.dtype) for layer in model.layers)
         pool = BlockPool(self.runner.num_blocks, config.block_size)
         self.scheduler = Scheduler(pool, limits, model.max_model_len, prefix_cache=config.prefix_cache)
         overlap = self.device.type == "cuda" if config.run_ahead is None else config.run_ahead
-        self._core = EngineCore(self.scheduler, self.runner, step_time, overlap=overlap)
+        self._core = EngineCore(self.scheduler, self.runner, sampler, step_time, overlap=overlap)
         self._constraint_compiler = ConstraintCompiler(self.tokenizer, model.vocab_size) if self.tokenizer else None
         self._requests: dict[int, list[Request]] = {}
         self._owner: threading.Thread | None = None

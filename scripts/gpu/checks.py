@@ -13,11 +13,10 @@ from torch import Tensor
 from cbatch.engine import SamplingParams
 from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.attention.triton import TritonAttention
-from cbatch.engine.kernels.triton.sampling import sample_rows
 from cbatch.engine.models.cuda import CudaModel
 from cbatch.engine.runtime.kv_cache import KVCache
 from cbatch.engine.runtime.transfer import to_device
-from cbatch.engine.sampling.sampler import SamplingMetadata, _draw, pack_sampling_params
+from cbatch.engine.sampling.sampler import Sampler, SamplingMetadata, _draw, pack_sampling_params
 from cbatch.engine.scheduler.request import Request
 from scripts.benchmarks.models import RandomTensors, make_network
 from scripts.benchmarks.shapes import Config
@@ -128,8 +127,10 @@ def check_sampling(rows: int, vocabulary: int, device: torch.device) -> Check:
         ],
     )
     logits = 3 * torch.randn(rows, vocabulary, device=device, generator=torch.Generator(device).manual_seed(0))
-    tokens, _ = sample_rows(logits, to_device([pack_sampling_params(requests)], device)[0])
-    expected = _draw(logits, SamplingMetadata.build(list(range(rows)), requests, device))
+    positions = [len(request.token_ids) for request in requests]
+    (words,) = to_device([pack_sampling_params(requests, positions)], device)
+    tokens, _ = Sampler(device, kernel=True).sample_on_device(logits, words)
+    expected = _draw(logits, SamplingMetadata.build(requests, positions, device))
     same = int((tokens == expected).sum())
     return "sampling", same >= 0.99 * rows, f"{same} of {rows} tokens are those of the definition"
 

@@ -10,7 +10,7 @@ import torch
 
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.sampling import sampler
-from cbatch.engine.sampling.sampler import SamplingMetadata, gumbel_noise
+from cbatch.engine.sampling.sampler import SampledTokens, Sampler, SamplingMetadata, gumbel_noise
 from cbatch.engine.scheduler.request import Request
 
 LOGIT_SHAPES = ["normal", "peaked", "flat", "masked", "equal", "one left"]
@@ -50,10 +50,17 @@ def make_requests(count: int, seed: int = 0, **fixed: Any) -> list[Request]:
     return made
 
 
+def positions_of(requests: list[Request]) -> list[int]:
+    return [len(request.token_ids) for request in requests]
+
+
+def sample(logits: torch.Tensor, requests: list[Request]) -> SampledTokens:
+    """As an engine samples on the device of the logits."""
+    return Sampler(logits.device).sample(logits, requests, positions_of(requests))
+
+
 def draw_in_torch(logits: torch.Tensor, requests: list[Request]) -> list[int]:
-    return sampler._draw(
-        logits, SamplingMetadata.build(list(range(len(requests))), requests, torch.device("cpu"))
-    ).tolist()
+    return sampler._draw(logits, SamplingMetadata.build(requests, positions_of(requests), torch.device("cpu"))).tolist()
 
 
 def noise_key(seed: int, sample_index: int, position: int) -> tuple[int, int]:

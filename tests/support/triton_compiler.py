@@ -39,10 +39,12 @@ def decoder() -> None:
 
 def sampling() -> None:
     """Rows of logits as the head leaves them, and as a model of transformers does."""
-    from cbatch.engine.kernels.triton.sampling import sample_rows
+    from cbatch.engine.sampling.sampler import PARAM_WORDS, Sampler
 
     for dtype in (torch.float32, torch.bfloat16):
-        sample_rows(torch.zeros(3, 1000, dtype=dtype), torch.zeros(6, 3, dtype=torch.int32))
+        Sampler(torch.device("cpu"), kernel=True).sample_on_device(
+            torch.zeros(3, 1000, dtype=dtype), torch.zeros(3, PARAM_WORDS, dtype=torch.int32)
+        )
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from cbatch.engine.runtime.memory import DeviceMemory, device_memory, is_out_of_
 from cbatch.engine.runtime.transfer import use_device
 from cbatch.engine.sampling.output import PendingSample
 from cbatch.engine.sampling.processors import counts_for
+from cbatch.engine.sampling.sampler import Sampler
 from cbatch.engine.scheduler.limits import StepLimits
 from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput
 from cbatch.engine.scheduler.request import Request
@@ -80,7 +81,9 @@ class CacheSizeRequest:
         return self.num_blocks is None and "%" in self.memory
 
 
-def make_runner(config: EngineConfig, model: Model, attention: AttentionBackend, limits: StepLimits) -> ModelRunner:
+def make_runner(
+    config: EngineConfig, model: Model, attention: AttentionBackend, sampler: Sampler, limits: StepLimits
+) -> ModelRunner:
     """A model runner with a KV cache as large as the config requests, or as the device allows.
 
     Raises ConfigError if the cache, or a step beside it, does not fit.
@@ -89,7 +92,7 @@ def make_runner(config: EngineConfig, model: Model, attention: AttentionBackend,
     per_token = sum(layer.bytes_per_token(model.dtype) for layer in model.layers)
     wanted = limits.max_seqs * -(-model.max_model_len // size)
     cache_size = CacheSizeRequest(config.kv_cache_memory or memory.share, config.kv_blocks, per_token * size, wanted)
-    num_blocks = choose_num_blocks(cache_size, model, attention, size, limits, memory)
+    num_blocks = choose_num_blocks(cache_size, model, attention, sampler, size, limits, memory)
     try:
         return ModelRunner(model, attention, num_blocks, size, limits.max_seqs if limits.graphs else 0)
     except Exception as error:
@@ -106,6 +109,7 @@ def choose_num_blocks(
     cache_size: CacheSizeRequest,
     model: Model,
     attention: AttentionBackend,
+    sampler: Sampler,
     block_size: int,
     limits: StepLimits,
     memory: DeviceMemory,
@@ -120,7 +124,7 @@ def choose_num_blocks(
     available = free
     if memory.measure_peak is not None:
         cache_tokens = free // max(cache_size.block_bytes // block_size, 1)
-        peak = MemoryProfiler(model, attention, block_size, limits, cache_tokens).peak(memory)
+        peak = MemoryProfiler(model, attention, sampler, block_size, limits, cache_tokens).peak(memory)
         available = memory.free() - peak - RESERVED_BYTES  # kernels loaded meanwhile have taken memory
         takes = (
             f"{limits} takes {format_bytes(peak + RESERVED_BYTES)} of the {format_bytes(free)} that are free "
@@ -150,10 +154,17 @@ class MemoryProfiler:
     """
 
     def __init__(
-        self, model: Model, attention: AttentionBackend, block_size: int, limits: StepLimits, cache_tokens: int
+        self,
+        model: Model,
+        attention: AttentionBackend,
+        sampler: Sampler,
+        block_size: int,
+        limits: StepLimits,
+        cache_tokens: int,
     ) -> None:
         """cache_tokens: tokens that the largest possible cache holds"""
         self._model = model
+        self._sampler = sampler
         self._limits = limits
         self._rows = min(limits.max_seqs, limits.max_batch_tokens)
         self._cache_tokens = cache_tokens
@@ -222,7 +233,7 @@ class MemoryProfiler:
         batch, logits = self._forward(scheduled)
         rows = len(scheduled.to_sample)
         masks = TokenMasks(torch.ones(rows, self._model.vocab_size, dtype=torch.bool), [None] * rows)
-        PendingSample(scheduled, logits, batch.scored, masks).get()
+        PendingSample(scheduled, logits, self._sampler, batch.scored, masks).get()
 
 
 class _AnyToken:

@@ -20,6 +20,7 @@ from cbatch.engine.runtime.batch import BlockTables, Logits, RaggedBatch
 from cbatch.engine.runtime.cpu import single_threaded
 from cbatch.engine.runtime.transfer import synchronize, use_device
 from cbatch.engine.sampling.output import PendingSample, grammar_states
+from cbatch.engine.sampling.sampler import Sampler
 from cbatch.engine.scheduler.output import SchedulerOutput
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.scheduler.scheduler import Scheduler
@@ -41,7 +42,13 @@ class EngineCore:
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: ModelRunner, step_time: StepTimeController, *, overlap: bool
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        sampler: Sampler,
+        step_time: StepTimeController,
+        *,
+        overlap: bool,
     ) -> None:
         """overlap: launch a step before the tokens of the previous one are known"""
         self.scheduler = scheduler
@@ -54,6 +61,7 @@ class EngineCore:
         """Events that were not returned yet, because a later part of the step raised."""
         self._block_tables = BlockTables()
         self._masks = MaskFiller()
+        self._sampler = sampler
         self._step_time = step_time
 
     @property
@@ -156,7 +164,7 @@ class EngineCore:
         if all(chunk.request.has_ended for chunk in scheduled.chunks):
             return None
         with span("sample"):
-            return PendingSample(scheduled, logits, batch.scored, masks)
+            return PendingSample(scheduled, logits, self._sampler, batch.scored, masks)
 
     def _on_device(self) -> AbstractContextManager[object]:
         model = self.runner.model

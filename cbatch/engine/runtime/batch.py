@@ -91,11 +91,24 @@ class Argmax(NamedTuple):
     logits: NDArray[np.float32]
 
 
+class SampledOnDevice(NamedTuple):
+    """Tokens [R] int64 and the largest logit [R] float32 of each row, on the device of the logits."""
+
+    tokens: Tensor
+    largest: Tensor
+
+
 class Logits(NamedTuple):
-    """What a model returns for R rows: logits [R, V], and the argmax if the model has computed it."""
+    """What a model returns for R rows.
+
+    values:  [R, V]
+    argmax:  of the rows, if the model has computed it
+    sampled: from the rows as they are, if sampling was part of the recorded step
+    """
 
     values: Tensor
     argmax: Argmax | None = None
+    sampled: SampledOnDevice | None = None
 
 
 class DeviceTokens(NamedTuple):

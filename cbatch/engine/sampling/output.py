@@ -15,7 +15,7 @@ from cbatch.engine.base.outputs import Sample, TokenLogprobs
 from cbatch.engine.runtime.batch import InFlightTokens, Logits
 from cbatch.engine.runtime.transfer import HostCopy, to_device
 from cbatch.engine.sampling.processors import Processors
-from cbatch.engine.sampling.sampler import SampledTokens, sample
+from cbatch.engine.sampling.sampler import SampledTokens, Sampler
 from cbatch.engine.scheduler.output import SchedulerOutput, StepResult
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.structured.grammar import GrammarState
@@ -42,6 +42,7 @@ class PendingSample:
         self,
         scheduled: SchedulerOutput,
         logits: Logits,
+        sampler: Sampler,
         scored: NDArray[np.bool_] | None = None,
         masks: TokenMasks | None = None,
     ) -> None:
@@ -58,18 +59,22 @@ class PendingSample:
         if scored is not None:
             self._scores = _begin_scores(scheduled, _pick(logits.values, np.flatnonzero(scored)))
             logits = Logits(_pick(logits.values, np.flatnonzero(~scored)))
-        self._requests = requests = [chunk.request for chunk in scheduled.to_sample]
+        chunks = scheduled.to_sample
+        self._requests = requests = [chunk.request for chunk in chunks]
         self._constrained_rows = _constrained_rows(requests)
         self._masks = masks
         self._sampled: SampledTokens | None = None
         self._logprobs: PendingLogprobs | None = None
         if requests:
-            values, argmax = logits
+            values, argmax, sampled = logits
             if masks is not None or any(request.changes_logits for request in requests):
                 allowed = masks.allowed if masks is not None else None
                 values = Processors.build(requests, values.device).apply(values, allowed, self._constrained_rows)
-                argmax = None
-            self._sampled = sample(values, requests, argmax)
+                argmax = sampled = None
+            if sampled is not None:
+                self._sampled = SampledTokens(*sampled)
+            else:
+                self._sampled = sampler.sample(values, requests, [chunk.stop for chunk in chunks], argmax)
             self._logprobs = _begin_logprobs(requests, logits.values, self._sampled)
 
     @property

@@ -12,22 +12,26 @@ are equally good to the last bits of a float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.engine.runtime.batch import Argmax
+from cbatch.engine.runtime.batch import Argmax, SampledOnDevice
 from cbatch.engine.runtime.cpu import num_threads
 from cbatch.engine.runtime.transfer import HostCopy, to_device
 from cbatch.engine.scheduler.request import Request
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
+
+PARAM_WORDS = 8
+"""Words of a row in `pack_sampling_params`; unused ones are 0. A row of 32 bytes keeps all rows aligned."""
+
+_Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,38 +50,45 @@ class SamplingMetadata:
     keys: Tensor
 
     @classmethod
-    def build(cls, rows: list[int], requests: list[Request], device: torch.device) -> SamplingMetadata:
-        params = [requests[row].params for row in rows]
-        (words,) = to_device([pack_sampling_params([requests[row] for row in rows])], device)
+    def build(cls, requests: Sequence[Request], positions: Sequence[int], device: torch.device) -> SamplingMetadata:
+        params = [request.params for request in requests]
+        (words,) = to_device([pack_sampling_params(requests, positions)], device)
+        temperature, top_p, min_p, top_k = words.T[:4].contiguous()
         return cls(
             restricted=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
-            temperature=words[0].view(torch.float32),
-            top_k=words[3].long(),
-            top_p=words[1].view(torch.float32),
-            min_p=words[2].view(torch.float32),
-            keys=words[4:].T.contiguous().long() & _MASK32,
+            temperature=temperature.view(torch.float32),
+            top_k=top_k.long(),
+            top_p=top_p.view(torch.float32),
+            min_p=min_p.view(torch.float32),
+            keys=words[:, 4:6].long() & _MASK32,
         )
 
 
-def pack_sampling_params(requests: list[Request]) -> NDArray[np.int32]:
-    """The sampling parameters of R rows as [6, R] int32, so that one copy brings them to a device.
+def pack_sampling_params(requests: Sequence[Request], positions: Sequence[int]) -> NDArray[np.int32]:
+    """The sampling parameters of R rows as [R, PARAM_WORDS] int32, so that one copy brings them to a device.
 
-    temperature (0 for greedy rows), top_p and min_p, as the bits of a float32; top_k (0: all); the noise key
+    temperature (0 for greedy rows), top_p and min_p, as the bits of a float32; top_k (0: all); two words of noise key
 
-    `SamplingMetadata.build` and the Triton kernels read these by their number.
+    positions: [R], at which place of its sequence each token will be. That is the `stop` of the chunk that it follows,
+               so a step can be packed before the tokens of the previous one are known.
+
+    `SamplingMetadata.build` and the Triton kernels read these by their number. Words that are all 0 are a greedy row.
     """
+    words = np.zeros((len(requests), PARAM_WORDS), np.int32)
     params = [request.params for request in requests]
-    temperatures = [0.0 if p.greedy else p.temperature for p in params]
-    shares = np.array([temperatures, [p.top_p for p in params], [p.min_p for p in params]], np.float32)
-    top_k = np.array([[p.top_k for p in params]], np.int32)
+    if all(p.greedy for p in params):
+        return words
+    shares = np.array([(0.0 if p.greedy else p.temperature, p.top_p, p.min_p) for p in params], np.float32)
+    words[:, :3] = shares.view(np.int32)
+    words[:, 3] = [p.top_k for p in params]
     seeds = np.array([request.seed & _MASK64 for request in requests], np.uint64)
     samples = np.array([request.sample_index for request in requests], np.uint64)
-    positions = np.array([len(request.token_ids) for request in requests], np.uint64)
-    return np.concatenate([shares.view(np.int32), top_k, noise_keys(seeds, samples, positions).view(np.int32)])
+    words[:, 4:6] = noise_keys(seeds, samples, np.array(positions, np.uint64)).view(np.int32).T
+    return words
 
 
 class SampledTokens:
-    """Sampled tokens on their way to the host, by one copy.
+    """Sampled tokens on their way to the host.
 
     Those that a CPU has found remain arrays of numpy, because the first operations of torch after a step are slow.
     """
@@ -87,7 +98,7 @@ class SampledTokens:
         self._tokens, self._largest = tokens, largest
         self._copy: HostCopy | None = None
         if isinstance(tokens, Tensor) and isinstance(largest, Tensor):
-            self._copy = HostCopy(torch.stack((tokens.double(), largest.double())))
+            self._copy = HostCopy(tokens, largest)
 
     @property
     def tokens(self) -> Tensor:
@@ -100,43 +111,94 @@ class SampledTokens:
         A row whose largest logit is not finite has no meaningful token: its logits are no numbers, or nothing is
         allowed.
         """
-        if self._copy is None:
-            return self._tokens.tolist(), self._largest.tolist()
-        (both,) = self._copy.get()
-        return both[0].long().tolist(), both[1].tolist()
+        tokens, largest = self._copy.get() if self._copy is not None else (self._tokens, self._largest)
+        return tokens.tolist(), largest.tolist()
 
 
-def sample(logits: Tensor, requests: list[Request], argmax: Argmax | None = None) -> SampledTokens:
-    """Samples a token for each row of logits [R, V]. Does not wait for a GPU.
+class Sampler:
+    """Chooses the tokens of one engine. Does not wait for a GPU.
 
-    argmax: of these logits, if it is known
+    Whether the Triton kernel is used is decided when it is made; `disable_kernel` takes that back.
     """
-    drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
-    if argmax is not None or (logits.dtype == torch.float32 and logits.device.type == "cpu"):
-        if argmax is None:
-            best = logits.numpy().argmax(axis=-1)  # many times faster than torch's
-            argmax = Argmax(best, logits.numpy()[np.arange(len(best)), best])
-        tokens, largest = argmax
+
+    def __init__(self, device: torch.device, *, kernel: bool | None = None) -> None:
+        """kernel: whether the Triton kernel chooses tokens; by default it does on a GPU, if Triton is installed
+
+        Raises ImportError if the kernel is asked for and Triton is not installed.
+        """
+        self.device = device
+        self._kernel: _Kernel | None = None
+        if kernel or (kernel is None and device.type == "cuda"):
+            try:
+                from cbatch.engine.kernels.triton.sampling import sample_rows
+            except ImportError:
+                if kernel:
+                    raise
+            else:
+                self._kernel = sample_rows
+
+    @property
+    def uses_kernel(self) -> bool:
+        """Whether the Triton kernel chooses tokens, so that `sample_on_device` may be called."""
+        return self._kernel is not None
+
+    def disable_kernel(self) -> None:
+        """From now on, operations of torch choose tokens."""
+        self._kernel = None
+
+    def sample(
+        self,
+        logits: Tensor,
+        requests: Sequence[Request],
+        positions: Sequence[int],
+        argmax: Argmax | None = None,
+    ) -> SampledTokens:
+        """Samples a token for each row of logits [R, V].
+
+        positions: see `pack_sampling_params`
+        argmax:    of these logits, if it is known
+        """
+        if self._kernel is not None:
+            (words,) = to_device([pack_sampling_params(requests, positions)], logits.device)
+            return SampledTokens(*self.sample_on_device(logits, words))
+        drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
+        draw = None
         if drawn:
-            tokens = tokens.copy()
-            tokens[drawn] = _draw_on_host(logits, drawn, SamplingMetadata.build(drawn, requests, logits.device))
-        return SampledTokens(tokens, largest)
-    if drawn and logits.device.type == "cuda" and (sample_rows := _gpu_kernel()):
-        return SampledTokens(*sample_rows(logits, to_device([pack_sampling_params(requests)], logits.device)[0]))
-    highest, chosen = logits.max(dim=-1)
-    if drawn:
-        chosen[drawn] = _draw(logits[drawn].float(), SamplingMetadata.build(drawn, requests, logits.device))
-    return SampledTokens(chosen, highest)
+            chosen = [requests[row] for row in drawn], [positions[row] for row in drawn]
+            draw = SamplingMetadata.build(*chosen, logits.device)
+        if argmax is not None or (logits.dtype == torch.float32 and logits.device.type == "cpu"):
+            if argmax is None:
+                best = logits.numpy().argmax(axis=-1)  # many times faster than torch's
+                argmax = Argmax(best, logits.numpy()[np.arange(len(best)), best])
+            tokens, largest = argmax
+            if draw is not None:
+                tokens = tokens.copy()
+                tokens[drawn] = _draw_on_host(logits, drawn, draw)
+            return SampledTokens(tokens, largest)
+        highest, best_tokens = logits.max(dim=-1)
+        if draw is not None:
+            (rows,) = to_device([np.array(drawn, np.int64)], logits.device)
+            best_tokens[rows] = _draw(logits[rows].float(), draw)
+        return SampledTokens(best_tokens, highest)
 
+    def sample_on_device(
+        self, logits: Tensor, words: Tensor, tokens: Tensor | None = None, largest: Tensor | None = None
+    ) -> SampledOnDevice:
+        """The token [R] int64 and the largest logit [R] float32 of each row, by the kernel.
 
-@cache
-def _gpu_kernel() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-    """None if Triton is not installed."""
-    try:
-        from cbatch.engine.kernels.triton.sampling import sample_rows
-    except ImportError:
-        return None
-    return sample_rows
+        Everything that changes from step to step is read on the device, so that a CUDA graph may contain the call.
+
+        logits:          [R, V] float32, float16 or bfloat16
+        words:           [R, PARAM_WORDS] int32, see `pack_sampling_params`
+        tokens, largest: where to write the result; made if not given
+        """
+        assert self._kernel is not None, "the kernel is not in use"
+        if tokens is None:
+            tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        if largest is None:
+            largest = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        self._kernel(logits, words, tokens, largest)
+        return SampledOnDevice(tokens, largest)
 
 
 def _draw_on_host(logits: Tensor, rows: list[int], draw: SamplingMetadata) -> NDArray[np.int64]:

@@ -30,6 +30,7 @@ from cbatch.engine.models.self_check import checked_model
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache
 from cbatch.engine.runtime.memory import DeviceMemory
+from cbatch.engine.sampling.sampler import Sampler
 from cbatch.engine.scheduler.limits import StepLimits
 from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.generation import generate
@@ -100,7 +101,8 @@ def choose(
 
     model.forward = seen  # type: ignore[method-assign]
     cache_size = CacheSizeRequest(memory or "90%", num_blocks, MIB, 100_000)
-    return choose_num_blocks(cache_size, model, ReferenceAttention(), 4, limits or StepLimits(2, 64), device.memory)
+    limits, sampler = limits or StepLimits(2, 64), Sampler(model.device)
+    return choose_num_blocks(cache_size, model, ReferenceAttention(), sampler, 4, limits, device.memory)
 
 
 STEP = 64 * BYTES_PER_TOKEN + RESERVED_BYTES
@@ -173,7 +175,7 @@ def test_budgets_beyond_the_context_are_profiled_in_several_prompts() -> None:
     model = checked_model(make_network("llama"))
 
     def bounds(limits: StepLimits, cache_tokens: int) -> list[list[tuple[int, int]]]:
-        trial = MemoryProfiler(model, ReferenceAttention(), 4, limits, cache_tokens)
+        trial = MemoryProfiler(model, ReferenceAttention(), Sampler(model.device), 4, limits, cache_tokens)
         plans = [*trial.prompt_steps(), trial.decode_step()]
         return [[(one.start, one.stop) for one in scheduled.chunks] for scheduled in plans]
 
@@ -195,7 +197,7 @@ def test_every_profiled_request_uses_all_features(gpu: Gpu, monkeypatch: pytest.
 
     monkeypatch.setattr(sizing, "PendingSample", watch)
     make()
-    (scheduled, logits, _, masks), done = seen[1]
+    (scheduled, logits, _, _, masks), done = seen[1]
     assert logits.values.shape == masks.allowed.shape == (6, VOCABULARY)
     params = scheduled.to_sample[0].request.params
     assert not params.greedy and params.top_k and params.top_p < 1 and params.min_p and params.presence_penalty
@@ -293,7 +295,13 @@ def host(memory: str | None = None, num_blocks: int | None = None, per_block: in
     model = checked_model(make_network("llama"))
     cache_size = CacheSizeRequest(memory or "25%", num_blocks, per_block, 50)
     return choose_num_blocks(
-        cache_size, model, ReferenceAttention(), 4, StepLimits(2, 64), DeviceMemory("cpu", "25%", lambda: 10 * GIB)
+        cache_size,
+        model,
+        ReferenceAttention(),
+        Sampler(model.device),
+        4,
+        StepLimits(2, 64),
+        DeviceMemory("cpu", "25%", lambda: 10 * GIB),
     )
 
 

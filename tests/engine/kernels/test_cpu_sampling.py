@@ -25,8 +25,17 @@ from cbatch.engine.kernels.cpu.sampling import (
 )
 from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.sampling import sampler
-from cbatch.engine.sampling.sampler import SamplingMetadata, gumbel_noise, sample
-from tests.support.sampling_cases import LOGIT_SHAPES, draw_in_torch, is_on_edge, make_logits, make_requests, score
+from cbatch.engine.sampling.sampler import SamplingMetadata, gumbel_noise
+from tests.support.sampling_cases import (
+    LOGIT_SHAPES,
+    draw_in_torch,
+    is_on_edge,
+    make_logits,
+    make_requests,
+    positions_of,
+    sample,
+    score,
+)
 
 pytestmark = pytest.mark.kernels
 
@@ -99,7 +108,7 @@ def test_kept_tokens_are_those_of_torch(shape: str) -> None:
     """Guards the filters at their edges: a token that only one of both keeps is on the edge to 1e-5 of all."""
     for seed, vocabulary in enumerate([5, 130, 700]):
         logits, requests = make_logits(shape, 60, vocabulary, seed), make_requests(60, seed)
-        draw = SamplingMetadata.build(list(range(60)), requests, CPU)
+        draw = SamplingMetadata.build(requests, positions_of(requests), CPU)
         ordered, ids = (logits / draw.temperature[:, None]).sort(dim=-1, descending=True, stable=True)
         theirs = torch.zeros(60, vocabulary, dtype=torch.bool).scatter(1, ids, sampler._kept(ordered, draw))
         for row in range(60):

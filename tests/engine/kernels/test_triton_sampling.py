@@ -6,6 +6,7 @@ Without a GPU, Triton's interpreter runs them on the CPU, slowly: few rows, smal
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.sampling.sampler import gumbel_noise, pack_sampling_params, sample
+from cbatch.engine.sampling.sampler import PARAM_WORDS, Sampler, gumbel_noise, pack_sampling_params
 from cbatch.engine.scheduler.request import Request
 from tests.support.sampling_cases import (
     LOGIT_SHAPES,
@@ -23,6 +24,8 @@ from tests.support.sampling_cases import (
     make_logits,
     make_requests,
     noise_key,
+    positions_of,
+    sample,
     score,
 )
 
@@ -44,9 +47,9 @@ pytestmark = [
 
 
 def draw(logits: Tensor, requests: list[Request], tiling: Tiling = SMALL) -> tuple[list[int], Tensor]:
-    tokens, largest = sample_rows(
-        logits.to(DEVICE), torch.from_numpy(pack_sampling_params(requests)).to(DEVICE), tiling
-    )
+    words = torch.from_numpy(pack_sampling_params(requests, positions_of(requests))).to(DEVICE)
+    tokens, largest = torch.full((len(requests),), -1, device=DEVICE), torch.zeros(len(requests), device=DEVICE)
+    sample_rows(logits.to(DEVICE), words, tokens, largest, tiling)
     return tokens.tolist(), largest.cpu()
 
 
@@ -183,6 +186,44 @@ def test_noise_keys_are_those_of_whole_numbers() -> None:
     for seed in (0, 1, -1, 2**63, 2**64 - 1, -(2**63)):
         for sample_index, position in [(0, 0), (3, 1), (127, 10**6)]:
             assert noise_key(seed, sample_index, position) == by_hand(seed, sample_index, position)
+
+
+def test_the_sampler_uses_the_kernel_until_it_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the choice of an engine: the kernel only on a GPU, for each engine by itself, and torch afterwards."""
+    assert Sampler(torch.device("cuda")).uses_kernel and not Sampler(torch.device("cpu")).uses_kernel
+    assert not Sampler(torch.device("cuda"), kernel=False).uses_kernel
+    logits, requests = make_logits("normal", 3, 200).to(DEVICE), make_requests(2)
+    requests.append(Request(0, [1] * 5, SamplingParams(), max_new_tokens=9))
+    sampler, other = Sampler(DEVICE, kernel=True), Sampler(DEVICE, kernel=True)
+    calls = []
+    for one in (sampler, other):
+        kernel = one._kernel
+        assert kernel is not None
+        monkeypatch.setattr(one, "_kernel", lambda *given, kernel=kernel: calls.append(1) or kernel(*given))
+    expected = sampler.sample(logits, requests, [5, 5, 5]).get()
+    check(logits[:2].cpu(), requests[:2], expected[0][:2])
+    sampler.disable_kernel()
+    assert sampler.sample(logits, requests, [5, 5, 5]).get() == expected and len(calls) == 1
+    assert other.uses_kernel and not sampler.uses_kernel
+    monkeypatch.setitem(sys.modules, "cbatch.engine.kernels.triton.sampling", None)
+    assert not Sampler(torch.device("cuda")).uses_kernel
+    with pytest.raises(ImportError):
+        Sampler(DEVICE, kernel=True)
+
+
+def test_results_are_written_where_a_recorded_step_expects_them() -> None:
+    """Guards fixed addresses: rows of wider buffers, whose padding rows are zeros, and nothing beyond them."""
+    logits, requests = make_logits("normal", 5, 200).to(DEVICE), make_requests(3)
+    words = torch.zeros(5, PARAM_WORDS, dtype=torch.int32, device=DEVICE)
+    words[:3] = torch.from_numpy(pack_sampling_params(requests, positions_of(requests)))
+    tokens = torch.full((6,), -7, device=DEVICE)
+    largest = torch.full((6,), -7.0, device=DEVICE)
+    logits[4] = math.nan
+    found = Sampler(DEVICE, kernel=True).sample_on_device(logits, words, tokens[:5], largest[:5])
+    assert found.tokens.data_ptr() == tokens.data_ptr() and found.largest.data_ptr() == largest.data_ptr()
+    check(logits[:3].cpu(), requests, tokens[:3].tolist())
+    assert tokens[3] == logits[3].argmax() and tokens[5] == -7 and largest[5] == -7
+    assert torch.equal(largest[:4], logits[:4].max(dim=-1).values) and largest[4].isnan()
 
 
 @pytest.mark.gpu

@@ -6,15 +6,22 @@ import math
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers.generation import logits_process
 
+from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.execution.loop import EngineCore
+from cbatch.engine.runtime.batch import Logits, SampledOnDevice
+from cbatch.engine.sampling.output import PendingSample
 from cbatch.engine.sampling.processors import Processors
-from cbatch.engine.sampling.sampler import gumbel_noise, sample
+from cbatch.engine.sampling.sampler import Sampler, gumbel_noise, pack_sampling_params
+from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput
 from cbatch.engine.scheduler.request import Request
-from tests.support.sampling_cases import noise_key
+from cbatch.engine.stepping_engine import SteppingEngine
+from tests.support.sampling_cases import noise_key, sample
 
 CPU = torch.device("cpu")
 
@@ -153,3 +160,61 @@ def test_rows_that_are_not_finite_are_marked(bad: float, params: dict[str, float
     requests = [make_request(), make_request(**params), make_request()]
     tokens, largest = sample(logits, requests).get()
     assert list(map(math.isfinite, largest)) == [True, False, True] and tokens[0] == logits[0].argmax()
+
+
+def test_parameters_are_packed_before_the_tokens_in_flight_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards recorded steps that sample: a chunk's `stop` is the position that its token has once all are known."""
+    launch, choose = EngineCore._launch, Sampler.sample
+    early: list[dict[int, list[int]]] = []
+    placeholders = compared = 0
+
+    def note_launch(core: EngineCore, scheduled: SchedulerOutput, *others: Any) -> Any:
+        nonlocal placeholders
+        chunks = scheduled.to_sample
+        words = pack_sampling_params([chunk.request for chunk in chunks], [chunk.stop for chunk in chunks])
+        early.append({chunk.request.id: row.tolist() for chunk, row in zip(chunks, words, strict=True)})
+        placeholders += sum(chunk.request.num_output_placeholders > 1 for chunk in chunks)
+        return launch(core, scheduled, *others)
+
+    def compare(sampler: Sampler, logits: Any, requests: list[Request], positions: Any, argmax: Any = None) -> Any:
+        nonlocal compared
+        known = [request for request in requests if not request.has_ended]
+        words = pack_sampling_params(known, [len(request.token_ids) for request in known])
+        assert words.tolist() == [early[-1][request.id] for request in known]
+        compared += len(known)
+        return choose(sampler, logits, requests, positions, argmax)
+
+    monkeypatch.setattr(EngineCore, "_launch", note_launch)
+    monkeypatch.setattr(Sampler, "sample", compare)
+    with SteppingEngine(EngineConfig(device="cpu", run_ahead=True, max_batch_tokens=16)) as engine:
+        for number in range(4):
+            params = SamplingParams(max_tokens=4 + number, temperature=0.5 + number / 2, top_k=9, ignore_eos=True)
+            engine.add(engine.encode("Tell me a story about a dog. " * (number + 1)), params, seed=number)
+        while engine.has_work:
+            engine.step()
+    assert compared == 4 + 5 + 6 + 7 and placeholders > 10
+
+
+def test_greedy_rows_are_words_of_zero() -> None:
+    """Guards padding rows of recorded steps: zeros must be a row that is valid and costs little."""
+    requests = [make_request(), make_request(temperature=0.8, top_k=3, seed=-1), make_request()]
+    words = pack_sampling_params(requests, [5, 6, 7])
+    assert words[1].view(np.float32)[0] == np.float32(0.8) and words[1, 3] == 3 and words[1, 4:6].all()
+    assert not pack_sampling_params(requests[:1], [5]).any() and not words[[0, 2], 0].any()
+
+
+def pending(requests: list[Request], logits: Logits) -> PendingSample:
+    chunks = [ScheduledChunk(request, 0, len(request.token_ids), True, []) for request in requests]
+    return PendingSample(SchedulerOutput(chunks), logits, Sampler(CPU))
+
+
+def test_tokens_of_a_recorded_step_are_taken_unless_logits_are_changed() -> None:
+    """Guards both sides of sampling inside a graph: nothing is sampled twice, and no penalty is left out."""
+    logits = random_logits(2)
+    sampled = SampledOnDevice(torch.tensor([7, 8]), torch.tensor([1.0, 2.0]))
+    plain, biased = make_request(), make_request(logit_bias={30: 100.0})
+    step = pending([plain, plain], Logits(logits, sampled=sampled))
+    assert [sample.token_id for sample in step.get().samples] == [7, 8]
+    assert step.in_flight_tokens.tokens is sampled.tokens
+    step = pending([plain, biased], Logits(logits, sampled=sampled))
+    assert [sample.token_id for sample in step.get().samples] == [int(logits[0].argmax()), 30]

@@ -32,6 +32,12 @@ _INFINITY = tl.constexpr(math.inf)
 _SLACK = tl.constexpr(1e-3)
 """More than rounding can change a bound."""
 
+_SINGLE = ["words", "tokens", "largest"]
+"""Arguments of which a program reads or writes few numbers: another address must not compile a kernel again."""
+
+_OPTIONS = {"enable_fp_fusion": True}
+"""Of every launch: versions of Triton differ in what they take if it is not said."""
+
 
 class Tiling(NamedTuple):
     """Tuning parameters, all powers of two.
@@ -53,16 +59,16 @@ class Tiling(NamedTuple):
 TILING = Tiling()
 
 
-def sample_rows(logits: Tensor, words: Tensor, tiling: Tiling = TILING) -> tuple[Tensor, Tensor]:
-    """Tokens [R] int64 and the largest logit of each row [R] float32, without waiting for the device.
+def sample_rows(logits: Tensor, words: Tensor, tokens: Tensor, largest: Tensor, tiling: Tiling = TILING) -> None:
+    """Chooses a token for each row, without waiting for the device.
 
-    logits: [R, V] float32, float16 or bfloat16
-    words:  [6, R] int32 on the same device, see `sampler.pack_sampling_params`
-
-    A row whose largest logit is not finite gets an arbitrary token.
+    logits:  [R, V] float32, float16 or bfloat16
+    words:   [R, W] int32, contiguous, see `sampler.pack_sampling_params`
+    tokens:  [R] int64, filled in; arbitrary in a row whose largest logit is not finite
+    largest: [R] float32, the largest logit of each row, filled in
     """
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
+    if logits.stride(1) != 1 or (logits.storage_offset() * logits.itemsize) % 16:
+        logits = logits.clone(memory_format=torch.contiguous_format)
     rows, length = logits.shape
     blocks = triton.cdiv(length, tiling.block)
     chunks = triton.cdiv(blocks, tiling.chunk)
@@ -70,38 +76,36 @@ def sample_rows(logits: Tensor, words: Tensor, tiling: Tiling = TILING) -> tuple
     places = torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)
     block_max = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
     lists = torch.empty((rows, blocks), dtype=torch.int32, device=logits.device)
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    largest = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    stride, (first_warps, second_warps) = logits.stride(0), tiling.warps
+    stride = logits.stride(0) if rows > 1 else length  # that of a single row means nothing, and may be anything
+    first_warps, second_warps = tiling.warps
     _scan_kernel[(chunks, rows)](
-        logits, stride, length, words, rows, blocks, block_max, found, places,
-        CHUNK=tiling.chunk, PART=tiling.part, BLOCK=tiling.block, num_warps=first_warps,
+        logits, stride, length, words, blocks, block_max, found, places, WORDS=words.shape[1],
+        CHUNK=tiling.chunk, PART=tiling.part, BLOCK=tiling.block, num_warps=first_warps, **_OPTIONS,
     )  # fmt: skip
     _choose_kernel[(rows,)](
-        logits, stride, length, words, rows, blocks, block_max, found, places, chunks, lists, tokens, largest,
-        CHUNKS=triton.next_power_of_2(chunks), BLOCKS=triton.next_power_of_2(blocks),
-        GROUP=tiling.group, BLOCK=tiling.block, num_warps=second_warps,
+        logits, stride, length, words, blocks, block_max, found, places, chunks, lists, tokens, largest,
+        WORDS=words.shape[1], CHUNKS=triton.next_power_of_2(chunks), BLOCKS=triton.next_power_of_2(blocks),
+        GROUP=tiling.group, BLOCK=tiling.block, num_warps=second_warps, **_OPTIONS,
     )  # fmt: skip
-    return tokens, largest
 
 
 @triton.jit
-def _row_params(words: tl.tensor, row: tl.tensor, rows: tl.tensor, length: tl.tensor) -> tl.tensor:
+def _row_params(words: tl.tensor, length: tl.tensor) -> tl.tensor:
     """A row's temperature (0: greedy), k (0: no top-k), top-p and min-p, and whether any of them filters."""
-    temperature = tl.load(words + row).to(tl.float32, bitcast=True)
-    top_p = tl.load(words + rows + row).to(tl.float32, bitcast=True)
-    min_p = tl.load(words + 2 * rows + row).to(tl.float32, bitcast=True)
-    k = tl.load(words + 3 * rows + row)
+    temperature = tl.load(words).to(tl.float32, bitcast=True)
+    top_p = tl.load(words + 1).to(tl.float32, bitcast=True)
+    min_p = tl.load(words + 2).to(tl.float32, bitcast=True)
+    k = tl.load(words + 3)
     k = tl.where(k < length, k, 0)
     filters = (temperature > 0) & ((k > 0) | (top_p < 1) | (min_p > 0))
     return temperature, k, top_p, min_p, filters
 
 
 @triton.jit
-def _noise_key(words: tl.tensor, row: tl.tensor, rows: tl.tensor) -> tl.tensor:
+def _noise_key(words: tl.tensor) -> tl.tensor:
     """The two words of a row's noise."""
-    high = tl.load(words + 4 * rows + row).to(tl.uint32, bitcast=True)
-    low = tl.load(words + 5 * rows + row).to(tl.uint32, bitcast=True)
+    high = tl.load(words + 4).to(tl.uint32, bitcast=True)
+    low = tl.load(words + 5).to(tl.uint32, bitcast=True)
     return high, low
 
 
@@ -173,17 +177,17 @@ def _draw_filtered(
     return token
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize_on_alignment=_SINGLE)
 def _scan_kernel(
     logits: tl.tensor,
     stride: tl.tensor,
     length: tl.tensor,
     words: tl.tensor,
-    rows: tl.tensor,
     blocks: tl.tensor,
     block_max: tl.tensor,
     found: tl.tensor,
     places: tl.tensor,
+    WORDS: tl.constexpr,
     CHUNK: tl.constexpr,
     PART: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -193,7 +197,8 @@ def _scan_kernel(
     The score of a token is x = logit / temperature, plus its noise if the row is drawn without filters.
     """
     chunk, row, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    params = _row_params(words, row, rows, length)
+    words += row * WORDS
+    params = _row_params(words, length)
     temperature, filters = params[0], params[4]
     values, place = logits + row.to(tl.int64) * stride, found + row * 3 * chunks + chunk
     block = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -213,20 +218,17 @@ def _scan_kernel(
     elif temperature > 0:
         whole = (values, length, divisor, places, tl.minimum(chunk * CHUNK + CHUNK, blocks))
         bounds = (-_INFINITY, -_INFINITY, length)
-        score, token = noisy_argmax(
-            whole, chunk * CHUNK, _noise_key(words, row, rows), token, bounds, False, PART, BLOCK
-        )
+        score, token = noisy_argmax(whole, chunk * CHUNK, _noise_key(words), token, bounds, False, PART, BLOCK)
     tl.store(place, score)
     tl.store(places + row * chunks + chunk, token)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize_on_alignment=_SINGLE)
 def _choose_kernel(
     logits: tl.tensor,
     stride: tl.tensor,
     length: tl.tensor,
     words: tl.tensor,
-    rows: tl.tensor,
     blocks: tl.tensor,
     block_max: tl.tensor,
     found: tl.tensor,
@@ -235,6 +237,7 @@ def _choose_kernel(
     lists: tl.tensor,
     tokens: tl.tensor,
     largest: tl.tensor,
+    WORDS: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCKS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -251,11 +254,12 @@ def _choose_kernel(
     ids = tl.load(places + row * chunks + chunk, mask=is_there, other=0)
     most = tl.max(scores, 0)
     token = tl.min(tl.where(is_there & (scores == most), ids, length), 0)
-    params = _row_params(words, row, rows, length)
+    words += row * WORDS
+    params = _row_params(words, length)
     if params[4] & (most > -_INFINITY) & (most < _INFINITY):
         total = tl.sum(tl.load(place + chunks, mask=is_there, other=0.0) * tl.exp(scores - most), 0)
         values, block_max, lists = logits + row.to(tl.int64) * stride, block_max + row * blocks, lists + row * blocks
-        key = _noise_key(words, row, rows)
+        key = _noise_key(words)
         token = _draw_filtered(
             values, length, block_max, blocks, lists, params, key, token, most, total, GROUP, BLOCK, BLOCKS
         )
