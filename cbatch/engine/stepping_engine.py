@@ -20,11 +20,12 @@ from cbatch.engine.execution.kv_cache_sizing import make_runner
 from cbatch.engine.execution.loop import EngineCore
 from cbatch.engine.execution.stats import EngineStats, StepRecord
 from cbatch.engine.models.base import Model
-from cbatch.engine.models.loader import LoadedModel, choose_device, load_model
+from cbatch.engine.models.loader import LoadedModel, load_model
 from cbatch.engine.models.self_check import checked_model
 from cbatch.engine.requests.input_processor import InputProcessor, ModelInfo
 from cbatch.engine.requests.output_processor import OutputProcessor
 from cbatch.engine.requests.request import EncodedRequest, RequestDefaults
+from cbatch.engine.runtime.device import choose_device, is_accelerator, pins_memory
 from cbatch.engine.runtime.memory import release_memory
 from cbatch.engine.runtime.transfer import synchronize
 from cbatch.engine.sampling.processors import counts_for
@@ -61,14 +62,15 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
             parse_memory(config.kv_cache_memory, free=0)  # raises before a model is loaded
         fast = has_fast_path(config.attention, device, config.block_size)
         quantize = check_quantize(config.quantize, device, fast=fast)
-        step_time = StepTimeController(config.target_step_ms, MIN_PREFILL_TOKENS[device.type])
+        kind = "gpu" if is_accelerator(device) else "cpu"
+        step_time = StepTimeController(config.target_step_ms, MIN_PREFILL_TOKENS[kind])
         self.loaded = loaded or load_model(
             config.model, config.revision, device, config.dtype, fast=fast, quantize=quantize
         )
         self.tokenizer = self.loaded.tokenizer
         model: Model = self.loaded.fast_model if fast and self.loaded.fast_model else checked_model(self.loaded.network)
         self.device = model.device
-        seqs, tokens = (256, 2048) if self.device.type == "cuda" else (32, 512)
+        seqs, tokens = (256, 2048) if is_accelerator(self.device) else (32, 512)
         limits = StepLimits(config.max_seqs or seqs, config.max_batch_tokens or tokens, config.cuda_graphs)
         attention = select_attention(config.attention, self.device, model.layers, config.block_size, model.dtype)
         sampler = Sampler(self.device)
@@ -76,7 +78,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         self._kv_bytes_per_token = sum(layer.bytes_per_token(model.dtype) for layer in model.layers)
         pool = BlockPool(self.runner.num_blocks, config.block_size)
         self.scheduler = Scheduler(pool, limits, model.max_model_len, prefix_cache=config.prefix_cache)
-        overlap = self.device.type == "cuda" if config.run_ahead is None else config.run_ahead
+        overlap = pins_memory(self.device) if config.run_ahead is None else config.run_ahead
         self._core = EngineCore(self.scheduler, self.runner, sampler, step_time, overlap=overlap)
         self._constraint_compiler = ConstraintCompiler(self.tokenizer, model.vocab_size) if self.tokenizer else None
         self._requests: dict[int, list[Request]] = {}

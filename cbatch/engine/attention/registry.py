@@ -7,25 +7,32 @@ import torch
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.base.errors import ConfigError
+from cbatch.engine.runtime.device import is_nvidia
 from cbatch.engine.runtime.kv_cache import LayerShape
 
-DEVICES = {"cpu": "cpu", "triton": "cuda", "reference": None}
-"""The backends, and the type of device that each needs."""
+BACKENDS = {"cpu": "a CPU", "triton": "an NVIDIA GPU", "reference": "any device"}
+"""The backends, and what each runs on."""
 
 
 def check_attention(name: str, device: torch.device, block_size: int) -> None:
     """Raises ConfigError for a backend that does not exist, or cannot serve any model here."""
-    if name not in ("auto", *DEVICES):
-        raise ConfigError(f"There is no attention backend {name!r}; choose auto or one of: {', '.join(DEVICES)}.")
-    if DEVICES.get(name) not in (None, device.type):
-        raise ConfigError(f"The attention backend {name} does not run on {device}; choose auto.")
+    if name not in ("auto", *BACKENDS):
+        raise ConfigError(f"There is no attention backend {name!r}; choose auto or one of: {', '.join(BACKENDS)}.")
+    if name not in ("auto", "reference", _own_backend(device)):
+        raise ConfigError(f"The attention backend {name} runs on {BACKENDS[name]}, not on {device}; choose auto.")
     if name == "cpu" and block_size % 16:
         raise ConfigError(f"The attention backend cpu needs blocks of a multiple of 16 tokens, not {block_size}.")
 
 
+def _own_backend(device: torch.device) -> str:
+    """The backend that was made for the device."""
+    return "cpu" if device.type == "cpu" else "triton" if is_nvidia(device) else "reference"
+
+
 def has_fast_path(name: str, device: torch.device, block_size: int) -> bool:
     """Whether a model of the Llama family may take the fast path, as far as is known before it is loaded."""
-    return name != "reference" and (device.type == "cuda" or block_size % 16 == 0)
+    own = _own_backend(device)
+    return "reference" not in (name, own) and (own == "triton" or block_size % 16 == 0)
 
 
 def check_quantize(name: str | None, device: torch.device, *, fast: bool) -> bool:
@@ -47,10 +54,10 @@ def select_attention(
 ) -> AttentionBackend:
     """The backend of that name, or for `auto` the fastest. Raises ConfigError if it cannot serve the model."""
     check_attention(name, device, block_size)
-    if name == "reference" or device.type not in ("cpu", "cuda"):
+    named = _own_backend(device)
+    if "reference" in (name, named):
         return ReferenceAttention()
     backend: AttentionBackend | None
-    named = "cpu" if device.type == "cpu" else "triton"
     try:
         if named == "cpu":
             from cbatch.engine.attention.cpu import CpuAttention

@@ -74,23 +74,6 @@ class LoadedModel:
         return replace(self, make_network=make_network, fast_model=None)
 
 
-def choose_device(name: str) -> torch.device:
-    """`auto` is the first CUDA device, or the CPU. Raises ConfigError for a device that is not there."""
-    if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"There is no device {name!r}; use auto, cpu, cuda or cuda:N.") from None
-    if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
-        if not torch.cuda.is_available() or device.index >= torch.cuda.device_count():
-            raise ConfigError(f"Device {name!r} is not available on this machine; use --device cpu or auto.")
-    elif device.type != "cpu":
-        raise ConfigError(f"Device {name!r} is not supported; use auto, cpu, cuda or cuda:N.")
-    return device
-
-
 def load_model(
     name: str | None,
     revision: str | None,

@@ -34,7 +34,7 @@ as it would without prompts.
 MAX_CHANGE = 2.0
 """Largest factor between two limits: an outlier halves the limit at most."""
 
-MIN_PREFILL_TOKENS = {"cpu": 4, "cuda": 128}
+MIN_PREFILL_TOKENS = {"cpu": 4, "gpu": 128}
 """Prompt tokens that a step may always compute, by device: so few that they cost hardly more than one.
 
 A CPU needs a small number: at a depth of 8,000 tokens, 16 tokens more than doubled the step of 32 sequences; 4 did not.

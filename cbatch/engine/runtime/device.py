@@ -1,0 +1,236 @@
+"""Which devices there are, what each of them can do, and what is wrong with them, in sentences for users.
+
+Other modules ask here instead of looking at `device.type`: torch calls AMD GPUs `cuda` too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from cbatch.engine.base.errors import ConfigError
+from cbatch.engine.runtime.drivers import Absence, in_short, nvidia_driver, why_no_cuda
+
+LDCONFIG = Path("/sbin/ldconfig")
+"""The program by which Triton finds libcuda. Tests put their own in place."""
+
+_log = logging.getLogger("cbatch")
+
+
+def is_nvidia(device: torch.device) -> bool:
+    """Whether the device is an NVIDIA GPU. No other has Triton kernels and CUDA graphs here."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether the device computes while the host goes on."""
+    return device.type != "cpu"
+
+
+def pins_memory(device: torch.device) -> bool:
+    """Whether copies between the device and pinned memory of the host overlap with other work."""
+    return device.type == "cuda"
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether the device computes in bfloat16; torch emulates it on NVIDIA GPUs that do not."""
+    return not is_nvidia(device) or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name; for `auto` the first CUDA device that works, then an Intel GPU, then the CPU.
+
+    A warning is logged if `auto` cannot use a GPU that the machine has. Apple's GPU must be asked for by name.
+    Raises ConfigError, with the reason, for a device that cannot be used.
+    """
+    if name == "auto":
+        return _best_device()
+    choices = "use auto, cpu, cuda, cuda:N, xpu or mps"
+    try:
+        asked = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"There is no device {name!r}; {choices}.") from None
+    if asked.type == "cpu":
+        return asked
+    if asked.type not in ("cuda", "xpu", "mps"):
+        raise ConfigError(f"Device {name!r} is not supported; {choices}.")
+    device = torch.device(asked.type, asked.index or 0)
+    absence = _absence(device.type)
+    if problem := absence.reason if absence is not None else _device_problem(device):
+        raise ConfigError(f"Device {name!r} cannot be used: {problem}.")
+    return device
+
+
+def _best_device() -> torch.device:
+    problems = []
+    for kind in ("cuda", "xpu"):
+        if absence := _absence(kind):
+            problems += [] if absence.is_expected else [absence.reason]
+            continue
+        for number in range(_count(kind)):
+            device = torch.device(kind, number)
+            problem = _device_problem(device)
+            if problem is None:
+                if problems:
+                    _log.warning("Device %s is used: %s.", device, "; ".join(problems))
+                return device
+            problems.append(problem)
+    if problems:
+        _log.warning("The CPU is used: %s. (--device cpu hides this line.)", "; ".join(problems))
+    return torch.device("cpu")
+
+
+def _absence(kind: str) -> Absence | None:
+    """Why there are no devices of a kind; None if there are."""
+    with _without_warnings():
+        if torch.get_device_module(kind).is_available():
+            return None
+        if kind == "cuda":
+            return why_no_cuda()
+    return Absence(f"torch {torch.__version__} finds no {'Intel' if kind == 'xpu' else 'Apple'} GPU", True)
+
+
+def _count(kind: str) -> int:
+    with _without_warnings():
+        return int(torch.get_device_module(kind).device_count())
+
+
+def _device_problem(device: torch.device) -> str | None:
+    """Why a device cannot be used although there are devices of its kind."""
+    if device.index >= (count := _count(device.type)):
+        return f"torch finds only {device.type}:0" + (f" to {device.type}:{count - 1}" if count > 1 else "")
+    with _without_warnings():
+        try:
+            if is_nvidia(device) and not _has_code(device, torch.cuda.get_arch_list()):
+                return (
+                    f"torch {torch.__version__} has no kernels for {gpu_name(device)}, only for "
+                    f"{' '.join(torch.cuda.get_arch_list())}; find a build for it at "
+                    "https://pytorch.org/get-started/locally"
+                )
+            torch.ones(1, device=device)
+        except Exception as error:  # whatever a driver raises when a device is used for the first time
+            return f"{device} fails ({in_short(error)})"
+    return None
+
+
+def _has_code(device: torch.device, architectures: list[str]) -> bool:
+    """Whether a GPU runs code for one of them: `sm_80` within its major version, `compute_80` on later ones too."""
+    major, minor = torch.cuda.get_device_capability(device)
+    for name in architectures:
+        found = re.fullmatch(r"(sm|compute)_(\d+)([af]?)", name)
+        if found is None:  # of a form that is not known yet
+            return True
+        code, own = int(found[2]), 10 * major + minor
+        is_family = code // 10 == major or (found[1] == "compute" and not found[3])
+        if code == own or (code < own and is_family and found[3] != "a"):
+            return True
+    return not architectures
+
+
+def gpu_name(device: torch.device) -> str:
+    """Name and compute capability of an NVIDIA GPU."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
+
+
+def describe_gpus() -> dict[str, str]:
+    """The driver and each GPU, by names such as `driver` and `cuda:0`, for people. Never raises."""
+    shown = {}
+    if (driver := nvidia_driver()) is not None:
+        shown["driver"] = f"NVIDIA {driver}".rstrip()
+    for kind in ("cuda", "xpu", "mps"):
+        if _absence(kind) is None:
+            shown |= {f"{kind}:{number}": _describe(torch.device(kind, number)) for number in range(_count(kind))}
+    return shown
+
+
+def _describe(device: torch.device) -> str:
+    try:
+        if device.type == "mps":
+            return "Apple GPU"
+        properties = torch.get_device_module(device).get_device_properties(device)
+        name = gpu_name(device) if is_nvidia(device) else properties.name
+        return f"{name}, {properties.total_memory / 2**30:.0f} GiB"
+    except Exception as error:  # a device that fails is what somebody wants to see here
+        return f"fails ({in_short(error)})"
+
+
+def triton_problem(device: torch.device) -> str | None:
+    """Why Triton cannot launch kernels on a device, in a sentence; None on a CPU, and if nothing is known.
+
+    At the first launch on a machine, Triton compiles C code against the headers of Python, and keeps the result in its
+    cache (`triton/runtime/build.py` and `triton/backends/nvidia/driver.py`, read in versions 3.6 and 3.9). Here it is
+    not imported, and nothing is compiled: what else may go wrong is seen when a kernel is launched.
+    """
+    if not is_accelerator(device):
+        return None
+    if not is_nvidia(device):
+        maker = {"cuda": "AMD", "xpu": "Intel", "mps": "Apple"}.get(device.type, "another maker")
+        return f"The Triton kernels here are for NVIDIA GPUs, and {device} is one of {maker}."
+    if find_spec("triton") is None:
+        return "Triton is not installed (pip install triton)."
+    if torch.cuda.get_device_capability(device) < (7, 0):
+        return f"Triton needs a GPU of compute capability 7.0 or higher, and {device} is {gpu_name(device)}."
+    if os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on"):
+        return None
+    return _cache_problem() or _library_problem() or _compiler_problem()
+
+
+def _triton_cache() -> Path:
+    # Path.expanduser raises if there is no home; Triton takes the tilde for a folder then.
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")  # noqa: PTH111
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache"))
+
+
+def _cache_problem() -> str | None:
+    cache = _triton_cache()
+    there = next((folder for folder in (cache, *cache.absolute().parents) if folder.exists()), cache)
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        return None
+    return f"Triton cannot write to its cache {cache}; set TRITON_CACHE_DIR to a folder that is writable."
+
+
+def _library_problem() -> str | None:
+    if os.environ.get("TRITON_LIBCUDA_PATH") or LDCONFIG.exists():
+        return None
+    return f"Triton finds libcuda.so.1 by {LDCONFIG}, which is not there; set TRITON_LIBCUDA_PATH to its folder."
+
+
+def _compiler_problem() -> str | None:
+    if any(_triton_cache().glob("*/cuda_utils*.so")):  # compiled before, perhaps where this image was made
+        return None
+    named = os.environ.get("CC")
+    if named is not None and shutil.which(named) is None:
+        return f"Triton compiles its launcher with CC={named}, which is no program; unset CC, or name a C compiler."
+    if named is None and not (shutil.which("gcc") or shutil.which("clang")):
+        return "Triton compiles its launcher with a C compiler, and finds neither gcc nor clang (apt install gcc)."
+    scheme = sysconfig.get_default_scheme()
+    own = sysconfig.get_paths(scheme="posix_prefix" if scheme == "posix_local" else scheme)["include"]
+    others = (os.environ.get(name, "") for name in ("CPATH", "C_INCLUDE_PATH"))
+    folders = [own, *(folder for paths in others for folder in paths.split(os.pathsep) if folder)]
+    if any(Path(folder, "Python.h").exists() for folder in folders):
+        return None
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return (
+        f"Triton compiles its launcher with the C headers of Python {version}, and there is no {own}/Python.h "
+        f"(apt install python{version}-dev)."
+    )
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Hides torch's warnings about devices, which take many lines; what they say is said here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

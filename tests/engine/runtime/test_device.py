@@ -1,0 +1,430 @@
+"""What is said on machines whose GPU, driver, torch or compiler is not as it should be. All of them are faked."""
+
+from __future__ import annotations
+
+import logging
+import sysconfig
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from cbatch.engine.base.errors import ConfigError
+from cbatch.engine.runtime import device as devices
+from cbatch.engine.runtime import drivers
+from cbatch.engine.runtime.device import choose_device, describe_gpus, triton_problem
+
+GPU = torch.device("cuda", 0)
+
+
+class Gpu(NamedTuple):
+    """A GPU as torch describes it. `error`: what is raised when it is used."""
+
+    name: str = "NVIDIA H100"
+    capability: tuple[int, int] = (9, 0)
+    error: str = ""
+    total_memory: int = 80 * 2**30
+
+
+@dataclass
+class Machine:
+    """What a machine and its torch tell. The default is a sound one: CUDA 13, a driver for it, and one H100."""
+
+    folder: Path
+    patch: pytest.MonkeyPatch
+    gpus: Sequence[Gpu] = (Gpu(),)
+    driver: str | None = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n"
+    nodes: Sequence[str] = ("nvidia0", "nvidiactl")
+    cuda: str | None = "13.0"
+    hip: str | None = None
+    start_error: str = ""
+    architectures: Sequence[str] = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
+    xpus: Sequence[Gpu] = ()
+    has_mps: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def install(self) -> None:
+        patch, version = self.patch, self.folder / "version"
+        if self.driver is not None:
+            version.write_text(self.driver)
+        for node in self.nodes:
+            (self.folder / node).touch()
+        patch.setattr(drivers, "NVIDIA_DRIVER", version)
+        patch.setattr(drivers, "DEVICES", self.folder)
+        patch.setattr(drivers, "WSL_DRIVER", self.folder / "wsl")
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        for name, value in self.environment.items():
+            patch.setenv(name, value)
+        build = f"+cu{self.cuda.replace('.', '')}" if self.cuda else "+rocm6.4" if self.hip else "+cpu"
+        patch.setattr(torch, "__version__", f"2.11.0{build}")
+        patch.setattr(torch.version, "cuda", self.cuda)
+        patch.setattr(torch.version, "hip", self.hip)
+        works = bool(self.gpus) and not self.start_error
+        self._fake(torch.cuda, self.gpus if works else (), works)
+        patch.setattr(torch.cuda, "init", self._start)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: self._gpu(device).capability)
+        patch.setattr(torch.cuda, "get_device_name", lambda device=None: self._gpu(device).name)
+        patch.setattr(torch.cuda, "get_arch_list", lambda: list(self.architectures))
+        self._fake(torch.xpu, self.xpus, bool(self.xpus))
+        self._fake(torch.mps, [Gpu("Apple M4")], self.has_mps)
+        patch.setattr(torch, "ones", self._ones)
+
+    def _fake(self, module: Any, gpus: Sequence[Gpu], is_available: bool) -> None:
+        self.patch.setattr(module, "is_available", lambda: self._warn() or is_available)
+        self.patch.setattr(module, "device_count", lambda: len(gpus))
+        self.patch.setattr(module, "get_device_properties", lambda device: gpus[device.index], raising=False)
+
+    def _warn(self) -> None:
+        if self.start_error:
+            warnings.warn(
+                f"CUDA initialization: {self.start_error} (Triggered internally at CUDA.cpp:119.)", stacklevel=2
+            )
+
+    def _start(self) -> None:
+        raise RuntimeError(self.start_error or "No CUDA GPUs are available")
+
+    def _gpu(self, device: Any) -> Gpu:
+        return self.gpus[torch.device(device).index or 0]
+
+    def _ones(self, *_: int, device: torch.device) -> None:
+        gpu = (self.xpus if device.type == "xpu" else self.gpus)[device.index] if device.type != "mps" else Gpu()
+        if gpu.error:
+            raise RuntimeError(gpu.error)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch)
+
+
+def chosen(machine: Machine, name: str, caplog: pytest.LogCaptureFixture) -> tuple[str, str]:
+    """The device that a name gives, and what is said: a warning, or the text of a ConfigError. torch says nothing."""
+    machine.install()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "cbatch"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            device = str(choose_device(name))
+        except ConfigError as error:
+            return "", str(error)
+    return device, " | ".join(record.getMessage() for record in caplog.records)
+
+
+OLD = "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver."
+DRIVER_535 = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\n"
+TO_BE_UPDATED = (
+    "torch 2.11.0+cu130 needs an NVIDIA driver of version 580 or newer, and this machine has NVIDIA driver 535.183.01; "
+    "update the driver, or install a build for CUDA 12: pip install --force-reinstall torch --index-url "
+    "https://download.pytorch.org/whl/cu126"
+)
+IN_A_CONTAINER = (
+    "this machine has NVIDIA driver 580.95.05, but no GPU is in /dev; if this is a container, start it with --gpus all"
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"driver": DRIVER_535, "start_error": OLD}, TO_BE_UPDATED),
+        (
+            {"driver": DRIVER_535.replace("535.183", "470.256"), "start_error": OLD},
+            "torch 2.11.0+cu130 needs an NVIDIA driver of version 580 or newer, and this machine has NVIDIA driver "
+            "470.256.01; update the driver",
+        ),
+        (
+            {"driver": "changed", "start_error": OLD},
+            "torch 2.11.0+cu130 needs an NVIDIA driver of version 580 or newer, and this machine has an NVIDIA driver "
+            "of unknown version; update the driver",
+        ),
+        (
+            {"cuda": None},
+            "torch 2.11.0+cpu is a build without CUDA, and this machine has NVIDIA driver 580.95.05; install a build "
+            "with CUDA: pip install --force-reinstall torch",
+        ),
+        (
+            {"cuda": None, "driver": DRIVER_535},
+            "torch 2.11.0+cpu is a build without CUDA, and this machine has NVIDIA driver 535.183.01; install a build "
+            "with CUDA: pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126",
+        ),
+        ({"nodes": ()}, IN_A_CONTAINER),
+        (
+            {"environment": {"CUDA_VISIBLE_DEVICES": "3"}},
+            "CUDA_VISIBLE_DEVICES=3 hides all GPUs of this machine; unset it",
+        ),
+        (
+            {
+                "start_error": "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before "
+                "calling NumCudaDevices() that might have already set an error? Error 802: system not yet initialized"
+            },
+            "torch 2.11.0+cu130 cannot start CUDA on NVIDIA driver 580.95.05 (Error 802: system not yet initialized); "
+            "start the service nvidia-fabricmanager",
+        ),
+        (
+            {"start_error": "CUDA driver initialization failed, you might not have a CUDA gpu."},
+            "torch 2.11.0+cu130 cannot start CUDA on NVIDIA driver 580.95.05 (CUDA driver initialization failed, you "
+            "might not have a CUDA gpu); nvidia-smi may say more",
+        ),
+    ],
+    ids=["old driver", "very old", "unknown", "CPU build", "CPU build, old", "container", "hidden", "802", "other"],
+)
+def test_a_gpu_that_cannot_be_used_is_explained(
+    given: dict[str, Any], reason: str, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards a machine with a GPU against quietly taking its CPU, and `--device cuda` against a vague refusal."""
+    machine.gpus = ()
+    for name, value in given.items():
+        setattr(machine, name, value)
+    assert chosen(machine, "auto", caplog) == ("cpu", f"The CPU is used: {reason}. (--device cpu hides this line.)")
+    for name in ("cuda", "cuda:1"):
+        assert chosen(machine, name, caplog) == ("", f"Device {name!r} cannot be used: {reason}.")
+    assert chosen(machine, "cpu", caplog) == ("cpu", "")
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"driver": None, "nodes": ()}, "this machine has no NVIDIA driver"),
+        (
+            {"driver": None, "nodes": (), "cuda": None},
+            "torch 2.11.0+cpu is a build without CUDA, and this machine has no NVIDIA driver",
+        ),
+        (
+            {"environment": {"CUDA_VISIBLE_DEVICES": "-1"}},
+            "CUDA_VISIBLE_DEVICES=-1 hides all GPUs of this machine; unset it",
+        ),
+        (
+            {"nodes": (), "cuda": None},
+            "torch 2.11.0+cpu is a build without CUDA, and this machine has NVIDIA driver 580.95.05; install a build "
+            "with CUDA: pip install --force-reinstall torch",
+        ),
+    ],
+    ids=["no driver", "no driver, CPU build", "hidden on purpose", "container for CPUs"],
+)
+def test_auto_says_nothing_where_no_gpu_is_expected(
+    given: dict[str, Any], reason: str, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards laptops, build servers and tests against a line on stderr about a GPU that nobody wants to use."""
+    machine.gpus = ()
+    for name, value in given.items():
+        setattr(machine, name, value)
+    assert chosen(machine, "auto", caplog) == ("cpu", "")
+    assert chosen(machine, "cuda", caplog) == ("", f"Device 'cuda' cannot be used: {reason}.")
+
+
+def test_wsl_has_a_driver_of_its_own(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards Windows, where Linux sees neither the driver's version nor devices."""
+    machine.gpus, machine.driver, machine.nodes, machine.start_error = (), None, ("wsl",), OLD
+    assert "this machine has an NVIDIA driver of unknown version" in chosen(machine, "auto", caplog)[1]
+
+
+def test_this_machine_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards the most common case, with nothing faked: whatever works is used without a word."""
+    with caplog.at_level(logging.DEBUG, "cbatch"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert caplog.records == []
+    assert triton_problem(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "expected"),
+    [
+        ((9, 0), ["sm_75", "sm_90"], True),
+        ((8, 9), ["sm_75", "sm_80", "sm_86", "sm_90"], True),
+        ((7, 0), ["sm_75", "sm_80"], False),
+        ((12, 0), ["sm_80", "sm_90"], False),
+        ((12, 0), ["sm_80", "compute_90"], True),
+        ((8, 0), ["sm_86", "sm_90"], False),
+        ((9, 0), ["sm_90a"], True),
+        ((12, 1), ["sm_120a"], False),
+        ((10, 3), ["sm_100f"], True),
+        ((9, 0), [], True),
+        ((9, 0), ["all"], True),
+    ],
+)
+def test_which_gpus_a_build_serves(
+    capability: tuple[int, int],
+    architectures: list[str],
+    expected: bool,
+    machine: Machine,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Guards GPUs that torch finds and has no kernels for: every operation would end with `no kernel image`."""
+    machine.gpus, machine.architectures = [Gpu("NVIDIA X", capability)], architectures
+    device, said = chosen(machine, "auto", caplog)
+    assert device == ("cuda:0" if expected else "cpu") and (said == "") == expected
+    if not expected:
+        number = f"{capability[0]}.{capability[1]}"
+        start = f"torch 2.11.0+cu130 has no kernels for NVIDIA X (compute capability {number}), only for "
+        assert f"{start}{' '.join(architectures)}; find a build for it" in said
+        assert start in chosen(machine, "cuda", caplog)[1]
+
+
+def test_a_gpu_that_fails_is_passed_over(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards a machine with several GPUs: the next one is used, and the numbers in messages are those of torch."""
+    busy = "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might be ..."
+    machine.gpus = [Gpu(error=busy), Gpu(), Gpu()]
+    problem = "cuda:0 fails (CUDA error: CUDA-capable device(s) is/are busy or unavailable)"
+    assert chosen(machine, "auto", caplog) == ("cuda:1", f"Device cuda:1 is used: {problem}.")
+    assert chosen(machine, "cuda", caplog) == ("", f"Device 'cuda' cannot be used: {problem}.")
+    assert chosen(machine, "cuda:2", caplog) == ("cuda:2", "")
+    reason = "torch finds only cuda:0 to cuda:2"
+    assert chosen(machine, "cuda:3", caplog) == ("", f"Device 'cuda:3' cannot be used: {reason}.")
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:x", "tpu", "meta", "vulkan"])
+def test_unknown_devices_are_refused(name: str, machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards typing errors, and kinds of devices that torch knows and nobody has tried."""
+    said = chosen(machine, name, caplog)[1]
+    assert repr(name) in said and said.endswith("; use auto, cpu, cuda, cuda:N, xpu or mps.")
+
+
+def test_gpus_of_other_makers(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards the order of `auto`, and that Apple's GPU, which nobody has tested, is used only if it is named."""
+    machine.gpus, machine.driver, machine.nodes = (), None, ()
+    machine.xpus, machine.has_mps = [Gpu("Intel Arc B580")], True
+    assert chosen(machine, "auto", caplog) == ("xpu:0", "")
+    assert chosen(machine, "mps", caplog) == ("mps:0", "")
+    machine.xpus = ()
+    assert chosen(machine, "auto", caplog) == ("cpu", "")
+    machine.has_mps = False
+    for name, maker in (("xpu", "Intel"), ("mps", "Apple")):
+        reason = f"torch 2.11.0+cu130 finds no {maker} GPU"
+        assert chosen(machine, name, caplog) == ("", f"Device {name!r} cannot be used: {reason}.")
+
+
+def test_rocm_is_cuda_to_torch_only(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards AMD GPUs, which torch calls cuda, against kernels and graphs that are for NVIDIA."""
+    machine.cuda, machine.hip, machine.driver, machine.nodes = None, "6.4.43482", None, ()
+    machine.gpus = [Gpu("AMD Instinct MI300X", (9, 4))]
+    assert chosen(machine, "auto", caplog) == ("cuda:0", "")
+    assert not devices.is_nvidia(GPU) and devices.is_accelerator(GPU) and devices.has_bfloat16(GPU)
+    assert triton_problem(GPU) == "The Triton kernels here are for NVIDIA GPUs, and cuda:0 is one of AMD."
+    machine.gpus, machine.nodes = (), ("kfd",)
+    assert chosen(machine, "auto", caplog)[1] == (
+        "The CPU is used: torch 2.11.0+rocm6.4 is a build for ROCm and finds no AMD GPU; your user must be in the "
+        "groups render and video. (--device cpu hides this line.)"
+    )
+
+
+def test_gpus_are_described(machine: Machine) -> None:
+    """Guards bug reports, also of machines where a device cannot even be asked for its name."""
+    machine.gpus = [Gpu(), Gpu("NVIDIA GeForce RTX 4090", (8, 9), total_memory=24 * 2**30)]
+    machine.xpus = [Gpu("Intel Arc B580", total_memory=12 * 2**30)]
+    machine.install()
+    assert describe_gpus() == {
+        "driver": "NVIDIA 580.95.05",
+        "cuda:0": "NVIDIA H100 (compute capability 9.0), 80 GiB",
+        "cuda:1": "NVIDIA GeForce RTX 4090 (compute capability 8.9), 24 GiB",
+        "xpu:0": "Intel Arc B580, 12 GiB",
+    }
+    machine.patch.setattr(torch.cuda, "get_device_properties", lambda device: 1 / 0)
+    assert describe_gpus()["cuda:0"] == "fails (division by zero)"
+    machine.gpus, machine.start_error, machine.xpus = (), OLD, ()
+    machine.install()
+    assert describe_gpus() == {"driver": "NVIDIA 580.95.05"}
+
+
+@pytest.fixture
+def build_tools(machine: Machine) -> Path:
+    """A machine that has all that Triton needs; its programs are in `bin`, its headers in `include`."""
+    machine.install()
+    folder, patch = machine.folder, machine.patch
+    for path in ("bin/gcc", "include/Python.h", "sbin/ldconfig"):
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).touch(mode=0o755)
+    patch.setattr(devices, "LDCONFIG", folder / "sbin" / "ldconfig")
+    patch.setattr(devices, "find_spec", lambda name: object())
+    patch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(folder / "include")})
+    patch.setenv("PATH", str(folder / "bin"))
+    patch.setenv("HOME", str(folder))
+    for name in ("CC", "CPATH", "C_INCLUDE_PATH", "TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_INTERPRET"):
+        patch.delenv(name, raising=False)
+    assert triton_problem(GPU) is None
+    return folder
+
+
+def test_triton_needs_a_compiler(build_tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards images without gcc, where the first launch ends with an error that names no package."""
+    (build_tools / "bin" / "gcc").rename(build_tools / "bin" / "clang")
+    assert triton_problem(GPU) is None
+    (build_tools / "bin" / "clang").rename(build_tools / "bin" / "tcc")
+    assert triton_problem(GPU) == (
+        "Triton compiles its launcher with a C compiler, and finds neither gcc nor clang (apt install gcc)."
+    )
+    monkeypatch.setenv("CC", "tcc")
+    assert triton_problem(GPU) is None
+    monkeypatch.setenv("CC", "ccache gcc")  # Triton takes it for the name of one program
+    assert triton_problem(GPU) == (
+        "Triton compiles its launcher with CC=ccache gcc, which is no program; unset CC, or name a C compiler."
+    )
+
+
+def test_triton_needs_the_headers_of_python(build_tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a Python without its -dev package, where the first launch ends with the output of gcc."""
+    (build_tools / "include" / "Python.h").rename(build_tools / "Python.h")
+    version = ".".join(sysconfig.get_python_version().split(".")[:2])
+    assert triton_problem(GPU) == (
+        f"Triton compiles its launcher with the C headers of Python {version}, and there is no "
+        f"{build_tools}/include/Python.h (apt install python{version}-dev)."
+    )
+    monkeypatch.setenv("CPATH", f"/nowhere:{build_tools}")
+    assert triton_problem(GPU) is None
+
+
+def test_triton_needs_no_compiler_for_what_it_has_compiled(build_tools: Path) -> None:
+    """Guards images that were filled where there was a compiler."""
+    (build_tools / "bin" / "gcc").unlink()
+    assert triton_problem(GPU) is not None
+    compiled = build_tools / ".triton" / "cache" / "KEY" / "cuda_utils.cpython-311-x86_64-linux-gnu.so"
+    compiled.parent.mkdir(parents=True)
+    compiled.touch()
+    assert triton_problem(GPU) is None
+
+
+def test_triton_needs_a_cache(build_tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards containers with a home that cannot be written."""
+    cache = build_tools / "version" / "cache"  # below a file
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    assert triton_problem(GPU) == (
+        f"Triton cannot write to its cache {cache}; set TRITON_CACHE_DIR to a folder that is writable."
+    )
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setenv("TRITON_HOME", str(build_tools / "version"))
+    assert str(build_tools / "version" / ".triton" / "cache") in str(triton_problem(GPU))
+    monkeypatch.delenv("TRITON_HOME")
+    monkeypatch.setattr(devices.os, "access", lambda folder, mode: folder != build_tools)
+    assert str(build_tools / ".triton" / "cache") in str(triton_problem(GPU))
+
+
+def test_triton_needs_its_package_and_libcuda(build_tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards torch without Triton, and systems that keep libraries elsewhere, such as NixOS."""
+    monkeypatch.setattr(devices, "LDCONFIG", build_tools / "nowhere")
+    assert triton_problem(GPU) == (
+        f"Triton finds libcuda.so.1 by {build_tools}/nowhere, which is not there; "
+        "set TRITON_LIBCUDA_PATH to its folder."
+    )
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", "/run/opengl-driver/lib")
+    assert triton_problem(GPU) is None
+    monkeypatch.setattr(devices, "find_spec", lambda name: None)
+    assert triton_problem(GPU) == "Triton is not installed (pip install triton)."
+
+
+def test_triton_needs_a_gpu_that_is_not_too_old(build_tools: Path, machine: Machine) -> None:
+    """Guards GPUs that torch still serves and Triton does not."""
+    machine.gpus = [Gpu("Tesla P100", (6, 0))]
+    assert triton_problem(GPU) == (
+        "Triton needs a GPU of compute capability 7.0 or higher, and cuda:0 is Tesla P100 (compute capability 6.0)."
+    )
+
+
+@pytest.mark.parametrize(("name", "maker"), [("xpu:0", "Intel"), ("mps:0", "Apple")])
+def test_triton_kernels_are_for_nvidia(name: str, maker: str) -> None:
+    """Guards GPUs of other makers, for which there are versions of Triton too."""
+    assert triton_problem(torch.device(name)) == (
+        f"The Triton kernels here are for NVIDIA GPUs, and {name} is one of {maker}."
+    )
