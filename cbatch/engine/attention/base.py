@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol, Required, TypedDict, Unpack
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.engine.runtime.batch import RaggedBatch
@@ -64,20 +61,50 @@ class AttentionBackend(Protocol):
 
 
 class GraphBuffers(Protocol):
-    """Metadata of a step of decode rows, at fixed addresses, for a captured graph."""
+    """The inputs and the metadata of a step at fixed addresses, for a captured graph.
+
+    A new buffer has a step without tokens. `fill` gives it all that `RaggedBatch` would bring to the device, by one
+    copy, the tokens included that only the device knows.
+
+    input_ids     [tokens] integers; 0 for padding
+    position_ids  [tokens] integers; 0 for padding
+    slots         [tokens] integers; negative for padding
+    logit_rows    [sequences] integers; 0 after the last one
+    metadata      for `store_kv` and `attend`. Padding belongs to no sequence: `attend` leaves its rows undefined, or 0
+                  in a step of decode rows only
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    logit_rows: Tensor
+    metadata: Any
 
     @property
-    def metadata(self) -> Any: ...
+    def slots(self) -> Tensor: ...
 
-    def holds(self, stops: Sequence[int]) -> bool:
-        """Whether rows of these lengths fit."""
+    def holds(self, batch: RaggedBatch) -> bool:
+        """Whether a step fits."""
 
-    def fill(self, tables: NDArray[np.integer[Any]], stops: Sequence[int]) -> None:
-        """Overwrites the metadata with the rows of the next step: block ids [S, B] and lengths [S]."""
+    def fill(self, batch: RaggedBatch) -> None:
+        """Overwrites the buffers with a step, on the current stream. Raises ValueError if it does not fit."""
 
 
 class CapturableAttention(AttentionBackend, Protocol):
     """A backend whose calls can be captured in CUDA graphs."""
 
-    def graph_buffers(self, rows: int, max_blocks: int, block_size: int, max_tokens: int | None = None) -> GraphBuffers:
-        """Buffers for a graph of so many rows of so many blocks each, and of so many tokens in all."""
+    def graph_buffers(
+        self,
+        tokens: int,
+        sequences: int,
+        max_blocks: int,
+        block_size: int,
+        max_tokens: int | None = None,
+        *,
+        decode_only: bool,
+    ) -> GraphBuffers:
+        """Buffers for a graph of so many tokens of so many sequences, of so many blocks each.
+
+        max_tokens:  limit of the tokens of all sequences, with those in the cache; None: each may fill its blocks
+        decode_only: every sequence has one token, so there are as many; else any mix of chunks, whose programs are
+                     found on the device
+        """

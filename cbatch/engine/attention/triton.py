@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cbatch.engine.attention.base import AttendOptions
 from cbatch.engine.kernels.triton.attention_decode import DecodeTuning, attend_decode
-from cbatch.engine.kernels.triton.attention_metadata import AttentionMetadata, DecodeBuffers, build_metadata
+from cbatch.engine.kernels.triton.attention_metadata import AttentionMetadata, StepBuffers, build_metadata
 from cbatch.engine.kernels.triton.attention_prefill import PrefillTuning, attend_prefill
 from cbatch.engine.kernels.triton.attention_tile import attend_arguments, store_kv
 from cbatch.engine.runtime.batch import RaggedBatch
@@ -54,9 +54,19 @@ class TritonAttention:
         return build_metadata(batch.slot_mapping, batch.block_tables, batch.starts, batch.stops, self.decode.split)
 
     def graph_buffers(
-        self, rows: int, max_blocks: int, block_size: int, max_tokens: int | None = None
-    ) -> DecodeBuffers:
-        return DecodeBuffers(rows, max_blocks, block_size, self.decode.split, self.device, max_tokens)
+        self,
+        tokens: int,
+        sequences: int,
+        max_blocks: int,
+        block_size: int,
+        max_tokens: int | None = None,
+        *,
+        decode_only: bool,
+    ) -> StepBuffers:
+        return StepBuffers(
+            tokens, sequences, max_blocks, block_size, self.decode.split, self.device, max_tokens,
+            decode_only=decode_only,
+        )  # fmt: skip
 
     def store_kv(
         self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: AttentionMetadata
@@ -69,10 +79,8 @@ class TritonAttention:
         query = _rows(query)
         arguments = attend_arguments(query, **options)
         out = query.new_empty(*query.shape[:2], values.shape[-1])
-        if metadata.decode is not None:
-            attend_decode(query, keys, values, out, metadata.decode, arguments, self.multiprocessors, self.decode)
-        if metadata.prefill is not None:
-            attend_prefill(query, keys, values, out, metadata.prefill, arguments, self.prefill)
+        attend_decode(query, keys, values, out, metadata, arguments, self.multiprocessors, self.decode)
+        attend_prefill(query, keys, values, out, metadata, arguments, self.prefill)
         return out
 
 

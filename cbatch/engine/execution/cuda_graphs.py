@@ -89,11 +89,11 @@ class DecodeGraphs:
             return None
         if recording is None:
             recording = self._recordings[size] = self._make(size)
-        if not recording.buffers.holds(batch.stops):
+        if not recording.buffers.holds(batch):
             return None
         self._ids[:rows].copy_(batch.input_ids)
         self._positions[:rows].copy_(batch.position_ids)
-        recording.buffers.fill(batch.tables, batch.stops)
+        recording.buffers.fill(batch)
         if not recording.has_run:
             logits = recording.run()
             recording.has_run = True
@@ -123,7 +123,7 @@ class DecodeGraphs:
         longest = min(-(-model.max_model_len // kv_cache.block_size), blocks)
         # Sequences may share blocks, so that together they may be longer than the cache.
         attention, most = self.attention, 2 * blocks * kv_cache.block_size
-        buffers = attention.graph_buffers(size, longest, kv_cache.block_size, most)
+        buffers = attention.graph_buffers(size, size, longest, kv_cache.block_size, most, decode_only=True)
         metadata = buffers.metadata
         ids, positions, rows, out = (tensor[:size] for tensor in (self._ids, self._positions, self._rows, self._logits))
 

@@ -6,7 +6,11 @@ Without a GPU the kernels run in Triton's interpreter, which multiplies bfloat16
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,10 +22,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.attention.triton import TritonAttention, fits
+from cbatch.engine.kernels.triton import attention_decode, attention_prefill
 from cbatch.engine.kernels.triton.attention_decode import DecodeTuning
-from cbatch.engine.kernels.triton.attention_metadata import list_query_tiles, list_splits
+from cbatch.engine.kernels.triton.attention_metadata import PrefillMetadata, StepBuffers, list_work
 from cbatch.engine.kernels.triton.attention_prefill import PrefillTuning
-from cbatch.engine.runtime.batch import RaggedBatch
+from cbatch.engine.runtime.batch import DeviceTokens, RaggedBatch
 from cbatch.engine.runtime.kv_cache import LayerShape
 from tests.support import triton_interpreter as interpreter
 from tests.support.attention_cases import AttentionCase
@@ -92,16 +97,16 @@ class Sequences:
 
     def batch(self, slices: list[ScheduledChunk], device: torch.device) -> RaggedBatch:
         places = [(one, place) for one, start, stop in slices for place in range(start, stop)]
-        size, width = self.case.block_size, max(len(self.tables[one]) for one, _, _ in slices)
+        size, width = self.case.block_size, max((len(self.tables[one]) for one, _, _ in slices), default=1)
         slots = [self.tables[one][place // size] * size + place % size for one, place in places]
         tables = [self.tables[one] + [0] * (width - len(self.tables[one])) for one, _, _ in slices]
         nothing = np.zeros(len(places), np.int64)
         return RaggedBatch(
             ids=nothing,
             positions=nothing,
-            slots=np.array(slots),
+            slots=np.array(slots, np.int64),
             rows=nothing[:1],
-            tables=np.array(tables, np.int32),
+            tables=np.array(tables, np.int32).reshape(-1, width),
             starts=[start for _, start, _ in slices],
             stops=[stop for _, _, stop in slices],
             device=device,
@@ -210,46 +215,126 @@ def test_a_decode_row_has_the_same_bits_in_every_batch() -> None:
         assert same[0].isfinite().all() and all(torch.equal(one, same[0]) for one in same)
 
 
+def undefined_query(sequences: Sequences, tokens: int, slices: list[ScheduledChunk]) -> Tensor:
+    """Queries of a step, with NaN in the rows of padding."""
+    query = torch.full((tokens, 6, 32), torch.nan, device=DEVICE)
+    if slices:
+        real = sequences.rows(sequences.query, slices, torch.float32, DEVICE)
+        query[: len(real)] = real
+    return query
+
+
+STEPS = {
+    "decode": [[(0, 89, 90), (1, 4, 5), (2, 63, 64), (3, 32, 33)], [(3, 32, 33)], [], [(1, 4, 5), (0, 89, 90)]],
+    "mixed": [
+        [(1, 4, 5), (0, 20, 90), (2, 63, 64), (3, 0, 33)],
+        [(3, 31, 33), (2, 63, 64)],
+        [(2, 63, 64)],
+        [],
+        [(2, 0, 64), (0, 87, 90), (3, 0, 33), (1, 0, 5)],
+    ],
+}
+
+
 @pytest.mark.parametrize("window", [None, 40])
-def test_buffers_serve_one_step_after_another(window: int | None) -> None:
-    """Guards captured graphs: the same tensors, filled anew with fewer, longer or no rows, give each step's results."""
+@pytest.mark.parametrize("kind", STEPS)
+def test_buffers_serve_one_step_after_another(kind: str, window: int | None) -> None:
+    """Guards captured graphs: the same launches, with other numbers at the same addresses, compute other steps."""
     sequences = Sequences(replace(CASES["grouped heads"], window=window), [90, 5, 64, 33])
     attention, size = backend(), sequences.case.block_size
     cache = sequences.cache(attention, torch.float32, DEVICE)
     everything = [(one, 0, length) for one, length in enumerate(sequences.lengths)]
     sequences.write(attention, cache, everything)
-    buffers = attention.graph_buffers(rows=4, max_blocks=20, block_size=size)
-    addresses = [buffers.metadata.decode.items.data_ptr(), buffers.metadata.slots.data_ptr()]  # type: ignore[union-attr]
-    for rows in ([0, 1, 2, 3], [3], [], [1, 0]):
-        slices = [(one, sequences.lengths[one] - 1, sequences.lengths[one]) for one in rows]
-        width = max((len(sequences.tables[one]) for one in rows), default=1)
-        tables = np.zeros((len(rows), width), np.int32)
-        for row, one in enumerate(rows):
-            tables[row, : len(sequences.tables[one])] = sequences.tables[one]
-        buffers.fill(tables, [stop for _, _, stop in slices])
-        query = torch.randn(4, 6, 32).to(DEVICE)
-        if rows:
-            query[: len(rows)] = sequences.rows(sequences.query, slices, torch.float32, DEVICE)
-            batch = sequences.batch(slices, DEVICE)
-            assert buffers.metadata.slots[: len(rows)].tolist() == batch.slot_mapping.tolist()
-            expected = attention.attend(
-                query[: len(rows)], *cache, attention.prepare(batch, size), scale=0.3, window=window
-            )
-        out = attention.attend(query, *cache, buffers.metadata, scale=0.3, window=window)
-        assert not rows or torch.equal(out[: len(rows)], expected)
-        assert (out[len(rows) :] == 0).all() and (buffers.metadata.slots[len(rows) :] == -1).all()
-    assert addresses == [buffers.metadata.decode.items.data_ptr(), buffers.metadata.slots.data_ptr()]  # type: ignore[union-attr]
+    tokens = 4 if kind == "decode" else 110
+    buffers = attention.graph_buffers(tokens, 4, 20, size, decode_only=kind == "decode")
+    launches = []
+    for slices in STEPS[kind]:
+        batch = sequences.batch(slices, DEVICE)
+        buffers.fill(batch)
+        with launches_of() as seen:
+            query = undefined_query(sequences, tokens, slices)
+            out = attention.attend(query, *cache, buffers.metadata, scale=0.3, window=window)
+        launches.append(seen)
+        real = len(batch.ids)
+        for found, wanted in (
+            (buffers.input_ids, batch.ids), (buffers.position_ids, batch.positions), (buffers.slots, batch.slots),
+        ):  # fmt: skip
+            assert found[:real].tolist() == wanted.tolist()
+        assert buffers.logit_rows[: len(batch.rows)].tolist() == batch.rows.tolist()
+        assert (buffers.slots[real:] == -1).all()
+        if slices:
+            expected = attention.attend(query[:real], *cache, attention.prepare(batch, size), scale=0.3, window=window)
+            assert torch.equal(out[:real], expected)
+        if kind == "decode":
+            assert (out[real:] == 0).all()
+    assert all(seen == launches[0] for seen in launches)
+
+
+def as_recorded(value: object) -> object:
+    """What a graph keeps of an argument. Activations have other addresses here; a graph gives them the same ones."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.data_ptr() if value.dtype == torch.int32 else value.shape
+
+
+@contextmanager
+def launches_of() -> Iterator[list[object]]:
+    """What attention launches: the kernels with their grids, and addresses and numbers that a graph would keep."""
+    seen: list[object] = []
+    names = "_decode_kernel", "_combine_kernel", "_prefill_kernel"
+
+    class Noted:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch(*arguments: object, **settings: object) -> None:
+                held = [as_recorded(one) for one in (*arguments, *settings.values())]
+                seen.append((self.kernel.__name__, grid, held))
+                self.kernel[grid](*arguments, **settings)
+
+            return launch
+
+    with ExitStack() as stack:
+        for module in (attention_decode, attention_prefill):
+            for name in set(names) & set(vars(module)):
+                stack.enter_context(patch.object(module, name, Noted(getattr(module, name))))
+        yield seen
+
+
+def test_buffers_gather_tokens_that_only_the_device_knows() -> None:
+    """Guards steps that start before the tokens of the step before are known to the host."""
+    sequences = Sequences(CASES["plain"], [9, 20, 1])
+    buffers = backend().graph_buffers(16, 3, 2, 16, decode_only=False)
+    batch = sequences.batch([(0, 8, 9), (1, 15, 20), (2, 0, 1)], DEVICE)
+    tokens = torch.tensor([50, 60, 70], device=DEVICE)
+    batch = replace(batch, ids=np.arange(7), device_tokens=DeviceTokens(tokens, np.array([0, 5]), np.array([2, 0])))
+    buffers.fill(batch)
+    assert buffers.input_ids.tolist() == [70, 1, 2, 3, 4, 50, 6] + [0] * 9
 
 
 def test_buffers_refuse_what_they_cannot_hold() -> None:
-    """Guards memory behind the buffers: too many rows, too long ones, or too many tokens are refused."""
-    buffers = backend().graph_buffers(rows=2, max_blocks=10, block_size=5, max_tokens=70)
-    assert buffers.holds([50, 20])
-    buffers.fill(np.arange(20, dtype=np.int32).reshape(2, 10), [50, 20])
-    for stops in ([1, 1, 1], [51], [50, 21]):
-        assert not buffers.holds(stops)
+    """Guards memory behind the buffers: steps with too much of anything are refused."""
+    sequences = Sequences(AttentionCase(LayerShape(1, 16, 16), block_size=5), [50, 21, 20, 51, 30])
+    buffers = backend().graph_buffers(12, 3, 10, 5, max_tokens=70, decode_only=False)
+    only = backend().graph_buffers(2, 2, 10, 5, max_tokens=70, decode_only=True)
+    held: list[ScheduledChunk] = [(0, 40, 50), (2, 18, 20)]
+    buffers.fill(sequences.batch(held, DEVICE))
+    only.fill(sequences.batch([(0, 49, 50), (2, 19, 20)], DEVICE))
+    refused: dict[str, tuple[StepBuffers, list[ScheduledChunk]]] = {
+        "tokens": (buffers, [(0, 39, 50), (2, 18, 20)]),
+        "sequences": (buffers, [(0, 0, 1), (1, 0, 1), (2, 0, 1), (3, 0, 1)]),
+        "length": (buffers, [(3, 50, 51)]),
+        "tokens with the past": (buffers, [(0, 49, 50), (1, 20, 21)]),
+        "chunks": (only, [(0, 0, 2)]),
+    }
+    for what, (where, slices) in refused.items():
+        batch = sequences.batch(slices, DEVICE)
+        assert not where.holds(batch), what
         with pytest.raises(ValueError, match="do not fit"):
-            buffers.fill(np.zeros((len(stops), 11), np.int32), stops)
+            where.fill(batch)
+    batch = sequences.batch(held, DEVICE)
+    assert not buffers.holds(replace(batch, rows=np.zeros(4, np.int64))), "rows with an output"
 
 
 def test_padding_rows_write_nothing_and_get_zeros() -> None:
@@ -293,28 +378,35 @@ def test_work_is_listed_once_and_windows_are_a_beginning(seed: int) -> None:
     """Guards the list of items: each split once, those near the end first, partial results that none share."""
     chooser = np.random.default_rng(seed)
     lengths = chooser.choice([0, 1, 31, 32, 33, 64, 65, 300, 1000], int(chooser.integers(1, 9)))
-    rows = np.arange(len(lengths))
-    work = list_splits(rows, lengths, rows * 7, SPLIT)
+    counts = np.where(chooser.random(len(lengths)) < 0.7, 1, np.maximum(lengths - 5, 1))
+    work = list_work(counts, lengths, np.arange(len(lengths)) * 7, SPLIT)
     items = [tuple(item) for item in work.items.tolist()]
     splits = [max(-(-length // SPLIT), 1) for length in lengths.tolist()]
-    assert sorted(items) == [(row, split) for row in rows.tolist() for split in range(splits[row])]
+    decoding = np.nonzero(counts == 1)[0].tolist()
+    assert sorted(items) == [(one, split) for one in decoding for split in range(splits[one])]
     assert work.totals[-1] == len(items)
     for back, total in enumerate(work.totals.tolist()):
-        assert {splits[row] - 1 - split <= back for row, split in items[:total]} == {True}
-        assert all(splits[row] - 1 - split > back for row, split in items[total:])
-    parts = [work.sequences[row, 3] + split for row, split in items if splits[row] > 1]
+        assert all(splits[one] - 1 - split <= back for one, split in items[:total])
+        assert all(splits[one] - 1 - split > back for one, split in items[total:])
+    parts = [work.sequences[one, 5] + split for one, split in items if splits[one] > 1]
     assert sorted(parts) == list(range(work.partials))
+    assert work.merges.tolist() == [one for one in decoding if splits[one] > 1]
+    assert work.sequences[:, 0].tolist() == [0, *np.cumsum(counts)[:-1].tolist()]
 
 
-def test_tiles_cover_each_token_once() -> None:
-    """Guards the list of query tiles: no token is left out or computed twice."""
-    ranges = np.array([[0, 50], [7, 9], [100, 116]], np.int32)
-    tiles = list_query_tiles(ranges, 8)
-    found = [
-        (one, place) for one, first in tiles.tolist() for place in range(first, min(first + 8, np.diff(ranges)[one, 0]))
-    ]
-    assert sorted(found) == [(one, place) for one, (start, stop) in enumerate(ranges) for place in range(stop - start)]
-    assert tiles[0, 0] == 2
+@pytest.mark.parametrize("seed", range(20))
+def test_each_tile_is_found(seed: int) -> None:
+    """Guards the grid of the prefill kernel: there are enough tiles for every piece, and the first ones are its own."""
+    chooser = np.random.default_rng(seed)
+    counts = chooser.integers(2, 40, int(chooser.integers(1, 300)))
+    work, tile = list_work(counts, counts + 10, counts * 0, SPLIT), int(chooser.integers(1, 20))
+    pieces = torch.from_numpy(work.pieces)
+    metadata = PrefillMetadata(pieces, torch.tensor([len(pieces)]), int(counts.sum()))
+    first = pieces[:, 1] // tile + torch.arange(len(pieces))
+    room = torch.cat([first[1:], torch.tensor([metadata.max_tiles(tile)])]) - first
+    needed = -(-torch.from_numpy(counts)[pieces[:, 0]] // tile)
+    assert ((room == needed) | (room == needed + 1)).all()
+    assert sorted(pieces[:, 0].tolist()) == list(range(len(counts)))
 
 
 def test_what_does_not_fit_goes_another_way() -> None:

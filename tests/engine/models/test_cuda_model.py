@@ -96,8 +96,8 @@ def test_padded_rows_change_nothing() -> None:
         logits_of(model, batch_of([prompt[:8] for prompt in prompts]), each)
     step = batch_of(prompts, start=8)
     expected = logits_of(model, step, other)
-    buffers = attention.graph_buffers(4, 2, 16)
-    buffers.fill(step.tables, step.stops)
+    buffers = attention.graph_buffers(4, 4, 2, 16, decode_only=True)
+    buffers.fill(step)
     inputs = [torch.cat([part, torch.zeros_like(part)]) for part in (step.input_ids, step.position_ids)]
     rows = torch.arange(4, device=DEVICE)
     with torch.inference_mode():

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.engine.kernels.triton.attention_metadata import DecodeMetadata
+from cbatch.engine.kernels.triton.attention_metadata import AttentionMetadata
 from cbatch.engine.kernels.triton.attention_tile import (
     cache_layout,
     kv_rows,
@@ -58,7 +58,7 @@ def attend_decode(
     keys: Tensor,
     values: Tensor,
     out: Tensor,
-    decode: DecodeMetadata,
+    metadata: AttentionMetadata,
     options: dict[str, Any],
     multiprocessors: int,
     tuning: DecodeTuning,
@@ -71,7 +71,9 @@ def attend_decode(
     multiprocessors  how many the device has. The number of programs does not depend on the rows of a step, except
                      that it is never larger than the buffers can use
     """
-    layer = cache_layout(query, keys, values)
+    layer, decode = cache_layout(query, keys, values), metadata.decode
+    if decode is None:
+        return
     levels = len(decode.totals)
     if options["HAS_WINDOW"]:
         levels = min(levels, -(-(options["window"] - 1) // decode.split) + 1)
@@ -81,15 +83,16 @@ def attend_decode(
     sums = query.new_empty(num_parts, heads, dtype=torch.float32)
     programs = tuning.programs(multiprocessors, max(layer["KEY_TILE"], layer["VALUE_TILE"]))
     _decode_kernel[(min(programs, len(decode.items) * layer["KV_HEADS"]),)](
-        query, keys, values, out, partials, sums, decode.sequences, decode.items, decode.totals, decode.block_ids,
-        levels, query.stride(0), query.stride(1), **options, **layer, SPLIT=decode.split,
+        query, keys, values, out, partials, sums, metadata.sequences, decode.items, decode.totals, metadata.block_ids,
+        levels, query.stride(0), query.stride(1), **options, **layer,
         ROWS=max(16, triton.next_power_of_2(layer["GROUP"])),
         TOKENS=tuning.tile_tokens(layer["KEY_TILE"], keys.dtype), num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
     if num_parts:
-        _combine_kernel[(len(decode.sequences), heads)](
-            out, partials, sums, decode.sequences, options["window"], HAS_WINDOW=options["HAS_WINDOW"], HEADS=heads,
-            VALUE_DIM=value_dim, VALUE_TILE=layer["VALUE_TILE"], SPLIT=decode.split, CHUNK=tuning.chunk,
+        _combine_kernel[(len(decode.merges), heads)](
+            out, partials, sums, metadata.sequences, decode.merges, options["window"],
+            HAS_WINDOW=options["HAS_WINDOW"], HEADS=heads, VALUE_DIM=value_dim, VALUE_TILE=layer["VALUE_TILE"],
+            CHUNK=tuning.chunk,
         )  # fmt: skip
 
 
@@ -100,7 +103,7 @@ def _decode_kernel(
     query_row: tl.tensor, query_head: tl.tensor, scale: tl.tensor, window: tl.tensor, softcap: tl.tensor,
     sinks: tl.tensor, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program p of P takes pairs p, p + P, ... of an item and a KV head. The heads of an item are neighbours."""
@@ -108,15 +111,15 @@ def _decode_kernel(
     for turn in range(tl.program_id(0), work, tl.num_programs(0)):
         item = items + turn // KV_HEADS * 2
         head = turn % KV_HEADS
-        sequence = sequences + tl.load(item) * 4
-        split = tl.load(item + 1)
+        sequence = sequences + tl.load(item) * 6
+        split, size = tl.load(item + 1), tl.load(sequence + 4)
         length = tl.load(sequence + 1)
-        last = tl.maximum(length - 1, 0) // SPLIT
+        last = tl.maximum(length - 1, 0) // size
         seen = tl.maximum(length - window, 0) if HAS_WINDOW else 0
-        first = seen // SPLIT
-        begin, end = tl.maximum(split * SPLIT, seen), tl.minimum(split * SPLIT + SPLIT, length)
+        first = seen // size
+        begin, end = tl.maximum(split * size, seen), tl.minimum(split * size + size, length)
         result, log_sum = _attend_split(
-            query + tl.load(sequence).to(tl.int64) * query_row, keys, values, block_ids + tl.load(sequence + 2), head,
+            query + tl.load(sequence).to(tl.int64) * query_row, keys, values, block_ids + tl.load(sequence + 3), head,
             begin, end, split == first, query_head, scale, softcap, sinks, HAS_SOFTCAP, HAS_SINKS, KV_HEADS, GROUP,
             BLOCK_SIZE, KEY_DIM, VALUE_DIM, KEY_TILE, VALUE_TILE, ROWS, TOKENS,
         )  # fmt: skip
@@ -130,7 +133,7 @@ def _decode_kernel(
             there = out + tl.load(sequence).to(tl.int64) * (KV_HEADS * GROUP * VALUE_DIM)
             tl.store(there + place, result.to(out.dtype.element_ty), mask=kept)
         else:
-            part = (tl.load(sequence + 3) + split).to(tl.int64) * (KV_HEADS * GROUP)
+            part = (tl.load(sequence + 5) + split).to(tl.int64) * (KV_HEADS * GROUP)
             tl.store(partials + part * VALUE_DIM + place, result, mask=kept)
             tl.store(sums + part + row, log_sum, mask=member < members)
 
@@ -173,20 +176,21 @@ def _attend_split(
 
 @triton.jit(do_not_specialize=["window"])
 def _combine_kernel(
-    out: tl.tensor, partials: tl.tensor, sums: tl.tensor, sequences: tl.tensor, window: tl.tensor,
+    out: tl.tensor, partials: tl.tensor, sums: tl.tensor, sequences: tl.tensor, merges: tl.tensor, window: tl.tensor,
     HAS_WINDOW: tl.constexpr, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_TILE: tl.constexpr,
-    SPLIT: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Merges the splits of one row and head, in their order. A row of one split has its result already."""
-    sequence, head = sequences + tl.program_id(0) * 4, tl.program_id(1)
-    length = tl.load(sequence + 1)
-    last = tl.maximum(length - 1, 0) // SPLIT
-    first = tl.maximum(length - window, 0) // SPLIT if HAS_WINDOW else 0
-    if first < last:
+    number, head = tl.load(merges + tl.program_id(0)), tl.program_id(1)
+    sequence = sequences + tl.maximum(number, 0) * 6
+    length, size = tl.load(sequence + 1), tl.load(sequence + 4)
+    last = tl.maximum(length - 1, 0) // size
+    first = tl.maximum(length - window, 0) // size if HAS_WINDOW else 0
+    if (number >= 0) & (first < last):
         column = tl.arange(0, VALUE_TILE)
         acc = tl.zeros([VALUE_TILE], tl.float32)
         largest, total = float("-inf"), 0.0
-        base = tl.load(sequence + 3).to(tl.int64)
+        base = tl.load(sequence + 5).to(tl.int64)
         for place in range(first, last + 1, CHUNK):
             split = place + tl.arange(0, CHUNK)
             row = (base + split) * HEADS + head

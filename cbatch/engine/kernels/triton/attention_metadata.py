@@ -1,15 +1,21 @@
-"""What the attention kernels read about a step: small int32 arrays, made in numpy and sent to the device in one copy.
+"""What the attention kernels read about a step: small integer arrays, made in numpy and sent to the device in one copy.
 
-A decode row is cut into splits of a fixed number of tokens, at fixed positions of its sequence, so its result has the
-same bits in every batch. An item is one split of one sequence. Items are listed by their distance from the end of the
-sequence: first the last split of every row, then the last but one, and so on. So a layer with a sliding window needs no
-list of its own: its items are a prefix of the list.
+Each sequence of a step brings a chunk of tokens. A sequence is cut into splits at fixed places that depend on nothing
+but itself (`split_tokens`), so its results have the same bits in every batch.
+
+Decode rows are listed split by split. These items are ordered by their distance from the end of their sequence: first
+the last split of every sequence, then the last but one, and so on. So a layer with a sliding window needs no list of
+its own: its items are a prefix of the list.
+
+Chunks of several tokens are cut into tiles of queries, whose size depends on the heads of a layer. No list has them:
+a program finds its tile by itself, from the number of tokens before each chunk. So the metadata of a step serves every
+layer, and a captured launch finds all that changes at fixed addresses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,166 +23,218 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.transfer import pack, packed_size, to_device, unpack
 
 Ints = NDArray[np.integer[Any]]
+
+WHOLE = 1 << 30
+"""Tokens of a split of a sequence that is not cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeMetadata:
     """Decode rows, on the device.
 
-    sequences  [S, 4] int32: row in the ragged batch, length including the row's own token (0 is padding), index of its
-               first block in `block_ids`, and of its first partial result
-    items      [capacity, 2] int32: sequence and split; entries after the last item are never read
-    totals     [levels] int32: totals[k] items are at most k splits away from the end of their sequence
-    block_ids  [P] int32
-    partials   how many partial results there may be; 0 if no sequence has more than one split
-    split      tokens of a split
+    items     [capacity, 2] int32: sequence and split; entries after the last item are never read
+    totals    [levels] int32: totals[k] items are at most k splits away from the end of their sequence
+    merges    [capacity] int32: sequences that may have several splits, whose results are merged; -1: none
+    partials  how many partial results there may be; 0 if no sequence has more than one split
+    split     tokens of the shortest split
     """
 
-    sequences: Tensor
     items: Tensor
     totals: Tensor
-    block_ids: Tensor
+    merges: Tensor
     partials: int
     split: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class PrefillMetadata:
-    """Chunks of several tokens.
+    """Chunks of several tokens, on the device.
 
-    sequences  [S, 4] int32 on the device: first row in the ragged batch, first token, end of the chunk's tokens, and
-               index of its first block in `block_ids`
-    block_ids  [P] int32
-    ranges     [S, 2] int32 on the host: first token and end of each chunk
+    pieces      [capacity, 2] int32: sequence, and the number of tokens in all pieces before
+    count       [1] int32: the number of pieces
+    max_tokens  how many tokens all pieces may have
     """
 
-    sequences: Tensor
-    block_ids: Tensor
-    ranges: Ints
-    _tiles: dict[int, Tensor] = field(default_factory=dict)
+    pieces: Tensor
+    count: Tensor
+    max_tokens: int
 
-    def tiles(self, tokens: int) -> Tensor:
-        """Tiles of that many tokens, [N, 2] int32 on the device: sequence, and first token within its chunk."""
-        if tokens not in self._tiles:
-            self._tiles[tokens] = to_device([list_query_tiles(self.ranges, tokens)], self.block_ids.device)[0]
-        return self._tiles[tokens]
+    def max_tiles(self, tokens: int) -> int:
+        """How many tiles of that many tokens there may be: the first of piece i is i + (tokens before) // tokens."""
+        return self.max_tokens // tokens + len(self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """What the layers of a step share. slots [T]: place of each token in the cache; negative: it is not stored."""
+    """What the layers of a step share, on the device.
+
+    slots      [T] place of each token in the cache; negative: it is not stored
+    sequences  [S, 6] int32: first row in the ragged batch, length including the tokens of the step (0 is padding), how
+               many tokens the step has of it, index of its first block in `block_ids`, tokens of a split, and index of
+               its first partial result
+    block_ids  [P] int32
+    """
 
     slots: Tensor
+    sequences: Tensor
+    block_ids: Tensor
     decode: DecodeMetadata | None
     prefill: PrefillMetadata | None
 
 
-class DecodeSplits(NamedTuple):
-    """Decode rows on the host, as `DecodeMetadata` has them on the device."""
+class Work(NamedTuple):
+    """Sequences on the host, as `AttentionMetadata`, `DecodeMetadata` and `PrefillMetadata` have them on the device."""
 
     sequences: Ints
     items: Ints
     totals: Ints
-
-    @property
-    def partials(self) -> int:
-        """The number of partial results: one for each split of a sequence that has several."""
-        return len(self.items) - int(2 * self.totals[0] - self.totals[1]) if len(self.totals) > 1 else 0
+    merges: Ints
+    pieces: Ints
+    partials: int
 
 
-def list_splits(rows: Ints, lengths: Ints, first_pages: Ints, split: int) -> DecodeSplits:
-    """The splits of decode rows [S]. A row of length 0 has one split, which writes zeros."""
-    splits = np.maximum(-(-lengths // split), 1)
-    partials = np.where(splits > 1, splits, 0)
-    sequences = np.stack([rows, lengths, first_pages, partials.cumsum() - partials], 1)
+def split_tokens(counts: Ints, lengths: Ints, split: int) -> Ints:
+    """Tokens of a split of each sequence, from its length and from the number of its tokens in the step."""
+    return np.where(counts == 1, split, WHOLE)
+
+
+def list_work(counts: Ints, lengths: Ints, first_pages: Ints, split: int) -> Work:
+    """The work of sequences [S] of these lengths, of which the last `counts` tokens are computed.
+
+    A sequence of length 0 has one decode row, for which zeros are written.
+    """
+    size = split_tokens(counts, lengths, split)
+    splits = np.maximum(-(-lengths // size), 1)
+    results = np.where(splits > 1, splits * counts, 0)
+    first_rows = counts.cumsum() - counts
+    sequences = np.stack([first_rows, lengths, counts, first_pages, size, results.cumsum() - results], 1)
+    (decoding,) = np.nonzero(counts == 1)
+    items, totals = list_items(decoding, splits[decoding], lengths[decoding] - (splits[decoding] - 1) * split)
+    (chunks,) = np.nonzero(counts > 1)
+    # Programs start in the order of the list: what takes longest begins first.
+    chunks = chunks[np.argsort(-lengths[chunks], kind="stable")]
+    before = counts[chunks].cumsum() - counts[chunks]
+    pieces = np.stack([chunks, before], 1)
+    (merges,) = np.nonzero(results)
+    return Work(sequences, items, totals, merges, pieces, int(results.sum()))
+
+
+def list_items(sequences: Ints, splits: Ints, last: Ints) -> tuple[Ints, Ints]:
+    """The items of sequences with so many splits, the last of so many tokens, and the totals of their levels."""
+    if not len(sequences):
+        return np.empty((0, 2), np.int32), np.zeros(1, np.int32)
     counts = len(splits) - np.searchsorted(np.sort(splits), np.arange(splits.max()), side="right")
     totals = counts.cumsum()
     back = np.repeat(np.arange(len(counts)), counts)
     place = np.arange(totals[-1]) - np.repeat(totals - counts, counts)
-    sequence = np.argsort(-splits, kind="stable")[place]
+    chosen = np.argsort(-splits, kind="stable")[place]
     # The last splits have all sizes. Programs take items in turn, so neighbours in the list should be of similar size.
-    sequence[: counts[0]] = np.argsort((splits - 1) * split - lengths, kind="stable")
-    items = np.stack([sequence, splits[sequence] - 1 - back], 1)
-    return DecodeSplits(sequences.astype(np.int32), items.astype(np.int32), totals.astype(np.int32))
+    chosen[: counts[0]] = np.argsort(-last, kind="stable")
+    return np.stack([sequences[chosen], splits[chosen] - 1 - back], 1), totals
 
 
-def list_query_tiles(ranges: Ints, tokens: int) -> Ints:
-    """Tiles of query tokens [N, 2], sequence and first token; those that see the most tokens come first."""
-    counts = -(-(ranges[:, 1] - ranges[:, 0]) // tokens)
-    sequence = np.repeat(np.arange(len(counts)), counts)
-    first = (np.arange(len(sequence)) - np.repeat(counts.cumsum() - counts, counts)) * tokens
-    order = np.argsort(-(ranges[sequence, 0] + first), kind="stable")
-    return np.stack([sequence, first], 1)[order].astype(np.int32)
+class StepBuffers:
+    """The inputs and the metadata of a step at fixed addresses, for a captured graph; `fill` gives them the next step.
 
+    All of it comes to the device in one copy.
 
-class DecodeBuffers:
-    """Metadata of decode rows at fixed addresses, for a captured graph: `fill` gives it the rows of the next step.
-
-    rows        rows of the graph
-    max_blocks  limit of the blocks of one row
-    max_tokens  limit of the tokens of all rows; None: every row may fill its blocks
+    input_ids     [tokens] int64, tokens; 0 for padding
+    position_ids  [tokens] int64, position of each token in its sequence
+    logit_rows    [sequences] int64, which of the tokens need logits; 0 after the last one
+    metadata      its `slots` [tokens] are negative for padding, which belongs to no sequence
     """
 
     def __init__(
         self,
-        rows: int,
+        tokens: int,
+        sequences: int,
         max_blocks: int,
         block_size: int,
         split: int,
         device: torch.device,
         max_tokens: int | None = None,
+        *,
+        decode_only: bool,
     ) -> None:
-        most = rows * max_blocks * block_size
+        """See `CapturableAttention.graph_buffers`."""
+        most = sequences * max_blocks * block_size
         self.max_tokens = most if max_tokens is None else min(max_tokens, most)
-        self.rows, self.max_blocks, self.block_size, self.split = rows, max_blocks, block_size, split
+        self.tokens, self.max_sequences, self.decode_only = tokens, sequences, decode_only
+        self.max_blocks, self.block_size, self.split = max_blocks, block_size, split
         self._levels = -(-max_blocks * block_size // split)
-        items, block_ids = self.max_tokens // split + rows, self.max_tokens // block_size + rows
+        items, block_ids = self.max_tokens // split + sequences, self.max_tokens // block_size + sequences
+        pieces = 0 if decode_only else min(sequences, tokens // 2)
         # The block ids come last, so that a copy ends with those that are used.
-        shapes: list[tuple[int, ...]] = [(rows, 4), (items, 2), (self._levels,), (rows,), (block_ids,)]
-        self._room = [np.empty(shape, np.int32) for shape in shapes]
+        numbers: list[tuple[int, ...]] = [(tokens,), (sequences, 6), (items, 2), (self._levels,), (sequences,)]
+        numbers += [(pieces, 2), (1,), (block_ids,)]
+        self._room: list[Ints] = [np.empty(size, np.int64) for size in (tokens, tokens, *[sequences] * 3)]
+        self._room += [np.empty(shape, np.int32) for shape in numbers]
         self._packed = torch.zeros(packed_size(self._room), dtype=torch.uint8, device=device)
-        sequences, listed, totals, slots, ids = unpack(self._packed, self._room)
-        decode = DecodeMetadata(sequences, listed, totals, ids, 0 if self._levels == 1 else items, split)
-        self.metadata = AttentionMetadata(slots, decode, None)
-        self.fill(np.zeros((0, 1), np.int32), [])
+        self.input_ids, self.position_ids, self.logit_rows, *rest = unpack(self._packed, self._room)
+        self._unknown_places, self._unknown_rows, slots, records, listed, totals, merges, begins, count, ids = rest
+        decode = DecodeMetadata(listed, totals, merges, 0 if self._levels == 1 else items, split)
+        prefill = None if decode_only else PrefillMetadata(begins, count, tokens)
+        self.metadata = AttentionMetadata(slots, records, ids, decode, prefill)
+        none = np.zeros(0, np.int64)
+        self.fill(RaggedBatch(none, none, none, none, np.zeros((0, 1), np.int32), [], [], device))
 
-    def holds(self, stops: Sequence[int]) -> bool:
-        """Whether rows of these lengths fit."""
-        longest = max(stops, default=0)
-        fits = len(stops) <= self.rows and longest <= self.max_blocks * self.block_size
-        return fits and sum(stops) <= self.max_tokens
+    @property
+    def slots(self) -> Tensor:
+        return self.metadata.slots
 
-    def fill(self, tables: Ints, stops: Sequence[int]) -> None:
-        """Overwrites the metadata by one copy, on the current stream. Rows after the last are padding.
+    def holds(self, batch: RaggedBatch) -> bool:
+        """Whether a step fits."""
+        sequences, stops = len(batch.stops), batch.stops
+        if self.decode_only and len(batch.ids) != sequences:
+            return False
+        fits = sequences <= self.max_sequences and len(batch.ids) <= self.tokens
+        fits = fits and len(batch.rows) <= self.max_sequences
+        return fits and max(stops, default=0) <= self.max_blocks * self.block_size and sum(stops) <= self.max_tokens
 
-        tables: [S, B] int32 on the host, block ids of each row
-        stops:  [S] lengths including the row's own token
+    def fill(self, batch: RaggedBatch) -> None:
+        """Overwrites the buffers with a step by one copy, on the current stream.
 
-        Raises ValueError if the rows do not fit.
+        Tokens that only the device knows are gathered there.
+
+        Raises ValueError if the step does not fit.
         """
-        if not self.holds(stops):
-            raise ValueError(f"{len(stops)} rows of {sum(stops)} tokens do not fit into the buffers of a graph.")
-        lengths = np.zeros(self.rows, np.int32)
-        lengths[: len(stops)] = stops
+        if not self.holds(batch):
+            raise ValueError(
+                f"{len(batch.stops)} sequences of {sum(batch.stops)} tokens do not fit into the buffers of a graph."
+            )
+        lengths: Ints = np.array(batch.stops, np.int64)
+        counts: Ints = lengths - np.array(batch.starts, np.int64)
+        if self.decode_only:  # sequences after the last are padding
+            counts, lengths = np.ones(self.max_sequences, np.int64), padded(lengths, self.max_sequences)
         blocks = -(-lengths // self.block_size)
-        work = list_splits(np.arange(self.rows), lengths, blocks.cumsum() - blocks, self.split)
-        totals = np.pad(work.totals, (0, self._levels - len(work.totals)), mode="edge")
-        block_ids = tables[np.arange(tables.shape[1]) < blocks[: len(stops), None]]
-        arrays = [work.sequences, work.items, totals, self._slots(tables, lengths), block_ids]
-        arrays = [array.astype(np.int32, copy=False) for array in arrays]
+        work = list_work(counts, lengths, blocks.cumsum() - blocks, self.split)
+        block_ids = batch.tables[np.arange(batch.tables.shape[1]) < blocks[: len(batch.stops), None]]
+        unknown = batch.device_tokens
+        none = np.zeros(0, np.int64)
+        arrays = [
+            padded(batch.ids, self.tokens), padded(batch.positions, self.tokens),
+            padded(batch.rows, self.max_sequences), none if unknown is None else unknown.places,
+            none if unknown is None else unknown.rows, padded(batch.slots, self.tokens, -1), work.sequences,
+            work.items, np.pad(work.totals, (0, self._levels - len(work.totals)), mode="edge"),
+            padded(work.merges, self.max_sequences, -1), work.pieces, np.array([len(work.pieces)]), block_ids,
+        ]  # fmt: skip
+        arrays = [array.astype(room.dtype, copy=False) for array, room in zip(arrays, self._room, strict=True)]
         filled = pack(arrays, self._room, pin=self._packed.device.type == "cuda")
         self._packed[: len(filled)].copy_(filled, non_blocking=True)
+        if unknown is not None:
+            places, rows = (part[: len(unknown.rows)] for part in (self._unknown_places, self._unknown_rows))
+            self.input_ids.index_copy_(0, places, unknown.tokens.index_select(0, rows))
 
-    def _slots(self, tables: Ints, lengths: Ints) -> Ints:
-        """The place of each row's own token in the cache; negative for padding."""
-        slots = np.full(self.rows, -1, np.int32)
-        (real,) = np.nonzero(lengths)
-        last = lengths[real] - 1
-        slots[real] = tables[real, last // self.block_size] * self.block_size + last % self.block_size
-        return slots
+
+def padded(values: Ints, size: int, padding: int = 0) -> Ints:
+    """The values, then the padding, `size` in all."""
+    result = np.full(size, padding, values.dtype)
+    result[: len(values)] = values
+    return result
 
 
 def build_metadata(
@@ -186,20 +244,12 @@ def build_metadata(
 
     slots [T] and tables [S, B] int32 are on the device.
     """
-    ends = np.array(stops, np.int32)
-    counts = np.where(ends == 0, 1, ends - np.array(starts, np.int32))
-    rows = counts.cumsum() - counts
-    first_pages = np.arange(len(ends)) * tables.shape[1]
-    block_ids = tables.contiguous().view(-1)
-    one = counts == 1
-    arrays: list[Ints] = []
-    if one.any():
-        work = list_splits(rows[one], ends[one], first_pages[one], split)
-        arrays += work
-    if not one.all():
-        ranges = np.stack([ends - counts, ends], 1)[~one]
-        arrays.append(np.stack([rows[~one], ranges[:, 0], ranges[:, 1], first_pages[~one]], 1).astype(np.int32))
-    there = to_device(arrays, tables.device)
-    decode = DecodeMetadata(there[0], there[1], there[2], block_ids, work.partials, split) if one.any() else None
-    prefill = None if one.all() else PrefillMetadata(there[-1], block_ids, ranges.astype(np.int32))
-    return AttentionMetadata(slots, decode, prefill)
+    lengths = np.array(stops, np.int64)
+    counts = np.where(lengths == 0, 1, lengths - np.array(starts, np.int64))
+    work = list_work(counts, lengths, np.arange(len(lengths)) * tables.shape[1], split)
+    arrays = [work.sequences, work.items, work.totals, work.merges, work.pieces, np.array([len(work.pieces)])]
+    there = to_device([array.astype(np.int32) for array in arrays], tables.device)
+    sequences, items, totals, merges, pieces, count = there
+    decode = DecodeMetadata(items, totals, merges, work.partials, split) if len(items) else None
+    prefill = PrefillMetadata(pieces, count, int(counts[counts > 1].sum())) if len(pieces) else None
+    return AttentionMetadata(slots, sequences, tables.contiguous().view(-1), decode, prefill)

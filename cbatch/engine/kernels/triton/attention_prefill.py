@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.engine.kernels.triton.attention_metadata import PrefillMetadata
+from cbatch.engine.kernels.triton.attention_metadata import AttentionMetadata
 from cbatch.engine.kernels.triton.attention_tile import (
     cache_layout,
     kv_rows,
@@ -52,7 +52,7 @@ def attend_prefill(
     keys: Tensor,
     values: Tensor,
     out: Tensor,
-    prefill: PrefillMetadata,
+    metadata: AttentionMetadata,
     options: dict[str, Any],
     tuning: PrefillTuning,
 ) -> None:
@@ -62,29 +62,39 @@ def attend_prefill(
     keys, values  [num_blocks, kv_heads, block_size, dim]
     options       see `attend_arguments`
     """
-    layer = cache_layout(query, keys, values)
+    layer, prefill = cache_layout(query, keys, values), metadata.prefill
+    if prefill is None:
+        return
     tuning = tuning.fitted(max(layer["KEY_TILE"], layer["VALUE_TILE"]), keys.dtype, layer["GROUP"])
-    tiles = prefill.tiles(tuning.rows // layer["GROUP"])
-    _prefill_kernel[(len(tiles) * layer["KV_HEADS"],)](
-        query, keys, values, out, tiles, prefill.sequences, prefill.block_ids, query.stride(0), query.stride(1),
-        **options, **layer, ROWS=tuning.rows, TOKENS=tuning.tokens, num_warps=tuning.warps,
-        num_stages=tuning.stages,
+    tiles = prefill.max_tiles(tuning.rows // layer["GROUP"])
+    _prefill_kernel[(tiles * layer["KV_HEADS"],)](
+        query, keys, values, out, prefill.pieces, prefill.count, metadata.sequences, metadata.block_ids,
+        query.stride(0), query.stride(1), **options, **layer, ROWS=tuning.rows, TOKENS=tuning.tokens,
+        num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["window"])
 def _prefill_kernel(
-    query: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, tiles: tl.tensor, sequences: tl.tensor,
-    block_ids: tl.tensor, query_row: tl.tensor, query_head: tl.tensor, scale: tl.tensor, window: tl.tensor,
-    softcap: tl.tensor, sinks: tl.tensor, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    query: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, pieces: tl.tensor, count: tl.tensor,
+    sequences: tl.tensor, block_ids: tl.tensor, query_row: tl.tensor, query_head: tl.tensor, scale: tl.tensor,
+    window: tl.tensor, softcap: tl.tensor, sinks: tl.tensor, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile of queries of one KV head: row r holds query head r % GROUP of token r // GROUP."""
-    tile, head = tiles + tl.program_id(0) // KV_HEADS * 2, tl.program_id(0) % KV_HEADS
-    sequence, begin = sequences + tl.load(tile) * 4, tl.load(tile + 1)
-    start = tl.load(sequence + 1)
-    end = tl.minimum(begin + ROWS // GROUP, tl.load(sequence + 2) - start)
+    head = tl.program_id(0) % KV_HEADS
+    piece, number = _find_tile(pieces, count, tl.program_id(0) // KV_HEADS, ROWS // GROUP)
+    if piece < 0:
+        return
+    sequence = sequences + tl.load(pieces + piece * 2) * 6
+    end = tl.load(sequence + 2)
+    start = tl.load(sequence + 1) - end
+    begin = (tl.cdiv(end, ROWS // GROUP) - 1 - number) * (ROWS // GROUP)
+    if begin < 0:
+        return
+    end = tl.minimum(begin + ROWS // GROUP, end)
     r, column = tl.arange(0, ROWS), tl.arange(0, KEY_TILE)
     token, q_head = begin + r // GROUP, head * GROUP + r % GROUP
     row, real = (tl.load(sequence) + token).to(tl.int64), token < end
@@ -111,6 +121,24 @@ def _prefill_kernel(
     place = out + (row[:, None] * (KV_HEADS * GROUP) + q_head[:, None]) * VALUE_DIM + column[None, :]
     kept = real[:, None] & (column < VALUE_DIM)[None, :]
     tl.store(place, (acc / total[:, None]).to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def _find_tile(pieces: tl.tensor, count: tl.tensor, tile: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+    """The piece of a tile of TILE tokens, and the tile's number in the piece; both -1 for tiles past the last piece.
+
+    A piece has one tile more at most than its tokens need: its first tile is that of a list in which each piece begins
+    with a new tile, whatever tokens the last tile of the piece before has.
+    """
+    pieces_before, first = -1, 0
+    num_pieces = tl.load(count)
+    for base in range(0, num_pieces, 128):
+        piece = base + tl.arange(0, 128)
+        before = tl.load(pieces + piece * 2 + 1, mask=piece < num_pieces, other=0)
+        begun = (piece < num_pieces) & (before // TILE + piece <= tile)
+        pieces_before += tl.sum(begun.to(tl.int32), 0)
+        first = tl.maximum(first, tl.max(tl.where(begun, before // TILE + piece, 0), 0))
+    return pieces_before, tile - first
 
 
 @triton.jit
