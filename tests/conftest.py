@@ -1,27 +1,65 @@
-"""One thread: tiny models are slower on more, and the suite shares two cores with whatever else runs."""
+"""One thread: tiny models are slower on more, and the suite shares two cores with whatever else runs.
+
+All tests run on the CPU, whatever there is, except those that are about a GPU. On a machine with one, those are marked
+`gpu` and run in one worker, with bounded memory; without one, they run in Triton's interpreter if they can.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.device import DEVICE, HAS_GPU, bound_memory
 from tests.support.fork_server import ForkServer, fork_server
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-if not torch.cuda.is_available():
+os.environ["CBATCH_DEVICE"] = "cpu"
+if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 torch.set_num_threads(1)
 
+GPU_GROUP = "gpu"
 
+bound_memory_once = cache(bound_memory)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if HAS_GPU and getattr(config.option, "dist", "no") != "no":
+        config.option.dist = "loadgroup"  # tests of a group run in the same worker
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
+    """Marks what runs on a GPU, and keeps it in one worker; without a GPU, skips what needs one."""
+    for item in items:
+        if not HAS_GPU:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU, and torch finds no CUDA device"))
+        elif runs_on_gpu(item):
+            item.add_marker("gpu")
+            item.add_marker(pytest.mark.xdist_group(GPU_GROUP))
+        else:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))  # so that a module's fixtures are made once
+
+
+def runs_on_gpu(item: pytest.Item) -> bool:
+    """Whether a test uses the GPU if there is one: its marks say so, or its module has the name of that device."""
+    group = item.get_closest_marker("xdist_group")
+    if item.get_closest_marker("gpu") or (group is not None and group.args == (GPU_GROUP,)):
+        return True
+    module = item.getparent(pytest.Module)
+    names = vars(module.obj).values() if module is not None else ()
+    return any(value is DEVICE or getattr(value, "__module__", "") == "tests.support.cuda_model" for value in names)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if HAS_GPU and item.get_closest_marker("gpu"):
+        bound_memory_once()
 
 
 @pytest.fixture(scope="session")

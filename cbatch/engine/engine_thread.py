@@ -64,7 +64,7 @@ class EngineThread:
         self.engine = engine
         self._trace = trace
         if trace is not None:
-            trace.prepare()
+            trace.prepare(on_device=engine.device.type == "cuda")
         self.failure: BaseException | None = None
         self.last_error = ""
         self.num_retries = 0

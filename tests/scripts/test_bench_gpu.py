@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
+
+from tests.support.device import DEVICE
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
@@ -18,7 +19,7 @@ from scripts.gpu import checks
 def test_every_part_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards attention, steps and whole runs from end to end, with tiny sizes and Triton's interpreter."""
     out = tmp_path / "results.json"
-    options = ["--device", "cpu", "--tiny", "--shapes", "8B", "--peer-requests", "2", "--only", "attention,model"]
+    options = ["--device", DEVICE.type, "--tiny", "--shapes", "8B", "--peer-requests", "2", "--only", "attention,model"]
     assert bench_gpu.main([*options, "--json", str(out)]) == 0, capsys.readouterr()
     results = json.loads(out.read_text())
     assert set(results) == {"machine", "attention", "model 8B"}
@@ -29,7 +30,7 @@ def test_every_part_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_sampling_is_checked() -> None:
     """Guards the check of the sampler, whose requests no engine has made."""
-    name, is_right, figure = checks.check_sampling(5, 300, torch.device("cpu"))
+    name, is_right, figure = checks.check_sampling(5, 300, DEVICE)
     assert name == "sampling" and is_right and figure.startswith("5 of 5")
 
 
@@ -37,7 +38,7 @@ def test_sampling_is_checked() -> None:
 def test_load_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards `--load` from end to end, with tiny sizes."""
     out = tmp_path / "results.json"
-    assert bench_gpu.main(["--device", "cpu", "--tiny", "--load", "--json", str(out)]) == 0, capsys.readouterr()
+    assert bench_gpu.main(["--device", DEVICE.type, "--tiny", "--load", "--json", str(out)]) == 0, capsys.readouterr()
     lines = json.loads(out.read_text())["load 8B"]
     assert [line["what"] for line in lines[:2]] == ["8B, 4 requests, step by step", "8B, 4 requests, overlapped"]
     assert all(line["tokens_per_s"] > 0 and 0 < line["idle_share"] < 1 for line in lines[:2])

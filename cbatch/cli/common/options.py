@@ -124,7 +124,12 @@ model_options = _apply(
         help="Model to load: hub id or folder [default: a small demo model].",
     ),
     option("--revision", metavar="REV", help="Branch, tag or commit of a hub model."),
-    option("--device", default="auto", show_default=True, help="Device to run on: auto, cpu, cuda or cuda:N."),
+    option(
+        "--device",
+        default="auto",
+        show_default=True,
+        help="Device to run on: cpu, cuda, cuda:N or auto (CBATCH_DEVICE, else a GPU if there is one).",
+    ),
     option(
         "--dtype",
         type=click.Choice(["auto", "float32", "bfloat16", "float16"]),

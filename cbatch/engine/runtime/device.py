@@ -25,6 +25,9 @@ from cbatch.engine.runtime.drivers import Absence, in_short, nvidia_driver, why_
 LDCONFIG = Path("/sbin/ldconfig")
 """The program by which Triton finds libcuda. Tests put their own in place."""
 
+DEVICE_VARIABLE = "CBATCH_DEVICE"
+"""The environment variable that says what `auto` is."""
+
 _log = logging.getLogger("cbatch")
 
 
@@ -51,24 +54,32 @@ def has_bfloat16(device: torch.device) -> bool:
 def choose_device(name: str) -> torch.device:
     """The device of that name; for `auto` the first CUDA device that works, then an Intel GPU, then the CPU.
 
-    A warning is logged if `auto` cannot use a GPU that the machine has. Apple's GPU must be asked for by name.
+    If the environment variable CBATCH_DEVICE names a device, `auto` is that one. A warning is logged if `auto` cannot
+    use a GPU that the machine has. Apple's GPU must be asked for by name.
+
     Raises ConfigError, with the reason, for a device that cannot be used.
     """
     if name == "auto":
-        return _best_device()
+        default = os.environ.get(DEVICE_VARIABLE) or "auto"
+        return _best_device() if default == "auto" else _named_device(default, f"{DEVICE_VARIABLE}: ")
+    return _named_device(name)
+
+
+def _named_device(name: str, where: str = "") -> torch.device:
+    """where: what comes before the name in an error"""
     choices = "use auto, cpu, cuda, cuda:N, xpu or mps"
     try:
         asked = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"There is no device {name!r}; {choices}.") from None
+        raise ConfigError(f"{where}There is no device {name!r}; {choices}.") from None
     if asked.type == "cpu":
         return asked
     if asked.type not in ("cuda", "xpu", "mps"):
-        raise ConfigError(f"Device {name!r} is not supported; {choices}.")
+        raise ConfigError(f"{where}Device {name!r} is not supported; {choices}.")
     device = torch.device(asked.type, asked.index or 0)
     absence = _absence(device.type)
     if problem := absence.reason if absence is not None else _device_problem(device):
-        raise ConfigError(f"Device {name!r} cannot be used: {problem}.")
+        raise ConfigError(f"{where}Device {name!r} cannot be used: {problem}.")
     return device
 
 

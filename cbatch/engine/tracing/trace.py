@@ -59,11 +59,13 @@ class StepTracer:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise ConfigError(f"Cannot write the trace {path}: {reason}.") from error
 
-    def prepare(self) -> None:
-        """Sets up the profiler. Call it on the thread that imported torch, or the profiler complains on stderr."""
+    def prepare(self, *, on_device: bool = False) -> None:
+        """Sets up the profiler. Call it on the thread that imported torch, or the profiler complains on stderr.
+
+        on_device: whether the steps run on a GPU
+        """
         with self._attempt():
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it logs every start and stop on stderr
-            import torch
             from torch.autograd import profiler
             from torch.profiler import ProfilerActivity, profile
 
@@ -71,9 +73,9 @@ class StepTracer:
             if not self._has_lock or getattr(profiler, "_is_profiler_enabled", False):
                 raise EngineError("torch's profiler is already in use")
             activities = [ProfilerActivity.CPU]
-            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            if on_device:
                 activities.append(ProfilerActivity.CUDA)
-                self._on_device = True
+            self._on_device = on_device
             self._profiler = profile(activities=activities)
             self._profiler.prepare_trace()
 

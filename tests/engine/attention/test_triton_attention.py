@@ -30,12 +30,12 @@ from cbatch.engine.runtime.batch import DeviceTokens, RaggedBatch
 from cbatch.engine.runtime.kv_cache import LayerShape
 from tests.support import triton_interpreter as interpreter
 from tests.support.attention_cases import AttentionCase
+from tests.support.device import DEVICE
 
 pytestmark = [pytest.mark.slow, pytest.mark.kernels]
 
 interpreter.patch_loops()
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
 NUM_BLOCKS = 64
 SPLIT = 32

@@ -17,6 +17,7 @@ from torch import Tensor
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.sampling.sampler import PARAM_WORDS, Sampler, gumbel_noise, pack_sampling_params
 from cbatch.engine.scheduler.request import Request
+from tests.support.device import DEVICE
 from tests.support.sampling_cases import (
     LOGIT_SHAPES,
     draw_in_torch,
@@ -35,7 +36,6 @@ tl = pytest.importorskip("triton.language")
 from cbatch.engine.kernels.triton.sampling import Tiling, sample_rows  # noqa: E402
 from cbatch.engine.kernels.triton.vocab_scan import noise, noise_bound, uniform_of  # noqa: E402
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS = 400 if DEVICE.type == "cuda" else 8
 SMALL = Tiling(block=16, chunk=16, part=16, group=16, warps=(4, 4))
 

@@ -57,6 +57,7 @@ class Machine:
         patch.setattr(drivers, "DEVICES", self.folder)
         patch.setattr(drivers, "WSL_DRIVER", self.folder / "wsl")
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        patch.delenv("CBATCH_DEVICE", raising=False)
         for name, value in self.environment.items():
             patch.setenv(name, value)
         build = f"+cu{self.cuda.replace('.', '')}" if self.cuda else "+rocm6.4" if self.hip else "+cpu"
@@ -221,8 +222,27 @@ def test_wsl_has_a_driver_of_its_own(machine: Machine, caplog: pytest.LogCapture
     assert "this machine has an NVIDIA driver of unknown version" in chosen(machine, "auto", caplog)[1]
 
 
-def test_this_machine_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("default", ["cpu", "auto", "", "cuda"])
+def test_the_environment_names_the_default(default: str, machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards CBATCH_DEVICE, which says what `auto` is and nothing else; all tests rely on it."""
+    machine.environment = {"CBATCH_DEVICE": default}
+    assert chosen(machine, "auto", caplog) == (("cpu" if default == "cpu" else "cuda:0"), "")
+    assert chosen(machine, "cuda", caplog) == ("cuda:0", "")
+
+
+@pytest.mark.parametrize("default", ["gpu", "cuda:7"])
+def test_a_default_that_is_no_device(default: str, machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards the sentence, which must say that the environment is wrong and not the command."""
+    machine.environment = {"CBATCH_DEVICE": default}
+    said = chosen(machine, "auto", caplog)[1]
+    assert said.startswith("CBATCH_DEVICE: ") and repr(default) in said
+    assert chosen(machine, "cpu", caplog) == ("cpu", "")
+
+
+@pytest.mark.xdist_group("gpu")  # if there is one, it is used
+def test_this_machine_says_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Guards the most common case, with nothing faked: whatever works is used without a word."""
+    monkeypatch.delenv("CBATCH_DEVICE", raising=False)
     with caplog.at_level(logging.DEBUG, "cbatch"), warnings.catch_warnings():
         warnings.simplefilter("error")
         assert choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")

@@ -91,6 +91,14 @@ def test_a_trace_shows_the_phases_of_each_step(tmp_path: Path) -> None:
     assert trace.summary.idle_share == pytest.approx(1 - forward / wall)
 
 
+def test_the_device_is_that_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the trace of a CPU's steps in a process that has used a GPU for something else."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    trace = StepTracer(tmp_path / "trace.json", warmup=2, steps=3)
+    generate(trace, 6)
+    assert trace.summary is not None and not trace.summary.on_device and trace.summary.idle_share is not None
+
+
 def test_spans_cost_nothing_without_a_trace(tmp_path: Path) -> None:
     """Guards the cost of a step: no object is made for a span before a trace and after it, even if it failed."""
     nothing = span("schedule")
