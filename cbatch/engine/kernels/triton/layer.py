@@ -17,6 +17,9 @@ from torch.nn.functional import linear
 
 from cbatch.engine.kernels.layer_ops import Positions
 
+_OPTIONS = {"enable_fp_fusion": True}
+"""Of every launch: versions of Triton differ in what they do if it is not said."""
+
 heads_first = True
 """A block of the cache is [kv_heads, block_size, head_dim]."""
 
@@ -72,7 +75,7 @@ def _norm(
     hidden = out.shape[1]
     block = triton.next_power_of_2(hidden)
     _norm_kernel[(len(out),)](
-        residual, added, rows, weight, out, eps, hidden, block, embeds, selects, num_warps=_warps(block // 16)
+        residual, added, rows, weight, out, eps, hidden, block, embeds, selects, **_options(block // 16)
     )
 
 
@@ -164,7 +167,7 @@ def rope_and_store_kv(
     tile, half = triton.next_power_of_2(group), triton.next_power_of_2(dim // 2)
     _rope_and_store_kv_kernel[(len(query), kv_heads)](
         qkv, *positions, qkv if norms is None else norms, query, keys, values, eps,
-        kv_heads, group, dim, block_size, tile, half, norms is not None, num_warps=_warps(tile * half // 8),
+        kv_heads, group, dim, block_size, tile, half, norms is not None, **_options(tile * half // 8),
     )  # fmt: skip
 
 
@@ -183,7 +186,7 @@ def silu_and_mul(gate_up: Tensor, out: Tensor) -> None:
     """out [T, inner] = silu(gate) * up (SwiGLU, Shazeer, 2020), with both [T, 2 * inner] = gate, then up."""
     rows, inner = out.shape
     block = min(triton.next_power_of_2(inner), 1024)
-    _silu_and_mul_kernel[(rows, triton.cdiv(inner, block))](gate_up, out, inner, block, num_warps=_warps(block // 8))
+    _silu_and_mul_kernel[(rows, triton.cdiv(inner, block))](gate_up, out, inner, block, **_options(block // 8))
 
 
 def logits(hidden: Tensor, lm_head: Tensor, out: Tensor | None = None) -> Tensor:
@@ -198,6 +201,6 @@ def logits(hidden: Tensor, lm_head: Tensor, out: Tensor | None = None) -> Tensor
     return values if out is None else out.copy_(values)
 
 
-def _warps(threads: int) -> int:
-    """Warps for so many threads, each of which reads 16 bytes, or a few times that."""
-    return min(max(threads // 32, 1), 16)
+def _options(threads: int) -> dict[str, Any]:
+    """Of a launch, with warps for so many threads, each of which reads 16 bytes, or a few times that."""
+    return {"num_warps": min(max(threads // 32, 1), 16), **_OPTIONS}

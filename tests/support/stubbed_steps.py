@@ -1,0 +1,142 @@
+"""Steps of a model on a stub driver: everything that the host does for a GPU, and nothing that the GPU does.
+
+For processes that do not interpret kernels. `TRITON_INTERPRET=0 python -m tests.support.stubbed_steps` runs steps of
+all sizes after a warm-up, and prints why kernels were compiled then.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.engine.attention.triton import TritonAttention
+from cbatch.engine.models.cuda import CudaModel
+from cbatch.engine.models.llama_spec import read_llama_spec, weight_shapes
+from cbatch.engine.runtime import transfer
+from cbatch.engine.runtime.batch import RaggedBatch
+from cbatch.engine.runtime.kv_cache import KVCache
+from cbatch.engine.sampling.sampler import PARAM_WORDS, Sampler
+from tests.support.triton_driver import stub_driver
+
+BLOCK_SIZE = 16
+CPU = torch.device("cpu")
+TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 320,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": TINY | {"model_type": "llama"},
+    "mistral, window": TINY | {"model_type": "mistral", "sliding_window": 700},
+    "qwen3, odd sizes": TINY
+    | {"model_type": "qwen3", "num_attention_heads": 6, "head_dim": 10, "intermediate_size": 70, "vocab_size": 333},
+}
+
+
+class StubbedSteps:
+    """A model without weights, its cache, and steps like those that an engine launches."""
+
+    def __init__(self, config: Mapping[str, Any], num_blocks: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        spec = read_llama_spec(config)
+        tensors = {name: torch.zeros(shape) for name, shape in weight_shapes(spec).items()}
+        self.model = CudaModel(config, tensors, dtype, CPU)
+        self.attention = TritonAttention(CPU)
+        self.sampler = Sampler(CPU, kernel=True)
+        shapes = [self.attention.block_shapes(layer, BLOCK_SIZE, dtype) for layer in self.model.layers]
+        self.kv_cache = KVCache(shapes, num_blocks, BLOCK_SIZE, dtype, CPU)
+
+    def batch(self, starts: Sequence[int], stops: Sequence[int]) -> RaggedBatch:
+        """Tokens `starts` to `stops` of sequences, which share the blocks of the cache; all but the longest chunk have
+        reached their last token.
+        """
+        lengths = np.array(stops) - np.array(starts)
+        sequence = np.repeat(np.arange(len(stops)), lengths)
+        positions = np.arange(lengths.sum()) + (np.array(stops) - lengths.cumsum())[sequence]
+        width = -(-max(stops) // BLOCK_SIZE)
+        tables = (np.arange(width) + np.arange(len(stops))[:, None]).astype(np.int32) % len(self.kv_cache.keys[0])
+        slots = tables[sequence, positions // BLOCK_SIZE] * np.int64(BLOCK_SIZE) + positions % BLOCK_SIZE
+        rows = lengths.cumsum() - 1
+        if lengths.max() > 1:
+            rows = np.delete(rows, lengths.argmax())
+        return RaggedBatch(np.zeros_like(positions), positions, slots, rows, tables, list(starts), list(stops), CPU)
+
+    def run(self, starts: Sequence[int], stops: Sequence[int]) -> None:
+        """A step that is not recorded, and sampling."""
+        batch = self.batch(starts, stops)
+        logits = self.model.forward(batch, self.kv_cache, self.attention).values
+        if len(logits):
+            self.sample(logits)
+
+    def sample(self, logits: Tensor) -> None:
+        words = np.zeros((len(logits), PARAM_WORDS), np.int32)
+        self.sampler.sample_on_device(logits, packed_to_device([words], CPU)[0])
+
+
+@contextmanager
+def host_work_only() -> Iterator[None]:
+    """Within the block, matrix products leave their results uninitialized, because a CPU would take long for them; and
+    arrays are packed on their way to the CPU, as for a GPU, so that their addresses are aligned as there.
+    """
+    with ExitStack() as stack:
+        for function, name, other in (
+            (transfer.to_device, "to_device", packed_to_device),
+            (torch.nn.functional.linear, "linear", skipped_linear),
+            (torch.mm, "mm", skipped_mm),
+        ):
+            for holder in [module for module in sys.modules.values() if vars(module).get(name) is function]:
+                stack.enter_context(patch.object(holder, name, other))
+        yield
+
+
+def packed_to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    return transfer.unpack(transfer.pack(arrays, arrays, pin=False).to(device), arrays)
+
+
+def skipped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return rows.new_empty(len(rows), len(weight))
+
+
+def skipped_mm(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
+    return left.new_empty(len(left), right.shape[1]) if out is None else out
+
+
+def compiled_late(config: Mapping[str, Any], sizes: Sequence[int]) -> list[str]:
+    """Why kernels are compiled in steps of these sizes after a decode step and a mixed one; see `StubDriver.changes`.
+
+    sizes: rows of decode steps, and tokens of chunks in mixed steps
+    """
+    steps = StubbedSteps(config, num_blocks=128)
+    with stub_driver() as stub, host_work_only(), torch.inference_mode():
+        steps.run([1999] * 5, [2000] * 5)
+        steps.run([0, 1999, 7], [40, 2000, 12])
+        begin = len(stub.compilations)
+        for size in sizes:
+            lengths = [1 + row * 37 % 1100 for row in range(size)]
+            steps.run([length - 1 for length in lengths], lengths)
+            rows = [size * 7 % 900] * (size % 20)
+            steps.run([size % 3 * 100, *rows], [size % 3 * 100 + size, *(row + 1 for row in rows)])
+        return stub.changes(begin)
+
+
+if __name__ == "__main__":
+    all_sizes = range(1, 513)
+    around = [size for size in all_sizes if size < 20 or size % 16 in (0, 1, 15)]
+    found = {name: compiled_late(config, all_sizes if name == "llama" else around) for name, config in CONFIGS.items()}
+    print(json.dumps(found, indent=1))
