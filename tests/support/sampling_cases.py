@@ -10,6 +10,7 @@ import torch
 
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.sampling import sampler
+from cbatch.engine.sampling.row_masks import RowMasks
 from cbatch.engine.sampling.sampler import SampledTokens, Sampler, SamplingMetadata, gumbel_noise
 from cbatch.engine.scheduler.request import Request
 
@@ -54,9 +55,9 @@ def positions_of(requests: list[Request]) -> list[int]:
     return [len(request.token_ids) for request in requests]
 
 
-def sample(logits: torch.Tensor, requests: list[Request]) -> SampledTokens:
+def sample(logits: torch.Tensor, requests: list[Request], masks: RowMasks | None = None) -> SampledTokens:
     """As an engine samples on the device of the logits."""
-    return Sampler(logits.device).sample(logits, requests, positions_of(requests))
+    return Sampler(logits.device).sample(logits, requests, positions_of(requests), masks=masks)
 
 
 def draw_in_torch(logits: torch.Tensor, requests: list[Request]) -> list[int]:

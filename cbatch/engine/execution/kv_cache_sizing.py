@@ -29,6 +29,7 @@ from cbatch.engine.scheduler.limits import StepLimits
 from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.structured.masks import TokenMasks
+from cbatch.engine.structured.token_words import all_tokens
 
 RESERVED_BYTES = 256 * 2**20
 """Bytes that stay free beside a step's peak, for fragmentation and for the CUDA graphs themselves."""
@@ -232,7 +233,8 @@ class MemoryProfiler:
         """A step as the engine computes it, with a constraint and all of `_ALL_FEATURES` for each request."""
         batch, logits = self._forward(scheduled)
         rows = len(scheduled.to_sample)
-        masks = TokenMasks(torch.ones(rows, self._model.vocab_size, dtype=torch.bool), [None] * rows)
+        words = torch.from_numpy(all_tokens(self._model.vocab_size))
+        masks = TokenMasks(words.expand(rows, -1), [None] * rows)
         PendingSample(scheduled, logits, self._sampler, batch.scored, masks).get()
 
 

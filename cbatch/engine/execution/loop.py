@@ -60,7 +60,7 @@ class EngineCore:
         self._events: list[TokenEvent] = []
         """Events that were not returned yet, because a later part of the step raised."""
         self._block_tables = BlockTables()
-        self._masks = MaskFiller()
+        self._masks = MaskFiller(pin=runner.model.device.type == "cuda")
         self._sampler = sampler
         self._step_time = step_time
 

@@ -15,6 +15,7 @@ from cbatch.engine.base.outputs import Sample, TokenLogprobs
 from cbatch.engine.runtime.batch import InFlightTokens, Logits
 from cbatch.engine.runtime.transfer import HostCopy, to_device
 from cbatch.engine.sampling.processors import Processors
+from cbatch.engine.sampling.row_masks import RowMasks
 from cbatch.engine.sampling.sampler import SampledTokens, Sampler
 from cbatch.engine.scheduler.output import SchedulerOutput, StepResult
 from cbatch.engine.scheduler.request import Request
@@ -67,14 +68,16 @@ class PendingSample:
         self._logprobs: PendingLogprobs | None = None
         if requests:
             values, argmax, sampled = logits
+            row_masks = None
             if masks is not None or any(request.changes_logits for request in requests):
-                allowed = masks.allowed if masks is not None else None
-                values = Processors.build(requests, values.device).apply(values, allowed, self._constrained_rows)
+                values = Processors.build(requests, values.device).apply(values)
+                row_masks = RowMasks.build(requests, masks, self._constrained_rows, values)
                 argmax = sampled = None
             if sampled is not None:
                 self._sampled = SampledTokens(*sampled)
             else:
-                self._sampled = sampler.sample(values, requests, [chunk.stop for chunk in chunks], argmax)
+                positions = [chunk.stop for chunk in chunks]
+                self._sampled = sampler.sample(values, requests, positions, argmax, row_masks)
             self._logprobs = _begin_logprobs(requests, logits.values, self._sampled)
 
     @property

@@ -1,8 +1,8 @@
 """Logits processors: changes that requests ask for in their logits before a token is sampled.
 
 All rows of a step that ask for something are processed at once. The order is that of transformers: bias, repetition
-penalty, presence and frequency penalties, then forbidden tokens: bad words, early ends, whatever is not among the
-allowed tokens of a request or of its constraint.
+penalty, presence and frequency penalties, then forbidden tokens: bad words and early ends. Whatever is not among the
+allowed tokens of a request or of its constraint is forbidden last, by the sampler (see `row_masks.py`).
 """
 
 from __future__ import annotations
@@ -83,33 +83,26 @@ class Processors:
     """What the R rows of a step ask for. A part that no row asks for is None and costs nothing.
 
     forbidden: tokens that may not come now: the last ones of bad words, and end tokens before min_tokens
-    listed:    by row, the requests with a list of allowed tokens
     """
 
     bias: tuple[LogitIndices, Tensor] | None
     penalties: Penalties | None
     forbidden: LogitIndices | None
-    listed: dict[int, Request] | None
 
     @classmethod
     def build(cls, requests: Sequence[Request], device: torch.device) -> Processors:
         biased = [row for row, request in enumerate(requests) if request.params.logit_bias]
         counts = {row: r.counts for row, r in enumerate(requests) if r.counts is not None and r.counts.tokens}
         forbidden = {row: tokens for row, request in enumerate(requests) if (tokens := _forbidden(request))}
-        listed = {row: request for row, request in enumerate(requests) if request.params.allowed_token_ids is not None}
         return cls(
             bias=_bias(biased, requests, device) if biased else None,
             penalties=Penalties.build(counts, requests, device) if counts else None,
             forbidden=_put(list(forbidden), list(forbidden.values()), [], device)[0] if forbidden else None,
-            listed=listed or None,
         )
 
-    def apply(self, logits: Tensor, allowed: Tensor | None = None, constrained_rows: Sequence[int] = ()) -> Tensor:
-        """A processed copy of logits [R, V] in float32; the logits themselves if no row asks for anything.
-
-        allowed: [G, V] bool, the tokens that are allowed in the rows `constrained_rows`
-        """
-        if all(part is None for part in (self.bias, self.penalties, self.forbidden, self.listed, allowed)):
+    def apply(self, logits: Tensor) -> Tensor:
+        """A processed copy of logits [R, V] in float32; the logits themselves if no row asks for anything."""
+        if self.bias is None and self.penalties is None and self.forbidden is None:
             return logits
         logits = logits.to(torch.float32, copy=True)
         if self.bias is not None:
@@ -119,30 +112,7 @@ class Processors:
             self.penalties.apply(logits)
         if self.forbidden is not None:
             logits[self.forbidden] = float("-inf")
-        if self.listed is not None:
-            masks = [_allowed_mask(request, logits) for request in self.listed.values()]
-            (rows,) = to_device([np.array(list(self.listed), np.int64)], logits.device)
-            _keep(logits, rows, torch.stack(masks))
-        if allowed is not None:
-            _keep(logits, *to_device([np.array(constrained_rows, np.int64), allowed.numpy()], logits.device))
         return logits
-
-
-def _keep(logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
-    """Forbids all but the allowed tokens [G, V] in some rows [G] of logits [R, V]."""
-    logits[rows] = logits[rows].masked_fill_(~allowed, float("-inf"))
-
-
-def _allowed_mask(request: Request, logits: Tensor) -> Tensor:
-    """The allowed tokens of a request as a mask [V] where the logits are.
-
-    Made once, because the list may be as long as the vocabulary and is the same in every step.
-    """
-    if not isinstance(request.allowed_mask, Tensor):
-        mask = np.zeros(logits.shape[1], np.bool_)
-        mask[np.array(request.params.allowed_token_ids, np.int64)] = True
-        (request.allowed_mask,) = to_device([mask], logits.device)
-    return request.allowed_mask
 
 
 def _bias(rows: list[int], requests: Sequence[Request], device: torch.device) -> tuple[LogitIndices, Tensor]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from cbatch.engine.runtime.batch import Argmax, SampledOnDevice
 from cbatch.engine.runtime.cpu import num_threads
 from cbatch.engine.runtime.transfer import HostCopy, to_device
+from cbatch.engine.sampling.row_masks import RowMasks
 from cbatch.engine.scheduler.request import Request
 
 _MASK32 = 0xFFFFFFFF
@@ -31,7 +32,7 @@ _MASK64 = 0xFFFFFFFFFFFFFFFF
 PARAM_WORDS = 8
 """Words of a row in `pack_sampling_params`; unused ones are 0. A row of 32 bytes keeps all rows aligned."""
 
-_Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+_Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,8 @@ class SamplingMetadata:
 def pack_sampling_params(requests: Sequence[Request], positions: Sequence[int]) -> NDArray[np.int32]:
     """The sampling parameters of R rows as [R, PARAM_WORDS] int32, so that one copy brings them to a device.
 
-    temperature (0 for greedy rows), top_p and min_p, as the bits of a float32; top_k (0: all); two words of noise key
+    temperature (0 for greedy rows), top_p and min_p, as the bits of a float32; top_k (0: all); two words of noise key;
+    the number of the row's mask from 1 on (0: none), which the sampler fills in
 
     positions: [R], at which place of its sequence each token will be. That is the `stop` of the chunk that it follows,
                so a step can be packed before the tokens of the previous one are known.
@@ -152,15 +154,22 @@ class Sampler:
         requests: Sequence[Request],
         positions: Sequence[int],
         argmax: Argmax | None = None,
+        masks: RowMasks | None = None,
     ) -> SampledTokens:
         """Samples a token for each row of logits [R, V].
 
         positions: see `pack_sampling_params`
-        argmax:    of these logits, if it is known
+        argmax:    of these logits, if it is known and there are no masks
+        masks:     the allowed tokens of rows that do not allow all
         """
         if self._kernel is not None:
-            (words,) = to_device([pack_sampling_params(requests, positions)], logits.device)
-            return SampledTokens(*self.sample_on_device(logits, words))
+            packed, sets = pack_sampling_params(requests, positions), None
+            if masks is not None:
+                packed[:, 6], sets = masks.index + 1, masks.to(logits.device)
+            (words,) = to_device([packed], logits.device)
+            return SampledTokens(*self.sample_on_device(logits, words, masks=sets))
+        if masks is not None:
+            logits = masks.apply(logits)
         drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
         draw = None
         if drawn:
@@ -182,7 +191,12 @@ class Sampler:
         return SampledTokens(best_tokens, highest)
 
     def sample_on_device(
-        self, logits: Tensor, words: Tensor, tokens: Tensor | None = None, largest: Tensor | None = None
+        self,
+        logits: Tensor,
+        words: Tensor,
+        tokens: Tensor | None = None,
+        largest: Tensor | None = None,
+        masks: Tensor | None = None,
     ) -> SampledOnDevice:
         """The token [R] int64 and the largest logit [R] float32 of each row, by the kernel.
 
@@ -191,13 +205,14 @@ class Sampler:
         logits:          [R, V] float32, float16 or bfloat16
         words:           [R, PARAM_WORDS] int32, see `pack_sampling_params`
         tokens, largest: where to write the result; made if not given
+        masks:           [M, num_words] int32, sets of tokens (see `token_words`); needed if a row has the number of one
         """
         assert self._kernel is not None, "the kernel is not in use"
         if tokens is None:
             tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         if largest is None:
             largest = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-        self._kernel(logits, words, tokens, largest)
+        self._kernel(logits, words, tokens, largest, masks)
         return SampledOnDevice(tokens, largest)
 
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.structured.sandbox import is_dead_end
+from cbatch.engine.structured.token_words import all_tokens, words_of
 
 FAILED = "The output's constraint could not be kept: "
 TOO_COMPLEX = "it is too complex at this place."
@@ -43,7 +45,9 @@ class GrammarState:
         self.vocab_size = grammar.vocab_size
         self.error: str | None = None
         self._stop_ids = frozenset(stop_ids)
-        self._stops = np.array(sorted(self._stop_ids), dtype=np.int64)
+        stops = words_of(self._stop_ids, self.vocab_size)
+        self._stop_places = stops.nonzero()[0]
+        self._stop_words = stops[self._stop_places]
         self._matcher = grammar.matcher.deep_copy()  # shares no mutable state: others do not use up its limits
         self._starts_after = starts_after
         self._before: list[int] = []
@@ -78,24 +82,25 @@ class GrammarState:
         if self.error is not None:
             raise RequestError("invalid_row", self.error)
 
-    def fill(self, allowed: np.ndarray) -> str | None:
-        """Writes the tokens that may come next into a row [V] bool. Returns a sentence if that fails.
+    def fill(self, words: NDArray[np.int32]) -> str | None:
+        """Writes the tokens that may come next, as words (see `token_words`). Returns a sentence if that fails.
 
         Stop ids may come exactly when the text is complete, other special tokens only if the grammar names them. If the
         output is finished and there are no stop ids, nothing may come.
         """
+        words[:] = all_tokens(self.vocab_size)
         if self._starts_after is not None:
-            allowed[:] = True
-            allowed[self._stops] = False
+            words[self._stop_places] &= ~self._stop_words
             return None
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
         if self._matcher.is_error():
             return FAILED + ("no text can follow here." if is_dead_end(self._matcher) else TOO_COMPLEX)
-        allowed[:] = np.unpackbits(bits, bitorder="little", count=self.vocab_size)
-        allowed[self._stops] = False
+        words &= found[: len(words)]  # the library has an end token of its own past the vocabulary
+        words[self._stop_places] &= ~self._stop_words
         is_complete = self.is_complete
-        self._is_ended |= is_complete and not allowed.any()
+        self._is_ended |= is_complete and not words.any()
         if self._is_ended:
-            allowed[:] = False
-        allowed[self._stops] = is_complete
-        return None if is_complete or allowed.any() else f"{FAILED}no token of the model can come next."
+            words[:] = 0
+        if is_complete:
+            words[self._stop_places] |= self._stop_words
+        return None if is_complete or words.any() else f"{FAILED}no token of the model can come next."

@@ -14,9 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.engine.structured.grammar import FAILED, GrammarState
+from cbatch.engine.structured.token_words import all_tokens
 
 STEP_LIMIT = 5.0
 """Seconds that the mask of one request may take. Real ones take milliseconds."""
@@ -25,20 +27,23 @@ STEP_LIMIT = 5.0
 class TokenMasks(NamedTuple):
     """The tokens that may come next for G requests of one model.
 
-    allowed  [G, V] bool, on the CPU; all true in the row of a state that failed
-    errors   for each state a sentence or None; from then on it is the state's `error`
+    words   [G, num_words] int32 on the CPU (see `token_words`); all tokens in the row of a state that failed
+    errors  for each state a sentence or None; from then on it is the state's `error`
     """
 
-    allowed: Tensor
+    words: Tensor
     errors: list[str | None]
 
 
 class _MaskJob:
     """The masks of one step, filled by several threads."""
 
-    def __init__(self, states: Sequence[GrammarState]) -> None:
+    def __init__(self, states: Sequence[GrammarState], pin: bool) -> None:
         self.states = states
-        self.allowed = np.ones((len(states), states[0].vocab_size), dtype=np.bool_)
+        all_words = all_tokens(states[0].vocab_size)
+        self.words = torch.empty(len(states), len(all_words), dtype=torch.int32, pin_memory=pin)
+        self._rows = self.words.numpy()
+        self._rows[:] = all_words
         self.is_done = threading.Event()
         self._lock = threading.Lock()
         self._started_at: dict[int, float] = {}
@@ -50,7 +55,7 @@ class _MaskJob:
         """Fills masks until none is left. False if one took so long that this thread was replaced."""
         while (index := self._take()) is not None:
             state = self.states[index]
-            row = np.empty(self.allowed.shape[1], dtype=np.bool_)
+            row = np.empty(self._rows.shape[1], dtype=np.int32)
             try:
                 error = state.error or state.fill(row)
             except BaseException as raised:  # a panic of the library is not an Exception
@@ -78,12 +83,12 @@ class _MaskJob:
                 self._started_at[index] = self._waited
             return index
 
-    def _finish(self, index: int, row: np.ndarray, error: str | None) -> bool:
+    def _finish(self, index: int, row: NDArray[np.int32], error: str | None) -> bool:
         with self._lock:
             if index not in self._started_at:
                 return False
             if error is None:
-                self.allowed[index] = row
+                self._rows[index] = row
             self._close(index, error)
         return True
 
@@ -98,11 +103,13 @@ class _MaskJob:
 class MaskFiller:
     """Fills masks on threads of its own while the caller runs the model."""
 
-    def __init__(self, num_threads: int | None = None, limit: float = STEP_LIMIT) -> None:
+    def __init__(self, num_threads: int | None = None, limit: float = STEP_LIMIT, *, pin: bool = False) -> None:
         """
         num_threads: None is half of the processors, at most 8
         limit:       seconds that the mask of one state may take
+        pin:         put masks in pinned memory, from which a GPU copies while the host goes on
         """
+        self._pin = pin
         self._limit = limit
         self._jobs: queue.SimpleQueue[_MaskJob | None] = queue.SimpleQueue()
         self._job: _MaskJob | None = None
@@ -113,7 +120,7 @@ class MaskFiller:
         """Starts filling. Until `result` has returned, nothing else may use these states."""
         if not states:
             return
-        job = _MaskJob(states)
+        job = _MaskJob(states, self._pin)
         for _ in range(min(self._num_threads, len(states))):
             self._put(job)
             self._job = job  # only now: `result` must not wait for a job that no thread has
@@ -128,7 +135,7 @@ class MaskFiller:
             for _ in range(job.fail_stalled(interval, self._limit)):
                 self._num_started -= 1
                 self._put(job)
-        return TokenMasks(torch.from_numpy(job.allowed), [state.error for state in job.states])
+        return TokenMasks(job.words, [state.error for state in job.states])
 
     def close(self) -> None:
         """Ends the threads."""

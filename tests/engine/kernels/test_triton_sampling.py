@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.sampling.row_masks import RowMasks
 from cbatch.engine.sampling.sampler import PARAM_WORDS, Sampler, gumbel_noise, pack_sampling_params
 from cbatch.engine.scheduler.request import Request
+from cbatch.engine.structured.token_words import words_of
 from tests.support.device import DEVICE
 from tests.support.sampling_cases import (
     LOGIT_SHAPES,
@@ -46,10 +48,15 @@ pytestmark = [
 ]
 
 
-def draw(logits: Tensor, requests: list[Request], tiling: Tiling = SMALL) -> tuple[list[int], Tensor]:
-    words = torch.from_numpy(pack_sampling_params(requests, positions_of(requests))).to(DEVICE)
+def draw(
+    logits: Tensor, requests: list[Request], tiling: Tiling = SMALL, masks: RowMasks | None = None
+) -> tuple[list[int], Tensor]:
+    packed, sets = pack_sampling_params(requests, positions_of(requests)), None
+    if masks is not None:
+        packed[:, 6], sets = masks.index + 1, masks.to(DEVICE)
+    words = torch.from_numpy(packed).to(DEVICE)
     tokens, largest = torch.full((len(requests),), -1, device=DEVICE), torch.zeros(len(requests), device=DEVICE)
-    sample_rows(logits.to(DEVICE), words, tokens, largest, tiling)
+    sample_rows(logits.to(DEVICE), words, tokens, largest, sets, tiling)
     return tokens.tolist(), largest.cpu()
 
 
@@ -89,6 +96,45 @@ def test_each_filter_by_itself(filters: dict[str, float]) -> None:
     logits = make_logits("normal", ROWS // 2, 450)
     requests = make_requests(ROWS // 2, **filters)
     check(logits, requests, draw(logits, requests)[0])
+
+
+def make_masks(rows: int, vocabulary: int, seed: int = 0) -> RowMasks:
+    """Few tokens, many, one, only the first, only the last; every third row has none, others have each other's."""
+    rng = np.random.default_rng(seed)
+    sets = [np.flatnonzero(rng.random(vocabulary) < share) for share in (0.1, 0.9)]
+    sets += [np.array([token]) for token in (vocabulary // 2, 0, vocabulary - 1)]
+    words = np.stack([words_of([*tokens.tolist(), vocabulary - 2], vocabulary) for tokens in sets])
+    index = rng.integers(0, len(sets), rows).astype(np.int32)
+    index[::3] = -1
+    return RowMasks(torch.from_numpy(words), index)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "filters"), [(7, {}), (701, {}), (288, {"top_k": 0, "top_p": 1.0, "min_p": 0.0})], ids=str
+)
+def test_only_allowed_tokens_are_drawn(vocabulary: int, filters: dict[str, Any]) -> None:
+    """Guards masks in both kernels, wherever they read logits: as if the logits of other tokens were minus infinity."""
+    logits, requests = make_logits("normal", 2 * ROWS, vocabulary, 4), make_requests(2 * ROWS, 2, **filters)
+    masks = make_masks(2 * ROWS, vocabulary)
+    masked = masks.apply(logits)
+    tokens, largest = draw(logits, requests, masks=masks)
+    check(masked, requests, tokens)
+    assert torch.equal(largest, masked.max(dim=-1).values)
+    greedy = [Request(0, [1], SamplingParams(), max_new_tokens=9) for _ in requests]
+    assert draw(logits, greedy, masks=masks)[0] == masked.argmax(dim=-1).tolist()
+    assert draw(logits, requests, Tiling(), masks)[0] == tokens
+
+
+def test_what_is_not_allowed_may_be_any_number() -> None:
+    """Guards padding of the vocabulary and rows with nothing left: only allowed logits say that a row is not finite."""
+    logits, requests = make_logits("normal", 4, 300), make_requests(4, temperature=1.0, top_p=0.9, min_p=0.0)
+    sets = [words_of(tokens, 300) for tokens in ([5, 40, 290], [], range(100), range(299))]
+    masks = RowMasks(torch.from_numpy(np.stack(sets)), np.array([2, 1, 0, 3], np.int32))
+    logits[:, 100:280], logits[0, 299] = math.nan, math.inf
+    tokens, largest = draw(logits, requests, masks=masks)
+    assert largest[0] == logits[0, :100].max() and tokens[0] < 100
+    assert largest[1] == -math.inf and largest[3].isnan()
+    assert largest[2] == logits[2, [5, 40, 290]].max() and tokens[2] in (5, 40, 290)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

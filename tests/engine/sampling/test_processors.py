@@ -14,7 +14,10 @@ from cbatch.engine.base.outputs import Sample
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.sampling.output import MIN_LOGPROB, PendingLogprobs
 from cbatch.engine.sampling.processors import Processors, counts_for
+from cbatch.engine.sampling.row_masks import RowMasks
 from cbatch.engine.scheduler.request import Request
+from cbatch.engine.structured.masks import TokenMasks
+from cbatch.engine.structured.token_words import words_of
 
 CPU = torch.device("cpu")
 VOCABULARY = 50
@@ -38,7 +41,9 @@ def random_logits(rows: int) -> torch.Tensor:
 def apply(logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
     before = logits.clone()
     processed = Processors.build(requests, CPU).apply(logits)
-    assert torch.equal(logits, before), "the raw logits are needed for log-probabilities"
+    if (masks := RowMasks.build(requests, None, [], logits)) is not None:
+        processed = masks.apply(processed)
+    assert logits.numpy().tobytes() == before.numpy().tobytes(), "the raw logits are needed for log-probabilities"
     return processed
 
 
@@ -114,8 +119,8 @@ def test_allowed_tokens_are_looked_up_once() -> None:
     request = make_request(allowed_token_ids=[4, 2, 4])
     assert request.params.allowed_token_ids == (2, 4)
     first = apply(random_logits(1), [request])
-    mask = request.allowed_mask
-    assert torch.equal(apply(random_logits(1), [request]), first) and request.allowed_mask is mask is not None
+    words = request.allowed_words
+    assert torch.equal(apply(random_logits(1), [request]), first) and request.allowed_words is words is not None
 
 
 def test_a_forbidden_token_that_is_not_a_number_does_no_harm() -> None:
@@ -124,10 +129,11 @@ def test_a_forbidden_token_that_is_not_a_number_does_no_harm() -> None:
     request.bad_words = [[3], [9]]
     logits = random_logits(1)
     logits[0, 10], logits[0, 11] = math.nan, math.inf
-    constraint = torch.zeros(1, VOCABULARY, dtype=torch.bool)
-    constraint[0, [3, 5, 9]] = True
-    assert Processors.build([request], CPU).apply(logits)[0].isfinite().nonzero().flatten().tolist() == [4, 5]
-    processed = Processors.build([request], CPU).apply(logits, constraint, [0])
+    assert apply(logits, [request])[0].isfinite().nonzero().flatten().tolist() == [4, 5]
+    constraint = TokenMasks(torch.from_numpy(words_of([3, 5, 9], VOCABULARY))[None], [None])
+    masks = RowMasks.build([request], constraint, [0], logits)
+    assert masks is not None
+    processed = masks.apply(Processors.build([request], CPU).apply(logits))
     assert processed[0].isfinite().nonzero().flatten().tolist() == [5] and processed[0, 5] == logits[0, 5]
 
 
@@ -158,7 +164,7 @@ def test_rows_that_ask_for_nothing_cost_nothing() -> None:
     """Guards the common step: no copy of the logits, no tensors."""
     logits = random_logits(2)
     processors = Processors.build([make_request(), make_request(temperature=1.0)], CPU)
-    assert processors == Processors(None, None, None, None) and processors.apply(logits) is logits
+    assert processors == Processors(None, None, None) and processors.apply(logits) is logits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

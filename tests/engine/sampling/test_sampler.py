@@ -17,6 +17,7 @@ from cbatch.engine.execution.loop import EngineCore
 from cbatch.engine.runtime.batch import Logits, SampledOnDevice
 from cbatch.engine.sampling.output import PendingSample
 from cbatch.engine.sampling.processors import Processors
+from cbatch.engine.sampling.row_masks import RowMasks
 from cbatch.engine.sampling.sampler import Sampler, gumbel_noise, pack_sampling_params
 from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput
 from cbatch.engine.scheduler.request import Request
@@ -38,7 +39,8 @@ def make_request(seed: int = 0, position: int = 5, sample_number: int = 0, **par
 
 
 def draw(logits: torch.Tensor, requests: list[Request]) -> list[int]:
-    return sample(Processors.build(requests, CPU).apply(logits), requests).get()[0]
+    masks = RowMasks.build(requests, None, [], logits)
+    return sample(Processors.build(requests, CPU).apply(logits), requests, masks).get()[0]
 
 
 def random_logits(rows: int, vocabulary: int = 50) -> torch.Tensor:
@@ -176,13 +178,13 @@ def test_parameters_are_packed_before_the_tokens_in_flight_are_known(monkeypatch
         placeholders += sum(chunk.request.num_output_placeholders > 1 for chunk in chunks)
         return launch(core, scheduled, *others)
 
-    def compare(sampler: Sampler, logits: Any, requests: list[Request], positions: Any, argmax: Any = None) -> Any:
+    def compare(sampler: Sampler, logits: Any, requests: list[Request], positions: Any, *rest: Any) -> Any:
         nonlocal compared
         known = [request for request in requests if not request.has_ended]
         words = pack_sampling_params(known, [len(request.token_ids) for request in known])
         assert words.tolist() == [early[-1][request.id] for request in known]
         compared += len(known)
-        return choose(sampler, logits, requests, positions, argmax)
+        return choose(sampler, logits, requests, positions, *rest)
 
     monkeypatch.setattr(EngineCore, "_launch", note_launch)
     monkeypatch.setattr(Sampler, "sample", compare)

@@ -34,6 +34,7 @@ from cbatch.engine.structured.grammar import GrammarState
 from cbatch.engine.structured.lark import to_lark
 from cbatch.engine.structured.masks import MaskFiller, TokenMasks
 from cbatch.engine.structured.sandbox import TOO_COMPLEX, GrammarSandbox
+from cbatch.engine.structured.token_words import all_tokens, num_words, to_bools
 from cbatch.engine.text.fast_loader import TransformersTokenizer
 from cbatch.engine.text.tokenizer import ChatTokenizer
 
@@ -81,18 +82,26 @@ def start(compiler: ConstraintCompiler, kind: Kind, source: Any = "") -> Grammar
 
 def fill_masks(states: list[GrammarState]) -> TokenMasks:
     """The masks of some states, one after the other."""
-    allowed = np.ones((len(states), states[0].vocab_size), dtype=np.bool_)
-    for row, state in enumerate(states):
-        state.error = state.error or state.fill(allowed[row])
-        allowed[row] |= state.error is not None
-    return TokenMasks(torch.from_numpy(allowed), [state.error for state in states])
+    rows = []
+    for state in states:
+        words = np.zeros(num_words(state.vocab_size), np.int32)
+        state.error = state.error or state.fill(words)
+        rows.append(words if state.error is None else all_tokens(state.vocab_size))
+    return TokenMasks(torch.from_numpy(np.stack(rows)), [state.error for state in states])
+
+
+def bools(masks: TokenMasks, width: int = WIDTH) -> torch.Tensor:
+    """The allowed tokens [G, width] of masks, in which no bit past the vocabulary is set."""
+    words = masks.words.numpy()
+    every = to_bools(words, 32 * words.shape[1])
+    assert not every[:, width:].any()
+    return torch.from_numpy(every[:, :width])
 
 
 def allowed_tokens(state: GrammarState) -> list[int]:
     masks = fill_masks([state])
     assert masks.errors == [None]
-    assert masks.allowed.shape == (1, state.vocab_size)
-    return masks.allowed[0].nonzero()[:, 0].tolist()
+    return bools(masks, state.vocab_size)[0].nonzero()[:, 0].tolist()
 
 
 def closing(allowed: list[int], rng: random.Random) -> int:
@@ -295,7 +304,7 @@ def test_a_vocabulary_wider_than_the_model(demo: ChatTokenizer) -> None:
     """Guards the other mismatch: a tokenizer with tokens that the model has no logits for."""
     library()
     made = ConstraintCompiler(demo, 300)
-    assert fill_masks([start(made, "regex", "[a-z]*")]).allowed.shape == (1, 300)
+    assert int(bools(fill_masks([start(made, "regex", "[a-z]*")]), 300).sum()) > 26
     made.close()
 
 
@@ -320,7 +329,7 @@ def test_a_token_that_is_not_allowed_fails_its_request_only(compiler: Constraint
     assert caught.value.code == "invalid_row"
     masks = fill_masks([wrong, right])
     assert masks.errors[0] is not None and masks.errors[1] is None
-    assert masks.allowed[0].all() and masks.allowed[1].sum() == len(
+    assert bools(masks)[0].all() and bools(masks)[1].sum() == len(
         [b for b in TOKENS if b in (b"y", b"ye", b"yes", b"n", b"no")]
     )
     assert not wrong.is_complete and not wrong.is_finished
@@ -454,7 +463,7 @@ def test_nothing_hangs_or_ends_the_process(compiler: ConstraintCompiler, name: s
             masks = fill_masks([state])
             if masks.errors[0] or state.is_finished:
                 break
-            state.accept(rng.choice(masks.allowed[0].nonzero()[:, 0].tolist()))
+            state.accept(rng.choice(bools(masks)[0].nonzero()[:, 0].tolist()))
     assert time.thread_time() - begun < 3
     assert allowed_tokens(start(compiler, "choice", ["y"])) == [TOKENS.index(b"y")]
 
@@ -566,9 +575,9 @@ def test_the_filler_gives_what_fill_gives(compiler: ConstraintCompiler, num_thre
     for _ in range(8):
         filler.begin([mine for mine, _ in pairs])
         masks, expected = filler.result(), fill_masks([theirs for _, theirs in pairs])
-        assert masks.allowed.equal(expected.allowed) and masks.errors == expected.errors
+        assert masks.words.equal(expected.words) and masks.errors == expected.errors
         for row, pair in enumerate(pairs):
-            token = rng.choice(masks.allowed[row].nonzero()[:, 0].tolist())
+            token = rng.choice(bools(masks)[row].nonzero()[:, 0].tolist())
             for state in pair:
                 state.accept(token)
         pairs = [pair for pair in pairs if not pair[0].is_finished]
@@ -587,18 +596,18 @@ def test_nobody_waits_for_a_thread_that_cannot_be_started(
     assert filler.result() is None
     filler.begin([state])
     masks = filler.result()
-    assert masks is not None and masks.allowed.equal(fill_masks([state]).allowed)
+    assert masks is not None and masks.words.equal(fill_masks([state]).words)
     filler.close()
 
 
 def test_a_constraint_may_begin_after_something_else(compiler: ConstraintCompiler) -> None:
     """Guards reasoning before JSON: anything but an end until the tag is closed, then the whole constraint."""
     state = GrammarState(compiler.compile(Constraint("choice", '["y"]')), [STOP], lambda ids: ids[-1:] == [7])
-    allowed = fill_masks([state]).allowed[0]
+    allowed = bools(fill_masks([state]))[0]
     assert int(allowed.sum()) == WIDTH - 1 and not allowed[STOP] and not state.is_complete
     for token in (5, 9, 7):
         state.accept(token)
-    assert int(fill_masks([state]).allowed.sum()) == 1 and not state.is_finished
+    assert int(bools(fill_masks([state])).sum()) == 1 and not state.is_finished
 
 
 class Broken(GrammarState):
@@ -606,10 +615,10 @@ class Broken(GrammarState):
 
     wait: threading.Event | None = None
 
-    def fill(self, allowed: np.ndarray) -> str | None:
+    def fill(self, words: np.ndarray) -> str | None:
         if self.wait is not None:
             self.wait.wait()
-            return super().fill(allowed)
+            return super().fill(words)
         raise ValueError("it broke")
 
 
@@ -630,11 +639,11 @@ def test_a_state_that_fails_or_stalls_harms_no_other(compiler: ConstraintCompile
         masks = filler.result()
         assert [error is None for error in masks.errors] == [True, False, True, False, True]
         assert "took longer than 0.05 s" in str(masks.errors[1]) and "it broke" in str(masks.errors[3])
-        assert masks.allowed.sum(dim=1).tolist() == [1, WIDTH, 1, WIDTH, 1]
+        assert bools(masks).sum(dim=1).tolist() == [1, WIDTH, 1, WIDTH, 1]
     assert len(filling_threads() - before) == 2, "a state that stalled was filled again"
     stalled.wait.set()
     filler.begin([start(compiler, "choice", ["y"])])
-    assert filler.result().allowed.sum() == 1 and stalled.error is not None
+    assert bools(filler.result()).sum() == 1 and stalled.error is not None
     filler.close()
     deadline = time.monotonic() + 5
     while filling_threads() - before and time.monotonic() < deadline:

@@ -14,6 +14,7 @@ from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.structured.compiler import ConstraintCompiler
 from cbatch.engine.structured.grammar import GrammarState
+from cbatch.engine.structured.token_words import num_words, to_bools
 from cbatch.engine.structured.tool_choice import (
     MAX_TOOLS,
     request_constraint,
@@ -45,9 +46,9 @@ def begin(compiler: ConstraintCompiler, choice: ToolChoice, tools: list[dict[str
 
 
 def allowed_tokens(state: GrammarState) -> list[int]:
-    allowed = np.ones(state.vocab_size, dtype=np.bool_)
-    assert state.fill(allowed) is None
-    return np.flatnonzero(allowed).tolist()
+    words = np.zeros(num_words(state.vocab_size), np.int32)
+    assert state.fill(words) is None
+    return np.flatnonzero(to_bools(words[None], state.vocab_size)).tolist()
 
 
 def draw(tokenizer: ChatTokenizer, state: GrammarState, rng: random.Random) -> str:

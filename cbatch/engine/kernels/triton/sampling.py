@@ -26,13 +26,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.engine.kernels.triton.vocab_scan import kth_largest, mass_before, max_of, min_of, noisy_argmax, sum_of
+from cbatch.engine.kernels.triton.vocab_scan import (
+    keep_allowed,
+    kth_largest,
+    mass_before,
+    max_of,
+    min_of,
+    noisy_argmax,
+    sum_of,
+)
 
 _INFINITY = tl.constexpr(math.inf)
 _SLACK = tl.constexpr(1e-3)
 """More than rounding can change a bound."""
 
-_SINGLE = ["words", "tokens", "largest"]
+_SINGLE = ["words", "masks", "tokens", "largest"]
 """Arguments of which a program reads or writes few numbers: another address must not compile a kernel again."""
 
 _OPTIONS = {"enable_fp_fusion": True}
@@ -59,14 +67,24 @@ class Tiling(NamedTuple):
 TILING = Tiling()
 
 
-def sample_rows(logits: Tensor, words: Tensor, tokens: Tensor, largest: Tensor, tiling: Tiling = TILING) -> None:
+def sample_rows(
+    logits: Tensor,
+    words: Tensor,
+    tokens: Tensor,
+    largest: Tensor,
+    masks: Tensor | None = None,
+    tiling: Tiling = TILING,
+) -> None:
     """Chooses a token for each row, without waiting for the device.
 
     logits:  [R, V] float32, float16 or bfloat16
     words:   [R, W] int32, contiguous, see `sampler.pack_sampling_params`
     tokens:  [R] int64, filled in; arbitrary in a row whose largest logit is not finite
     largest: [R] float32, the largest logit of each row, filled in
+    masks:   [M, ceil(V / 32)] int32, contiguous: sets of allowed tokens, which rows of `words` refer to by their number
     """
+    if masks is None:
+        masks = words  # no row reads it, and a kernel of its own would be one more to compile
     if logits.stride(1) != 1 or (logits.storage_offset() * logits.itemsize) % 16:
         logits = logits.clone(memory_format=torch.contiguous_format)
     rows, length = logits.shape
@@ -79,11 +97,11 @@ def sample_rows(logits: Tensor, words: Tensor, tokens: Tensor, largest: Tensor, 
     stride = logits.stride(0) if rows > 1 else length  # that of a single row means nothing, and may be anything
     first_warps, second_warps = tiling.warps
     _scan_kernel[(chunks, rows)](
-        logits, stride, length, words, blocks, block_max, found, places, WORDS=words.shape[1],
+        logits, stride, length, words, masks, blocks, block_max, found, places, WORDS=words.shape[1],
         CHUNK=tiling.chunk, PART=tiling.part, BLOCK=tiling.block, num_warps=first_warps, **_OPTIONS,
     )  # fmt: skip
     _choose_kernel[(rows,)](
-        logits, stride, length, words, blocks, block_max, found, places, chunks, lists, tokens, largest,
+        logits, stride, length, words, masks, blocks, block_max, found, places, chunks, lists, tokens, largest,
         WORDS=words.shape[1], CHUNKS=triton.next_power_of_2(chunks), BLOCKS=triton.next_power_of_2(blocks),
         GROUP=tiling.group, BLOCK=tiling.block, num_warps=second_warps, **_OPTIONS,
     )  # fmt: skip
@@ -107,6 +125,13 @@ def _noise_key(words: tl.tensor) -> tl.tensor:
     high = tl.load(words + 4).to(tl.uint32, bitcast=True)
     low = tl.load(words + 5).to(tl.uint32, bitcast=True)
     return high, low
+
+
+@triton.jit
+def _row_mask(words: tl.tensor, masks: tl.tensor, length: tl.tensor) -> tl.tensor:
+    """The words of a row's mask, and whether it has one."""
+    number = tl.load(words + 6)
+    return masks + (number - 1).to(tl.int64) * tl.cdiv(length, 32), number > 0
 
 
 @triton.jit
@@ -137,6 +162,7 @@ def _logit_floor(length: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, most: tl
 def _draw_filtered(
     values: tl.tensor,
     length: tl.tensor,
+    mask: tl.tensor,
     block_max: tl.tensor,
     blocks: tl.tensor,
     lists: tl.tensor,
@@ -159,9 +185,9 @@ def _draw_filtered(
     if k > 0:
         least = tl.full((), -_INFINITY, tl.float32)
         if k <= blocks:  # k blocks have a token that reaches the k-th largest of the blocks' maxima
-            summary = (block_max, blocks, 1.0, lists, tl.cdiv(blocks, BLOCK))
+            summary = (block_max, blocks, 1.0, (lists, False), lists, tl.cdiv(blocks, BLOCK))
             least = kth_largest(summary, k, least, most, False, GROUP, BLOCK)
-    row = (values, length, temperature, lists, _select_blocks(block_max, lists, blocks, least, BLOCKS))
+    row = (values, length, temperature, mask, lists, _select_blocks(block_max, lists, blocks, least, BLOCKS))
     if k > 0:
         least = kth_largest(row, k, least, most, True, GROUP, BLOCK)
         floor = tl.maximum(floor, least)
@@ -183,6 +209,7 @@ def _scan_kernel(
     stride: tl.tensor,
     length: tl.tensor,
     words: tl.tensor,
+    masks: tl.tensor,
     blocks: tl.tensor,
     block_max: tl.tensor,
     found: tl.tensor,
@@ -204,6 +231,8 @@ def _scan_kernel(
     block = chunk * CHUNK + tl.arange(0, CHUNK)
     ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     raw = tl.load(values + ids, mask=ids < length, other=-_INFINITY).to(tl.float32)
+    mask = _row_mask(words, masks, length)
+    raw = keep_allowed(raw, ids, ids < length, mask)
     is_nan = raw != raw
     raw = tl.where(is_nan, -_INFINITY, raw)
     tl.store(place + 2 * chunks, tl.where(max_of(is_nan.to(tl.int32)) > 0, float("nan"), max_of(raw)))
@@ -216,7 +245,7 @@ def _scan_kernel(
         base = tl.where((score > -_INFINITY) & (score < _INFINITY), score, 0.0)
         tl.store(place + chunks, sum_of(tl.exp(x - base)))
     elif temperature > 0:
-        whole = (values, length, divisor, places, tl.minimum(chunk * CHUNK + CHUNK, blocks))
+        whole = (values, length, divisor, mask, places, tl.minimum(chunk * CHUNK + CHUNK, blocks))
         bounds = (-_INFINITY, -_INFINITY, length)
         score, token = noisy_argmax(whole, chunk * CHUNK, _noise_key(words), token, bounds, False, PART, BLOCK)
     tl.store(place, score)
@@ -229,6 +258,7 @@ def _choose_kernel(
     stride: tl.tensor,
     length: tl.tensor,
     words: tl.tensor,
+    masks: tl.tensor,
     blocks: tl.tensor,
     block_max: tl.tensor,
     found: tl.tensor,
@@ -259,8 +289,8 @@ def _choose_kernel(
     if params[4] & (most > -_INFINITY) & (most < _INFINITY):
         total = tl.sum(tl.load(place + chunks, mask=is_there, other=0.0) * tl.exp(scores - most), 0)
         values, block_max, lists = logits + row.to(tl.int64) * stride, block_max + row * blocks, lists + row * blocks
-        key = _noise_key(words)
+        key, mask = _noise_key(words), _row_mask(words, masks, length)
         token = _draw_filtered(
-            values, length, block_max, blocks, lists, params, key, token, most, total, GROUP, BLOCK, BLOCKS
+            values, length, mask, block_max, blocks, lists, params, key, token, most, total, GROUP, BLOCK, BLOCKS
         )
     tl.store(tokens + row, token)

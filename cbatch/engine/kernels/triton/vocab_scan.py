@@ -1,6 +1,7 @@
 """Passes over the logits of one row, in blocks of tokens, in one program, and the Gumbel noise of its tokens.
 
-A row is a tuple (values, their number, temperature, ids of the blocks to scan, how many these are). Loops are `while`:
+A row is a tuple (values, their number, temperature, mask, ids of the blocks to scan, how many these are). A mask is a
+tuple (words of the allowed tokens, whether there are any: see `structured/token_words.py`). Loops are `while`:
 Triton 3.6's interpreter cannot loop up to a number that it computed.
 """
 
@@ -69,20 +70,32 @@ def noise_bound(uniform: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def keep_allowed(raw: tl.tensor, ids: tl.tensor, is_token: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Logits, and minus infinity for tokens that the mask does not allow."""
+    if mask[1]:
+        word = tl.load(mask[0] + (ids >> 5), mask=is_token, other=0)
+        raw = tl.where((word >> (ids & 31)) & 1 != 0, raw, -_INFINITY)
+    return raw
+
+
+@triton.jit
 def _tile(
     row: tl.tensor, start: tl.tensor, LISTED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr
 ) -> tl.tensor:
     """x [GROUP, BLOCK], values divided by the temperature, and their token ids, of the row's blocks from `start`.
 
-    x is minus infinity past the end of the row, and for NaN. Without LISTED, all blocks are scanned.
+    x is minus infinity past the end of the row, for NaN and for tokens that are not allowed. Without LISTED, all blocks
+    are scanned.
     """
-    values, length, temperature, lists, stop = row
+    values, length, temperature, mask, lists, stop = row
     blocks = start + tl.arange(0, GROUP)
     is_there = blocks < stop
     if LISTED:
         blocks = tl.load(lists + blocks, mask=is_there, other=0)
     places = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    raw = tl.load(values + places, mask=is_there[:, None] & (places < length), other=-_INFINITY).to(tl.float32)
+    is_token = is_there[:, None] & (places < length)
+    raw = tl.load(values + places, mask=is_token, other=-_INFINITY).to(tl.float32)
+    raw = keep_allowed(raw, places, is_token, mask)
     # Rounded as in torch: equal logits must stay equal, and the order of others must not change.
     return tl.where(raw == raw, tl.div_rn(raw, temperature), -_INFINITY), places
 
@@ -118,7 +131,7 @@ def noisy_argmax(
 
     Only tokens that an upper bound of the noise does not rule out take logarithms.
     """
-    length, stop = row[1], row[4]
+    length, stop = row[1], row[5]
     floor, limit, end = bounds
     best = tl.full((), -_INFINITY, tl.float32)
     token = first
@@ -144,7 +157,7 @@ def mass_before(
     """The sum of e^(x - most) over the tokens before the token `end`, whose x is `limit`."""
     mass = tl.zeros([GROUP, BLOCK], tl.float32)
     group = 0
-    while group < row[4]:
+    while group < row[5]:
         x, ids = _tile(row, group, True, GROUP, BLOCK)
         mass += tl.where((x > limit) | ((x == limit) & (ids < end)), tl.exp(x - most), 0.0)
         group += GROUP
@@ -173,7 +186,7 @@ def kth_largest(
         above = tl.full([GROUP, BLOCK], _INFINITY, tl.float32)
         below = tl.full([GROUP, BLOCK], -_INFINITY, tl.float32)
         group = 0
-        while group < row[4]:
+        while group < row[5]:
             x, _ids = _tile(row, group, LISTED, GROUP, BLOCK)
             reaches = x >= pivot
             reached += reaches.to(tl.int32)

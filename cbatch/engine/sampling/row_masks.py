@@ -1,0 +1,100 @@
+"""The tokens that the rows of a step allow: a request's own list, its constraint, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.engine.runtime.transfer import to_device
+from cbatch.engine.scheduler.request import Request
+from cbatch.engine.structured.masks import TokenMasks
+from cbatch.engine.structured.token_words import to_bools, words_of
+
+_known_lists: WeakValueDictionary[bytes, NDArray[np.int32]] = WeakValueDictionary()
+"""Lists of allowed tokens in use, by their bytes: the same list in all rows of a file is one mask."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowMasks:
+    """The allowed tokens of R rows.
+
+    words: [M, num_words] int32 on the CPU (see `token_words`), in pinned memory for a GPU
+    index: [R] int32, the mask of each row; -1: it allows all tokens
+    """
+
+    words: Tensor
+    index: NDArray[np.int32]
+
+    @classmethod
+    def build(
+        cls, requests: Sequence[Request], masks: TokenMasks | None, constrained_rows: Sequence[int], logits: Tensor
+    ) -> RowMasks | None:
+        """The masks of a step; None if all rows allow all tokens.
+
+        masks:  of the rows `constrained_rows`
+        logits: [R, V]
+        """
+        listed = [row for row, request in enumerate(requests) if request.params.allowed_token_ids is not None]
+        if masks is None and not listed:
+            return None
+        index = np.full(len(requests), -1, np.int32)
+        index[constrained_rows] = np.arange(len(constrained_rows))
+        if not listed:
+            assert masks is not None
+            return cls(masks.words, index)
+        found: list[NDArray[np.int32]] = [] if masks is None else list(masks.words.numpy())
+        numbers: dict[int, int] = {}
+        for row in listed:
+            words = _allowed_words(requests[row], logits.shape[1])
+            if index[row] >= 0:
+                found[index[row]] = found[index[row]] & words
+                continue
+            index[row] = number = numbers.setdefault(id(words), len(found))
+            if number == len(found):
+                found.append(words)
+        stacked = torch.empty(len(found), len(found[0]), dtype=torch.int32, pin_memory=logits.device.type == "cuda")
+        np.stack(found, out=stacked.numpy())
+        return cls(stacked, index)
+
+    def to(self, device: torch.device) -> Tensor:
+        """The words on a device, by an asynchronous copy."""
+        return self.words.to(device, non_blocking=True)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """A copy of logits [R, V] in float32, with minus infinity for tokens that are not allowed."""
+        logits = logits.float()
+        allowed = self._allowed(logits)
+        if np.array_equal(self.index, np.arange(len(allowed))):
+            return torch.where(allowed, logits, -torch.inf)
+        masked = np.flatnonzero(self.index >= 0)
+        rows, index = to_device([masked, self.index[masked].astype(np.int64)], logits.device)
+        result = logits.clone()
+        result[rows] = torch.where(allowed[index], logits[rows], -torch.inf)
+        return result
+
+    def _allowed(self, logits: Tensor) -> Tensor:
+        """The masks as booleans [M, V] where the logits are."""
+        if logits.device.type == "cpu":
+            return torch.from_numpy(to_bools(self.words.numpy(), logits.shape[1]))
+        return bools_on_device(self.to(logits.device), logits.shape[1])
+
+
+def bools_on_device(words: Tensor, vocab_size: int) -> Tensor:
+    """Sets of tokens [M, num_words] as booleans [M, vocab_size] on the same device."""
+    (places,) = to_device([np.left_shift(np.uint8(1), np.arange(8, dtype=np.uint8))], words.device)
+    bits = words.view(torch.uint8)[:, :, None] & places
+    return bits.flatten(1)[:, :vocab_size] != 0
+
+
+def _allowed_words(request: Request, vocab_size: int) -> NDArray[np.int32]:
+    """The list of a request as a set of tokens. Made once, because it may be as long as the vocabulary."""
+    if not isinstance(request.allowed_words, np.ndarray):
+        words = words_of(request.params.allowed_token_ids or (), vocab_size)
+        request.allowed_words = _known_lists.setdefault(words.tobytes(), words)
+    return request.allowed_words
