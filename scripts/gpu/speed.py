@@ -102,7 +102,6 @@ def sweep_lines(config: Config, rates: DeviceRates, device: torch.device) -> Ite
     choices: dict[str, list[Any]] = {
         "tile_bytes": [8192, 16384, 32768],
         "stages": [3, 5, 7],
-        "programs_per_sm": [2, 3, 4],
         "warps": [2, 4, 8],
     }
     for values in itertools.product(*choices.values()):

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from cbatch.engine.attention.base import AttendOptions
-from cbatch.engine.kernels.triton.attention_decode import DecodeTuning, attend_decode
+from cbatch.engine.kernels.triton.attention_decode import DecodeGrid, DecodeTuning, attend_decode
 from cbatch.engine.kernels.triton.attention_metadata import AttentionMetadata, StepBuffers, build_metadata
 from cbatch.engine.kernels.triton.attention_prefill import PrefillTuning, attend_prefill
 from cbatch.engine.kernels.triton.attention_tile import attend_arguments, store_kv
+from cbatch.engine.kernels.triton.occupancy import DeviceLimits, device_limits
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import LayerShape, Shape
 
 LARGEST_HEAD = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-DECODE_TUNING, PREFILL_TUNING = DecodeTuning(), PrefillTuning()
 
 
 def fits(layers: list[LayerShape], dtype: torch.dtype) -> bool:
@@ -36,12 +36,18 @@ class TritonAttention:
     gathers_kv = False
 
     def __init__(
-        self, device: torch.device, decode: DecodeTuning = DECODE_TUNING, prefill: PrefillTuning = PREFILL_TUNING
+        self,
+        device: torch.device,
+        decode: DecodeTuning | None = None,
+        prefill: PrefillTuning | None = None,
+        limits: DeviceLimits | None = None,
     ) -> None:
-        self.device, self.decode, self.prefill = device, decode, prefill
-        self.multiprocessors = 2  # where kernels run in Triton's interpreter
-        if device.type == "cuda":
-            self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        """limits: of the chip that kernels are compiled for; None: those of the device"""
+        self.device = device
+        self.limits = limits or device_limits(device)
+        self.decode = decode or DecodeTuning.for_chip(self.limits)
+        self.prefill = prefill or PrefillTuning()
+        self._grid = DecodeGrid(self.limits)
 
     @property
     def capturable(self) -> TritonAttention:
@@ -79,8 +85,8 @@ class TritonAttention:
         query = _rows(query)
         arguments = attend_arguments(query, **options)
         out = query.new_empty(*query.shape[:2], values.shape[-1])
-        attend_decode(query, keys, values, out, metadata, arguments, self.multiprocessors, self.decode)
-        attend_prefill(query, keys, values, out, metadata, arguments, self.prefill)
+        attend_decode(query, keys, values, out, metadata, arguments, self._grid, self.decode)
+        attend_prefill(query, keys, values, out, metadata, arguments, self.prefill, self.limits)
         return out
 
 

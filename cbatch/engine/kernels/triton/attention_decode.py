@@ -7,6 +7,7 @@ read on the device, so a captured launch is right for the next step.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +17,14 @@ from torch import Tensor
 
 from cbatch.engine.kernels.triton.attention_metadata import AttentionMetadata
 from cbatch.engine.kernels.triton.attention_tile import (
+    LAUNCH,
     cache_layout,
     kv_rows,
     load_kv,
     online_softmax_update,
     scaled_scores,
 )
+from cbatch.engine.kernels.triton.occupancy import KIB, DeviceLimits, resident_programs
 
 
 class DecodeTuning(NamedTuple):
@@ -33,7 +36,6 @@ class DecodeTuning(NamedTuple):
     warps            warps of a program; they share the columns of a tile, whose rows are the heads of one group
     stages           depth of the pipeline. Finding a block, reading it and using it are separate stages, so 5 stages
                      have two tiles in flight, and 3 have one
-    programs_per_sm  programs on each multiprocessor: as many as fit at once
     chunk            partial results that are merged at once
     """
 
@@ -41,16 +43,38 @@ class DecodeTuning(NamedTuple):
     tile_bytes: int = 16384
     warps: int = 4
     stages: int = 5
-    programs_per_sm: int = 3
     chunk: int = 16
+
+    @classmethod
+    def for_chip(cls, limits: DeviceLimits) -> DecodeTuning:
+        """Smaller tiles if a multiprocessor's shared memory has room for only one program with the usual ones."""
+        return cls() if limits.shared >= 160 * KIB else cls(tile_bytes=8192)
 
     def tile_tokens(self, key_tile: int, dtype: torch.dtype) -> int:
         """Tokens of a tile, a power of 2, for heads of a padded size."""
         return min(max(16, self.tile_bytes // (key_tile * dtype.itemsize)), 128)
 
-    def programs(self, multiprocessors: int, head_tile: int) -> int:
-        """Programs of a launch. Large heads take so many registers that one program less fits."""
-        return multiprocessors * max(1, self.programs_per_sm - (head_tile > 128))
+
+class DecodeGrid:
+    """How many programs a launch has: as many as the device runs at once, by what their kernel takes.
+
+    A kernel is known once it was launched; a launch before has two programs on each multiprocessor. Results do not
+    depend on it.
+    """
+
+    def __init__(self, limits: DeviceLimits) -> None:
+        self.limits = limits
+        self._resident: dict[Hashable, int] = {}
+
+    def programs(self, variant: Hashable) -> int:
+        return self.limits.multiprocessors * self._resident.get(variant, 2)
+
+    def launched(self, variant: Hashable, kernel: Any) -> None:
+        """Learns from a `CompiledKernel` how many of its programs a multiprocessor runs; the interpreter has none."""
+        registers = getattr(kernel, "n_regs", None)
+        if variant not in self._resident and registers:
+            shared, warps = kernel.metadata.shared, kernel.metadata.num_warps
+            self._resident[variant] = max(1, resident_programs(registers, shared, warps, self.limits))
 
 
 def attend_decode(
@@ -60,16 +84,16 @@ def attend_decode(
     out: Tensor,
     metadata: AttentionMetadata,
     options: dict[str, Any],
-    multiprocessors: int,
+    grid: DecodeGrid,
     tuning: DecodeTuning,
 ) -> None:
     """Writes the decode rows of out [T, query heads, value_dim], and no other rows.
 
-    query            [T, query heads, key_dim], any strides between rows and heads
-    keys, values     [num_blocks, kv_heads, block_size, dim]
-    options          see `attend_arguments`
-    multiprocessors  how many the device has. The number of programs does not depend on the rows of a step, except
-                     that it is never larger than the buffers can use
+    query         [T, query heads, key_dim], any strides between rows and heads
+    keys, values  [num_blocks, kv_heads, block_size, dim]
+    options       see `attend_arguments`
+    grid          the number of programs. It does not depend on the rows of a step, except that there are never more
+                  than the metadata can use
     """
     layer, decode = cache_layout(query, keys, values), metadata.decode
     if decode is None:
@@ -81,18 +105,24 @@ def attend_decode(
     num_parts = decode.partials if levels > 1 else 0
     partials = query.new_empty(num_parts, heads, value_dim, dtype=torch.float32)
     sums = query.new_empty(num_parts, heads, dtype=torch.float32)
-    programs = tuning.programs(multiprocessors, max(layer["KEY_TILE"], layer["VALUE_TILE"]))
-    _decode_kernel[(min(programs, len(decode.items) * layer["KV_HEADS"]),)](
+    constants = {
+        **layer, "ROWS": max(16, triton.next_power_of_2(layer["GROUP"])),
+        "TOKENS": tuning.tile_tokens(layer["KEY_TILE"], keys.dtype), "num_warps": tuning.warps,
+        "num_stages": tuning.stages, **LAUNCH,
+    }  # fmt: skip
+    forms = (options[name] for name in ("HAS_WINDOW", "HAS_SOFTCAP", "HAS_SINKS"))
+    variant = query.dtype, keys.dtype, *forms, *constants.values()
+    programs = min(grid.programs(variant), len(decode.items) * layer["KV_HEADS"])
+    kernel = _decode_kernel[(programs,)](
         query, keys, values, out, partials, sums, metadata.sequences, decode.items, decode.totals, metadata.block_ids,
-        levels, query.stride(0), query.stride(1), **options, **layer,
-        ROWS=max(16, triton.next_power_of_2(layer["GROUP"])),
-        TOKENS=tuning.tile_tokens(layer["KEY_TILE"], keys.dtype), num_warps=tuning.warps, num_stages=tuning.stages,
+        levels, query.stride(0), query.stride(1), **options, **constants,
     )  # fmt: skip
+    grid.launched(variant, kernel)
     if num_parts:
         _combine_kernel[(len(decode.merges), heads)](
             out, partials, sums, metadata.sequences, decode.merges, options["window"],
             HAS_WINDOW=options["HAS_WINDOW"], HEADS=heads, VALUE_DIM=value_dim, VALUE_TILE=layer["VALUE_TILE"],
-            CHUNK=tuning.chunk,
+            CHUNK=tuning.chunk, **LAUNCH,
         )  # fmt: skip
 
 

@@ -15,19 +15,21 @@ from torch import Tensor
 
 from cbatch.engine.kernels.triton.attention_metadata import AttentionMetadata
 from cbatch.engine.kernels.triton.attention_tile import (
+    LAUNCH,
     cache_layout,
     kv_rows,
     load_kv,
     online_softmax_update,
     scaled_scores,
 )
+from cbatch.engine.kernels.triton.occupancy import DeviceLimits
 
 
 class PrefillTuning(NamedTuple):
     """Tuning parameters.
 
     rows           rows of a query tile, tokens times heads: each key is read once for all of them
-    tokens         keys of a tile for heads of up to 128; half as many for larger heads
+    tokens         keys of a tile
     warps, stages  warps of a program, and the tiles of keys and values that it has in flight
     """
 
@@ -36,15 +38,23 @@ class PrefillTuning(NamedTuple):
     warps: int = 8
     stages: int = 3
 
-    def fitted(self, head_tile: int, dtype: torch.dtype, group: int) -> PrefillTuning:
-        """Parameters for heads of a padded size in a type, so that tiles fit into a multiprocessor.
+    def fitted(self, head_tile: int, dtype: torch.dtype, group: int, limits: DeviceLimits) -> PrefillTuning:
+        """Parameters for heads of a padded size in a type on a chip, so that tiles fit into a multiprocessor.
 
-        Tiles of float32, which has no matrix units, are small enough to stay in registers.
+        The matrix units of 9.0 and 10.0 read operands from shared memory; those of 8.x and 12.0 take all of them from
+        registers, which would overflow: tiles are smaller there. Without matrix units tiles are smaller still: in
+        float32, and below 8.0, where Triton does not use them.
         """
-        exact = dtype == torch.float32
-        rows = max(min(self.rows, 32) if exact else self.rows, triton.next_power_of_2(group))
-        tokens = max(16, self.tokens // (4 if exact else 1) // max(1, head_tile // 128))
-        return self._replace(rows=rows, tokens=tokens, stages=min(self.stages, 2) if exact else self.stages)
+        if dtype == torch.float32 or limits.capability < 80:
+            rows, tokens, warps, stages = min(self.rows, 32), self.tokens // 4, min(self.warps, 4), min(self.stages, 2)
+        else:
+            rows, tokens, warps, stages = self
+            if not 90 <= limits.capability < 120:
+                rows = min(rows, 64) if head_tile > 128 else rows
+                tokens = min(tokens, 32) if head_tile > 64 else tokens
+            elif head_tile > 128:
+                tokens //= 2
+        return PrefillTuning(max(rows, triton.next_power_of_2(group)), max(16, tokens), warps, stages)
 
 
 def attend_prefill(
@@ -55,6 +65,7 @@ def attend_prefill(
     metadata: AttentionMetadata,
     options: dict[str, Any],
     tuning: PrefillTuning,
+    limits: DeviceLimits,
 ) -> None:
     """Writes the rows of out [T, query heads, value_dim] that belong to chunks of prompts, and no other rows.
 
@@ -65,12 +76,12 @@ def attend_prefill(
     layer, prefill = cache_layout(query, keys, values), metadata.prefill
     if prefill is None:
         return
-    tuning = tuning.fitted(max(layer["KEY_TILE"], layer["VALUE_TILE"]), keys.dtype, layer["GROUP"])
+    tuning = tuning.fitted(max(layer["KEY_TILE"], layer["VALUE_TILE"]), keys.dtype, layer["GROUP"], limits)
     tiles = prefill.max_tiles(tuning.rows // layer["GROUP"])
     _prefill_kernel[(tiles * layer["KV_HEADS"],)](
         query, keys, values, out, prefill.pieces, prefill.count, metadata.sequences, metadata.block_ids,
         query.stride(0), query.stride(1), **options, **layer, ROWS=tuning.rows, TOKENS=tuning.tokens,
-        num_warps=tuning.warps, num_stages=tuning.stages,
+        num_warps=tuning.warps, num_stages=tuning.stages, **LAUNCH,
     )  # fmt: skip
 
 
