@@ -41,38 +41,47 @@ class DeviceRates:
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype, clock: Clock = time.perf_counter) -> DeviceRates:
-    """Measures each rate as the best of several rounds, with as many threads as a run. Takes up to 768 MiB briefly."""
-    is_gpu = device.type == "cuda"
-    return DeviceRates(_copy_rate(device, clock, 10 if is_gpu else 1), _matrix_rate(device, dtype, clock, is_gpu))
+    """Measures each rate as the best of several rounds, with as many threads as a run. Takes up to 768 MiB briefly.
+
+    All numbers are random, and the matrices lie as a model's do. With equal ones few bits change from one operation to
+    the next, a GPU stays below its power limit, and a product is faster by a tenth and more than in any run
+    (https://www.thonking.ai/p/strangely-matrix-multiplications). A round on a GPU is long enough to reach that limit.
+    """
+    is_gpu = device.type != "cpu"
+    return DeviceRates(
+        _copy_rate(device, clock, 20 if is_gpu else 1),
+        _matrix_rate(device, dtype, clock, *((8192, 40) if is_gpu else (1024, 1))),
+    )
 
 
 def _copy_rate(device: torch.device, clock: Clock, repeats: int) -> float:
-    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
+    drawn = torch.randint(256, (min(COPY_BYTES, 2**20),), dtype=torch.uint8, device=device)
+    source = drawn.repeat(COPY_BYTES // len(drawn))  # a CPU takes seconds to draw all
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / _best_time(lambda: target.copy_(source), device, clock, repeats)
+    return 2 * len(source) / _best_time(lambda: target.copy_(source), device, clock, repeats)
 
 
-def _matrix_rate(device: torch.device, dtype: torch.dtype, clock: Clock, is_gpu: bool) -> float:
-    size, repeats = (8192, 5) if is_gpu else (1024, 1)
-    left = torch.full((size, size), 0.5, dtype=dtype, device=device)
-    right, product = left.clone(), torch.empty_like(left)
+def _matrix_rate(device: torch.device, dtype: torch.dtype, clock: Clock, size: int, repeats: int) -> float:
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
+    product = torch.empty_like(left)
     with torch.inference_mode():
-        seconds = _best_time(lambda: torch.mm(left, right, out=product), device, clock, repeats)
+        seconds = _best_time(lambda: torch.mm(left, right.t(), out=product), device, clock, repeats)
     return 2 * size**3 / seconds
 
 
 def _best_time(work: Callable[[], Any], device: torch.device, clock: Clock, repeats: int) -> float:
     """Seconds of `work` in the best round, after a warm-up. Repeats within a round hide a GPU's launch overhead."""
-    on_gpu = device.type == "cuda"
+    on_gpu = device.type != "cpu"
     times: list[float] = []
     for _ in range(1 + ROUNDS):
         if on_gpu:
-            torch.cuda.synchronize(device)
+            torch.accelerator.synchronize(device)
         start = clock()
         for _ in range(repeats):
             work()
         if on_gpu:
-            torch.cuda.synchronize(device)
+            torch.accelerator.synchronize(device)
         times.append((clock() - start) / repeats)
         if len(times) > 1 and sum(times) * repeats > ROUNDS_S:
             break

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from cbatch.cli.bench import roofline
 from cbatch.cli.bench.roofline import DeviceRates, ModelCost, RooflineBound, measure_rates, roofline_bound, tokens_read
@@ -104,6 +105,26 @@ def test_slow_devices_get_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = measure_rates(CPU, torch.float32, clock_of([0.5, 0.25, 0.1, 0.2, 0.3]))
     assert rates.bytes_per_s == pytest.approx(2 * 1000 / 0.25)
     assert rates.flops_per_s == pytest.approx(2 * 1024**3 / 0.2)
+
+
+def test_rates_are_measured_with_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the matrix rate of a GPU, which equal numbers flatter: its limit is power, and few bits change."""
+    products, copies = [], []
+    mm, copy = torch.mm, Tensor.copy_
+    monkeypatch.setattr(roofline, "COPY_BYTES", 2**20)
+    monkeypatch.setattr(
+        torch, "mm", lambda left, right, out: products.append((left, right)) or mm(left, right, out=out)
+    )
+    monkeypatch.setattr(Tensor, "copy_", lambda target, source: copies.append(source) or copy(target, source))
+    measure_rates(CPU, torch.bfloat16)
+    for left, right in products:
+        assert left.dtype == torch.bfloat16 and left.shape == right.shape == (1024, 1024)
+        for numbers in (left.float(), right.float()):
+            assert abs(numbers.mean()) < 0.01 and abs(numbers.std() - 1) < 0.01
+            assert len(numbers.unique()) > 1000 and not numbers[0].equal(numbers[1])
+        assert abs((left.float() * right.float()).mean()) < 0.01  # neither is made of the other
+        assert right.stride() == (1, 1024)  # as `linear` multiplies with weights
+    assert products and copies and all(len(source) == 2**20 and len(source.unique()) == 256 for source in copies)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
