@@ -15,7 +15,7 @@ from cbatch.engine.base.errors import EngineError, RequestError
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.execution.stats import EngineStats
 from cbatch.engine.requests.request import RequestHandle
-from cbatch.engine.runtime.memory import clear_frames, is_out_of_memory, release_memory
+from cbatch.engine.runtime.memory import clear_frames, is_out_of_memory, kernel_too_large, release_memory
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.tracing.phases import span
 from cbatch.engine.tracing.trace import StepTracer
@@ -194,6 +194,8 @@ class EngineThread:
                 with self._trace.step() if self._trace is not None else nullcontext():
                     events = self.engine.step()
             except Exception as error:
+                if problem := kernel_too_large(error):  # a smaller step does not help
+                    raise EngineError(problem) from error
                 self.last_error = f"{type(error).__name__}: {error}"
                 ran_out_of_memory = is_out_of_memory(error)
                 num_steps = self.engine.stats().num_steps

@@ -122,6 +122,18 @@ def test_a_step_that_keeps_failing_ends_every_request(engine_thread: EngineThrea
     assert late.error is not None and "device lost" in str(late.error)
 
 
+def test_a_kernel_that_does_not_fit_ends_the_engine_with_a_sentence(engine_thread: EngineThread) -> None:
+    """Guards a later launch that takes too much shared memory: neither retries nor smaller steps help."""
+    errors = pytest.importorskip("triton.runtime.errors")
+    faults = FailingForward(engine_thread, *[errors.OutOfResources(131072, 101376, "shared memory")] * 9)
+    (event,) = until_end(collect(engine_thread, [1, 2, 3]))
+    assert event.error is not None and str(event.error) == (
+        "The engine failed: a kernel needs 131072 of shared memory, and this GPU has 101376; "
+        "--attention reference does without such kernels"
+    )
+    assert faults.sizes == [3] and engine_thread.num_retries == engine_thread.num_shrinks == 0
+
+
 def test_another_thread_may_follow_one_that_failed(engine_thread: EngineThread) -> None:
     """Guards an engine that works again against requests of a closed thread."""
     forward = engine_thread.engine.runner.forward

@@ -22,6 +22,7 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._counts_peaks = device.type not in ("cpu", "mps")  # an Apple GPU works in memory of the process
         self._process = psutil.Process()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="cbatch-memory", daemon=True)
@@ -29,9 +30,9 @@ class PeakMemory:
         self.peak_bytes = 0
 
     def __enter__(self) -> PeakMemory:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._at_start = torch.cuda.memory_allocated(self._device)
+        if self._counts_peaks:
+            torch.get_device_module(self._device).reset_peak_memory_stats(self._device)
+            self._at_start = torch.get_device_module(self._device).memory_allocated(self._device)
         else:
             _release_free_memory()
             self._at_start = self._peak = self._process.memory_info().rss
@@ -39,8 +40,8 @@ class PeakMemory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._device.type == "cuda":
-            self._peak = torch.cuda.max_memory_allocated(self._device)
+        if self._counts_peaks:
+            self._peak = torch.get_device_module(self._device).max_memory_allocated(self._device)
         else:
             self._stop.set()
             self._thread.join()

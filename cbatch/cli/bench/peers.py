@@ -51,8 +51,8 @@ class PeerSetup:
 
     def now(self) -> float:
         """Seconds, once the device has finished its work."""
-        if self.network.device.type == "cuda":
-            torch.cuda.synchronize(self.network.device)
+        if self.network.device.type != "cpu":
+            torch.accelerator.synchronize(self.network.device)
         return self.clock()
 
 

@@ -38,7 +38,8 @@ class Machine:
 
     @classmethod
     def of(cls, engine: Engine) -> Machine:
-        device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else _processor()
+        module = torch.get_device_module(engine.device)
+        device = module.get_device_name(engine.device) if hasattr(module, "get_device_name") else _processor()
         return cls(
             device=device,
             threads=torch.get_num_threads(),

@@ -7,7 +7,7 @@ import torch
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.base.errors import ConfigError
-from cbatch.engine.runtime.device import is_nvidia
+from cbatch.engine.runtime.device import has_bfloat16, is_accelerator, is_nvidia
 from cbatch.engine.runtime.kv_cache import LayerShape
 
 BACKENDS = {"cpu": "a CPU", "triton": "an NVIDIA GPU", "reference": "any device"}
@@ -26,7 +26,7 @@ def check_attention(name: str, device: torch.device, block_size: int) -> None:
 
 def _own_backend(device: torch.device) -> str:
     """The backend that was made for the device."""
-    return "cpu" if device.type == "cpu" else "triton" if is_nvidia(device) else "reference"
+    return "cpu" if not is_accelerator(device) else "triton" if is_nvidia(device) else "reference"
 
 
 def has_fast_path(name: str, device: torch.device, block_size: int) -> bool:
@@ -41,7 +41,7 @@ def check_quantize(name: str | None, device: torch.device, *, fast: bool) -> boo
         return False
     if name != "int8":
         raise ConfigError(f"Weights cannot be quantized to {name!r}; the only choice is int8.")
-    if not fast or device.type != "cpu":
+    if not fast or is_accelerator(device):
         raise ConfigError(
             "Only the CPU's fast path has int8 weights: use --device cpu, --attention auto or cpu, and blocks of "
             "a multiple of 16 tokens."
@@ -67,7 +67,8 @@ def select_attention(
         else:
             from cbatch.engine.attention import triton
 
-            backend = triton.TritonAttention(device) if triton.fits(layers, dtype) else None
+            fits = triton.fits(layers, dtype) and (dtype != torch.bfloat16 or has_bfloat16(device))
+            backend = triton.TritonAttention(device) if fits else None
     except ImportError as error:  # numba and Triton do not exist for every platform of torch
         if name == named:
             raise ConfigError(f"The attention backend {name} is not available: {error}.") from error

@@ -7,6 +7,7 @@ from cbatch.engine.base.errors import EngineError
 from cbatch.engine.execution.cuda_graphs import DecodeGraphs
 from cbatch.engine.models.base import CapturableModel, Model
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
+from cbatch.engine.runtime.device import is_nvidia
 from cbatch.engine.runtime.kv_cache import KVCache
 
 
@@ -14,7 +15,7 @@ def graph_parts(
     model: Model, attention: AttentionBackend, wanted: bool
 ) -> tuple[CapturableModel, CapturableAttention] | None:
     """The model and the attention backend, if decode steps are to be captured as CUDA graphs."""
-    if not wanted or model.device.type != "cuda" or model.capturable is None or attention.capturable is None:
+    if not wanted or not is_nvidia(model.device) or model.capturable is None or attention.capturable is None:
         return None
     return model.capturable, attention.capturable
 

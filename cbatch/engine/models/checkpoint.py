@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from cbatch.engine.base.errors import ConfigError, ModelError
 from cbatch.engine.base.model_files import WEIGHTS_INDEX, InvalidFile, model_folder, read_json_object, weight_files
 from cbatch.engine.models.llama_spec import UnsupportedConfig, read_llama_spec
+from cbatch.engine.runtime.device import gpu_name, has_bfloat16, is_accelerator
 from cbatch.engine.runtime.memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -74,7 +76,9 @@ def _load(source: str, revision: str | None, device: torch.device, dtype: str, q
         raise UnsupportedConfig("neither config.json nor generation_config.json has an eos_token_id")
     stored = config.get("dtype", config.get("torch_dtype"))
     number = torch.bfloat16 if quantize and dtype == "auto" else choose_dtype(dtype, stored, device)
-    if device.type == "cuda":
+    if is_accelerator(device):
+        if number == torch.bfloat16 and not has_bfloat16(device):
+            raise UnsupportedConfig(f"{gpu_name(device)} does not compute in bfloat16")
         from cbatch.engine.models.cuda import CudaModel
 
         return CudaModel(config, Tensors(folder), number, device)
@@ -84,21 +88,39 @@ def _load(source: str, revision: str | None, device: torch.device, dtype: str, q
 
 
 def choose_dtype(name: str, checkpoint: torch.dtype | str | None, device: torch.device) -> torch.dtype:
-    """The dtype by name; `auto` is the checkpoint's, or float32 on a CPU without fast arithmetic for that.
+    """The dtype by name; `auto` is the checkpoint's, or one that the device computes in.
 
-    Raises ConfigError for an unknown name.
+    bfloat16 becomes float32 on a CPU without instructions for it, and float16 on a GPU without. The latter is said, as
+    is a bfloat16 that was asked for and has to be emulated. Raises ConfigError for an unknown name.
     """
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name != "auto":
         if name not in names:
             raise ConfigError(f"There is no dtype {name!r}; use auto, float32, bfloat16 or float16.")
+        if name == "bfloat16" and not has_bfloat16(device):
+            _warn_once(
+                f"{gpu_name(device)} does not compute in bfloat16: torch emulates it, without the kernels of this "
+                "program; use --dtype float16 if that is too slow."
+            )
         return names[name]
     if isinstance(checkpoint, str):
         checkpoint = getattr(torch, checkpoint, None)
     wanted = checkpoint if isinstance(checkpoint, torch.dtype) else torch.float32
     if device.type == "cpu" and not (wanted == torch.bfloat16 and _cpu_has_bfloat16()):
         return torch.float32
+    if wanted == torch.bfloat16 and not has_bfloat16(device):
+        _warn_once(
+            f"{gpu_name(device)} does not compute in bfloat16, so the model runs in float16, whose numbers end at "
+            "65504; if it gives no numbers (nan_logits), use --dtype float32."
+        )
+        return torch.float16
     return wanted
+
+
+@cache
+def _warn_once(sentence: str) -> None:
+    """Logs a warning once in a process: the dtype of a model may be chosen twice, for the fast path and without it."""
+    _log.warning(sentence)
 
 
 def _cpu_has_bfloat16() -> bool:

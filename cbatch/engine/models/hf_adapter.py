@@ -29,6 +29,7 @@ from cbatch.engine.models.base import LinearCost
 from cbatch.engine.models.linear_cost import linear_cost_of
 from cbatch.engine.models.mask_patterns import MaskPattern, pattern_of, probe_mask
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
+from cbatch.engine.runtime.device import samples_on
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 
 ATTENTION_NAME = "cbatch"
@@ -170,7 +171,7 @@ class TransformersModel:
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch, kv_cache: KVCache, attention: AttentionBackend) -> Logits:
-        """Logits [R, vocabulary] of the wanted rows, in the model's dtype."""
+        """Logits [R, vocabulary] of the wanted rows, in the model's dtype, where they are sampled (`samples_on`)."""
         step = AttentionCalls(kv_cache, attention, attention.prepare(batch, kv_cache.block_size), self.windows)
         with self._in_use:
             logits = self._call(batch, step)
@@ -178,7 +179,7 @@ class TransformersModel:
             raise ModelError(
                 f"it called attention {step.calls} times in a step, and {len(self.layers)} times when it was loaded"
             )
-        return Logits(logits)
+        return Logits(logits if samples_on(self.device) else logits.cpu())
 
     def _call(self, batch: RaggedBatch, step: AttentionCalls | AttentionProbe) -> Tensor:
         token = _current.set(step)

@@ -41,7 +41,7 @@ def check_ragged(model: TransformersModel) -> None:
     sequences = [torch.randint(model.vocab_size, (n,), generator=generator).tolist() for n in _LENGTHS]
     try:
         with torch.inference_mode():
-            alone = [model.plain_logits(ids)[-1] for ids in sequences]
+            alone = [model.plain_logits(ids)[-1].cpu() for ids in sequences]
             batched = _paged_logits(model, sequences, _CHUNKS)
             beside_long = _paged_logits(model, sequences, _WHOLE, far=True)
     except Exception as error:  # whatever a model's own code raises
@@ -86,7 +86,7 @@ def _paged_logits(
         batch = RaggedBatch.build(SchedulerOutput(slices), _BLOCK_SIZE, model.device)
         if far:
             batch.position_ids[slices[0].num_tokens :] += max(model.max_model_len - _LENGTHS[1], 0)
-        logits = model.forward(batch, kv_cache, attention).values
+        logits = model.forward(batch, kv_cache, attention).values.cpu()
     return logits
 
 

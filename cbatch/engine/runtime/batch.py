@@ -132,7 +132,7 @@ class RaggedBatch:
     starts, stops  S ints: chunk i computes tokens starts[i] .. stops[i]-1 of its sequence; each attends to the tokens
                    of that sequence up to itself
     scored         [R] bool, which of the R rows score a prompt; None if none does
-    device_tokens  tokens that only the device knows; None if there are none, as always on a CPU
+    device_tokens  tokens that only the device knows; None if there are none, as always if the host samples
 
     On the device the arrays are the tensors `input_ids`, `position_ids`, `slot_mapping`, `logit_rows` and
     `block_tables`; one copy brings all of them there when the first one is used.
@@ -214,7 +214,7 @@ class RaggedBatch:
                 ends[unknown] - 1,
                 np.array([in_flight_tokens.rows[requests[one]] for one in unknown]),
             )
-            if device.type == "cpu":
+            if in_flight_tokens.tokens.device.type == "cpu":
                 ids[device_tokens.places], device_tokens = in_flight_tokens.tokens.numpy()[device_tokens.rows], None
         is_scored = np.isin(rows, scored) if len(scored) else None
         return cls(ids, positions, slots, rows, table, starts, stops, device, is_scored, device_tokens)

@@ -41,9 +41,23 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def is_cuda(device: torch.device) -> bool:
+    """Whether `torch.cuda` serves the device: an NVIDIA GPU, or one of AMD under ROCm."""
+    return device.type == "cuda"
+
+
 def pins_memory(device: torch.device) -> bool:
     """Whether copies between the device and pinned memory of the host overlap with other work."""
-    return device.type == "cuda"
+    return is_cuda(device)
+
+
+def samples_on(device: torch.device) -> bool:
+    """Whether tokens are sampled on the device. On those that nobody has tested, the host samples as on a CPU.
+
+    Sampling needs exact integers of 64 bits and sorts, which differ more among devices than a model's layers do, and
+    the self-check of a model does not see it.
+    """
+    return is_cuda(device) or not is_accelerator(device)
 
 
 def has_bfloat16(device: torch.device) -> bool:

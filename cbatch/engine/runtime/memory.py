@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+
+from cbatch.engine.runtime.device import is_accelerator
 
 Step = Callable[[], object]
 
@@ -35,10 +38,13 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
     On a CPU no step is profiled. The cache takes only a quarter of the free memory, so steps fit beside it; a peak
     could not be told apart from the process's heap and other programs; and a large step takes seconds at every start.
+    The same holds for Apple's GPU, which works in the host's memory and counts no peak.
     """
-    if device.type == "cuda":
-        return DeviceMemory(str(device), "90%", partial(_free_gpu_bytes, device), partial(_measure_gpu_peak, device))
-    return DeviceMemory(str(device), "25%", _free_host_bytes)
+    if not is_accelerator(device):
+        return DeviceMemory(str(device), "25%", _free_host_bytes)
+    if device.type == "mps":
+        return DeviceMemory(str(device), "25%", _free_apple_bytes)
+    return DeviceMemory(str(device), "90%", partial(_free_gpu_bytes, device), partial(_measure_gpu_peak, device))
 
 
 def _free_host_bytes() -> int:
@@ -49,30 +55,58 @@ def _free_host_bytes() -> int:
 
 def _free_gpu_bytes(device: torch.device) -> int:
     """Free bytes after torch has returned its cached memory, since a KV cache is one or two large tensors."""
-    torch.cuda.empty_cache()
-    return int(torch.cuda.mem_get_info(device)[0])
+    module = torch.get_device_module(device)
+    module.empty_cache()
+    try:
+        return int(module.mem_get_info(device)[0])
+    except RuntimeError:  # some Intel GPUs do not tell what is free
+        return int(module.get_device_properties(device).total_memory - module.memory_reserved(device))
+
+
+def _free_apple_bytes() -> int:
+    """Free bytes of the memory that an Apple GPU shares with the host."""
+    torch.mps.empty_cache()
+    return min(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory(), _free_host_bytes())
 
 
 def _measure_gpu_peak(device: torch.device, step: Step) -> int:
     # torch counts on the host, so there is no need to wait for the device.
-    torch.cuda.reset_peak_memory_stats(device)
+    module = torch.get_device_module(device)
+    module.reset_peak_memory_stats(device)
     step()
-    return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    return int(module.max_memory_allocated(device) - module.memory_allocated(device))
 
 
 def release_memory(device: torch.device) -> None:
     """Returns unused memory to the device, after collecting reference cycles."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    if is_accelerator(device):
+        torch.get_device_module(device).empty_cache()
 
 
-_SIGNS = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory")
-"""In messages of CUDA, cuBLAS, Triton and torch on a CPU, which raise plain RuntimeErrors."""
+_SIGNS = ("out of memory", "ALLOC_FAILED", "OUT_OF_DEVICE_MEMORY", "can't allocate memory", "not enough memory")
+"""In messages of CUDA, cuBLAS, Triton, Intel's runtime and torch on a CPU, which raise plain RuntimeErrors."""
+
+
+def kernel_too_large(error: BaseException) -> str | None:
+    """Says in a sentence, without a full stop, that a kernel does not fit on the GPU; None for any other error.
+
+    It takes more than there is of what a multiprocessor has for one program. Smaller steps take as much.
+    """
+    errors = sys.modules.get("triton.runtime.errors")  # not there if no kernel was launched
+    if errors is not None and isinstance(error, errors.OutOfResources):
+        needs = f"{error.required} of {error.name}, and this GPU has {error.limit}"
+    elif isinstance(error, RuntimeError) and "too many resources requested" in str(error):
+        needs = "more registers than this GPU has"
+    else:
+        return None
+    return f"a kernel needs {needs}; --attention reference does without such kernels"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that memory ran out, or was raised while such an error was handled."""
+    if kernel_too_large(error):
+        return False
     return any(
         isinstance(one, torch.OutOfMemoryError | MemoryError)
         or (isinstance(one, RuntimeError) and any(sign in str(one) for sign in _SIGNS))

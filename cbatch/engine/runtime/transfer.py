@@ -12,41 +12,49 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch.engine.runtime.device import is_accelerator, is_cuda, pins_memory
+
 _ALIGNMENT = 16
 """Bytes. Triton compiles a kernel once more for addresses that are not multiples of it."""
 
 
 def use_device(device: torch.device) -> AbstractContextManager[object]:
     """Makes a GPU torch's current device, on which Triton launches kernels wherever the tensors are."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return torch.cuda.device(device) if is_cuda(device) else nullcontext()
 
 
 def synchronize(device: torch.device) -> None:
     """Waits until a GPU has done all its work; a CPU has."""
-    if device.type == "cuda":
+    if is_cuda(device):
         torch.cuda.synchronize(device)
+    elif is_accelerator(device):
+        torch.accelerator.synchronize(device)
 
 
 def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
     """The arrays as tensors on a device, by one asynchronous copy. On the CPU they share their memory."""
-    if device.type == "cpu":
+    if not is_accelerator(device):
         return [torch.from_numpy(array) for array in arrays]
+    if not pins_memory(device):
+        return [torch.from_numpy(array).to(device) for array in arrays]
     return unpack(pack(arrays, arrays, pin=True).to(device, non_blocking=True), arrays)
 
 
 class HostCopy:
-    """An asynchronous copy of tensors to the host."""
+    """A copy of tensors to the host, asynchronous if the device pins memory."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._arrived: torch.cuda.Event | None = None
         self._tensors = tensors
-        if any(tensor.device.type == "cuda" for tensor in tensors):
+        if any(pins_memory(tensor.device) for tensor in tensors):
             there = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
             for target, tensor in zip(there, tensors, strict=True):
                 target.copy_(tensor, non_blocking=True)
             self._tensors = tuple(there)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record(torch.cuda.current_stream(tensors[0].device))
+        elif any(is_accelerator(tensor.device) for tensor in tensors):
+            self._tensors = tuple(tensor.cpu() for tensor in tensors)
 
     def get(self) -> tuple[Tensor, ...]:
         """Waits for the copy, and returns the tensors on the host."""

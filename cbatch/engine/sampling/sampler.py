@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cbatch.engine.runtime.batch import Argmax, SampledOnDevice
 from cbatch.engine.runtime.cpu import num_threads
+from cbatch.engine.runtime.device import is_nvidia
 from cbatch.engine.runtime.transfer import HostCopy, to_device
 from cbatch.engine.sampling.row_masks import RowMasks
 from cbatch.engine.scheduler.request import Request
@@ -124,13 +125,13 @@ class Sampler:
     """
 
     def __init__(self, device: torch.device, *, kernel: bool | None = None) -> None:
-        """kernel: whether the Triton kernel chooses tokens; by default it does on a GPU, if Triton is installed
+        """kernel: whether the Triton kernel chooses tokens; by default it does on an NVIDIA GPU, if Triton is installed
 
         Raises ImportError if the kernel is asked for and Triton is not installed.
         """
         self.device = device
         self._kernel: _Kernel | None = None
-        if kernel or (kernel is None and device.type == "cuda"):
+        if kernel or (kernel is None and is_nvidia(device)):
             try:
                 from cbatch.engine.kernels.triton.sampling import sample_rows
             except ImportError:

@@ -6,6 +6,7 @@ import queue
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -20,7 +21,13 @@ from cbatch.engine.engine import Engine
 from cbatch.engine.engine_thread import EngineThread
 from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.requests.request import EncodedRequest, RequestHandle
-from cbatch.engine.runtime.memory import clear_frames, device_memory, is_out_of_memory
+from cbatch.engine.runtime.memory import (
+    clear_frames,
+    device_memory,
+    is_out_of_memory,
+    kernel_too_large,
+    release_memory,
+)
 from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.generation import generate
 from tests.support.tiny_models import fast, loaded, make_engine, make_network, make_prompts, no_collector
@@ -176,6 +183,37 @@ def test_a_gpu_is_asked_in_the_right_order(monkeypatch: pytest.MonkeyPatch) -> N
     assert device_memory(torch.device("cpu")).measure_peak is None
 
 
+def test_an_intel_gpu_may_not_tell_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards Intel GPUs whose driver has no figure for free memory: what torch has not taken counts as free."""
+
+    def refuse(device: torch.device) -> tuple[int, int]:
+        raise RuntimeError("The device does not support querying the available free memory.")
+
+    monkeypatch.setattr(torch.xpu, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.xpu, "mem_get_info", lambda device: (700, 1000))
+    memory = device_memory(torch.device("xpu:0"))
+    assert (memory.share, memory.free()) == ("90%", 700)
+    monkeypatch.setattr(torch.xpu, "mem_get_info", refuse)
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: SimpleNamespace(total_memory=1000))
+    monkeypatch.setattr(torch.xpu, "memory_reserved", lambda device: 100)
+    assert memory.free() == 900
+
+
+def test_an_apple_gpu_shares_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a Mac against swapping: neither the GPU's limit nor the host's free memory is exceeded."""
+    emptied = []
+    monkeypatch.setattr(torch.mps, "empty_cache", lambda: emptied.append(True))
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12_000)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 4_000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=9_000))
+    memory = device_memory(torch.device("mps:0"))
+    assert (memory.name, memory.share, memory.free(), memory.measure_peak) == ("mps:0", "25%", 8_000, None)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5_000))
+    assert memory.free() == 5_000
+    release_memory(torch.device("mps:0"))
+    assert len(emptied) == 3
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
@@ -185,6 +223,10 @@ def test_a_gpu_is_asked_in_the_right_order(monkeypatch: pytest.MonkeyPatch) -> N
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("Triton Error [CUDA]: out of memory"), True),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("HIP error: out of memory"), True),
+        (RuntimeError("level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 9.07 GB, max allowed: 9.07 GB)."), True),
+        (RuntimeError("Triton Error [CUDA]: too many resources requested for launch"), False),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (ValueError("the list of excuses is out of memory"), False),
     ],
@@ -192,6 +234,25 @@ def test_a_gpu_is_asked_in_the_right_order(monkeypatch: pytest.MonkeyPatch) -> N
 def test_which_errors_mean_out_of_memory(error: Exception, expected: bool) -> None:
     """Guards steps against being made smaller for other errors, and the reverse."""
     assert is_out_of_memory(error) == expected
+
+
+def test_a_kernel_that_does_not_fit_is_not_out_of_memory() -> None:
+    """Guards steps against being made smaller again and again for shared memory, of which each takes as much.
+
+    That holds too if the kernel was tried because memory had run out.
+    """
+    errors = pytest.importorskip("triton.runtime.errors")
+    error = errors.OutOfResources(131072, 101376, "shared memory")
+    error.__context__ = torch.OutOfMemoryError("CUDA out of memory")
+    assert not is_out_of_memory(error) and is_out_of_memory(error.__context__)
+    assert kernel_too_large(error) == (
+        "a kernel needs 131072 of shared memory, and this GPU has 101376; "
+        "--attention reference does without such kernels"
+    )
+    launch = RuntimeError("Triton Error [CUDA]: too many resources requested for launch")
+    assert str(kernel_too_large(launch)).startswith("a kernel needs more registers than this GPU has; ")
+    for other in (error.__context__, RuntimeError("out of resource"), ValueError("too many resources requested")):
+        assert kernel_too_large(other) is None
 
 
 def test_an_error_caused_by_out_of_memory_counts_too() -> None:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.engine.runtime.batch import RaggedBatch
+from cbatch.engine.runtime.device import pins_memory
 from cbatch.engine.runtime.transfer import pack, packed_size, to_device, unpack
 
 Ints = NDArray[np.integer[Any]]
@@ -223,7 +224,7 @@ class StepBuffers:
             padded(work.merges, self.max_sequences, -1), work.pieces, np.array([len(work.pieces)]), block_ids,
         ]  # fmt: skip
         arrays = [array.astype(room.dtype, copy=False) for array, room in zip(arrays, self._room, strict=True)]
-        filled = pack(arrays, self._room, pin=self._packed.device.type == "cuda")
+        filled = pack(arrays, self._room, pin=pins_memory(self._packed.device))
         self._packed[: len(filled)].copy_(filled, non_blocking=True)
         if unknown is not None:
             places, rows = (part[: len(unknown.rows)] for part in (self._unknown_places, self._unknown_rows))
