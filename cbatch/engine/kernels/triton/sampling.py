@@ -61,7 +61,7 @@ class Tiling(NamedTuple):
     chunk: int = 128
     part: int = 32
     group: int = 64
-    warps: tuple[int, int] = (8, 8)
+    warps: tuple[int, int] = (8, 16)
 
 
 TILING = Tiling()
