@@ -22,7 +22,7 @@ from cbatch.engine.kernels.triton.attention_tile import (
     online_softmax_update,
     scaled_scores,
 )
-from cbatch.engine.kernels.triton.occupancy import DeviceLimits
+from cbatch.engine.kernels.triton.occupancy import KIB, DeviceLimits
 
 
 class PrefillTuning(NamedTuple):
@@ -30,13 +30,15 @@ class PrefillTuning(NamedTuple):
 
     rows           rows of a query tile, tokens times heads: each key is read once for all of them
     tokens         keys of a tile
-    warps, stages  warps of a program, and the tiles of keys and values that it has in flight
+    warps          warps of a program
+    stages         depth of the pipeline. Finding a block, reading it and using it are separate stages: with fewer than
+                   5, the next tile is only read when the one before was used
     """
 
     rows: int = 128
     tokens: int = 64
     warps: int = 8
-    stages: int = 3
+    stages: int = 5
 
     def fitted(self, head_tile: int, dtype: torch.dtype, group: int, limits: DeviceLimits) -> PrefillTuning:
         """Parameters for heads of a padded size in a type on a chip, so that tiles fit into a multiprocessor.
@@ -52,6 +54,8 @@ class PrefillTuning(NamedTuple):
             if not 90 <= limits.capability < 120:
                 rows = min(rows, 64) if head_tile > 128 else rows
                 tokens = min(tokens, 32) if head_tile > 64 else tokens
+                if head_tile > 128 and limits.shared_of_block < 128 * KIB:
+                    tokens = min(tokens, 16)
             elif head_tile > 128:
                 tokens //= 2
         return PrefillTuning(max(rows, triton.next_power_of_2(group)), max(16, tokens), warps, stages)
