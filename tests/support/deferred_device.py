@@ -106,6 +106,7 @@ class DeferredDevice(FakeCuda):  # type: ignore[no-untyped-call]
     """See the module."""
 
     computes = True
+    multiprocessors = 2  # since the interpreter runs one program after the other
 
     stream_class, event_class, graph_class = DeferredStream, DeferredEvent, DeferredGraph
 

@@ -188,6 +188,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
     _mode_key = torch._C._TorchDispatchModeKey.FAKE
 
     computes = False
+    multiprocessors = 132
     stream_class, event_class, graph_class = Stream, Event, Graph
 
     def __init__(self, memory_bytes: int = 80 * 2**30, capability: tuple[int, int] = (9, 0)) -> None:
@@ -460,7 +461,14 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What takes the place of functions and classes of `torch.cuda`."""
         major, minor = self.capability
         properties = SimpleNamespace(
-            name="Fake GPU", major=major, minor=minor, total_memory=self.memory_bytes, multi_processor_count=132
+            name="Fake GPU",
+            major=major,
+            minor=minor,
+            total_memory=self.memory_bytes,
+            multi_processor_count=self.multiprocessors,
+            shared_memory_per_multiprocessor=228 * 1024,
+            max_threads_per_multi_processor=2048,
+            warp_size=32,
         )
 
         def use(stream: Stream) -> None:
