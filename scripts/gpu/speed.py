@@ -14,11 +14,12 @@ import torch
 
 from cbatch.cli.bench.roofline import DeviceRates
 from cbatch.engine.attention.triton import TritonAttention
-from cbatch.engine.execution.cuda_graphs import DecodeGraphs
+from cbatch.engine.execution.cuda_graphs import GraphSizes, StepGraphs, StepParts
 from cbatch.engine.kernels.triton.attention_decode import DecodeTuning
 from cbatch.engine.kernels.triton.attention_prefill import PrefillTuning
 from cbatch.engine.models.cuda import CudaModel
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
+from cbatch.engine.sampling.sampler import Sampler
 from scripts.benchmarks.shapes import Config
 from scripts.gpu.clock import make_batch, seconds
 
@@ -133,7 +134,8 @@ def step_lines(name: str, decoder: CudaModel, rates: DeviceRates) -> Iterator[Li
     kv_cache = KVCache(shapes, blocks, BLOCK_SIZE, decoder.dtype, device)
     for tensor in kv_cache.stacked or ():
         tensor.zero_()
-    graphs = DecodeGraphs(decoder, attention, kv_cache, max(sizes), None if on_gpu else lambda run: run)
+    parts = StepParts(decoder, attention, kv_cache, Sampler(device))
+    graphs = StepGraphs(parts, GraphSizes(sizes, (), max(sizes)), None if on_gpu else lambda run: run)
     read = context * len(decoder.layers) * shape.bytes_per_token(decoder.dtype)
     for rows in sizes:
         batch = make_batch([context - 1] * rows, [context] * rows, blocks, BLOCK_SIZE, decoder.vocab_size, device)
@@ -144,7 +146,6 @@ def step_lines(name: str, decoder: CudaModel, rates: DeviceRates) -> Iterator[Li
         }
         for way, forward in ways.items():
             with torch.inference_mode():
-                for _ in range(3):  # to run, to record, and to replay
-                    forward()
+                forward()  # kernels may have to be compiled
                 elapsed = seconds(forward, device, 10 if on_gpu else 1)
             yield Line(f"{name}, decode step of {rows} rows, {way}", elapsed * 1e3, "ms", floor / elapsed)

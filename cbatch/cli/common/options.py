@@ -165,7 +165,7 @@ def engine_options(
         option(
             "--cuda-graphs/--no-cuda-graphs",
             default=True,
-            help="Replay decode steps from CUDA graphs, on a GPU [default: on].",
+            help="Replay steps from CUDA graphs, on a GPU [default: on].",
         ),
         option(
             "--run-ahead/--no-run-ahead", default=None, help="Overlap scheduling with execution [default: on for CUDA]."

@@ -24,7 +24,7 @@ class EngineConfig:
     kv_blocks:        exact number of blocks, instead of kv_cache_memory
     prefix_cache:     compute the common beginning of prompts only once
     attention:        auto, or the name of an attention backend
-    cuda_graphs:      replay decode steps on a GPU as CUDA graphs, if model and attention backend allow it
+    cuda_graphs:      replay steps on a GPU as CUDA graphs, if model and attention backend allow it
     run_ahead:        overlap scheduling with execution; None: on a GPU only
     target_step_ms:   longest time of a step in milliseconds while requests decode; prompts get fewer tokens to keep to
                       it. `auto`: 1.75 times the time of a step without prompts; None: no limit

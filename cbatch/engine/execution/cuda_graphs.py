@@ -1,145 +1,287 @@
-"""Decode steps as CUDA graphs: captured once for each batch size, then launched by one call.
+"""Steps as CUDA graphs: captured at start for some sizes, then launched by one call.
 
-A decode step is a few hundred short kernels. With few rows, the host takes longer to launch them one by one than the
-device needs to run them.
+A step is a few hundred short kernels. With few tokens, the host takes longer to launch them one by one than the device
+needs to run them.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from cbatch.engine.attention.base import CapturableAttention, GraphBuffers
-from cbatch.engine.models.base import CapturableModel, DeviceInputs
-from cbatch.engine.runtime.batch import RaggedBatch
+from cbatch.engine.models.base import CapturableModel, DeviceInputs, HiddenStates
+from cbatch.engine.runtime.batch import Logits, RaggedBatch, SampledOnDevice
 from cbatch.engine.runtime.kv_cache import KVCache
 from cbatch.engine.runtime.memory import is_out_of_memory
+from cbatch.engine.runtime.transfer import pack
+from cbatch.engine.sampling.sampler import PARAM_WORDS, Sampler
+from cbatch.engine.scheduler.limits import StepLimits
 
-Run = Callable[[], Tensor]
+Run = Callable[[], None]
 
-_log = logging.getLogger("cbatch")
+SamplingParamWords = Callable[[], NDArray[np.int32]]
+"""Returns `pack_sampling_params` of the requests that get a token from a step."""
 
+GRAPH_BYTES = 8 * 2**20
+"""An allowance for what a graph takes beside the memory of its tensors: its nodes, with their arguments."""
 
-@dataclass(slots=True)
-class _Recording:
-    """A step with a fixed number of rows, whose inputs always have the same addresses."""
+WORKSPACE_BYTES = 64 * 2**20
+"""An allowance for the workspaces of cuBLAS on the stream of the captures."""
 
-    buffers: GraphBuffers
-    run: Run
-    has_run: bool = False
-    replay: Run | None = None
+MAX_GRAPH_TOKENS = 2048
+"""Tokens of the largest mixed step that is captured; the device computes longer on a larger one than it is launched."""
+
+CHEAP_PADDING = 256
+"""A step of so many tokens takes about as long as one of a few: the device reads the same weights."""
 
 
 def graph_size_for(rows: int) -> int:
-    """Rows of the graph that serves `rows` sequences: few sizes in all, and little padding."""
+    """Rows of the graph that decodes `rows` sequences: few sizes in all, and little padding."""
     if rows <= 2:
         return rows
-    step = 4 if rows <= 8 else 8 if rows <= 64 else 16 if rows <= 256 else 32
+    step = 4 if rows <= 8 else 8 if rows <= 64 else 16 if rows <= 512 else 32
     return -(-rows // step) * step
 
 
-class DecodeGraphs:
-    """Graphs of a model's decode steps over one KV cache, all in one memory pool.
+def graph_tokens_for(tokens: int) -> int:
+    """Tokens of the graph that computes a mixed step of `tokens` tokens.
 
-    The first step of a size runs without a graph, since kernels may have to be compiled; the second one is captured. So
-    no time is lost on sizes that never come. If a capture runs out of memory, steps of that size or larger go without a
-    graph from then on: torch loses memory with each capture that fails
-    (https://github.com/pytorch/pytorch/pull/190348).
+    With few tokens a step takes as long as reading the weights, and padding costs nothing. From some hundred tokens on
+    it takes as long as the arithmetic, so at most an eighth is padding, and a twenty-fourth on average.
+    """
+    step = max(64, 1 << (tokens - 1).bit_length() >> 4)
+    return -(-tokens // step) * step
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSizes:
+    """The sizes of steps that are captured, ascending.
+
+    decode:   numbers of sequences, of each of which the step has one token
+    mixed:    numbers of tokens, in chunks of any length
+    max_seqs: most sequences of a mixed step
+    """
+
+    decode: Sequence[int]
+    mixed: Sequence[int]
+    max_seqs: int
+
+    @classmethod
+    def of(cls, limits: StepLimits) -> GraphSizes:
+        rows = min(limits.max_seqs, limits.max_batch_tokens)
+        tokens = min(limits.max_batch_tokens, MAX_GRAPH_TOKENS)
+        decode = {graph_size_for(count) for count in range(1, rows + 1)}
+        mixed = {min(graph_tokens_for(count), tokens) for count in range(2, tokens + 1)}
+        return cls(sorted(decode), sorted(mixed), limits.max_seqs)
+
+    @property
+    def largest(self) -> list[GraphSizes]:
+        """The largest step of each kind, alone."""
+        alone = [GraphSizes(self.decode[-1:], (), self.max_seqs), GraphSizes((), self.mixed[-1:], self.max_seqs)]
+        return [sizes for sizes in alone if len(sizes)]
+
+    def __len__(self) -> int:
+        return len(self.decode) + len(self.mixed)
+
+    def in_order(self) -> Iterator[tuple[int, bool]]:
+        """Tokens of each size, and whether it is one of decode steps, in the order in which they are captured.
+
+        Decode steps come first, since most steps are. The largest comes first of either kind: the others find their
+        memory in what it has left in the pool.
+        """
+        yield from ((size, True) for size in reversed(self.decode))
+        yield from ((size, False) for size in reversed(self.mixed))
+
+
+class StepParts(NamedTuple):
+    """All that takes part in a step."""
+
+    model: CapturableModel
+    attention: CapturableAttention
+    kv_cache: KVCache
+    sampler: Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    """A captured step of so many tokens, and where its inputs are."""
+
+    size: int
+    buffers: GraphBuffers
+    replay: Run
+
+
+class _Shared:
+    """Tensors that all graphs share; one of each for each graph would take gigabytes.
+
+    hidden:          of all tokens of a step
+    logits:          [R, vocabulary] float32, of the tokens that have an output
+    words:           [R, PARAM_WORDS] int32, the sampling parameters of a decode step
+    tokens, largest: [R], what is sampled in a decode step, see `SampledOnDevice`
+    """
+
+    def __init__(self, model: CapturableModel, sizes: GraphSizes) -> None:
+        rows, device = max(sizes.decode, default=0), model.device
+        self.hidden = model.new_hidden_states(max([*sizes.decode, *sizes.mixed]))
+        self.logits = torch.empty(rows, model.vocab_size, device=device)
+        self.words = torch.zeros(rows, PARAM_WORDS, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.largest = torch.zeros(rows, device=device)
+        self._draws = False
+        """Whether `words` have any row that is not greedy."""
+
+    def fill_words(self, words: NDArray[np.int32], size: int) -> None:
+        """Overwrites the sampling parameters; rows after the last are greedy."""
+        if not words.any():  # all rows are greedy, as in most steps before
+            if self._draws:
+                self.words.zero_()
+            self._draws = False
+            return
+        self._draws = True
+        padded = np.zeros((size, PARAM_WORDS), np.int32)
+        padded[: len(words)] = words
+        packed = pack([padded], [padded], pin=self.words.device.type == "cuda")
+        self.words[:size].view(torch.uint8).view(-1).copy_(packed, non_blocking=True)
+
+    def sampled(self, count: int) -> SampledOnDevice:
+        """The first tokens. They are a copy: the next step has them as its input, and may have to be tried again."""
+        return SampledOnDevice(self.tokens[:count].clone(), self.largest[:count])
+
+
+class StepGraphs:
+    """Graphs of the steps of a model over one KV cache, all in one memory pool, captured when this is made.
+
+    A decode step is captured with its head and sampling. Of a mixed step the layers are: how many of its tokens have an
+    output is not a matter of its size.
+
+    problem: a sentence on the sizes that could not be captured; empty if all were
     """
 
     def __init__(
         self,
-        model: CapturableModel,
-        attention: CapturableAttention,
-        kv_cache: KVCache,
-        max_rows: int,
+        parts: StepParts,
+        sizes: GraphSizes,
         record: Callable[[Run], Run] | None = None,
+        *,
+        has_room: Callable[[], bool] = lambda: True,
+        num_blocks: int | None = None,
     ) -> None:
-        """record: captures a step; see `GraphRecorder`"""
-        self.model = model
-        self.attention = attention
-        self.kv_cache = kv_cache
-        self.max_rows = max_rows
-        self._record = record or GraphRecorder(model.device)
-        self._recordings: dict[int, _Recording] = {}
-        widest = graph_size_for(max_rows)
-        self._smallest_failed = widest + 1
-        """Rows of the smallest size that ran out of memory."""
-        self._ids = torch.zeros(widest, dtype=torch.int64, device=model.device)
-        self._positions = torch.zeros_like(self._ids)
-        self._rows = torch.arange(widest, device=model.device)
-        # Shared by all graphs: one for each would take gigabytes.
-        self._logits = torch.empty(widest, model.vocab_size, device=model.device)
+        """
+        record:     captures a step that has run once; see `GraphRecorder`
+        has_room:   whether there is memory for another graph
+        num_blocks: of the cache that the graphs are made for, if not of this one
+        """
+        self._parts = parts
+        self._sizes = sizes
+        self._num_blocks = num_blocks or len(parts.kv_cache.keys[0])
+        self._samples = parts.sampler.uses_kernel
+        self._shared: _Shared | None = None
+        self._decode: dict[int, _Recording] = {}
+        self._mixed: dict[int, _Recording] = {}
+        self.problem = self._capture_all(record or GraphRecorder(parts.model.device), has_room)
+
+    def __len__(self) -> int:
+        return len(self._decode) + len(self._mixed)
 
     @torch.inference_mode()
-    def forward(self, batch: RaggedBatch) -> Tensor | None:
-        """Logits [R, vocabulary] of a decode step, valid until the next one; None for any other step."""
-        rows = len(batch.stops)
-        if not len(batch.ids) == len(batch.rows) == rows <= self.max_rows:
-            return None
-        size = graph_size_for(rows)
-        recording = self._recordings.get(size)
-        if size >= self._smallest_failed and (recording is None or recording.replay is None):
-            return None
-        if recording is None:
-            recording = self._recordings[size] = self._make(size)
-        if not recording.buffers.holds(batch):
-            return None
-        self._ids[:rows].copy_(batch.input_ids)
-        self._positions[:rows].copy_(batch.position_ids)
-        recording.buffers.fill(batch)
-        if not recording.has_run:
-            logits = recording.run()
-            recording.has_run = True
-            return logits[:rows]
-        replay = recording.replay = recording.replay or self._capture(size, recording.run)
-        return None if replay is None else replay()[:rows]
+    def forward(self, batch: RaggedBatch, params: SamplingParamWords | None = None) -> Logits | None:
+        """Logits of a step, valid until the next one; None if no graph serves it.
 
-    def _capture(self, size: int, run: Run) -> Run | None:
-        """Captures a step; None if that fails. The memory of a failed capture is free again."""
+        params: of the batch's rows, if a token is to be sampled from the logits of each
+        """
+        tokens, shared = len(batch.ids), self._shared
+        decode = self._find(self._decode, tokens) if tokens == len(batch.stops) else None
+        recording = decode or self._find(self._mixed, tokens)
+        if shared is None or recording is None or not recording.buffers.holds(batch):
+            return None
+        buffers, count = recording.buffers, len(batch.rows)
+        buffers.fill(batch)
+        if decode is None:
+            recording.replay()
+            out = shared.logits[:count] if count <= len(shared.logits) else None
+            return Logits(self._parts.model.run_head(shared.hidden, buffers.logit_rows[:count], out))
+        words = params() if self._samples and params is not None else None
+        if words is not None:
+            shared.fill_words(words, recording.size)
+        recording.replay()
+        return Logits(shared.logits[:count], sampled=shared.sampled(count) if words is not None else None)
+
+    def _find(self, recordings: dict[int, _Recording], tokens: int) -> _Recording | None:
+        """The smallest that such a step fits into, unless the rest of it would take longer than single launches."""
+        size = min((size for size in recordings if size >= tokens), default=0)
+        return recordings[size] if tokens <= size <= max(CHEAP_PADDING, 2 * tokens) else None
+
+    @torch.inference_mode()
+    def _capture_all(self, record: Callable[[Run], Run], has_room: Callable[[], bool]) -> str:
+        """Captures steps of all sizes; returns a sentence on what could not be captured.
+
+        After a capture that ran out of memory there is no other: torch loses memory with each that fails
+        (https://github.com/pytorch/pytorch/pull/190348).
+        """
+        reason, is_full = "", False
         try:
-            return self._record(run)
+            self._shared = _Shared(self._parts.model, self._sizes)
+            for size, is_decode in self._sizes.in_order():
+                if not has_room():
+                    reason, is_full = "the memory reserved for them is used up", True
+                    break
+                recordings = self._decode if is_decode else self._mixed
+                recordings[size] = self._capture(size, is_decode, record)
         except Exception as error:  # whatever a driver or library does not allow during a capture
-            is_full, reason = is_out_of_memory(error), f"{error}"
-        if is_full:
-            self._smallest_failed = size
-            del self._recordings[size]
-            _log.warning("Decode steps of %d or more sequences run without CUDA graphs: out of memory.", size)
-        else:
-            self.max_rows = 0
-            self._recordings.clear()
-            _log.warning("Decode steps run without CUDA graphs, because one could not be captured: %s", reason)
-        return None
+            is_full = is_out_of_memory(error)
+            reason = "out of memory" if is_full else f"{error}" or type(error).__name__
+        # Only here nothing holds the memory of what failed any more.
+        if is_full and len(self):
+            captured = f"{len(self)} of {len(self._sizes)}"
+            return f"Only {captured} CUDA graphs were captured, so that some steps are slower: {reason}."
+        if reason:
+            self._decode.clear()
+            self._mixed.clear()
+            self._shared = None
+            return f"Steps run without CUDA graphs: {reason}."
+        return ""
 
-    def _make(self, size: int) -> _Recording:
-        model, kv_cache = self.model, self.kv_cache
-        blocks = len(kv_cache.keys[0])
-        longest = min(-(-model.max_model_len // kv_cache.block_size), blocks)
+    def _capture(self, size: int, is_decode: bool, record: Callable[[Run], Run]) -> _Recording:
+        """Runs a step of padding, so that its kernels are compiled, and captures it. It stores nothing in the cache."""
+        model, attention, kv_cache, sampler = self._parts
+        assert self._shared is not None
+        longest = min(-(-model.max_model_len // kv_cache.block_size), self._num_blocks)
         # Sequences may share blocks, so that together they may be longer than the cache.
-        attention, most = self.attention, 2 * blocks * kv_cache.block_size
-        buffers = attention.graph_buffers(size, size, longest, kv_cache.block_size, most, decode_only=True)
-        metadata = buffers.metadata
-        ids, positions, rows, out = (tensor[:size] for tensor in (self._ids, self._positions, self._rows, self._logits))
+        most = 2 * self._num_blocks * kv_cache.block_size
+        sequences = size if is_decode else min(self._sizes.max_seqs, size)
+        buffers = attention.graph_buffers(size, sequences, longest, kv_cache.block_size, most, decode_only=is_decode)
+        inputs, metadata = DeviceInputs(buffers.input_ids, buffers.position_ids, buffers.slots), buffers.metadata
+        shared, samples = self._shared, self._samples
+        hidden = HiddenStates(*(part[:size] for part in shared.hidden))
+        logits, words, tokens, largest = (
+            part[:size] for part in (shared.logits, shared.words, shared.tokens, shared.largest)
+        )
 
-        def run() -> Tensor:  # does not hold this object, so that the cache is freed with its engine
-            hidden = model.run_layers(DeviceInputs(ids, positions, metadata.slots), metadata, kv_cache, attention)
-            return model.run_head(hidden, rows, out)
+        def run() -> None:  # does not hold this object, so that the cache is freed with its engine
+            model.run_layers(inputs, metadata, kv_cache, attention, hidden)
+            if is_decode:
+                model.run_head(hidden, buffers.logit_rows, logits)
+                if samples:
+                    sampler.sample_on_device(logits, words, tokens, largest)
 
-        return _Recording(buffers, run)
+        run()
+        return _Recording(size, buffers, record(run))
 
 
 class GraphRecorder:
-    """Captures what a function launches on the GPU; returns a function that replays it and returns the same tensor."""
+    """Captures what a function launches on the GPU; returns a function that replays it."""
 
     def __init__(self, device: torch.device) -> None:
         # Not shared with other recorders: a graph that is freed clears the cuBLAS workspaces of the stream it was
-        # captured on, into which the graphs of another would be replayed (https://github.com/pytorch/pytorch/issues/193402).
+        # captured on, into which the graphs of another would be replayed
+        # (https://github.com/pytorch/pytorch/issues/193402).
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._memory: Any = None
 
@@ -149,17 +291,12 @@ class GraphRecorder:
         try:
             # thread_local: other threads may use the device meanwhile.
             with _one_at_a_time, torch.cuda.graph(graph, self._memory, self._stream, "thread_local"):
-                out = run()
+                run()
         except BaseException:
             torch.cuda.set_stream(before)  # a capture that cannot be ended leaves its own stream current
             raise
         self._memory = graph.pool()  # the pool of the first capture that succeeded, for all
-
-        def replay() -> Tensor:
-            graph.replay()
-            return out
-
-        return replay
+        return graph.replay
 
 
 _one_at_a_time = threading.Lock()

@@ -7,6 +7,7 @@ keeps intermediate results that grow with the context, and CUDA graphs keep memo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +18,8 @@ from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.units import format_bytes, parse_memory
-from cbatch.engine.execution.model_runner import ModelRunner, graph_parts
+from cbatch.engine.execution.cuda_graphs import GRAPH_BYTES, WORKSPACE_BYTES, GraphSizes, StepGraphs
+from cbatch.engine.execution.model_runner import ModelRunner, step_parts
 from cbatch.engine.models.base import Model
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.memory import DeviceMemory, device_memory, is_out_of_memory
@@ -32,7 +34,7 @@ from cbatch.engine.structured.masks import TokenMasks
 from cbatch.engine.structured.token_words import all_tokens
 
 RESERVED_BYTES = 256 * 2**20
-"""Bytes that stay free beside a step's peak, for fragmentation and for the CUDA graphs themselves."""
+"""Bytes that stay free beside a step's peak, for fragmentation."""
 
 _MAKES_STEPS_SMALLER = "a smaller --max-batch-tokens makes it smaller, and so does a smaller --max-seqs."
 
@@ -93,12 +95,15 @@ def make_runner(
     per_token = sum(layer.bytes_per_token(model.dtype) for layer in model.layers)
     wanted = limits.max_seqs * -(-model.max_model_len // size)
     cache_size = CacheSizeRequest(config.kv_cache_memory or memory.share, config.kv_blocks, per_token * size, wanted)
-    num_blocks = choose_num_blocks(cache_size, model, attention, sampler, size, limits, memory)
+    num_blocks, step_bytes = choose_num_blocks(cache_size, model, attention, sampler, size, limits, memory)
     try:
-        return ModelRunner(model, attention, num_blocks, size, limits.max_seqs if limits.graphs else 0)
+        runner = ModelRunner(model, attention, num_blocks, size)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
+    else:
+        runner.capture_graphs(sampler, limits, lambda: memory.free() >= step_bytes + GRAPH_BYTES)
+        return runner
     # Only here nothing holds the part of the cache any more that was made.
     raise ConfigError(
         f"A KV cache of {format_bytes(num_blocks * cache_size.block_bytes)} could not be made on {memory.name}, where "
@@ -114,21 +119,28 @@ def choose_num_blocks(
     block_size: int,
     limits: StepLimits,
     memory: DeviceMemory,
-) -> int:
-    """Number of blocks of the cache; call it after loading the weights. Raises ConfigError as `make_runner` does."""
+) -> tuple[int, int]:
+    """Number of blocks of the cache, and bytes that steps take beside it; call it after loading the weights.
+
+    Raises ConfigError as `make_runner` does.
+    """
     free = memory.free()
     asked = cache_size.bytes_of(free)
     if asked > free:
         raise ConfigError(
             f"A KV cache of {format_bytes(asked)} was asked for, and {format_bytes(free)} are free on {memory.name}."
         )
-    available = free
+    available, step_bytes = free, 0
     if memory.measure_peak is not None:
         cache_tokens = free // max(cache_size.block_bytes // block_size, 1)
-        peak = MemoryProfiler(model, attention, sampler, block_size, limits, cache_tokens).peak(memory)
-        available = memory.free() - peak - RESERVED_BYTES  # kernels loaded meanwhile have taken memory
+        peak, kept = MemoryProfiler(model, attention, sampler, block_size, limits, cache_tokens).measure(memory)
+        step_bytes = peak + RESERVED_BYTES
+        room = memory.free() - step_bytes  # kernels loaded meanwhile have taken memory
+        # Steps can do without graphs.
+        kept = max(min(kept, room // 2 if cache_size.is_share else room - asked), 0)
+        available = room - kept
         takes = (
-            f"{limits} takes {format_bytes(peak + RESERVED_BYTES)} of the {format_bytes(free)} that are free "
+            f"{limits} takes {format_bytes(step_bytes + kept)} of the {format_bytes(free)} that are free "
             f"on {memory.name}"
         )
         if available < cache_size.block_bytes:
@@ -139,12 +151,12 @@ def choose_num_blocks(
                 "left for the cache; a smaller --max-batch-tokens leaves more."
             )
     if cache_size.num_blocks is not None:
-        return cache_size.num_blocks
+        return cache_size.num_blocks, step_bytes
     fitting = min(asked, available) // cache_size.block_bytes
     if fitting < 1:
         block = format_bytes(cache_size.block_bytes)
         raise ConfigError(f"--kv-cache-memory {cache_size.memory} does not hold one block of {block}.")
-    return min(fitting, cache_size.blocks_wanted)
+    return min(fitting, cache_size.blocks_wanted), step_bytes
 
 
 class MemoryProfiler:
@@ -175,19 +187,17 @@ class MemoryProfiler:
         for layer in (*self._runner.kv_cache.keys, *self._runner.kv_cache.values):
             layer.zero_()  # NaN would take another path through the sampler
 
-    def peak(self, memory: DeviceMemory) -> int:
-        """Most bytes that a step takes. Raises ConfigError if a step does not fit even without a cache."""
+    def measure(self, memory: DeviceMemory) -> tuple[int, int]:
+        """Most bytes that a step takes, and the bytes that CUDA graphs keep beside that.
+
+        Raises ConfigError if a step does not fit even without a cache.
+        """
         assert memory.measure_peak is not None
         try:
             with use_device(self._model.device):
-                decode = self.decode_step()
-                steps = (*self.prompt_steps(), decode)
-                peaks = [memory.measure_peak(partial(self._compute, step)) for step in steps]
-                kept = 0
-                if graph_parts(self._model, self._runner.attention, self._limits.graphs):
-                    # Graphs keep memory, with logits of their own, that other steps cannot use.
-                    kept = memory.measure_peak(partial(self._forward, decode))
-                return max(peaks) + kept
+                steps = (*self.prompt_steps(), self.decode_step())
+                peak = max(memory.measure_peak(partial(self._compute, step)) for step in steps)
+                return peak, self._measure_graphs(memory.measure_peak)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -195,6 +205,19 @@ class MemoryProfiler:
             f"{self._limits} takes more than the {format_bytes(memory.free())} that are free on {memory.name} after "
             f"the weights; {_MAKES_STEPS_SMALLER}"
         )
+
+    def _measure_graphs(self, measure_peak: Callable[[Callable[[], object]], int]) -> int:
+        """What the graphs keep: the largest one of each kind, which the others use again, and something for each."""
+        runner, limits = self._runner, self._limits
+        parts = step_parts(self._model, runner.attention, runner.kv_cache, self._sampler, limits.graphs)
+        if parts is None:
+            return 0
+        sizes, num_blocks = GraphSizes.of(limits), -(-self._cache_tokens // runner.kv_cache.block_size)
+        largest = [
+            measure_peak(partial(StepGraphs, parts, alone, lambda run: run, num_blocks=num_blocks))
+            for alone in sizes.largest
+        ]
+        return sum(largest) + WORKSPACE_BYTES + GRAPH_BYTES * len(sizes)
 
     def prompt_steps(self) -> list[SchedulerOutput]:
         """Two steps with as many tokens as allowed: in few long prompts, and in as many prompts as allowed."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.execution.model_runner import ModelRunner
@@ -19,7 +20,7 @@ from cbatch.engine.execution.stats import StepRecord
 from cbatch.engine.runtime.batch import BlockTables, Logits, RaggedBatch
 from cbatch.engine.runtime.cpu import single_threaded
 from cbatch.engine.runtime.transfer import synchronize, use_device
-from cbatch.engine.sampling.output import PendingSample, grammar_states
+from cbatch.engine.sampling.output import PendingSample, grammar_states, sampling_params
 from cbatch.engine.sampling.sampler import Sampler
 from cbatch.engine.scheduler.output import SchedulerOutput
 from cbatch.engine.scheduler.request import Request
@@ -129,15 +130,16 @@ class EngineCore:
                 scheduled, runner.kv_cache.block_size, runner.model.device, self._block_tables, known_on_device
             )
         with span("forward"):
-            logits = runner.forward(batch) if on_step is None else self._observe(on_step, scheduled, batch)
+            forward = partial(runner.forward, batch, partial(sampling_params, scheduled))
+            logits = forward() if on_step is None else self._observe(on_step, scheduled, forward)
         return batch, logits
 
-    def _observe(self, on_step: OnStep, scheduled: SchedulerOutput, batch: RaggedBatch) -> Logits:
+    def _observe(self, on_step: OnStep, scheduled: SchedulerOutput, forward: Callable[[], Logits]) -> Logits:
         """Runs the model while the device does nothing else, and reports the step."""
         device, used_blocks = self.runner.model.device, self.scheduler.pool.num_used
         synchronize(device)
         start = clock()
-        logits = self.runner.forward(batch)
+        logits = forward()
         synchronize(device)
         on_step(StepRecord(scheduled, used_blocks, start, clock()))
         return logits

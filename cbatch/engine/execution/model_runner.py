@@ -2,39 +2,56 @@
 
 from __future__ import annotations
 
-from cbatch.engine.attention.base import AttentionBackend, CapturableAttention
+import logging
+from collections.abc import Callable
+
+from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.base.errors import EngineError
-from cbatch.engine.execution.cuda_graphs import DecodeGraphs
-from cbatch.engine.models.base import CapturableModel, Model
+from cbatch.engine.execution.cuda_graphs import GraphSizes, SamplingParamWords, StepGraphs, StepParts
+from cbatch.engine.models.base import Model
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.device import is_nvidia
 from cbatch.engine.runtime.kv_cache import KVCache
+from cbatch.engine.runtime.transfer import use_device
+from cbatch.engine.sampling.sampler import Sampler
+from cbatch.engine.scheduler.limits import StepLimits
+
+_log = logging.getLogger("cbatch")
 
 
-def graph_parts(
-    model: Model, attention: AttentionBackend, wanted: bool
-) -> tuple[CapturableModel, CapturableAttention] | None:
-    """The model and the attention backend, if decode steps are to be captured as CUDA graphs."""
+def step_parts(
+    model: Model, attention: AttentionBackend, kv_cache: KVCache, sampler: Sampler, wanted: bool
+) -> StepParts | None:
+    """What takes part in a step, if steps are to be captured as CUDA graphs and can be."""
     if not wanted or not is_nvidia(model.device) or model.capturable is None or attention.capturable is None:
         return None
-    return model.capturable, attention.capturable
+    return StepParts(model.capturable, attention.capturable, kv_cache, sampler)
 
 
 class ModelRunner:
     """Owns a model, its KV cache and its CUDA graphs until it is closed. Knows nothing of requests."""
 
-    def __init__(
-        self, model: Model, attention: AttentionBackend, num_blocks: int, block_size: int, max_graph_rows: int = 0
-    ) -> None:
-        """max_graph_rows: capture decode steps of up to this many sequences, if model and attention allow it"""
+    def __init__(self, model: Model, attention: AttentionBackend, num_blocks: int, block_size: int) -> None:
         self.attention = attention
         self.num_blocks = num_blocks
         shapes = [attention.block_shapes(layer, block_size, model.dtype) for layer in model.layers]
         kv_cache = KVCache(shapes, num_blocks, block_size, model.dtype, model.device)
         self._open: tuple[Model, KVCache] | None = model, kv_cache
-        self._graphs: DecodeGraphs | None = None
-        if parts := graph_parts(model, attention, max_graph_rows > 0):
-            self._graphs = DecodeGraphs(*parts, kv_cache, max_graph_rows)
+        self._graphs: StepGraphs | None = None
+
+    def capture_graphs(self, sampler: Sampler, limits: StepLimits, has_room: Callable[[], bool]) -> None:
+        """Captures steps of an engine with these limits as CUDA graphs, if model and attention allow it.
+
+        It writes nothing to the cache, and takes some seconds. What cannot be captured is launched kernel by kernel.
+
+        has_room: whether there is memory for another graph
+        """
+        model, kv_cache = self.check_open()
+        if parts := step_parts(model, self.attention, kv_cache, sampler, limits.graphs):
+            with use_device(model.device):
+                self._graphs = StepGraphs(parts, GraphSizes.of(limits), has_room=has_room)
+            if self.graph_problem:
+                _log.warning(self.graph_problem)
 
     @property
     def model(self) -> Model:
@@ -43,6 +60,11 @@ class ModelRunner:
     @property
     def kv_cache(self) -> KVCache:
         return self.check_open()[1]
+
+    @property
+    def graph_problem(self) -> str:
+        """A sentence on steps that were to be captured as CUDA graphs and could not be; empty if there are none."""
+        return self._graphs.problem if self._graphs is not None else ""
 
     @property
     def is_closed(self) -> bool:
@@ -54,10 +76,13 @@ class ModelRunner:
             raise EngineError("The engine is closed.")
         return self._open
 
-    def forward(self, batch: RaggedBatch) -> Logits:
-        """Logits [R, vocabulary] of the batch's `rows`; stores the keys and values of its tokens in the cache."""
-        if self._graphs is not None and (logits := self._graphs.forward(batch)) is not None:
-            return Logits(logits)
+    def forward(self, batch: RaggedBatch, params: SamplingParamWords | None = None) -> Logits:
+        """Logits [R, vocabulary] of the batch's `rows`; stores the keys and values of its tokens in the cache.
+
+        params: of these rows; with them, a step that is a CUDA graph may also sample a token from each
+        """
+        if self._graphs is not None and (logits := self._graphs.forward(batch, params)) is not None:
+            return logits
         return self.model.forward(batch, self.kv_cache, self.attention)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from cbatch.engine.runtime.batch import InFlightTokens, Logits
 from cbatch.engine.runtime.transfer import HostCopy, to_device
 from cbatch.engine.sampling.processors import Processors
 from cbatch.engine.sampling.row_masks import RowMasks
-from cbatch.engine.sampling.sampler import SampledTokens, Sampler
+from cbatch.engine.sampling.sampler import SampledTokens, Sampler, pack_sampling_params
 from cbatch.engine.scheduler.output import SchedulerOutput, StepResult
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.structured.grammar import GrammarState
@@ -112,6 +112,12 @@ def grammar_states(scheduled: SchedulerOutput) -> list[GrammarState]:
     """Those of the step's requests that get a token, in order."""
     requests = [chunk.request for chunk in scheduled.to_sample]
     return [requests[row].grammar_state for row in _constrained_rows(requests)]  # type: ignore[misc]
+
+
+def sampling_params(scheduled: SchedulerOutput) -> NDArray[np.int32]:
+    """Those of the step's requests that get a token, packed; the tokens before need not be known."""
+    chunks = scheduled.to_sample
+    return pack_sampling_params([chunk.request for chunk in chunks], [chunk.stop for chunk in chunks])
 
 
 def _constrained_rows(requests: list[Request]) -> list[int]:

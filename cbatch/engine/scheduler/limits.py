@@ -64,7 +64,7 @@ class SequenceLimits:
 class StepLimits:
     """The largest steps of an engine.
 
-    graphs: whether decode steps are to become CUDA graphs
+    graphs: whether steps are to become CUDA graphs
 
     Raises ConfigError for numbers below 1.
     """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch.profiler
 
 WARMUP_STEPS = 8
-"""Steps before the first recorded one: they compile kernels and capture CUDA graphs."""
+"""Steps before the first recorded one: they compile kernels."""
 
 MAX_STEPS = 64
 """Recorded steps. A step of a large model has thousands of events."""

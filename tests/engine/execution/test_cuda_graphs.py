@@ -1,11 +1,16 @@
-"""Decode steps as CUDA graphs. Without a GPU, a replay calls the function again on the same tensors."""
+"""Steps as CUDA graphs. Without a GPU, a replay runs the captured function again, and checks that it may."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,8 +18,25 @@ from torch import Tensor
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.engine_thread import EngineThread
-from cbatch.engine.execution.cuda_graphs import DecodeGraphs, GraphRecorder, Run, graph_size_for
+from cbatch.engine.execution import kv_cache_sizing as sizing
+from cbatch.engine.execution import model_runner
+from cbatch.engine.execution.cuda_graphs import (
+    GRAPH_BYTES,
+    WORKSPACE_BYTES,
+    GraphRecorder,
+    GraphSizes,
+    Run,
+    StepGraphs,
+    StepParts,
+    graph_size_for,
+    graph_tokens_for,
+)
+from cbatch.engine.models.cuda import CudaModel
 from cbatch.engine.requests.request import EncodedRequest, RequestHandle
+from cbatch.engine.runtime.kv_cache import KVCache
+from cbatch.engine.sampling.sampler import Sampler
+from cbatch.engine.scheduler.limits import StepLimits
+from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.cuda_model import (
     DEVICE,
     LENGTHS,
@@ -28,131 +50,241 @@ from tests.support.cuda_model import (
     network_of,
     run,
 )
-from tests.support.tiny_models import make_prompts, no_collector
+from tests.support.tiny_models import make_engine, make_network, make_prompts, no_collector
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.engine.attention.triton import TritonAttention
+from tests.support.graph_recorder import Repeater
 
 pytestmark = [pytest.mark.slow, pytest.mark.kernels]
-
-
-class Repeater:
-    """Does what a graph does: runs the same again and returns the same tensor."""
-
-    def __init__(self) -> None:
-        self.recorded = self.replayed = 0
-        self.error: Exception | None = None
-
-    def __call__(self, run: Run) -> Run:
-        if self.error is not None:
-            raise self.error
-        self.recorded += 1
-        out = run()
-
-        def replay() -> Tensor:
-            self.replayed += 1
-            return out.copy_(run())
-
-        return replay
 
 
 def recorder() -> GraphRecorder | Repeater:
     return GraphRecorder(DEVICE) if DEVICE.type == "cuda" else Repeater()
 
 
+def parts_of(model: CudaModel, kv_cache: KVCache) -> StepParts:
+    return StepParts(model, TritonAttention(DEVICE), kv_cache, Sampler(DEVICE, kernel=True))
+
+
+def engine_with_graphs(
+    monkeypatch: pytest.MonkeyPatch, model: CudaModel, record: Callable[[Run], Run], **config: Any
+) -> SteppingEngine:
+    """An engine that captures its steps at start, also on a CPU."""
+
+    def parts(model: Any, attention: Any, kv_cache: KVCache, sampler: Sampler, wanted: bool) -> StepParts:
+        assert wanted
+        return StepParts(model, attention, kv_cache, Sampler(DEVICE, kernel=True))
+
+    monkeypatch.setattr(model_runner, "step_parts", parts)
+    monkeypatch.setattr("cbatch.engine.execution.cuda_graphs.GraphRecorder", lambda device: record)
+    return engine_around(monkeypatch, model, max_batch_tokens=6, **config)
+
+
 def test_sizes() -> None:
     """Guards the sizes of graphs: none is too small, there are few, and padding is small."""
     sizes = {rows: graph_size_for(rows) for rows in range(1, 513)}
-    assert all(rows <= size <= max(rows + 31, 4) for rows, size in sizes.items())
-    assert len(set(sizes.values())) < 40 and sizes[1] == 1 and sizes[256] == 256
+    assert all(rows <= size <= max(rows + 15, 4) for rows, size in sizes.items())
+    assert len(set(sizes.values())) < 45 and sizes[1] == 1 and sizes[256] == 256
+    tokens = {count: graph_tokens_for(count) for count in range(2, 4097)}
+    assert all(count <= size <= max(count + 63, count * 9 / 8) for count, size in tokens.items())
+    assert sum(tokens[count] / count - 1 for count in range(512, 4097)) / 3584 < 0.05
+    sizes_of_engine = GraphSizes.of(StepLimits(256, 2048))
+    assert len(sizes_of_engine.decode) == 23 and len(sizes_of_engine.mixed) == 24
+    assert GraphSizes.of(StepLimits(3, 6)) == GraphSizes([1, 2, 4], [6], 3)
+    assert (
+        GraphSizes.of(StepLimits(4, 1)) == GraphSizes([1], [], 4)
+        and max(GraphSizes.of(StepLimits(1, 9999)).mixed) == 2048
+    )
+
+
+def test_the_largest_is_captured_first() -> None:
+    """Guards memory: smaller steps find theirs in what larger ones have left. Most steps are decode steps."""
+    assert list(GraphSizes([1, 4], [6, 8], 4).in_order()) == [(4, True), (1, True), (8, False), (6, False)]
 
 
 @pytest.mark.parametrize("name", ["qwen3, norms", "mistral, window"])
 def test_equals_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the engine with graphs and overlap: requests come and go, batches are padded, tokens stay the same."""
-    model = model_of(network_of(name))
-    engine = engine_around(monkeypatch, model, max_batch_tokens=8, run_ahead=True)
-    record = recorder()
-    engine.runner._graphs = DecodeGraphs(model, engine.runner.attention, engine.runner.kv_cache, 4, record)
-    assert run(engine) == expected_of(name)
+    """Guards graphs of all steps: requests come and go, prompts are cut, steps are padded, tokens stay the same.
+
+    Everything is captured at start, and every step is a replay.
+    """
+    model, record = model_of(network_of(name)), recorder()
+    engine = engine_with_graphs(monkeypatch, model, record, run_ahead=True)
+    graphs = engine.runner._graphs
+    assert graphs is not None and graphs._shared is not None and len(graphs) == 4
+    if isinstance(record, Repeater):
+        record.poisoned = [*graphs._shared.hidden, graphs._shared.logits, graphs._shared.tokens]
+        monkeypatch.setattr(model, "forward", None)
     assert run(engine) == expected_of(name)
     if isinstance(record, Repeater):
-        assert record.recorded >= 2 and record.replayed > record.recorded
+        assert record.recorded == 4 and record.replayed == engine.stats().num_steps
+
+
+def test_capturing_does_not_touch_the_cache() -> None:
+    """Guards cached prompts: what runs before a capture is padding."""
+    model = model_of(network_of("llama"))
+    kv_cache = kv_cache_of(model)
+    StepGraphs(parts_of(model, kv_cache), GraphSizes([1, 4], [8], 4), recorder())
+    assert all(layer.isnan().all() for layer in (*kv_cache.keys, *kv_cache.values))
+
+
+def test_each_step_finds_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the choice: the smallest graph that holds a step, and none if that would be mostly padding."""
+    model = model_of(network_of("llama"))
+    monkeypatch.setattr(StepGraphs, "_capture", lambda self, size, is_decode, record: SimpleNamespace(size=size))
+    graphs = StepGraphs(parts_of(model, kv_cache_of(model)), GraphSizes([2, 4], [8, 600], 4), lambda run: run)
+    for tokens, *expected in (
+        (1, 2, 8),
+        (2, 2, 8),
+        (3, 4, 8),
+        (5, 0, 8),
+        (8, 0, 8),
+        (9, 0, 0),
+        (300, 0, 600),
+        (601, 0, 0),
+    ):
+        found = [graphs._find(recordings, tokens) for recordings in (graphs._decode, graphs._mixed)]
+        assert [one.size if one is not None else 0 for one in found] == expected
+
+
+def check_step(graphs: StepGraphs, model: CudaModel, step: Any, kv_cache: KVCache) -> None:
+    """A step with graphs against one without."""
+    with torch.inference_mode():
+        found = graphs.forward(step)
+    assert found is not None
+    torch.testing.assert_close(found.values, logits_of(model, step, kv_cache))
+
+
+def test_steps_of_all_kinds() -> None:
+    """Guards steps in any order: without outputs, with an output of each token, cut prompts beside decode rows."""
+    model, prompts = model_of(network_of("qwen2, biases")), make_prompts([5, 3, 4])
+    kv_cache = kv_cache_of(model)
+    graphs = StepGraphs(parts_of(model, kv_cache), GraphSizes([4], [10], 3), recorder())
+    whole, last = batch_of([prompt[:-1] for prompt in prompts]), batch_of(prompts, start=2)
+    check_step(graphs, model, replace(whole, rows=whole.rows[:0]), kv_cache)
+    check_step(graphs, model, whole, kv_cache)
+    check_step(graphs, model, replace(last, rows=np.array([1, 2, 5])), kv_cache)
+    one = batch_of([prompt[:3] for prompt in prompts], start=2)
+    for rows in ([0, 1, 2], [1], [0, 2]):
+        check_step(graphs, model, replace(one, rows=np.array(rows)), kv_cache)
+    check_step(graphs, model, last, kv_cache)
 
 
 def test_other_steps_run_without_graphs() -> None:
-    """Guards the choice: prompts, too many rows, and rows that do not fit in the buffers run without graphs."""
+    """Guards the buffers: too many tokens or sequences, and sequences that are too long, run without graphs."""
     model, prompts = model_of(network_of("llama")), make_prompts([9, 9])
-    kv_cache = kv_cache_of(model)
-    graphs = DecodeGraphs(model, TritonAttention(DEVICE), kv_cache, 2, recorder())
+    graphs = StepGraphs(parts_of(model, kv_cache_of(model)), GraphSizes([2], [16], 2), lambda run: run)
+    step = batch_of(prompts, start=8)
     with torch.inference_mode():
+        assert graphs.forward(step) is not None and graphs.forward(batch_of(make_prompts([8, 8]))) is not None
         assert graphs.forward(batch_of(prompts)) is None
         assert graphs.forward(batch_of(make_prompts([1, 1, 1]))) is None
-        step = batch_of(prompts, start=8)
-        assert graphs.forward(replace(step, rows=step.rows[:1])) is None
+        assert graphs.forward(batch_of(make_prompts([2, 1, 1]))) is None
         assert graphs.forward(replace(step, stops=[9, 100_000])) is None
-        for _ in range(3):  # run, recorded, replayed
-            logits_of(model, batch_of([prompt[:8] for prompt in prompts]), kv_cache)
-            found = graphs.forward(step)
-            assert found is not None
-            torch.testing.assert_close(found, logits_of(model, step, kv_cache))
 
 
-def test_a_step_that_cannot_be_captured_runs(caplog: pytest.LogCaptureFixture) -> None:
-    """Guards devices and libraries that cannot be captured: all steps run without graphs."""
-    model, prompts = model_of(network_of("llama")), make_prompts([9, 9])
-    kv_cache, record = kv_cache_of(model), Repeater()
-    graphs = DecodeGraphs(model, TritonAttention(DEVICE), kv_cache, 2, record)
-    alone, both = batch_of(prompts[:1], start=8), batch_of(prompts, start=8)
-    with torch.inference_mode():
-        logits_of(model, batch_of([prompt[:8] for prompt in prompts]), kv_cache)
-        assert all(graphs.forward(step) is not None for step in (alone, alone, both))
-        record.error = RuntimeError("not while recording")
-        assert graphs.forward(both) is None and "not while recording" in caplog.text
-        assert graphs.forward(alone) is None and len(caplog.records) == 1
+DRAWN: list[dict[str, Any]] = [
+    {"temperature": 1.0, "seed": 3},
+    {"max_tokens": 5},
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 4},
+    {"temperature": 1.0, "repetition_penalty": 1.4, "max_tokens": 3},
+    {"temperature": 1.0, "prompt_logprobs": 1, "max_tokens": 2},
+]
 
 
-def test_a_step_runs_if_its_capture_runs_out_of_memory(caplog: pytest.LogCaptureFixture) -> None:
-    """Guards a full device: the step is not made smaller, and existing and smaller graphs stay in use.
+def draw(engine: SteppingEngine, *, shaken: bool = False) -> dict[int | None, list[int | None]]:
+    """The tokens of all `DRAWN` requests. shaken: running requests are preempted repeatedly"""
+    for prompt, asked in zip(make_prompts([3, 10, 1, 6, 5]), DRAWN, strict=True):
+        engine.add(prompt, SamplingParams(max_tokens=15).merged(asked), seed=7)
+    found: dict[int | None, list[int | None]] = {}
+    while engine.has_work:
+        if shaken and engine.stats().num_steps % 11 == 7:
+            while engine.shrink():
+                pass
+            while not engine.grow():
+                pass
+        for event in engine.step():
+            found.setdefault(event.request_id, []).append(event.token_id)
+    return found
 
-    A recording that fails is not tried again: each attempt would cost memory for good.
+
+def test_sampling_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards tokens that are sampled before the previous ones are known, through preemption, beside changed logits."""
+    network = make_network("qwen3", tie_word_embeddings=True)
+    expected = draw(make_engine(make_network("qwen3", tie_word_embeddings=True)))
+    record, sampled = recorder(), list[int]()
+    engine = engine_with_graphs(monkeypatch, model_of(network), record, run_ahead=True)
+    sample = Sampler.sample
+    monkeypatch.setattr(Sampler, "sample", lambda *args, **more: (sampled.append(1), sample(*args, **more))[1])
+    assert draw(engine, shaken=True) == expected
+    stats = engine.stats()
+    assert stats.num_preemptions > 1 and len(sampled) < stats.num_steps * 2 / 3, "some steps are sampled in a graph"
+
+
+def test_a_step_that_is_tried_again_has_the_same_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a token in flight: the next step writes its own where it was sampled, and that step may fail."""
+    model, record = model_of(network_of("llama")), recorder()
+    engine, failures = engine_with_graphs(monkeypatch, model, record, run_ahead=True), [RuntimeError("no")] * 2
+
+    def fail(step: object) -> None:
+        if engine.stats().num_steps > 2 and failures:
+            raise failures.pop()
+
+    engine.add(make_prompts([3])[0], SamplingParams(max_tokens=6))
+    engine.on_step, found = fail, []
+    while engine.has_work:
+        with suppress(RuntimeError):
+            found += [event.token_id for event in engine.step()]
+    assert found == expected_of("llama")[0] and not failures
+
+
+def plain(run: Run) -> Run:
+    """Captures nothing."""
+    return run
+
+
+def test_a_step_that_cannot_be_captured_runs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards devices and libraries that cannot be captured: all steps run without graphs, and a sentence says so."""
+    calls = []
+
+    def record(run: Run) -> Run:
+        calls.append(run)
+        if len(calls) == 2:
+            raise RuntimeError("not while capturing")
+        return run
+
+    engine = engine_with_graphs(monkeypatch, model_of(network_of("llama")), record)
+    assert engine.runner.graph_problem == caplog.messages[0] and "not while capturing" in caplog.messages[0]
+    assert len(calls) == 2 and len(engine.runner._graphs or ()) == 0 and len(caplog.records) == 1
+    assert run(engine) == expected_of("llama")
+
+
+def test_a_capture_that_runs_out_of_memory_is_the_last(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards a full device: what failed holds no memory, steps are not made smaller, graphs that exist are used.
+
+    No other capture is tried: each that fails costs memory for good.
     """
-    model, prompts = model_of(network_of("llama")), make_prompts([9, 9, 9, 9])
-    kv_cache, record, held = kv_cache_of(model), Repeater(), weakref.WeakSet[Tensor]()
-    graphs = DecodeGraphs(model, TritonAttention(DEVICE), kv_cache, 4, record)
-    steps = {rows: batch_of(prompts[:rows], start=8) for rows in (1, 2, 4)}
+    held, record = weakref.WeakSet[Tensor](), Repeater()
 
     def full(run: Run) -> Run:
+        if record.recorded < 2:
+            return record(run)
         activations = torch.zeros(3)
         held.add(activations)
         try:
-            raise torch.OutOfMemoryError("full")
+            raise torch.OutOfMemoryError("CUDA out of memory")
         finally:
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    with torch.inference_mode():
-        logits_of(model, batch_of([prompt[:8] for prompt in prompts]), kv_cache)
-        expected = {rows: graphs.forward(steps[rows]).clone() for rows in (1, 2, 4)}  # type: ignore[union-attr]
-        graphs.forward(steps[4])
-        graphs._record = full
-        with no_collector():
-            assert graphs.forward(steps[2]) is None and not held, "what failed still holds memory"
-        graphs._record = record
-        assert graphs.forward(steps[2]) is None and "out of memory" in caplog.text
-        for rows in (4, 1, 1):
-            found = graphs.forward(steps[rows])
-            assert found is not None
-            torch.testing.assert_close(found, expected[rows])
-    assert record.recorded == 2 and sorted(graphs._recordings) == [1, 4] and len(caplog.records) == 1
-
-
-def test_a_failed_capture_does_not_shrink_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the size of steps: a graph that does not fit in memory does not mean that the step does not."""
-    model, record = model_of(network_of("qwen3, norms")), Repeater()
-    record.error = torch.OutOfMemoryError("CUDA out of memory")
-    with engine_around(monkeypatch, model) as engine:
-        engine.runner._graphs = DecodeGraphs(model, engine.runner.attention, engine.runner.kv_cache, 4, record)
+    with no_collector(), engine_with_graphs(monkeypatch, model_of(network_of("qwen3, norms")), full) as engine:
+        graphs = engine.runner._graphs
+        assert graphs is not None and not held, "what failed still holds memory"
+        assert list(graphs._decode) == [4, 2] and not graphs._mixed and record.recorded == 2
+        assert "Only 2 of 4" in caplog.text and len(caplog.records) == 1
         engine_thread, events = EngineThread(engine), [SimpleQueue[TokenEvent]() for _ in LENGTHS]
         for prompt, length, sink in zip(make_prompts(LENGTHS), OUTPUTS, events, strict=True):
             request = EncodedRequest(prompt_ids=prompt, params=SamplingParams(max_tokens=length))
@@ -160,33 +292,42 @@ def test_a_failed_capture_does_not_shrink_steps(monkeypatch: pytest.MonkeyPatch)
         found = [[sink.get(timeout=60).token_id for _ in range(n)] for n, sink in zip(OUTPUTS, events, strict=True)]
         engine_thread.close()
     assert found == expected_of("qwen3, norms") and engine_thread.num_retries == engine_thread.num_shrinks == 0
+    assert record.replayed > 2, "a step of one sequence is a replay of two"
 
 
-def test_the_first_run_has_to_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards captures against kernels that are not compiled yet because the first run failed."""
-    model, record = model_of(network_of("llama")), Repeater()
-    graphs = DecodeGraphs(model, TritonAttention(DEVICE), kv_cache_of(model), 2, record)
-    step = batch_of(make_prompts([1]))
-    forward = model.run_layers
-    with torch.inference_mode():
-        monkeypatch.setattr(model, "run_layers", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
-        with pytest.raises(torch.OutOfMemoryError):
-            graphs.forward(step)
-        monkeypatch.setattr(model, "run_layers", forward)
-        graphs.forward(step)
-        assert record.recorded == 0
-        graphs.forward(step)
-        assert record.recorded == 1
+def test_graphs_take_no_more_than_their_reserve() -> None:
+    """Guards the memory of steps: when what graphs may take is used up, smaller ones are given up."""
+    model, room = model_of(network_of("llama")), iter([True, True, False])
+    parts = parts_of(model, kv_cache_of(model))
+    graphs = StepGraphs(parts, GraphSizes([1, 2, 4], [8], 4), plain, has_room=lambda: next(room))
+    assert list(graphs._decode) == [4, 2] and "used up" in graphs.problem
+    assert len(StepGraphs(parts, GraphSizes([1], [], 1), plain, has_room=lambda: False)) == 0
+
+
+def test_the_memory_of_graphs_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the reserve: the largest graph of each kind, made for the largest cache, and something for each graph."""
+    model, attention, made = model_of(network_of("llama")), TritonAttention(DEVICE), []
+    monkeypatch.setattr(sizing, "step_parts", lambda model, attention, kv_cache, *_: parts_of(model, kv_cache))
+
+    def measure_peak(step: Callable[[], Any]) -> int:
+        made.append(step())
+        return 1000
+
+    limits = StepLimits(4, 6, graphs=True)
+    profiler = sizing.MemoryProfiler(model, attention, Sampler(DEVICE), 16, limits, cache_tokens=70)
+    assert profiler._measure_graphs(measure_peak) == 2 * 1000 + WORKSPACE_BYTES + 4 * GRAPH_BYTES
+    assert [(sorted(one._decode), sorted(one._mixed)) for one in made] == [([4], []), ([], [6])]
+    assert not any(one.problem for one in made)
+    assert made[0]._decode[4].buffers.holds(replace(batch_of(make_prompts([1])), starts=[79], stops=[80]))
 
 
 def test_the_cache_goes_with_its_graphs() -> None:
     """Guards a device's memory: the cache is freed without waiting for the garbage collector."""
     model = model_of(network_of("llama"))
     kv_cache = kv_cache_of(model)
-    graphs, alive = DecodeGraphs(model, TritonAttention(DEVICE), kv_cache, 2, Repeater()), weakref.ref(kv_cache)
+    graphs, alive = StepGraphs(parts_of(model, kv_cache), GraphSizes([1], [2], 1), Repeater()), weakref.ref(kv_cache)
     with torch.inference_mode():
-        for _ in range(2):
-            graphs.forward(batch_of(make_prompts([1])))
+        assert graphs.forward(batch_of(make_prompts([1]))) is not None
     with no_collector():
         del graphs, kv_cache
         assert alive() is None

@@ -19,12 +19,14 @@ from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.execution import kv_cache_sizing as sizing
+from cbatch.engine.execution.cuda_graphs import GRAPH_BYTES
 from cbatch.engine.execution.kv_cache_sizing import (
     RESERVED_BYTES,
     CacheSizeRequest,
     MemoryProfiler,
     choose_num_blocks,
 )
+from cbatch.engine.execution.model_runner import ModelRunner
 from cbatch.engine.models.hf_adapter import TransformersModel
 from cbatch.engine.models.self_check import checked_model
 from cbatch.engine.runtime.batch import RaggedBatch
@@ -102,7 +104,7 @@ def choose(
     model.forward = seen  # type: ignore[method-assign]
     cache_size = CacheSizeRequest(memory or "90%", num_blocks, MIB, 100_000)
     limits, sampler = limits or StepLimits(2, 64), Sampler(model.device)
-    return choose_num_blocks(cache_size, model, ReferenceAttention(), sampler, 4, limits, device.memory)
+    return choose_num_blocks(cache_size, model, ReferenceAttention(), sampler, 4, limits, device.memory)[0]
 
 
 STEP = 64 * BYTES_PER_TOKEN + RESERVED_BYTES
@@ -226,12 +228,23 @@ def test_profiling_does_not_read_uninitialized_memory(gpu: Gpu, monkeypatch: pyt
     assert len(errors) == 5 and not any(errors)
 
 
-def test_the_memory_of_graphs_is_included(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the memory that CUDA graphs keep: once more what a decode step takes."""
-    monkeypatch.setattr(sizing, "graph_parts", lambda model, attention, wanted: wanted)
-    expected = (10 * GIB - STEP - 2 * BYTES_PER_TOKEN) // MIB
-    assert choose("100%", limits=StepLimits(2, 64, graphs=True)) == expected
-    assert choose("100%", limits=StepLimits(2, 64, graphs=False)) > expected
+def test_the_memory_of_graphs_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the reserve of CUDA graphs: it lessens a share of the memory, but not an amount that is asked for."""
+    monkeypatch.setattr(MemoryProfiler, "_measure_graphs", lambda *_: 100 * MIB)
+    assert choose("100%") == (10 * GIB - STEP) // MIB - 100 and choose("90%") == 9 * GIB // MIB
+    assert choose("100%", total=STEP + 60 * MIB) == 30, "steps can do without graphs"
+    assert choose("80MiB", total=STEP + 120 * MIB) == choose(num_blocks=80, total=STEP + 120 * MIB) == 80
+
+
+def test_graphs_stop_where_the_memory_of_steps_begins(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the largest step of an engine whose graphs take more than was measured."""
+    found: list[Callable[[], bool]] = []
+    monkeypatch.setattr(ModelRunner, "capture_graphs", lambda *arguments: found.append(arguments[-1]))
+    make(kv_cache_memory="20%")
+    (has_room,) = found
+    for left, expected in ((STEP + GRAPH_BYTES, True), (STEP + GRAPH_BYTES - 1, False)):
+        gpu.taken = gpu.total - left
+        assert has_room() is expected
 
 
 def test_profiling_leaves_nothing_behind(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +315,7 @@ def host(memory: str | None = None, num_blocks: int | None = None, per_block: in
         4,
         StepLimits(2, 64),
         DeviceMemory("cpu", "25%", lambda: 10 * GIB),
-    )
+    )[0]
 
 
 def test_the_cache_takes_no_more_than_it_can_use() -> None:
