@@ -2,22 +2,26 @@
 
 Random models of the shapes of Qwen3-0.6B and Llama-3.1-8B are made on the device, so nothing is downloaded. The script
 measures the device's own rates first, as everything else is compared with them. Then it checks every kernel, and
-measures attention, steps by their number of requests, and whole runs beside transformers' continuous batching with the
-same weights.
+measures attention, the work that the field shares (256 requests on the 0.6B shape), steps by their number of requests,
+and whole runs beside transformers' continuous batching with the same weights.
 
 `--load` measures the engine under load instead, on the 8B shape and in less than eight minutes too: how long the device
 waits for the host in a steady state; how many users it serves at once, each with a first token within half a second and
-fifty tokens per second; and what a long prompt does to the requests that decode.
+fifty tokens per second; and what a long prompt does to the requests that decode. `--sweep` tries other settings of the
+attention kernels instead, and `--only tests` runs the tests that run on a GPU.
 
-If a part fails, the others go on, and the exit status is 1. `--tiny --device cpu` tries the script itself on any
-machine, with Triton's interpreter.
+At the end the script says which of its goals this run reaches. Everything it prints is also in a log file, and as JSON
+in another, which both name the device. If a part fails, the others go on, and the exit status is 1.
+`--tiny --device cpu` tries the script itself on any machine, with Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -25,21 +29,36 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `cbatch` and `scripts`, installed or not
 
 
-class Report:
-    """Prints results as they come, and keeps them for the JSON file."""
+class Report(logging.Handler):
+    """Prints results as they come, with the warnings of the engine, and keeps them for the files.
+
+    lines:   all results of all parts
+    results: the same by part, as JSON
+    log:     a file for what is printed
+    """
 
     def __init__(self) -> None:
+        super().__init__(logging.WARNING)
         self.begun = time.perf_counter()
+        self.lines: list[Any] = []
         self.results: dict[str, Any] = {}
         self.failed: list[str] = []
+        self.log: TextIO | None = None
 
     def say(self, line: object) -> None:
-        print(f"[{time.perf_counter() - self.begun:5.0f} s] {line}", flush=True)
+        text = f"[{time.perf_counter() - self.begun:5.0f} s] {line}"
+        print(text, flush=True)
+        if self.log is not None:
+            print(text, file=self.log, flush=True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.say(f"warning: {record.getMessage()}")
+        self.results.setdefault("warnings", []).append(record.getMessage())
 
     def part(self, name: str, lines: Callable[[], Iterator[Any]]) -> None:
         """Runs one part. If it fails, the report notes that, and other parts can follow."""
@@ -48,10 +67,12 @@ class Report:
         try:
             for line in lines():
                 self.say(line)
+                self.lines.append(line)
                 found.append(asdict(line) if hasattr(line, "__dataclass_fields__") else line)
-        except Exception:
+        except Exception as error:
             self.failed.append(name)
-            traceback.print_exc()
+            found.append({"failed": f"{type(error).__name__}: {error}"})
+            self.say(traceback.format_exc().rstrip())
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -60,21 +81,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--device", default="cuda", help="cuda or cpu (%(default)s)")
     add("--shapes", help="which models (0.6B,8B; with --load 8B)")
     add("--load", action="store_true", help="measure the engine under load instead")
+    add("--sweep", action="store_true", help="try other settings of the attention kernels instead")
     add("--tiny", action="store_true", help="use small sizes, to try the script")
     add("--requests", type=int, default=512, help="requests of a whole run (%(default)s)")
-    add(
-        "--peer-requests",
-        type=int,
-        default=128,
-        help="requests of runs beside transformers (%(default)s)",
-    )
+    add("--peer-requests", type=int, default=128, help="requests of runs beside transformers (%(default)s)")
     add("--max-seqs", type=int, default=512, help="most requests that run at once (%(default)s)")
     add("--max-batch-tokens", type=int, default=4096, help="token budget of a step (%(default)s)")
     for old_name, name in (("--seats", "max_seqs"), ("--budget", "max_batch_tokens")):
         add(old_name, type=int, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    add("--sweep", action="store_true", help="try other settings of the attention kernels too, which takes minutes")
-    add("--only", default="", help="parts to run: the beginnings of their names, with commas between them")
-    add("--json", type=Path, help="write the results to this file")
+    add("--only", default="", help="parts to run: the beginnings of their names, with commas; `tests` if it is named")
+    add("--out", metavar="PREFIX", help="write PREFIX.log and PREFIX.json (bench_gpu-DEVICE-PARTS)")
     return parser.parse_args(arguments)
 
 
@@ -95,72 +111,136 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown:
         print(f"There is no shape {unknown[0]!r}; choose from {', '.join(GPU_SHAPES)}.", file=sys.stderr)
         return 2
-    report = Report()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    prefix = options.out or f"bench_gpu-{slug(name)}-{slug(what_runs(options))}"
     shapes = {name: GPU_SHAPES[name] | (TINY if options.tiny else {}) for name in names}
-    measure(report, shapes, device, options)
-    if options.json:
-        options.json.write_text(json.dumps(report.results, indent=1) + "\n")
-    report.say(f"done; failed: {', '.join(report.failed) or 'nothing'}")
+    report = Report()
+    logger = logging.getLogger("cbatch")
+    logger.addHandler(report)
+    try:
+        with Path(f"{prefix}.log").open("w") as report.log:
+            measure(report, shapes, device, name, options)
+            Path(f"{prefix}.json").write_text(json.dumps(report.results, indent=1) + "\n")
+            report.say(f"done in {prefix}.log and .json; failed: {', '.join(report.failed) or 'nothing'}")
+    finally:
+        logger.removeHandler(report)
     return 1 if report.failed else 0
 
 
-def measure(report: Report, shapes: dict[str, Any], device: Any, options: argparse.Namespace) -> None:
+def what_runs(options: argparse.Namespace) -> str:
+    return options.only or ("load" if options.load else "sweep" if options.sweep else "plain")
+
+
+def slug(text: str) -> str:
+    """A name as a part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-")
+
+
+def measure(report: Report, shapes: dict[str, Any], device: Any, name: str, options: argparse.Namespace) -> None:
+    from scripts.gpu.goals import check_goals
+
+    only = tuple(options.only.split(",")) if options.only else ()
+    wanted = {
+        part: lines
+        for part, lines in parts_of(report, shapes, device, options).items()
+        if (part.startswith(only) if only else part != "tests")
+    }
+    describe(report, device, name, options)
+    for part, lines in wanted.items():
+        report.part(part, lines)
+    if not options.tiny:
+        report.part("goals", lambda: check_goals(report.lines))
+
+
+def describe(report: Report, device: Any, name: str, options: argparse.Namespace) -> None:
+    """The machine and its rates, without which no figure means anything."""
+    import platform
+
     import torch
+    import transformers
     import triton
 
     from cbatch.cli.bench.roofline import measure_rates
-    from scripts.gpu import checks, speed
+    from cbatch.engine.runtime.device import describe_gpus
 
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    dtype = torch.bfloat16
-    rates = measure_rates(device, dtype)
-    machine = f"{name}, torch {torch.__version__}, Triton {triton.__version__}"
-    report.say(f"{machine}: {rates.bytes_per_s / 1e9:,.0f} GB/s copied, {rates.flops_per_s / 1e12:,.1f} TFLOP/s")
-    report.results["machine"] = {"name": machine, **asdict(rates)}
+    rates = options.rates = measure_rates(device, torch.bfloat16)
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, Triton {triton.__version__}, "
+    versions += f"transformers {transformers.__version__}"
+    gpus = describe_gpus()
+    report.say(f"{name}; {versions}")
+    for what, text in gpus.items():
+        report.say(f"{what}: {text}")
+    report.say(f"{rates.bytes_per_s / 1e9:,.0f} GB/s copied, {rates.flops_per_s / 1e12:,.1f} TFLOP/s")
+    report.results["machine"] = {"name": name, "versions": versions, "devices": gpus, **asdict(rates)}
 
-    def check() -> Iterator[Any]:
-        wrong = []
-        for what, is_right, figure in checks.check_all(shapes, device):
-            yield f"{'right' if is_right else 'WRONG'}: {what} ({figure})"
-            wrong += [] if is_right else [what]
-        if wrong:
-            raise AssertionError(f"{len(wrong)} checks failed, such as {wrong[0]}")
 
-    only = tuple(options.only.split(",")) if options.only else ("",)
-    parts: dict[str, Callable[[], Iterator[Any]]] = {}
-    if not options.load:
-        parts |= {"checks": check, "attention": lambda: speed.attention_lines(shapes, rates, device)}
+def parts_of(
+    report: Report, shapes: dict[str, Any], device: Any, options: argparse.Namespace
+) -> dict[str, Callable[[], Iterator[Any]]]:
+    """Functions that measure something, by name. They run after `describe`."""
+    from scripts.gpu import speed, suite
+
+    if options.load:
+        return {
+            f"load {shape}": partial(load_lines, shape, config, device, options) for shape, config in shapes.items()
+        }
     if options.sweep:
-        parts["sweep"] = lambda: speed.sweep_lines(next(iter(shapes.values())), rates, device)
+        return {"sweep": lambda: speed.sweep_lines(next(iter(shapes.values())), options.rates, device)}
+    parts: dict[str, Callable[[], Iterator[Any]]] = {
+        "tests": lambda: suite.test_lines(on_gpu=device.type == "cuda", few=options.tiny),
+        "checks": lambda: check_lines(shapes, device),
+        "attention": lambda: speed.attention_lines(shapes, options.rates, device),
+    }
+    if "0.6B" in shapes:
+        parts["yardstick"] = lambda: yardstick_lines(shapes["0.6B"], device, options)
     for shape, config in shapes.items():
-        if options.load:
-            parts[f"load {shape}"] = partial(load_lines, shape, config, device, options)
-        else:
-            parts[f"model {shape}"] = partial(model_lines, shape, config, rates, device, options)
-    for part, lines in parts.items():
-        if part.startswith(only):
-            report.part(part, lines)
+        parts[f"model {shape}"] = partial(model_lines, shape, config, device, options)
+    return parts
 
 
-def model_lines(name: str, config: Any, rates: Any, device: Any, options: argparse.Namespace) -> Iterator[Any]:
+def check_lines(shapes: dict[str, Any], device: Any) -> Iterator[str]:
+    from scripts.gpu import checks
+
+    wrong = []
+    for what, is_right, figure in checks.check_all(shapes, device):
+        yield f"{'right' if is_right else 'WRONG'}: {what} ({figure})"
+        wrong += [] if is_right else [what]
+    if wrong:
+        raise AssertionError(f"{len(wrong)} checks failed, such as {wrong[0]}")
+
+
+def setup_of(name: str, config: Any, device: Any, options: argparse.Namespace) -> Any:
+    from scripts.benchmarks.models import load_random
+    from scripts.gpu.runs import Setup
+
+    loaded = load_random(name, config, device, fast_path=device.type == "cuda")
+    return Setup(name, loaded, options.max_seqs, options.max_batch_tokens, options.rates)
+
+
+def yardstick_lines(config: Any, device: Any, options: argparse.Namespace) -> Iterator[Any]:
+    from scripts.gpu import runs
+
+    yield from runs.yardstick_lines(setup_of("0.6B", config, device, options), 8 if options.tiny else 256)
+
+
+def model_lines(name: str, config: Any, device: Any, options: argparse.Namespace) -> Iterator[Any]:
     """Steps and whole runs of one model."""
     import torch
 
     from cbatch.engine.models.cuda import CudaModel
-    from scripts.benchmarks.models import RandomTensors, load_random
+    from scripts.benchmarks.models import RandomTensors
     from scripts.gpu import runs, speed
 
-    loaded = load_random(name, config, device, fast_path=device.type == "cuda")
-    decoder = loaded.fast_model
+    setup = setup_of(name, config, device, options)
+    decoder = setup.loaded.fast_model
     if not isinstance(decoder, CudaModel):  # on a CPU
         tensors = RandomTensors(config, device, torch.float32)
         decoder = CudaModel(config, tensors, torch.float32, device)
-    yield from speed.step_lines(name, decoder, rates)
+    yield from speed.step_lines(name, decoder, options.rates)
     runs.free(device)
     requests, low, high = (8, 4, 16) if options.tiny else (options.requests, 100, 1024)
     work = runs.work_of(requests, low, high, config["vocab_size"], config["max_position_embeddings"])
-    peer_rows = min(options.peer_requests, requests)
-    yield from runs.runs(name, loaded, work, peer_rows, options.max_seqs, options.max_batch_tokens, rates)
+    yield from runs.runs(setup, work, min(options.peer_requests, requests))
 
 
 def load_lines(name: str, config: Any, device: Any, options: argparse.Namespace) -> Iterator[Any]:

@@ -28,6 +28,7 @@ from cbatch.engine import (
 )
 from cbatch.engine.models.loader import LoadedModel
 from scripts.benchmarks import long_prompt
+from scripts.gpu.idle import StepEvents, event_maker, gap_share
 
 SLO_TARGET = SLO(ttft_s=0.5, tps=50.0)
 """What each user is promised: the first token within half a second, and fifty tokens per second from then on."""
@@ -81,16 +82,28 @@ TINY = Sizes(
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """Requests that all decode: tokens per second, and the share of the time in which the device was idle, if known."""
+    """Requests that all decode.
+
+    overlapped: whether steps overlap with the host's work
+    idle_share: share of the time in which the device had nothing to do, by events around steps
+    gap_share:  share of the time between the kernels of steps, by the profiler; None if it does not tell
+    """
 
     what: str
+    rows: int
+    overlapped: bool
     tokens_per_s: float
+    step_s: float
     idle_share: float | None
+    gap_share: float | None
     error: str = ""
 
     def __str__(self) -> str:
-        idle = "unknown" if self.idle_share is None else f"{self.idle_share:.2%}"
-        return f"{self.what}: {self.tokens_per_s:,.0f} tokens/s, device idle {idle}{self.error and f' ({self.error})'}"
+        idle, gaps = ("unknown" if share is None else f"{share:.2%}" for share in (self.idle_share, self.gap_share))
+        return (
+            f"{self.what}: {self.tokens_per_s:,.0f} tokens/s, steps of {1e3 * self.step_s:.2f} ms, device idle {idle} "
+            f"of the time between steps, gaps between the kernels of a step {gaps}{self.error and f' ({self.error})'}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +111,7 @@ class Served:
     """Users at once, and the share of them all of whose answers met the SLO."""
 
     what: str
+    shape: str
     users: int
     share: float | None
     ttft_p99_s: float | None
@@ -106,9 +120,10 @@ class Served:
     error: str
 
     @classmethod
-    def of(cls, what: str, users: int, result: LoadResult) -> Served:
+    def of(cls, what: str, shape: str, users: int, result: LoadResult) -> Served:
         return cls(
             what,
+            shape,
             users,
             result.users_served,
             result.ttft_s.p99,
@@ -148,14 +163,27 @@ def make_engine(
 
 
 def steady(what: str, engine: SteppingEngine, sizes: Sizes) -> Steady:
-    """Decodes three times: to compile the kernels, to time it, and to trace steps in the middle."""
+    """Decodes three times: to compile the kernels, to time steps by events, and to trace some in the middle."""
     decode_all(engine, sizes)
-    elapsed = decode_all(engine, sizes)
+    edge = sizes.tokens // 8
+    events = StepEvents(event_maker(engine.device), skip=edge)
+    with events.recorded():
+        elapsed = decode_all(engine, sizes)
+    engine.synchronize()
+    idle = events.idle(last=edge)
     with tempfile.TemporaryDirectory() as folder:
         trace = StepTracer(Path(folder) / "trace.json", warmup=sizes.tokens // 2, steps=min(64, sizes.tokens // 4))
         decode_all(engine, sizes, trace)
-    idle = trace.summary.idle_share if trace.summary is not None else None
-    return Steady(what, sizes.rows * sizes.tokens / elapsed, idle, trace.error)
+    return Steady(
+        what=what,
+        rows=sizes.rows,
+        overlapped=engine.config.run_ahead is True,
+        tokens_per_s=sizes.rows * sizes.tokens / elapsed,
+        step_s=idle.seconds / idle.num_steps if idle else 0.0,
+        idle_share=idle.share if idle else None,
+        gap_share=gap_share(idle, trace.summary) if idle and trace.summary else None,
+        error=trace.error,
+    )
 
 
 def decode_all(engine: SteppingEngine, sizes: Sizes, trace: StepTracer | None = None) -> float:
@@ -208,7 +236,7 @@ def load_lines(
     ):
         asked = scenario(engine, sizes)
         run_load(engine_thread, asked.probe(1, min(3.0, sizes.probe_s)), SLO_TARGET)  # compiles the kernels
-        yield Served.of(name, sizes.users, run_load(engine_thread, asked, SLO_TARGET))
+        yield Served.of(name, name, sizes.users, run_load(engine_thread, asked, SLO_TARGET))
         found = find_capacity(
             lambda users: run_load(engine_thread, asked.probe(users, sizes.probe_s), SLO_TARGET),
             most=sizes.most,
@@ -219,6 +247,6 @@ def load_lines(
 
 def capacity_lines(name: str, found: Capacity) -> Iterator[Served | str]:
     for users, result in found.probes.items():
-        yield Served.of(f"{name}, probe", users, result)
+        yield Served.of(f"{name}, probe", name, users, result)
     limit = ", the most that were tried" if found.is_limit else ""
     yield f"{name}: the SLO holds for {found.users} users{limit}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -20,10 +21,16 @@ from cbatch.engine.models.loader import LoadedModel
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Output tokens per second of a run, and the share of the floor's speed that it reached; 0 if there is no floor."""
+    """A whole run: output tokens per second, and its share of the speed that the floor allows; 0 if there is no floor.
+
+    shape, requests, by: the model, how many requests, and what ran them, for whoever reads the JSON
+    """
 
     what: str
-    tokens_per_s: float
+    shape: str
+    requests: int
+    by: str
+    tokens_per_s: float = 0.0
     share: float = 0.0
     error: str = ""
 
@@ -39,38 +46,79 @@ def work_of(requests: int, low: int, high: int, vocabulary: int, context: int) -
     return synthetic_workload(requests, lengths, lengths, vocabulary, context, seed=0)
 
 
-def run_engine(
-    what: str,
-    loaded: LoadedModel,
-    work: Workload,
-    max_seqs: int,
-    max_batch_tokens: int,
-    rates: DeviceRates,
-    graphs: bool,
-) -> Run:
-    config = EngineConfig(
-        device=str(rates_device(loaded)),
-        max_seqs=max_seqs,
-        max_batch_tokens=max_batch_tokens,
-        prefix_cache=False,
-        cuda_graphs=graphs,
-    )
-    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in work.output_lengths]
-    with Engine(config, loaded=loaded) as engine:
-        engine.generate(work.prompts[:8], SamplingParams(max_tokens=8, ignore_eos=True))  # compiles the kernels
-        engine.core.synchronize()
-        start = time.perf_counter()
-        outputs = engine.generate(work.prompts, params)
-        elapsed = time.perf_counter() - start
-        share = roofline_bound(work, ModelCost.of(engine), rates).reached(elapsed)
-    tokens = sum(len(output.token_ids) for output in outputs)
-    if tokens != work.output_tokens:
-        return Run(what, 0.0, error=f"{tokens} tokens came out, and {work.output_tokens} were asked for")
-    return Run(f"{what}, {engine.stats().num_steps} steps", tokens / elapsed, share)
+def yardstick() -> Workload:
+    """The field's shared work: 256 requests with prompts and outputs of 100 to 1,024 tokens.
+
+    Drawn as nano-vllm's benchmark does (https://github.com/GeeeekExplorer/nano-vllm/blob/main/bench.py), to the token.
+    """
+    chance = random.Random(0)
+    prompts = [[chance.randint(0, 10000) for _ in range(chance.randint(100, 1024))] for _ in range(256)]
+    return Workload(prompts, [chance.randint(100, 1024) for _ in range(256)], "nano-vllm's bench.py")
 
 
-def rates_device(loaded: LoadedModel) -> torch.device:
-    return loaded.fast_model.device if loaded.fast_model is not None else torch.device("cpu")
+@dataclass(frozen=True)
+class Setup:
+    """A model, how it is run, and the rates of the device.
+
+    temperature: of all requests
+    """
+
+    shape: str
+    loaded: LoadedModel
+    max_seqs: int
+    max_batch_tokens: int
+    rates: DeviceRates
+    temperature: float = 0.0
+
+    @property
+    def device(self) -> torch.device:
+        return self.loaded.fast_model.device if self.loaded.fast_model is not None else torch.device("cpu")
+
+    def run(self, work: Workload, *, graphs: bool = True) -> Run:
+        """All requests at once through the engine."""
+        config = EngineConfig(
+            device=str(self.device),
+            max_seqs=self.max_seqs,
+            max_batch_tokens=self.max_batch_tokens,
+            prefix_cache=False,
+            cuda_graphs=graphs,
+        )
+        settings = SamplingParams(temperature=self.temperature, ignore_eos=True)
+        params = [replace(settings, max_tokens=length) for length in work.output_lengths]
+        with Engine(config, loaded=self.loaded) as engine:
+            engine.generate(work.prompts[:8], replace(settings, max_tokens=8))  # compiles the kernels
+            engine.core.synchronize()
+            start = time.perf_counter()
+            outputs = engine.generate(work.prompts, params)
+            elapsed = time.perf_counter() - start
+            share = roofline_bound(work, ModelCost.of(engine), self.rates).reached(elapsed)
+            stats = engine.stats()
+        requests, tokens = len(work.prompts), sum(len(output.token_ids) for output in outputs)
+        what = f"{self.shape}, {requests} requests, {'graphs' if graphs else 'no graphs'}"
+        if self.temperature:
+            what += f", temperature {self.temperature:g}"
+        if tokens != work.output_tokens:
+            error = f"{tokens} tokens came out, and {work.output_tokens} were asked for"
+            return Run(what, self.shape, requests, "cbatch", error=error)
+        what += f", {stats.num_steps} steps in {elapsed:.1f} s"
+        return Run(what, self.shape, requests, "cbatch" if graphs else "cbatch without graphs", tokens / elapsed, share)
+
+    def peers(self, work: Workload) -> Iterator[Run]:
+        """The same requests by transformers' own continuous batching."""
+        ways = ["transformers-cb"]
+        if find_spec("flash_attn"):
+            PEERS["with flash attention"] = partial(generate_continuous, attention="paged|flash_attention_2")
+            ways.append("with flash attention")
+        requests = len(work.prompts)
+        for way in ways:
+            what = f"{self.shape}, {requests} requests, transformers' continuous batching"
+            setup = PeerSetup(self.loaded.network, work, min(self.max_seqs, requests), self.max_batch_tokens)
+            try:
+                peer = run_peer(way, setup)
+            except PeerError as error:
+                yield Run(f"{what} ({way})", self.shape, requests, way, error=str(error))
+            else:
+                yield Run(f"{what} ({peer.attention})", self.shape, requests, way, work.output_tokens / peer.elapsed_s)
 
 
 def free(device: torch.device) -> None:
@@ -80,29 +128,29 @@ def free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def runs(
-    name: str,
-    loaded: LoadedModel,
-    work: Workload,
-    peer_rows: int,
-    max_seqs: int,
-    max_batch_tokens: int,
-    rates: DeviceRates,
-) -> Iterator[Run]:
-    """All of the work; then its first requests, and the same requests by transformers."""
-    yield run_engine(f"{name}, {len(work.prompts)} requests", loaded, work, max_seqs, max_batch_tokens, rates, True)
-    few = Workload(work.prompts[:peer_rows], work.output_lengths[:peer_rows], work.source)
-    yield run_engine(f"{name}, {peer_rows} requests", loaded, few, max_seqs, max_batch_tokens, rates, True)
-    yield run_engine(f"{name}, {peer_rows} requests, no graphs", loaded, few, max_seqs, max_batch_tokens, rates, False)
-    ways = ["transformers-cb"]
-    if find_spec("flash_attn"):
-        PEERS["with flash attention"] = partial(generate_continuous, attention="paged|flash_attention_2")
-        ways.append("with flash attention")
-    for way in ways if peer_rows else ():
-        what = f"{name}, {peer_rows} requests, transformers' continuous batching"
-        try:
-            peer = run_peer(way, PeerSetup(loaded.network, few, min(max_seqs, peer_rows), max_batch_tokens))
-        except PeerError as error:
-            yield Run(f"{what} ({way})", 0.0, error=str(error))
-        else:
-            yield Run(f"{what} ({peer.attention})", few.output_tokens / peer.elapsed_s)
+def first_of(work: Workload, count: int) -> Workload:
+    return Workload(work.prompts[:count], work.output_lengths[:count], work.source)
+
+
+def runs(setup: Setup, work: Workload, peer_rows: int) -> Iterator[Run]:
+    """All of the work; then its first requests, with and without graphs, and by transformers."""
+    yield setup.run(work)
+    if peer_rows:
+        few = first_of(work, peer_rows)
+        yield setup.run(few)
+        yield setup.run(few, graphs=False)
+        yield from setup.peers(few)
+
+
+def yardstick_lines(setup: Setup, requests: int) -> Iterator[Run | str]:
+    """The field's work at its temperature, and greedily, which nobody's figures are for.
+
+    requests: how many of them, to try the script
+    """
+    whole = yardstick()
+    yield f"{len(whole.prompts)} requests, {whole.prompt_tokens:,} prompt tokens, {whole.output_tokens:,} output tokens"
+    work = first_of(whole, requests)
+    if requests < len(whole.prompts):  # for a tiny model
+        work = Workload([[token % 300 for token in prompt[:16]] for prompt in work.prompts], [8] * requests, "")
+    for temperature in (0.6, 0.0):
+        yield replace(setup, temperature=temperature).run(work)

@@ -28,12 +28,17 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One measurement; `share` is its share of the device's rate."""
+    """One measurement; `share` is its share of the device's rate.
+
+    kind, rows: what was measured for how many sequences or requests, for whoever reads the JSON
+    """
 
     what: str
     figure: float
     unit: str
     share: float
+    kind: str
+    rows: int
 
     def __str__(self) -> str:
         return f"{self.what}: {self.figure:.4g} {self.unit}, {self.share:.0%} of the device's rate"
@@ -72,7 +77,7 @@ def decode_line(what: str, cache: Cache, attention: TritonAttention, rates: Devi
     """Bytes of keys and values that a layer reads per second."""
     bytes_ = 2 * sum(cache.batch.stops) * cache.kv_heads * cache.dim * cache.dtype.itemsize
     rate = bytes_ / cache.seconds(attention)
-    return Line(what, rate / 1e9, "GB/s", rate / rates.bytes_per_s)
+    return Line(what, rate / 1e9, "GB/s", rate / rates.bytes_per_s, "decode attention", len(cache.batch.stops))
 
 
 def prefill_line(
@@ -82,7 +87,7 @@ def prefill_line(
     cache = Cache(config, [past] * chunks, [past + tokens] * chunks, attention.device)
     pairs = chunks * (tokens * past + tokens * (tokens + 1) // 2)
     rate = 4 * pairs * cache.heads * cache.dim / cache.seconds(attention)
-    return Line(what, rate / 1e12, "TFLOP/s", rate / rates.flops_per_s)
+    return Line(what, rate / 1e12, "TFLOP/s", rate / rates.flops_per_s, "prefill attention", chunks)
 
 
 def attention_lines(shapes: dict[str, Config], rates: DeviceRates, device: torch.device) -> Iterator[Line]:
@@ -127,7 +132,7 @@ def step_lines(name: str, decoder: CudaModel, rates: DeviceRates) -> Iterator[Li
     """
     device, attention = decoder.device, TritonAttention(decoder.device)
     on_gpu = device.type == "cuda"
-    context, sizes = (1024, (1, 4, 16, 64, 128, 256)) if on_gpu else (20, (1, 3))
+    context, sizes = (1024, (1, 4, 16, 64, 128, 256)) if on_gpu else (20, (2,))
     blocks = max(sizes) * -(-context // BLOCK_SIZE)
     shape: LayerShape = decoder.layers[0]
     shapes = [attention.block_shapes(layer, BLOCK_SIZE, decoder.dtype) for layer in decoder.layers]
@@ -148,4 +153,5 @@ def step_lines(name: str, decoder: CudaModel, rates: DeviceRates) -> Iterator[Li
             with torch.inference_mode():
                 forward()  # kernels may have to be compiled
                 elapsed = seconds(forward, device, 10 if on_gpu else 1)
-            yield Line(f"{name}, decode step of {rows} rows, {way}", elapsed * 1e3, "ms", floor / elapsed)
+            what = f"{name}, decode step of {rows} rows, {way}"
+            yield Line(what, elapsed * 1e3, "ms", floor / elapsed, "decode step", rows)

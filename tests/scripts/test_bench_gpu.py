@@ -3,29 +3,55 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.device import DEVICE
+from tests.support.device import DEVICE, HAS_GPU
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from scripts import bench_gpu
-from scripts.gpu import checks
+from scripts.gpu import checks, runs, suite
+from scripts.gpu.goals import GoalResult, check_goals
+from scripts.gpu.load import Served, Steady
+from scripts.gpu.runs import Run
+from scripts.gpu.speed import Line
+
+TINY = ["--device", DEVICE.type, "--tiny"]
+
+
+def results_of(prefix: Path) -> dict[str, Any]:
+    results: dict[str, Any] = json.loads(prefix.with_suffix(".json").read_text())
+    return results
 
 
 @pytest.mark.slow
 def test_every_part_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards attention, steps and whole runs from end to end, with tiny sizes and Triton's interpreter."""
-    out = tmp_path / "results.json"
-    options = ["--device", DEVICE.type, "--tiny", "--shapes", "8B", "--peer-requests", "2", "--only", "attention,model"]
-    assert bench_gpu.main([*options, "--json", str(out)]) == 0, capsys.readouterr()
-    results = json.loads(out.read_text())
-    assert set(results) == {"machine", "attention", "model 8B"}
-    assert len(results["attention"]) == 2 and len(results["model 8B"]) == 8
-    assert all(line.get("figure", line.get("tokens_per_s")) > 0 for line in results["model 8B"])
-    assert not any(line.get("error") for line in results["model 8B"])
+    options = ["--shapes", "0.6B", "--peer-requests", "2", "--only", "attention,yardstick,model"]
+    assert bench_gpu.main([*TINY, *options, "--out", str(tmp_path / "out")]) == 0, capsys.readouterr()
+    results = results_of(tmp_path / "out")
+    assert results.keys() - {"warnings"} == {"machine", "attention", "yardstick", "model 0.6B"}
+    assert len(results["attention"]) >= 2 and len(results["model 0.6B"]) >= 6
+    assert all(line.get("figure", line.get("tokens_per_s")) > 0 for line in results["model 0.6B"])
+    assert not any(line.get("error") for line in results["model 0.6B"])
+    assert results["yardstick"][0] == "256 requests, 142,827 prompt tokens, 133,966 output tokens"
+    assert all(line["tokens_per_s"] > 0 and line["requests"] == 8 for line in results["yardstick"][1:])
+    printed, logged = capsys.readouterr().out, (tmp_path / "out.log").read_text()
+    assert printed == logged and results["machine"]["name"] in logged.splitlines()[0]
+
+
+def test_the_yardstick_is_that_of_the_field() -> None:
+    """Guards the draw: with the same numbers of tokens for each request, figures of others can stand beside ours."""
+    work = runs.yardstick()
+    assert (len(work.prompts), work.output_tokens) == (256, 133_966)
+    assert {100 <= len(prompt) <= 1024 for prompt in work.prompts} == {True}
+    assert (work.output_lengths[:3], work.prompts[0][:3]) == ([845, 312, 607], [6311, 6890, 663])
 
 
 def test_sampling_is_checked() -> None:
@@ -37,11 +63,12 @@ def test_sampling_is_checked() -> None:
 @pytest.mark.slow
 def test_load_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards `--load` from end to end, with tiny sizes."""
-    out = tmp_path / "results.json"
-    assert bench_gpu.main(["--device", DEVICE.type, "--tiny", "--load", "--json", str(out)]) == 0, capsys.readouterr()
-    lines = json.loads(out.read_text())["load 8B"]
+    assert bench_gpu.main([*TINY, "--load", "--out", str(tmp_path / "out")]) == 0, capsys.readouterr()
+    lines = results_of(tmp_path / "out")["load 8B"]
     assert [line["what"] for line in lines[:2]] == ["8B, 4 requests, step by step", "8B, 4 requests, overlapped"]
-    assert all(line["tokens_per_s"] > 0 and 0 < line["idle_share"] < 1 for line in lines[:2])
+    assert [line["overlapped"] for line in lines[:2]] == [False, True]
+    assert all(line["tokens_per_s"] > 0 and 0 <= line["idle_share"] < 1 for line in lines[:2])
+    assert all((line["gap_share"] is not None) == HAS_GPU for line in lines[:2])
     assert ["none:" in line for line in lines[2:4]] == [True, False] and "auto:" in lines[3]
     assert lines[4]["users"] == 2 and lines[4]["share"] == lines[5]["share"] == 1.0
     assert lines[-1].startswith("8B: the SLO holds for 2 users")
@@ -53,7 +80,117 @@ def test_a_part_that_fails_does_not_end_the_others(capsys: pytest.CaptureFixture
     report.part("one", lambda: iter([1 // 0]))
     report.part("two", lambda: iter(["fine"]))
     assert report.failed == ["one"] and report.results["two"] == ["fine"]
-    assert "ZeroDivisionError" in capsys.readouterr().err
+    assert report.results["one"] == [{"failed": "ZeroDivisionError: integer division or modulo by zero"}]
+    assert "ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_warnings_of_the_engine_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards figures of an engine that has stepped down: the log and the JSON say so."""
+    warn = logging.getLogger("cbatch").warning
+    monkeypatch.setattr(bench_gpu, "parts_of", lambda *_: {"one": lambda: iter([warn("It is slow: %s.", "no graphs")])})
+    monkeypatch.setattr(bench_gpu, "describe", lambda *_: None)
+    assert bench_gpu.main([*TINY, "--out", str(tmp_path / "out")]) == 0
+    assert results_of(tmp_path / "out")["warnings"] == ["It is slow: no graphs."]
+    assert "warning: It is slow: no graphs." in (tmp_path / "out.log").read_text()
+    warn("Later ones are not.")
+    assert "Later" not in capsys.readouterr().out
+
+
+def test_the_tests_are_a_part_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the eight minutes: the tests run if they are named. And every test of a GPU is among them."""
+    ran: list[str] = []
+    names = ["tests", "checks", "attention", "model 8B"]
+    parts = {name: lambda name=name: ran.append(name) or iter([]) for name in names}
+    monkeypatch.setattr(bench_gpu, "parts_of", lambda *_: parts)
+    monkeypatch.setattr(bench_gpu, "describe", lambda *_: None)
+    for only, expected in (("", names[1:]), ("tests", names[:1]), ("model,att", names[2:])):
+        options = bench_gpu.parse([*TINY, "--only", only])
+        bench_gpu.measure(bench_gpu.Report(), {}, DEVICE, "", options)
+        assert ran == expected
+        ran.clear()
+    assert {Path(path).name for path in suite.modules()} >= {
+        "test_triton_attention.py", "test_triton_sampling.py", "test_triton_layer.py", "test_cuda_graphs.py",
+        "test_cuda_model.py", "test_memory.py",
+    }  # fmt: skip
+
+
+def test_what_tests_print_is_kept() -> None:
+    """Guards the report of the tests: failures and their sum, without dots."""
+    output = (
+        "..F.x  [ 50%]\n.....                    [100%]\n\nFAILED tests/a.py::b - assert 0\n1 failed, 9 passed in 3s\n"
+    )
+    assert suite.lines_of(output)[-2:] == ["FAILED tests/a.py::b - assert 0", "1 failed, 9 passed in 3s"]
+    assert len(suite.lines_of(output)) == 2
+
+
+def test_failing_tests_fail_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the exit status, tests that hang, and machines without pytest."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        if len(commands) == 3:
+            raise subprocess.TimeoutExpired(command, options["timeout"], b"tests/a.py::b\n")
+        return subprocess.CompletedProcess(command, len(commands) - 1, "1 passed")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert list(suite.test_lines(on_gpu=True, few=False)) == ["1 passed"]
+    assert commands[0][-len(suite.modules()) - 2 :] == ["-m", "gpu", *suite.modules()]
+    for reason in ("pytest ended with exit code 1.", "The tests were not finished after 450 s."):
+        with pytest.raises(RuntimeError, match=f"^{re.escape(reason)}$"):
+            list(suite.test_lines(on_gpu=False, few=True))
+    assert commands[1][-2:] == ["kernels", "tests/engine/kernels/test_triton_layer.py"]
+    monkeypatch.setattr(suite, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match="The tests need pytest"):
+        next(suite.test_lines(on_gpu=True, few=False))
+
+
+DECODE = Line("a", 1.0, "GB/s", 0.86, "decode attention", 256)
+STEADY = Steady("b", 256, True, 1.0, 0.01, 0.009, 0.04)
+RUN = Run("c", "8B", 512, "cbatch", 1.0, 0.76)
+SERVED = Served("d", "8B", 128, 1.0, 0.4, 0.019, 1.0, "")
+OTHERS = [
+    "text",
+    Line("a", 1.0, "GB/s", 0.2, "decode attention", 32),
+    Line("a", 1.0, "TFLOP/s", 0.2, "prefill attention", 256),
+    Steady("b", 256, False, 1.0, 0.01, 0.3, 0.04),
+    Steady("b", 256, True, 1.0, 0.01, None, None, "too few steps"),
+    Run("c", "8B", 128, "cbatch", 1.0, 0.2),
+    Run("c", "8B", 512, "transformers-cb", 1.0, 0.2),
+    Served("d", "8B", 256, 0.1, 4.0, 0.2, 1.0, ""),
+]
+
+
+def reached(*lines: Any) -> list[bool | None]:
+    return [result.is_reached for result in check_goals([*OTHERS, *lines])]
+
+
+def test_goals_are_found() -> None:
+    """Guards each goal: its own figure decides, and what was not measured is neither reached nor missed."""
+    assert reached() == [None] * 5
+    assert reached(DECODE, RUN, Run("c", "0.6B", 512, "cbatch", 1.0, 0.7), STEADY, SERVED) == [True] * 5
+    assert reached(DECODE, Line("a", 1.0, "GB/s", 0.84, "decode attention", 256))[0] is False
+    assert (
+        reached(Run("c", "8B", 512, "cbatch", 1.0, 0.74), Run("c", "0.6B", 512, "cbatch", 1.0, 0.69))[1:3]
+        == [False] * 2
+    )
+    assert reached(STEADY, Steady("b", 256, True, 1.0, 0.01, 0.011, 0.0))[3] is False
+    for first, between, error in ((0.51, 0.01, ""), (0.4, 0.021, ""), (None, None, ""), (0.4, 0.01, "nan_logits")):
+        assert reached(Served("d", "8B", 128, 1.0, first, between, 1.0, error))[4] is False
+    text = str(next(check_goals([DECODE])))
+    assert text == "goal reached: decode attention reads 256 ragged sequences at 85% of the copy rate (86.0%)"
+    assert "not measured: x (measured by --load)" in str(GoalResult("x", None, "measured by --load"))
+
+
+def test_files_name_the_device() -> None:
+    """Guards the files of several devices and runs against each other."""
+    assert bench_gpu.slug("NVIDIA GeForce RTX 4090 (24 GB)") == "NVIDIA-GeForce-RTX-4090-24-GB"
+    named = {
+        bench_gpu.what_runs(bench_gpu.parse(options)) for options in ([], ["--load"], ["--sweep"], ["--only", "a,b"])
+    }
+    assert named == {"plain", "load", "sweep", "a,b"}
 
 
 def test_a_machine_without_a_gpu_is_told_so(

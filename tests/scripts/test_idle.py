@@ -1,0 +1,124 @@
+"""Guards the idle share of a GPU: what counts is time between the work of steps, by the device's own clock."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cbatch.engine.tracing.phases import span
+from cbatch.engine.tracing.summary import TraceSummary
+from scripts.gpu.idle import HostEvent, Idle, StepEvents, event_maker, gap_share
+
+
+class Device:
+    """A queue: work and events are done in order, and not before the host has given them. Times are in ms."""
+
+    def __init__(self) -> None:
+        self.host = self.done = 0.0
+
+    def launch(self, takes: float) -> None:
+        self.done = max(self.done, self.host) + takes
+
+    def event(self) -> FakeEvent:
+        return FakeEvent(self)
+
+
+class FakeEvent:
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.at = float("nan")
+
+    def record(self) -> None:
+        self.device.launch(0)
+        self.at = self.device.done
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return end.at - self.at
+
+
+def run(
+    device: Device, events: StepEvents, steps: int, *, late: float, model: float = 10, before_sample: float = 0
+) -> None:
+    """Steps whose host needs `late` ms before it launches the model, and then does not wait for the device."""
+    with events.recorded():
+        for _ in range(steps):
+            with span("step"), span("build"):
+                device.host += late
+            with span("forward"):
+                for _ in range(10):
+                    device.launch(model / 10)
+            device.host += before_sample
+            with span("sample"):
+                device.launch(1)
+
+
+def test_a_host_that_is_ahead_leaves_no_idle_time() -> None:
+    """Guards overlapped steps: what the host does meanwhile, and spans without work, are not the device's time."""
+    device = Device()
+    events = StepEvents(device.event)
+    run(device, events, 50, late=3)
+    idle = events.idle()
+    assert idle is not None and idle.num_steps == 50 and idle.share == 0
+    assert idle.seconds == pytest.approx(50 * 11e-3)
+
+
+def test_a_host_that_is_late_leaves_the_difference() -> None:
+    """Guards the figure itself: a model of 10 ms and a sampler of 1 ms, given every 20 ms."""
+    device = Device()
+    events = StepEvents(device.event)
+    run(device, events, 100, late=20)
+    idle = events.idle()
+    assert idle is not None and idle.share == pytest.approx(99 * 9 / (99 * 20 + 11))
+
+
+def test_waiting_for_the_sampler_counts() -> None:
+    """Guards steps whose tokens the host needs before it samples: the device waits within a step, too."""
+    device = Device()
+    events = StepEvents(device.event)
+    run(device, events, 100, late=0, before_sample=30)
+    idle = events.idle()
+    assert idle is not None and idle.share == pytest.approx(19.0 / 30, rel=0.02)
+
+
+def test_steps_at_both_ends_do_not_count() -> None:
+    """Guards the steady state: prompts at the beginning, and requests that have gone at the end."""
+    device = Device()
+    events = StepEvents(device.event, skip=10)
+    run(device, events, 10, late=500)
+    run(device, events, 20, late=1)
+    device.host = device.done
+    run(device, events, 5, late=500)
+    idle = events.idle(last=5)
+    assert idle is not None and idle.num_steps == 20 and idle.share == 0
+    assert idle.seconds == pytest.approx(20 * 11e-3)
+    assert StepEvents(device.event).idle() is None
+
+
+def test_a_failed_step_ends_its_event() -> None:
+    """Guards the spans: an error passes, and no span is recorded afterwards."""
+    device = Device()
+    events = StepEvents(device.event)
+    with pytest.raises(ZeroDivisionError), events.recorded(), span("forward"):
+        device.launch(1 // 0)
+    nothing = span("forward")
+    assert nothing is span("sample")
+    run(device, events, 2, late=0)
+    idle = events.idle()
+    assert idle is not None and idle.num_steps == 3
+
+
+def test_gaps_between_kernels_are_what_is_left() -> None:
+    """Guards the two shares against each other: tracing makes steps longer, and kernels stay as they are."""
+    idle = Idle(num_steps=100, seconds=1.0, share=0.02)
+    trace = TraceSummary(num_steps=10, seconds=0.2, waited_s=0.0, idle_share=0.55, on_device=True)  # 9 ms of kernels
+    assert gap_share(idle, trace) == pytest.approx(1 - 0.02 - 0.9)
+    assert gap_share(idle, TraceSummary(10, 0.2, 0.0, None, True)) is None
+    assert gap_share(idle, TraceSummary(10, 0.2, 0.0, 0.55, False)) is None
+
+
+def test_a_cpu_has_events() -> None:
+    """Guards the script on a machine without a GPU."""
+    first, second = event_maker(torch.device("cpu"))(), HostEvent()
+    first.record()
+    second.record()
+    assert 0 <= first.elapsed_time(second) < 1000
