@@ -13,6 +13,8 @@ import torch
 
 from cbatch.engine.runtime import drivers
 
+ONES = torch.ones
+
 
 class Gpu(NamedTuple):
     """A GPU as torch describes it. `error`: what is raised when it is used."""
@@ -84,7 +86,10 @@ class Machine:
     def _gpu(self, device: Any) -> Gpu:
         return self.gpus[torch.device(device).index or 0]
 
-    def _ones(self, *_: int, device: torch.device) -> None:
+    def _ones(self, *sizes: int, device: torch.device | None = None, **options: Any) -> Any:
+        if device is None or device.type == "cpu":
+            return ONES(*sizes, **options)
         gpu = (self.xpus if device.type == "xpu" else self.gpus)[device.index] if device.type != "mps" else Gpu()
         if gpu.error:
             raise RuntimeError(gpu.error)
+        return None
