@@ -37,7 +37,8 @@ A model needs no entry in a list: any causal language model of transformers whos
 attention layers store and may see, and compares small ragged steps with the model's own forward (two sequences side
 by side in two chunks each, and one of them beside the last positions of the context). A model that would be wrong
 here is refused, with the reason. Only safetensors weights are read, and no code that comes with a model is run.
-The Llama family also has paths of its own, on a [CPU](cpu.md) and on a [GPU](gpu.md); they are chosen by `config.json`.
+All of that happens on the device of the run, in the dtype of the run. The Llama family also has paths of its own, on a
+[CPU](cpu.md) and on an NVIDIA [GPU](gpu.md); they are chosen by `config.json`.
 
 For this table, a tiny random model of each type is built. Every window, chunk and threshold in it is shorter than the
 prompts, and its weights are such that the first token of a prompt decides the output.

@@ -128,7 +128,7 @@ model_options = _apply(
         "--device",
         default="auto",
         show_default=True,
-        help="Device to run on: cpu, cuda, cuda:N or auto (CBATCH_DEVICE, else a GPU if there is one).",
+        help="Device to run on: cpu, cuda, cuda:N, xpu, mps or auto (CBATCH_DEVICE, else a GPU if there is one).",
     ),
     option(
         "--dtype",

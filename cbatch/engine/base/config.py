@@ -14,7 +14,7 @@ class EngineConfig:
 
     model:            folder or Hugging Face hub id of a causal language model; None: the bundled demo model
     revision:         branch, tag or commit on the hub
-    device:           auto, cpu, cuda or cuda:N
+    device:           auto, cpu, cuda, cuda:N, xpu or mps
     dtype:            auto, float32, bfloat16 or float16
     max_seqs:         most requests that run at once; None: 256 on a GPU, 32 on a CPU
     max_batch_tokens: token budget of one step; longer prompts are computed in chunks; None: 2048 on a GPU, 512 on a CPU
@@ -25,7 +25,7 @@ class EngineConfig:
     prefix_cache:     compute the common beginning of prompts only once
     attention:        auto, or the name of an attention backend
     cuda_graphs:      replay steps on a GPU as CUDA graphs, if model and attention backend allow it
-    run_ahead:        overlap scheduling with execution; None: on a GPU only
+    run_ahead:        overlap scheduling with execution; None: on an NVIDIA or AMD GPU only
     target_step_ms:   longest time of a step in milliseconds while requests decode; prompts get fewer tokens to keep to
                       it. `auto`: 1.75 times the time of a step without prompts; None: no limit
     quantize:         int8: store weights in one byte each (fast path on a CPU only); None: as they are
