@@ -26,9 +26,6 @@ from cbatch.engine.scheduler.limits import StepLimits
 
 Run = Callable[[], None]
 
-SamplingParamWords = Callable[[], NDArray[np.int32]]
-"""Returns `pack_sampling_params` of the requests that get a token from a step."""
-
 GRAPH_BYTES = 8 * 2**20
 """An allowance for what a graph takes beside the memory of its tensors: its nodes, with their arguments."""
 
@@ -191,11 +188,8 @@ class StepGraphs:
         return len(self._decode) + len(self._mixed)
 
     @torch.inference_mode()
-    def forward(self, batch: RaggedBatch, params: SamplingParamWords | None = None) -> Logits | None:
-        """Logits of a step, valid until the next one; None if no graph serves it.
-
-        params: of the batch's rows, if a token is to be sampled from the logits of each
-        """
+    def forward(self, batch: RaggedBatch) -> Logits | None:
+        """Logits of a step, valid until the next one; None if no graph serves it."""
         tokens, shared = len(batch.ids), self._shared
         decode = self._find(self._decode, tokens) if tokens == len(batch.stops) else None
         recording = decode or self._find(self._mixed, tokens)
@@ -207,7 +201,7 @@ class StepGraphs:
             recording.replay()
             out = shared.logits[:count] if count <= len(shared.logits) else None
             return Logits(self._parts.model.run_head(shared.hidden, buffers.logit_rows[:count], out))
-        words = params() if self._samples and params is not None else None
+        words = batch.sampling_params() if self._samples and batch.sampling_params is not None else None
         if words is not None:
             shared.fill_words(words, recording.size)
         recording.replay()

@@ -127,19 +127,23 @@ class EngineCore:
             known_on_device = self._in_flight.in_flight_tokens
         with span("build"):
             batch = RaggedBatch.build(
-                scheduled, runner.kv_cache.block_size, runner.model.device, self._block_tables, known_on_device
+                scheduled,
+                runner.kv_cache.block_size,
+                runner.model.device,
+                self._block_tables,
+                known_on_device,
+                partial(sampling_params, scheduled),
             )
         with span("forward"):
-            forward = partial(runner.forward, batch, partial(sampling_params, scheduled))
-            logits = forward() if on_step is None else self._observe(on_step, scheduled, forward)
+            logits = runner.forward(batch) if on_step is None else self._observe(on_step, scheduled, batch)
         return batch, logits
 
-    def _observe(self, on_step: OnStep, scheduled: SchedulerOutput, forward: Callable[[], Logits]) -> Logits:
+    def _observe(self, on_step: OnStep, scheduled: SchedulerOutput, batch: RaggedBatch) -> Logits:
         """Runs the model while the device does nothing else, and reports the step."""
         device, used_blocks = self.runner.model.device, self.scheduler.pool.num_used
         synchronize(device)
         start = clock()
-        logits = forward()
+        logits = self.runner.forward(batch)
         synchronize(device)
         on_step(StepRecord(scheduled, used_blocks, start, clock()))
         return logits

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.base.errors import EngineError
-from cbatch.engine.execution.cuda_graphs import GraphSizes, SamplingParamWords, StepGraphs, StepParts
+from cbatch.engine.execution.cuda_graphs import GraphSizes, StepGraphs, StepParts
 from cbatch.engine.models.base import Model
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.device import is_nvidia
@@ -76,12 +76,9 @@ class ModelRunner:
             raise EngineError("The engine is closed.")
         return self._open
 
-    def forward(self, batch: RaggedBatch, params: SamplingParamWords | None = None) -> Logits:
-        """Logits [R, vocabulary] of the batch's `rows`; stores the keys and values of its tokens in the cache.
-
-        params: of these rows; with them, a step that is a CUDA graph may also sample a token from each
-        """
-        if self._graphs is not None and (logits := self._graphs.forward(batch, params)) is not None:
+    def forward(self, batch: RaggedBatch) -> Logits:
+        """Logits [R, vocabulary] of the batch's `rows`; stores the keys and values of its tokens in the cache."""
+        if self._graphs is not None and (logits := self._graphs.forward(batch)) is not None:
             return logits
         return self.model.forward(batch, self.kv_cache, self.attention)
 

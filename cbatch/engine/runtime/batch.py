@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -134,6 +134,9 @@ class RaggedBatch:
     scored         [R] bool, which of the R rows score a prompt; None if none does
     device_tokens  tokens that only the device knows; None if there are none, as always if the host samples
 
+    sampling_params returns the parameters of the requests that get a token, packed (`sampler.pack_sampling_params`),
+    for a step that samples by itself.
+
     On the device the arrays are the tensors `input_ids`, `position_ids`, `slot_mapping`, `logit_rows` and
     `block_tables`; one copy brings all of them there when the first one is used.
     """
@@ -148,6 +151,7 @@ class RaggedBatch:
     device: torch.device
     scored: NDArray[np.bool_] | None = None
     device_tokens: DeviceTokens | None = None
+    sampling_params: Callable[[], NDArray[np.int32]] | None = None
 
     @property
     def input_ids(self) -> Tensor:
@@ -186,6 +190,7 @@ class RaggedBatch:
         device: torch.device,
         tables: BlockTables | None = None,
         in_flight_tokens: InFlightTokens | None = None,
+        sampling_params: Callable[[], NDArray[np.int32]] | None = None,
     ) -> RaggedBatch:
         """The batch of a scheduled step.
 
@@ -217,7 +222,7 @@ class RaggedBatch:
             if in_flight_tokens.tokens.device.type == "cpu":
                 ids[device_tokens.places], device_tokens = in_flight_tokens.tokens.numpy()[device_tokens.rows], None
         is_scored = np.isin(rows, scored) if len(scored) else None
-        return cls(ids, positions, slots, rows, table, starts, stops, device, is_scored, device_tokens)
+        return cls(ids, positions, slots, rows, table, starts, stops, device, is_scored, device_tokens, sampling_params)
 
 
 def _token_ids(chunks: Sequence[ScheduledChunk]) -> tuple[NDArray[np.int64], list[int]]:
