@@ -30,20 +30,20 @@ def run_on(device: str, folder: Path) -> int:
         return run_command(["run", str(rows), "--device", device, "--kv-blocks", "40", "--max-tokens", "2"])
 
 
-def test_auto_runs_on_the_cpu_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_runs_on_the_cpu_and_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Guards a GPU machine against a quiet run on its CPU: one line on stderr, which names the way out."""
     assert run_on("auto", tmp_path) == 0
-    out, err = capsys.readouterr()
+    out, err = capfd.readouterr()
     told = [line for line in err.splitlines() if "driver" in line]
     assert len(out.splitlines()) == 1 and len(told) == 1
     assert told[0].startswith(
         f"cbatch: The CPU is used: {REASON}; update the driver, or install a build for CUDA 12: pip"
     )
-    assert run_on("cpu", tmp_path) == 0 and "driver" not in capsys.readouterr().err
+    assert run_on("cpu", tmp_path) == 0 and "driver" not in capfd.readouterr().err
 
 
-def test_a_named_gpu_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_named_gpu_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Guards scripts that need the GPU: nothing runs, and the reason is the same."""
     assert run_on("cuda", tmp_path) == 2
-    out, err = capsys.readouterr()
+    out, err = capfd.readouterr()
     assert out == "" and err.startswith(f"cbatch: Device 'cuda' cannot be used: {REASON}; ") and err.count("\n") == 1
