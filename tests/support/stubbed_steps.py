@@ -25,6 +25,7 @@ from cbatch.engine.runtime import transfer
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache
 from cbatch.engine.sampling.sampler import PARAM_WORDS, Sampler
+from cbatch.engine.structured.token_words import num_words
 from tests.support.triton_driver import stub_driver
 
 BLOCK_SIZE = 16
@@ -85,8 +86,14 @@ class StubbedSteps:
             self.sample(logits)
 
     def sample(self, logits: Tensor) -> None:
-        words = np.zeros((len(logits), PARAM_WORDS), np.int32)
-        self.sampler.sample_on_device(logits, packed_to_device([words], CPU)[0])
+        """By itself, and with masks and with results written to places that are no multiples of 16."""
+        rows, vocabulary = logits.shape
+        words, sets = packed_to_device(
+            [np.zeros((rows, PARAM_WORDS), np.int32), np.zeros((rows % 7 + 1, num_words(vocabulary)), np.int32)], CPU
+        )
+        self.sampler.sample_on_device(logits, words)
+        tokens, largest = torch.empty(rows + 1, dtype=torch.int64)[1:], torch.empty(rows + 1)[1:]
+        self.sampler.sample_on_device(logits, words, tokens, largest, sets[rows % 2 :])
 
 
 @contextmanager

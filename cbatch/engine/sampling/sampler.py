@@ -245,8 +245,9 @@ def _draw(logits: Tensor, draw: SamplingMetadata) -> Tensor:
         return (logits + noise).argmax(dim=-1)
     logits, ids = logits.sort(dim=-1, descending=True, stable=True)
     kept = _kept(logits, draw)
-    width = int(kept.sum(dim=-1).max())
-    logits, ids, kept = logits[:, :width], ids[:, :width], kept[:, :width]
+    if logits.device.type == "cpu":  # the host would have to wait for a GPU
+        width = int(kept.sum(dim=-1).max())
+        logits, ids, kept = logits[:, :width], ids[:, :width], kept[:, :width]
     noisy = (logits + gumbel_noise(draw.keys, ids)).masked_fill(~kept, float("-inf"))
     return ids.gather(1, noisy.argmax(dim=-1, keepdim=True)).squeeze(1)
 

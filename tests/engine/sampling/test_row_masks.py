@@ -17,8 +17,10 @@ from cbatch.engine.sampling.row_masks import RowMasks, bools_on_device
 from cbatch.engine.sampling.sampler import Sampler
 from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput
 from cbatch.engine.scheduler.request import Request
-from cbatch.engine.structured.masks import TokenMasks
+from cbatch.engine.structured.masks import MaskFiller, TokenMasks
 from cbatch.engine.structured.token_words import all_tokens, to_bools, words_of
+from tests.support.device import HAS_GPU
+from tests.support.fake_cuda import CUDA, FakeCuda
 
 VOCABULARY = 75
 
@@ -44,9 +46,12 @@ def logits_of(rows: int) -> torch.Tensor:
     return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(1))
 
 
-def pending(requests: list[Request], logits: torch.Tensor, masks: TokenMasks | None) -> PendingSample:
+def pending(
+    requests: list[Request], logits: torch.Tensor, masks: TokenMasks | None, sampler: Sampler | None = None
+) -> PendingSample:
+    sampler = sampler or Sampler(logits.device)
     chunks = [ScheduledChunk(request, 0, len(request.token_ids), True, []) for request in requests]
-    return PendingSample(SchedulerOutput(chunks), Logits(logits), Sampler(logits.device), None, masks)
+    return PendingSample(SchedulerOutput(chunks), Logits(logits), sampler, None, masks)
 
 
 @pytest.mark.parametrize("vocabulary", [1, 31, 32, 33, 64, VOCABULARY])
@@ -111,6 +116,38 @@ def test_a_step_takes_its_masks_after_its_penalties() -> None:
     assert [sample.token_id for sample in samples[:2]] == [8, 11]
     assert samples[2].error is NO_ALLOWED_TOKEN and samples[3].token_id == int(logits[3].argmax())
     assert samples[3].logprobs is not None and samples[3].logprobs.logprob > -math.inf
+
+
+class AnyState:
+    """A state of which every token may come."""
+
+    vocab_size, error = VOCABULARY, None
+
+    def fill(self, words: Any) -> None:
+        words[:] = all_tokens(VOCABULARY)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="torch has a real device")
+@pytest.mark.parametrize("kernel", [True, False])
+def test_masked_steps_on_a_gpu_wait_for_nothing(kernel: bool) -> None:
+    """Guards masks in memory that is not pinned, and the sampler that stands in for a kernel that fails its check."""
+    pytest.importorskip("triton", reason="the kernel needs Triton")
+    requests = [
+        make_request(constrained=True, temperature=1.0, top_p=0.9),
+        make_request([3, 4], logit_bias={3: 1.0}),
+        make_request(constrained=True),
+    ]
+    with FakeCuda() as device:
+        sampler, logits = Sampler(CUDA, kernel=kernel), torch.zeros(3, VOCABULARY, device=CUDA)
+        filler = MaskFiller(1, pin=True)
+        for rows in (requests, [requests[0], requests[2]], [requests[1]]):
+            states: list[Any] = [AnyState() for request in rows if request.grammar_state is not None]
+            filler.begin(states)
+            masks = filler.result()
+            with device.no_waits():
+                pending(rows, logits[: len(rows)], masks, sampler).get()
+        filler.close()
+    assert (device.launches["_choose_kernel"] == 3) == kernel
 
 
 def test_logits_of_half_precision_stay_what_they_are() -> None:
