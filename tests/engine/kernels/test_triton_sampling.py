@@ -248,8 +248,13 @@ def test_the_sampler_uses_the_kernel_until_it_is_turned_off(monkeypatch: pytest.
         monkeypatch.setattr(one, "_kernel", lambda *given, kernel=kernel: calls.append(1) or kernel(*given))
     expected = sampler.sample(logits, requests, [5, 5, 5]).get()
     check(logits[:2].cpu(), requests[:2], expected[0][:2])
+    masks = make_masks(4, 200)
+    masks = RowMasks(masks.words, masks.index[1:])
+    masked = sampler.sample(logits, requests, [5, 5, 5], None, masks).get()
+    assert masked != expected and len(calls) == 2
     sampler.disable_kernel()
-    assert sampler.sample(logits, requests, [5, 5, 5]).get() == expected and len(calls) == 1
+    assert sampler.sample(logits, requests, [5, 5, 5]).get() == expected
+    assert sampler.sample(logits, requests, [5, 5, 5], None, masks).get() == masked and len(calls) == 2
     assert other.uses_kernel and not sampler.uses_kernel
     monkeypatch.setitem(sys.modules, "cbatch.engine.kernels.triton.sampling", None)
     assert not Sampler(torch.device("cuda")).uses_kernel

@@ -182,6 +182,8 @@ def test_parameters_are_packed_before_the_tokens_in_flight_are_known(monkeypatch
         nonlocal compared
         known = [request for request in requests if not request.has_ended]
         words = pack_sampling_params(known, [len(request.token_ids) for request in known])
+        given = dict(zip((request.id for request in requests), positions, strict=True))
+        assert all(given[request.id] == len(request.token_ids) for request in known)
         assert words.tolist() == [early[-1][request.id] for request in known]
         compared += len(known)
         return choose(sampler, logits, requests, positions, *rest)
