@@ -21,13 +21,14 @@ def info(**values: Any) -> Literal[0]:
     import torch
     import transformers
 
+    from cbatch.engine import describe_gpus
+
     emit(f"cbatch        {__version__}")
     emit(f"python        {platform.python_version()} on {platform.platform()}")
     emit(f"torch         {torch.__version__}, {torch.get_num_threads()} threads")
     emit(f"transformers  {transformers.__version__}")
-    for number in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(number)
-        emit(f"cuda:{number}        {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+    for name, value in describe_gpus().items():
+        emit(f"{name:<13} {safe(value)}")
     with open_engine(engine_config(values), quiet=True) as engine:
         for name, value in describe(engine).items():
             emit(f"{name:<13} {safe(value)}")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cbatch.cli.main import run_command
+from tests.support.gpu_machine import Machine
 
 
 def test_info_names_versions_model_and_cache(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,3 +18,18 @@ def test_info_names_versions_model_and_cache(model_folder: Path, capsys: pytest.
     # 2 layers x (keys + values) x 2 heads x 12 dimensions x 4 bytes
     assert "384 bytes a token" in lines["KV"] and "160 tokens in 10 blocks of 16" in lines["KV"]
     assert "(llama)" in lines["model"]
+
+
+def test_info_tells_of_a_gpu_that_cannot_be_used(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards the report of a broken machine, which once ended with an error of torch."""
+    error = "Unexpected error from cudaGetDeviceCount(). Error 803: system has unsupported display driver"
+    Machine(tmp_path, monkeypatch, gpus=(), start_error=error).install()
+    assert run_command(["info", "-m", str(model_folder), "--kv-blocks", "10", "--dtype", "float32"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["driver"] == "NVIDIA 580.95.05" and lines["device"] == "cpu"
+    assert lines["cuda"] == (
+        "not used: torch 2.11.0+cu130 cannot start CUDA on NVIDIA driver 580.95.05 (Error 803: system has unsupported "
+        "display driver); the driver and its libraries are of different versions, so restart the machine"
+    )

@@ -170,12 +170,15 @@ def gpu_name(device: torch.device) -> str:
 
 
 def describe_gpus() -> dict[str, str]:
-    """The driver and each GPU, by names such as `driver` and `cuda:0`, for people. Never raises."""
+    """The driver and each GPU, by names such as `driver` and `cuda:0`, or why there is none. Never raises."""
     shown = {}
     if (driver := nvidia_driver()) is not None:
         shown["driver"] = f"NVIDIA {driver}".rstrip()
     for kind in ("cuda", "xpu", "mps"):
-        if _absence(kind) is None:
+        absence = _absence(kind)
+        if absence is not None:
+            shown |= {} if absence.is_expected else {kind: f"not used: {absence.reason}"}
+        else:
             shown |= {f"{kind}:{number}": _describe(torch.device(kind, number)) for number in range(_count(kind))}
     return shown
 

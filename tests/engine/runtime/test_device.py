@@ -268,6 +268,9 @@ def test_gpus_are_described(machine: Machine) -> None:
     assert describe_gpus()["cuda:0"] == "fails (division by zero)"
     machine.gpus, machine.start_error, machine.xpus = (), OLD, ()
     machine.install()
+    assert describe_gpus()["cuda"].startswith("not used: torch 2.11.0+cu130 needs an NVIDIA driver of version 580")
+    machine.environment = {"CUDA_VISIBLE_DEVICES": "-1"}
+    machine.install()
     assert describe_gpus() == {"driver": "NVIDIA 580.95.05"}
 
 
