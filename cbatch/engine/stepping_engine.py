@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
-from cbatch.engine.attention.registry import check_attention, check_quantize, has_fast_path, select_attention
+from cbatch.engine.attention.registry import check_attention, check_quantize, has_fast_path
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import EngineError, RequestError
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
 from cbatch.engine.base.units import parse_memory
+from cbatch.engine.execution.fallback import choose_execution
 from cbatch.engine.execution.kv_cache_sizing import make_runner
 from cbatch.engine.execution.loop import EngineCore
 from cbatch.engine.execution.stats import EngineStats, StepRecord
@@ -29,7 +30,6 @@ from cbatch.engine.runtime.device import choose_device, is_accelerator, pins_mem
 from cbatch.engine.runtime.memory import release_memory
 from cbatch.engine.runtime.transfer import synchronize
 from cbatch.engine.sampling.processors import counts_for
-from cbatch.engine.sampling.sampler import Sampler
 from cbatch.engine.scheduler.block_pool import BlockPool
 from cbatch.engine.scheduler.limits import EngineLimits, StepLimits
 from cbatch.engine.scheduler.request import Request
@@ -69,17 +69,17 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         )
         self.tokenizer = self.loaded.tokenizer
         model: Model = self.loaded.fast_model if fast and self.loaded.fast_model else checked_model(self.loaded.network)
-        self.device = model.device
+        execution = choose_execution(config, model)
+        model, self.device = execution.model, model.device
         seqs, tokens = (256, 2048) if is_accelerator(self.device) else (32, 512)
-        limits = StepLimits(config.max_seqs or seqs, config.max_batch_tokens or tokens, config.cuda_graphs)
-        attention = select_attention(config.attention, self.device, model.layers, config.block_size, model.dtype)
-        sampler = Sampler(self.device)
-        self.runner = make_runner(config, model, attention, sampler, limits)
+        limits = StepLimits(config.max_seqs or seqs, config.max_batch_tokens or tokens, execution.graphs)
+        self.runner = make_runner(config, model, execution.attention, execution.sampler, limits)
+        self._fallback = " ".join(filter(None, (execution.fallback, self.runner.graph_problem)))
         self._kv_bytes_per_token = sum(layer.bytes_per_token(model.dtype) for layer in model.layers)
         pool = BlockPool(self.runner.num_blocks, config.block_size)
         self.scheduler = Scheduler(pool, limits, model.max_model_len, prefix_cache=config.prefix_cache)
         overlap = pins_memory(self.device) if config.run_ahead is None else config.run_ahead
-        self._core = EngineCore(self.scheduler, self.runner, sampler, step_time, overlap=overlap)
+        self._core = EngineCore(self.scheduler, self.runner, execution.sampler, step_time, overlap=overlap)
         self._constraint_compiler = ConstraintCompiler(self.tokenizer, model.vocab_size) if self.tokenizer else None
         self._requests: dict[int, list[Request]] = {}
         self._owner: threading.Thread | None = None
@@ -141,6 +141,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,
             held_back=dict(scheduler.held_back),
+            fallback=self._fallback,
         )
 
     def input_processor(self, defaults: RequestDefaults | None = None) -> InputProcessor:

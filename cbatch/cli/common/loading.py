@@ -68,7 +68,7 @@ def describe(engine: Engine) -> dict[str, str]:
     """What was loaded and how much memory it takes, as names and values for people."""
     model, limits = engine.model, engine.limits
     per_token = limits.kv_bytes_per_token
-    return {
+    shown = {
         "model": f"{engine.loaded.name} ({model.kind})",
         "parameters": f"{model.num_parameters / 1e6:,.1f} million, {format_bytes(model.weight_bytes)}",
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -79,3 +79,5 @@ def describe(engine: Engine) -> dict[str, str]:
         f"{format_bytes(limits.cache_tokens * per_token)}, {format_bytes(per_token)} a token",
         "batch": f"up to {limits.max_seqs} sequences and {limits.max_batch_tokens} tokens a step",
     }
+    fallback = engine.stats().fallback
+    return shown | {"fallback": fallback} if fallback else shown

@@ -144,6 +144,7 @@ class RunStats(RunObserver):
             "steps": counters.steps,
             "retried_steps": counters.retries,
             "preemptions": counters.preemptions,
+            "fallback": self._engine.stats().fallback if self._engine else "",
             "ttft_s": asdict(Percentiles.of(self._ttft)),
             "tpot_s": asdict(Percentiles.of(self._tpot)),
         }

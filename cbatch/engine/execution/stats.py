@@ -21,6 +21,7 @@ class EngineStats:
     num_cached_tokens:        those of them that were in the KV cache already
     held_back:                steps that left requests waiting, by what was short: `slots`, `cache`, `budget` (tokens
                               of a step) or `target` (the time of a step)
+    fallback:                 sentences that say which kernels are not used because they failed their check, and why
 
     Of the engine's thread:
     num_tokens:  tokens that were generated
@@ -38,6 +39,7 @@ class EngineStats:
     num_prompt_tokens: int
     num_cached_tokens: int
     held_back: Mapping[str, int]
+    fallback: str = ""
     num_tokens: int = 0
     num_retries: int = 0
     num_shrinks: int = 0

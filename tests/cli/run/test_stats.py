@@ -40,6 +40,7 @@ def test_nothing_was_run() -> None:
     """Guards the figures of a run that was refused before its first row."""
     figures = RunStats().as_dict()
     assert figures["rows"] == 0 and figures["elapsed_s"] == 0 and figures["ttft_s"]["p50"] is None
+    assert figures["fallback"] == ""
 
 
 def test_time_left_is_estimated_from_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

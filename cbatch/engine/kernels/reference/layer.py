@@ -51,8 +51,9 @@ class TorchLayerOps:
         new_query, new_keys, new_values = torch.split(qkv.view(tokens, -1, dim), [heads, kv_heads, kv_heads], dim=1)
         query_norm, key_norm = (None, None) if norms is None else torch.split(norms, dim)
         query.copy_(_norm_and_rotate(new_query, query_norm, eps, positions))
-        self._store(keys, _norm_and_rotate(new_keys, key_norm, eps, positions), positions.slots)
-        self._store(values, new_values, positions.slots)
+        new_keys = _norm_and_rotate(new_keys, key_norm, eps, positions)
+        store_in_blocks(keys, new_keys, positions.slots, heads_first=self.heads_first)
+        store_in_blocks(values, new_values, positions.slots, heads_first=self.heads_first)
 
     def silu_and_mul(self, gate_up: Tensor, out: Tensor) -> None:
         gate, up = gate_up.float().chunk(2, dim=-1)
@@ -62,16 +63,20 @@ class TorchLayerOps:
         logits = linear(hidden, lm_head).float()
         return logits if out is None else out.copy_(logits)
 
-    def _store(self, cache: Tensor, new: Tensor, slots: Tensor) -> None:
-        """Writes new [T, kv_heads, dim] to the slots [T] that are not negative, without asking which these are."""
-        blocks = cache.transpose(1, 2) if self.heads_first else cache
-        block_size = blocks.shape[1]
-        is_stored = slots >= 0
-        # A token without a slot does again what the first one with a slot does; if there is none, nothing changes.
-        doer = torch.where(is_stored, torch.arange(len(slots), device=slots.device), is_stored.byte().argmax())
-        place = slots[doer].clamp(min=0)
-        block, offset = torch.div(place, block_size, rounding_mode="floor"), place % block_size
-        blocks[block, offset] = torch.where(is_stored.any(), new[doer].to(cache.dtype), blocks[block, offset])
+
+def store_in_blocks(cache: Tensor, new: Tensor, slots: Tensor, *, heads_first: bool) -> None:
+    """Writes new [T, kv_heads, dim] to the slots [T] that are not negative, without asking the device which these are.
+
+    cache: [num_blocks, *block] of one layer; for `heads_first` see `TorchLayerOps`
+    """
+    blocks = cache.transpose(1, 2) if heads_first else cache
+    block_size = blocks.shape[1]
+    is_stored = slots >= 0
+    # A token without a slot does again what the first one with a slot does; if there is none, nothing changes.
+    doer = torch.where(is_stored, torch.arange(len(slots), device=slots.device), is_stored.byte().argmax())
+    place = slots[doer].clamp(min=0)
+    block, offset = torch.div(place, block_size, rounding_mode="floor"), place % block_size
+    blocks[block, offset] = torch.where(is_stored.any(), new[doer].to(cache.dtype), blocks[block, offset])
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

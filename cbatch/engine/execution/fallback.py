@@ -1,0 +1,131 @@
+"""Chooses what computes the steps of an engine: the fastest that agrees with plain torch on this device.
+
+On a GPU every kernel that the model will use is checked when the engine is made. If one raises or differs, the engine
+steps down from it:
+
+1. steps recorded as CUDA graphs;
+2. the same kernels, launched one by one;
+3. the operations of a layer by torch, and attention by Triton;
+4. attention by torch too (the reference).
+
+Sampling falls back to torch on its own. A model of transformers has no kernels between its products and is not
+recorded: without Triton's attention it takes the reference.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from cbatch.engine.attention.base import AttentionBackend
+from cbatch.engine.attention.reference import ReferenceAttention
+from cbatch.engine.attention.registry import select_attention
+from cbatch.engine.base.config import EngineConfig
+from cbatch.engine.base.errors import ConfigError
+from cbatch.engine.models.base import Model
+from cbatch.engine.runtime.device import is_accelerator, triton_problem
+from cbatch.engine.sampling.sampler import Sampler
+
+if TYPE_CHECKING:  # the checks are imported when they are made: importing them is part of every start
+    from cbatch.engine.execution.kernel_checks.check import KernelCheck
+
+_log = logging.getLogger("cbatch")
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """What computes the steps of an engine.
+
+    graphs:   whether steps are recorded as CUDA graphs, if the device and the model allow it
+    fallback: sentences that say what was stepped down from and why; empty if nothing was
+    """
+
+    model: Model
+    attention: AttentionBackend
+    sampler: Sampler
+    graphs: bool
+    fallback: str = ""
+
+
+def choose_execution(config: EngineConfig, model: Model) -> Execution:
+    """The fastest that is right for a model on its device. What it steps down from is logged as a warning.
+
+    Raises ConfigError if the config names an attention backend that cannot be used as it is, and ModelError if the
+    device cannot be used at all.
+    """
+    attention = select_attention(config.attention, model.device, model.layers, config.block_size, model.dtype)
+    # Who asks for the reference wants none of our kernels: perhaps one of them makes the whole process fail.
+    sampler = Sampler(model.device, kernel=False if config.attention == "reference" else None)
+    chosen = Execution(model, attention, sampler, config.cuda_graphs)
+    if is_checked(model.device):
+        chosen = _step_down(chosen, config)
+    if chosen.fallback:
+        _log.warning("%s", chosen.fallback)
+    return chosen
+
+
+def is_checked(device: torch.device) -> bool:
+    """Whether kernels are checked when an engine is made. Those of a CPU are not: that would take much of its start."""
+    return is_accelerator(device)
+
+
+def _step_down(best: Execution, config: EngineConfig) -> Execution:
+    """The first that agrees, with the reasons why it is not the best one."""
+    from cbatch.engine.execution.kernel_checks.sampling import check_sampling
+
+    device, problem = best.model.device, triton_problem(best.model.device)
+    chosen, reason, sentences = best, problem or "", []
+    if best.sampler.uses_kernel:  # before the steps that are recorded with it
+        sampled = None if problem else check_sampling(best.sampler, best.model.vocab_size)
+        if sampled is None or not sampled.agrees:
+            best.sampler.disable_kernel()
+        if sampled is not None and not sampled.agrees:
+            sentences.append(f"Tokens are sampled by operations of torch on {device}: {sampled.reason}")
+    if best.attention.name == "triton":
+        chosen, reason = (_by_torch(best), problem) if problem else _first_that_agrees(best, config.block_size)
+        if reason and config.attention != "auto":
+            raise ConfigError(f"The attention backend {config.attention} cannot be used on {device}: {reason}")
+    elif not problem:
+        reason = f"The Triton kernels do not serve this model in {best.model.dtype}."
+    if reason and config.attention == "auto":
+        sentences.insert(0, f"{_consequence(best, chosen)} on {device}: {reason}")
+    return replace(chosen, fallback=" ".join(sentences))
+
+
+def _first_that_agrees(best: Execution, block_size: int) -> tuple[Execution, str]:
+    """And why the one before it does not; empty if it is the best one."""
+    from cbatch.engine.execution.kernel_checks.gpu import GpuChecks, without_kernels
+
+    checks = GpuChecks(best.model, best.attention, best.sampler, block_size)
+    if wrong := _first_wrong(checks.attention_kernels):
+        return _by_torch(best), wrong.reason
+    if wrong := _first_wrong(checks.layer_kernels) or _first_wrong([checks.step]):
+        if still_wrong := _first_wrong([checks.step_by_torch]):
+            return _by_torch(best), still_wrong.reason
+        return replace(best, model=without_kernels(best.model, heads_first=True), graphs=False), wrong.reason
+    if best.graphs and (wrong := _first_wrong(checks.recorded_steps)):
+        return replace(best, graphs=False), wrong.reason
+    return best, ""
+
+
+def _by_torch(best: Execution) -> Execution:
+    from cbatch.engine.execution.kernel_checks.gpu import without_kernels
+
+    return replace(best, model=without_kernels(best.model), attention=ReferenceAttention(), graphs=False)
+
+
+def _first_wrong(checks: Iterable[KernelCheck]) -> KernelCheck | None:
+    return next((check for check in checks if not check.agrees), None)
+
+
+def _consequence(best: Execution, chosen: Execution) -> str:
+    """What is different from the best, as the beginning of a sentence."""
+    if chosen.attention.name == "reference":
+        return "Attention runs by operations of torch, which is slow,"
+    if chosen.model is not best.model:
+        return "The layers run by operations of torch"
+    return "Steps are not recorded as CUDA graphs"

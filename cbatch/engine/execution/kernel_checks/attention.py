@@ -1,0 +1,243 @@
+"""Checks attention over the paged cache, with the options with which a model calls it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cbatch.engine.attention.base import AttendOptions, AttentionBackend
+from cbatch.engine.attention.reference import ReferenceAttention, ReferenceMetadata
+from cbatch.engine.execution.kernel_checks.check import (
+    TOLERANCES,
+    KernelCheck,
+    Workload,
+    error_of_cache,
+    largest_error,
+    run_check,
+)
+from cbatch.engine.kernels.reference.layer import store_in_blocks
+from cbatch.engine.runtime.batch import RaggedBatch
+from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
+
+CHUNKS = {
+    "decode attention": [(0, 1), (16, 17), (299, 300), (1099, 1100)],
+    "short chunk attention": [(0, 2), (40, 44), (700, 703), (30, 31)],
+    "prefill attention": [(0, 40), (50, 190)],
+}
+"""The first token and the end of each chunk of a step. They begin and end within blocks, tiles and splits."""
+
+_SPARE_BLOCKS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """How the layers of a model call attention. Layers that differ in the window only are one call for each window."""
+
+    heads: int
+    layer: LayerShape
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+
+    @property
+    def form(self) -> str:
+        """Words for what is not plain about it."""
+        parts = [f"window {self.window}" if self.window else "", "softcap" if self.softcap else ""]
+        parts += ["sinks" if self.has_sinks else "", f"heads of {self.layer.key_dim}"]
+        return ", ".join(part for part in parts if part)
+
+    def options(self, device: torch.device) -> AttendOptions:
+        sinks = torch.linspace(-1.0, 2.0, self.heads, device=device) if self.has_sinks else None
+        return {"scale": self.scale, "window": self.window, "softcap": self.softcap, "sinks": sinks}
+
+
+class NotingAttention(ReferenceAttention):
+    """The reference, which notes how it is called."""
+
+    def __init__(self) -> None:
+        self.calls: dict[AttentionCall, None] = {}
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, metadata: ReferenceMetadata, **options: Unpack[AttendOptions]
+    ) -> Tensor:
+        call = AttentionCall(
+            query.shape[1],
+            LayerShape(keys.shape[2], query.shape[2], values.shape[-1]),
+            options["scale"],
+            options.get("window"),
+            options.get("softcap"),
+            options.get("sinks") is not None,
+        )
+        self.calls[call] = None
+        return super().attend(query, keys, values, metadata, **options)
+
+
+def ragged_batch(
+    chunks: Sequence[tuple[int, int]],
+    block_size: int,
+    device: torch.device,
+    vocabulary: int = 1,
+    lengths: Sequence[int] | None = None,
+) -> RaggedBatch:
+    """A step of chunks of tokens of every kind. Each of its sequences gets logits, and its blocks lie in no order.
+
+    lengths: of the whole sequences, which have the same tokens and blocks in each of their steps; by default they end
+             with their chunks
+    """
+    starts, stops = [start for start, _ in chunks], [stop for _, stop in chunks]
+    needed = [-(-length // block_size) for length in lengths or stops]
+    counts = np.array(stops) - np.array(starts)
+    sequence = np.repeat(np.arange(len(chunks)), counts)
+    positions = np.concatenate([np.arange(start, stop) for start, stop in chunks])
+    tables = np.zeros((len(chunks), max(needed)), np.int32)
+    free = np.random.default_rng(0).permutation(sum(needed) + _SPARE_BLOCKS)
+    for row, count in enumerate(needed):
+        tables[row, :count], free = free[:count], free[count:]
+    slots = tables[sequence, positions // block_size] * np.int64(block_size) + positions % block_size
+    tokens = (positions * 7919 + sequence * 104729 + 13) % vocabulary
+    return RaggedBatch(tokens, positions, slots, counts.cumsum() - 1, tables, starts, stops, device)
+
+
+def num_blocks(chunks: Sequence[tuple[int, int]], block_size: int) -> int:
+    """Blocks of a cache for `ragged_batch`."""
+    return sum(-(-stop // block_size) for _, stop in chunks) + _SPARE_BLOCKS
+
+
+def empty_cache(
+    attention: AttentionBackend, layers: list[LayerShape], blocks: int, block_size: int, dtype: torch.dtype,
+    device: torch.device,
+) -> KVCache:  # fmt: skip
+    """A cache in which nobody wrote: a kernel that reads too far gives NaN."""
+    shapes = [attention.block_shapes(layer, block_size, dtype) for layer in layers]
+    kv_cache = KVCache(shapes, blocks, block_size, dtype, device)
+    for tensor in (*kv_cache.keys, *kv_cache.values):
+        tensor.fill_(math.nan)
+    return kv_cache
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChecks:
+    """The checks of a backend.
+
+    small: the keys and values that a workload reads, in bytes
+    """
+
+    attention: AttentionBackend
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+    workload_bytes: int = 2**29
+
+    def run(self, calls: Sequence[AttentionCall]) -> Iterator[KernelCheck]:
+        """One check for each kernel and each way in which it is called."""
+        check = partial(run_check, device=self.device, tolerance=TOLERANCES[self.dtype])
+        shapes = {call.layer: None for call in calls}
+        for layer in shapes:
+            heads_first = self._heads_first(layer)
+            if heads_first is not None:
+                form = AttentionCall(0, layer, 1.0).form
+                yield check(f"cache write ({form})", measure=partial(self._write_error, layer, heads_first))
+        for call in calls:
+            for name, chunks in CHUNKS.items():
+                workload = None if name.startswith("short") else partial(self._workload, name, call)
+                measure = partial(self._error, replace(call, window=_shortened(call.window)), chunks)
+                yield check(f"{name} ({call.form})", measure=measure, workload=workload)
+
+    def _heads_first(self, layer: LayerShape) -> bool | None:
+        """Whether a block is [heads, block_size, dim] or [block_size, heads, dim]; None if it is neither."""
+        shape, _ = self.attention.block_shapes(layer, self.block_size, self.dtype)
+        if shape == (layer.heads, self.block_size, layer.key_dim):
+            return True
+        return False if shape == (self.block_size, layer.heads, layer.key_dim) else None
+
+    def _filled(self, layer: LayerShape, past: RaggedBatch, blocks: int) -> tuple[Tensor, Tensor]:
+        """The cache of one layer with the keys and values of a batch, as the backend writes them."""
+        kv_cache = empty_cache(self.attention, [layer], blocks, self.block_size, self.dtype, self.device)
+        new_keys, new_values = self._new_kv(layer, len(past.ids))
+        keys, values = kv_cache.keys[0], kv_cache.values[0]
+        metadata = self.attention.prepare(past, self.block_size)
+        self.attention.store_kv(keys, values, new_keys, new_values, metadata)
+        return keys, values
+
+    def _filled_by_torch(
+        self, layer: LayerShape, past: RaggedBatch, blocks: int, dtype: torch.dtype, *, heads_first: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The same, as plain torch writes it."""
+        filled = []
+        for new in self._new_kv(layer, len(past.ids)):
+            block = [layer.heads, self.block_size] if heads_first else [self.block_size, layer.heads]
+            cache = torch.full((blocks, *block, new.shape[-1]), math.nan, dtype=dtype, device=self.device)
+            store_in_blocks(cache, new, past.slot_mapping, heads_first=heads_first)
+            filled.append(cache)
+        return filled[0], filled[1]
+
+    def _new_kv(self, layer: LayerShape, tokens: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [T, heads, dim]: always the same."""
+        draw = partial(_draw, dtype=self.dtype, device=self.device)
+        return draw(1, tokens, layer.heads, layer.key_dim), draw(2, tokens, layer.heads, layer.value_dim)
+
+    def _cache_for(self, layer: LayerShape, past: RaggedBatch, blocks: int) -> tuple[Tensor, Tensor]:
+        """A filled cache for the backend. A fault of its own writing shows in the check of that, if possible."""
+        heads_first = self._heads_first(layer)
+        if heads_first is None:
+            return self._filled(layer, past, blocks)
+        return self._filled_by_torch(layer, past, blocks, self.dtype, heads_first=heads_first)
+
+    def _write_error(self, layer: LayerShape, heads_first: bool) -> float:
+        chunks = [(0, 1), (0, 21), (0, 2)]
+        past, blocks = ragged_batch(chunks, self.block_size, self.device), num_blocks(chunks, self.block_size)
+        found = self._filled(layer, past, blocks)
+        expected = self._filled_by_torch(layer, past, blocks, self.dtype, heads_first=heads_first)
+        return max(error_of_cache(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+    def _error(self, call: AttentionCall, chunks: Sequence[tuple[int, int]]) -> float:
+        """Of a step, compared with the reference in float64."""
+        past = ragged_batch([(0, stop) for _, stop in chunks], self.block_size, self.device)
+        batch, blocks = ragged_batch(chunks, self.block_size, self.device), num_blocks(chunks, self.block_size)
+        query = _draw(0, len(batch.ids), call.heads, call.layer.key_dim, dtype=self.dtype, device=self.device)
+        options, reference = call.options(self.device), ReferenceAttention()
+        keys, values = self._cache_for(call.layer, past, blocks)
+        found = self.attention.attend(query, keys, values, self.attention.prepare(batch, self.block_size), **options)
+        keys, values = self._filled_by_torch(call.layer, past, blocks, torch.float64, heads_first=False)
+        metadata = reference.prepare(batch, self.block_size)
+        return largest_error(found, reference.attend(query.double(), keys, values, metadata, **options))
+
+    def _workload(self, name: str, call: AttentionCall) -> Workload:
+        """64 sequences that decode behind long pasts, or a prompt behind as long a past."""
+        layer = call.layer
+        per_token = layer.bytes_per_token(self.dtype)
+        total = max(self.workload_bytes // per_token, 64)
+        if name.startswith("decode"):
+            chunks = [(total // 64 - 1, total // 64)] * 64
+        else:
+            length = min(total // 2, 2048 if self.device.type == "cuda" else 256)
+            chunks = [(length, 2 * length)]
+        past = ragged_batch([(0, stop) for _, stop in chunks], self.block_size, self.device)
+        batch = ragged_batch(chunks, self.block_size, self.device)
+        keys, values = self._cache_for(layer, past, num_blocks(chunks, self.block_size))
+        query = _draw(0, len(batch.ids), call.heads, layer.key_dim, dtype=self.dtype, device=self.device)
+        metadata, options = self.attention.prepare(batch, self.block_size), call.options(self.device)
+        run = partial(self.attention.attend, query, keys, values, metadata, **options)
+        seen = [min(token + 1, call.window or token + 1) for start, stop in chunks for token in range(start, stop)]
+        if name.startswith("decode"):
+            return Workload(run, bytes_read=sum(seen) * per_token)
+        return Workload(run, flops=2 * sum(seen) * call.heads * (layer.key_dim + layer.value_dim))
+
+
+def _shortened(window: int | None) -> int | None:
+    """A window that the chunks are longer than. The kernel is the same: compilers look whether 16 divides a number."""
+    return window and (window if window < 200 else 96 if window % 16 == 0 else 101)
+
+
+def _draw(seed: int, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random numbers that are the same on every device of a kind."""
+    generator: Any = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=device).to(dtype)

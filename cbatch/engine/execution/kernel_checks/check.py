@@ -1,0 +1,114 @@
+"""What the check of a kernel says, and how one is run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cbatch.engine.base.errors import CbatchError, ModelError
+from cbatch.engine.runtime.memory import clear_frames
+from cbatch.engine.runtime.transfer import synchronize, use_device
+
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+"""Most that rounding changes the result of a kernel, as a share of the largest number in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A kernel at a size that means something, to measure its speed.
+
+    run:        calls it once
+    bytes_read: what it has to read and write, in bytes, if it is limited by the memory; else 0
+    flops:      its floating-point operations, if it is limited by them; else 0
+    """
+
+    run: Callable[[], Any]
+    bytes_read: float = 0.0
+    flops: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCheck:
+    """Whether a kernel agrees with plain torch on a device.
+
+    error:     the largest difference, as a share of the largest number
+    tolerance: the largest error that rounding explains
+    failure:   the kernel's exception as a sentence, if it raised one; then the error is NaN
+    workload:  makes the kernel's workload; None if its speed says nothing
+    """
+
+    name: str
+    error: float
+    tolerance: float
+    failure: str = ""
+    workload: Callable[[], Workload] | None = None
+
+    @property
+    def agrees(self) -> bool:
+        return self.error <= self.tolerance  # false for NaN
+
+    @property
+    def reason(self) -> str:
+        """Why the kernel cannot be used, as a sentence."""
+        if self.failure:
+            return f"{self.name} fails ({self.failure})."
+        return f"{self.name} differs from torch by {self.error:.2g}, where rounding explains {self.tolerance:g}."
+
+
+def run_check(
+    name: str,
+    device: torch.device,
+    tolerance: float,
+    measure: Callable[[], float],
+    workload: Callable[[], Workload] | None = None,
+) -> KernelCheck:
+    """Runs one check.
+
+    measure: runs the kernel, waits for it, and returns its error
+
+    Raises ModelError if the device cannot be used any more afterwards: an illegal memory access makes everything that
+    follows in the process fail.
+    """
+    try:
+        with use_device(device), torch.inference_mode():
+            return KernelCheck(name, measure(), tolerance, workload=workload)
+    except CbatchError:
+        raise
+    except Exception as error:  # whatever a compiler, a driver or a library raises
+        failure = first_line(error)
+        clear_frames(error)
+    try:
+        synchronize(device)
+    except Exception as error:
+        raise ModelError(
+            f"{device} stopped working while {name} was checked ({first_line(error)}), and nothing more runs on it in "
+            "this process; start again with --attention reference."
+        ) from error
+    return KernelCheck(name, math.nan, tolerance, failure, workload)
+
+
+def first_line(error: BaseException) -> str:
+    """The kind of an error and the beginning of what it says, without a full stop."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {shorten(lines[0], 200).rstrip('.')}" if lines else type(error).__name__
+
+
+def largest_error(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, as a share of the largest expected number; infinite if numbers are not finite."""
+    if found.shape != expected.shape or not bool(found.isfinite().all()):
+        return math.inf
+    difference = (found.double() - expected.double()).abs().amax()
+    return float(difference / expected.double().abs().amax().clamp(min=1e-12))
+
+
+def error_of_cache(found: Tensor, expected: Tensor) -> float:
+    """The same of a cache, whose slots hold NaN where nothing is stored."""
+    if not torch.equal(found.isnan(), expected.isnan()):
+        return math.inf
+    return largest_error(found.nan_to_num(), expected.nan_to_num())

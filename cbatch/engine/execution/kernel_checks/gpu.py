@@ -1,0 +1,67 @@
+"""All checks of what a model uses on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from cbatch.engine.attention.base import AttentionBackend
+from cbatch.engine.execution.kernel_checks.attention import AttentionChecks
+from cbatch.engine.execution.kernel_checks.check import KernelCheck
+from cbatch.engine.execution.kernel_checks.layer import LayerChecks
+from cbatch.engine.execution.kernel_checks.step import ExpectedSteps, check_recorded
+from cbatch.engine.kernels.reference.layer import TorchLayerOps
+from cbatch.engine.models.base import Model
+from cbatch.engine.models.cuda import CudaModel
+from cbatch.engine.sampling.sampler import Sampler
+
+
+def without_kernels(model: Model, *, heads_first: bool = False) -> Model:
+    """The model by operations of torch alone. heads_first: see `LayerOps`"""
+    return model.with_ops(TorchLayerOps(heads_first)) if isinstance(model, CudaModel) else model
+
+
+@dataclass(frozen=True)
+class GpuChecks:
+    """The checks of a model with an attention backend, whose results are kept."""
+
+    model: Model
+    attention: AttentionBackend
+    sampler: Sampler
+    block_size: int
+
+    @cached_property
+    def expected(self) -> ExpectedSteps:
+        """Raises ModelError if the model does not even run by operations of torch."""
+        return ExpectedSteps.of(without_kernels(self.model), self.block_size)
+
+    @cached_property
+    def attention_kernels(self) -> list[KernelCheck]:
+        checks = AttentionChecks(self.attention, self.block_size, self.model.dtype, self.model.device)
+        return list(checks.run(self.expected.calls))
+
+    @cached_property
+    def layer_kernels(self) -> list[KernelCheck]:
+        """None if the model has no such kernels."""
+        return list(LayerChecks(self.model, self.block_size).run()) if isinstance(self.model, CudaModel) else []
+
+    @cached_property
+    def step(self) -> KernelCheck:
+        return self.expected.check("a whole step", self.model, self.attention, self.block_size)
+
+    @cached_property
+    def step_by_torch(self) -> KernelCheck:
+        """A step of the model without kernels of its own."""
+        model = without_kernels(self.model, heads_first=True)
+        return self.expected.check("a whole step with torch's operations", model, self.attention, self.block_size)
+
+    @cached_property
+    def recorded_steps(self) -> list[KernelCheck]:
+        """None if steps of the model cannot be recorded."""
+        if self.model.capturable is None or self.attention.capturable is None:
+            return []
+        return [
+            check_recorded(
+                self.expected, self.model.capturable, self.attention.capturable, self.sampler, self.block_size
+            )
+        ]

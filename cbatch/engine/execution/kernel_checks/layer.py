@@ -1,0 +1,149 @@
+"""Checks the kernels between the matrix products of a layer, with the sizes of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cbatch.engine.execution.kernel_checks.check import (
+    TOLERANCES,
+    KernelCheck,
+    Workload,
+    error_of_cache,
+    largest_error,
+    run_check,
+)
+from cbatch.engine.kernels.layer_ops import LayerOps, Positions
+from cbatch.engine.kernels.reference.layer import TorchLayerOps
+from cbatch.engine.models.base import HiddenStates
+from cbatch.engine.models.cuda import CudaModel
+from cbatch.engine.models.llama_spec import weight_shapes
+
+_TOKENS = 5
+_WORKLOAD_TOKENS = 8192
+_BLOCKS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LayerChecks:
+    """The checks of a model's operations."""
+
+    model: CudaModel
+    block_size: int
+    workload_tokens: int = _WORKLOAD_TOKENS
+
+    def run(self) -> Iterator[KernelCheck]:
+        spec, dtype = self.model.spec, self.model.dtype
+        size, hidden = dtype.itemsize, spec.hidden_size
+        heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        operations: dict[str, tuple[Callable[[LayerOps, int], list[Tensor]], int]] = {
+            "embed_and_norm": (self._embed_and_norm, hidden * (2 * size + 4)),
+            "add_and_norm": (self._add_and_norm, hidden * (2 * size + 8)),
+            "select_and_norm": (self._select_and_norm, hidden * (2 * size + 4)),
+            "rope_and_store_kv": (self._rope_and_store_kv, 2 * heads * size),
+            "silu_and_mul": (self._silu_and_mul, 3 * spec.intermediate_size * size),
+        }
+        for name, (operate, token_bytes) in operations.items():
+            measure = partial(self._error, operate)
+            yield run_check(
+                name, self.model.device, TOLERANCES[dtype], measure, partial(self._workload, name, operate, token_bytes)
+            )
+        yield run_check("output head", self.model.device, TOLERANCES[dtype], self._head_error, self._head_workload)
+
+    def _error(self, operate: Callable[[LayerOps, int], list[Tensor]]) -> float:
+        plain = TorchLayerOps(self.model.ops.heads_first)
+        results = zip(operate(self.model.ops, _TOKENS), operate(plain, _TOKENS), strict=True)
+        return max(error_of_cache(found, expected) for found, expected in results)
+
+    def _head_error(self) -> float:
+        """With the model's own matrix."""
+        residual, added = (self._draw(seed, _TOKENS, self.model.spec.hidden_size) for seed in (0, 1))
+        hidden, rows = HiddenStates(residual.float(), added), torch.tensor([3, 0], device=self.model.device)
+        plain = self.model.with_ops(TorchLayerOps(self.model.ops.heads_first))
+        return largest_error(self.model.run_head(hidden, rows), plain.run_head(hidden, rows))
+
+    def _head_workload(self) -> Workload:
+        tokens, spec = 256, self.model.spec
+        hidden = HiddenStates(*(self._draw(seed, tokens, spec.hidden_size) for seed in (0, 1)))
+        hidden = hidden._replace(residual=hidden.residual.float())
+        rows = torch.arange(tokens, device=self.model.device)
+        return Workload(
+            partial(self.model.run_head, hidden, rows), flops=2 * tokens * spec.hidden_size * spec.vocab_size
+        )
+
+    def _workload(self, name: str, operate: Callable[..., list[Tensor]], token_bytes: int) -> Workload:
+        calls: list[Callable[[], object]] = []
+        operate(_Captured(self.model.ops, calls), self.workload_tokens)
+        return Workload(calls[0], bytes_read=token_bytes * self.workload_tokens)
+
+    def _embed_and_norm(self, ops: LayerOps, tokens: int) -> list[Tensor]:
+        residual, out, weight, eps = self._norm_arguments(tokens)
+        ids = torch.arange(tokens, device=out.device) * 7 % 64
+        ops.embed_and_norm(self._draw(0, 64, out.shape[1]), ids, residual, weight, eps, out)
+        return [residual, out]
+
+    def _add_and_norm(self, ops: LayerOps, tokens: int) -> list[Tensor]:
+        residual, out, weight, eps = self._norm_arguments(tokens)
+        ops.add_and_norm(residual, self._draw(0, *out.shape), weight, eps, out)
+        return [residual, out]
+
+    def _select_and_norm(self, ops: LayerOps, tokens: int) -> list[Tensor]:
+        residual, out, weight, eps = self._norm_arguments(tokens)
+        rows = torch.arange(tokens - 1, -1, -1, device=out.device)
+        ops.select_and_norm(residual, self._draw(0, *out.shape), rows, weight, eps, out)
+        return [residual, out]
+
+    def _rope_and_store_kv(self, ops: LayerOps, tokens: int) -> list[Tensor]:
+        """The token in the middle has no slot."""
+        spec, device = self.model.spec, self.model.device
+        blocks = tokens // self.block_size + _BLOCKS
+        block = [self.block_size, spec.num_kv_heads]
+        if ops.heads_first:
+            block.reverse()
+        keys, values = (self._draw(0, blocks, *block, spec.head_dim).fill_(torch.nan) for _ in range(2))
+        slots = torch.arange(tokens, device=device) + self.block_size - 2  # in two blocks
+        slots[tokens // 2] = -1
+        angles = torch.arange(tokens, device=device)[:, None] * spec.inv_freq.to(device)
+        positions = Positions(angles.cos(), angles.sin(), slots)
+        norms = None
+        if "model.layers.0.self_attn.q_norm.weight" in weight_shapes(spec):
+            norms = 1 + self._draw(1, 2 * spec.head_dim) / 8
+        qkv = self._draw(2, tokens, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
+        query = qkv.new_empty(tokens, spec.num_heads, spec.head_dim)
+        ops.rope_and_store_kv(qkv, positions, norms, spec.rms_norm_eps, query, keys, values)
+        return [query, keys, values]
+
+    def _silu_and_mul(self, ops: LayerOps, tokens: int) -> list[Tensor]:
+        gate_up = 3 * self._draw(0, tokens, 2 * self.model.spec.intermediate_size)
+        out = gate_up.new_empty(tokens, self.model.spec.intermediate_size)
+        ops.silu_and_mul(gate_up, out)
+        return [out]
+
+    def _norm_arguments(self, tokens: int) -> tuple[Tensor, Tensor, Tensor, float]:
+        """Residual, output, weight and epsilon."""
+        spec = self.model.spec
+        residual = self._draw(3, tokens, spec.hidden_size).float()
+        weight = 1 + self._draw(4, spec.hidden_size) / 8
+        return residual, torch.empty_like(residual, dtype=self.model.dtype), weight, spec.rms_norm_eps
+
+    def _draw(self, seed: int, *shape: int) -> Tensor:
+        generator: Any = torch.Generator(self.model.device).manual_seed(seed)
+        return torch.randn(shape, generator=generator, device=self.model.device).to(self.model.dtype)
+
+
+class _Captured:
+    """Operations that are not called, but kept to be called later."""
+
+    def __init__(self, ops: LayerOps, calls: list[Callable[[], object]]) -> None:
+        self._ops, self._calls = ops, calls
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self._ops, name)
+        if not callable(operation):
+            return operation
+        return lambda *arguments: self._calls.append(partial(operation, *arguments))

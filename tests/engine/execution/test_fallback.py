@@ -1,0 +1,232 @@
+"""What an engine steps down to when a kernel fails its check. Without a GPU, Triton's interpreter runs the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cbatch.engine.attention.registry import select_attention
+from cbatch.engine.base.config import EngineConfig
+from cbatch.engine.base.errors import ConfigError, ModelError
+from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.execution import fallback
+from cbatch.engine.execution.fallback import Execution, choose_execution
+from cbatch.engine.execution.kernel_checks import attention as attention_checks
+from cbatch.engine.execution.kernel_checks import step as step_checks
+from cbatch.engine.execution.kernel_checks.check import KernelCheck
+from cbatch.engine.execution.kernel_checks.gpu import GpuChecks
+from cbatch.engine.kernels.reference.layer import TorchLayerOps
+from cbatch.engine.sampling.sampler import Sampler
+from cbatch.engine.stepping_engine import SteppingEngine
+from tests.support.cuda_model import DEVICE, engine_around, model_of
+from tests.support.generation import generate
+from tests.support.tiny_models import generate_alone, make_engine, make_network, make_prompts
+
+pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
+
+from cbatch.engine.attention import triton as triton_attention
+from cbatch.engine.attention.triton import TritonAttention
+from cbatch.engine.kernels.triton import layer
+
+pytestmark = pytest.mark.kernels
+LENGTHS, OUTPUT = [5, 3], 3
+STEPS = [(0, 3), (0, 1)], [(3, 4), (1, 3)], [(4, 5), (3, 4)], [(5, 6), (4, 5)]
+RIGHT = KernelCheck("right", 0.0, 0.1)
+
+
+@cache
+def network() -> Any:
+    return make_network("qwen3", num_hidden_layers=1, max_position_embeddings=16)
+
+
+@cache
+def expected() -> list[list[int]]:
+    return generate_alone(network(), make_prompts(LENGTHS), [OUTPUT] * len(LENGTHS))
+
+
+class OutOfResources(Exception):
+    """As Triton raises it at a launch."""
+
+
+def does_not_fit(*_: Any, **__: Any) -> None:
+    raise OutOfResources("out of resource: shared memory, Required: 131072, Hardware limit: 101376.")
+
+
+def wrong(name: str) -> KernelCheck:
+    return KernelCheck(name, 0.5, 0.01)
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are checked on this device, on a few tokens, and a graph is a function that is called again."""
+    monkeypatch.setattr(fallback, "is_checked", lambda _: True)
+    monkeypatch.setattr(fallback, "triton_problem", lambda _: None)
+    monkeypatch.setattr(attention_checks, "CHUNKS", {"decode attention": [(0, 3), (4, 5)]})
+    monkeypatch.setattr(step_checks, "steps_of", lambda _: STEPS)
+    monkeypatch.setattr(step_checks, "GraphRecorder", lambda _: lambda run: run)
+
+
+def kernel_engine(monkeypatch: pytest.MonkeyPatch, samples: bool = False, **config: Any) -> SteppingEngine:
+    """samples: whether it samples by the kernel"""
+    monkeypatch.setattr(fallback, "Sampler", lambda device, kernel=None: Sampler(device, kernel=samples))
+    return engine_around(monkeypatch, model_of(network()), block_size=4, **config)
+
+
+def check_text(engine: SteppingEngine) -> None:
+    params = [SamplingParams(max_tokens=OUTPUT)] * len(LENGTHS)
+    outputs = generate(engine, make_prompts(LENGTHS), params)
+    assert [list(output.token_ids) for output in outputs] == expected()
+
+
+def rung_of(engine: SteppingEngine) -> str:
+    attention, ops = engine.attention, engine.model.ops  # type: ignore[attr-defined]
+    return attention if ops is layer else f"{attention}, torch"
+
+
+def doubled(function: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """The function, whose argument at a place is twice as large afterwards."""
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        result = function(*arguments, **options)
+        arguments[place].mul_(2)
+        return result
+
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "name", "replacement", "rung", "sentence"),
+    [
+        (None, "", None, "triton", ""),
+        (layer, "silu_and_mul", doubled(layer.silu_and_mul, -1), "triton, torch",
+         "The layers run by operations of torch on {device}: silu_and_mul differs from torch by 1, where rounding "
+         "explains 0.0001."),
+        (triton_attention, "attend_decode", does_not_fit, "reference, torch",
+         "Attention runs by operations of torch, which is slow, on {device}: decode attention (heads of 16) fails "
+         "(OutOfResources: out of resource: shared memory, Required: 131072, Hardware limit: 101376)."),
+    ],
+)  # fmt: skip
+def test_each_rung_gives_the_right_text(
+    module: Any, name: str, replacement: Any, rung: str, sentence: str, checked: None, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Guards the text of an engine whose kernel is wrong or does not fit, and that it says so once."""
+    if module is not None:
+        monkeypatch.setattr(module, name, replacement)
+    engine = kernel_engine(monkeypatch)
+    sentence = sentence.format(device=DEVICE)
+    assert rung_of(engine) == rung and engine.stats().fallback == sentence
+    assert [record.getMessage() for record in caplog.records if record.name == "cbatch"] == [sentence] * bool(sentence)
+    check_text(engine)
+
+
+def test_sampling_falls_back_alone(checked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a sampling kernel that does not fit: everything else stays."""
+    monkeypatch.setattr("cbatch.engine.kernels.triton.sampling.sample_rows", does_not_fit)
+    give(monkeypatch)
+    engine = kernel_engine(monkeypatch, samples=True)
+    assert rung_of(engine) == "triton"
+    sentence = f"Tokens are sampled by operations of torch on {DEVICE}: sampling fails (OutOfResources: "
+    assert engine.stats().fallback.startswith(sentence)
+    check_text(engine)
+
+
+def give(monkeypatch: pytest.MonkeyPatch, **results: Any) -> None:
+    """Gives the checks these results; those that are not named agree."""
+    right = {"attention_kernels": [RIGHT], "layer_kernels": [RIGHT], "step": RIGHT, "step_by_torch": RIGHT}
+    for part, result in (right | {"recorded_steps": [RIGHT]} | results).items():
+        monkeypatch.setattr(GpuChecks, part, result)
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "none": ({}, "graphs triton kernels"),
+    "attention": ({"attention_kernels": [RIGHT, wrong("decode attention")]}, "reference torch: decode attention"),
+    "layer": ({"layer_kernels": [wrong("embed_and_norm"), RIGHT]}, "triton torch: embed_and_norm"),
+    "step": ({"step": wrong("a whole step")}, "triton torch: a whole step"),
+    "steps": ({"step": wrong("a"), "step_by_torch": wrong("b")}, "reference torch: b"),
+    "graph": ({"recorded_steps": [wrong("recorded")]}, "triton kernels: recorded"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", ["auto", "triton"])
+def test_the_first_rung_that_agrees(name: str, fault: str, checked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the order of the rungs: only what fails is left out, and a backend that was asked for is never left."""
+    results, found = FAULTS[fault]
+    give(monkeypatch, **results)
+    monkeypatch.setattr(fallback, "select_attention", lambda *_: TritonAttention(DEVICE))
+    config, model = EngineConfig(attention=name), model_of(network())
+    if name == "triton" and results:
+        with pytest.raises(ConfigError, match=rf"^The attention backend triton cannot be used on {DEVICE}: "):
+            choose_execution(config, model)
+        return
+    chosen = choose_execution(config, model)
+    ops = chosen.model.ops  # type: ignore[attr-defined]
+    told = [chosen.attention.name, "kernels" if ops is layer else "torch"]
+    reason = chosen.fallback.partition(f"{DEVICE}: ")[2].partition(" differs")[0]
+    assert " ".join(["graphs"] * chosen.graphs + told) + (f": {reason}" if reason else "") == found
+    if ops is not layer:
+        assert ops == TorchLayerOps(heads_first=chosen.attention.name == "triton")
+
+
+@pytest.mark.parametrize("name", ["auto", "triton"])
+def test_a_machine_on_which_triton_cannot_launch(name: str, checked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a GPU without a C compiler: nothing is launched, neither attention nor sampling."""
+    monkeypatch.setattr(fallback, "triton_problem", lambda _: "There is no C compiler.")
+    monkeypatch.setattr("cbatch.engine.execution.kernel_checks.gpu.GpuChecks", None)
+    monkeypatch.setattr(fallback, "select_attention", lambda *_: TritonAttention(DEVICE))
+    if name == "triton":
+        with pytest.raises(ConfigError, match=r"cannot be used on .*: There is no C compiler\."):
+            choose_execution(EngineConfig(attention=name), model_of(network()))
+        return
+    engine = kernel_engine(monkeypatch, samples=True)
+    assert rung_of(engine) == "reference, torch" and not engine._core._sampler.uses_kernel
+    assert engine.stats().fallback.endswith(f"on {DEVICE}: There is no C compiler.")
+    check_text(engine)
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers(checked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards other families: Triton's attention is checked with what the layers ask for, and the reference is left."""
+    gemma = make_network("gemma2", num_hidden_layers=2, max_position_embeddings=16, attn_logit_softcapping=20.0)
+    monkeypatch.setattr(fallback, "select_attention", lambda *_: TritonAttention(DEVICE))
+    assert make_engine(gemma, device=str(DEVICE)).attention == "triton"
+    forms = []
+    right = triton_attention.attend_arguments
+
+    def without_softcap(query: Tensor, **options: Any) -> Any:
+        forms.append((options["window"], options["softcap"]))
+        return right(query, **options | {"softcap": None})
+
+    monkeypatch.setattr(triton_attention, "attend_arguments", without_softcap)
+    engine = make_engine(gemma, device=str(DEVICE))
+    assert engine.attention == "reference" and set(forms) == {(None, 20.0), (12, 20.0)}
+    assert "softcap, heads of 16) differs from torch by" in engine.stats().fallback
+
+
+def test_a_model_that_runs_nowhere(checked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against blaming a kernel for a device on which not even torch runs."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("CUDA error: no kernel image is available")
+
+    monkeypatch.setattr(TorchLayerOps, "embed_and_norm", fail)
+    with pytest.raises(ModelError, match=r"even by operations of torch alone .*no kernel image is available"):
+        kernel_engine(monkeypatch)
+
+
+def test_nothing_is_checked_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the time to start on a CPU, and who asks for the reference there or anywhere."""
+    monkeypatch.setattr(fallback, "_step_down", None)
+    with make_engine(network()) as engine:
+        assert engine.stats().fallback == ""
+    cpu = torch.device("cpu")
+    assert select_attention("reference", cpu, [], 16, torch.float32).name == "reference"
+    asked = choose_execution(EngineConfig(attention="reference"), model_of(network()))
+    assert isinstance(asked, Execution) and not asked.sampler.uses_kernel

@@ -1,0 +1,260 @@
+"""The checks of the kernels: they agree with what is right, and see every fault that is planted into one kernel.
+
+Without a GPU, Triton's interpreter runs the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cbatch.engine.base.errors import ModelError
+from cbatch.engine.execution.cuda_graphs import Run
+from cbatch.engine.execution.kernel_checks import attention as attention_checks
+from cbatch.engine.execution.kernel_checks import step as step_checks
+from cbatch.engine.execution.kernel_checks.attention import AttentionCall, AttentionChecks
+from cbatch.engine.execution.kernel_checks.check import KernelCheck, run_check
+from cbatch.engine.execution.kernel_checks.layer import LayerChecks
+from cbatch.engine.execution.kernel_checks.sampling import check_sampling
+from cbatch.engine.execution.kernel_checks.step import ExpectedSteps, check_recorded
+from cbatch.engine.kernels.reference.layer import TorchLayerOps
+from cbatch.engine.runtime.kv_cache import LayerShape
+from cbatch.engine.sampling.sampler import Sampler
+from tests.support.cuda_model import DEVICE, model_of
+from tests.support.tiny_models import make_network
+
+pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
+
+from cbatch.engine.attention import triton as triton_attention
+from cbatch.engine.attention.triton import TritonAttention
+from cbatch.engine.kernels.triton import layer
+from cbatch.engine.kernels.triton.sampling import sample_rows
+
+pytestmark = pytest.mark.kernels
+CPU = torch.device("cpu")
+SHAPE = LayerShape(2, 12, 12)
+CALLS = [AttentionCall(4, SHAPE, 0.3), AttentionCall(4, SHAPE, 0.3, window=9, softcap=20.0, has_sinks=True)]
+CHUNKS = {
+    "decode attention": [(0, 1), (16, 17), (30, 31)],
+    "short chunk attention": [(0, 2), (20, 23), (8, 9)],
+    "prefill attention": [(0, 5), (3, 14)],
+}
+STEPS = [(0, 3), (0, 1)], [(3, 4), (1, 3)], [(4, 5), (3, 4)], [(5, 6), (4, 5)]
+
+
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_checks, "CHUNKS", CHUNKS)
+    monkeypatch.setattr(step_checks, "steps_of", lambda _: STEPS)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return model_of(make_network("qwen3", num_hidden_layers=1, max_position_embeddings=16))
+
+
+def wrong_of(checks: Any) -> list[str]:
+    return [check.name for check in checks if not check.agrees]
+
+
+def attention_errors(dtype: torch.dtype = torch.float32, calls: list[AttentionCall] = CALLS) -> list[KernelCheck]:
+    return list(AttentionChecks(TritonAttention(DEVICE), 16, dtype, DEVICE).run(calls))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_right_attention_agrees(dtype: torch.dtype) -> None:
+    """Guards users of right kernels against a check that sends them away; each kernel and each form is checked."""
+    checks = attention_errors(dtype)
+    assert wrong_of(checks) == [] and len(checks) == 1 + 2 * len(CHUNKS)
+    assert "window 9, softcap, sinks, heads of 12" in checks[-1].name
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, name: str, damage: Callable[..., None]) -> None:
+    """Damages what a function of the attention has written; it gets the function's arguments."""
+    right = getattr(triton_attention, name)
+
+    def wrong(*arguments: Any, **keywords: Any) -> None:
+        right(*arguments, **keywords)
+        damage(*arguments)
+
+    monkeypatch.setattr(triton_attention, name, wrong)
+
+
+def spoil_chunks(*arguments: Any) -> None:
+    out = arguments[3]
+    if len(out) > 3:  # not a step of the three decode rows
+        out[2:-1].fill_(torch.nan)
+
+
+@pytest.mark.parametrize(
+    ("function", "damage", "found"),
+    [
+        ("store_kv", lambda keys, *_: keys[:, 0, 0].nan_to_num_(1.0), ["cache write"]),
+        ("attend_decode", lambda q, k, v, out, *_: out[-1].mul_(1.01), ["decode attention", "short chunk attention"]),
+        ("attend_prefill", spoil_chunks, ["short chunk attention", "prefill attention"]),
+    ],
+)
+def test_wrong_attention_is_seen(
+    function: str, damage: Callable[..., None], found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards each kernel of the attention: a wrong slot, a wrong row of 1%, and a row of NaN."""
+    plant(monkeypatch, function, damage)
+    checks = attention_errors(calls=CALLS[:1])
+    assert [name.partition(" (")[0] for name in wrong_of(checks)] == found
+
+
+def test_right_layer_kernels_agree(model: Any) -> None:
+    """Guards the checks of a layer; every operation of it has one."""
+    checks = list(LayerChecks(model, 16).run())
+    assert wrong_of(checks) == []
+    assert {check.name for check in checks} >= {name for name in vars(TorchLayerOps) if "_and_" in name}
+
+
+@pytest.mark.parametrize(
+    "name", ["embed_and_norm", "add_and_norm", "select_and_norm", "rope_and_store_kv", "silu_and_mul", "logits"]
+)
+@pytest.mark.parametrize("argument", [-1, 1])
+def test_wrong_layer_kernels_are_seen(name: str, argument: int, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards each operation: one wrong number in any tensor that it writes."""
+    right = getattr(layer, name)
+
+    def wrong(*arguments: Any) -> Any:
+        result = right(*arguments)
+        written = {"embed_and_norm": 2, "add_and_norm": 0, "rope_and_store_kv": 4}.get(name, -1)
+        tensor = result if name == "logits" else arguments[written if argument > 0 else -1]
+        tensor[tensor.isfinite().nonzero()[-1].unbind()] += 0.5
+        return result
+
+    monkeypatch.setattr(layer, name, wrong)
+    seen = wrong_of(LayerChecks(model, 16).run())
+    assert ("output head" if name == "logits" else name) in seen
+
+
+@pytest.mark.slow
+def test_a_whole_step(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a model that calls right kernels wrongly, and one that is right."""
+    expected = ExpectedSteps.of(model.with_ops(TorchLayerOps()), 16)
+    assert expected.calls == (AttentionCall(4, LayerShape(2, 16, 16), 0.25),)
+    assert expected.check("a whole step", model, TritonAttention(DEVICE), 16).agrees
+    attend = TritonAttention.attend
+    monkeypatch.setattr(TritonAttention, "attend", lambda *a, **options: attend(*a, **options | {"scale": 0.5}))
+    check = expected.check("a whole step", model, TritonAttention(DEVICE), 16)
+    assert not check.agrees and check.reason.startswith("a whole step differs from torch by 0.")
+
+
+def at_once(run: Run) -> Run:
+    """Records a step so that its replay runs it again."""
+    return run
+
+
+def never(run: Run) -> Run:
+    """Records a step so that its replay leaves what it gave when it was recorded."""
+    return lambda: None
+
+
+def not_allowed(run: Run) -> Run:
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (at_once, "recorded steps differs from torch by 8e-07, where rounding explains 0.001."),
+        (never, "recorded steps differs from torch by "),
+        (not_allowed, "recorded steps fails (RuntimeError: operation not permitted when stream is capturing)."),
+    ],
+)
+def test_recorded_steps(record: Callable[[Run], Run], reason: str, model: Any) -> None:
+    """Guards replays: one that does not read its new inputs is seen, and so is a capture that fails."""
+    expected = ExpectedSteps.of(model.with_ops(TorchLayerOps()), 16)
+    by_torch, sampler = model.with_ops(TorchLayerOps(heads_first=True)), Sampler(DEVICE, kernel=True)
+    check = check_recorded(expected, by_torch, TritonAttention(DEVICE), sampler, 16, record)
+    assert check.agrees is (record is at_once) and check.reason.startswith(reason[:36])
+
+
+@pytest.mark.slow
+def test_recorded_samples(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the tokens that a recorded step samples: parameters that do not reach it are seen."""
+    expected = ExpectedSteps.of(model.with_ops(TorchLayerOps()), 16)
+    by_torch, sampler = model.with_ops(TorchLayerOps(heads_first=True)), Sampler(DEVICE, kernel=True)
+    monkeypatch.setattr("cbatch.engine.execution.cuda_graphs._Shared.fill_words", lambda *_: None)
+    assert not check_recorded(expected, by_torch, TritonAttention(DEVICE), sampler, 16, at_once).agrees
+
+
+def test_right_sampling_agrees() -> None:
+    """Guards users of the right kernel, and a row that is not a number, which has to be seen as such."""
+    assert check_sampling(Sampler(DEVICE, kernel=True), 89).agrees
+    sampler = Sampler(DEVICE, kernel=True)
+    sampler._kernel = lambda logits, *rest: sample_rows(logits.nan_to_num(), *rest)
+    assert not check_sampling(sampler, 89).agrees
+
+
+class Forgetful(Sampler):
+    """Leaves something out."""
+
+    def __init__(self, forgotten: dict[str, Any]) -> None:
+        super().__init__(CPU, kernel=False)
+        self._forgotten = forgotten
+
+    def sample(self, logits: Tensor, requests: Any, positions: Any, argmax: Any = None, masks: Any = None) -> Any:
+        params = {key: value for key, value in self._forgotten.items() if hasattr(requests[0].params, key)}
+        requests = [copy(request) for request in requests]
+        for request in requests:
+            request.params = replace(request.params, **params)
+        for name in {"masks", "positions"} & self._forgotten.keys():
+            masks, positions = (None, positions) if name == "masks" else (masks, [9] * len(positions))
+        return super().sample(logits, requests, positions, argmax, masks)
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "agrees"),
+    [
+        ({}, True),
+        ({"temperature": 0.0}, False),
+        ({"top_k": 0}, False),
+        ({"top_p": 1.0}, False),
+        ({"min_p": 0.0}, False),
+        ({"masks": None}, False),
+        ({"positions": None}, False),
+    ],
+    ids=str,
+)
+def test_wrong_sampling_is_seen(forgotten: dict[str, Any], agrees: bool) -> None:
+    """Guards each filter, the mask and the noise."""
+    assert check_sampling(Forgetful(forgotten), 300).agrees is agrees
+
+
+def test_what_raises_is_a_sentence() -> None:
+    """Guards the reason that a user reads: the kind of the error and its first line."""
+
+    class OutOfResources(Exception):
+        pass
+
+    def fail() -> float:
+        raise OutOfResources("out of resource: shared memory, Required: 131072, Hardware limit: 101376.\nReduce it.")
+
+    check = run_check("decode attention", CPU, 0.1, fail)
+    assert not check.agrees
+    assert check.reason == (
+        "decode attention fails (OutOfResources: out of resource: shared memory, Required: 131072, "
+        "Hardware limit: 101376)."
+    )
+
+
+def test_a_lost_device_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against stepping down on a GPU on which nothing runs any more."""
+
+    def fail(*_: Any) -> float:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("cbatch.engine.execution.kernel_checks.check.synchronize", fail)
+    with pytest.raises(ModelError, match=r"illegal memory access.*start again with --attention reference"):
+        run_check("decode attention", CPU, 0.1, fail)
