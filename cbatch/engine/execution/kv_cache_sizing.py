@@ -22,7 +22,7 @@ from cbatch.engine.execution.cuda_graphs import GRAPH_BYTES, WORKSPACE_BYTES, Gr
 from cbatch.engine.execution.model_runner import ModelRunner, step_parts
 from cbatch.engine.models.base import Model
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
-from cbatch.engine.runtime.memory import DeviceMemory, device_memory, is_out_of_memory
+from cbatch.engine.runtime.memory import DeviceMemory, device_memory, is_out_of_memory, kernel_too_large
 from cbatch.engine.runtime.transfer import use_device
 from cbatch.engine.sampling.output import PendingSample
 from cbatch.engine.sampling.processors import counts_for
@@ -199,8 +199,11 @@ class MemoryProfiler:
                 peak = max(memory.measure_peak(partial(self._compute, step)) for step in steps)
                 return peak, self._measure_graphs(memory.measure_peak)
         except Exception as error:
-            if not is_out_of_memory(error):
+            too_large = kernel_too_large(error)
+            if too_large is None and not is_out_of_memory(error):
                 raise
+        if too_large is not None:
+            raise ConfigError(f"{self._limits} cannot run on {memory.name}: {too_large}.")
         raise ConfigError(
             f"{self._limits} takes more than the {format_bytes(memory.free())} that are free on {memory.name} after "
             f"the weights; {_MAKES_STEPS_SMALLER}"

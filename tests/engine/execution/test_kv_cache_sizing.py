@@ -150,6 +150,22 @@ def test_running_out_of_memory_while_profiling_is_a_clear_error() -> None:
     assert caught.value.__context__ is None, "what was raised before holds the tensors of the step"
 
 
+def test_a_kernel_that_does_not_fit_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the first large step on a GPU with little shared memory: an error of Triton is no sentence."""
+    error = pytest.importorskip("triton.runtime.errors").OutOfResources(131072, 101376, "shared memory")
+
+    def launch(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(sizing, "PendingSample", launch)
+    told = (
+        r"cannot run on gpu:7: a kernel needs 131072 of shared memory, and this GPU has 101376; --attention reference"
+    )
+    with pytest.raises(ConfigError, match=told) as caught:
+        choose()
+    assert caught.value.__context__ is None, "what was raised before holds the tensors of the step"
+
+
 def test_other_errors_while_profiling_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the reason of a failure that has nothing to do with memory."""
 
