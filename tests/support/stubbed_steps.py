@@ -19,12 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.engine.attention.triton import TritonAttention
+from cbatch.engine.execution.cuda_graphs import GraphSizes, StepGraphs, StepParts
 from cbatch.engine.models.cuda import CudaModel
 from cbatch.engine.models.llama_spec import read_llama_spec, weight_shapes
 from cbatch.engine.runtime import transfer
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache
 from cbatch.engine.sampling.sampler import PARAM_WORDS, Sampler
+from cbatch.engine.scheduler.limits import StepLimits
 from cbatch.engine.structured.token_words import num_words
 from tests.support.triton_driver import stub_driver
 
@@ -76,24 +78,42 @@ class StubbedSteps:
         rows = lengths.cumsum() - 1
         if lengths.max() > 1:
             rows = np.delete(rows, lengths.argmax())
-        return RaggedBatch(np.zeros_like(positions), positions, slots, rows, tables, list(starts), list(stops), CPU)
+        ids, words = np.zeros_like(positions), np.ones((len(rows), PARAM_WORDS), np.int32)
+        return RaggedBatch(
+            ids, positions, slots, rows, tables, list(starts), list(stops), CPU, sampling_params=lambda: words
+        )
 
-    def run(self, starts: Sequence[int], stops: Sequence[int]) -> None:
+    def run(self, batch: RaggedBatch) -> None:
         """A step that is not recorded, and sampling."""
-        batch = self.batch(starts, stops)
         logits = self.model.forward(batch, self.kv_cache, self.attention).values
         if len(logits):
-            self.sample(logits)
+            self._sample(logits, batch)
 
-    def sample(self, logits: Tensor) -> None:
-        """By itself, and with masks and with results written to places that are no multiples of 16."""
-        rows, vocabulary = logits.shape
+    def _sample(self, logits: Tensor, batch: RaggedBatch) -> None:
+        assert batch.sampling_params is not None
+        self.sampler.sample_on_device(logits, packed_to_device([batch.sampling_params()], CPU)[0])
+
+    def record(self, max_seqs: int, max_batch_tokens: int) -> StepGraphs:
+        """All graphs of an engine. To replay one does nothing."""
+        parts = StepParts(self.model, self.attention, self.kv_cache, self.sampler)
+        sizes = GraphSizes.of(StepLimits(max_seqs, max_batch_tokens, graphs=True))
+        return StepGraphs(parts, sizes, lambda run: lambda: None)
+
+    def replay(self, graphs: StepGraphs, batch: RaggedBatch) -> None:
+        """A recorded step, and sampling."""
+        logits = graphs.forward(batch)
+        assert logits is not None, "there is no graph for this step"
+        if logits.sampled is None and len(logits.values):
+            self._sample(logits.values, batch)
+
+    def sample_masked(self, rows: int) -> None:
+        """With masks, and with results written to places that are no multiples of 16."""
+        vocabulary = self.model.vocab_size
         words, sets = packed_to_device(
             [np.zeros((rows, PARAM_WORDS), np.int32), np.zeros((rows % 7 + 1, num_words(vocabulary)), np.int32)], CPU
         )
-        self.sampler.sample_on_device(logits, words)
         tokens, largest = torch.empty(rows + 1, dtype=torch.int64)[1:], torch.empty(rows + 1)[1:]
-        self.sampler.sample_on_device(logits, words, tokens, largest, sets[rows % 2 :])
+        self.sampler.sample_on_device(torch.empty(rows, vocabulary), words, tokens, largest, sets[rows % 2 :])
 
 
 @contextmanager
@@ -124,26 +144,37 @@ def skipped_mm(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Ten
     return left.new_empty(len(left), right.shape[1]) if out is None else out
 
 
-def compiled_late(config: Mapping[str, Any], sizes: Sequence[int]) -> list[str]:
-    """Why kernels are compiled in steps of these sizes after a decode step and a mixed one; see `StubDriver.changes`.
+def compiled_late(config: Mapping[str, Any], decode_rows: Sequence[int], chunks: Sequence[int]) -> list[str]:
+    """Why kernels are compiled in steps that follow a decode step, a mixed one and the captures of an engine's start;
+    see `StubDriver.changes`.
 
-    sizes: rows of decode steps, and tokens of chunks in mixed steps
+    decode_rows: sizes of decode steps; chunks: tokens of the longest chunk of mixed steps
     """
-    steps = StubbedSteps(config, num_blocks=128)
+    steps = StubbedSteps(config, num_blocks=12000)
     with stub_driver() as stub, host_work_only(), torch.inference_mode():
-        steps.run([1999] * 5, [2000] * 5)
-        steps.run([0, 1999, 7], [40, 2000, 12])
+        steps.run(steps.batch([1999] * 5, [2000] * 5))
+        steps.run(steps.batch([0, 1999, 7], [40, 2000, 12]))
+        graphs = steps.record(512, 1024)
         begin = len(stub.compilations)
-        for size in sizes:
+        for size in decode_rows:
             lengths = [1 + row * 37 % 1100 for row in range(size)]
-            steps.run([length - 1 for length in lengths], lengths)
+            batch = steps.batch([length - 1 for length in lengths], lengths)
+            steps.run(batch)
+            steps.sample_masked(size)
+            steps.replay(graphs, batch)
+        for size in chunks:
             rows = [size * 7 % 900] * (size % 20)
-            steps.run([size % 3 * 100, *rows], [size % 3 * 100 + size, *(row + 1 for row in rows)])
+            batch = steps.batch([size % 3 * 100, *rows], [size % 3 * 100 + size, *(row + 1 for row in rows)])
+            steps.run(batch)
+            steps.replay(graphs, batch)
         return stub.changes(begin)
 
 
 if __name__ == "__main__":
-    all_sizes = range(1, 513)
-    around = [size for size in all_sizes if size < 20 or size % 16 in (0, 1, 15)]
-    found = {name: compiled_late(config, all_sizes if name == "llama" else around) for name, config in CONFIGS.items()}
+    torch.set_num_threads(1)
+    some = [size for size in range(1, 513) if size < 20 or size % 16 in (0, 1, 15)]
+    found = {
+        name: compiled_late(config, range(1, 513) if name == "llama" else some, some)
+        for name, config in CONFIGS.items()
+    }
     print(json.dumps(found, indent=1))

@@ -1,55 +1,54 @@
-"""Compiles Triton kernels for a GPU on a machine without one: what the interpreter accepts, the compiler may not.
-
-`TRITON_INTERPRET=0 python -m tests.support.triton_compiler` launches what steps launch on a stub driver, and prints the
-kernels' names.
-"""
+"""What a kernel that Triton has compiled takes of a GPU, and how it reads; needs no GPU."""
 
 from __future__ import annotations
 
-import torch
+import re
+import subprocess
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from tests.support.triton_driver import stub_driver
-
-
-def attention() -> None:
-    """A mixed step, plain, and with all that attention can be asked for."""
-    from cbatch.engine.attention.triton import TritonAttention
-    from cbatch.engine.kernels.triton.attention_metadata import build_metadata
-
-    backend = TritonAttention(torch.device("cpu"))
-    slots, tables = torch.zeros(11, dtype=torch.int64), torch.zeros(2, 64, dtype=torch.int32)
-    metadata = build_metadata(slots, tables, [0, 999], [10, 1000], backend.decode.split)
-    for dim, window, softcap in ((32, None, None), (48, 100, 30.0)):
-        keys = torch.zeros(4, 2, 16, dim, dtype=torch.bfloat16)
-        new, query = torch.zeros(11, 2, dim, dtype=torch.bfloat16), torch.zeros(11, 6, dim, dtype=torch.bfloat16)
-        sinks = None if window is None else torch.zeros(6)
-        backend.store_kv(keys, keys, new, new, metadata)
-        backend.attend(query, keys, keys, metadata, scale=0.1, window=window, softcap=softcap, sinks=sinks)
+import triton
 
 
-def decoder() -> None:
-    """A decode step of a model with norms of heads, and of one of odd sizes."""
-    from tests.support.cuda_model import batch_of, kv_cache_of, logits_of, model_of, network_of
-    from tests.support.tiny_models import make_prompts
+class Resources(NamedTuple):
+    """registers: of a thread; spilled: bytes of a thread's registers that lie in memory"""
 
-    for name in ("qwen3, norms", "odd sizes"):
-        model = model_of(network_of(name), torch.bfloat16)
-        logits_of(model, batch_of(make_prompts([1])), kv_cache_of(model))
+    registers: int
+    spilled: int
 
 
-def sampling() -> None:
-    """Rows of logits as the head leaves them, and as a model of transformers does."""
-    from cbatch.engine.sampling.sampler import PARAM_WORDS, Sampler
+def resources_of(compiled: Any) -> Resources:
+    """What the assembler gave a `CompiledKernel`, as the driver of a GPU would report it."""
+    (binary,) = (path for name, path in compiled.metadata_group.items() if name.endswith(".cubin"))
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", binary]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
+    assert found is not None, text
+    registers, stack, local = map(int, found.groups())
+    return Resources(registers, stack + local)
 
-    for dtype in (torch.float32, torch.bfloat16):
-        Sampler(torch.device("cpu"), kernel=True).sample_on_device(
-            torch.zeros(3, 1000, dtype=dtype), torch.zeros(3, PARAM_WORDS, dtype=torch.int32)
-        )
+
+def read_sizes(ptx: str, function: Any) -> set[int]:
+    """Bytes that a thread's instructions read at once from global memory on behalf of a Triton function."""
+    begin = function.starting_line_number
+    lines = range(begin, begin + len(function.raw_src))
+    file = function.fn.__code__.co_filename
+    return {size for path, line, size in _reads(ptx) if path == file and line in lines}
 
 
-if __name__ == "__main__":
-    with stub_driver(compiles=True) as stub:
-        attention()
-        decoder()
-        sampling()
-    print(*stub.launches)
+def copies_in_flight(ptx: str) -> int:
+    """Most groups of asynchronous copies that a kernel leaves in flight when it waits for others; 0 without any."""
+    return max((int(number) for number in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0)
+
+
+def _reads(ptx: str) -> Iterator[tuple[str, int, int]]:
+    """File, line and bytes of each read of global memory."""
+    files = dict(re.findall(r'^\s*\.file\s+(\d+) "([^"]*)"', ptx, re.M))
+    path, line = "", 0
+    for text in ptx.splitlines():
+        if place := re.match(r"\s*\.loc\s+(\d+) (\d+)", text):
+            path, line = files[place[1]], int(place[2])
+        elif copy := re.search(r"cp\.async\.c[ag]\.\S+ \[.*?\], \[.*?\], (0x\w+|\d+)", text):
+            yield path, line, int(copy[1], 0)
+        elif load := re.search(r"\bld\.global(?:\.(?!v\d|[bsuf]\d)[\w:]+)*(?:\.v(\d))?\.[bsuf](\d+)", text):
+            yield path, line, int(load[1] or 1) * int(load[2]) // 8

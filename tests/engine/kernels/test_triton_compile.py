@@ -2,27 +2,69 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.kernels]
-
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
-EXPECTED = {
-    "_choose_kernel", "_combine_kernel", "_decode_kernel", "_norm_kernel", "_prefill_kernel",
-    "_rope_and_store_kv_kernel", "_scan_kernel", "_silu_and_mul_kernel", "_store_kv_kernel",
+from tests.support.triton_compiler import copies_in_flight, read_sizes
+
+pytestmark = pytest.mark.kernels
+
+ATTENTION = {
+    "_combine_kernel", "_decode_kernel", "_prefill_kernel", "_rope_and_store_kv_kernel", "_store_kv_kernel",
 }  # fmt: skip
+ALL = ATTENTION | {"_choose_kernel", "_norm_kernel", "_scan_kernel", "_silu_and_mul_kernel"}
 
 
-def test_kernels_compile(tmp_path: Path) -> None:
-    """Guards what a launch compiles, up to machine code, for each kind of arguments that a step has."""
-    settings = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.support.triton_compiler"]
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("chip", "heads", "group", "parts", "names"),
+    [("90", "128", "4", "attention,forms,rest", ALL), ("86", "256", "8", "attention", ATTENTION)],
+)
+def test_kernels_compile_and_fit(
+    chip: str, heads: str, group: str, parts: str, names: set[str], tmp_path: Path
+) -> None:
+    """Guards launches up to machine code, and what that takes of a chip: kernels that need more shared memory than
+    there is, spilled registers, narrow reads of the cache, attention that never reads ahead, FP fusion by default.
+    """
+    options = ["--arch", chip, "--heads", heads, "--groups", group, "--parts", parts, "--jobs", "1", "--json"]
+    command = [sys.executable, "-m", "scripts.gpu.compile_matrix", *options]
+    settings = {"TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) == EXPECTED
+    kernels = json.loads(done.stdout)
+    assert {kernel["name"] for kernel in kernels} == names
+    assert {kernel["name"] for kernel in kernels if kernel["reads"]} == {"_decode_kernel", "_prefill_kernel"}
+
+
+PTX = """
+	.loc	1 11 16, function_name $L__info_string0, inlined_at 2 98 13
+	ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+	@%p4 cp.async.ca.shared.global [ %r195 + 0 ], [ %rd28 + 0 ], 0x10, %r196;
+	.loc	1 12 16
+	@%p4 ld.global.L1::evict_last.b16 { %rs1 }, [ %rd1 + 0 ];
+	.loc	1 40 16
+	ld.global.b8 { %rs1 }, [ %rd1 + 0 ];
+	.loc	2 11 16
+	ld.global.b32 { %r1 }, [ %rd1 + 0 ];
+	cp.async.wait_group 	3;
+	cp.async.wait_group 	0;
+	.file	1 "{here}"
+	.file	2 "/elsewhere.py"
+"""
+
+
+def test_reads_of_a_function_are_found_in_its_assembly() -> None:
+    """Guards the widths that the test above relies on: reads by copies and by loads, of one function's lines only."""
+    function = SimpleNamespace(starting_line_number=10, raw_src=["", "", ""], fn=read_sizes)
+    ptx = PTX.replace("{here}", inspect.getsourcefile(read_sizes) or "")
+    assert read_sizes(ptx, function) == {16, 2}
+    assert copies_in_flight(ptx) == 3

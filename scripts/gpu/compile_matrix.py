@@ -1,0 +1,282 @@
+"""Compiles every kernel that steps launch for many GPUs, on any machine: `python -m scripts.gpu.compile_matrix`.
+
+Each kernel is launched as in a step, on a driver that compiles and does not launch, with the tuning that the chip would
+get. The table says what a kernel takes of each chip. The exit status is 1 if something is wrong: a kernel takes more
+than there is, registers are spilled, keys and values are not read 16 bytes at once, or attention waits for everything
+that it has asked for. It takes minutes the first time; Triton keeps what it has compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, NamedTuple
+
+from scripts.benchmarks.harness import in_columns
+
+CHIPS = {75: "T4", 80: "A100", 86: "RTX 3090", 89: "RTX 4090", 90: "H100", 100: "B200", 120: "RTX 5090"}
+HEAD_SIZES, GROUPS = (64, 80, 96, 128, 256), (1, 2, 4, 8)
+VOCABULARY, HIDDEN, INNER, KV_HEADS = 151936, 4096, 12288, 8
+BLOCK_SIZE = 16
+
+
+PARTS = ("attention", "forms", "rest")
+
+
+class Case(NamedTuple):
+    """Kernels that are compiled together: for a chip, by compute capability, and a type of weights.
+
+    part:       "attention", which depends on heads; "forms", all that attention can be asked for; or "rest"
+    head_size:  0 unless the part is attention, as is
+    group:      the number of query heads that share a KV head
+    """
+
+    capability: int
+    dtype: str
+    part: str
+    head_size: int = 0
+    group: int = 0
+
+
+class Kernel(NamedTuple):
+    """What a compiled kernel takes of its chip.
+
+    shared:     bytes of shared memory
+    registers, spilled: of a thread; spilled ones in bytes
+    programs:   how many a multiprocessor runs at once
+    reads:      bytes of keys and values that a thread reads at once
+    faults:     sentences
+    """
+
+    case: Case
+    name: str
+    warps: int
+    shared: int
+    registers: int
+    spilled: int
+    programs: int
+    reads: list[int]
+    faults: list[str]
+
+
+def all_cases(options: argparse.Namespace) -> list[Case]:
+    """Those of the matrix that are wanted; slow ones first."""
+    dtypes = {capability: "float16" if capability < 80 else "bfloat16" for capability in options.arch}
+    cases = [Case(chip, dtype, part) for chip, dtype in dtypes.items() for part in ("rest", "forms")]
+    cases += [
+        Case(chip, dtype, "attention", head, group)
+        for (chip, dtype), head, group in itertools.product(dtypes.items(), options.heads, options.groups)
+    ]
+    if 80 in dtypes:
+        cases.append(Case(80, "float32", "attention", 128, 4))
+    return [case for case in cases if case.part in options.parts]
+
+
+def compile_case(case: Case) -> list[Kernel]:
+    """Compiles a case. In a process that has not imported Triton to interpret kernels."""
+    import torch
+
+    from tests.support.triton_driver import stub_driver
+
+    parts: dict[str, Callable[[Case, Any], None]] = {
+        "attention": launch_attention,
+        "forms": launch_forms,
+        "rest": launch_rest,
+    }
+    with stub_driver(case.capability, compiles=True) as stub, torch.inference_mode():
+        parts[case.part](case, getattr(torch, case.dtype))
+        return [describe(case, one.kernel, one.compiled) for one in stub.compilations]
+
+
+def describe(case: Case, name: str, compiled: Any) -> Kernel:
+    """What a compiled kernel takes, and what is wrong with it."""
+    from cbatch.engine.kernels.triton.attention_tile import load_kv
+    from cbatch.engine.kernels.triton.occupancy import CHIPS as LIMITS
+    from cbatch.engine.kernels.triton.occupancy import resident_programs
+    from tests.support.triton_compiler import copies_in_flight, read_sizes, resources_of
+
+    limits, shared, warps = LIMITS[case.capability], compiled.metadata.shared, compiled.metadata.num_warps
+    registers, spilled = resources_of(compiled)
+    programs = resident_programs(registers, shared, warps, limits)
+    faults = []
+    if shared > limits.shared_of_block:
+        faults.append(f"takes {shared:,} bytes of shared memory, and a program may have {limits.shared_of_block:,}")
+    elif not programs:
+        faults.append(f"takes {registers} registers in {warps} warps, and none fits")
+    if not compiled.metadata.enable_fp_fusion:
+        faults.append("does not say that it wants FP fusion")
+    if spilled:
+        faults.append(f"spills {spilled} bytes of registers")
+    sizes = read_sizes(compiled.asm["ptx"], load_kv)
+    if sizes - {16}:
+        faults.append(f"reads keys or values {sorted(sizes)} bytes at once")
+    if 16 in sizes and case.capability >= 80 and case.dtype != "float32" and copies_in_flight(compiled.asm["ptx"]) < 2:
+        faults.append("waits for all keys and values that it has asked for")
+    return Kernel(case, name, warps, shared, registers, spilled, programs, sorted(sizes), faults)
+
+
+def launch_attention(case: Case, dtype: Any) -> None:
+    """A mixed step and its rotation, for heads of one size."""
+    import torch
+
+    from cbatch.engine.kernels.layer_ops import Positions
+    from cbatch.engine.kernels.triton import layer
+
+    heads, dim = KV_HEADS * case.group, case.head_size
+    attend(case, dtype, heads, KV_HEADS, dim)
+    keys = torch.empty(4, KV_HEADS, BLOCK_SIZE, dim, dtype=dtype)
+    qkv, query = torch.empty(3, (heads + 2 * KV_HEADS) * dim, dtype=dtype), torch.empty(3, heads, dim, dtype=dtype)
+    angles, slots = torch.empty(3, dim // 2), torch.zeros(3, dtype=torch.int64)
+    for norms in (None, torch.empty(2 * dim, dtype=dtype)):
+        layer.rope_and_store_kv(qkv, Positions(angles, angles, slots), norms, 1e-6, query, keys, keys)
+
+
+def launch_forms(case: Case, dtype: Any) -> None:
+    """A mixed step with all that attention can be asked for, for heads of an odd size."""
+    import torch
+
+    attend(case, dtype, 6, 2, 48, window=100, softcap=30.0, sinks=torch.zeros(6))
+
+
+def attend(case: Case, dtype: Any, heads: int, kv_heads: int, dim: int, **options: Any) -> None:
+    """Decodes, and computes a short and a long chunk, behind a short past and a long one."""
+    import numpy as np
+    import torch
+
+    from cbatch.engine.attention.triton import TritonAttention
+    from cbatch.engine.kernels.triton.occupancy import CHIPS as LIMITS
+    from cbatch.engine.runtime.batch import RaggedBatch
+
+    cpu = torch.device("cpu")
+    attention = TritonAttention(cpu, limits=LIMITS[case.capability]._replace(multiprocessors=100))
+    starts, stops = [5, 3999, 4000, 0], [6, 4000, 4003, 300]
+    tokens = np.zeros(sum(stops) - sum(starts), np.int64)
+    tables, rows = np.zeros((len(stops), 256), np.int32), np.zeros(0, np.int64)
+    batch = RaggedBatch(tokens, tokens, tokens, rows, tables, starts, stops, cpu)
+    metadata = attention.prepare(batch, BLOCK_SIZE)
+    keys = torch.empty(4, kv_heads, BLOCK_SIZE, dim, dtype=dtype)
+    new, query = (torch.empty(len(tokens), count, dim, dtype=dtype) for count in (kv_heads, heads))
+    attention.store_kv(keys, keys, new, new, metadata)
+    attention.attend(query, keys, keys, metadata, scale=0.1, **options)
+
+
+def launch_rest(case: Case, dtype: Any) -> None:
+    """What does not depend on heads: norms, the gate, and sampling, also from the logits of a transformers model."""
+    import torch
+
+    from cbatch.engine.kernels.triton import layer
+    from cbatch.engine.sampling.sampler import PARAM_WORDS, Sampler
+
+    residual, added, ids = (
+        torch.empty(3, HIDDEN),
+        torch.empty(3, HIDDEN, dtype=dtype),
+        torch.zeros(3, dtype=torch.int64),
+    )
+    layer.embed_and_norm(added, ids, residual, added[0], 1e-6, added)
+    layer.add_and_norm(residual, added, added[0], 1e-6, added)
+    layer.select_and_norm(residual, added, ids, added[0], 1e-6, added)
+    layer.silu_and_mul(torch.empty(3, 2 * INNER, dtype=dtype), torch.empty(3, INNER, dtype=dtype))
+    sampler = Sampler(torch.device("cpu"), kernel=True)
+    for kind in (torch.float32, dtype):
+        logits = torch.empty(3, VOCABULARY, dtype=kind)
+        sampler.sample_on_device(logits, torch.zeros(3, PARAM_WORDS, dtype=torch.int32))
+
+
+def compile_all(cases: Sequence[Case], jobs: int) -> Iterator[list[Kernel]]:
+    """The kernels of each case, as they are compiled."""
+    # Before the processes import Triton, whose default of FP fusion depends on its version: launches must not use it.
+    os.environ |= {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "0"}
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(compile_case, cases)
+
+
+def table(kernels: Sequence[Kernel]) -> list[list[str]]:
+    """A line for each kernel and head size: shared memory, registers and resident programs for each chip.
+
+    Of several groups or forms, the one of which the fewest programs fit, and of those the one that takes most.
+    """
+    chips = sorted({kernel.case.capability for kernel in kernels})
+    cells: dict[tuple[str, str], dict[int, Kernel]] = {}
+    for kernel in kernels:
+        case = kernel.case
+        head = str(case.head_size or "") + (", float32" if case.dtype == "float32" else "")
+        if case.part != "forms":
+            line = cells.setdefault((kernel.name.strip("_").removesuffix("_kernel"), head), {})
+            line[case.capability] = max(line.get(case.capability, kernel), kernel, key=_need)
+    rows = [["kernel", "heads", *(f"{CHIPS[chip]} ({chip / 10})" for chip in chips)]]
+    for (name, head), line in sorted(cells.items(), key=lambda item: (item[0][0], item[0][1].rjust(12))):
+        rows.append([name, head, *(_cell(line[chip]) if chip in line else "" for chip in chips)])
+    return rows
+
+
+def _need(kernel: Kernel) -> tuple[int, int, int]:
+    return -kernel.programs, kernel.shared, kernel.registers
+
+
+def _cell(kernel: Kernel) -> str:
+    return f"{kernel.shared / 1024:.0f} KiB, {kernel.registers}, {kernel.programs}"
+
+
+def sentences(kernels: Sequence[Kernel]) -> list[str]:
+    """What is wrong, a sentence each."""
+    return [
+        f"{kernel.name} for {CHIPS[kernel.case.capability]} ({', '.join(map(str, kernel.case))}) {fault}"
+        for kernel in kernels
+        for fault in kernel.faults
+    ]
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="compile_matrix"
+    )
+
+    def numbers(known: Sequence[int]) -> Callable[[str], list[int]]:
+        def read(text: str) -> list[int]:
+            found = [int(part) for part in text.split(",")]
+            if set(found) - set(known):
+                raise argparse.ArgumentTypeError(f"{text} is not among {', '.join(map(str, known))}")
+            return found
+
+        return read
+
+    add = parser.add_argument
+    chips = ", ".join(f"{capability} {name}" for capability, name in CHIPS.items())
+    add("--arch", type=numbers(list(CHIPS)), default=list(CHIPS), help=f"compute capabilities times ten, of: {chips}")
+    add("--heads", type=numbers(HEAD_SIZES), default=list(HEAD_SIZES), help="head sizes (all of 64,80,96,128,256)")
+    add("--groups", type=numbers(GROUPS), default=list(GROUPS), help="query heads of a KV head (all of 1,2,4,8)")
+    add("--parts", type=lambda text: text.split(","), default=PARTS, help="of attention,forms,rest (all)")
+    add("--jobs", type=int, default=os.cpu_count(), help="processes (%(default)s)")
+    add("--markdown", action="store_true", help="print the table as Markdown")
+    add("--json", action="store_true", help="print all that was found as JSON instead of the table")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    cases = all_cases(options)
+    kernels: list[Kernel] = []
+    for number, found in enumerate(compile_all(cases, options.jobs), 1):
+        kernels += found
+        if sys.stderr.isatty():
+            print(f"\r{number} of {len(cases)}", end="", file=sys.stderr, flush=True)
+    wrong = sentences(kernels)
+    if options.json:
+        print(json.dumps([kernel._asdict() | {"case": kernel.case._asdict()} for kernel in kernels]))
+    else:
+        from importlib.metadata import version
+
+        print(f"Triton {version('triton')}: shared memory, registers of a thread, programs on a multiprocessor\n")
+        print(*in_columns(table(kernels), markdown=options.markdown, notes=False), sep="\n")
+    print(*wrong, sep="\n", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
