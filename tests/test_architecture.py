@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -102,3 +103,11 @@ def test_imports_are_not_searched_for_garbage() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, "info", "-m", "./none"], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1:] == ["0 True"], done.stderr
+
+
+def test_one_module_knows_what_devices_are_called() -> None:
+    """Guards GPUs of other makers: `cuda` may be one of AMD, and what is not a CPU need not be `cuda`."""
+    engine = PACKAGE / "engine"
+    compared = re.compile(r"""\.type\s*(?:[!=]=|(?:not )?in)[^\n]*["']cuda["']""")
+    found = {str(path.relative_to(engine)) for path in engine.rglob("*.py") if compared.search(path.read_text())}
+    assert found == {"runtime/device.py"}

@@ -15,6 +15,7 @@ from cbatch.engine.base.errors import EngineError, RequestError
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.execution.stats import EngineStats
 from cbatch.engine.requests.request import RequestHandle
+from cbatch.engine.runtime.device import is_cuda
 from cbatch.engine.runtime.memory import clear_frames, is_out_of_memory, kernel_too_large, release_memory
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.tracing.phases import span
@@ -64,7 +65,7 @@ class EngineThread:
         self.engine = engine
         self._trace = trace
         if trace is not None:
-            trace.prepare(on_device=engine.device.type == "cuda")
+            trace.prepare(on_device=is_cuda(engine.device))
         self.failure: BaseException | None = None
         self.last_error = ""
         self.num_retries = 0

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from cbatch.engine.attention.base import CapturableAttention, GraphBuffers
 from cbatch.engine.models.base import CapturableModel, DeviceInputs, HiddenStates
 from cbatch.engine.runtime.batch import Logits, RaggedBatch, SampledOnDevice
+from cbatch.engine.runtime.device import pins_memory
 from cbatch.engine.runtime.kv_cache import KVCache
 from cbatch.engine.runtime.memory import is_out_of_memory
 from cbatch.engine.runtime.transfer import pack
@@ -144,7 +145,7 @@ class _Shared:
         self._draws = True
         padded = np.zeros((size, PARAM_WORDS), np.int32)
         padded[: len(words)] = words
-        packed = pack([padded], [padded], pin=self.words.device.type == "cuda")
+        packed = pack([padded], [padded], pin=pins_memory(self.words.device))
         self.words[:size].view(torch.uint8).view(-1).copy_(packed, non_blocking=True)
 
     def sampled(self, count: int) -> SampledOnDevice:

@@ -19,6 +19,7 @@ from cbatch.engine.execution.model_runner import ModelRunner
 from cbatch.engine.execution.stats import StepRecord
 from cbatch.engine.runtime.batch import BlockTables, Logits, RaggedBatch
 from cbatch.engine.runtime.cpu import single_threaded
+from cbatch.engine.runtime.device import pins_memory
 from cbatch.engine.runtime.transfer import synchronize, use_device
 from cbatch.engine.sampling.output import PendingSample, grammar_states, sampling_params
 from cbatch.engine.sampling.sampler import Sampler
@@ -61,7 +62,7 @@ class EngineCore:
         self._events: list[TokenEvent] = []
         """Events that were not returned yet, because a later part of the step raised."""
         self._block_tables = BlockTables()
-        self._masks = MaskFiller(pin=runner.model.device.type == "cuda")
+        self._masks = MaskFiller(pin=pins_memory(runner.model.device))
         self._sampler = sampler
         self._step_time = step_time
 

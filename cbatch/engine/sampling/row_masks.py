@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch.engine.runtime.device import pins_memory
 from cbatch.engine.runtime.transfer import to_device
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.structured.masks import TokenMasks
@@ -58,7 +59,7 @@ class RowMasks:
             index[row] = number = numbers.setdefault(id(words), len(found))
             if number == len(found):
                 found.append(words)
-        stacked = torch.empty(len(found), len(found[0]), dtype=torch.int32, pin_memory=logits.device.type == "cuda")
+        stacked = torch.empty(len(found), len(found[0]), dtype=torch.int32, pin_memory=pins_memory(logits.device))
         np.stack(found, out=stacked.numpy())
         return cls(stacked, index)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.models.checkpoint import _warn_once
 from cbatch.engine.models.cuda import CudaModel
 from cbatch.engine.models.llama_spec import read_llama_spec, weight_shapes
 from cbatch.engine.models.loader import LoadedModel
@@ -72,6 +73,17 @@ def test_no_step_waits_for_the_device(config: dict[str, Any], device: FakeCuda) 
     assert engine.attention == "triton" and engine.stats().num_steps > 20
     assert {"_decode_kernel", "_prefill_kernel", "_scan_kernel", "_norm_kernel"} <= device.launches.keys()
     assert (engine.stats().num_preemptions > 0) == ("kv_blocks" in config)
+
+
+def test_an_old_gpu_computes_in_float16(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards a T4, whose kernels have no bfloat16, in all that a bfloat16 model launches; and that it is said."""
+    _warn_once.cache_clear()
+    with FakeCuda(capability=(7, 5)) as device:
+        engine = make_engine(kv_blocks=30)
+        assert engine.model.dtype == torch.float16 and isinstance(engine.model, CudaModel)
+        assert engine.runner.kv_cache.keys[0].dtype == torch.float16
+        run(engine)
+    assert device.launches and "runs in float16" in caplog.text
 
 
 def on_device(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from cbatch.engine.attention.registry import check_attention, has_fast_path, select_attention
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.runtime import device as devices
 from cbatch.engine.runtime.device import choose_device, describe_gpus, triton_problem
+from cbatch.engine.runtime.kv_cache import LayerShape
+from cbatch.engine.sampling.sampler import Sampler
 from tests.support.gpu_machine import Gpu, Machine
 
 GPU = torch.device("cuda", 0)
@@ -251,6 +254,21 @@ def test_rocm_is_cuda_to_torch_only(machine: Machine, caplog: pytest.LogCaptureF
         "The CPU is used: torch 2.11.0+rocm6.4 is a build for ROCm and finds no AMD GPU; your user must be in the "
         "groups render and video. (--device cpu hides this line.)"
     )
+
+
+def test_rocm_gets_nothing_that_is_for_nvidia(machine: Machine) -> None:
+    """Guards AMD GPUs against kernels that are compiled for others, in each place that chooses them."""
+    machine.cuda, machine.hip = None, "6.4.43482"
+    machine.install()
+    assert not has_fast_path("auto", GPU, 16) and not Sampler(GPU).uses_kernel
+    assert select_attention("auto", GPU, [LayerShape(2, 64, 64)], 16, torch.float16).name == "reference"
+    assert devices.pins_memory(GPU) and devices.samples_on(GPU)
+    with pytest.raises(ConfigError, match="attention backend triton runs on an NVIDIA GPU, not on cuda:0; choose auto"):
+        check_attention("triton", GPU, 16)
+    machine.cuda, machine.hip = "13.0", None
+    machine.install()
+    assert has_fast_path("auto", GPU, 24)
+    check_attention("triton", GPU, 16)
 
 
 def test_gpus_are_described(machine: Machine) -> None:

@@ -15,6 +15,7 @@ from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import ConfigError, ModelError
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.models.loader import load_model
+from cbatch.engine.runtime.device import triton_problem
 from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.generation import generate
 from tests.support.gpu_machine import Gpu, Machine
@@ -67,6 +68,7 @@ def test_output_is_that_of_a_cpu(device: OtherDevice, run_ahead: bool | None) ->
         engine = engine_on(device, make_network("gemma2"), run_ahead=run_ahead)
         assert (str(engine.device), engine.attention) == (str(device.device), "reference")
         assert isinstance(engine.runner.kv_cache.keys[0], DeviceTensor)
+        assert engine.stats().fallback.endswith(f"{triton_problem(device.device)}")
         found = generate(engine, PROMPTS, PARAMS)
         assert engine.limits.max_seqs == 8 and engine.limits.max_batch_tokens == 2048
         engine.close()

@@ -24,6 +24,7 @@ from cbatch.engine.execution.kernel_checks.check import (
 )
 from cbatch.engine.kernels.reference.layer import store_in_blocks
 from cbatch.engine.runtime.batch import RaggedBatch
+from cbatch.engine.runtime.device import is_accelerator
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 
 CHUNKS = {
@@ -218,7 +219,7 @@ class AttentionChecks:
         if name.startswith("decode"):
             chunks = [(total // 64 - 1, total // 64)] * 64
         else:
-            length = min(total // 2, 2048 if self.device.type == "cuda" else 256)
+            length = min(total // 2, 2048 if is_accelerator(self.device) else 256)
             chunks = [(length, 2 * length)]
         past = ragged_batch([(0, stop) for _, stop in chunks], self.block_size, self.device)
         batch = ragged_batch(chunks, self.block_size, self.device)

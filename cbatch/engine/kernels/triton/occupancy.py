@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cbatch.engine.runtime.device import is_nvidia
+
 REGISTERS_OF_A_WARP = 256
 """Registers are handed out to warps in multiples of it."""
 SHARED_UNIT = 128
@@ -67,7 +69,7 @@ def limits_of(properties: Any) -> DeviceLimits:
 
 def device_limits(device: torch.device) -> DeviceLimits:
     """The limits of a device; where kernels run in Triton's interpreter, those of two multiprocessors of an H100."""
-    if device.type == "cuda":
+    if is_nvidia(device):
         return limits_of(torch.cuda.get_device_properties(device))
     return CHIPS[90]._replace(multiprocessors=2)
 
