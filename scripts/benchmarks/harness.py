@@ -20,6 +20,7 @@ BENCHMARKS = {
     "chat": "scripts.benchmarks.chat",
     "fairness": "scripts.benchmarks.fairness",
     "host": "scripts.benchmarks.host",
+    "launches": "scripts.benchmarks.launches",
     "peers": "scripts.benchmarks.peers.benchmark",
     "rows": "scripts.benchmarks.rows",
     "sharing": "scripts.benchmarks.sharing",
