@@ -28,7 +28,7 @@ pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 from cbatch.engine.attention.triton import TritonAttention
 from cbatch.engine.models.cuda import CudaModel
 
-interpreter.patch_loops()
+interpreter.prepare()
 
 ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

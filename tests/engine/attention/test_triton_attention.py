@@ -34,7 +34,7 @@ from tests.support.device import DEVICE
 
 pytestmark = [pytest.mark.slow, pytest.mark.kernels]
 
-interpreter.patch_loops()
+interpreter.prepare()
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 64
