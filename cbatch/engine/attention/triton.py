@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cbatch.engine.attention.base import AttendOptions
+from cbatch.engine.kernels.triton.attention_combine import Partials, combine
 from cbatch.engine.kernels.triton.attention_decode import DecodeGrid, DecodeTuning, attend_decode
 from cbatch.engine.kernels.triton.attention_metadata import AttentionMetadata, StepBuffers, build_metadata
 from cbatch.engine.kernels.triton.attention_prefill import PrefillTuning, attend_prefill
@@ -26,8 +27,8 @@ def fits(layers: list[LayerShape], dtype: torch.dtype) -> bool:
 
 
 class TritonAttention:
-    """One kernel for decode rows (`kernels/triton/attention_decode.py`), another for chunks of prompts
-    (`kernels/triton/attention_prefill.py`).
+    """One kernel for decode rows and chunks of few tokens (`kernels/triton/attention_decode.py`), another for longer
+    chunks (`attention_prefill.py`), and one that merges what is split over the keys (`attention_combine.py`).
 
     A block is [heads, block_size, dim]: what a program reads of it is contiguous.
     """
@@ -85,8 +86,10 @@ class TritonAttention:
         query = _rows(query)
         arguments = attend_arguments(query, **options)
         out = query.new_empty(*query.shape[:2], values.shape[-1])
-        attend_decode(query, keys, values, out, metadata, arguments, self._grid, self.decode)
-        attend_prefill(query, keys, values, out, metadata, arguments, self.prefill, self.limits)
+        parts = Partials.empty(metadata, out, options.get("window"))
+        attend_decode(query, keys, values, out, parts, metadata, arguments, self._grid, self.decode)
+        attend_prefill(query, keys, values, out, parts, metadata, arguments, self.prefill, self.limits)
+        combine(out, parts, metadata, arguments)
         return out
 
 

@@ -5,6 +5,7 @@ Without a GPU the kernels run in Triton's interpreter, which multiplies bfloat16
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,9 +23,16 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.attention.triton import TritonAttention, fits
-from cbatch.engine.kernels.triton import attention_decode, attention_prefill
+from cbatch.engine.kernels.triton import attention_combine, attention_decode, attention_metadata, attention_prefill
 from cbatch.engine.kernels.triton.attention_decode import DecodeTuning
-from cbatch.engine.kernels.triton.attention_metadata import PrefillMetadata, StepBuffers, list_work
+from cbatch.engine.kernels.triton.attention_metadata import (
+    NARROW,
+    PrefillMetadata,
+    StepBuffers,
+    count_splits,
+    list_work,
+    split_tokens,
+)
 from cbatch.engine.kernels.triton.attention_prefill import PrefillTuning
 from cbatch.engine.runtime.batch import DeviceTokens, RaggedBatch
 from cbatch.engine.runtime.kv_cache import LayerShape
@@ -38,7 +46,7 @@ interpreter.prepare()
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 64
-SPLIT = 32
+SPLIT = 16
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 
 
@@ -62,7 +70,7 @@ ScheduledChunk = tuple[int, int, int]  # sequence, first token, end
 def backend() -> TritonAttention:
     """Small splits and tiles, so that short sequences have several of them."""
     return TritonAttention(
-        DEVICE, DecodeTuning(split=SPLIT, tile_bytes=1024, chunk=2), PrefillTuning(rows=32, tokens=16, warps=4)
+        DEVICE, DecodeTuning(split=SPLIT, tile_bytes=1024), PrefillTuning(rows=32, tokens=16, warps=4)
     )
 
 
@@ -172,6 +180,48 @@ def test_equals_the_reference(name: str) -> None:
         torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5, check_dtype=False)
 
 
+@pytest.mark.parametrize("name", ["plain", "grouped heads", "window of one", "wide window", "all at once"])
+def test_short_chunks_are_split_over_keys(name: str) -> None:
+    """Guards chunks of few tokens behind a long past: narrow and wide, at and across places where keys are split."""
+    sequences = Sequences(CASES[name], [150] * 4)
+    chunks = [(0, 125, 130), (1, 63, 65), (2, 125, 142)]
+    if name == "plain":
+        chunks.append((3, 117, 150))
+    everything = [(one, 0, 150) for one in range(4)]
+    counts, lengths = (np.array(ints) for ints in ([c - b for _, b, c in chunks], [c for _, _, c in chunks]))
+    assert (count_splits(counts, lengths, SPLIT)[1] > 1).all()
+    found = sequences.run(backend(), [everything, chunks], torch.float32, only_written=1)[0]
+    expected = sequences.run(ReferenceAttention(), [everything, chunks], torch.float64, only_written=1)[0]
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5, check_dtype=False)
+
+
+@pytest.fixture
+def little_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little room for splits, so that few programs return at once: each takes its time in the interpreter."""
+    monkeypatch.setattr(attention_metadata, "SPARE_TOKENS", 64)
+    monkeypatch.setattr(attention_metadata, "SPARE_PIECES", 4)
+
+
+@pytest.mark.usefixtures("little_spare")
+@pytest.mark.parametrize("chunk", [(0, 87, 90), (0, 70, 90)], ids=["narrow", "wide"])
+def test_a_split_chunk_has_the_same_bits_in_every_batch(chunk: ScheduledChunk) -> None:
+    """Guards the promise for chunks that are split over keys: where they are split depends on nothing beside them."""
+    sequences = Sequences(replace(CASES["window"], block_size=5, window=50), [90, 5, 64, 33], HALF)
+    attention, size = backend(), sequences.case.block_size
+    cache = sequences.cache(attention, HALF, DEVICE)
+    sequences.write(attention, cache, [(one, 0, length) for one, length in enumerate(sequences.lengths)])
+    buffers, results = attention.graph_buffers(40, 4, 20, size, decode_only=False), []
+    for others in [], [(1, 4, 5), (2, 63, 64), (3, 20, 33)]:
+        batch = sequences.batch([*others, chunk], DEVICE)
+        buffers.fill(batch)
+        query = sequences.rows(sequences.query, [*others, chunk], HALF, DEVICE)
+        padded = torch.cat([query, query.new_zeros(40 - len(query), *query.shape[1:])])
+        for metadata, rows in ((attention.prepare(batch, size), query), (buffers.metadata, padded)):
+            out = attention.attend(rows, *cache, metadata, scale=0.3, window=50)[: len(query)]
+            results.append(out[chunk[1] - chunk[2] :])
+    assert results[0].isfinite().all() and all(torch.equal(one, results[0]) for one in results)
+
+
 @pytest.mark.parametrize("name", ["grouped heads", "all at once"])
 def test_half_precision_is_near_the_reference(name: str) -> None:
     """Guards kernels in the types that models have: sums are float32, only what is stored is rounded."""
@@ -217,7 +267,7 @@ def test_a_decode_row_has_the_same_bits_in_every_batch() -> None:
 
 def undefined_query(sequences: Sequences, tokens: int, slices: list[ScheduledChunk]) -> Tensor:
     """Queries of a step, with NaN in the rows of padding."""
-    query = torch.full((tokens, 6, 32), torch.nan, device=DEVICE)
+    query = torch.full((tokens, 2, 32), torch.nan, device=DEVICE)
     if slices:
         real = sequences.rows(sequences.query, slices, torch.float32, DEVICE)
         query[: len(real)] = real
@@ -227,25 +277,25 @@ def undefined_query(sequences: Sequences, tokens: int, slices: list[ScheduledChu
 STEPS = {
     "decode": [[(0, 89, 90), (1, 4, 5), (2, 63, 64), (3, 32, 33)], [(3, 32, 33)], [], [(1, 4, 5), (0, 89, 90)]],
     "mixed": [
-        [(1, 4, 5), (0, 20, 90), (2, 63, 64), (3, 0, 33)],
+        [(1, 4, 5), (0, 65, 90), (2, 63, 64), (3, 21, 33)],
         [(3, 31, 33), (2, 63, 64)],
-        [(2, 63, 64)],
         [],
-        [(2, 0, 64), (0, 87, 90), (3, 0, 33), (1, 0, 5)],
+        [(2, 50, 64), (0, 87, 90), (1, 0, 5)],
     ],
 }
 
 
+@pytest.mark.usefixtures("little_spare")
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("kind", STEPS)
 def test_buffers_serve_one_step_after_another(kind: str, window: int | None) -> None:
     """Guards captured graphs: the same launches, with other numbers at the same addresses, compute other steps."""
-    sequences = Sequences(replace(CASES["grouped heads"], window=window), [90, 5, 64, 33])
+    sequences = Sequences(replace(CASES["window"], block_size=5, window=window), [90, 5, 64, 33])
     attention, size = backend(), sequences.case.block_size
     cache = sequences.cache(attention, torch.float32, DEVICE)
     everything = [(one, 0, length) for one, length in enumerate(sequences.lengths)]
     sequences.write(attention, cache, everything)
-    tokens = 4 if kind == "decode" else 110
+    tokens = 4 if kind == "decode" else 40
     buffers = attention.graph_buffers(tokens, 4, 20, size, decode_only=kind == "decode")
     launches = []
     for slices in STEPS[kind]:
@@ -296,7 +346,7 @@ def launches_of() -> Iterator[list[object]]:
             return launch
 
     with ExitStack() as stack:
-        for module in (attention_decode, attention_prefill):
+        for module in (attention_combine, attention_decode, attention_prefill):
             for name in set(names) & set(vars(module)):
                 stack.enter_context(patch.object(module, name, Noted(getattr(module, name))))
         yield seen
@@ -375,23 +425,54 @@ def test_rows_may_be_parts_of_wider_ones() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_work_is_listed_once_and_windows_are_a_beginning(seed: int) -> None:
-    """Guards the list of items: each split once, those near the end first, partial results that none share."""
+    """Guards the lists: each split once, those near the end first, partial results that none share."""
     chooser = np.random.default_rng(seed)
     lengths = chooser.choice([0, 1, 31, 32, 33, 64, 65, 300, 1000], int(chooser.integers(1, 9)))
-    counts = np.where(chooser.random(len(lengths)) < 0.7, 1, np.maximum(lengths - 5, 1))
+    counts = np.minimum(chooser.choice([1, 1, 1, 2, 16, 17, 40, 500], len(lengths)), np.maximum(lengths, 1))
     work = list_work(counts, lengths, np.arange(len(lengths)) * 7, SPLIT)
+    size, splits = (one.tolist() for one in count_splits(counts, lengths, SPLIT))
+    every = [(one, split) for one in range(len(lengths)) for split in range(splits[one])]
     items = [tuple(item) for item in work.items.tolist()]
-    splits = [max(-(-length // SPLIT), 1) for length in lengths.tolist()]
-    decoding = np.nonzero(counts == 1)[0].tolist()
-    assert sorted(items) == [(one, split) for one in decoding for split in range(splits[one])]
+    assert sorted(items) == [(one, split) for one, split in every if counts[one] <= NARROW]
     assert work.totals[-1] == len(items)
     for back, total in enumerate(work.totals.tolist()):
         assert all(splits[one] - 1 - split <= back for one, split in items[:total])
         assert all(splits[one] - 1 - split > back for one, split in items[total:])
-    parts = [work.sequences[one, 5] + split for one, split in items if splits[one] > 1]
+    pieces = [tuple(piece) for piece in work.pieces[:, :2].tolist()]
+    assert sorted(pieces) == [(one, split) for one, split in every if counts[one] > 1]
+    tokens = [counts[one] for one, _ in pieces]
+    assert work.pieces[:, 2].tolist() == [sum(tokens[:place]) for place in range(len(tokens))]
+    assert work.piece_tokens == sum(tokens)
+    cut = [one for one in range(len(lengths)) if splits[one] > 1]
+    parts = [
+        work.sequences[one, 5] + split * counts[one] + token
+        for one in cut for split in range(splits[one]) for token in range(counts[one])
+    ]  # fmt: skip
     assert sorted(parts) == list(range(work.partials))
-    assert work.merges.tolist() == [one for one in decoding if splits[one] > 1]
+    assert work.merges.tolist() == [[one, token] for one in cut for token in range(counts[one])]
     assert work.sequences[:, 0].tolist() == [0, *np.cumsum(counts)[:-1].tolist()]
+    assert work.sequences[:, 4].tolist() == size
+
+
+def test_splits_are_worth_their_partial_results() -> None:
+    """Guards the arithmetic of `split_tokens`: few sequences fill a GPU, many write few results, memory is bounded."""
+    unit, group, kv_heads = DecodeTuning().split, 4, 8
+
+    def counted(tokens: int, length: int) -> int:
+        return int(count_splits(np.array([tokens]), np.array([length]), unit)[1][0])
+
+    for length in range(4096, 131072, 1000):
+        assert counted(1, length) * kv_heads >= 85
+        assert all(counted(tokens, length) <= 34 for tokens in (2, 16, 20, 32, 33, 128))
+        assert counted(129, length) == counted(2048, length) == 1
+    assert counted(20, 32788) * kv_heads > 132 and counted(2, 32770) * kv_heads > 132
+    chooser = random.Random(3)
+    lengths = np.array([round(math.exp(chooser.uniform(math.log(256), math.log(8192)))) for _ in range(256)])
+    splits = count_splits(np.ones_like(lengths), lengths, unit)[1]
+    written = 2 * 4 * group * 128 * splits[splits > 1].sum()
+    assert written < 0.03 * (2 * 2 * 128) * lengths.sum()
+    sizes = split_tokens(np.arange(1, 129), np.full(128, 8192), unit)
+    assert (sizes % 128 == 0).all(), "a split ends within a tile"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -399,14 +480,13 @@ def test_each_tile_is_found(seed: int) -> None:
     """Guards the grid of the prefill kernel: there are enough tiles for every piece, and the first ones are its own."""
     chooser = np.random.default_rng(seed)
     counts = chooser.integers(2, 40, int(chooser.integers(1, 300)))
-    work, tile = list_work(counts, counts + 10, counts * 0, SPLIT), int(chooser.integers(1, 20))
+    work, tile = list_work(counts, counts + 100, counts * 0, SPLIT), int(chooser.integers(1, 20))
     pieces = torch.from_numpy(work.pieces)
-    metadata = PrefillMetadata(pieces, torch.tensor([len(pieces)]), int(counts.sum()))
-    first = pieces[:, 1] // tile + torch.arange(len(pieces))
+    metadata = PrefillMetadata(pieces, torch.tensor([len(pieces)]), work.piece_tokens)
+    first = pieces[:, 2] // tile + torch.arange(len(pieces))
     room = torch.cat([first[1:], torch.tensor([metadata.max_tiles(tile)])]) - first
     needed = -(-torch.from_numpy(counts)[pieces[:, 0]] // tile)
     assert ((room == needed) | (room == needed + 1)).all()
-    assert sorted(pieces[:, 0].tolist()) == list(range(len(counts)))
 
 
 def test_what_does_not_fit_goes_another_way() -> None:

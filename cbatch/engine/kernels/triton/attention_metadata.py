@@ -1,15 +1,19 @@
 """What the attention kernels read about a step: small integer arrays, made in numpy and sent to the device in one copy.
 
-Each sequence of a step brings a chunk of tokens. A sequence is cut into splits at fixed places that depend on nothing
-but itself (`split_tokens`), so its results have the same bits in every batch.
+Each sequence of a step brings a chunk of tokens. Its keys are cut into splits at fixed places that depend on nothing
+but itself (`split_tokens`), so its results have the same bits in every batch. Each split gives a partial result for
+each token of the chunk, and a last kernel merges them.
 
-Decode rows are listed split by split. These items are ordered by their distance from the end of their sequence: first
-the last split of every sequence, then the last but one, and so on. So a layer with a sliding window needs no list of
-its own: its items are a prefix of the list.
+Which kernel takes a chunk depends on the heads of a layer: the decode kernel takes chunks whose tokens fill one tile,
+the prefill kernel the others. Short chunks are in the lists of both, and each kernel passes over what the other takes.
+So the metadata of a step serves every layer, and a captured launch finds all that changes at fixed addresses.
 
-Chunks of several tokens are cut into tiles of queries, whose size depends on the heads of a layer. No list has them:
-a program finds its tile by itself, from the number of tokens before each chunk. So the metadata of a step serves every
-layer, and a captured launch finds all that changes at fixed addresses.
+The decode kernel has a list of items, each a split of a sequence. They are ordered by their distance from the end of
+their sequence: first the last split of every sequence, then the last but one, and so on. So a layer with a sliding
+window needs no list of its own: its items are a prefix of the list.
+
+The prefill kernel has a list of pieces: splits of chunks of several tokens. It cuts them into tiles of queries, whose
+size depends on the layer. No list has the tiles: a program finds its own from the number of tokens before each piece.
 """
 
 from __future__ import annotations
@@ -31,31 +35,40 @@ Ints = NDArray[np.integer[Any]]
 
 WHOLE = 1 << 30
 """Tokens of a split of a sequence that is not cut."""
+NARROW = 16
+"""Tokens of the longest chunk that the decode kernel takes in any layer."""
+SHORT = 128
+"""Tokens of the longest chunk that is split."""
+SPARE_TOKENS, SPARE_PIECES = 2048, 64
+"""Room in the buffers of a mixed step for what splits add: 128 tokens in 16 splits, or 20 in 32, and so on."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeMetadata:
-    """Decode rows, on the device.
+    """Items of the decode kernel, on the device.
 
-    items     [capacity, 2] int32: sequence and split; entries after the last item are never read
-    totals    [levels] int32: totals[k] items are at most k splits away from the end of their sequence
-    merges    [capacity] int32: sequences that may have several splits, whose results are merged; -1: none
-    partials  how many partial results there may be; 0 if no sequence has more than one split
-    split     tokens of the shortest split
+    items      [capacity, 2] int32: sequence and split; entries after the last item are never read
+    totals     [levels] int32: totals[k] items are at most k splits away from the end of their sequence
+    split      tokens of the shortest split
+    max_count  most tokens of a chunk in the list
     """
 
     items: Tensor
     totals: Tensor
-    merges: Tensor
-    partials: int
     split: int
+    max_count: int
+
+    def levels(self, window: int | None) -> int:
+        """How many of the totals a layer with this window needs."""
+        seen = len(self.totals)
+        return seen if window is None else min(seen, -(-(window + self.max_count - 2) // self.split) + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillMetadata:
-    """Chunks of several tokens, on the device.
+    """Pieces of the prefill kernel, on the device.
 
-    pieces      [capacity, 2] int32: sequence, and the number of tokens in all pieces before
+    pieces      [capacity, 3] int32: sequence, split, and the number of tokens in all pieces before
     count       [1] int32: the number of pieces
     max_tokens  how many tokens all pieces may have
     """
@@ -76,13 +89,17 @@ class AttentionMetadata:
     slots      [T] place of each token in the cache; negative: it is not stored
     sequences  [S, 6] int32: first row in the ragged batch, length including the tokens of the step (0 is padding), how
                many tokens the step has of it, index of its first block in `block_ids`, tokens of a split, and index of
-               its first partial result
+               its first partial result: that of split s and token t is s * tokens + t later
     block_ids  [P] int32
+    merges     [capacity, 2] int32: sequence and token, for each token of a sequence with several splits; -1: none
+    partials   how many partial results there may be; 0 if no sequence has more than one split
     """
 
     slots: Tensor
     sequences: Tensor
     block_ids: Tensor
+    merges: Tensor
+    partials: int
     decode: DecodeMetadata | None
     prefill: PrefillMetadata | None
 
@@ -96,46 +113,81 @@ class Work(NamedTuple):
     merges: Ints
     pieces: Ints
     partials: int
+    piece_tokens: int
 
 
-def split_tokens(counts: Ints, lengths: Ints, split: int) -> Ints:
-    """Tokens of a split of each sequence, from its length and from the number of its tokens in the step."""
-    return np.where(counts == 1, split, WHOLE)
+def split_tokens(counts: Ints, lengths: Ints, unit: int) -> Ints:
+    """Tokens of a split of each sequence, from its length and from the number of its tokens in the step.
+
+    A partial result is written and read once: 8 bytes for each of n * group * dim numbers of n tokens, beside 4 * dim
+    bytes in 16-bit types for each of the L tokens of a split. So it costs 2 * n * group / L of the bytes of keys and
+    values. By this arithmetic, with a unit of 256, groups of 4 and 8 KV heads:
+
+    - A decode row of up to 4,096 tokens is cut every 256, one of up to 8,192 every 384, a longer one every 512: 3.1%,
+      2.1% and 1.6%; 2.8% for 256 rows of 256 to 8,192 tokens. A single row of 4,096 tokens is 128 programs, one for
+      each multiprocessor of a large GPU; a split of 128 tokens would cost 6%.
+    - A chunk of 20 tokens behind 32,768 is one tile for each KV head, so 8 programs would read its past alone. Split
+      every 1,280, at 12.5%, there are 208. Longer chunks have more work for each byte, and more tiles: up to 128 tokens
+      are split every 2,048 or more, and longer ones, 40 programs at least, are not.
+    - Partial results have to fit into memory: a chunk of several tokens has at most 32 splits, and 16 above 32 tokens.
+    """
+    decode = unit + unit // 2 * ((lengths > 16 * unit).astype(np.int64) + (lengths > 32 * unit))
+    most = np.where(counts <= 32, 32, 16)
+    even = -(-lengths // (most * unit)) * unit
+    chunk = np.maximum(even, unit * np.select([counts <= NARROW, counts <= 32], [2, 4], 8))
+    return np.select([counts == 1, counts <= SHORT], [decode, chunk], WHOLE)
 
 
-def list_work(counts: Ints, lengths: Ints, first_pages: Ints, split: int) -> Work:
+def count_splits(counts: Ints, lengths: Ints, unit: int) -> tuple[Ints, Ints]:
+    """The tokens of a split of each sequence, and the number of its splits; a sequence of length 0 has one."""
+    size = split_tokens(counts, lengths, unit)
+    return size, np.maximum(-(-lengths // size), 1)
+
+
+def list_work(counts: Ints, lengths: Ints, first_pages: Ints, unit: int) -> Work:
     """The work of sequences [S] of these lengths, of which the last `counts` tokens are computed.
 
     A sequence of length 0 has one decode row, for which zeros are written.
     """
-    size = split_tokens(counts, lengths, split)
-    splits = np.maximum(-(-lengths // size), 1)
+    size, splits = count_splits(counts, lengths, unit)
     results = np.where(splits > 1, splits * counts, 0)
     first_rows = counts.cumsum() - counts
     sequences = np.stack([first_rows, lengths, counts, first_pages, size, results.cumsum() - results], 1)
-    (decoding,) = np.nonzero(counts == 1)
-    items, totals = list_items(decoding, splits[decoding], lengths[decoding] - (splits[decoding] - 1) * split)
-    (chunks,) = np.nonzero(counts > 1)
-    # Programs start in the order of the list: what takes longest begins first.
-    chunks = chunks[np.argsort(-lengths[chunks], kind="stable")]
-    before = counts[chunks].cumsum() - counts[chunks]
-    pieces = np.stack([chunks, before], 1)
-    (merges,) = np.nonzero(results)
-    return Work(sequences, items, totals, merges, pieces, int(results.sum()))
+    (narrow,) = np.nonzero(counts <= NARROW)
+    last = (lengths - (splits - 1) * size)[narrow]
+    items, totals = list_items(narrow, splits[narrow], last)
+    (merged,) = np.nonzero(splits > 1)
+    merges = np.stack([np.repeat(merged, counts[merged]), positions_in(counts[merged])], 1)
+    pieces, piece_tokens = list_pieces(counts, lengths, size, splits)
+    return Work(sequences, items, totals, merges, pieces, int(results.sum()), piece_tokens)
 
 
 def list_items(sequences: Ints, splits: Ints, last: Ints) -> tuple[Ints, Ints]:
     """The items of sequences with so many splits, the last of so many tokens, and the totals of their levels."""
     if not len(sequences):
-        return np.empty((0, 2), np.int32), np.zeros(1, np.int32)
+        return np.empty((0, 2), np.int64), np.zeros(1, np.int64)
     counts = len(splits) - np.searchsorted(np.sort(splits), np.arange(splits.max()), side="right")
-    totals = counts.cumsum()
-    back = np.repeat(np.arange(len(counts)), counts)
-    place = np.arange(totals[-1]) - np.repeat(totals - counts, counts)
+    back, place = np.repeat(np.arange(len(counts)), counts), positions_in(counts)
     chosen = np.argsort(-splits, kind="stable")[place]
     # The last splits have all sizes. Programs take items in turn, so neighbours in the list should be of similar size.
     chosen[: counts[0]] = np.argsort(-last, kind="stable")
-    return np.stack([sequences[chosen], splits[chosen] - 1 - back], 1), totals
+    return np.stack([sequences[chosen], splits[chosen] - 1 - back], 1), counts.cumsum()
+
+
+def list_pieces(counts: Ints, lengths: Ints, size: Ints, splits: Ints) -> tuple[Ints, int]:
+    """The pieces of the sequences with several tokens, and the number of their tokens."""
+    (chunks,) = np.nonzero(counts > 1)
+    # Programs start in the order of the list: what reads most begins first.
+    chunks = chunks[np.argsort(-np.minimum(lengths, size)[chunks], kind="stable")]
+    sequence, split = np.repeat(chunks, splits[chunks]), positions_in(splits[chunks])
+    ends = counts[sequence].cumsum()
+    return np.stack([sequence, split, ends - counts[sequence]], 1), int(ends[-1]) if len(ends) else 0
+
+
+def positions_in(sizes: Ints) -> Ints:
+    """0 .. size - 1 for each of the sizes."""
+    result: Ints = np.arange(sizes.sum()) - np.repeat(sizes.cumsum() - sizes, sizes)
+    return result
 
 
 class StepBuffers:
@@ -168,18 +220,22 @@ class StepBuffers:
         self.max_blocks, self.block_size, self.split = max_blocks, block_size, split
         self._levels = -(-max_blocks * block_size // split)
         items, block_ids = self.max_tokens // split + sequences, self.max_tokens // block_size + sequences
-        pieces = 0 if decode_only else min(sequences, tokens // 2)
+        spare_tokens, spare_pieces = (0, 0) if decode_only or self._levels == 1 else (SPARE_TOKENS, SPARE_PIECES)
+        self._max_pieces = 0 if decode_only else min(sequences, tokens // 2) + spare_pieces
+        self._max_piece_tokens = tokens + spare_tokens
+        self._max_merges = min(tokens, sequences + SHORT)
+        self._max_partials = 0 if self._levels == 1 else items + spare_tokens
         # The block ids come last, so that a copy ends with those that are used.
-        numbers: list[tuple[int, ...]] = [(tokens,), (sequences, 6), (items, 2), (self._levels,), (sequences,)]
-        numbers += [(pieces, 2), (1,), (block_ids,)]
+        shapes: list[tuple[int, ...]] = [(tokens,), (sequences, 6), (items, 2), (self._levels,), (self._max_merges, 2)]
+        shapes += [(self._max_pieces, 3), (1,), (block_ids,)]
         self._room: list[Ints] = [np.empty(size, np.int64) for size in (tokens, tokens, *[sequences] * 3)]
-        self._room += [np.empty(shape, np.int32) for shape in numbers]
+        self._room += [np.empty(shape, np.int32) for shape in shapes]
         self._packed = torch.zeros(packed_size(self._room), dtype=torch.uint8, device=device)
         self.input_ids, self.position_ids, self.logit_rows, *rest = unpack(self._packed, self._room)
         self._unknown_places, self._unknown_rows, slots, records, listed, totals, merges, begins, count, ids = rest
-        decode = DecodeMetadata(listed, totals, merges, 0 if self._levels == 1 else items, split)
-        prefill = None if decode_only else PrefillMetadata(begins, count, tokens)
-        self.metadata = AttentionMetadata(slots, records, ids, decode, prefill)
+        decode = DecodeMetadata(listed, totals, split, 1 if decode_only else NARROW)
+        prefill = None if decode_only else PrefillMetadata(begins, count, self._max_piece_tokens)
+        self.metadata = AttentionMetadata(slots, records, ids, merges, self._max_partials, decode, prefill)
         none = np.zeros(0, np.int64)
         self.fill(RaggedBatch(none, none, none, none, np.zeros((0, 1), np.int32), [], [], device))
 
@@ -194,7 +250,20 @@ class StepBuffers:
             return False
         fits = sequences <= self.max_sequences and len(batch.ids) <= self.tokens
         fits = fits and len(batch.rows) <= self.max_sequences
-        return fits and max(stops, default=0) <= self.max_blocks * self.block_size and sum(stops) <= self.max_tokens
+        fits = fits and max(stops, default=0) <= self.max_blocks * self.block_size and sum(stops) <= self.max_tokens
+        return fits and (self.decode_only or self._holds_splits(batch))
+
+    def _holds_splits(self, batch: RaggedBatch) -> bool:
+        lengths = np.array(batch.stops, np.int64)
+        counts = lengths - np.array(batch.starts, np.int64)
+        splits = count_splits(counts, lengths, self.split)[1]
+        pieces, merged = splits[counts > 1], splits > 1
+        return bool(
+            pieces.sum() <= self._max_pieces
+            and (pieces * counts[counts > 1]).sum() <= self._max_piece_tokens
+            and counts[merged].sum() <= self._max_merges
+            and (splits * counts)[merged].sum() <= self._max_partials
+        )
 
     def fill(self, batch: RaggedBatch) -> None:
         """Overwrites the buffers with a step by one copy, on the current stream.
@@ -221,7 +290,7 @@ class StepBuffers:
             padded(batch.rows, self.max_sequences), none if unknown is None else unknown.places,
             none if unknown is None else unknown.rows, padded(batch.slots, self.tokens, -1), work.sequences,
             work.items, np.pad(work.totals, (0, self._levels - len(work.totals)), mode="edge"),
-            padded(work.merges, self.max_sequences, -1), work.pieces, np.array([len(work.pieces)]), block_ids,
+            padded(work.merges, self._max_merges, -1), work.pieces, np.array([len(work.pieces)]), block_ids,
         ]  # fmt: skip
         arrays = [array.astype(room.dtype, copy=False) for array, room in zip(arrays, self._room, strict=True)]
         filled = pack(arrays, self._room, pin=pins_memory(self._packed.device))
@@ -232,8 +301,8 @@ class StepBuffers:
 
 
 def padded(values: Ints, size: int, padding: int = 0) -> Ints:
-    """The values, then the padding, `size` in all."""
-    result = np.full(size, padding, values.dtype)
+    """The values [N] or [N, K], then the padding, `size` in all."""
+    result = np.full((size, *values.shape[1:]), padding, values.dtype)
     result[: len(values)] = values
     return result
 
@@ -251,6 +320,7 @@ def build_metadata(
     arrays = [work.sequences, work.items, work.totals, work.merges, work.pieces, np.array([len(work.pieces)])]
     there = to_device([array.astype(np.int32) for array in arrays], tables.device)
     sequences, items, totals, merges, pieces, count = there
-    decode = DecodeMetadata(items, totals, merges, work.partials, split) if len(items) else None
-    prefill = PrefillMetadata(pieces, count, int(counts[counts > 1].sum())) if len(pieces) else None
-    return AttentionMetadata(slots, sequences, tables.contiguous().view(-1), decode, prefill)
+    decode = DecodeMetadata(items, totals, split, int(counts[counts <= NARROW].max())) if len(items) else None
+    prefill = PrefillMetadata(pieces, count, work.piece_tokens) if len(pieces) else None
+    block_ids = tables.contiguous().view(-1)
+    return AttentionMetadata(slots, sequences, block_ids, merges, work.partials, decode, prefill)

@@ -1,7 +1,7 @@
 """Attention of chunks of prompts, over themselves and the part of the prompt that is cached already.
 
-A program takes a tile of query tokens with all query heads that share a KV head, and walks over the tokens before them
-with the online softmax. Tiles of keys that all of its queries see are not masked.
+A program takes a tile of query tokens with all query heads that share a KV head, and walks over the tokens before them,
+or over a split of them, with the online softmax. Tiles of keys that all of its queries see are not masked.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cbatch.engine.kernels.triton.attention_combine import Partials
 from cbatch.engine.kernels.triton.attention_metadata import AttentionMetadata
 from cbatch.engine.kernels.triton.attention_tile import (
     LAUNCH,
     cache_layout,
     kv_rows,
     load_kv,
+    narrow_rows,
     online_softmax_update,
     scaled_scores,
 )
@@ -66,12 +68,13 @@ def attend_prefill(
     keys: Tensor,
     values: Tensor,
     out: Tensor,
+    parts: Partials,
     metadata: AttentionMetadata,
     options: dict[str, Any],
     tuning: PrefillTuning,
     limits: DeviceLimits,
 ) -> None:
-    """Writes the rows of out [T, query heads, value_dim] that belong to chunks of prompts, and no other rows.
+    """Writes the rows of out [T, query heads, value_dim] or of the partial results that belong to wider chunks.
 
     query         [T, query heads, key_dim], any strides between rows and heads
     keys, values  [num_blocks, kv_heads, block_size, dim]
@@ -83,48 +86,56 @@ def attend_prefill(
     tuning = tuning.fitted(max(layer["KEY_TILE"], layer["VALUE_TILE"]), keys.dtype, layer["GROUP"], limits)
     tiles = prefill.max_tiles(tuning.rows // layer["GROUP"])
     _prefill_kernel[(tiles * layer["KV_HEADS"],)](
-        query, keys, values, out, prefill.pieces, prefill.count, metadata.sequences, metadata.block_ids,
-        query.stride(0), query.stride(1), **options, **layer, ROWS=tuning.rows, TOKENS=tuning.tokens,
-        num_warps=tuning.warps, num_stages=tuning.stages, **LAUNCH,
+        query, keys, values, out, *parts, prefill.pieces, prefill.count, metadata.sequences, metadata.block_ids,
+        query.stride(0), query.stride(1), **options, **layer, NARROW=narrow_rows(layer["GROUP"]), ROWS=tuning.rows,
+        TOKENS=tuning.tokens, num_warps=tuning.warps, num_stages=tuning.stages, **LAUNCH,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["window"])
 def _prefill_kernel(
-    query: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, pieces: tl.tensor, count: tl.tensor,
-    sequences: tl.tensor, block_ids: tl.tensor, query_row: tl.tensor, query_head: tl.tensor, scale: tl.tensor,
-    window: tl.tensor, softcap: tl.tensor, sinks: tl.tensor, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    query: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, partials: tl.tensor, sums: tl.tensor,
+    pieces: tl.tensor, count: tl.tensor, sequences: tl.tensor, block_ids: tl.tensor, query_row: tl.tensor,
+    query_head: tl.tensor, scale: tl.tensor, window: tl.tensor, softcap: tl.tensor, sinks: tl.tensor,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile of queries of one KV head: row r holds query head r % GROUP of token r // GROUP."""
     head = tl.program_id(0) % KV_HEADS
     piece, number = _find_tile(pieces, count, tl.program_id(0) // KV_HEADS, ROWS // GROUP)
     if piece < 0:
         return
-    sequence = sequences + tl.load(pieces + piece * 2) * 6
-    end = tl.load(sequence + 2)
-    start = tl.load(sequence + 1) - end
-    begin = (tl.cdiv(end, ROWS // GROUP) - 1 - number) * (ROWS // GROUP)
-    if begin < 0:
+    sequence, split = sequences + tl.load(pieces + piece * 3) * 6, tl.load(pieces + piece * 3 + 1)
+    length, num_tokens, size = tl.load(sequence + 1), tl.load(sequence + 2), tl.load(sequence + 4)
+    begin = (tl.cdiv(num_tokens, ROWS // GROUP) - 1 - number) * (ROWS // GROUP)
+    if (begin < 0) | (num_tokens * GROUP <= NARROW):
         return
-    end = tl.minimum(begin + ROWS // GROUP, end)
+    start, end = length - num_tokens, tl.minimum(begin + ROWS // GROUP, num_tokens)
+    low = split * size
+    high = tl.minimum(low + size, length)
+    seen = tl.maximum(start + 1 - window, 0) if HAS_WINDOW else 0
+    if (split < seen // size) | (low >= start + end):
+        return  # no token of the tile sees this split
     r, column = tl.arange(0, ROWS), tl.arange(0, KEY_TILE)
     token, q_head = begin + r // GROUP, head * GROUP + r % GROUP
     row, real = (tl.load(sequence) + token).to(tl.int64), token < end
     place = query + row[:, None] * query_row + q_head[:, None] * query_head + column[None, :]
     q = tl.load(place, mask=real[:, None] & (column < KEY_DIM)[None, :], other=0.0)
+    position = start + tl.minimum(token, end - 1)
     acc, total = tl.zeros([ROWS, VALUE_TILE], tl.float32), tl.zeros([ROWS], tl.float32)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     if HAS_SINKS:
+        # They take part in the first split that a token sees.
+        first = tl.maximum(position + 1 - window, 0) // size if HAS_WINDOW else tl.zeros([ROWS], tl.int32)
         largest = tl.load(sinks + q_head).to(tl.float32) * 1.4426950408889634
-        total = tl.full([ROWS], 1.0, tl.float32)
-    position = start + tl.minimum(token, end - 1)
+        largest, total = tl.where(split == first, largest, float("-inf")), tl.where(split == first, 1.0, 0.0)
+    # Tiles at the start of the window, tiles that all queries see in full, and tiles at the end; all within the split.
     stop, whole = start + end, (start + begin + 1) // TOKENS * TOKENS
     visited = tl.maximum(start + begin + 1 - window, 0) // TOKENS * TOKENS if HAS_WINDOW else 0
-    shared = tl.minimum(tl.cdiv(tl.maximum(stop - window, 0), TOKENS) * TOKENS, whole) if HAS_WINDOW else 0
-    # Tiles at the start of the window, tiles that all queries see in full, and tiles at the end.
+    shared = tl.cdiv(tl.maximum(stop - window, 0), TOKENS) * TOKENS if HAS_WINDOW else 0
+    stop, whole = tl.minimum(stop, high), tl.maximum(tl.minimum(whole, high), low)
+    visited, shared = tl.maximum(visited, low), tl.maximum(tl.minimum(shared, whole), low)
     edges = (visited, shared, whole, stop)
     for phase in tl.static_range(0 if HAS_WINDOW else 1, 3):
         acc, largest, total = _visit(
@@ -132,10 +143,16 @@ def _prefill_kernel(
             edges[phase + 1], stop, scale, window, softcap, phase != 1, HAS_WINDOW, HAS_SOFTCAP, KV_HEADS, BLOCK_SIZE,
             KEY_DIM, VALUE_DIM, KEY_TILE, VALUE_TILE, TOKENS,
         )  # fmt: skip
+    total = tl.where(total == 0, 1.0, total)  # tokens that see nothing of the split
     column = tl.arange(0, VALUE_TILE)
-    place = out + (row[:, None] * (KV_HEADS * GROUP) + q_head[:, None]) * VALUE_DIM + column[None, :]
     kept = real[:, None] & (column < VALUE_DIM)[None, :]
-    tl.store(place, (acc / total[:, None]).to(out.dtype.element_ty), mask=kept)
+    if seen // size == (length - 1) // size:
+        place = out + (row[:, None] * (KV_HEADS * GROUP) + q_head[:, None]) * VALUE_DIM + column[None, :]
+        tl.store(place, (acc / total[:, None]).to(out.dtype.element_ty), mask=kept)
+    else:
+        part = (tl.load(sequence + 5) + split * num_tokens + token).to(tl.int64) * (KV_HEADS * GROUP) + q_head
+        tl.store(partials + part[:, None] * VALUE_DIM + column[None, :], acc / total[:, None], mask=kept)
+        tl.store(sums + part, largest + tl.log2(total), mask=real)
 
 
 @triton.jit
@@ -149,7 +166,7 @@ def _find_tile(pieces: tl.tensor, count: tl.tensor, tile: tl.tensor, TILE: tl.co
     num_pieces = tl.load(count)
     for base in range(0, num_pieces, 128):
         piece = base + tl.arange(0, 128)
-        before = tl.load(pieces + piece * 2 + 1, mask=piece < num_pieces, other=0)
+        before = tl.load(pieces + piece * 3 + 2, mask=piece < num_pieces, other=0)
         begun = (piece < num_pieces) & (before // TILE + piece <= tile)
         pieces_before += tl.sum(begun.to(tl.int32), 0)
         first = tl.maximum(first, tl.max(tl.where(begun, before // TILE + piece, 0), 0))

@@ -45,6 +45,11 @@ def cache_layout(query: Tensor, keys: Tensor, values: Tensor) -> dict[str, int]:
     }
 
 
+def narrow_rows(group: int) -> int:
+    """Rows of a tile of the decode kernel, tokens times heads. It takes the chunks that fit into one."""
+    return max(16, int(triton.next_power_of_2(group)))
+
+
 @triton.jit
 def kv_rows(
     block_ids: tl.tensor, tokens: tl.tensor, there: tl.tensor, head: tl.tensor, KV_HEADS: tl.constexpr,
