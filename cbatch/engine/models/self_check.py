@@ -86,7 +86,7 @@ def _paged_logits(
         batch = RaggedBatch.build(SchedulerOutput(slices), _BLOCK_SIZE, model.device)
         if far:
             batch.position_ids[slices[0].num_tokens :] += max(model.max_model_len - _LENGTHS[1], 0)
-        logits = model.forward(batch, kv_cache, attention).values
+        logits = model.forward(batch, kv_cache, attention).values.cpu()
     return logits
 
 
