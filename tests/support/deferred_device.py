@@ -1,7 +1,8 @@
 """A GPU that is as late as a GPU may be: what it is given is done when somebody waits for it, and not before.
 
 Operations, copies and launches of kernels (in Triton's interpreter) are queued by stream. Waiting for an event does
-what its stream was given before the event, and what that had to wait for on other streams; nothing else. Until then
+what its stream was given before the event, and what that had to wait for on other streams; nothing else, or else all
+that other streams have (`others_first`), since streams have no order between them but by events. Until then
 results are poisoned: NaN, or the number 1, which is wrong and yet a place in every table, since the interpreter reads
 memory without a check. Freed memory is poisoned in the order of the stream that it was made on. Memory of the host is
 read and written only when the copy is done; if it was overwritten before, that is a fault.
@@ -26,7 +27,7 @@ from tests.support.fake_cuda import (
     Memory,
     Stream,
     Work,
-    mapped_values,
+    mapped_numbers,
 )
 
 
@@ -83,6 +84,7 @@ class DeferredEvent(Event):
             stream, mark = self.place
             assert isinstance(self.owner, DeferredDevice)
             with self.owner.computing():
+                self.owner.run_others(stream)
                 stream.run_until(mark)
 
     def query(self) -> bool:
@@ -110,9 +112,16 @@ class DeferredDevice(FakeCuda):  # type: ignore[no-untyped-call]
 
     stream_class, event_class, graph_class = DeferredStream, DeferredEvent, DeferredGraph
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, others_first: bool = False, **options: Any) -> None:
+        """others_first: when the host waits for a stream, all others run ahead as far as they can"""
+        self.others_first = others_first
         self.streams: list[DeferredStream] = []
         super().__init__(**options)
+
+    def run_others(self, stream: DeferredStream) -> None:
+        for other in self.streams if self.others_first else ():
+            while other is not stream and other.queue:
+                other.queue.popleft()()
 
     def allocate(self, blank: Tensor) -> Tensor:
         made = torch.empty_strided(blank.size(), blank.stride(), dtype=blank.dtype)
@@ -161,7 +170,7 @@ class DeferredDevice(FakeCuda):  # type: ignore[no-untyped-call]
                     stream.queue.popleft()()
 
     def compute_now(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        args, kwargs = mapped_values(args, kwargs)
+        args, kwargs = mapped_numbers(args), mapped_numbers(kwargs)
         with self.computing():
             found = func(*args, **kwargs)
         if not isinstance(found, Tensor):

