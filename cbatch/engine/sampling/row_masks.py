@@ -45,7 +45,7 @@ class RowMasks:
         if masks is None and not listed:
             return None
         index = np.full(len(requests), -1, np.int32)
-        index[constrained_rows] = np.arange(len(constrained_rows))
+        index[constrained_rows] = range(len(constrained_rows))
         if not listed:
             assert masks is not None
             return cls(masks.words, index)
@@ -69,21 +69,14 @@ class RowMasks:
 
     def apply(self, logits: Tensor) -> Tensor:
         """A copy of logits [R, V] in float32, with minus infinity for tokens that are not allowed."""
-        logits = logits.float()
-        allowed = self._allowed(logits)
-        if np.array_equal(self.index, np.arange(len(allowed))):
-            return torch.where(allowed, logits, -torch.inf)
-        masked = np.flatnonzero(self.index >= 0)
-        rows, index = to_device([masked, self.index[masked].astype(np.int64)], logits.device)
-        result = logits.clone()
-        result[rows] = torch.where(allowed[index], logits[rows], -torch.inf)
-        return result
-
-    def _allowed(self, logits: Tensor) -> Tensor:
-        """The masks as booleans [M, V] where the logits are."""
+        words, vocab_size = self.words.numpy(), logits.shape[1]
+        if not (len(words) == len(self.index) and (self.index == np.arange(len(words))).all()):
+            words = np.concatenate([words, np.full((1, words.shape[1]), -1, np.int32)])[self.index]  # -1 is the last
         if logits.device.type == "cpu":
-            return torch.from_numpy(to_bools(self.words.numpy(), logits.shape[1]))
-        return bools_on_device(self.to(logits.device), logits.shape[1])
+            allowed = torch.from_numpy(to_bools(words, vocab_size))
+        else:
+            allowed = bools_on_device(to_device([words], logits.device)[0], vocab_size)
+        return torch.where(allowed, logits.float(), -torch.inf)
 
 
 def bools_on_device(words: Tensor, vocab_size: int) -> Tensor:
