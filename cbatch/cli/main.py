@@ -20,7 +20,7 @@ COMMANDS = {
     "run": "cbatch.cli.run.command",
     "chat": "cbatch.cli.chat.command",
     "bench": "cbatch.cli.bench.command",
-    "info": "cbatch.cli.info",
+    "info": "cbatch.cli.info.command",
 }
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cbatch.engine.attention.registry import check_attention, check_quantize, has_fast_path
+from cbatch.engine.attention.registry import check_attention, check_quantize, has_fast_path, select_attention
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import EngineError, RequestError
 from cbatch.engine.base.outputs import TokenEvent
@@ -41,6 +41,9 @@ from cbatch.engine.structured.tool_choice import request_constraint
 from cbatch.engine.text.detokenizer import IncrementalDetokenizer
 from cbatch.engine.text.tokenizer import Prompt, encode_prompt
 from cbatch.engine.text.tool_calls import ToolChoice
+
+if TYPE_CHECKING:
+    from cbatch.engine.execution.kernel_checks.check import KernelCheck
 
 
 class SteppingEngine(AbstractContextManager["SteppingEngine"]):
@@ -309,6 +312,19 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         """Overwrites the KV cache with zeros, so that the system commits its memory; only while no request runs."""
         for tensor in (*self.runner.kv_cache.keys, *self.runner.kv_cache.values):
             tensor.zero_()
+
+    def check_kernels(self) -> Iterator[KernelCheck]:
+        """Compares each kernel that this model could use on this device with plain torch, one after the other.
+
+        Kernels that the engine does not use because they failed are among them. Only while no request runs; it takes
+        seconds. No check is made if torch computes everything.
+        """
+        from cbatch.engine.execution.kernel_checks.all import check_all
+
+        config, loaded = self.config, self.loaded
+        model = self.model if loaded.fast_model is None else loaded.fast_model
+        attention = select_attention(config.attention, self.device, model.layers, config.block_size, model.dtype)
+        return check_all(model, attention, config.block_size, lambda: checked_model(loaded.network))
 
     def shrink(self) -> bool:
         """Halves the size of steps, from that of the latest one; False if that had one token. See `EngineThread`."""

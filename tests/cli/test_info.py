@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from cbatch.cli.bench import roofline
 from cbatch.cli.main import run_command
 from cbatch.engine import stepping_engine
+from cbatch.engine.execution.kernel_checks.check import KernelCheck, Workload
 from tests.support.gpu_machine import Machine
 
 
@@ -65,3 +67,44 @@ def test_a_fallback_is_told(
         ]
         assert run_command(["run", "-q", *files, *model]) == 0
         assert json.loads((tmp_path / "stats.json").read_text())["fallback"] == sentence
+
+
+def run_check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[int, str]:
+    """`info --check` on a CPU that moves 1 GB/s and computes 1 GFLOP/s."""
+    monkeypatch.setattr(roofline, "measure_rates", lambda *_: roofline.DeviceRates(1e9, 1e9))
+    monkeypatch.setattr(roofline, "best_time", lambda *_: 0.5)
+    code = run_command(["info", "--check", "-m", str(folder), "--device", "cpu"])
+    return code, capsys.readouterr().out
+
+
+def test_a_table_of_kernels(
+    model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards what a person reads: one aligned line for each kernel, and the exit code if one differs."""
+    checks = [
+        KernelCheck("decode attention", 0.001, 0.03, workload=lambda: Workload(lambda: None, bytes_read=4e8)),
+        KernelCheck("linear", 1e-7, 1e-4, workload=lambda: Workload(lambda: None, flops=3e8)),
+        KernelCheck("a whole step", 0.0, 0.0, skipped="there is no memory for it"),
+    ]
+    monkeypatch.setattr(stepping_engine.SteppingEngine, "check_kernels", lambda _: iter(checks))
+    code, shown = run_check(capsys, monkeypatch, model_folder)
+    assert code == 0 and "KV cache" not in shown
+    assert shown.partition("\n\n")[2] == (
+        "A copy moves 1.0 GB/s on cpu, and a product of matrices computes 1.0 GFLOP/s.\n\n"
+        "kernel                                            agrees    error    limit  speed\n"
+        "decode attention                                  yes     1.0e-03  3.0e-02   80% of the copy (0.8 GB/s)\n"
+        "linear                                            yes     1.0e-07  1.0e-04   60% of the product "
+        "(0.6 GFLOP/s)\n"
+        "a whole step                                      not checked: there is no memory for it\n\n"
+        "All kernels agree with plain torch.\n"
+    )
+    checks += [KernelCheck("sampling", 0.5, 0.1), KernelCheck("argmax", float("nan"), 0.1, "OutOfResources: too large")]
+    code, shown = run_check(capsys, monkeypatch, model_folder)
+    assert code == 1 and shown.endswith(
+        "sampling                                          NO      5.0e-01  1.0e-01\n"
+        "argmax                                            NO      OutOfResources: too large\n\n"
+        "2 of 4 kernels differ from plain torch.\n"
+    )
+    checks.clear()
+    code, shown = run_check(capsys, monkeypatch, model_folder)
+    assert code == 0 and shown.endswith("There is nothing to check: torch computes everything on this device.\n")

@@ -58,7 +58,7 @@ def _copy_rate(device: torch.device, clock: Clock, repeats: int) -> float:
     drawn = torch.randint(256, (min(COPY_BYTES, 2**20),), dtype=torch.uint8, device=device)
     source = drawn.repeat(COPY_BYTES // len(drawn))  # a CPU takes seconds to draw all
     target = torch.empty_like(source)
-    return 2 * len(source) / _best_time(lambda: target.copy_(source), device, clock, repeats)
+    return 2 * len(source) / best_time(lambda: target.copy_(source), device, clock, repeats)
 
 
 def _matrix_rate(device: torch.device, dtype: torch.dtype, clock: Clock, size: int, repeats: int) -> float:
@@ -66,11 +66,11 @@ def _matrix_rate(device: torch.device, dtype: torch.dtype, clock: Clock, size: i
     left, right = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
     product = torch.empty_like(left)
     with torch.inference_mode():
-        seconds = _best_time(lambda: torch.mm(left, right.t(), out=product), device, clock, repeats)
+        seconds = best_time(lambda: torch.mm(left, right.t(), out=product), device, clock, repeats)
     return 2 * size**3 / seconds
 
 
-def _best_time(work: Callable[[], Any], device: torch.device, clock: Clock, repeats: int) -> float:
+def best_time(work: Callable[[], Any], device: torch.device, clock: Clock, repeats: int) -> float:
     """Seconds of `work` in the best round, after a warm-up. Repeats within a round hide a GPU's launch overhead."""
     on_gpu = device.type != "cpu"
     times: list[float] = []

@@ -98,9 +98,9 @@ def _step_down(best: Execution, config: EngineConfig) -> Execution:
 
 def _first_that_agrees(best: Execution, block_size: int) -> tuple[Execution, str]:
     """And why the one before it does not; empty if it is the best one."""
-    from cbatch.engine.execution.kernel_checks.gpu import GpuChecks, without_kernels
+    from cbatch.engine.execution.kernel_checks.model import ModelChecks, without_kernels
 
-    checks = GpuChecks(best.model, best.attention, best.sampler, block_size)
+    checks = ModelChecks(best.model, best.attention, best.sampler, block_size)
     if wrong := _first_wrong(checks.attention_kernels):
         return _by_torch(best), wrong.reason
     if wrong := _first_wrong(checks.layer_kernels) or _first_wrong([checks.step]):
@@ -113,7 +113,7 @@ def _first_that_agrees(best: Execution, block_size: int) -> tuple[Execution, str
 
 
 def _by_torch(best: Execution) -> Execution:
-    from cbatch.engine.execution.kernel_checks.gpu import without_kernels
+    from cbatch.engine.execution.kernel_checks.model import without_kernels
 
     return replace(best, model=without_kernels(best.model), attention=ReferenceAttention(), graphs=False)
 

@@ -61,6 +61,7 @@ class CpuModel:
             raise UnsupportedConfig(f"the kernels do not support its sizes, or do not compute in {dtype}")
         if quantize and dtype != torch.bfloat16:
             raise UnsupportedConfig(f"int8 weights need bfloat16, not {dtype}")
+        self.is_quantized = quantize
         self.num_parameters = check_weights(spec, tensors)
         self._weights = pack_weights(spec, tensors, dtype, quantize)
         self._params = decoder.DecoderParams(

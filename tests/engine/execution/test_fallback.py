@@ -19,7 +19,7 @@ from cbatch.engine.execution.fallback import Execution, choose_execution
 from cbatch.engine.execution.kernel_checks import attention as attention_checks
 from cbatch.engine.execution.kernel_checks import step as step_checks
 from cbatch.engine.execution.kernel_checks.check import KernelCheck
-from cbatch.engine.execution.kernel_checks.gpu import GpuChecks
+from cbatch.engine.execution.kernel_checks.model import ModelChecks
 from cbatch.engine.kernels.reference.layer import TorchLayerOps
 from cbatch.engine.sampling.sampler import Sampler
 from cbatch.engine.stepping_engine import SteppingEngine
@@ -141,7 +141,7 @@ def give(monkeypatch: pytest.MonkeyPatch, **results: Any) -> None:
     """Gives the checks these results; those that are not named agree."""
     right = {"attention_kernels": [RIGHT], "layer_kernels": [RIGHT], "step": RIGHT, "step_by_torch": RIGHT}
     for part, result in (right | {"recorded_steps": [RIGHT]} | results).items():
-        monkeypatch.setattr(GpuChecks, part, result)
+        monkeypatch.setattr(ModelChecks, part, result)
 
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
@@ -179,7 +179,7 @@ def test_the_first_rung_that_agrees(name: str, fault: str, checked: None, monkey
 def test_a_machine_on_which_triton_cannot_launch(name: str, checked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a GPU without a C compiler: nothing is launched, neither attention nor sampling."""
     monkeypatch.setattr(fallback, "triton_problem", lambda _: "There is no C compiler.")
-    monkeypatch.setattr("cbatch.engine.execution.kernel_checks.gpu.GpuChecks", None)
+    monkeypatch.setattr("cbatch.engine.execution.kernel_checks.model.ModelChecks", None)
     monkeypatch.setattr(fallback, "select_attention", lambda *_: TritonAttention(DEVICE))
     if name == "triton":
         with pytest.raises(ConfigError, match=r"cannot be used on .*: There is no C compiler\."):

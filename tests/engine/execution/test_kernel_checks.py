@@ -5,18 +5,21 @@ Without a GPU, Triton's interpreter runs the kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from cbatch.engine.attention.cpu import CpuAttention
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.execution.cuda_graphs import Run
 from cbatch.engine.execution.kernel_checks import attention as attention_checks
+from cbatch.engine.execution.kernel_checks import cpu as cpu_checks
 from cbatch.engine.execution.kernel_checks import step as step_checks
 from cbatch.engine.execution.kernel_checks.attention import AttentionCall, AttentionChecks
 from cbatch.engine.execution.kernel_checks.check import KernelCheck, run_check
@@ -24,10 +27,12 @@ from cbatch.engine.execution.kernel_checks.layer import LayerChecks
 from cbatch.engine.execution.kernel_checks.sampling import check_sampling
 from cbatch.engine.execution.kernel_checks.step import ExpectedSteps, check_recorded
 from cbatch.engine.kernels.reference.layer import TorchLayerOps
+from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.runtime.kv_cache import LayerShape
 from cbatch.engine.sampling.sampler import Sampler
+from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.cuda_model import DEVICE, model_of
-from tests.support.tiny_models import make_network
+from tests.support.tiny_models import make_fast_engine, make_network
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
@@ -258,3 +263,71 @@ def test_a_lost_device_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cbatch.engine.execution.kernel_checks.check.synchronize", fail)
     with pytest.raises(ModelError, match=r"illegal memory access.*start again with --attention reference"):
         run_check("decode attention", CPU, 0.1, fail)
+
+
+@pytest.fixture
+def cpu_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SteppingEngine]:
+    monkeypatch.setattr(cpu_checks, "_WORKLOAD_BYTES", 2**10)
+    with make_fast_engine(make_network("qwen3", hidden_size=64)) as engine:
+        yield engine
+
+
+@pytest.mark.slow
+def test_right_kernels_of_a_cpu_agree(cpu_engine: SteppingEngine) -> None:
+    """Guards `info --check` on a CPU: every kernel is there, and can be timed."""
+    checks = list(cpu_engine.check_kernels())
+    assert wrong_of(checks) == []
+    assert [check.name.partition(" (")[0] for check in checks] == [
+        *CHUNKS,
+        "linear, one row",
+        "linear, many rows",
+        "a whole step, against transformers",
+        "argmax",
+        "sampling",
+    ]
+    for check in checks:
+        if check.workload is not None:
+            work = check.workload()
+            work.run()
+            assert (work.bytes_read > 0) != (work.flops > 0)
+
+
+def wrong_weights(patch: pytest.MonkeyPatch) -> None:
+    pack = cpu_checks.pack_weight
+    patch.setattr(cpu_checks, "pack_weight", lambda weight: np.roll(pack(weight), 1))
+
+
+def wrong_attention(patch: pytest.MonkeyPatch) -> None:
+    attend = CpuAttention.attend
+    patch.setattr(CpuAttention, "attend", lambda *arguments, **options: 1.1 * attend(*arguments, **options))
+
+
+def wrong_steps(patch: pytest.MonkeyPatch) -> None:
+    forward = CpuModel.forward
+
+    def wrong(*arguments: Any) -> Any:
+        logits = forward(*arguments)
+        logits.values[:, 0] += 40.0
+        return logits
+
+    patch.setattr(CpuModel, "forward", wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plant", "found"),
+    [
+        (wrong_attention, [*CHUNKS]),
+        (wrong_weights, ["linear, one row", "linear, many rows"]),
+        (wrong_steps, ["a whole step, against transformers", "argmax"]),
+    ],
+)
+def test_wrong_kernels_of_a_cpu_are_seen(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    found: list[str],
+    cpu_engine: SteppingEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards each check of a CPU."""
+    plant(monkeypatch)
+    assert [name.partition(" (")[0] for name in wrong_of(cpu_engine.check_kernels())] == found

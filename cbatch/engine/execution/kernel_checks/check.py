@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from textwrap import shorten
 from typing import Any
 
@@ -40,6 +41,7 @@ class KernelCheck:
     error:     the largest difference, as a share of the largest number
     tolerance: the largest error that rounding explains
     failure:   the kernel's exception as a sentence, if it raised one; then the error is NaN
+    skipped:   why the kernel was not checked, if it was not; then the error is 0
     workload:  makes the kernel's workload; None if its speed says nothing
     """
 
@@ -48,6 +50,7 @@ class KernelCheck:
     tolerance: float
     failure: str = ""
     workload: Callable[[], Workload] | None = None
+    skipped: str = ""
 
     @property
     def agrees(self) -> bool:
@@ -75,9 +78,10 @@ def run_check(
     Raises ModelError if the device cannot be used any more afterwards: an illegal memory access makes everything that
     follows in the process fail.
     """
+    made = partial(_workload_on, device, workload) if workload is not None else None
     try:
         with use_device(device), torch.inference_mode():
-            return KernelCheck(name, measure(), tolerance, workload=workload)
+            return KernelCheck(name, measure(), tolerance, workload=made)
     except CbatchError:
         raise
     except Exception as error:  # whatever a compiler, a driver or a library raises
@@ -90,7 +94,19 @@ def run_check(
             f"{device} stopped working while {name} was checked ({first_line(error)}), and nothing more runs on it in "
             "this process; start again with --attention reference."
         ) from error
-    return KernelCheck(name, math.nan, tolerance, failure, workload)
+    return KernelCheck(name, math.nan, tolerance, failure)
+
+
+def _workload_on(device: torch.device, make: Callable[[], Workload]) -> Workload:
+    """A workload that is made and run as a step is."""
+    with use_device(device), torch.inference_mode():
+        work = make()
+
+    def run() -> None:
+        with use_device(device), torch.inference_mode():
+            work.run()
+
+    return replace(work, run=run)
 
 
 def first_line(error: BaseException) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from cbatch.engine.execution.kernel_checks.check import (
     TOLERANCES,
@@ -26,6 +27,7 @@ from cbatch.engine.models.llama_spec import weight_shapes
 
 _TOKENS = 5
 _WORKLOAD_TOKENS = 8192
+_PRODUCT_TOKENS = 2048
 _BLOCKS = 3
 
 
@@ -54,6 +56,21 @@ class LayerChecks:
                 name, self.model.device, TOLERANCES[dtype], measure, partial(self._workload, name, operate, token_bytes)
             )
         yield run_check("output head", self.model.device, TOLERANCES[dtype], self._head_error, self._head_workload)
+
+    def product(self) -> KernelCheck:
+        """A product of matrices by the library, of the size of a layer's largest."""
+        spec, model = self.model.spec, self.model
+        weight = self._draw(0, 2 * spec.intermediate_size, spec.hidden_size)
+
+        def measure() -> float:
+            left, columns = self._draw(1, _TOKENS, spec.hidden_size), slice(0, 256)
+            return largest_error(linear(left, weight)[:, columns], linear(left.double(), weight[columns].double()))
+
+        def workload() -> Workload:
+            left = self._draw(1, _PRODUCT_TOKENS, spec.hidden_size)
+            return Workload(partial(linear, left, weight), flops=2 * len(left) * weight.numel())
+
+        return run_check("linear", model.device, TOLERANCES[model.dtype], measure, workload)
 
     def _error(self, operate: Callable[[LayerOps, int], list[Tensor]]) -> float:
         plain = TorchLayerOps(self.model.ops.heads_first)

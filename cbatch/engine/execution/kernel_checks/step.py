@@ -24,7 +24,7 @@ from cbatch.engine.execution.kernel_checks.attention import (
     num_blocks,
     ragged_batch,
 )
-from cbatch.engine.execution.kernel_checks.check import KernelCheck, first_line, run_check
+from cbatch.engine.execution.kernel_checks.check import KernelCheck, Workload, first_line, run_check
 from cbatch.engine.models.base import CapturableModel, Model
 from cbatch.engine.runtime.batch import RaggedBatch, SampledOnDevice
 from cbatch.engine.runtime.transfer import to_device, use_device
@@ -77,13 +77,21 @@ class ExpectedSteps:
             ) from error
         return cls(steps, logits, tuple(attention.calls))
 
-    def check(self, name: str, model: Model, attention: AttentionBackend, block_size: int) -> KernelCheck:
-        """Compares the steps of a model with an attention backend."""
+    def check(
+        self,
+        name: str,
+        model: Model,
+        attention: AttentionBackend,
+        block_size: int,
+        tolerance: float | None = None,
+        workload: Callable[[], Workload] | None = None,
+    ) -> KernelCheck:
+        """Compares the steps of a model with an attention backend. tolerance: that of rounding by default"""
 
         def measure() -> float:
             return self.error(run_steps(model, attention, block_size, self.steps))
 
-        return run_check(name, model.device, _TOLERANCES[model.dtype], measure)
+        return run_check(name, model.device, tolerance or _TOLERANCES[model.dtype], measure, workload)
 
     def error(self, found: Sequence[Tensor]) -> float:
         """The largest error of a step: the root mean square of the differences, as a share of the logits' spread."""

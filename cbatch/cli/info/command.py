@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import click
 
@@ -11,12 +12,21 @@ from cbatch import __version__
 from cbatch.cli.common.console import emit, safe
 from cbatch.cli.common.loading import describe, open_engine
 from cbatch.cli.common.options import engine_config, engine_options, model_options
+from cbatch.cli.info.kernels import show_kernels
+
+_BLOCKS = 16
+"""Blocks of the KV cache of an engine that computes nothing."""
 
 
 @click.command("info")
 @model_options
 @engine_options()
-def info(**values: Any) -> Literal[0]:
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Compare every kernel with plain torch, and measure its speed; the exit code is 1 if one differs.",
+)
+def info(check: bool, **values: Any) -> int:
     """Show versions, devices, the model, and the size of its KV cache."""
     import torch
     import transformers
@@ -29,7 +39,11 @@ def info(**values: Any) -> Literal[0]:
     emit(f"transformers  {transformers.__version__}")
     for name, value in describe_gpus().items():
         emit(f"{name:<13} {safe(value)}")
-    with open_engine(engine_config(values), quiet=True) as engine:
+    config = engine_config(values)
+    if check:  # the kernels need the memory that the cache would take
+        config = replace(config, kv_blocks=_BLOCKS, kv_cache_memory=None)
+    with open_engine(config, quiet=True) as engine:
         for name, value in describe(engine).items():
-            emit(f"{name:<13} {safe(value)}")
-    return 0
+            if not (check and name == "KV cache"):
+                emit(f"{name:<13} {safe(value)}")
+        return 0 if not check or show_kernels(engine) else 1

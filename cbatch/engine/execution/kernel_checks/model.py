@@ -1,4 +1,4 @@
-"""All checks of what a model uses on a GPU."""
+"""All checks of a model whose layers are launched one by one, as on a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def without_kernels(model: Model, *, heads_first: bool = False) -> Model:
 
 
 @dataclass(frozen=True)
-class GpuChecks:
+class ModelChecks:
     """The checks of a model with an attention backend, whose results are kept."""
 
     model: Model
@@ -42,8 +42,13 @@ class GpuChecks:
 
     @cached_property
     def layer_kernels(self) -> list[KernelCheck]:
-        """None if the model has no such kernels."""
+        """No checks if the model has no such kernels."""
         return list(LayerChecks(self.model, self.block_size).run()) if isinstance(self.model, CudaModel) else []
+
+    @cached_property
+    def products(self) -> list[KernelCheck]:
+        """The library's products of matrices, which the engine does not check: nothing could take their place."""
+        return [LayerChecks(self.model, self.block_size).product()] if isinstance(self.model, CudaModel) else []
 
     @cached_property
     def step(self) -> KernelCheck:
@@ -57,7 +62,7 @@ class GpuChecks:
 
     @cached_property
     def recorded_steps(self) -> list[KernelCheck]:
-        """None if steps of the model cannot be recorded."""
+        """No checks if steps of the model cannot be recorded."""
         if self.model.capturable is None or self.attention.capturable is None:
             return []
         return [

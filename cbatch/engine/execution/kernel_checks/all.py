@@ -1,0 +1,43 @@
+"""Every check of what a model uses on its device, for people who want to see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from cbatch.engine.attention.base import AttentionBackend
+from cbatch.engine.execution.kernel_checks.check import KernelCheck
+from cbatch.engine.execution.kernel_checks.model import ModelChecks
+from cbatch.engine.execution.kernel_checks.sampling import check_sampling
+from cbatch.engine.models.base import Model
+from cbatch.engine.runtime.device import triton_problem
+from cbatch.engine.sampling.sampler import Sampler
+
+
+def check_all(
+    model: Model, attention: AttentionBackend, block_size: int, make_plain: Callable[[], Model]
+) -> Iterator[KernelCheck]:
+    """Checks the kernels of a model with an attention backend, one after the other; none if torch computes everything.
+
+    make_plain: makes the same model by transformers
+    """
+    if triton_problem(model.device):
+        return
+    sampler = Sampler(model.device)
+    if attention.name == "triton":
+        checks = ModelChecks(model, attention, sampler, block_size)
+        yield from checks.attention_kernels
+        yield from checks.layer_kernels
+        yield from checks.products
+        yield checks.step
+        yield from checks.recorded_steps
+    elif attention.name == "cpu":
+        from cbatch.engine.execution.kernel_checks.cpu import CpuChecks
+        from cbatch.engine.models.cpu import CpuModel
+
+        if isinstance(model, CpuModel):
+            yield from CpuChecks(model, attention, block_size, make_plain).run()
+        else:
+            checks = ModelChecks(model, attention, sampler, block_size)
+            yield from checks.attention_kernels
+            yield checks.step
+    yield check_sampling(sampler, model.vocab_size)

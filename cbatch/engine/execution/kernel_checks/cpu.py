@@ -1,0 +1,154 @@
+"""Checks the CPU's kernels. They are not checked when an engine is made, since they were tested on CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cbatch.engine.attention.base import AttentionBackend
+from cbatch.engine.base.units import format_bytes
+from cbatch.engine.execution.kernel_checks.attention import AttentionCall, AttentionChecks
+from cbatch.engine.execution.kernel_checks.check import TOLERANCES, KernelCheck, Workload, largest_error, run_check
+from cbatch.engine.execution.kernel_checks.step import ExpectedSteps, StepRunner
+from cbatch.engine.kernels.cpu.jit import entry
+from cbatch.engine.kernels.cpu.linear import WRITE, PackedMatrix, matmul, new_linear_workspace, pack_weight
+from cbatch.engine.kernels.cpu.microkernel import pad_columns
+from cbatch.engine.kernels.cpu.tensors import as_array
+from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
+from cbatch.engine.models.base import Model
+from cbatch.engine.models.cpu import CpuModel
+from cbatch.engine.models.packing import quantized
+from cbatch.engine.runtime.cpu import empty, num_threads, single_threaded
+from cbatch.engine.runtime.memory import device_memory
+
+_WORKLOAD_BYTES = 2**26
+_MANY_ROWS = 256
+_INT8_TOLERANCE = 0.3
+"""Most that the logits of int8 weights differ from those of the weights they were made of."""
+
+
+@dataclass(frozen=True)
+class CpuChecks:
+    """The checks of a model of the Llama family on its fast path.
+
+    make_plain: makes the same model by transformers
+    """
+
+    model: CpuModel
+    attention: AttentionBackend
+    block_size: int
+    make_plain: Callable[[], Model]
+
+    def run(self) -> Iterator[KernelCheck]:
+        spec, dtype, device = self.model.spec, self.model.dtype, self.model.device
+        layer, scale = self.model.layers[0], spec.head_dim**-0.5
+        calls = [AttentionCall(spec.num_heads, layer, scale, window) for window in dict.fromkeys(self.model.windows)]
+        yield from AttentionChecks(self.attention, self.block_size, dtype, device, _WORKLOAD_BYTES).run(calls)
+        product = _Product(2 * spec.intermediate_size, spec.hidden_size, dtype, self.model.is_quantized)
+        for name, rows in (("one row", 1), ("many rows", _MANY_ROWS)):
+            measure, workload = partial(product.error, rows), partial(product.workload, rows)
+            yield run_check(f"linear, {name} ({product.kind})", device, TOLERANCES[dtype], measure, workload)
+        yield self._step()
+        yield run_check("argmax", device, 0.0, self._argmax_error)
+
+    def _step(self) -> KernelCheck:
+        """Against transformers, which needs the weights a second time."""
+        name = "a whole step, against transformers"
+        needed, free = self.model.num_parameters * self.model.dtype.itemsize, device_memory(self.model.device).free()
+        if needed > free:
+            missing = f"it needs {format_bytes(needed)} more memory, and {format_bytes(free)} are free"
+            return KernelCheck(name, 0.0, 0.0, skipped=missing)
+        expected = ExpectedSteps.of(self.make_plain(), self.block_size)
+        tolerance = _INT8_TOLERANCE if self.model.is_quantized else None
+        # Fewer weights stay in the processor's caches, and are not read from memory.
+        workload = self._step_workload if self.model.weight_bytes >= _WORKLOAD_BYTES else None
+        return expected.check(name, self.model, self.attention, self.block_size, tolerance, workload)
+
+    @cached_property
+    def _runner(self) -> StepRunner:
+        steps = [[(0, 4), (0, 3)], [(4, 5), (3, 4)]]
+        return StepRunner(self.model, self.attention, self.block_size, steps)
+
+    def _argmax_error(self) -> float:
+        """Share of the rows whose largest logit is another one."""
+        found = self.model.forward(self._runner.batch(0), self._runner.kv_cache, self.attention)
+        assert found.argmax is not None
+        return float(np.mean(found.argmax.tokens != found.values.numpy().argmax(-1)))
+
+    def _step_workload(self) -> Workload:
+        """A step that decodes: it reads all weights."""
+        self._runner.forward(0)
+        batch = self._runner.batch(1)
+
+        def run() -> None:
+            with single_threaded():
+                self.model.forward(batch, self._runner.kv_cache, self.attention)
+
+        return Workload(run, bytes_read=self.model.linear_cost.weight_bytes)
+
+
+@entry
+def _multiply(worker: Any, a: Any, matrix: Any, out: Any, workspace: Any) -> None:
+    matmul(worker, 0, a, matrix, out, WRITE, workspace)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """The kernel of the products with weights [columns, depth], in the model's type or int8."""
+
+    columns: int
+    depth: int
+    dtype: torch.dtype
+    is_int8: bool
+
+    @property
+    def kind(self) -> str:
+        return "int8" if self.is_int8 else str(self.dtype).removeprefix("torch.")
+
+    @cached_property
+    def _weight(self) -> tuple[Tensor, Tensor | None]:
+        """The weight and the scale of each column, if it is int8."""
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.randn(self.columns, self.depth, generator=generator)
+        return quantized(weight) if self.is_int8 else (weight.to(self.dtype), None)
+
+    @cached_property
+    def _packed(self) -> PackedMatrix:
+        weight, scale = self._weight
+        scales = np.empty(0, np.float32)
+        if scale is not None:
+            scales = np.pad(scale.numpy(), (0, pad_columns(self.columns) - self.columns))
+        packed = pack_weight(as_array(weight))
+        data = empty(packed.size, packed.dtype)
+        data[:] = packed
+        return PackedMatrix(data, 0, scales)
+
+    def _call(self, rows: int) -> tuple[Tensor, Tensor, Callable[[], None]]:
+        """Rows, their products [rows, columns], and the call that computes these."""
+        generator, pool = torch.Generator().manual_seed(rows), shared_thread_pool(num_threads())
+        left = torch.randn(rows, self.depth, generator=generator).to(self.dtype)
+        out = empty((rows, pad_columns(self.columns)), np.float32)
+        workspace = new_linear_workspace(pool.size, self._packed.data.dtype, self.depth)
+        run = partial(pool.run, _multiply, as_array(left), self._packed, out, workspace)
+        return left, torch.from_numpy(out)[:, : self.columns], run
+
+    def error(self, rows: int) -> float:
+        left, found, run = self._call(rows)
+        weight, scale = self._weight
+        expected = left.float() @ weight.float().T
+        run()
+        return largest_error(found, expected if scale is None else expected * scale)
+
+    def workload(self, rows: int) -> Workload:
+        if rows == 1:  # more weights than the processor's caches hold
+            columns = max(self.columns, _WORKLOAD_BYTES // (self.depth * self._packed.data.itemsize))
+            larger = replace(self, columns=columns)
+            return Workload(larger._call(rows)[2], bytes_read=larger._packed.data.nbytes)
+        *_, run = self._call(rows)
+        return Workload(run, flops=2 * rows * self.columns * self.depth)
