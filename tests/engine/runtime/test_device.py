@@ -144,7 +144,7 @@ def test_auto_says_nothing_where_no_gpu_is_expected(
 def test_wsl_has_a_driver_of_its_own(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
     """Guards Windows, where Linux sees neither the driver's version nor devices."""
     machine.gpus, machine.driver, machine.nodes, machine.start_error = (), None, ("wsl",), OLD
-    assert "this machine has an NVIDIA driver of unknown version" in chosen(machine, "auto", caplog)[1]
+    assert "this machine has an NVIDIA driver of unknown version; update" in chosen(machine, "auto", caplog)[1]
 
 
 @pytest.mark.parametrize("default", ["cpu", "auto", "", "cuda"])
@@ -336,6 +336,14 @@ def test_triton_needs_the_headers_of_python(build_tools: Path, monkeypatch: pyte
         f"{build_tools}/include/Python.h (apt install python{version}-dev)."
     )
     monkeypatch.setenv("CPATH", f"/nowhere:{build_tools}")
+    assert triton_problem(GPU) is None
+
+
+def test_the_headers_of_debian_are_those_of_the_system(build_tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards Debian's own Python, whose default folder for headers begins with /usr/local and is empty."""
+    monkeypatch.setattr(sysconfig, "get_default_scheme", lambda: "posix_local")
+    folders = {"posix_local": "/usr/local/include", "posix_prefix": str(build_tools / "include")}
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": folders[scheme]})
     assert triton_problem(GPU) is None
 
 
