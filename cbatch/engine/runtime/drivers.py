@@ -23,13 +23,17 @@ https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.ht
 INSTALL = "pip install --force-reinstall torch"
 INSTALL_CUDA_12 = f"{INSTALL} --index-url https://download.pytorch.org/whl/cu126"
 
+_NONE = ("", "-1", "NoDevFiles")
+"""Values of CUDA_VISIBLE_DEVICES that hide all GPUs on purpose; the last one is Slurm's."""
+
 _HINTS = {
-    "802": "start the service nvidia-fabricmanager",
-    "803": "the driver and its libraries are of different versions, so restart the machine",
-    "804": "use a container for this driver, or update the driver",
-    "999": "load the module nvidia_uvm again, or restart the machine",
+    "Found no NVIDIA driver": "libcuda.so.1 is missing: in a container, NVIDIA_DRIVER_CAPABILITIES must name compute",
+    "Error 802": "start the service nvidia-fabricmanager",
+    "Error 803": "the driver and its libraries are of different versions, so restart the machine",
+    "Error 804": "use a container for this driver, or update the driver",
+    "Error 999": "load the module nvidia_uvm again, or restart the machine",
 }
-"""What to do about an error that CUDA gives when it starts, by its number."""
+"""What to do about an error that CUDA gives when it starts, by a part of its text."""
 
 
 class Absence(NamedTuple):
@@ -53,7 +57,7 @@ def why_no_cuda() -> Absence:
     """Why torch finds neither an NVIDIA nor an AMD GPU."""
     driver, build = nvidia_driver(), f"torch {torch.__version__}"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip()
-    is_hidden = visible in ("", "-1")
+    is_hidden = visible in _NONE
     if torch.version.hip is not None and (DEVICES / "kfd").exists():
         fix = "your user must be in the groups render and video"
         return Absence(f"{build} is a build for ROCm and finds no AMD GPU; {fix}", is_hidden)
@@ -85,10 +89,9 @@ def _why_not_started(build: str, driver: str, visible: str) -> str:
             f"{build} needs an NVIDIA driver of version {oldest} or newer, and this machine has {_named(driver)}; "
             f"update the driver{also}"
         )
-    if visible in ("", "-1") or "No CUDA GPUs" in error:
+    if visible in _NONE or "No CUDA GPUs" in error:
         return f"CUDA_VISIBLE_DEVICES={visible} hides all GPUs of this machine; unset it"
-    code = re.search(r"[Ee]rror (\d+)", error)
-    hint = _HINTS.get(code[1] if code else "", "nvidia-smi may say more")
+    hint = next((hint for part, hint in _HINTS.items() if part in error), "nvidia-smi may say more")
     return f"{build} cannot start CUDA on {_named(driver)} ({error}); {hint}"
 
 

@@ -90,12 +90,28 @@ IN_A_CONTAINER = (
             "start the service nvidia-fabricmanager",
         ),
         (
+            {"start_error": "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU."},
+            "torch 2.11.0+cu130 cannot start CUDA on NVIDIA driver 580.95.05 (Found no NVIDIA driver on your system); "
+            "libcuda.so.1 is missing: in a container, NVIDIA_DRIVER_CAPABILITIES must name compute",
+        ),
+        (
             {"start_error": "CUDA driver initialization failed, you might not have a CUDA gpu."},
             "torch 2.11.0+cu130 cannot start CUDA on NVIDIA driver 580.95.05 (CUDA driver initialization failed, you "
             "might not have a CUDA gpu); nvidia-smi may say more",
         ),
     ],
-    ids=["old driver", "very old", "unknown", "CPU build", "CPU build, old", "container", "hidden", "802", "other"],
+    ids=[
+        "old driver",
+        "very old",
+        "unknown",
+        "CPU build",
+        "CPU build, old",
+        "container",
+        "hidden",
+        "802",
+        "no library",
+        "other",
+    ],
 )
 def test_a_gpu_that_cannot_be_used_is_explained(
     given: dict[str, Any], reason: str, machine: Machine, caplog: pytest.LogCaptureFixture
@@ -123,12 +139,16 @@ def test_a_gpu_that_cannot_be_used_is_explained(
             "CUDA_VISIBLE_DEVICES=-1 hides all GPUs of this machine; unset it",
         ),
         (
+            {"environment": {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}},
+            "CUDA_VISIBLE_DEVICES=NoDevFiles hides all GPUs of this machine; unset it",
+        ),
+        (
             {"nodes": (), "cuda": None},
             "torch 2.11.0+cpu is a build without CUDA, and this machine has NVIDIA driver 580.95.05; install a build "
             "with CUDA: pip install --force-reinstall torch",
         ),
     ],
-    ids=["no driver", "no driver, CPU build", "hidden on purpose", "container for CPUs"],
+    ids=["no driver", "no driver, CPU build", "hidden on purpose", "Slurm", "container for CPUs"],
 )
 def test_auto_says_nothing_where_no_gpu_is_expected(
     given: dict[str, Any], reason: str, machine: Machine, caplog: pytest.LogCaptureFixture
