@@ -135,7 +135,7 @@ class RaggedBatch:
     device_tokens  tokens that only the device knows; None if there are none, as always if the host samples
 
     sampling_params returns the parameters of the requests that get a token, packed (`sampler.pack_sampling_params`),
-    for a step that samples by itself.
+    for a step that samples by itself; None if something changes the logits before.
 
     On the device the arrays are the tensors `input_ids`, `position_ids`, `slot_mapping`, `logit_rows` and
     `block_tables`; one copy brings all of them there when the first one is used.
@@ -151,7 +151,7 @@ class RaggedBatch:
     device: torch.device
     scored: NDArray[np.bool_] | None = None
     device_tokens: DeviceTokens | None = None
-    sampling_params: Callable[[], NDArray[np.int32]] | None = None
+    sampling_params: Callable[[], NDArray[np.int32] | None] | None = None
 
     @property
     def input_ids(self) -> Tensor:
@@ -190,7 +190,7 @@ class RaggedBatch:
         device: torch.device,
         tables: BlockTables | None = None,
         in_flight_tokens: InFlightTokens | None = None,
-        sampling_params: Callable[[], NDArray[np.int32]] | None = None,
+        sampling_params: Callable[[], NDArray[np.int32] | None] | None = None,
     ) -> RaggedBatch:
         """The batch of a scheduled step.
 

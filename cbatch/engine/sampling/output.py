@@ -114,9 +114,14 @@ def grammar_states(scheduled: SchedulerOutput) -> list[GrammarState]:
     return [requests[row].grammar_state for row in _constrained_rows(requests)]  # type: ignore[misc]
 
 
-def sampling_params(scheduled: SchedulerOutput) -> NDArray[np.int32]:
-    """Those of the step's requests that get a token, packed; the tokens before need not be known."""
+def sampling_params(scheduled: SchedulerOutput) -> NDArray[np.int32] | None:
+    """Those of the step's requests that get a token, packed; None if a request changes the logits before.
+
+    The tokens before need not be known.
+    """
     chunks = scheduled.to_sample
+    if any(chunk.request.changes_logits or chunk.request.grammar_state is not None for chunk in chunks):
+        return None
     return pack_sampling_params([chunk.request for chunk in chunks], [chunk.stop for chunk in chunks])
 
 
