@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
@@ -32,8 +33,8 @@ def read_sizes(ptx: str, function: Any) -> set[int]:
     """Bytes that a thread's instructions read at once from global memory on behalf of a Triton function."""
     begin = function.starting_line_number
     lines = range(begin, begin + len(function.raw_src))
-    file = function.fn.__code__.co_filename
-    return {size for path, line, size in _reads(ptx) if path == file and line in lines}
+    file = Path(function.fn.__code__.co_filename).name  # another checkout may have compiled what Triton has kept
+    return {size for path, line, size in _reads(ptx) if Path(path).name == file and line in lines}
 
 
 def copies_in_flight(ptx: str) -> int:
