@@ -137,11 +137,11 @@ def packed_to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> li
 
 
 def skipped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return rows.new_empty(len(rows), len(weight))
+    return rows.new_empty(rows.shape[0], weight.shape[0])
 
 
 def skipped_mm(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
-    return left.new_empty(len(left), right.shape[1]) if out is None else out
+    return left.new_empty(left.shape[0], right.shape[1]) if out is None else out
 
 
 def compiled_late(config: Mapping[str, Any], decode_rows: Sequence[int], chunks: Sequence[int]) -> list[str]:

@@ -73,8 +73,8 @@ def _norm(
     residual: Tensor, added: Tensor, rows: Tensor, weight: Tensor, eps: float, out: Tensor, embeds: bool, selects: bool
 ) -> None:
     hidden = out.shape[1]
-    block = triton.next_power_of_2(hidden)
-    _norm_kernel[(len(out),)](
+    block = _power_of_2(hidden)
+    _norm_kernel[(out.shape[0],)](
         residual, added, rows, weight, out, eps, hidden, block, embeds, selects, **_options(block // 16)
     )
 
@@ -164,8 +164,8 @@ def rope_and_store_kv(
     """
     _, kv_heads, block_size, dim = keys.shape
     group = query.shape[1] // kv_heads
-    tile, half = triton.next_power_of_2(group), triton.next_power_of_2(dim // 2)
-    _rope_and_store_kv_kernel[(len(query), kv_heads)](
+    tile, half = _power_of_2(group), _power_of_2(dim // 2)
+    _rope_and_store_kv_kernel[(query.shape[0], kv_heads)](
         qkv, *positions, qkv if norms is None else norms, query, keys, values, eps,
         kv_heads, group, dim, block_size, tile, half, norms is not None, **_options(tile * half // 8),
     )  # fmt: skip
@@ -185,8 +185,8 @@ def _silu_and_mul_kernel(gate_up: tl.tensor, out: tl.tensor, INNER: tl.constexpr
 def silu_and_mul(gate_up: Tensor, out: Tensor) -> None:
     """out [T, inner] = silu(gate) * up (SwiGLU, Shazeer, 2020), with both [T, 2 * inner] = gate, then up."""
     rows, inner = out.shape
-    block = min(triton.next_power_of_2(inner), 1024)
-    _silu_and_mul_kernel[(rows, triton.cdiv(inner, block))](gate_up, out, inner, block, **_options(block // 8))
+    block = min(_power_of_2(inner), 1024)
+    _silu_and_mul_kernel[(rows, -(-inner // block))](gate_up, out, inner, block, **_options(block // 8))
 
 
 def logits(hidden: Tensor, lm_head: Tensor, out: Tensor | None = None) -> Tensor:
@@ -199,6 +199,11 @@ def logits(hidden: Tensor, lm_head: Tensor, out: Tensor | None = None) -> Tensor
         return torch.mm(hidden, lm_head.t(), out_dtype=torch.float32, out=out)
     values = linear(hidden, lm_head).float()
     return values if out is None else out.copy_(values)
+
+
+def _power_of_2(number: int) -> int:
+    """The next power of 2. That of Triton is a function for kernels, too, which takes many times longer."""
+    return 1 << (number - 1).bit_length()
 
 
 def _options(threads: int) -> dict[str, Any]:
