@@ -31,7 +31,7 @@ _HINTS = {
     "Error 802": "start the service nvidia-fabricmanager",
     "Error 803": "the driver and its libraries are of different versions, so restart the machine",
     "Error 804": "use a container for this driver, or update the driver",
-    "Error 999": "load the module nvidia_uvm again, or restart the machine",
+    "CUDA unknown error": "load the module nvidia_uvm again, or restart the machine",
 }
 """What to do about an error that CUDA gives when it starts, by a part of its text."""
 
@@ -56,8 +56,8 @@ def nvidia_driver() -> str | None:
 def why_no_cuda() -> Absence:
     """Why torch finds neither an NVIDIA nor an AMD GPU."""
     driver, build = nvidia_driver(), f"torch {torch.__version__}"
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip()
-    is_hidden = visible in _NONE
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    is_hidden = visible is not None and visible.strip() in _NONE
     if torch.version.hip is not None and (DEVICES / "kfd").exists():
         fix = "your user must be in the groups render and video"
         return Absence(f"{build} is a build for ROCm and finds no AMD GPU; {fix}", is_hidden)
@@ -78,7 +78,7 @@ def why_no_cuda() -> Absence:
     return Absence(_why_not_started(build, driver, visible), is_hidden)
 
 
-def _why_not_started(build: str, driver: str, visible: str) -> str:
+def _why_not_started(build: str, driver: str, visible: str | None) -> str:
     """What is wrong if a driver and GPUs are there, and torch was built for CUDA."""
     major, branch, error = int(str(torch.version.cuda).partition(".")[0]), _branch(driver), _start_error()
     oldest = OLDEST_DRIVER.get(major, 0)
@@ -89,7 +89,7 @@ def _why_not_started(build: str, driver: str, visible: str) -> str:
             f"{build} needs an NVIDIA driver of version {oldest} or newer, and this machine has {_named(driver)}; "
             f"update the driver{also}"
         )
-    if visible in _NONE or "No CUDA GPUs" in error:
+    if visible is not None and "No CUDA GPUs" in error:
         return f"CUDA_VISIBLE_DEVICES={visible} hides all GPUs of this machine; unset it"
     hint = next((hint for part, hint in _HINTS.items() if part in error), "nvidia-smi may say more")
     return f"{build} cannot start CUDA on {_named(driver)} ({error}); {hint}"
@@ -108,7 +108,7 @@ def in_short(error: BaseException) -> str:
     """The part of an error of torch or CUDA that says what happened, without a full stop."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     code = re.search(r"Error \d+: .*", line)
-    return (code[0] if code else line.partition(". ")[0]).rstrip(". ")
+    return (code[0] if code else re.split(r"\. | - ", line)[0]).rstrip(". ")
 
 
 def _branch(driver: str) -> int:

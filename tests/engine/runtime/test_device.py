@@ -95,6 +95,19 @@ IN_A_CONTAINER = (
             "libcuda.so.1 is missing: in a container, NVIDIA_DRIVER_CAPABILITIES must name compute",
         ),
         (
+            {
+                "start_error": "CUDA unknown error - this may be due to an incorrectly set up environment, e.g. "
+                "changing env variable CUDA_VISIBLE_DEVICES after program start. Setting the number to be zero."
+            },
+            "torch 2.11.0+cu130 cannot start CUDA on NVIDIA driver 580.95.05 (CUDA unknown error); load the module "
+            "nvidia_uvm again, or restart the machine",
+        ),
+        (
+            {"start_error": "No CUDA GPUs are available"},
+            "torch 2.11.0+cu130 cannot start CUDA on NVIDIA driver 580.95.05 (No CUDA GPUs are available); "
+            "nvidia-smi may say more",
+        ),
+        (
             {"start_error": "CUDA driver initialization failed, you might not have a CUDA gpu."},
             "torch 2.11.0+cu130 cannot start CUDA on NVIDIA driver 580.95.05 (CUDA driver initialization failed, you "
             "might not have a CUDA gpu); nvidia-smi may say more",
@@ -110,6 +123,8 @@ IN_A_CONTAINER = (
         "hidden",
         "802",
         "no library",
+        "unknown error",
+        "none",
         "other",
     ],
 )
