@@ -7,6 +7,7 @@ All tests run on the CPU, whatever there is, except those that are about a GPU. 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import triton_interpreter as interpreter
 from tests.support.device import DEVICE, HAS_GPU, bound_memory
 from tests.support.fork_server import ForkServer, fork_server
 
@@ -45,6 +47,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(GPU_GROUP))
         else:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))  # so that a module's fixtures are made once
+
+
+def pytest_collection_finish() -> None:
+    if "triton.runtime.interpreter" in sys.modules:
+        interpreter.prepare()
 
 
 def runs_on_gpu(item: pytest.Item) -> bool:

@@ -18,7 +18,6 @@ from cbatch.engine.models.loader import LoadedModel
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache
 from cbatch.engine.stepping_engine import SteppingEngine
-from tests.support import triton_interpreter as interpreter
 from tests.support.device import DEVICE
 from tests.support.generation import generate
 from tests.support.tiny_models import draw_weights, generate_alone, make_network, make_prompts
@@ -27,8 +26,6 @@ pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.engine.attention.triton import TritonAttention
 from cbatch.engine.models.cuda import CudaModel
-
-interpreter.prepare()
 
 ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

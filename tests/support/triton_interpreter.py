@@ -10,7 +10,7 @@ import numpy as np
 
 
 def prepare() -> None:
-    """Applies all patches; does nothing if kernels are not interpreted. For modules with tests of kernels."""
+    """Applies all patches; does nothing if kernels are not interpreted."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         patch_loops()
         patch_language_once()

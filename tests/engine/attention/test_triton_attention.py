@@ -36,13 +36,10 @@ from cbatch.engine.kernels.triton.attention_metadata import (
 from cbatch.engine.kernels.triton.attention_prefill import PrefillTuning
 from cbatch.engine.runtime.batch import DeviceTokens, RaggedBatch
 from cbatch.engine.runtime.kv_cache import LayerShape
-from tests.support import triton_interpreter as interpreter
 from tests.support.attention_cases import AttentionCase
 from tests.support.device import DEVICE
 
 pytestmark = [pytest.mark.slow, pytest.mark.kernels]
-
-interpreter.prepare()
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 64
