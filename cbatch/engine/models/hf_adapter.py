@@ -29,7 +29,7 @@ from cbatch.engine.models.base import LinearCost
 from cbatch.engine.models.linear_cost import linear_cost_of
 from cbatch.engine.models.mask_patterns import MaskPattern, pattern_of, probe_mask
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
-from cbatch.engine.runtime.device import samples_on
+from cbatch.engine.runtime.device import has_bfloat16, samples_on
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 
 ATTENTION_NAME = "cbatch"
@@ -147,6 +147,7 @@ class TransformersModel:
         self.kind: str = self.config.model_type
         self.dtype: torch.dtype = network.dtype
         self.device: torch.device = network.device
+        self._is_emulated = self.dtype == torch.bfloat16 and not has_bfloat16(self.device)
         self.vocab_size: int = self.config.vocab_size
         self.max_model_len = _max_model_len(self.config)
         try:
@@ -171,7 +172,10 @@ class TransformersModel:
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch, kv_cache: KVCache, attention: AttentionBackend) -> Logits:
-        """Logits [R, vocabulary] of the wanted rows, in the model's dtype, where they are sampled (`samples_on`)."""
+        """Logits [R, vocabulary] of the wanted rows, where they are sampled (`samples_on`).
+
+        They are in the model's dtype, or in float32 if the sampling kernel cannot read that.
+        """
         step = AttentionCalls(kv_cache, attention, attention.prepare(batch, kv_cache.block_size), self.windows)
         with self._in_use:
             logits = self._call(batch, step)
@@ -179,6 +183,8 @@ class TransformersModel:
             raise ModelError(
                 f"it called attention {step.calls} times in a step, and {len(self.layers)} times when it was loaded"
             )
+        if self._is_emulated:
+            logits = logits.float()
         return Logits(logits if samples_on(self.device) else logits.cpu())
 
     def _call(self, batch: RaggedBatch, step: AttentionCalls | AttentionProbe) -> Tensor:

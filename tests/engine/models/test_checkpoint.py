@@ -14,8 +14,11 @@ from cbatch.engine.attention.registry import select_attention
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.models import checkpoint
 from cbatch.engine.models.checkpoint import choose_dtype, load_fast_model
+from cbatch.engine.models.hf_adapter import TransformersModel
+from cbatch.engine.models.self_check import _paged_logits
 from cbatch.engine.runtime.kv_cache import LayerShape
 from tests.support.gpu_machine import Gpu, Machine
+from tests.support.tiny_models import make_network
 
 GPU = torch.device("cuda", 0)
 T4 = Gpu("Tesla T4", (7, 5), total_memory=15 * 2**30)
@@ -63,6 +66,14 @@ def test_bfloat16_is_emulated_if_it_is_asked_for(t4: Machine, caplog: pytest.Log
     assert isinstance(select_attention("auto", GPU, layers, 16, torch.bfloat16), ReferenceAttention)
     with pytest.raises(ConfigError, match=r"triton does not serve this model in torch\.bfloat16"):
         select_attention("triton", GPU, layers, 16, torch.bfloat16)
+
+
+def test_emulated_logits_are_sampled_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the sampling kernel, which would be compiled for bfloat16 at the first step."""
+    network = make_network("llama").to(torch.bfloat16)
+    assert _paged_logits(TransformersModel(network), [[1, 2], [3]], [[(0, 2), (0, 1)]]).dtype == torch.bfloat16
+    monkeypatch.setattr("cbatch.engine.models.hf_adapter.has_bfloat16", lambda device: False)
+    assert _paged_logits(TransformersModel(network), [[1, 2], [3]], [[(0, 2), (0, 1)]]).dtype == torch.float32
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.float16), ("bfloat16", None)])
