@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from struct import Struct
 
 import numpy as np
 import torch
@@ -32,6 +33,9 @@ _MASK64 = 0xFFFFFFFFFFFFFFFF
 
 PARAM_WORDS = 8
 """Words of a row in `pack_sampling_params`; unused ones are 0. A row of 32 bytes keeps all rows aligned."""
+
+_ROW = Struct("=fffiQQ")
+"""The first words of a row, then seed and sample number, from which its noise key is made."""
 
 _Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
 
@@ -77,16 +81,17 @@ def pack_sampling_params(requests: Sequence[Request], positions: Sequence[int]) 
 
     `SamplingMetadata.build` and the Triton kernels read these by their number. Words that are all 0 are a greedy row.
     """
-    words = np.zeros((len(requests), PARAM_WORDS), np.int32)
-    params = [request.params for request in requests]
-    if all(p.greedy for p in params):
-        return words
-    shares = np.array([(0.0 if p.greedy else p.temperature, p.top_p, p.min_p) for p in params], np.float32)
-    words[:, :3] = shares.view(np.int32)
-    words[:, 3] = [p.top_k for p in params]
-    seeds = np.array([request.seed & _MASK64 for request in requests], np.uint64)
-    samples = np.array([request.sample_index for request in requests], np.uint64)
+    if all(request.params.greedy for request in requests):
+        return np.zeros((len(requests), PARAM_WORDS), np.int32)
+    rows = []
+    for request in requests:
+        p = request.params
+        temperature = 0.0 if p.greedy else p.temperature
+        rows.append(_ROW.pack(temperature, p.top_p, p.min_p, p.top_k, request.seed & _MASK64, request.sample_index))
+    words = np.frombuffer(bytearray().join(rows), np.int32).reshape(len(rows), PARAM_WORDS)
+    _, _, seeds, samples = words.view(np.uint64).T
     words[:, 4:6] = noise_keys(seeds, samples, np.array(positions, np.uint64)).view(np.int32).T
+    words[:, 6:] = 0
     return words
 
 
@@ -168,6 +173,7 @@ class Sampler:
             if masks is not None:
                 packed[:, 6], sets = masks.index + 1, masks.to(logits.device)
             (words,) = to_device([packed], logits.device)
+            logits = logits.float()  # for half precision, a kernel would be compiled while requests wait
             return SampledTokens(*self.sample_on_device(logits, words, masks=sets))
         if masks is not None:
             logits = masks.apply(logits)

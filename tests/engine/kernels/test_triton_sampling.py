@@ -245,13 +245,17 @@ def test_the_sampler_uses_the_kernel_until_it_is_turned_off(monkeypatch: pytest.
     for one in (sampler, other):
         kernel = one._kernel
         assert kernel is not None
-        monkeypatch.setattr(one, "_kernel", lambda *given, kernel=kernel: calls.append(1) or kernel(*given))
+        monkeypatch.setattr(
+            one, "_kernel", lambda *given, kernel=kernel: calls.append(given[0].dtype) or kernel(*given)
+        )
     expected = sampler.sample(logits, requests, [5, 5, 5]).get()
     check(logits[:2].cpu(), requests[:2], expected[0][:2])
     masks = make_masks(4, 200)
     masks = RowMasks(masks.words, masks.index[1:])
     masked = sampler.sample(logits, requests, [5, 5, 5], None, masks).get()
     assert masked != expected and len(calls) == 2
+    sampler.sample(logits.bfloat16(), requests, [5, 5, 5])
+    assert calls.pop() == torch.float32, "a kernel for other logits is compiled when the first ones come"
     sampler.disable_kernel()
     assert sampler.sample(logits, requests, [5, 5, 5]).get() == expected
     assert sampler.sample(logits, requests, [5, 5, 5], None, masks).get() == masked and len(calls) == 2

@@ -199,11 +199,13 @@ def test_parameters_are_packed_before_the_tokens_in_flight_are_known(monkeypatch
     assert compared == 4 + 5 + 6 + 7 and placeholders > 10
 
 
-def test_greedy_rows_are_words_of_zero() -> None:
-    """Guards padding rows of recorded steps: zeros must be a row that is valid and costs little."""
-    requests = [make_request(), make_request(temperature=0.8, top_k=3, seed=-1), make_request()]
+def test_a_row_is_packed_into_words() -> None:
+    """Guards the places that the kernels read, and padding rows of recorded steps: zeros are a greedy row."""
+    drawn = make_request(-1, sample_number=3, temperature=0.8, top_p=0.5, min_p=0.25, top_k=3)
+    requests = [make_request(), drawn, make_request()]
     words = pack_sampling_params(requests, [5, 6, 7])
-    assert words[1].view(np.float32)[0] == np.float32(0.8) and words[1, 3] == 3 and words[1, 4:6].all()
+    assert words[1].view(np.float32)[:3].tolist() == [np.float32(0.8), 0.5, 0.25] and words[1, 3] == 3
+    assert tuple(words[1].view(np.uint32)[4:6].tolist()) == noise_key(-1, 3, 6) and not words[1, 6:].any()
     assert not pack_sampling_params(requests[:1], [5]).any() and not words[[0, 2], 0].any()
 
 
