@@ -6,8 +6,10 @@ needs to run them.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -285,7 +287,11 @@ class GraphRecorder:
         graph = torch.cuda.CUDAGraph()
         try:
             # thread_local: other threads may use the device meanwhile.
-            with _one_at_a_time, torch.cuda.graph(graph, self._memory, self._stream, "thread_local"):
+            with (
+                _one_at_a_time,
+                _no_garbage_collection(),
+                torch.cuda.graph(graph, self._memory, self._stream, "thread_local"),
+            ):
                 run()
         except BaseException:
             torch.cuda.set_stream(before)  # a capture that cannot be ended leaves its own stream current
@@ -296,3 +302,15 @@ class GraphRecorder:
 
 _one_at_a_time = threading.Lock()
 """Held during a capture, by all engines of the process."""
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """During a capture, nothing may be freed on the device, such as the graphs of an engine that nobody closed."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()

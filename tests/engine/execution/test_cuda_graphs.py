@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -349,6 +350,41 @@ def test_the_cache_goes_with_its_graphs() -> None:
     with no_collector():
         del graphs, kv_cache
         assert alive() is None
+
+
+def test_a_capture_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards captures against the garbage collector, which may free what a capture forbids, and what follows a failure.
+
+    All captures of a recorder share a pool and a stream.
+    """
+    seen: list[object] = []
+    graph = SimpleNamespace(pool=lambda: "pool", replay=lambda: seen.append("replayed"))
+
+    @contextmanager
+    def capture(captured: object, *options: object) -> Iterator[None]:
+        seen.append((captured is graph, *options, gc.isenabled()))
+        yield
+
+    for name, fake in {
+        "Stream": lambda device: SimpleNamespace(device=device),
+        "CUDAGraph": lambda: graph,
+        "current_stream": lambda device: "stream before",
+        "graph": capture,
+        "set_stream": seen.append,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    record = GraphRecorder(torch.device("cuda:0"))
+
+    def fail() -> None:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        record(fail)
+    for _ in range(2):
+        record(lambda: None)()
+    first, after_failure, second, replayed, third, _ = seen
+    assert first == second == (True, None, record._stream, "thread_local", False) and after_failure == "stream before"
+    assert third == (True, "pool", record._stream, "thread_local", False) and replayed == "replayed" and gc.isenabled()
 
 
 def test_each_recorder_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
