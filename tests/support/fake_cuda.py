@@ -419,9 +419,11 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stack.enter_context(_only_lift_cpu_tensors())
         for name, stand_in in self._stand_ins().items():
             self._stack.enter_context(patch.object(torch.cuda, name, stand_in))
+        self._stack.enter_context(patch.object(torch, "Generator", _Generator))
         self._stack.enter_context(patch.object(HostCopy, "get", self._host_copy_get(HostCopy.get)))
         # They wait for the device to compare its numbers.
-        self._stack.enter_context(patch.object(fallback, "is_checked", lambda _: False))
+        if not self.computes:
+            self._stack.enter_context(patch.object(fallback, "is_checked", lambda _: False))
         self._stack.enter_context(self._triton())
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -543,6 +545,13 @@ def _only_lift_cpu_tensors() -> Iterator[None]:
         torch._C._set_only_lift_cpu_tensors(before)
 
 
+class _Generator(torch.Generator):
+    """Stands for a generator on any device."""
+
+    def __new__(cls, device: object = None) -> Self:
+        return super().__new__(cls)
+
+
 class _Outcome(NamedTuple):
     """What an operation returns: a number for the input that it returns, or what makes a tensor like its result.
 
@@ -595,6 +604,8 @@ def mapped_numbers(value: Any) -> Any:
 def _blank(leaf: Any) -> Any:
     if isinstance(leaf, DeviceTensor):
         return leaf.blank
+    if isinstance(leaf, torch.Generator):
+        return None
     return torch.device("meta") if isinstance(leaf, torch.device) and leaf.type == "cuda" else leaf
 
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from cbatch.engine.attention import reference
 from cbatch.engine.attention.base import AttendOptions
 from cbatch.engine.attention.triton import TritonAttention
-from cbatch.engine.kernels.reference.layer import TorchLayerOps
+from cbatch.engine.kernels.reference.layer import TorchLayerOps, store_in_blocks
 from cbatch.engine.kernels.triton.attention_metadata import AttentionMetadata
 from cbatch.engine.sampling import sampler
 from cbatch.engine.sampling.sampler import SamplingMetadata
@@ -54,7 +54,7 @@ class QueuedAttention(TritonAttention):
         self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: AttentionMetadata
     ) -> None:
         for cache, new in ((keys, new_keys), (values, new_values)):
-            launch(TorchLayerOps(heads_first=True)._store, cache, new, metadata.slots)
+            launch(store_in_blocks, cache, new, metadata.slots, heads_first=True)
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata, **options: Unpack[AttendOptions]

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cbatch.engine import stepping_engine
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.execution import kv_cache_sizing
+from cbatch.engine.execution import fallback, kv_cache_sizing
 from cbatch.engine.models.cuda import CudaModel
 from cbatch.engine.models.loader import LoadedModel, load_model
 from cbatch.engine.runtime import transfer
@@ -54,12 +53,13 @@ ASKED = [
 def kernels(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Kernels that are quick here. No steps are run to measure their memory."""
     monkeypatch.setattr("cbatch.engine.kernels.triton.sampling.sample_rows", queued_kernels.sample_rows)
-    select = stepping_engine.select_attention
+    select = fallback.select_attention
     monkeypatch.setattr(
-        stepping_engine,
+        fallback,
         "select_attention",
         lambda name, device, *rest: QueuedAttention(CUDA) if device == CUDA else select(name, device, *rest),
     )
+    monkeypatch.setattr(fallback, "is_checked", lambda _: False)
     without_measuring(monkeypatch)
     return monkeypatch
 
@@ -83,9 +83,10 @@ def make(family: str = "llama", ops: Any = None, **config: Any) -> SteppingEngin
     return SteppingEngine(EngineConfig(device="cuda", **settings), fast)
 
 
-def run(engine: SteppingEngine, failures: int = 0) -> list[list[int | None]]:
-    """Tokens of all requests. failures: how many steps may fail"""
-    ids = [engine.add(prompt, asked) for prompt, asked in zip(make_prompts(LENGTHS), ASKED, strict=True)]
+def run(engine: SteppingEngine, *, failures: int = 0, every: int = 1) -> list[list[int | None]]:
+    """Tokens of every so manyth request. failures: how many steps may fail"""
+    work = list(zip(make_prompts(LENGTHS), ASKED, strict=True))[::every]
+    ids = [engine.add(prompt, asked) for prompt, asked in work]
     found: dict[int | None, list[int | None]] = {number: [] for number in ids}
     while engine.has_work:
         try:
@@ -178,16 +179,26 @@ def test_models_of_transformers_are_not_waited_for(family: str, kernels: pytest.
     assert list(found.values()) == generate_alone(network(family), make_prompts(lengths), [5] * 3)
 
 
+def test_checks_of_kernels_pass(device: DeferredDevice, kernels: pytest.MonkeyPatch) -> None:
+    """Guards the checks at load against mixed devices, and against numbers read too early: all would step down."""
+    kernels.setattr(fallback, "is_checked", lambda _: True)
+    engine = make("qwen3")
+    assert engine.stats().fallback == "" and engine.runner.graph_problem == ""
+    with device.no_waits():
+        assert run(engine) == expected("qwen3")
+
+
 @pytest.mark.slow
 @pytest.mark.kernels
 def test_kernels_give_the_tokens_of_a_cpu(device: DeferredDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the buffers of the real kernels, run and recorded."""
+    """Guards the real kernels with their buffers, recorded and run."""
     from cbatch.engine.kernels.triton import layer
 
     without_measuring(monkeypatch)
-    engine = make("qwen3", ops=layer)
+    monkeypatch.setattr(fallback, "is_checked", lambda _: False)
+    engine = make("qwen3", ops=layer, max_seqs=2, max_batch_tokens=8)
     with device.no_waits():
-        assert run(engine) == expected("qwen3")
+        assert run(engine, every=3) == expected("qwen3")[::3]
     assert {"_decode_kernel", "_prefill_kernel", "_scan_kernel", "_norm_kernel"} <= device.launches.keys()
 
 
