@@ -47,7 +47,11 @@ class DecodeTuning(NamedTuple):
 
     @classmethod
     def for_chip(cls, limits: DeviceLimits) -> DecodeTuning:
-        """Smaller tiles if a multiprocessor's shared memory has room for only one program with the usual ones."""
+        """Smaller tiles if a multiprocessor's shared memory has room for only one program with the usual ones, and
+        smaller ones still below 8.0, where tiles are multiplied in registers (see `PrefillTuning.fitted`).
+        """
+        if limits.capability < 80:
+            return cls(tile_bytes=4096)
         return cls() if limits.shared >= 160 * KIB else cls(tile_bytes=8192)
 
     def tile_tokens(self, key_tile: int, dtype: torch.dtype) -> int:

@@ -50,7 +50,8 @@ class PrefillTuning(NamedTuple):
         float32, and below 8.0, where Triton does not use them.
         """
         if dtype == torch.float32 or limits.capability < 80:
-            rows, tokens, warps, stages = min(self.rows, 32), self.tokens // 4, min(self.warps, 4), min(self.stages, 2)
+            rows, tokens, stages = min(self.rows, 32), self.tokens // 4, min(self.stages, 2)
+            warps = min(self.warps, 4 if head_tile <= 128 else 8)
         else:
             rows, tokens, warps, stages = self
             if not 90 <= limits.capability < 120:
