@@ -416,6 +416,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # torch.cuda.
 
     def __enter__(self) -> Self:
+        torch._C._ensureCUDADeviceGuardSet()  # builds of torch with CUDA ask the driver otherwise
         self._stack.enter_context(_only_lift_cpu_tensors())
         for name, stand_in in self._stand_ins().items():
             self._stack.enter_context(patch.object(torch.cuda, name, stand_in))

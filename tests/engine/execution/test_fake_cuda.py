@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from cbatch.engine import stepping_engine
+from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.execution.fallback import Execution
+from cbatch.engine.execution.kernel_checks.model import without_kernels
 from cbatch.engine.models.checkpoint import _warn_once
 from cbatch.engine.models.cuda import CudaModel
 from cbatch.engine.models.llama_spec import read_llama_spec, weight_shapes
@@ -84,6 +89,29 @@ def test_an_old_gpu_computes_in_float16(caplog: pytest.LogCaptureFixture) -> Non
         assert engine.runner.kv_cache.keys[0].dtype == torch.float16
         run(engine)
     assert device.launches and "runs in float16" in caplog.text
+
+
+def layers_by_torch(chosen: Execution) -> Execution:
+    return replace(chosen, model=without_kernels(chosen.model, heads_first=True), graphs=False)
+
+
+def all_by_torch(chosen: Execution) -> Execution:
+    chosen.sampler.disable_kernel()
+    return replace(chosen, model=without_kernels(chosen.model), attention=ReferenceAttention(), graphs=False)
+
+
+@pytest.mark.parametrize("step_down", [layers_by_torch, all_by_torch])
+def test_no_rung_waits_for_the_device(
+    step_down: Callable[[Execution], Execution], device: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards what an engine steps down to: without kernels it is slower, and waits and mixes devices no more."""
+    choose = stepping_engine.choose_execution
+    monkeypatch.setattr(stepping_engine, "choose_execution", lambda *asked: step_down(choose(*asked)))
+    engine = make_engine()
+    with device.no_waits():
+        run(engine)
+    assert ("_decode_kernel" in device.launches) == bool(device.launches) == (step_down is layers_by_torch)
+    assert "_norm_kernel" not in device.launches
 
 
 def on_device(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
