@@ -16,7 +16,7 @@ from tests.support.device import DEVICE, HAS_GPU
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from scripts import bench_gpu
-from scripts.gpu import checks, runs, suite
+from scripts.gpu import runs, suite
 from scripts.gpu.goals import GoalResult, check_goals
 from scripts.gpu.load import Served, Steady
 from scripts.gpu.runs import Run
@@ -33,10 +33,13 @@ def results_of(prefix: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_every_part_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards attention, steps and whole runs from end to end, with tiny sizes and Triton's interpreter."""
-    options = ["--shapes", "0.6B", "--peer-requests", "2", "--only", "attention,yardstick,model"]
+    options = ["--shapes", "0.6B", "--peer-requests", "2", "--only", "checks,attention,yardstick,model"]
     assert bench_gpu.main([*TINY, *options, "--out", str(tmp_path / "out")]) == 0, capsys.readouterr()
     results = results_of(tmp_path / "out")
-    assert results.keys() - {"warnings"} == {"machine", "attention", "yardstick", "model 0.6B"}
+    assert results.keys() - {"warnings"} == {"machine", "checks", "attention", "yardstick", "model 0.6B"}
+    assert results["checks"][0] == "0.6B, stepped down: no" and len(results["checks"]) > 5
+    assert all(check["agrees"] and check["what"].startswith("0.6B, ") for check in results["checks"][1:])
+    assert any(check["share"] for check in results["checks"][1:])
     assert len(results["attention"]) >= 2 and len(results["model 0.6B"]) >= 6
     assert all(line.get("figure", line.get("tokens_per_s")) > 0 for line in results["model 0.6B"])
     assert not any(line.get("error") for line in results["model 0.6B"])
@@ -52,12 +55,6 @@ def test_the_yardstick_is_that_of_the_field() -> None:
     assert (len(work.prompts), work.output_tokens) == (256, 133_966)
     assert {100 <= len(prompt) <= 1024 for prompt in work.prompts} == {True}
     assert (work.output_lengths[:3], work.prompts[0][:3]) == ([845, 312, 607], [6311, 6890, 663])
-
-
-def test_sampling_is_checked() -> None:
-    """Guards the check of the sampler, whose requests no engine has made."""
-    name, is_right, figure = checks.check_sampling(5, 300, DEVICE)
-    assert name == "sampling" and is_right and figure.startswith("5 of 5")
 
 
 @pytest.mark.slow
