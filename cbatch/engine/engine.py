@@ -59,6 +59,7 @@ FOREIGN_OPTIONS = {
     "max_num_seqs": "max_seqs",
     "max_num_batched_tokens": "max_batch_tokens",
     "quantization": "quantize",
+    "kv_cache_dtype": "kv_dtype",
     "enable_prefix_caching": "prefix_cache",
     "enforce_eager": "cuda_graphs=False",
     "num_gpu_blocks_override": "kv_blocks",

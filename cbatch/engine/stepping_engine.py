@@ -9,7 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any
 
-from cbatch.engine.attention.registry import check_attention, check_quantize, has_fast_path, select_attention
+from cbatch.engine.attention.registry import (
+    check_attention,
+    check_kv_dtype,
+    check_quantize,
+    has_fast_path,
+    select_attention,
+)
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import EngineError, RequestError
 from cbatch.engine.base.outputs import TokenEvent
@@ -65,6 +71,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
             parse_memory(config.kv_cache_memory, free=0)  # raises before a model is loaded
         fast = has_fast_path(config.attention, device, config.block_size)
         quantize = check_quantize(config.quantize, device, fast=fast)
+        check_kv_dtype(config.kv_dtype, config.attention, device)
         kind = "gpu" if is_accelerator(device) else "cpu"
         step_time = StepTimeController(config.target_step_ms, MIN_PREFILL_TOKENS[kind])
         self.loaded = loaded or load_model(
@@ -78,7 +85,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         limits = StepLimits(config.max_seqs or seqs, config.max_batch_tokens or tokens, execution.graphs)
         self.runner = make_runner(config, model, execution.attention, execution.sampler, limits)
         self._fallback = " ".join(filter(None, (execution.fallback, self.runner.graph_problem)))
-        self._kv_bytes_per_token = sum(layer.bytes_per_token(model.dtype) for layer in model.layers)
+        self._kv_bytes_per_token = sum(layer.bytes_per_token(self.runner.kv_dtype) for layer in model.layers)
         pool = BlockPool(self.runner.num_blocks, config.block_size)
         self.scheduler = Scheduler(pool, limits, model.max_model_len, prefix_cache=config.prefix_cache)
         overlap = pins_memory(self.device) if config.run_ahead is None else config.run_ahead
@@ -106,6 +113,8 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         template = self.tokenizer.templates if self.tokenizer else None
         dtype = self.config.quantize or str(self.model.dtype)
         parts = [self.loaded.fingerprint, dtype, template, sorted(self.loaded.eos_ids)]
+        if self.config.kv_dtype != "auto":
+            parts.append(f"KV cache in {self.config.kv_dtype}")
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     @property
@@ -323,7 +332,10 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
 
         config, loaded = self.config, self.loaded
         model = self.model if loaded.fast_model is None else loaded.fast_model
-        attention = select_attention(config.attention, self.device, model.layers, config.block_size, model.dtype)
+        kv_dtype = check_kv_dtype(config.kv_dtype, config.attention, self.device)
+        attention = select_attention(
+            config.attention, self.device, model.layers, config.block_size, model.dtype, kv_dtype
+        )
         return check_all(model, attention, config.block_size, lambda: checked_model(loaded.network))
 
     def shrink(self) -> bool:

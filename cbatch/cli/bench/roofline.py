@@ -108,8 +108,9 @@ class ModelCost:
     @classmethod
     def of(cls, engine: Engine) -> ModelCost:
         model = engine.model
-        shapes = zip(model.layers, model.windows, strict=True)
-        layers = tuple((layer.bytes_per_token(model.dtype), window) for layer, window in shapes)
+        numbers = [layer.bytes_per_token(torch.uint8) for layer in model.layers]
+        size = engine.limits.kv_bytes_per_token // sum(numbers)
+        layers = tuple((size * number, window) for number, window in zip(numbers, model.windows, strict=True))
         return cls(**asdict(model.linear_cost), layers=layers)
 
 

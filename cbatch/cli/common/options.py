@@ -179,6 +179,13 @@ def engine_options(
             metavar="MS|auto|none",
             help="Limit the time of a step, and so the time between tokens, while prompts are prefilled.",
         ),
+        option(
+            "--kv-dtype",
+            default="auto",
+            show_default=True,
+            metavar="auto|fp8",
+            help="Type of the KV cache; fp8 takes one byte a number (GPU).",
+        ),
         option("--kv-cache-memory", metavar="SIZE", help="Size of the KV cache: 4GiB, or 90% of free memory."),
         option("--kv-blocks", type=AT_LEAST_1, help="Exact number of blocks in the KV cache (for tests)."),
     )

@@ -32,10 +32,12 @@ class AttentionBackend(Protocol):
     backend knows how a block is laid out in memory.
 
     gathers_kv: whether it copies the keys and values of a sequence together, which takes more memory for longer texts
+    kv_dtype:   type of the keys and values in the cache; None: that of the model
     """
 
     name: str
     gathers_kv: bool
+    kv_dtype: torch.dtype | None
 
     @property
     def capturable(self) -> CapturableAttention | None:

@@ -41,6 +41,7 @@ class CpuAttention:
 
     name = "cpu"
     gathers_kv = False
+    kv_dtype: torch.dtype | None = None
     capturable = None
 
     def __init__(self) -> None:

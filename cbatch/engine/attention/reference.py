@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cbatch.engine.attention.base import AttendOptions
 from cbatch.engine.runtime.batch import RaggedBatch
-from cbatch.engine.runtime.kv_cache import LayerShape, Shape
+from cbatch.engine.runtime.kv_cache import FP8, LayerShape, Shape, as_bytes, as_stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,9 @@ class ReferenceAttention:
     gathers_kv = True
     capturable = None
 
+    def __init__(self, kv_dtype: torch.dtype | None = None) -> None:
+        self.kv_dtype = kv_dtype
+
     def block_shapes(self, layer: LayerShape, block_size: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
         return (block_size, layer.heads, layer.key_dim), (block_size, layer.heads, layer.value_dim)
 
@@ -54,16 +57,15 @@ class ReferenceAttention:
     def store_kv(
         self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: ReferenceMetadata
     ) -> None:
-        keys.flatten(0, 1).index_copy_(0, metadata.slots, new_keys)
-        values.flatten(0, 1).index_copy_(0, metadata.slots, new_values)
+        for cache, new in (keys, new_keys), (values, new_values):
+            as_bytes(cache).flatten(0, 1).index_copy_(0, metadata.slots, as_bytes(as_stored(new, cache.dtype)))
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, metadata: ReferenceMetadata, **options: Unpack[AttendOptions]
     ) -> Tensor:
         out = query.new_empty(*query.shape[:2], values.shape[-1])
         for sequence in metadata.sequences:
-            k = keys[sequence.blocks].flatten(0, 1)[: sequence.stop].transpose(0, 1)
-            v = values[sequence.blocks].flatten(0, 1)[: sequence.stop].transpose(0, 1)
+            k, v = (_gather(cache, sequence, query.dtype) for cache in (keys, values))
             q = query[sequence.rows].transpose(0, 1)
             mask = _causal_mask(sequence, options.get("window"), query.device)
             if options.get("softcap") is None and options.get("sinks") is None:
@@ -74,6 +76,13 @@ class ReferenceAttention:
                 attended = _explicit(q, k, v, mask, options)
             out[sequence.rows] = attended.transpose(0, 1)
         return out
+
+
+def _gather(cache: Tensor, sequence: Sequence, dtype: torch.dtype) -> Tensor:
+    """[heads, tokens, dim] of a sequence; a cache of FP8 in the type of the queries."""
+    blocks = as_bytes(cache)[sequence.blocks].view(cache.dtype)
+    blocks = blocks.to(dtype) if cache.dtype == FP8 else blocks
+    return blocks.flatten(0, 1)[: sequence.stop].transpose(0, 1)
 
 
 def _causal_mask(sequence: Sequence, window: int | None, device: torch.device) -> Tensor | None:

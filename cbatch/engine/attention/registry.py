@@ -8,7 +8,7 @@ from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.runtime.device import has_bfloat16, is_accelerator, is_nvidia
-from cbatch.engine.runtime.kv_cache import LayerShape
+from cbatch.engine.runtime.kv_cache import FP8, LayerShape
 
 BACKENDS = {"cpu": "a CPU", "triton": "an NVIDIA GPU", "reference": "any device"}
 """The backends, and what each runs on."""
@@ -49,14 +49,36 @@ def check_quantize(name: str | None, device: torch.device, *, fast: bool) -> boo
     return True
 
 
+def check_kv_dtype(name: str, attention: str, device: torch.device) -> torch.dtype | None:
+    """The type of the KV cache; None: that of the model. Raises ConfigError if nothing here stores keys in it."""
+    if name == "auto":
+        return None
+    if name != "fp8":
+        raise ConfigError(f"The KV cache cannot be kept in {name!r}; choose auto or fp8.")
+    if attention != "reference" and _own_backend(device) == "cpu":
+        raise ConfigError(
+            "The CPU's attention kernels have no KV cache in fp8: use --kv-dtype auto, or --attention reference, which "
+            "is slow."
+        )
+    return FP8
+
+
 def select_attention(
-    name: str, device: torch.device, layers: list[LayerShape], block_size: int, dtype: torch.dtype
+    name: str,
+    device: torch.device,
+    layers: list[LayerShape],
+    block_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
 ) -> AttentionBackend:
-    """The backend of that name, or for `auto` the fastest. Raises ConfigError if it cannot serve the model."""
+    """The backend of that name, or for `auto` the fastest. Raises ConfigError if it cannot serve the model.
+
+    kv_dtype: see `check_kv_dtype`
+    """
     check_attention(name, device, block_size)
     named = _own_backend(device)
     if "reference" in (name, named):
-        return ReferenceAttention()
+        return ReferenceAttention(kv_dtype)
     backend: AttentionBackend | None
     try:
         if named == "cpu":
@@ -68,11 +90,11 @@ def select_attention(
             from cbatch.engine.attention import triton
 
             fits = triton.fits(layers, dtype) and (dtype != torch.bfloat16 or has_bfloat16(device))
-            backend = triton.TritonAttention(device) if fits else None
+            backend = triton.TritonAttention(device, kv_dtype=kv_dtype) if fits else None
     except ImportError as error:  # numba and Triton do not exist for every platform of torch
         if name == named:
             raise ConfigError(f"The attention backend {name} is not available: {error}.") from error
-        return ReferenceAttention()
+        return ReferenceAttention(kv_dtype)
     if backend is None and name == named:
         raise ConfigError(f"The attention backend {name} does not serve this model in {dtype}; choose auto.")
-    return backend or ReferenceAttention()
+    return backend or ReferenceAttention(kv_dtype)

@@ -15,7 +15,7 @@ from cbatch.engine.kernels.triton.attention_prefill import PrefillTuning, attend
 from cbatch.engine.kernels.triton.attention_tile import attend_arguments, store_kv
 from cbatch.engine.kernels.triton.occupancy import DeviceLimits, device_limits
 from cbatch.engine.runtime.batch import RaggedBatch
-from cbatch.engine.runtime.kv_cache import LayerShape, Shape
+from cbatch.engine.runtime.kv_cache import LayerShape, Shape, as_bytes
 
 LARGEST_HEAD = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,9 +42,11 @@ class TritonAttention:
         decode: DecodeTuning | None = None,
         prefill: PrefillTuning | None = None,
         limits: DeviceLimits | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         """limits: of the chip that kernels are compiled for; None: those of the device"""
         self.device = device
+        self.kv_dtype = kv_dtype
         self.limits = limits or device_limits(device)
         self.decode = decode or DecodeTuning.for_chip(self.limits)
         self.prefill = prefill or PrefillTuning()
@@ -78,12 +80,12 @@ class TritonAttention:
     def store_kv(
         self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: AttentionMetadata
     ) -> None:
-        store_kv(keys, values, _rows(new_keys), _rows(new_values), metadata.slots)
+        store_kv(as_bytes(keys), as_bytes(values), _rows(new_keys), _rows(new_values), metadata.slots)
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata, **options: Unpack[AttendOptions]
     ) -> Tensor:
-        query = _rows(query)
+        query, keys, values = _rows(query), as_bytes(keys), as_bytes(values)
         arguments = attend_arguments(query, **options)
         out = query.new_empty(*query.shape[:2], values.shape[-1])
         parts = Partials.empty(metadata, out, options.get("window"))

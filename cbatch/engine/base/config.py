@@ -28,6 +28,7 @@ class EngineConfig:
     run_ahead:        overlap scheduling with execution; None: on an NVIDIA or AMD GPU only
     target_step_ms:   longest time of a step in milliseconds while requests decode; prompts get fewer tokens to keep to
                       it. `auto`: 1.75 times the time of a step without prompts; None: no limit
+    kv_dtype:         type of the KV cache. auto: that of the model; fp8: one byte for each number, on a GPU
     quantize:         int8: store weights in one byte each (fast path on a CPU only); None: as they are
     """
 
@@ -45,6 +46,7 @@ class EngineConfig:
     cuda_graphs: bool = True
     run_ahead: bool | None = None
     target_step_ms: float | Literal["auto"] | None = None
+    kv_dtype: str = "auto"
     quantize: str | None = None
 
     def __post_init__(self) -> None:
@@ -58,8 +60,10 @@ class EngineConfig:
         for name in ("prefix_cache", "cuda_graphs", "run_ahead"):
             if not isinstance(getattr(self, name), bool | None):
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}.")
-        for name in ("model", "revision", "quantize", "kv_cache_memory", "device", "dtype", "attention"):
+        for name in ("model", "revision", "quantize", "kv_cache_memory", "kv_dtype", "device", "dtype", "attention"):
             value = getattr(self, name)
-            if not isinstance(value, str) and (value is not None or name in ("device", "dtype", "attention")):
+            if not isinstance(value, str) and (
+                value is not None or name in ("kv_dtype", "device", "dtype", "attention")
+            ):
                 example = ', such as "4GiB" or "90%"' if name == "kv_cache_memory" else ""
                 raise ConfigError(f"{name} must be a text{example}, not {value!r}.")

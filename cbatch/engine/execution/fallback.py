@@ -23,7 +23,7 @@ import torch
 
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.attention.reference import ReferenceAttention
-from cbatch.engine.attention.registry import select_attention
+from cbatch.engine.attention.registry import check_kv_dtype, select_attention
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.models.base import Model
@@ -57,7 +57,8 @@ def choose_execution(config: EngineConfig, model: Model) -> Execution:
     Raises ConfigError if the config names an attention backend that cannot be used as it is, and ModelError if the
     device cannot be used at all.
     """
-    attention = select_attention(config.attention, model.device, model.layers, config.block_size, model.dtype)
+    kv_dtype = check_kv_dtype(config.kv_dtype, config.attention, model.device)
+    attention = select_attention(config.attention, model.device, model.layers, config.block_size, model.dtype, kv_dtype)
     # Who asks for the reference wants none of our kernels: perhaps one of them makes the whole process fail.
     sampler = Sampler(model.device, kernel=False if config.attention == "reference" else None)
     chosen = Execution(model, attention, sampler, config.cuda_graphs)
@@ -115,7 +116,9 @@ def _first_that_agrees(best: Execution, block_size: int) -> tuple[Execution, str
 def _by_torch(best: Execution) -> Execution:
     from cbatch.engine.execution.kernel_checks.model import without_kernels
 
-    return replace(best, model=without_kernels(best.model), attention=ReferenceAttention(), graphs=False)
+    return replace(
+        best, model=without_kernels(best.model), attention=ReferenceAttention(best.attention.kv_dtype), graphs=False
+    )
 
 
 def _first_wrong(checks: Iterable[KernelCheck]) -> KernelCheck | None:

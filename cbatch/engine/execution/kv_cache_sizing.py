@@ -92,7 +92,7 @@ def make_runner(
     Raises ConfigError if the cache, or a step beside it, does not fit.
     """
     size, memory = config.block_size, device_memory(model.device)
-    per_token = sum(layer.bytes_per_token(model.dtype) for layer in model.layers)
+    per_token = sum(layer.bytes_per_token(attention.kv_dtype or model.dtype) for layer in model.layers)
     wanted = limits.max_seqs * -(-model.max_model_len // size)
     cache_size = CacheSizeRequest(config.kv_cache_memory or memory.share, config.kv_blocks, per_token * size, wanted)
     num_blocks, step_bytes = choose_num_blocks(cache_size, model, attention, sampler, size, limits, memory)

@@ -34,8 +34,9 @@ class ModelRunner:
     def __init__(self, model: Model, attention: AttentionBackend, num_blocks: int, block_size: int) -> None:
         self.attention = attention
         self.num_blocks = num_blocks
-        shapes = [attention.block_shapes(layer, block_size, model.dtype) for layer in model.layers]
-        kv_cache = KVCache(shapes, num_blocks, block_size, model.dtype, model.device)
+        self.kv_dtype = attention.kv_dtype or model.dtype
+        shapes = [attention.block_shapes(layer, block_size, self.kv_dtype) for layer in model.layers]
+        kv_cache = KVCache(shapes, num_blocks, block_size, self.kv_dtype, model.device)
         self._open: tuple[Model, KVCache] | None = model, kv_cache
         self._graphs: StepGraphs | None = None
 

@@ -27,6 +27,20 @@ class LayerShape:
 
 Shape = tuple[int, ...]
 
+FP8 = torch.float8_e4m3fn
+"""One byte: a sign, 4 bits of exponent and 3 of mantissa, without infinity; up to 448 (Micikevicius et al., 2022)."""
+FP8_MAX = 448.0
+
+
+def as_stored(new: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers in the type of a cache: rounded to the nearest, ties to even; in FP8, larger ones become the largest."""
+    return new.float().clamp(-FP8_MAX, FP8_MAX).to(FP8) if dtype == FP8 else new.to(dtype)
+
+
+def as_bytes(cache: Tensor) -> Tensor:
+    """A cache of FP8 as its bytes, which every device can copy and index; any other as it is."""
+    return cache.view(torch.uint8) if cache.dtype == FP8 else cache
+
 
 class KVCache:
     """Keys and values of every layer, in blocks, as the attention backend lays them out.

@@ -63,7 +63,8 @@ class AttentionCall:
 class NotingAttention(ReferenceAttention):
     """The reference, which notes how it is called."""
 
-    def __init__(self) -> None:
+    def __init__(self, kv_dtype: torch.dtype | None = None) -> None:
+        super().__init__(kv_dtype)
         self.calls: dict[AttentionCall, None] = {}
 
     def attend(
@@ -117,6 +118,7 @@ def empty_cache(
     device: torch.device,
 ) -> KVCache:  # fmt: skip
     """A cache in which nobody wrote: a kernel that reads too far gives NaN."""
+    dtype = attention.kv_dtype or dtype
     shapes = [attention.block_shapes(layer, block_size, dtype) for layer in layers]
     kv_cache = KVCache(shapes, blocks, block_size, dtype, device)
     for tensor in (*kv_cache.keys, *kv_cache.values):
@@ -175,9 +177,10 @@ class AttentionChecks:
         filled = []
         for new in self._new_kv(layer, len(past.ids)):
             block = [layer.heads, self.block_size] if heads_first else [self.block_size, layer.heads]
-            cache = torch.full((blocks, *block, new.shape[-1]), math.nan, dtype=dtype, device=self.device)
+            stored = self.attention.kv_dtype or dtype
+            cache = torch.full((blocks, *block, new.shape[-1]), math.nan, dtype=stored, device=self.device)
             store_in_blocks(cache, new, past.slot_mapping, heads_first=heads_first)
-            filled.append(cache)
+            filled.append(cache if dtype == self.dtype else cache.to(dtype))
         return filled[0], filled[1]
 
     def _new_kv(self, layer: LayerShape, tokens: int) -> tuple[Tensor, Tensor]:
@@ -214,7 +217,7 @@ class AttentionChecks:
     def _workload(self, name: str, call: AttentionCall) -> Workload:
         """64 sequences that decode behind long pasts, or a prompt behind as long a past."""
         layer = call.layer
-        per_token = layer.bytes_per_token(self.dtype)
+        per_token = layer.bytes_per_token(self.attention.kv_dtype or self.dtype)
         total = max(self.workload_bytes // per_token, 64)
         if name.startswith("decode"):
             chunks = [(total // 64 - 1, total // 64)] * 64

@@ -125,6 +125,7 @@ def largest_error(found: Tensor, expected: Tensor) -> float:
 
 def error_of_cache(found: Tensor, expected: Tensor) -> float:
     """The same of a cache, whose slots hold NaN where nothing is stored."""
+    found, expected = found.float(), expected.float()
     if not torch.equal(found.isnan(), expected.isnan()):
         return math.inf
     return largest_error(found.nan_to_num(), expected.nan_to_num())

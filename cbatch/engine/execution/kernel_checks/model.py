@@ -33,7 +33,7 @@ class ModelChecks:
     @cached_property
     def expected(self) -> ExpectedSteps:
         """Raises ModelError if the model does not even run by operations of torch."""
-        return ExpectedSteps.of(without_kernels(self.model), self.block_size)
+        return ExpectedSteps.of(without_kernels(self.model), self.block_size, self.attention.kv_dtype)
 
     @cached_property
     def attention_kernels(self) -> list[KernelCheck]:

@@ -62,12 +62,12 @@ class ExpectedSteps:
     calls: tuple[AttentionCall, ...]
 
     @classmethod
-    def of(cls, plain: Model, block_size: int) -> ExpectedSteps:
-        """plain: the model without kernels of ours
+    def of(cls, plain: Model, block_size: int, kv_dtype: torch.dtype | None = None) -> ExpectedSteps:
+        """plain: the model without kernels of ours; kv_dtype: type of the KV cache, None: that of the model
 
         Raises ModelError if not even that runs.
         """
-        attention, steps = NotingAttention(), steps_of(plain)
+        attention, steps = NotingAttention(kv_dtype), steps_of(plain)
         try:
             with use_device(plain.device), torch.inference_mode():
                 logits = run_steps(plain, attention, block_size, steps)

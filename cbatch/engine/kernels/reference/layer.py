@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from cbatch.engine.kernels.layer_ops import Positions
+from cbatch.engine.runtime.kv_cache import as_bytes, as_stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +70,16 @@ def store_in_blocks(cache: Tensor, new: Tensor, slots: Tensor, *, heads_first: b
 
     cache: [num_blocks, *block] of one layer; for `heads_first` see `TorchLayerOps`
     """
-    blocks = cache.transpose(1, 2) if heads_first else cache
+    blocks = as_bytes(cache).transpose(1, 2) if heads_first else as_bytes(cache)
     block_size = blocks.shape[1]
     is_stored = slots >= 0
     # A token without a slot does again what the first one with a slot does; if there is none, nothing changes.
     doer = torch.where(is_stored, torch.arange(len(slots), device=slots.device), is_stored.byte().argmax())
     place = slots[doer].clamp(min=0)
     block, offset = torch.div(place, block_size, rounding_mode="floor"), place % block_size
-    blocks[block, offset] = torch.where(is_stored.any(), new[doer].to(cache.dtype), blocks[block, offset])
+    blocks[block, offset] = torch.where(
+        is_stored.any(), as_bytes(as_stored(new[doer], cache.dtype)), blocks[block, offset]
+    )
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

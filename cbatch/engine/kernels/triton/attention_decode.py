@@ -20,6 +20,7 @@ from cbatch.engine.kernels.triton.attention_metadata import AttentionMetadata
 from cbatch.engine.kernels.triton.attention_tile import (
     LAUNCH,
     cache_layout,
+    from_fp8,
     kv_rows,
     load_kv,
     narrow_rows,
@@ -81,9 +82,12 @@ class DecodeGrid:
             self._resident[variant] = max(1, resident_programs(registers, shared, warps, self.limits))
 
 
-def max_registers(head_tile: int, dtype: torch.dtype, has_window: bool) -> dict[str, int]:
-    """An option of the compiler, if it can save registers without spilling: 168 let three programs of 4 warps run."""
-    fits = head_tile <= 128 and dtype.itemsize <= 2 and not has_window
+def max_registers(head_tile: int, dtype: torch.dtype, has_window: bool, limits: DeviceLimits) -> dict[str, int]:
+    """An option of the compiler, if it can save registers without spilling: 168 let three programs of 4 warps run.
+
+    dtype: of the cache
+    """
+    fits = head_tile <= 128 and dtype.itemsize == 2 and not has_window and limits.capability >= 80
     return {"maxnreg": 168} if fits else {}
 
 
@@ -101,7 +105,7 @@ def attend_decode(
     """Writes the rows of out [T, query heads, value_dim] or of the partial results that belong to narrow chunks.
 
     query         [T, query heads, key_dim], any strides between rows and heads
-    keys, values  [num_blocks, kv_heads, block_size, dim]
+    keys, values  [num_blocks, kv_heads, block_size, dim]; uint8 for FP8
     options       see `attend_arguments`
     grid          the number of programs. It does not depend on the rows of a step, except that there are never more
                   than the metadata can use
@@ -110,10 +114,11 @@ def attend_decode(
     if decode is None:
         return
     levels = decode.levels(options["window"] if options["HAS_WINDOW"] else None)
+    head_tile = max(layer["KEY_TILE"], layer["VALUE_TILE"])
     constants = {
-        **layer, "ROWS": narrow_rows(layer["GROUP"]), "TOKENS": tuning.tile_tokens(layer["KEY_TILE"], keys.dtype),
+        **layer, "ROWS": narrow_rows(layer["GROUP"]), "TOKENS": tuning.tile_tokens(layer["KEY_TILE"], query.dtype),
         "num_warps": tuning.warps, "num_stages": tuning.stages,
-        **max_registers(max(layer["KEY_TILE"], layer["VALUE_TILE"]), keys.dtype, options["HAS_WINDOW"]), **LAUNCH,
+        **max_registers(head_tile, keys.dtype, options["HAS_WINDOW"], grid.limits), **LAUNCH,
     }  # fmt: skip
     forms = (options[name] for name in ("HAS_WINDOW", "HAS_SOFTCAP", "HAS_SINKS"))
     variant = query.dtype, keys.dtype, *forms, *constants.values()
@@ -204,12 +209,16 @@ def _attend_split(
         there = tokens < end
         rows = kv_rows(block_ids, tokens, there, head, KV_HEADS, BLOCK_SIZE)
         k = load_kv(keys, rows, there, KEY_DIM, KEY_TILE, True)
+        if keys.dtype.element_ty == tl.uint8:
+            k = from_fp8(k, q.dtype)
         scores = scaled_scores(q, k, scale, softcap, HAS_SOFTCAP)
         visible = tokens[None, :] < tl.minimum(limit, end)[:, None]
         if HAS_WINDOW:
             visible = visible & (tokens[None, :] >= limit[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
         v = load_kv(values, rows, there, VALUE_DIM, VALUE_TILE, True)
+        if values.dtype.element_ty == tl.uint8:
+            v = from_fp8(v, q.dtype)
         acc, largest, total = online_softmax_update(scores, v, acc, largest, total)
     total = tl.where(total == 0, 1.0, total)  # padding, and tokens that see none of these
     return acc / total[:, None], largest + tl.log2(total)

@@ -179,7 +179,9 @@ def list_pieces(counts: Ints, lengths: Ints, size: Ints, splits: Ints) -> tuple[
     (chunks,) = np.nonzero(counts > 1)
     # Programs start in the order of the list: what reads most begins first.
     chunks = chunks[np.argsort(-np.minimum(lengths, size)[chunks], kind="stable")]
-    sequence, split = np.repeat(chunks, splits[chunks]), positions_in(splits[chunks])
+    sequence = np.repeat(chunks, splits[chunks])
+    # The last split first: only this one is never before a window.
+    split = splits[sequence] - 1 - positions_in(splits[chunks])
     ends = counts[sequence].cumsum()
     return np.stack([sequence, split, ends - counts[sequence]], 1), int(ends[-1]) if len(ends) else 0
 

@@ -18,6 +18,7 @@ from cbatch.engine.kernels.triton.attention_metadata import AttentionMetadata
 from cbatch.engine.kernels.triton.attention_tile import (
     LAUNCH,
     cache_layout,
+    from_fp8,
     kv_rows,
     load_kv,
     narrow_rows,
@@ -78,13 +79,13 @@ def attend_prefill(
     """Writes the rows of out [T, query heads, value_dim] or of the partial results that belong to wider chunks.
 
     query         [T, query heads, key_dim], any strides between rows and heads
-    keys, values  [num_blocks, kv_heads, block_size, dim]
+    keys, values  [num_blocks, kv_heads, block_size, dim]; uint8 for FP8
     options       see `attend_arguments`
     """
     layer, prefill = cache_layout(query, keys, values), metadata.prefill
     if prefill is None:
         return
-    tuning = tuning.fitted(max(layer["KEY_TILE"], layer["VALUE_TILE"]), keys.dtype, layer["GROUP"], limits)
+    tuning = tuning.fitted(max(layer["KEY_TILE"], layer["VALUE_TILE"]), query.dtype, layer["GROUP"], limits)
     tiles = prefill.max_tiles(tuning.rows // layer["GROUP"])
     _prefill_kernel[(tiles * layer["KV_HEADS"],)](
         query, keys, values, out, *parts, prefill.pieces, prefill.count, metadata.sequences, metadata.block_ids,
@@ -188,6 +189,8 @@ def _visit(
         there = tokens < stop
         rows = kv_rows(block_ids, tokens, there, head, KV_HEADS, BLOCK_SIZE)
         k = load_kv(keys, rows, there, KEY_DIM, KEY_TILE, MASKED)
+        if keys.dtype.element_ty == tl.uint8:
+            k = from_fp8(k, q.dtype)
         scores = scaled_scores(q, k, scale, softcap, HAS_SOFTCAP)
         if MASKED:
             seen = tokens[None, :] <= position[:, None]
@@ -195,5 +198,7 @@ def _visit(
                 seen = seen & (tokens[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
         v = load_kv(values, rows, there, VALUE_DIM, VALUE_TILE, MASKED)
+        if values.dtype.element_ty == tl.uint8:
+            v = from_fp8(v, q.dtype)
         acc, largest, total = online_softmax_update(scores, v, acc, largest, total)
     return acc, largest, total

@@ -64,14 +64,39 @@ def kv_rows(
 def load_kv(
     cache: tl.tensor, rows: tl.tensor, there: tl.tensor, DIM: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """[tokens, TILE] keys or values; 0 beyond the head's size, and for masked tokens."""
+    """[tokens, TILE] keys or values as they are stored; 0 beyond the head's size, and for masked tokens."""
     column = tl.arange(0, TILE)
     place = cache + rows[:, None] * DIM + column[None, :]
     if MASKED:
-        return tl.load(place, mask=there[:, None] & (column < DIM)[None, :], other=0.0)
+        return tl.load(place, mask=there[:, None] & (column < DIM)[None, :], other=0)
     if DIM != TILE:
-        return tl.load(place, mask=(column < DIM)[None, :], other=0.0)
+        return tl.load(place, mask=(column < DIM)[None, :], other=0)
     return tl.load(place)
+
+
+@triton.jit
+def from_fp8(code: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """The numbers of bytes of FP8 (e4m3), exact in any type; by integers, since chips before 8.9 have no such type.
+
+    With its bits moved to those of float16, a number is 2**-8 of what it should be: the exponents begin 8 apart.
+    """
+    magnitude = (code & 0x7F).to(tl.int16)
+    bits = (magnitude << 7) | ((code & 0x80).to(tl.int16) << 8)
+    number = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return tl.where(magnitude == 0x7F, float("nan"), number).to(dtype)
+
+
+@triton.jit
+def to_fp8(number: tl.tensor) -> tl.tensor:
+    """Bytes of FP8 (e4m3) of numbers: the nearest, ties to even; the largest, 448, of larger ones; NaN stays NaN."""
+    exact = number.to(tl.float32)
+    size = tl.minimum(tl.abs(exact), 448.0)
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # Beside 2**14, a float32 is rounded to multiples of 2**-9, as the smallest numbers of FP8 are.
+    small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(size < 0.015625, small, normal) | ((exact.to(tl.int32, bitcast=True) >> 24) & 0x80)
+    return tl.where(exact != exact, 0x7F, code).to(tl.uint8)
 
 
 @triton.jit
@@ -105,7 +130,7 @@ def online_softmax_update(
 def store_kv(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, slots: Tensor) -> None:
     """Stores new_keys [T, kv_heads, key_dim] and new_values by slot; rows with a negative slot are not stored.
 
-    keys, values: [num_blocks, kv_heads, block_size, dim]
+    keys, values: [num_blocks, kv_heads, block_size, dim]; uint8 for FP8
     """
     _, heads, block_size, key_dim = keys.shape
     value_dim = values.shape[-1]
@@ -132,8 +157,12 @@ def _store_kv_kernel(
         column = tl.arange(0, KEY_TILE)
         kept = (head < HEADS)[:, None] & (column < KEY_DIM)[None, :]
         new = tl.load(new_keys + row * key_row + head[:, None] * key_head + column[None, :], mask=kept)
+        if keys.dtype.element_ty == tl.uint8:
+            new = to_fp8(new)
         tl.store(keys + there[:, None] * KEY_DIM + column[None, :], new, mask=kept)
         column = tl.arange(0, VALUE_TILE)
         kept = (head < HEADS)[:, None] & (column < VALUE_DIM)[None, :]
         new = tl.load(new_values + row * value_row + head[:, None] * value_head + column[None, :], mask=kept)
+        if values.dtype.element_ty == tl.uint8:
+            new = to_fp8(new)
         tl.store(values + there[:, None] * VALUE_DIM + column[None, :], new, mask=kept)

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from cbatch.engine.kernels.layer_ops import Positions
+from cbatch.engine.kernels.triton.attention_tile import to_fp8
+from cbatch.engine.runtime.kv_cache import as_bytes
 
 _OPTIONS = {"enable_fp_fusion": True}
 """Of every launch: versions of Triton differ in what they do if it is not said."""
@@ -145,11 +147,15 @@ def _rope_and_store_kv_kernel(
         cell = ((slot // BLOCK_SIZE * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE) * DIM + column
         key = (GROUP * KV_HEADS + head) * DIM + column
         key_left, key_right = _norm_and_rope(row, key, inside, norms + DIM, cosine, sine, eps, DIM, HAS_NORMS)
+        value = key + KV_HEADS * DIM
+        value_left, value_right = tl.load(row + value, mask=inside), tl.load(row + value + half, mask=inside)
+        if keys.dtype.element_ty == tl.uint8:
+            key_left, key_right = to_fp8(key_left), to_fp8(key_right)
+            value_left, value_right = to_fp8(value_left), to_fp8(value_right)
         tl.store(keys + cell, key_left.to(keys.dtype.element_ty), mask=inside)
         tl.store(keys + cell + half, key_right.to(keys.dtype.element_ty), mask=inside)
-        value = key + KV_HEADS * DIM
-        tl.store(values + cell, tl.load(row + value, mask=inside), mask=inside)
-        tl.store(values + cell + half, tl.load(row + value + half, mask=inside), mask=inside)
+        tl.store(values + cell, value_left, mask=inside)
+        tl.store(values + cell + half, value_right, mask=inside)
 
 
 def rope_and_store_kv(
@@ -166,7 +172,7 @@ def rope_and_store_kv(
     group = query.shape[1] // kv_heads
     tile, half = _power_of_2(group), _power_of_2(dim // 2)
     _rope_and_store_kv_kernel[(query.shape[0], kv_heads)](
-        qkv, *positions, qkv if norms is None else norms, query, keys, values, eps,
+        qkv, *positions, qkv if norms is None else norms, query, as_bytes(keys), as_bytes(values), eps,
         kv_heads, group, dim, block_size, tile, half, norms is not None, **_options(tile * half // 8),
     )  # fmt: skip
 
