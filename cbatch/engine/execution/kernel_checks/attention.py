@@ -30,7 +30,7 @@ from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 CHUNKS = {
     "decode attention": [(0, 1), (16, 17), (299, 300), (1099, 1100)],
     "short chunk attention": [(0, 2), (40, 44), (700, 703), (30, 31)],
-    "prefill attention": [(0, 40), (50, 190)],
+    "prefill attention": [(0, 40), (50, 190), (2200, 2240)],
 }
 """The first token and the end of each chunk of a step. They begin and end within blocks, tiles and splits."""
 

@@ -31,8 +31,11 @@ from cbatch.engine.runtime.transfer import to_device, use_device
 from cbatch.engine.sampling.sampler import Sampler, pack_sampling_params
 from cbatch.engine.scheduler.request import Request
 
-_TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
-"""Most that rounding changes the logits of a whole model, as a share of their spread."""
+_TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
+"""Most that rounding changes the logits of a whole model, as a share of their spread.
+
+It may send a token to another expert. What only a single kernel does wrong is found by its own check.
+"""
 
 Steps = Sequence[Sequence[tuple[int, int]]]
 
