@@ -59,7 +59,7 @@ class Tiling(NamedTuple):
 
     block: int = 64
     chunk: int = 128
-    part: int = 32
+    part: int = 16
     group: int = 64
     warps: tuple[int, int] = (8, 16)
 
