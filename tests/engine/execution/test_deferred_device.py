@@ -125,6 +125,22 @@ def test_tokens_are_those_of_a_cpu(others_first: bool, config: dict[str, Any], k
     assert (engine.stats().num_preemptions > 0) == ("kv_blocks" in config)
 
 
+def test_engines_do_not_disturb_each_other(device: DeferredDevice, kernels: pytest.MonkeyPatch) -> None:
+    """Guards two engines on one device, whose steps alternate, and which end while work of the other is queued."""
+    engines, work = [make(), make("qwen3")], list(zip(make_prompts(LENGTHS), ASKED, strict=True))
+    found: list[dict[int | None, list[int | None]]] = [
+        {engine.add(*one): [] for one in work[:number]} for engine, number in zip(engines, (3, 6), strict=True)
+    ]
+    with device.no_waits():
+        while any(engine.has_work for engine in engines):
+            for engine, tokens in zip(engines, found, strict=True):
+                for event in engine.step() if engine.has_work else ():
+                    tokens[event.request_id].append(event.token_id)
+    engines[0].close()
+    assert list(found[0].values()) == expected()[:3] and list(found[1].values()) == expected("qwen3")
+    assert run(engines[1]) == expected("qwen3")
+
+
 @pytest.mark.parametrize("where", ["forward", "sample", "get"])
 def test_steps_that_fail_change_no_token(where: str, device: DeferredDevice, kernels: pytest.MonkeyPatch) -> None:
     """Guards retries: what a failed step has queued still runs, on buffers that its next attempt fills again."""
