@@ -370,7 +370,7 @@ def test_refusals_are_sentences(
         "no attention backend": [str(source), "-m", str(model_folder), "--attention", "magic"],
         "not an amount of memory": [str(source), "-m", str(model_folder), "--kv-cache-memory", "lots"],
         "are free": [str(source), "-m", str(model_folder), "--kv-cache-memory", "99999GiB"],
-        "not available": [str(source), "-m", str(model_folder), "--device", "cuda:99"],
+        "'cuda:99' cannot be used": [str(source), "-m", str(model_folder), "--device", "cuda:99"],
         "a file is needed": [str(source), "-m", str(model_folder), "-o", str(tmp_path)],
         "not valid UTF-8": [str(source), "-m", str(model_folder), "--system", "\udcff"],
         "No such option": ["--frobnicate"],
