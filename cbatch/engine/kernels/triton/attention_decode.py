@@ -87,7 +87,7 @@ def max_registers(head_tile: int, dtype: torch.dtype, has_window: bool, limits: 
 
     dtype: of the cache
     """
-    fits = head_tile <= 128 and dtype.itemsize == 2 and not has_window and limits.capability >= 80
+    fits = 64 < head_tile <= 128 and dtype.itemsize == 2 and not has_window and limits.capability >= 80
     return {"maxnreg": 168} if fits else {}
 
 
