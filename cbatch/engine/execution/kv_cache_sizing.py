@@ -223,15 +223,19 @@ class MemoryProfiler:
         return sum(largest) + WORKSPACE_BYTES + GRAPH_BYTES * len(sizes)
 
     def prompt_steps(self) -> list[SchedulerOutput]:
-        """Two steps with as many tokens as allowed: in few long prompts, and in as many prompts as allowed."""
+        """Two steps with as many tokens as allowed: in few long prompts, and in as many chunks as allowed.
+
+        The many chunks have as much context as the cache could hold: attention keeps intermediate results for it.
+        """
         rows, tokens = self._rows, self._limits.max_batch_tokens
         few = [length for length in _lengths(rows, tokens, self._longest, least=0) if length]
         many = [min(tokens // rows + (row < tokens % rows), self._longest) for row in range(rows)]
+        lengths = _lengths(rows, self._cache_tokens, self._longest, least=many[0])
         # If attention gathers the past of a chunk, the last chunk of a long prompt takes most memory.
         past = self._longest - few[0] if self._runner.attention.gathers_kv else 0
         return [
             self._scheduled([(past, past + few[0]), *((0, length) for length in few[1:])]),
-            self._scheduled([(0, length) for length in many]),
+            self._scheduled([(length - count, length) for count, length in zip(many, lengths, strict=True)]),
         ]
 
     def decode_step(self) -> SchedulerOutput:
