@@ -192,7 +192,7 @@ def test_the_likeliest_tokens_are_those_of_the_logits() -> None:
 
     def checked(batch: RaggedBatch) -> Logits:
         nonlocal seen
-        values, argmax = logits = forward(batch)
+        values, argmax, _ = logits = forward(batch)
         assert argmax is not None and argmax.tokens.tolist() == values.argmax(-1).tolist()
         assert argmax.logits.tolist() == values.max(-1).values.tolist() if len(values) else True
         seen += len(values)
