@@ -20,6 +20,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+import triton
+import triton.language as tl
+
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.attention.triton import TritonAttention, fits
@@ -33,7 +36,7 @@ from cbatch.engine.kernels.triton.attention_metadata import (
     list_work,
     split_tokens,
 )
-from cbatch.engine.kernels.triton.attention_prefill import PrefillTuning
+from cbatch.engine.kernels.triton.attention_prefill import PrefillTuning, _find_tile
 from cbatch.engine.runtime.batch import DeviceTokens, RaggedBatch
 from cbatch.engine.runtime.kv_cache import LayerShape
 from tests.support.attention_cases import AttentionCase
@@ -487,6 +490,51 @@ def test_each_tile_is_found(seed: int) -> None:
     room = torch.cat([first[1:], torch.tensor([metadata.max_tiles(tile)])]) - first
     needed = -(-torch.from_numpy(counts)[pieces[:, 0]] // tile)
     assert ((room == needed) | (room == needed + 1)).all()
+
+
+@triton.jit
+def _find_tiles(found: Any, pieces: Any, count: Any, TILE: tl.constexpr) -> None:
+    tile = tl.program_id(0)
+    piece, number = _find_tile(pieces, count, tile, TILE)
+    tl.store(found + tile * 2, piece)
+    tl.store(found + tile * 2 + 1, number)
+
+
+def test_pieces_past_the_count_are_not_read() -> None:
+    """Guards steps in buffers of a graph: how many pieces there are is read on the device, others are of old steps."""
+    counts, tile = np.array([5, 9, 17]), 4
+    work = list_work(counts, counts + 100, counts * 0, SPLIT)
+    old = torch.tensor([[7, 0, 1]] * 6)
+    pieces = torch.cat([torch.from_numpy(work.pieces), old]).int().to(DEVICE)
+    first = work.pieces[:, 2] // tile + np.arange(len(work.pieces))
+    tiles = np.arange(int(first[-1]) + 12)
+    found = torch.empty(len(tiles), 2, dtype=torch.int32, device=DEVICE)
+    _find_tiles[(len(tiles),)](found, pieces, torch.tensor([len(first)], device=DEVICE), tile)
+    mine = np.searchsorted(first, tiles, side="right") - 1
+    assert found.tolist() == np.stack([mine, tiles - first[mine]], 1).tolist()
+
+
+@pytest.mark.parametrize("name", ["plain", "all at once"])
+def test_a_tile_before_a_split_has_no_partial_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the end of each token in wide chunks: results of splits behind it were never written, and are NaN here."""
+    empty = attention_combine.Partials.empty
+
+    def poisoned(*arguments: Any) -> attention_combine.Partials:
+        parts = empty(*arguments)
+        for part in parts:
+            part.fill_(torch.nan)
+        return parts
+
+    monkeypatch.setattr(attention_combine.Partials, "empty", poisoned)
+    sequences = Sequences(CASES[name], [76, 20])
+    chunks = [(1, 0, 20), (0, 46, 76)]  # the first tile ends before the split at 64
+    small = TritonAttention(
+        DEVICE, DecodeTuning(split=SPLIT, tile_bytes=1024), PrefillTuning(rows=16, tokens=16, warps=4)
+    )
+    everything = [(0, 0, 76), (1, 0, 20)]
+    found = sequences.run(small, [everything, chunks], torch.float32, only_written=1)[0]
+    expected = sequences.run(ReferenceAttention(), [everything, chunks], torch.float64, only_written=1)[0]
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5, check_dtype=False)
 
 
 def test_what_does_not_fit_goes_another_way() -> None:

@@ -37,8 +37,8 @@ class DecodeTuning(NamedTuple):
     tile_bytes       bytes of keys that a program reads at once: large enough for full cache lines, small enough that
                      several reads are in flight
     warps            warps of a program; they share the columns of a tile, whose rows are the heads of one group
-    stages           depth of the pipeline. Finding a block, reading it and using it are separate stages, so 5 stages
-                     have two tiles in flight, and 3 have one
+    stages           depth of the pipeline. Finding a block, reading it and using it are separate stages: 5 stages have
+                     two buffers, one tile in flight while another is used; 3 ask for a tile and wait for it at once
     """
 
     split: int = 256
