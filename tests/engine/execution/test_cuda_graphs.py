@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.engine_thread import EngineThread
@@ -32,9 +33,10 @@ from cbatch.engine.execution.cuda_graphs import (
     graph_size_for,
     graph_tokens_for,
 )
+from cbatch.engine.kernels.reference.layer import TorchLayerOps
 from cbatch.engine.models.cuda import CudaModel
 from cbatch.engine.requests.request import EncodedRequest, RequestHandle
-from cbatch.engine.runtime.kv_cache import KVCache
+from cbatch.engine.runtime.kv_cache import FP8, KVCache
 from cbatch.engine.sampling.sampler import PARAM_WORDS, Sampler
 from cbatch.engine.scheduler.limits import StepLimits
 from cbatch.engine.stepping_engine import SteppingEngine
@@ -120,6 +122,18 @@ def test_equals_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(engine) == expected_of("mistral, window")
     if isinstance(record, Repeater):
         assert record.recorded == 4 and record.replayed == engine.stats().num_steps
+
+
+def test_an_fp8_cache_gives_the_tokens_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards FP8 in all steps of an engine: kernels round and read a cache as plain torch does."""
+    model, record = model_of(network_of("mistral, window")), recorder()
+    plain = engine_around(monkeypatch, model.with_ops(TorchLayerOps()), ReferenceAttention(FP8), max_batch_tokens=6)
+    expected = run(plain)
+    attention = TritonAttention(DEVICE, kv_dtype=FP8)
+    engine = engine_with_graphs(monkeypatch, model, record, attention=attention)
+    assert engine.runner.kv_cache.keys[0].dtype == plain.runner.kv_cache.keys[0].dtype == FP8
+    assert engine.runner._graphs is not None
+    assert run(engine) == expected != expected_of("mistral, window")
 
 
 def test_capturing_does_not_touch_the_cache() -> None:

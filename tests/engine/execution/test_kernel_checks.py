@@ -28,7 +28,7 @@ from cbatch.engine.execution.kernel_checks.sampling import check_sampling
 from cbatch.engine.execution.kernel_checks.step import ExpectedSteps, check_recorded
 from cbatch.engine.kernels.reference.layer import TorchLayerOps
 from cbatch.engine.models.cpu import CpuModel
-from cbatch.engine.runtime.kv_cache import LayerShape
+from cbatch.engine.runtime.kv_cache import FP8, LayerShape, as_bytes
 from cbatch.engine.sampling.sampler import Sampler
 from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.cuda_model import DEVICE, model_of
@@ -115,6 +115,40 @@ def test_wrong_attention_is_seen(
     assert [name.partition(" (")[0] for name in wrong_of(checks)] == found
 
 
+def layer_check(model: Any, name: str) -> KernelCheck:
+    (check,) = (check for check in LayerChecks(model, 16, FP8).run() if check.name == name)
+    return check
+
+
+def more(keys: Tensor, by: int, places: int | None = 1) -> None:
+    """Moves numbers of a cache to other numbers of FP8, away from 0."""
+    there = (keys.float().abs() < 200).nonzero()[:places].unbind(1)
+    as_bytes(keys)[there] += by
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_an_fp8_cache_may_be_one_step_off(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards right kernels that round the middle of two numbers elsewhere, and sees each of the wrong ones."""
+    model = model_of(make_network("qwen3", num_hidden_layers=1), dtype)
+    right = layer.rope_and_store_kv
+    damages: list[tuple[Callable[[Tensor], None], bool]] = [
+        (lambda keys: None, True),
+        (lambda keys: more(keys, 1), True),
+        (lambda keys: more(keys, 4), False),
+        (lambda keys: more(keys, 1, None), False),
+        (lambda keys: as_bytes(keys)[..., -1, :].fill_(0x7F), False),
+        (lambda keys: as_bytes(keys)[..., 0, :].fill_(0), False),
+    ]
+    for damage, agrees in damages:
+
+        def wrong(*arguments: Any, damage: Callable[[Tensor], None] = damage) -> None:
+            right(*arguments)
+            damage(arguments[-2])
+
+        monkeypatch.setattr(layer, "rope_and_store_kv", wrong)
+        assert layer_check(model, "rope_and_store_kv").agrees is agrees
+
+
 def test_right_layer_kernels_agree(model: Any) -> None:
     """Guards the checks of a layer; every operation of it has one."""
     checks = list(LayerChecks(model, 16).run())
@@ -172,9 +206,9 @@ def not_allowed(run: Run) -> Run:
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        (at_once, "a captured step differs from torch by 8e-07; rounding explains 0.001."),
-        (never, "a captured step differs from torch by "),
-        (not_allowed, "a captured step fails (RuntimeError: operation not permitted when stream is capturing)."),
+        (at_once, "recorded steps differs from torch by 8e-07, where rounding explains 0.001."),
+        (never, "recorded steps differs from torch by "),
+        (not_allowed, "recorded steps fails (RuntimeError: operation not permitted when stream is capturing)."),
     ],
 )
 def test_recorded_steps(record: Callable[[Run], Run], reason: str, model: Any) -> None:

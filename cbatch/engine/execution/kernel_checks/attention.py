@@ -130,7 +130,7 @@ def empty_cache(
 class AttentionChecks:
     """The checks of a backend.
 
-    workload_bytes: bytes of the keys and values that a workload reads
+    small: the keys and values that a workload reads, in bytes
     """
 
     attention: AttentionBackend

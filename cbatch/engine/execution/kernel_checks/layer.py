@@ -16,6 +16,7 @@ from cbatch.engine.execution.kernel_checks.check import (
     KernelCheck,
     Workload,
     error_of_cache,
+    error_of_fp8_cache,
     largest_error,
     run_check,
 )
@@ -24,6 +25,7 @@ from cbatch.engine.kernels.reference.layer import TorchLayerOps
 from cbatch.engine.models.base import HiddenStates
 from cbatch.engine.models.cuda import CudaModel
 from cbatch.engine.models.llama_spec import weight_shapes
+from cbatch.engine.runtime.kv_cache import FP8
 
 _TOKENS = 5
 _WORKLOAD_TOKENS = 8192
@@ -33,21 +35,26 @@ _BLOCKS = 3
 
 @dataclass(frozen=True, slots=True)
 class LayerChecks:
-    """The checks of a model's operations."""
+    """The checks of a model's operations.
+
+    kv_dtype: type of the KV cache; None: that of the model
+    """
 
     model: CudaModel
     block_size: int
+    kv_dtype: torch.dtype | None = None
     workload_tokens: int = _WORKLOAD_TOKENS
 
     def run(self) -> Iterator[KernelCheck]:
         spec, dtype = self.model.spec, self.model.dtype
         size, hidden = dtype.itemsize, spec.hidden_size
-        heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        kv_size = (self.kv_dtype or dtype).itemsize
+        kv_bytes = 2 * spec.num_kv_heads * (size + kv_size)
         operations: dict[str, tuple[Callable[[LayerOps, int], list[Tensor]], int]] = {
             "embed_and_norm": (self._embed_and_norm, hidden * (2 * size + 4)),
             "add_and_norm": (self._add_and_norm, hidden * (2 * size + 8)),
             "select_and_norm": (self._select_and_norm, hidden * (2 * size + 4)),
-            "rope_and_store_kv": (self._rope_and_store_kv, 2 * heads * size),
+            "rope_and_store_kv": (self._rope_and_store_kv, (2 * spec.num_heads * size + kv_bytes) * spec.head_dim),
             "silu_and_mul": (self._silu_and_mul, 3 * spec.intermediate_size * size),
         }
         for name, (operate, token_bytes) in operations.items():
@@ -75,7 +82,7 @@ class LayerChecks:
     def _error(self, operate: Callable[[LayerOps, int], list[Tensor]]) -> float:
         plain = TorchLayerOps(self.model.ops.heads_first)
         results = zip(operate(self.model.ops, _TOKENS), operate(plain, _TOKENS), strict=True)
-        return max(error_of_cache(found, expected) for found, expected in results)
+        return max(_error_of_result(found, expected) for found, expected in results)
 
     def _head_error(self) -> float:
         """With the model's own matrix."""
@@ -122,7 +129,10 @@ class LayerChecks:
         block = [self.block_size, spec.num_kv_heads]
         if ops.heads_first:
             block.reverse()
-        keys, values = (self._draw(0, blocks, *block, spec.head_dim).fill_(torch.nan) for _ in range(2))
+        keys, values = (
+            torch.full((blocks, *block, spec.head_dim), torch.nan, device=device).to(self.kv_dtype or self.model.dtype)
+            for _ in range(2)
+        )
         slots = torch.arange(tokens, device=device) + self.block_size - 2  # in two blocks
         slots[tokens // 2] = -1
         angles = torch.arange(tokens, device=device)[:, None] * spec.inv_freq.to(device)
@@ -151,6 +161,10 @@ class LayerChecks:
     def _draw(self, seed: int, *shape: int) -> Tensor:
         generator: Any = torch.Generator(self.model.device).manual_seed(seed)
         return torch.randn(shape, generator=generator, device=self.model.device).to(self.model.dtype)
+
+
+def _error_of_result(found: Tensor, expected: Tensor) -> float:
+    return (error_of_fp8_cache if found.dtype == FP8 else error_of_cache)(found, expected)
 
 
 class _Captured:

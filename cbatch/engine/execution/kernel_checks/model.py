@@ -43,7 +43,9 @@ class ModelChecks:
     @cached_property
     def layer_kernels(self) -> list[KernelCheck]:
         """No checks if the model has no such kernels."""
-        return list(LayerChecks(self.model, self.block_size).run()) if isinstance(self.model, CudaModel) else []
+        if not isinstance(self.model, CudaModel):
+            return []
+        return list(LayerChecks(self.model, self.block_size, self.attention.kv_dtype).run())
 
     @cached_property
     def products(self) -> list[KernelCheck]:
@@ -62,7 +64,7 @@ class ModelChecks:
 
     @cached_property
     def recorded_steps(self) -> list[KernelCheck]:
-        """No checks if steps of the model cannot be captured as CUDA graphs."""
+        """No checks if steps of the model cannot be recorded."""
         if self.model.capturable is None or self.attention.capturable is None:
             return []
         return [
