@@ -27,6 +27,7 @@ BLOCK_SIZE = 16
 
 
 PARTS = ("attention", "forms", "rest")
+KV_DTYPES = ("auto", "fp8")
 SPILLS = {("_prefill_kernel", 100, 256): 8}
 """Bytes that a kernel may spill, by its chip and head size. These 8 are 2 KiB for all threads of a program, if each
 tile of keys and values costs them, beside the 32 KiB of the tile; smaller tiles would cost more."""
@@ -38,6 +39,7 @@ class Case(NamedTuple):
     part:       "attention", which depends on heads; "forms", all that attention can be asked for; or "rest"
     head_size:  0 unless the part is attention, as is
     group:      the number of query heads that share a KV head
+    kv_dtype:   type of the KV cache, as `--kv-dtype` has it
     """
 
     capability: int
@@ -45,6 +47,7 @@ class Case(NamedTuple):
     part: str
     head_size: int = 0
     group: int = 0
+    kv_dtype: str = "auto"
 
 
 class Kernel(NamedTuple):
@@ -73,10 +76,12 @@ def all_cases(options: argparse.Namespace) -> list[Case]:
     dtypes = {capability: "float16" if capability < 80 else "bfloat16" for capability in options.arch}
     cases = [Case(chip, dtype, part) for chip, dtype in dtypes.items() for part in ("rest", "forms")]
     cases += [
-        Case(chip, dtype, "attention", head, group)
-        for (chip, dtype), head, group in itertools.product(dtypes.items(), options.heads, options.groups)
+        Case(chip, dtype, "attention", head, group, kv_dtype)
+        for kv_dtype, (chip, dtype), head, group in itertools.product(
+            options.kv_dtypes, dtypes.items(), options.heads, options.groups
+        )
     ]
-    if 80 in dtypes:
+    if 80 in dtypes and "auto" in options.kv_dtypes:
         cases.append(Case(80, "float32", "attention", 128, 4))
     return [case for case in cases if case.part in options.parts]
 
@@ -133,7 +138,7 @@ def launch_attention(case: Case, dtype: Any) -> None:
 
     heads, dim = KV_HEADS * case.group, case.head_size
     attend(case, dtype, heads, KV_HEADS, dim)
-    keys = torch.empty(4, KV_HEADS, BLOCK_SIZE, dim, dtype=dtype)
+    keys = torch.empty(4, KV_HEADS, BLOCK_SIZE, dim, dtype=cache_dtype(case, dtype))
     qkv, query = torch.empty(3, (heads + 2 * KV_HEADS) * dim, dtype=dtype), torch.empty(3, heads, dim, dtype=dtype)
     angles, slots = torch.empty(3, dim // 2), torch.zeros(3, dtype=torch.int64)
     for norms in (None, torch.empty(2 * dim, dtype=dtype)):
@@ -163,10 +168,16 @@ def attend(case: Case, dtype: Any, heads: int, kv_heads: int, dim: int, **option
     tables, rows = np.zeros((len(stops), 256), np.int32), np.zeros(0, np.int64)
     batch = RaggedBatch(tokens, tokens, tokens, rows, tables, starts, stops, cpu)
     metadata = attention.prepare(batch, BLOCK_SIZE)
-    keys = torch.empty(4, kv_heads, BLOCK_SIZE, dim, dtype=dtype)
+    keys = torch.empty(4, kv_heads, BLOCK_SIZE, dim, dtype=cache_dtype(case, dtype))
     new, query = (torch.empty(len(tokens), count, dim, dtype=dtype) for count in (kv_heads, heads))
     attention.store_kv(keys, keys, new, new, metadata)
     attention.attend(query, keys, keys, metadata, scale=0.1, **options)
+
+
+def cache_dtype(case: Case, dtype: Any) -> Any:
+    from cbatch.engine.runtime.kv_cache import FP8
+
+    return FP8 if case.kv_dtype == "fp8" else dtype
 
 
 def launch_rest(case: Case, dtype: Any) -> None:
@@ -209,6 +220,7 @@ def table(kernels: Sequence[Kernel]) -> list[list[str]]:
     for kernel in kernels:
         case = kernel.case
         head = str(case.head_size or "") + (", float32" if case.dtype == "float32" else "")
+        head += ", FP8" if case.kv_dtype == "fp8" else ""
         if case.part != "forms":
             line = cells.setdefault((kernel.name.strip("_").removesuffix("_kernel"), head), {})
             line[case.capability] = max(line.get(case.capability, kernel), kernel, key=_need)
@@ -240,9 +252,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="compile_matrix"
     )
 
-    def numbers(known: Sequence[int]) -> Callable[[str], list[int]]:
-        def read(text: str) -> list[int]:
-            found = [int(part) for part in text.split(",")]
+    def some(kind: Callable[[str], Any], known: Sequence[Any]) -> Callable[[str], list[Any]]:
+        def read(text: str) -> list[Any]:
+            found = [kind(part) for part in text.split(",")]
             if set(found) - set(known):
                 raise argparse.ArgumentTypeError(f"{text} is not among {', '.join(map(str, known))}")
             return found
@@ -251,10 +263,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     add = parser.add_argument
     chips = ", ".join(f"{capability} {name}" for capability, name in CHIPS.items())
-    add("--arch", type=numbers(list(CHIPS)), default=list(CHIPS), help=f"compute capabilities times ten, of: {chips}")
-    add("--heads", type=numbers(HEAD_SIZES), default=list(HEAD_SIZES), help="head sizes (all of 64,80,96,128,256)")
-    add("--groups", type=numbers(GROUPS), default=list(GROUPS), help="query heads of a KV head (all of 1,2,4,8)")
-    add("--parts", type=lambda text: text.split(","), default=PARTS, help="of attention,forms,rest (all)")
+    add("--arch", type=some(int, list(CHIPS)), default=list(CHIPS), help=f"compute capabilities times ten, of: {chips}")
+    add("--heads", type=some(int, HEAD_SIZES), default=list(HEAD_SIZES), help="head sizes (all of 64,80,96,128,256)")
+    add("--groups", type=some(int, GROUPS), default=list(GROUPS), help="query heads of a KV head (all of 1,2,4,8)")
+    add("--kv-dtypes", type=some(str, KV_DTYPES), default=["auto"], help="types of the KV cache, of auto,fp8 (auto)")
+    add("--parts", type=some(str, PARTS), default=PARTS, help="of attention,forms,rest (all)")
     add("--jobs", type=int, default=os.cpu_count(), help="processes (%(default)s)")
     add("--markdown", action="store_true", help="print the table as Markdown")
     add("--json", action="store_true", help="print all that was found as JSON instead of the table")
