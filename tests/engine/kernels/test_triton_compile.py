@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,16 +27,13 @@ ALL = ATTENTION | {"_choose_kernel", "_norm_kernel", "_scan_kernel", "_silu_and_
     ("chip", "heads", "group", "parts", "names"),
     [("90", "128", "4", "attention,forms,rest", ALL), ("86", "256", "8", "attention", ATTENTION)],
 )
-def test_kernels_compile_and_fit(
-    chip: str, heads: str, group: str, parts: str, names: set[str], tmp_path: Path
-) -> None:
+def test_kernels_compile_and_fit(chip: str, heads: str, group: str, parts: str, names: set[str]) -> None:
     """Guards launches up to machine code, and what that takes of a chip: kernels that need more shared memory than
     there is, spilled registers, narrow reads of the cache, attention that never reads ahead, FP fusion by default.
     """
     options = ["--arch", chip, "--heads", heads, "--groups", group, "--parts", parts, "--jobs", "1", "--json"]
     command = [sys.executable, "-m", "scripts.gpu.compile_matrix", *options]
-    settings = {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)  # Triton keeps what it has compiled
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout)
     assert {kernel["name"] for kernel in kernels} == names
