@@ -153,6 +153,16 @@ class RaggedBatch:
     device_tokens: DeviceTokens | None = None
     sampling_params: Callable[[], NDArray[np.int32] | None] | None = None
 
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """`stops` as an array."""
+        return np.array(self.stops, np.int64)
+
+    @cached_property
+    def counts(self) -> NDArray[np.int64]:
+        """How many tokens each chunk has."""
+        return self.lengths - np.array(self.starts, np.int64)
+
     @property
     def input_ids(self) -> Tensor:
         return self._on_device[0]

@@ -64,15 +64,16 @@ class HostCopy:
 
 
 def pack(arrays: Sequence[NDArray[Any]], layout: Sequence[NDArray[Any]], *, pin: bool) -> Tensor:
-    """A buffer with the bytes of all arrays, at the aligned offsets of `layout`, up to the end of the last array.
+    """A buffer with the numbers of all arrays, at the aligned offsets of `layout`, up to the end of the last array.
 
-    layout: the arrays themselves, or larger ones
+    layout: the arrays themselves, or larger ones, perhaps of other types, to which the numbers are converted
     """
     places = _places(layout)
-    buffer = torch.empty(places[-2] + arrays[-1].nbytes, dtype=torch.uint8, pin_memory=pin)
+    size = places[-2] + arrays[-1].size * layout[-1].itemsize
+    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
     there = buffer.numpy()
-    for array, place in zip(arrays, places, strict=False):
-        there[place : place + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    for array, room, place in zip(arrays, layout, places, strict=False):
+        there[place : place + array.size * room.itemsize].view(room.dtype)[:] = array.reshape(-1)
     return buffer
 
 

@@ -131,11 +131,13 @@ def split_tokens(counts: Ints, lengths: Ints, unit: int) -> Ints:
       are split every 2,048 or more, and longer ones, 40 programs at least, are not.
     - Partial results have to fit into memory: a chunk of several tokens has at most 32 splits, and 16 above 32 tokens.
     """
-    decode = unit + unit // 2 * ((lengths > 16 * unit).astype(np.int64) + (lengths > 32 * unit))
-    most = np.where(counts <= 32, 32, 16)
-    even = -(-lengths // (most * unit)) * unit
-    chunk = np.maximum(even, unit * np.select([counts <= NARROW, counts <= 32], [2, 4], 8))
-    return np.select([counts == 1, counts <= SHORT], [decode, chunk], WHOLE)
+    decode: Ints = unit + unit // 2 * ((lengths > 16 * unit).astype(np.int64) + (lengths > 32 * unit))
+    if counts.max(initial=1) == 1:
+        return decode
+    few = counts <= 32
+    even = -(-lengths // (np.where(few, 32, 16) * unit)) * unit
+    chunk = np.maximum(even, unit * np.where(few, np.where(counts <= NARROW, 2, 4), 8))
+    return np.where(counts == 1, decode, np.where(counts <= SHORT, chunk, WHOLE))
 
 
 def count_splits(counts: Ints, lengths: Ints, unit: int) -> tuple[Ints, Ints]:
@@ -150,45 +152,57 @@ def list_work(counts: Ints, lengths: Ints, first_pages: Ints, unit: int) -> Work
     A sequence of length 0 has one decode row, for which zeros are written.
     """
     size, splits = count_splits(counts, lengths, unit)
-    results = np.where(splits > 1, splits * counts, 0)
-    first_rows = counts.cumsum() - counts
-    sequences = np.stack([first_rows, lengths, counts, first_pages, size, results.cumsum() - results], 1)
-    (narrow,) = np.nonzero(counts <= NARROW)
+    is_split = splits > 1
+    results = splits * counts * is_split
+    ends = results.cumsum()
+    sequences = in_columns(counts.cumsum() - counts, lengths, counts, first_pages, size, ends - results)
+    (narrow,) = (counts <= NARROW).nonzero()
     last = (lengths - (splits - 1) * size)[narrow]
     items, totals = list_items(narrow, splits[narrow], last)
-    (merged,) = np.nonzero(splits > 1)
-    merges = np.stack([np.repeat(merged, counts[merged]), positions_in(counts[merged])], 1)
+    (merged,) = is_split.nonzero()
+    merges = in_columns(merged.repeat(counts[merged]), positions_in(counts[merged]))
     pieces, piece_tokens = list_pieces(counts, lengths, size, splits)
-    return Work(sequences, items, totals, merges, pieces, int(results.sum()), piece_tokens)
+    return Work(sequences, items, totals, merges, pieces, int(ends[-1]) if len(ends) else 0, piece_tokens)
 
 
 def list_items(sequences: Ints, splits: Ints, last: Ints) -> tuple[Ints, Ints]:
     """The items of sequences with so many splits, the last of so many tokens, and the totals of their levels."""
     if not len(sequences):
         return np.empty((0, 2), np.int64), np.zeros(1, np.int64)
-    counts = len(splits) - np.searchsorted(np.sort(splits), np.arange(splits.max()), side="right")
-    back, place = np.repeat(np.arange(len(counts)), counts), positions_in(counts)
-    chosen = np.argsort(-splits, kind="stable")[place]
+    counts = len(splits) - np.bincount(splits).cumsum()[:-1]
+    chosen = (-splits).argsort(kind="stable")[positions_in(counts)]
     # The last splits have all sizes. Programs take items in turn, so neighbours in the list should be of similar size.
-    chosen[: counts[0]] = np.argsort(-last, kind="stable")
-    return np.stack([sequences[chosen], splits[chosen] - 1 - back], 1), counts.cumsum()
+    chosen[: counts[0]] = (-last).argsort(kind="stable")
+    back = np.arange(len(counts)).repeat(counts)
+    return in_columns(sequences[chosen], splits[chosen] - 1 - back), counts.cumsum()
 
 
 def list_pieces(counts: Ints, lengths: Ints, size: Ints, splits: Ints) -> tuple[Ints, int]:
     """The pieces of the sequences with several tokens, and the number of their tokens."""
-    (chunks,) = np.nonzero(counts > 1)
+    (chunks,) = (counts > 1).nonzero()
+    if not len(chunks):
+        return np.empty((0, 3), np.int64), 0
     # Programs start in the order of the list: what reads most begins first.
-    chunks = chunks[np.argsort(-np.minimum(lengths, size)[chunks], kind="stable")]
-    sequence = np.repeat(chunks, splits[chunks])
+    chunks = chunks[(-np.minimum(lengths, size)[chunks]).argsort(kind="stable")]
+    sequence = chunks.repeat(splits[chunks])
     # The last split first: only this one is never before a window.
     split = splits[sequence] - 1 - positions_in(splits[chunks])
     ends = counts[sequence].cumsum()
-    return np.stack([sequence, split, ends - counts[sequence]], 1), int(ends[-1]) if len(ends) else 0
+    return in_columns(sequence, split, ends - counts[sequence]), int(ends[-1])
 
 
 def positions_in(sizes: Ints) -> Ints:
     """0 .. size - 1 for each of the sizes."""
-    result: Ints = np.arange(sizes.sum()) - np.repeat(sizes.cumsum() - sizes, sizes)
+    ends = sizes.cumsum()
+    result: Ints = np.arange(ends[-1] if len(ends) else 0) - (ends - sizes).repeat(sizes)
+    return result
+
+
+def in_columns(*columns: Ints) -> Ints:
+    """[N, K] int32 of K columns [N]."""
+    result = np.empty((len(columns[0]), len(columns)), np.int32)
+    for number, column in enumerate(columns):
+        result[:, number] = column
     return result
 
 
@@ -256,15 +270,14 @@ class StepBuffers:
         return fits and (self.decode_only or self._holds_splits(batch))
 
     def _holds_splits(self, batch: RaggedBatch) -> bool:
-        lengths = np.array(batch.stops, np.int64)
-        counts = lengths - np.array(batch.starts, np.int64)
+        counts, lengths = batch.counts, batch.lengths
         splits = count_splits(counts, lengths, self.split)[1]
-        pieces, merged = splits[counts > 1], splits > 1
+        is_chunk, is_split, tokens = counts > 1, splits > 1, splits * counts
         return bool(
-            pieces.sum() <= self._max_pieces
-            and (pieces * counts[counts > 1]).sum() <= self._max_piece_tokens
-            and counts[merged].sum() <= self._max_merges
-            and (splits * counts)[merged].sum() <= self._max_partials
+            splits @ is_chunk <= self._max_pieces
+            and tokens @ is_chunk <= self._max_piece_tokens
+            and counts @ is_split <= self._max_merges
+            and tokens @ is_split <= self._max_partials
         )
 
     def fill(self, batch: RaggedBatch) -> None:
@@ -278,10 +291,10 @@ class StepBuffers:
             raise ValueError(
                 f"{len(batch.stops)} sequences of {sum(batch.stops)} tokens do not fit into the buffers of a graph."
             )
-        lengths: Ints = np.array(batch.stops, np.int64)
-        counts: Ints = lengths - np.array(batch.starts, np.int64)
+        lengths: Ints = batch.lengths
         if self.decode_only:  # sequences after the last are padding
-            counts, lengths = np.ones(self.max_sequences, np.int64), padded(lengths, self.max_sequences)
+            lengths = padded(lengths, self.max_sequences)
+        counts: Ints = np.ones_like(lengths) if self.decode_only else batch.counts
         blocks = -(-lengths // self.block_size)
         work = list_work(counts, lengths, blocks.cumsum() - blocks, self.split)
         block_ids = batch.tables[np.arange(batch.tables.shape[1]) < blocks[: len(batch.stops), None]]
@@ -291,10 +304,9 @@ class StepBuffers:
             padded(batch.ids, self.tokens), padded(batch.positions, self.tokens),
             padded(batch.rows, self.max_sequences), none if unknown is None else unknown.places,
             none if unknown is None else unknown.rows, padded(batch.slots, self.tokens, -1), work.sequences,
-            work.items, np.pad(work.totals, (0, self._levels - len(work.totals)), mode="edge"),
+            work.items, padded(work.totals, self._levels, work.totals[-1]),
             padded(work.merges, self._max_merges, -1), work.pieces, np.array([len(work.pieces)]), block_ids,
         ]  # fmt: skip
-        arrays = [array.astype(room.dtype, copy=False) for array, room in zip(arrays, self._room, strict=True)]
         filled = pack(arrays, self._room, pin=pins_memory(self._packed.device))
         self._packed[: len(filled)].copy_(filled, non_blocking=True)
         if unknown is not None:
@@ -302,10 +314,10 @@ class StepBuffers:
             self.input_ids.index_copy_(0, places, unknown.tokens.index_select(0, rows))
 
 
-def padded(values: Ints, size: int, padding: int = 0) -> Ints:
+def padded(values: Ints, size: int, padding: int | np.integer[Any] = 0) -> Ints:
     """The values [N] or [N, K], then the padding, `size` in all."""
-    result = np.full((size, *values.shape[1:]), padding, values.dtype)
-    result[: len(values)] = values
+    result = np.empty((size, *values.shape[1:]), values.dtype)
+    result[: len(values)], result[len(values) :] = values, padding
     return result
 
 
