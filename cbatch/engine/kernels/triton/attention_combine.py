@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cbatch.engine.kernels.triton.attention_metadata import AttentionMetadata
-from cbatch.engine.kernels.triton.attention_tile import LAUNCH
+from cbatch.engine.kernels.triton.attention_tile import LAUNCH, power_of_2
 
 CHUNK = 16
 """Partial results that are merged at once."""
@@ -42,7 +42,7 @@ def combine(out: Tensor, parts: Partials, metadata: AttentionMetadata, options: 
     heads, value_dim = out.shape[1:]
     _combine_kernel[(len(metadata.merges), heads)](
         out, *parts, metadata.sequences, metadata.merges, options["window"], HAS_WINDOW=options["HAS_WINDOW"],
-        HEADS=heads, VALUE_DIM=value_dim, VALUE_TILE=max(16, triton.next_power_of_2(value_dim)), CHUNK=CHUNK, **LAUNCH,
+        HEADS=heads, VALUE_DIM=value_dim, VALUE_TILE=max(16, power_of_2(value_dim)), CHUNK=CHUNK, **LAUNCH,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ changes from step to step is read on the device, so a captured launch is right f
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from cbatch.engine.kernels.triton.attention_combine import Partials
 from cbatch.engine.kernels.triton.attention_metadata import AttentionMetadata
 from cbatch.engine.kernels.triton.attention_tile import (
     LAUNCH,
+    Heads,
     cache_layout,
     from_fp8,
     kv_rows,
@@ -76,8 +78,9 @@ class DecodeGrid:
 
     def launched(self, variant: Hashable, kernel: Any) -> None:
         """Learns from a `CompiledKernel` how many of its programs a multiprocessor runs; the interpreter has none."""
-        registers = getattr(kernel, "n_regs", None)
-        if variant not in self._resident and registers:
+        if variant in self._resident:
+            return
+        if registers := getattr(kernel, "n_regs", None):
             shared, warps = kernel.metadata.shared, kernel.metadata.num_warps
             self._resident[variant] = max(1, resident_programs(registers, shared, warps, self.limits))
 
@@ -110,24 +113,30 @@ def attend_decode(
     grid          the number of programs. It does not depend on the rows of a step, except that there are never more
                   than the metadata can use
     """
-    layer, decode = cache_layout(query, keys, values), metadata.decode
+    decode, has_window = metadata.decode, options["HAS_WINDOW"]
     if decode is None:
         return
-    levels = decode.levels(options["window"] if options["HAS_WINDOW"] else None)
-    head_tile = max(layer["KEY_TILE"], layer["VALUE_TILE"])
-    constants = {
-        **layer, "ROWS": narrow_rows(layer["GROUP"]), "TOKENS": tuning.tile_tokens(layer["KEY_TILE"], query.dtype),
-        "num_warps": tuning.warps, "num_stages": tuning.stages,
-        **max_registers(head_tile, keys.dtype, options["HAS_WINDOW"], grid.limits), **LAUNCH,
-    }  # fmt: skip
-    forms = (options[name] for name in ("HAS_WINDOW", "HAS_SOFTCAP", "HAS_SINKS"))
-    variant = query.dtype, keys.dtype, *forms, *constants.values()
-    programs = min(grid.programs(variant), len(decode.items) * layer["KV_HEADS"])
+    levels = decode.levels(options["window"] if has_window else None)
+    heads = Heads.of(query, keys, values)
+    constants = _constants(heads, has_window, tuning, grid.limits)
+    variant = heads, has_window, options["HAS_SOFTCAP"], options["HAS_SINKS"], tuning
+    programs = min(grid.programs(variant), len(decode.items) * heads.block[0])
     kernel = _decode_kernel[(programs,)](
         query, keys, values, out, *parts, metadata.sequences, decode.items, decode.totals, metadata.block_ids, levels,
         query.stride(0), query.stride(1), **options, **constants,
     )  # fmt: skip
     grid.launched(variant, kernel)
+
+
+@cache
+def _constants(heads: Heads, has_window: bool, tuning: DecodeTuning, limits: DeviceLimits) -> dict[str, Any]:
+    layer = cache_layout(heads)
+    head_tile = max(layer["KEY_TILE"], layer["VALUE_TILE"])
+    return {
+        **layer, "ROWS": narrow_rows(layer["GROUP"]), "TOKENS": tuning.tile_tokens(layer["KEY_TILE"], heads.dtype),
+        "num_warps": tuning.warps, "num_stages": tuning.stages,
+        **max_registers(head_tile, heads.cache_dtype, has_window, limits), **LAUNCH,
+    }  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["levels", "window"])

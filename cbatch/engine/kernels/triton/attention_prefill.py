@@ -6,6 +6,7 @@ or over a split of them, with the online softmax. Tiles of keys that all of its 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +18,14 @@ from cbatch.engine.kernels.triton.attention_combine import Partials
 from cbatch.engine.kernels.triton.attention_metadata import AttentionMetadata
 from cbatch.engine.kernels.triton.attention_tile import (
     LAUNCH,
+    Heads,
     cache_layout,
     from_fp8,
     kv_rows,
     load_kv,
     narrow_rows,
     online_softmax_update,
+    power_of_2,
     scaled_scores,
 )
 from cbatch.engine.kernels.triton.occupancy import KIB, DeviceLimits
@@ -62,7 +65,7 @@ class PrefillTuning(NamedTuple):
                     tokens = min(tokens, 16)
             elif head_tile > 128:
                 tokens //= 2
-        return PrefillTuning(max(rows, triton.next_power_of_2(group)), max(16, tokens), warps, stages)
+        return PrefillTuning(max(rows, power_of_2(group)), max(16, tokens), warps, stages)
 
 
 def attend_prefill(
@@ -82,16 +85,25 @@ def attend_prefill(
     keys, values  [num_blocks, kv_heads, block_size, dim]; uint8 for FP8
     options       see `attend_arguments`
     """
-    layer, prefill = cache_layout(query, keys, values), metadata.prefill
+    prefill = metadata.prefill
     if prefill is None:
         return
-    tuning = tuning.fitted(max(layer["KEY_TILE"], layer["VALUE_TILE"]), query.dtype, layer["GROUP"], limits)
-    tiles = prefill.max_tiles(tuning.rows // layer["GROUP"])
-    _prefill_kernel[(tiles * layer["KV_HEADS"],)](
+    constants = _constants(Heads.of(query, keys, values), tuning, limits)
+    tiles = prefill.max_tiles(constants["ROWS"] // constants["GROUP"])
+    _prefill_kernel[(tiles * constants["KV_HEADS"],)](
         query, keys, values, out, *parts, prefill.pieces, prefill.count, metadata.sequences, metadata.block_ids,
-        query.stride(0), query.stride(1), **options, **layer, NARROW=narrow_rows(layer["GROUP"]), ROWS=tuning.rows,
-        TOKENS=tuning.tokens, num_warps=tuning.warps, num_stages=tuning.stages, **LAUNCH,
+        query.stride(0), query.stride(1), **options, **constants,
     )  # fmt: skip
+
+
+@cache
+def _constants(heads: Heads, tuning: PrefillTuning, limits: DeviceLimits) -> dict[str, Any]:
+    layer = cache_layout(heads)
+    tuning = tuning.fitted(max(layer["KEY_TILE"], layer["VALUE_TILE"]), heads.dtype, layer["GROUP"], limits)
+    return {
+        **layer, "NARROW": narrow_rows(layer["GROUP"]), "ROWS": tuning.rows, "TOKENS": tuning.tokens,
+        "num_warps": tuning.warps, "num_stages": tuning.stages, **LAUNCH,
+    }  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["window"])

@@ -5,8 +5,10 @@ Scores are in base 2: they are multiplied with log2(e), because the hardware com
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,23 +33,47 @@ def attend_arguments(
     }
 
 
-def cache_layout(query: Tensor, keys: Tensor, values: Tensor) -> dict[str, int]:
+class Heads(NamedTuple):
+    """What a launch for a layer is compiled for: the same for most layers of a model, so it is looked up by it.
+
+    query_heads  of a token
+    block        [kv_heads, block_size, key_dim]
+    """
+
+    query_heads: int
+    block: torch.Size
+    value_dim: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, query: Tensor, keys: Tensor, values: Tensor) -> Heads:
+        return cls(query.shape[1], keys.shape[1:], values.shape[-1], query.dtype, keys.dtype)
+
+
+@cache
+def cache_layout(heads: Heads) -> dict[str, int]:
     """Arguments for the layout of a layer's cache. Tiles are padded to powers of 2 and masked."""
-    _, kv_heads, block_size, key_dim = keys.shape
+    kv_heads, block_size, key_dim = heads.block
     return {
         "KV_HEADS": kv_heads,
-        "GROUP": query.shape[1] // kv_heads,
+        "GROUP": heads.query_heads // kv_heads,
         "BLOCK_SIZE": block_size,
         "KEY_DIM": key_dim,
-        "VALUE_DIM": values.shape[-1],
-        "KEY_TILE": max(16, triton.next_power_of_2(key_dim)),
-        "VALUE_TILE": max(16, triton.next_power_of_2(values.shape[-1])),
+        "VALUE_DIM": heads.value_dim,
+        "KEY_TILE": max(16, power_of_2(key_dim)),
+        "VALUE_TILE": max(16, power_of_2(heads.value_dim)),
     }
 
 
 def narrow_rows(group: int) -> int:
     """Rows of a tile of the decode kernel, tokens times heads. It takes the chunks that fit into one."""
-    return max(16, int(triton.next_power_of_2(group)))
+    return max(16, power_of_2(group))
+
+
+def power_of_2(number: int) -> int:
+    """The next power of 2. That of Triton is a function for kernels, too, which takes many times longer."""
+    return 1 << (number - 1).bit_length()
 
 
 @triton.jit
@@ -136,8 +162,8 @@ def store_kv(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor,
     value_dim = values.shape[-1]
     _store_kv_kernel[(len(slots),)](
         keys, values, new_keys, new_values, slots, *new_keys.stride()[:2], *new_values.stride()[:2], HEADS=heads,
-        BLOCK_SIZE=block_size, KEY_DIM=key_dim, VALUE_DIM=value_dim, HEADS_TILE=triton.next_power_of_2(heads),
-        KEY_TILE=triton.next_power_of_2(key_dim), VALUE_TILE=triton.next_power_of_2(value_dim), **LAUNCH,
+        BLOCK_SIZE=block_size, KEY_DIM=key_dim, VALUE_DIM=value_dim, HEADS_TILE=power_of_2(heads),
+        KEY_TILE=power_of_2(key_dim), VALUE_TILE=power_of_2(value_dim), **LAUNCH,
     )  # fmt: skip
 
 

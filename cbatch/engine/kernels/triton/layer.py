@@ -7,6 +7,7 @@ captured launch is right for the next step. Sums, norms, angles and gates are fl
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from cbatch.engine.kernels.layer_ops import Positions
-from cbatch.engine.kernels.triton.attention_tile import to_fp8
+from cbatch.engine.kernels.triton.attention_tile import power_of_2, to_fp8
 from cbatch.engine.runtime.kv_cache import as_bytes
 
 _OPTIONS = {"enable_fp_fusion": True}
@@ -75,7 +76,7 @@ def _norm(
     residual: Tensor, added: Tensor, rows: Tensor, weight: Tensor, eps: float, out: Tensor, embeds: bool, selects: bool
 ) -> None:
     hidden = out.shape[1]
-    block = _power_of_2(hidden)
+    block = power_of_2(hidden)
     _norm_kernel[(out.shape[0],)](
         residual, added, rows, weight, out, eps, hidden, block, embeds, selects, **_options(block // 16)
     )
@@ -170,7 +171,7 @@ def rope_and_store_kv(
     """
     _, kv_heads, block_size, dim = keys.shape
     group = query.shape[1] // kv_heads
-    tile, half = _power_of_2(group), _power_of_2(dim // 2)
+    tile, half = power_of_2(group), power_of_2(dim // 2)
     _rope_and_store_kv_kernel[(query.shape[0], kv_heads)](
         qkv, *positions, qkv if norms is None else norms, query, as_bytes(keys), as_bytes(values), eps,
         kv_heads, group, dim, block_size, tile, half, norms is not None, **_options(tile * half // 8),
@@ -191,7 +192,7 @@ def _silu_and_mul_kernel(gate_up: tl.tensor, out: tl.tensor, INNER: tl.constexpr
 def silu_and_mul(gate_up: Tensor, out: Tensor) -> None:
     """out [T, inner] = silu(gate) * up (SwiGLU, Shazeer, 2020), with both [T, 2 * inner] = gate, then up."""
     rows, inner = out.shape
-    block = min(_power_of_2(inner), 1024)
+    block = min(power_of_2(inner), 1024)
     _silu_and_mul_kernel[(rows, -(-inner // block))](gate_up, out, inner, block, **_options(block // 8))
 
 
@@ -207,11 +208,7 @@ def logits(hidden: Tensor, lm_head: Tensor, out: Tensor | None = None) -> Tensor
     return values if out is None else out.copy_(values)
 
 
-def _power_of_2(number: int) -> int:
-    """The next power of 2. That of Triton is a function for kernels, too, which takes many times longer."""
-    return 1 << (number - 1).bit_length()
-
-
+@cache
 def _options(threads: int) -> dict[str, Any]:
     """Of a launch, with warps for so many threads, each of which reads 16 bytes, or a few times that."""
     return {"num_warps": min(max(threads // 32, 1), 16), **_OPTIONS}
