@@ -236,7 +236,9 @@ def _library_problem() -> str | None:
 
 
 def _compiler_problem() -> str | None:
-    if any(_triton_cache().glob("*/cuda_utils*.so")):  # compiled before, perhaps where this image was made
+    # Compiled before, perhaps where this image was made. Triton 3.6 also compiles a launcher for each kernel: an image
+    # may hold all of them, so it is not refused here, and the checks find those that it lacks.
+    if any(_triton_cache().glob("*/cuda_utils*.so")):
         return None
     named = os.environ.get("CC")
     if named is not None and shutil.which(named) is None:
