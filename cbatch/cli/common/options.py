@@ -161,7 +161,13 @@ def engine_options(
             default=True,
             help="Compute the shared beginnings of prompts only once [default: on].",
         ),
-        option("--attention", default="auto", show_default=True, metavar="NAME", help="Attention backend."),
+        option(
+            "--attention",
+            default="auto",
+            show_default=True,
+            metavar="NAME",
+            help="Attention backend: auto, cpu, triton or reference.",
+        ),
         option(
             "--cuda-graphs/--no-cuda-graphs",
             default=True,

@@ -36,10 +36,10 @@ WORKSPACE_BYTES = 64 * 2**20
 """An allowance for the workspaces of cuBLAS on the stream of the captures."""
 
 MAX_GRAPH_TOKENS = 2048
-"""Tokens of the largest mixed step that is captured; the device computes longer on a larger one than it is launched."""
+"""Tokens of the largest mixed step that is captured. A larger one takes the device longer than the host launches it."""
 
 CHEAP_PADDING = 256
-"""A step of so many tokens takes about as long as one of a few: the device reads the same weights."""
+"""A step of up to so many tokens takes about as long as one of a few, because the device reads the same weights."""
 
 
 def graph_size_for(rows: int) -> int:
@@ -64,7 +64,7 @@ def graph_tokens_for(tokens: int) -> int:
 class GraphSizes:
     """The sizes of steps that are captured, ascending.
 
-    decode:   numbers of sequences, of each of which the step has one token
+    decode:   numbers of sequences, with one token each
     mixed:    numbers of tokens, in chunks of any length
     max_seqs: most sequences of a mixed step
     """
@@ -135,7 +135,7 @@ class _Shared:
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.largest = torch.zeros(rows, device=device)
         self._draws = False
-        """Whether `words` have any row that is not greedy."""
+        """Whether any row of `words` is not greedy."""
 
     def fill_words(self, words: NDArray[np.int32], size: int) -> None:
         """Overwrites the sampling parameters; rows after the last are greedy."""
@@ -158,8 +158,8 @@ class _Shared:
 class StepGraphs:
     """Graphs of the steps of a model over one KV cache, all in one memory pool, captured when this is made.
 
-    A decode step is captured with its head and sampling. Of a mixed step the layers are: how many of its tokens have an
-    output is not a matter of its size.
+    A decode step is captured with its head and sampling. A mixed step is captured up to its last layer, because the
+    number of tokens that need logits differs between steps of one size.
 
     problem: a sentence on the sizes that could not be captured; empty if all were
     """
@@ -211,7 +211,7 @@ class StepGraphs:
         return Logits(shared.logits[:count], sampled=shared.sampled(count) if words is not None else None)
 
     def _find(self, recordings: dict[int, _Recording], tokens: int) -> _Recording | None:
-        """The smallest that such a step fits into, unless the rest of it would take longer than single launches."""
+        """The smallest that so many tokens fit into; None if its padding would take longer than single launches."""
         size = min((size for size in recordings if size >= tokens), default=0)
         return recordings[size] if tokens <= size <= max(CHEAP_PADDING, 2 * tokens) else None
 
@@ -234,7 +234,7 @@ class StepGraphs:
         except Exception as error:  # whatever a driver or library does not allow during a capture
             is_full = is_out_of_memory(error)
             reason = "out of memory" if is_full else f"{error}" or type(error).__name__
-        # Only here nothing holds the memory of what failed any more.
+        # After the except block, since its traceback held the memory of what failed.
         if is_full and len(self):
             captured = f"{len(self)} of {len(self._sizes)}"
             return f"Only {captured} CUDA graphs were captured, so that some steps are slower: {reason}."

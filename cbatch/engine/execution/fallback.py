@@ -3,13 +3,13 @@
 On a GPU every kernel that the model will use is checked when the engine is made. If one raises or differs, the engine
 steps down from it:
 
-1. steps recorded as CUDA graphs;
+1. steps captured as CUDA graphs;
 2. the same kernels, launched one by one;
 3. the operations of a layer by torch, and attention by Triton;
 4. attention by torch too (the reference).
 
-Sampling falls back to torch on its own. A model of transformers has no kernels between its products and is not
-recorded: without Triton's attention it takes the reference.
+Sampling falls back to torch on its own. A model of transformers uses only the attention kernels, and its steps are not
+captured: if attention fails, it takes the reference.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _log = logging.getLogger("cbatch")
 class Execution:
     """What computes the steps of an engine.
 
-    graphs:   whether steps are recorded as CUDA graphs, if the device and the model allow it
+    graphs:   whether steps are captured as CUDA graphs, if the device and the model allow it
     fallback: sentences that say what was stepped down from and why; empty if nothing was
     """
 
@@ -59,7 +59,7 @@ def choose_execution(config: EngineConfig, model: Model) -> Execution:
     """
     kv_dtype = check_kv_dtype(config.kv_dtype, config.attention, model.device)
     attention = select_attention(config.attention, model.device, model.layers, config.block_size, model.dtype, kv_dtype)
-    # Who asks for the reference wants none of our kernels: perhaps one of them makes the whole process fail.
+    # A user who asks for the reference wants none of our kernels: one of them may crash the process.
     sampler = Sampler(model.device, kernel=False if config.attention == "reference" else None)
     chosen = Execution(model, attention, sampler, config.cuda_graphs)
     if is_checked(model.device):
@@ -80,7 +80,7 @@ def _step_down(best: Execution, config: EngineConfig) -> Execution:
 
     device, problem = best.model.device, triton_problem(best.model.device)
     chosen, reason, sentences = best, problem or "", []
-    if best.sampler.uses_kernel:  # before the steps that are recorded with it
+    if best.sampler.uses_kernel:  # before the steps that are captured with it
         sampled = None if problem else check_sampling(best.sampler, best.model.vocab_size)
         if sampled is None or not sampled.agrees:
             best.sampler.disable_kernel()
@@ -98,7 +98,7 @@ def _step_down(best: Execution, config: EngineConfig) -> Execution:
 
 
 def _first_that_agrees(best: Execution, block_size: int) -> tuple[Execution, str]:
-    """And why the one before it does not; empty if it is the best one."""
+    """The first that agrees, and why the one before it does not; that is empty for the best one."""
     from cbatch.engine.execution.kernel_checks.model import ModelChecks, without_kernels
 
     checks = ModelChecks(best.model, best.attention, best.sampler, block_size)
@@ -131,4 +131,4 @@ def _consequence(best: Execution, chosen: Execution) -> str:
         return "Attention runs by operations of torch, which is slow,"
     if chosen.model is not best.model:
         return "The layers run by operations of torch"
-    return "Steps are not recorded as CUDA graphs"
+    return "Steps run without CUDA graphs"

@@ -104,7 +104,7 @@ def make_runner(
     else:
         runner.capture_graphs(sampler, limits, lambda: memory.free() >= step_bytes + GRAPH_BYTES)
         return runner
-    # Only here nothing holds the part of the cache any more that was made.
+    # After the except block, since its traceback held the part of the cache that was made.
     raise ConfigError(
         f"A KV cache of {format_bytes(num_blocks * cache_size.block_bytes)} could not be made on {memory.name}, where "
         f"{format_bytes(memory.free())} are free; give it less (--kv-cache-memory)."

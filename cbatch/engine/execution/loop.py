@@ -3,8 +3,8 @@
 On a GPU steps overlap. The model starts on a step before the host knows the tokens of the previous one: their ids are
 gathered on the device, where they were sampled. While the device computes, the host updates the requests with the
 previous step's tokens and ends those that are finished; only then is this step sampled. So penalties, constraints and
-log-probabilities see all tokens before, and only the sampler waits for them. A step that nothing of this concerns may
-have been sampled by a CUDA graph already. Without overlap the requests are updated at once; nothing else is different.
+log-probabilities see all tokens before, and only the sampler waits for them. If a step has none of these, a CUDA graph
+may have sampled it already. Without overlap the requests are updated at once; nothing else is different.
 """
 
 from __future__ import annotations

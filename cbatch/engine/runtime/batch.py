@@ -103,7 +103,7 @@ class Logits(NamedTuple):
 
     values:  [R, V]
     argmax:  of the rows, if the model has computed it
-    sampled: from the rows as they are, if sampling was part of the recorded step
+    sampled: tokens of the rows as they are, if sampling was part of a captured step
     """
 
     values: Tensor
@@ -132,7 +132,7 @@ class RaggedBatch:
     starts, stops  S ints: chunk i computes tokens starts[i] .. stops[i]-1 of its sequence; each attends to the tokens
                    of that sequence up to itself
     scored         [R] bool, which of the R rows score a prompt; None if none does
-    device_tokens  tokens that only the device knows; None if there are none, as always if the host samples
+    device_tokens  tokens that only the device knows; None if there are none, which is so whenever the host samples
 
     sampling_params returns the parameters of the requests that get a token, packed (`sampler.pack_sampling_params`),
     for a step that samples by itself; None if something changes the logits before.
@@ -206,6 +206,7 @@ class RaggedBatch:
 
         tables:           kept from step to step, so that they need not be rebuilt
         in_flight_tokens: tokens that the host does not know yet; on a CPU they are put into `ids` at once
+        sampling_params:  see `RaggedBatch`
         """
         requests, starts, stops, are_last, blocks, _ = zip(*scheduled.chunks, strict=True)
         # numpy: torch takes longer, and each of its operations lets other threads take the interpreter.

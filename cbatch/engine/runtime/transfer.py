@@ -24,7 +24,7 @@ def use_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until a GPU has done all its work; a CPU has."""
+    """Waits until a GPU has done all its work; a CPU always has."""
     if is_cuda(device):
         torch.cuda.synchronize(device)
     elif is_accelerator(device):

@@ -105,7 +105,7 @@ def doubled(function: Callable[..., Any], place: int) -> Callable[..., Any]:
     [
         (None, "", None, "triton", ""),
         (layer, "silu_and_mul", doubled(layer.silu_and_mul, -1), "triton, torch",
-         "The layers run by operations of torch on {device}: silu_and_mul differs from torch by 1, where rounding "
+         "The layers run by operations of torch on {device}: silu_and_mul differs from torch by 1; rounding "
          "explains 0.0001."),
         (triton_attention, "attend_decode", does_not_fit, "reference, torch",
          "Attention runs by operations of torch, which is slow, on {device}: decode attention (heads of 16) fails "

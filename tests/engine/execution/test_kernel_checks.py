@@ -206,9 +206,9 @@ def not_allowed(run: Run) -> Run:
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        (at_once, "recorded steps differs from torch by 8e-07, where rounding explains 0.001."),
-        (never, "recorded steps differs from torch by "),
-        (not_allowed, "recorded steps fails (RuntimeError: operation not permitted when stream is capturing)."),
+        (at_once, "a captured step differs from torch by 8e-07; rounding explains 0.001."),
+        (never, "a captured step differs from torch by "),
+        (not_allowed, "a captured step fails (RuntimeError: operation not permitted when stream is capturing)."),
     ],
 )
 def test_recorded_steps(record: Callable[[Run], Run], reason: str, model: Any) -> None:

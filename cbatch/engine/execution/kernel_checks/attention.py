@@ -130,7 +130,7 @@ def empty_cache(
 class AttentionChecks:
     """The checks of a backend.
 
-    small: the keys and values that a workload reads, in bytes
+    workload_bytes: bytes of the keys and values that a workload reads
     """
 
     attention: AttentionBackend

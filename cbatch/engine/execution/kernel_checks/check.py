@@ -62,7 +62,7 @@ class KernelCheck:
         """Why the kernel cannot be used, as a sentence."""
         if self.failure:
             return f"{self.name} fails ({self.failure})."
-        return f"{self.name} differs from torch by {self.error:.2g}, where rounding explains {self.tolerance:g}."
+        return f"{self.name} differs from torch by {self.error:.2g}; rounding explains {self.tolerance:g}."
 
 
 def run_check(

@@ -64,7 +64,7 @@ class ModelChecks:
 
     @cached_property
     def recorded_steps(self) -> list[KernelCheck]:
-        """No checks if steps of the model cannot be recorded."""
+        """No checks if steps of the model cannot be captured as CUDA graphs."""
         if self.model.capturable is None or self.attention.capturable is None:
             return []
         return [

@@ -137,7 +137,7 @@ def check_recorded(
     block_size: int,
     record: Callable[[Run], Run] | None = None,
 ) -> KernelCheck:
-    """Compares steps that are replayed from recordings: two mixed ones, and two that decode, with their samples."""
+    """Compares steps that are replayed from CUDA graphs: two mixed ones, and two that decode, with their samples."""
 
     def measure() -> float:
         runner = StepRunner(cast(Model, model), attention, block_size, expected.steps)
@@ -170,7 +170,7 @@ def check_recorded(
                 return math.inf
         return expected.error(found)
 
-    return run_check("recorded steps", model.device, _TOLERANCES[cast(Model, model).dtype], measure)
+    return run_check("a captured step", model.device, _TOLERANCES[cast(Model, model).dtype], measure)
 
 
 def _sampling_words(rows: int, step: int) -> NDArray[np.int32]:
@@ -181,6 +181,6 @@ def _sampling_words(rows: int, step: int) -> NDArray[np.int32]:
 
 
 def _is_sampled(found: SampledOnDevice, sampler: Sampler, logits: Tensor, words: NDArray[np.int32]) -> bool:
-    """Whether these are the tokens that the sampler gives outside of a recording."""
+    """Whether these are the tokens that the sampler gives outside of a graph."""
     expected = sampler.sample_on_device(logits, to_device([words], logits.device)[0])
     return torch.equal(found.tokens, expected.tokens) and torch.equal(found.largest, expected.largest)

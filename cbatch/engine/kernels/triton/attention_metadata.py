@@ -146,16 +146,18 @@ def count_splits(counts: Ints, lengths: Ints, unit: int) -> tuple[Ints, Ints]:
     return size, np.maximum(-(-lengths // size), 1)
 
 
-def list_work(counts: Ints, lengths: Ints, first_pages: Ints, unit: int) -> Work:
+def list_work(counts: Ints, lengths: Ints, first_blocks: Ints, unit: int) -> Work:
     """The work of sequences [S] of these lengths, of which the last `counts` tokens are computed.
 
     A sequence of length 0 has one decode row, for which zeros are written.
+
+    first_blocks: [S] index of the first block of each in `block_ids`
     """
     size, splits = count_splits(counts, lengths, unit)
     is_split = splits > 1
     results = splits * counts * is_split
     ends = results.cumsum()
-    sequences = in_columns(counts.cumsum() - counts, lengths, counts, first_pages, size, ends - results)
+    sequences = in_columns(counts.cumsum() - counts, lengths, counts, first_blocks, size, ends - results)
     (narrow,) = (counts <= NARROW).nonzero()
     last = (lengths - (splits - 1) * size)[narrow]
     items, totals = list_items(narrow, splits[narrow], last)
@@ -248,9 +250,9 @@ class StepBuffers:
         self._room += [np.empty(shape, np.int32) for shape in shapes]
         self._packed = torch.zeros(packed_size(self._room), dtype=torch.uint8, device=device)
         self.input_ids, self.position_ids, self.logit_rows, *rest = unpack(self._packed, self._room)
-        self._unknown_places, self._unknown_rows, slots, records, listed, totals, merges, begins, count, ids = rest
+        self._unknown_places, self._unknown_rows, slots, records, listed, totals, merges, pieces, count, ids = rest
         decode = DecodeMetadata(listed, totals, split, 1 if decode_only else NARROW)
-        prefill = None if decode_only else PrefillMetadata(begins, count, self._max_piece_tokens)
+        prefill = None if decode_only else PrefillMetadata(pieces, count, self._max_piece_tokens)
         self.metadata = AttentionMetadata(slots, records, ids, merges, self._max_partials, decode, prefill)
         none = np.zeros(0, np.int64)
         self.fill(RaggedBatch(none, none, none, none, np.zeros((0, 1), np.int32), [], [], device))
