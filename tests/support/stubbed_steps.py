@@ -84,7 +84,7 @@ class StubbedSteps:
         )
 
     def run(self, batch: RaggedBatch) -> None:
-        """A step that is not recorded, and sampling."""
+        """A step that is not captured, and sampling."""
         logits = self.model.forward(batch, self.kv_cache, self.attention).values
         if len(logits):
             self._sample(logits, batch)

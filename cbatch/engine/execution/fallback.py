@@ -108,7 +108,7 @@ def _first_that_agrees(best: Execution, block_size: int) -> tuple[Execution, str
         if still_wrong := _first_wrong([checks.step_by_torch]):
             return _by_torch(best), still_wrong.reason
         return replace(best, model=without_kernels(best.model, heads_first=True), graphs=False), wrong.reason
-    if best.graphs and (wrong := _first_wrong(checks.recorded_steps)):
+    if best.graphs and (wrong := _first_wrong(checks.captured_steps)):
         return replace(best, graphs=False), wrong.reason
     return best, ""
 

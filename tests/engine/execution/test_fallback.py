@@ -15,7 +15,7 @@ from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import ConfigError, ModelError
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.execution import fallback
-from cbatch.engine.execution.fallback import Execution, choose_execution
+from cbatch.engine.execution.fallback import choose_execution
 from cbatch.engine.execution.kernel_checks import attention as attention_checks
 from cbatch.engine.execution.kernel_checks import step as step_checks
 from cbatch.engine.execution.kernel_checks.check import KernelCheck
@@ -140,7 +140,7 @@ def test_sampling_falls_back_alone(checked: None, monkeypatch: pytest.MonkeyPatc
 def give(monkeypatch: pytest.MonkeyPatch, **results: Any) -> None:
     """Gives the checks these results; those that are not named agree."""
     right = {"attention_kernels": [RIGHT], "layer_kernels": [RIGHT], "step": RIGHT, "step_by_torch": RIGHT}
-    for part, result in (right | {"recorded_steps": [RIGHT]} | results).items():
+    for part, result in (right | {"captured_steps": [RIGHT]} | results).items():
         monkeypatch.setattr(ModelChecks, part, result)
 
 
@@ -150,14 +150,14 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "layer": ({"layer_kernels": [wrong("embed_and_norm"), RIGHT]}, "triton torch: embed_and_norm"),
     "step": ({"step": wrong("a whole step")}, "triton torch: a whole step"),
     "steps": ({"step": wrong("a"), "step_by_torch": wrong("b")}, "reference torch: b"),
-    "graph": ({"recorded_steps": [wrong("recorded")]}, "triton kernels: recorded"),
+    "graph": ({"captured_steps": [wrong("a captured step")]}, "triton kernels: a captured step"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", ["auto", "triton"])
 def test_the_first_rung_that_agrees(name: str, fault: str, checked: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the order of the rungs: only what fails is left out, and a backend that was asked for is never left."""
+    """Guards the order of the rungs: only what fails is left out, and a named backend is never replaced."""
     results, found = FAULTS[fault]
     give(monkeypatch, **results)
     monkeypatch.setattr(fallback, "select_attention", lambda *_: TritonAttention(DEVICE))
@@ -193,7 +193,7 @@ def test_a_machine_on_which_triton_cannot_launch(name: str, checked: None, monke
 
 @pytest.mark.slow
 def test_a_model_of_transformers(checked: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards other families: Triton's attention is checked with what the layers ask for, and the reference is left."""
+    """Guards other families: Triton's attention is checked as the layers call it; the reference replaces it."""
     gemma = make_network("gemma2", num_hidden_layers=2, max_position_embeddings=16, attn_logit_softcapping=20.0)
     monkeypatch.setattr(fallback, "select_attention", lambda *_: TritonAttention(DEVICE))
     assert make_engine(gemma, device=str(DEVICE)).attention == "triton"
@@ -222,11 +222,11 @@ def test_a_model_that_runs_nowhere(checked: None, monkeypatch: pytest.MonkeyPatc
 
 
 def test_nothing_is_checked_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the time to start on a CPU, and who asks for the reference there or anywhere."""
+    """Guards the time to start on a CPU, and users who ask for the reference there or anywhere."""
     monkeypatch.setattr(fallback, "_step_down", None)
     with make_engine(network()) as engine:
         assert engine.stats().fallback == ""
     cpu = torch.device("cpu")
     assert select_attention("reference", cpu, [], 16, torch.float32).name == "reference"
     asked = choose_execution(EngineConfig(attention="reference"), model_of(network()))
-    assert isinstance(asked, Execution) and not asked.sampler.uses_kernel
+    assert not asked.sampler.uses_kernel

@@ -165,7 +165,7 @@ def test_rows_that_are_not_finite_are_marked(bad: float, params: dict[str, float
 
 
 def test_parameters_are_packed_before_the_tokens_in_flight_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards recorded steps that sample: a chunk's `stop` is the position that its token has once all are known."""
+    """Guards captured steps that sample: a chunk's `stop` is the position that its token has once all are known."""
     launch, choose = EngineCore._launch, Sampler.sample
     early: list[dict[int, list[int]]] = []
     placeholders = compared = 0
@@ -200,7 +200,7 @@ def test_parameters_are_packed_before_the_tokens_in_flight_are_known(monkeypatch
 
 
 def test_a_row_is_packed_into_words() -> None:
-    """Guards the places that the kernels read, and padding rows of recorded steps: zeros are a greedy row."""
+    """Guards the places that the kernels read, and padding rows of captured steps: zeros are a greedy row."""
     drawn = make_request(-1, sample_number=3, temperature=0.8, top_p=0.5, min_p=0.25, top_k=3)
     requests = [make_request(), drawn, make_request()]
     words = pack_sampling_params(requests, [5, 6, 7])

@@ -29,7 +29,7 @@ def check_all(
         yield from checks.layer_kernels
         yield from checks.products
         yield checks.step
-        yield from checks.recorded_steps
+        yield from checks.captured_steps
     elif attention.name == "cpu":
         from cbatch.engine.execution.kernel_checks.cpu import CpuChecks
         from cbatch.engine.models.cpu import CpuModel

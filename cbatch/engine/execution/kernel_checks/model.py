@@ -9,7 +9,7 @@ from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.execution.kernel_checks.attention import AttentionChecks
 from cbatch.engine.execution.kernel_checks.check import KernelCheck
 from cbatch.engine.execution.kernel_checks.layer import LayerChecks
-from cbatch.engine.execution.kernel_checks.step import ExpectedSteps, check_recorded
+from cbatch.engine.execution.kernel_checks.step import ExpectedSteps, check_captured
 from cbatch.engine.kernels.reference.layer import TorchLayerOps
 from cbatch.engine.models.base import Model
 from cbatch.engine.models.cuda import CudaModel
@@ -63,12 +63,12 @@ class ModelChecks:
         return self.expected.check("a whole step with torch's operations", model, self.attention, self.block_size)
 
     @cached_property
-    def recorded_steps(self) -> list[KernelCheck]:
+    def captured_steps(self) -> list[KernelCheck]:
         """No checks if steps of the model cannot be captured as CUDA graphs."""
         if self.model.capturable is None or self.attention.capturable is None:
             return []
         return [
-            check_recorded(
+            check_captured(
                 self.expected, self.model.capturable, self.attention.capturable, self.sampler, self.block_size
             )
         ]

@@ -129,7 +129,7 @@ def run_steps(model: Model, attention: AttentionBackend, block_size: int, steps:
     return [runner.forward(step).clone() for step in range(len(steps))]
 
 
-def check_recorded(
+def check_captured(
     expected: ExpectedSteps,
     model: CapturableModel,
     attention: CapturableAttention,
