@@ -13,9 +13,13 @@ from pathlib import Path
 import pytest
 
 START = """
-import asyncio, json, multiprocessing, os, sys, threading, time
-import transformers
+import asyncio, gc, json, multiprocessing, os, sys, threading, time
+sys.modules["triton"] = None  # a CPU needs none, and at its end it would report what is frozen
+import transformers.models.auto.modeling_auto, transformers.models.llama.modeling_llama
+import cbatch.engine.models.cpu
 from cbatch import Engine
+gc.collect()
+gc.freeze()  # at its end, a program collects what it has made, not the thousands of modules
 programs = json.loads(sys.argv[2])
 children = {}
 for name, source in programs.items():

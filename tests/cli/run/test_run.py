@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -19,6 +19,7 @@ from cbatch.cli.main import run_command
 from cbatch.engine import engine_thread as engine_thread
 from cbatch.engine.batch.writer import FileWriter
 from cbatch.engine.text.detokenizer import IncrementalDetokenizer
+from tests.support.fork_server import ForkServer
 from tests.support.model_folder import save_model
 from tests.support.rows import read_rows, write_rows
 
@@ -30,6 +31,12 @@ ROWS = [
     {"prompt": "x " * 400},
     {"prompt": "sampled", "temperature": 1.0, "seed": 5, "max_tokens": 40},
 ]
+
+
+class Finished(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
 
 
 @pytest.fixture
@@ -161,11 +168,29 @@ def test_stop_strings_need_a_tokenizer(tmp_path: Path) -> None:
     assert "stop needs a tokenizer" in read_rows(tmp_path / "out.jsonl")[0]["error"]["message"]
 
 
+Pipe = Callable[..., Finished]
+
+
+@pytest.fixture
+def pipe(runs: ForkServer, tmp_path: Path) -> Pipe:
+    """Runs `cbatch run` on text from stdin, in a process of its own."""
+
+    def call(model: Path, data: str, *arguments: str) -> Finished:
+        stdin, stdout, stderr = (tmp_path / name for name in ("stdin", "stdout", "stderr"))
+        for path, text in ((stdin, data), (stdout, ""), (stderr, "")):
+            path.write_text(text)
+        run = runs.start("run", "-m", model, *arguments, stdin=str(stdin), stdout=str(stdout), stderr=str(stderr))
+        code = run.code()
+        return Finished(code, stdout.read_text(), stderr.read_text())
+
+    return call
+
+
 @pytest.mark.slow
-def test_an_interruption_writes_held_rows(model_folder: Path) -> None:
+def test_an_interruption_writes_held_rows() -> None:
     """Guards finished rows that wait for an unfinished one when Ctrl-C comes."""
-    command = [sys.executable, "-m", "cbatch", "run", "-v", "-m", str(model_folder), "--max-seqs", "1"]
-    rows = [{"prompt": "long", "max_tokens": 230}] * 8 + [{"prompt": ""}]
+    command = [sys.executable, "-m", "cbatch", "run", "-v", "--max-seqs", "1"]
+    rows = [{"prompt": "long", "max_tokens": 900, "ignore_eos": True}] * 8 + [{"prompt": ""}]
     running = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -180,7 +205,7 @@ def test_an_interruption_writes_held_rows(model_folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_max_errors_writes_held_rows(model_folder: Path) -> None:
+def test_max_errors_writes_held_rows(pipe: Pipe, model_folder: Path) -> None:
     """Guards finished rows that wait for one that will not come."""
     rows = [{"prompt": "long", "max_tokens": 200}, {"prompt": ""}, {"prompt": "a", "max_tokens": 1}, {"prompt": ""}]
     done = pipe(model_folder, "".join(json.dumps(row) + "\n" for row in rows), "--max-errors", "2")
@@ -189,10 +214,10 @@ def test_max_errors_writes_held_rows(model_folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_closed_streams(model_folder: Path, tmp_path: Path) -> None:
+def test_closed_streams(tmp_path: Path) -> None:
     """Guards programs that start it without stdin, stdout or stderr: no traceback, no message among the data."""
     source, out = write_rows(tmp_path / "in.jsonl", ROWS[:1]), tmp_path / "out.jsonl"
-    command = f"{sys.executable} -m cbatch run -m {model_folder} --max-tokens 2"
+    command = f"{sys.executable} -m cbatch run --max-tokens 2"
     for tail, code in ((f"{source} -o {out} >&- 2>&-", 0), (f"{source} >&-", 2), ("<&-", 2), (f"{source} 2>&-", 0)):
         done = subprocess.run(f"{command} {tail}", shell=True, capture_output=True, text=True)
         assert done.returncode == code and "Traceback" not in done.stderr
@@ -449,7 +474,7 @@ def test_a_text_that_cannot_be_made_is_its_row_s_error(run: Any, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_code_of_a_model_is_never_run(run: Any, model_folder: Path, tmp_path: Path) -> None:
+def test_code_of_a_model_is_never_run(pipe: Pipe, model_folder: Path, tmp_path: Path) -> None:
     """Guards against remote code: not run, not asked about, and no line of the input eaten by a question."""
     folder = shutil.copytree(model_folder, tmp_path / "remote")
     config = json.loads((folder / "config.json").read_text())
@@ -474,17 +499,12 @@ def test_missing_weights_are_not_invented(
     assert "1 of its weights are not in its files, such as lm_head.weight" in capsys.readouterr().err
 
 
-def pipe(model: Path, data: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cbatch", "run", "-m", str(model), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, input=data, capture_output=True, text=True, env=environment, timeout=120)
-
-
 @pytest.mark.slow
-def test_the_command_in_a_pipeline(model_folder: Path) -> None:
+def test_the_command_in_a_pipeline(pipe: Pipe, model_folder: Path) -> None:
     """Guards stdin to stdout: data only on stdout, no bars or codes on a stderr that is not a terminal."""
     data = "".join(json.dumps(row) + "\n" for row in ROWS)
-    done = pipe(model_folder, data)
+    command = [sys.executable, "-m", "cbatch", "run", "-m", str(model_folder)]
+    done = subprocess.run(command, input=data, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and len(done.stdout.splitlines()) == len(ROWS)
     assert [json.loads(line)["index"] for line in done.stdout.splitlines()] == list(range(len(ROWS)))
     assert "4 rows ok, 2 failed" in done.stderr and "\x1b" not in done.stderr and "\r" not in done.stderr
@@ -492,10 +512,10 @@ def test_the_command_in_a_pipeline(model_folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_reader_that_goes_away_is_exit_141(model_folder: Path, tmp_path: Path) -> None:
+def test_a_reader_that_goes_away_is_exit_141(tmp_path: Path) -> None:
     """Guards `cbatch run | head -1`: silent, and the exit code a shell expects."""
     source = write_rows(tmp_path / "in.jsonl", [{"prompt": "a", "max_tokens": 2}] * 500)
-    command = [sys.executable, "-m", "cbatch", "run", str(source), "-q", "-m", str(model_folder)]
+    command = [sys.executable, "-m", "cbatch", "run", str(source), "-q"]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert running.stdout is not None and running.stderr is not None
     running.stdout.readline()
@@ -504,11 +524,11 @@ def test_a_reader_that_goes_away_is_exit_141(model_folder: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_stdin_may_not_be_the_output(model_folder: Path, tmp_path: Path) -> None:
+def test_stdin_may_not_be_the_output(tmp_path: Path) -> None:
     """Guards the input of `cbatch run -o f --overwrite < f`."""
     source = write_rows(tmp_path / "in.jsonl", ROWS[:1])
     before = source.read_bytes()
-    command = [sys.executable, "-m", "cbatch", "run", "-o", str(source), "--overwrite", "-m", str(model_folder)]
+    command = [sys.executable, "-m", "cbatch", "run", "-o", str(source), "--overwrite"]
     with source.open("rb") as stdin:
         assert subprocess.run(command, stdin=stdin, capture_output=True).returncode == 2
     assert source.read_bytes() == before
