@@ -14,7 +14,6 @@ from cbatch.engine.attention.registry import (
     check_kv_dtype,
     check_quantize,
     has_fast_path,
-    select_attention,
 )
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import EngineError, RequestError
@@ -22,7 +21,7 @@ from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
 from cbatch.engine.base.units import parse_memory
-from cbatch.engine.execution.fallback import choose_execution
+from cbatch.engine.execution.fallback import choose_execution, configured_backends
 from cbatch.engine.execution.kv_cache_sizing import make_runner
 from cbatch.engine.execution.loop import EngineCore
 from cbatch.engine.execution.stats import EngineStats, StepRecord
@@ -332,11 +331,8 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
 
         config, loaded = self.config, self.loaded
         model = self.model if loaded.fast_model is None else loaded.fast_model
-        kv_dtype = check_kv_dtype(config.kv_dtype, config.attention, self.device)
-        attention = select_attention(
-            config.attention, self.device, model.layers, config.block_size, model.dtype, kv_dtype
-        )
-        return check_all(model, attention, config.block_size, lambda: checked_model(loaded.network))
+        attention, sampler = configured_backends(config, model)
+        return check_all(model, attention, sampler, config.block_size, lambda: checked_model(loaded.network))
 
     def shrink(self) -> bool:
         """Halves the size of steps, from that of the latest one; False if that had one token. See `EngineThread`."""

@@ -57,16 +57,25 @@ def choose_execution(config: EngineConfig, model: Model) -> Execution:
     Raises ConfigError if the config names an attention backend that cannot be used as it is, and ModelError if the
     device cannot be used at all.
     """
-    kv_dtype = check_kv_dtype(config.kv_dtype, config.attention, model.device)
-    attention = select_attention(config.attention, model.device, model.layers, config.block_size, model.dtype, kv_dtype)
-    # A user who asks for the reference wants none of our kernels: one of them may crash the process.
-    sampler = Sampler(model.device, kernel=False if config.attention == "reference" else None)
+    attention, sampler = configured_backends(config, model)
     chosen = Execution(model, attention, sampler, config.cuda_graphs)
     if is_checked(model.device):
         chosen = _step_down(chosen, config)
     if chosen.fallback:
         _log.warning("%s", chosen.fallback)
     return chosen
+
+
+def configured_backends(config: EngineConfig, model: Model) -> tuple[AttentionBackend, Sampler]:
+    """What a config asks for on the model's device, before anything is checked.
+
+    Raises ConfigError if the config names an attention backend that cannot serve the model.
+    """
+    kv_dtype = check_kv_dtype(config.kv_dtype, config.attention, model.device)
+    attention = select_attention(config.attention, model.device, model.layers, config.block_size, model.dtype, kv_dtype)
+    # A user who asks for the reference wants none of our kernels: one of them may crash the process.
+    sampler = Sampler(model.device, kernel=False if config.attention == "reference" else None)
+    return attention, sampler
 
 
 def is_checked(device: torch.device) -> bool:

@@ -14,7 +14,7 @@ from cbatch.engine.sampling.sampler import Sampler
 
 
 def check_all(
-    model: Model, attention: AttentionBackend, block_size: int, make_plain: Callable[[], Model]
+    model: Model, attention: AttentionBackend, sampler: Sampler, block_size: int, make_plain: Callable[[], Model]
 ) -> Iterator[KernelCheck]:
     """Checks the kernels of a model with an attention backend, one after the other; none if torch computes everything.
 
@@ -22,7 +22,6 @@ def check_all(
     """
     if triton_problem(model.device):
         return
-    sampler = Sampler(model.device)
     if attention.name == "triton":
         checks = ModelChecks(model, attention, sampler, block_size)
         yield from checks.attention_kernels
