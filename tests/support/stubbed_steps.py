@@ -90,8 +90,9 @@ class StubbedSteps:
             self._sample(logits, batch)
 
     def _sample(self, logits: Tensor, batch: RaggedBatch) -> None:
-        assert batch.sampling_params is not None
-        self.sampler.sample_on_device(logits, packed_to_device([batch.sampling_params()], CPU)[0])
+        words = batch.sampling_params() if batch.sampling_params is not None else None
+        assert words is not None
+        self.sampler.sample_on_device(logits, packed_to_device([words], CPU)[0])
 
     def record(self, max_seqs: int, max_batch_tokens: int) -> StepGraphs:
         """All graphs of an engine. To replay one does nothing."""

@@ -68,7 +68,9 @@ class StubDriver(DriverBase):  # type: ignore[misc]
         found = []
         for number, later in enumerate(self.compilations[begin:], begin):
             earlier = [one for one in self.compilations[:number] if one.kernel == later.kernel]
-            found += min((later.differences(one) for one in earlier), key=len, default=[f"{later.kernel} is new"])
+            differences: list[list[str]] = [later.differences(one) for one in earlier]
+            fewest = min(map(len, differences), default=0)
+            found += next((one for one in differences if len(one) == fewest), [f"{later.kernel} is new"])
         return found
 
     # What `JITFunction.run` and `CompiledKernel` ask of a driver.

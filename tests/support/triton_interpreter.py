@@ -22,7 +22,7 @@ def patch_loops() -> None:
     Before 3.9 the interpreter made Python numbers of one-element arrays, as numpy no longer can.
     """
     try:
-        int(np.zeros(1))  # type: ignore[call-overload]
+        int(np.zeros(1))
     except TypeError:
         from triton.runtime import interpreter
     else:
