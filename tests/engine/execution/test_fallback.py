@@ -68,7 +68,9 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fallback, "triton_problem", lambda _: None)
     monkeypatch.setattr(attention_checks, "CHUNKS", {"decode attention": [(0, 3), (4, 5)]})
     monkeypatch.setattr(step_checks, "steps_of", lambda _: STEPS)
-    monkeypatch.setattr(step_checks, "GraphRecorder", lambda _: lambda run: run)
+    monkeypatch.setattr(attention_checks, "CAPTURED_STEPS", [[(4, 5), (0, 2)]])
+    for module in (attention_checks, step_checks):
+        monkeypatch.setattr(module, "GraphRecorder", lambda _: lambda run: run)
 
 
 def kernel_engine(monkeypatch: pytest.MonkeyPatch, samples: bool = False, **config: Any) -> SteppingEngine:

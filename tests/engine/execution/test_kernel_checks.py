@@ -22,7 +22,7 @@ from cbatch.engine.execution.kernel_checks import attention as attention_checks
 from cbatch.engine.execution.kernel_checks import cpu as cpu_checks
 from cbatch.engine.execution.kernel_checks import step as step_checks
 from cbatch.engine.execution.kernel_checks.attention import AttentionCall, AttentionChecks
-from cbatch.engine.execution.kernel_checks.check import KernelCheck, run_check
+from cbatch.engine.execution.kernel_checks.check import KernelCheck, product_tolerance, run_check
 from cbatch.engine.execution.kernel_checks.layer import LayerChecks
 from cbatch.engine.execution.kernel_checks.sampling import check_sampling
 from cbatch.engine.execution.kernel_checks.step import ExpectedSteps, check_captured
@@ -39,6 +39,7 @@ pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 from cbatch.engine.attention import triton as triton_attention
 from cbatch.engine.attention.triton import TritonAttention
 from cbatch.engine.kernels.triton import layer
+from cbatch.engine.kernels.triton.attention_decode import DecodeTuning
 from cbatch.engine.kernels.triton.sampling import sample_rows
 
 pytestmark = pytest.mark.kernels
@@ -50,12 +51,18 @@ CHUNKS = {
     "short chunk attention": [(0, 2), (20, 23), (8, 9)],
     "prefill attention": [(0, 5), (3, 14)],
 }
+# Long enough to be split by `SPLITTING`; merging the longest takes a second turn of 16 splits.
+SPLITTING = DecodeTuning(split=8)
+SPLIT_CALL = AttentionCall(2, LayerShape(1, 12, 12), 0.3)
+LONG_CHUNKS = {"decode attention": [(0, 1), (263, 264)]}
+CAPTURED_STEPS = [(39, 40), (263, 264), (0, 1)], [(39, 40), (262, 264), (0, 1), (39, 59)]
 STEPS = [(0, 3), (0, 1)], [(3, 4), (1, 3)], [(4, 5), (3, 4)], [(5, 6), (4, 5)]
 
 
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_checks, "CHUNKS", CHUNKS)
+    monkeypatch.setattr(attention_checks, "CAPTURED_STEPS", CAPTURED_STEPS)
     monkeypatch.setattr(step_checks, "steps_of", lambda _: STEPS)
 
 
@@ -149,6 +156,54 @@ def test_an_fp8_cache_may_be_one_step_off(dtype: torch.dtype, monkeypatch: pytes
         assert layer_check(model, "rope_and_store_kv").agrees is agrees
 
 
+def lose_split(split: int) -> Callable[..., None]:
+    """Leaves out a split of the last sequence, counted from its end if negative."""
+
+    def damage(*arguments: Any) -> None:
+        parts, metadata = arguments[4], arguments[5]
+        length, _, _, size, first = metadata.sequences[-1].tolist()[1:]
+        parts.sums[first + split % -(-length // size)] = -torch.inf
+
+    return damage
+
+
+def lose_last_tokens(right: Callable[..., Any]) -> Callable[..., Any]:
+    """Leaves out the last three tokens before the one that is computed."""
+
+    def attend(self: Any, query: Tensor, keys: Tensor, values: Tensor, metadata: Any, **options: Any) -> Tensor:
+        blocks = metadata.block_ids.view(len(metadata.sequences), -1)
+        for length, table in zip(metadata.sequences[:, 1].tolist(), blocks, strict=True):
+            for place in range(max(length - 4, 0), length - 1):
+                keys[table[place // 16], :, place % 16] = keys[table[0], :, 0]
+                values[table[place // 16], :, place % 16] = values[table[0], :, 0]
+        result: Tensor = right(self, query, keys, values, metadata, **options)
+        return result
+
+    return attend
+
+
+@pytest.mark.slow
+def test_small_faults_behind_long_pasts_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards what bfloat16 lets pass: rows behind long pasts are small beside that of a first token."""
+    monkeypatch.setattr(attention_checks, "CHUNKS", LONG_CHUNKS)
+    # The interpreter has no bfloat16, but its tolerance serves.
+    monkeypatch.setitem(attention_checks.TOLERANCES, torch.float32, attention_checks.TOLERANCES[torch.bfloat16])
+    checks = AttentionChecks(TritonAttention(DEVICE, SPLITTING), 16, torch.float32, DEVICE)
+
+    def error() -> float:
+        *_, check = checks.run([SPLIT_CALL])
+        return check.error / check.tolerance
+
+    assert error() < 0.05
+    for split in (0, -2, -1):
+        with monkeypatch.context() as patch:
+            plant(patch, "attend_decode", lose_split(split))
+            assert error() > 1, split
+    with monkeypatch.context() as patch:
+        patch.setattr(TritonAttention, "attend", lose_last_tokens(TritonAttention.attend))
+        assert error() > 1
+
+
 def test_right_layer_kernels_agree(model: Any) -> None:
     """Guards the checks of a layer; every operation of it has one."""
     checks = list(LayerChecks(model, 16).run())
@@ -217,6 +272,50 @@ def test_captured_steps(record: Callable[[Run], Run], reason: str, model: Any) -
     by_torch, sampler = model.with_ops(TorchLayerOps(heads_first=True)), Sampler(DEVICE, kernel=True)
     check = check_captured(expected, by_torch, TritonAttention(DEVICE), sampler, 16, record)
     assert check.agrees is (record is at_once) and check.reason.startswith(reason)
+
+
+def without_second_turn(patch: pytest.MonkeyPatch) -> None:
+    def damage(*arguments: Any) -> None:
+        parts, metadata = arguments[4], arguments[5]
+        length, count, size, first = metadata.sequences[1, [1, 2, 4, 5]].tolist()
+        parts.sums[first + 16 * count : first + -(-length // max(size, 1)) * count] = -torch.inf
+
+    plant(patch, "attend_decode", damage)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "record", "agrees"),
+    [
+        (lambda _: None, at_once, True),
+        (lambda _: None, never, False),
+        (without_second_turn, at_once, False),
+    ],
+)
+def test_captured_attention(
+    fault: Callable[[pytest.MonkeyPatch], None],
+    record: Callable[[Run], Run],
+    agrees: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards the buffers of captured steps that are split, and the merging of their partial results."""
+    fault(monkeypatch)
+    attention = TritonAttention(DEVICE, SPLITTING)
+    checks = AttentionChecks(attention, 16, torch.float32, DEVICE)
+    check = checks.check_captured(attention, [replace(SPLIT_CALL, window=9), SPLIT_CALL], record)
+    assert check.agrees is agrees and not check.failure
+
+
+def test_tf32_is_no_fault() -> None:
+    """Guards programs that allow TF32 against stepping down; the other types are not affected."""
+    assert product_tolerance(torch.float32, 1e-3) == 1e-3
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    try:
+        products.fp32_precision = "tf32"
+        assert product_tolerance(torch.float32, 1e-3) == 1e-2 and product_tolerance(torch.float16, 1e-3) == 1e-3
+    finally:
+        products.fp32_precision = before
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Unpack
@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cbatch.engine.attention.base import AttendOptions, AttentionBackend
+from cbatch.engine.attention.base import AttendOptions, AttentionBackend, CapturableAttention
 from cbatch.engine.attention.reference import ReferenceAttention, ReferenceMetadata
+from cbatch.engine.execution.cuda_graphs import GraphRecorder, Run
 from cbatch.engine.execution.kernel_checks.check import (
     TOLERANCES,
     KernelCheck,
@@ -34,7 +35,17 @@ CHUNKS = {
 }
 """The first token and the end of each chunk of a step. They begin and end within blocks, tiles and splits."""
 
+CAPTURED_STEPS = [(1100, 1101), (9000, 9001), (16, 17)], [(1100, 1101), (8999, 9001), (16, 17), (1110, 1130)]
+"""The chunks of two steps that are captured: decoding alone, and a mix with short and longer chunks.
+
+Each has sequences of several splits, and one of so many that merging them takes a second turn.
+"""
+
 _SPARE_BLOCKS = 3
+_SPARE_TOKENS = 3
+
+Attend = Callable[[Tensor, Tensor, Tensor, RaggedBatch, AttendOptions], Tensor]
+"""Attention of a query over the keys and values of a cache, for a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +165,24 @@ class AttentionChecks:
                 measure = partial(self._error, replace(call, window=_shortened(call.window)), chunks)
                 yield check(f"{name} ({call.form})", measure=measure, workload=workload)
 
+    def check_captured(
+        self,
+        attention: CapturableAttention,
+        calls: Sequence[AttentionCall],
+        record: Callable[[Run], Run] | None = None,
+    ) -> KernelCheck:
+        """Attention of steps that are split, replayed from CUDA graphs. One call has the same launches as any other.
+
+        attention: the backend
+        record:    captures what has run once; see `GraphRecorder`
+        """
+        call = min(calls, key=lambda call: call.window is not None)  # a window may hide all splits but one
+
+        def measure() -> float:
+            return max(self._captured_error(attention, call, chunks, record) for chunks in CAPTURED_STEPS)
+
+        return run_check("captured attention", self.device, TOLERANCES[self.dtype], measure)
+
     def _heads_first(self, layer: LayerShape) -> bool | None:
         """Whether a block is [heads, block_size, dim] or [block_size, heads, dim]; None if it is neither."""
         shape, _ = self.attention.block_shapes(layer, self.block_size, self.dtype)
@@ -171,16 +200,16 @@ class AttentionChecks:
         return keys, values
 
     def _filled_by_torch(
-        self, layer: LayerShape, past: RaggedBatch, blocks: int, dtype: torch.dtype, *, heads_first: bool
+        self, layer: LayerShape, past: RaggedBatch, blocks: int, *, heads_first: bool
     ) -> tuple[Tensor, Tensor]:
         """The same, as plain torch writes it."""
         filled = []
         for new in self._new_kv(layer, len(past.ids)):
             block = [layer.heads, self.block_size] if heads_first else [self.block_size, layer.heads]
-            stored = self.attention.kv_dtype or dtype
-            cache = torch.full((blocks, *block, new.shape[-1]), math.nan, dtype=stored, device=self.device)
+            dtype = self.attention.kv_dtype or self.dtype
+            cache = torch.full((blocks, *block, new.shape[-1]), math.nan, dtype=dtype, device=self.device)
             store_in_blocks(cache, new, past.slot_mapping, heads_first=heads_first)
-            filled.append(cache if dtype == self.dtype else cache.to(dtype))
+            filled.append(cache)
         return filled[0], filled[1]
 
     def _new_kv(self, layer: LayerShape, tokens: int) -> tuple[Tensor, Tensor]:
@@ -193,26 +222,60 @@ class AttentionChecks:
         heads_first = self._heads_first(layer)
         if heads_first is None:
             return self._filled(layer, past, blocks)
-        return self._filled_by_torch(layer, past, blocks, self.dtype, heads_first=heads_first)
+        return self._filled_by_torch(layer, past, blocks, heads_first=heads_first)
 
     def _write_error(self, layer: LayerShape, heads_first: bool) -> float:
         chunks = [(0, 1), (0, 21), (0, 2)]
         past, blocks = ragged_batch(chunks, self.block_size, self.device), num_blocks(chunks, self.block_size)
         found = self._filled(layer, past, blocks)
-        expected = self._filled_by_torch(layer, past, blocks, self.dtype, heads_first=heads_first)
+        expected = self._filled_by_torch(layer, past, blocks, heads_first=heads_first)
         return max(error_of_cache(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
 
-    def _error(self, call: AttentionCall, chunks: Sequence[tuple[int, int]]) -> float:
-        """Of a step, compared with the reference in float64."""
+    def _error(self, call: AttentionCall, chunks: Sequence[tuple[int, int]], attend: Attend | None = None) -> float:
+        """Of a step, compared with the reference in float64. attend: in place of the backend's"""
         past = ragged_batch([(0, stop) for _, stop in chunks], self.block_size, self.device)
         batch, blocks = ragged_batch(chunks, self.block_size, self.device), num_blocks(chunks, self.block_size)
         query = _draw(0, len(batch.ids), call.heads, call.layer.key_dim, dtype=self.dtype, device=self.device)
-        options, reference = call.options(self.device), ReferenceAttention()
+        options = call.options(self.device)
         keys, values = self._cache_for(call.layer, past, blocks)
-        found = self.attention.attend(query, keys, values, self.attention.prepare(batch, self.block_size), **options)
-        keys, values = self._filled_by_torch(call.layer, past, blocks, torch.float64, heads_first=False)
-        metadata = reference.prepare(batch, self.block_size)
-        return largest_error(found, reference.attend(query.double(), keys, values, metadata, **options))
+        found = (attend or self._attend)(query, keys, values, batch, options)
+        keys, values = self._filled_by_torch(call.layer, past, blocks, heads_first=False)
+        return largest_error(found, _attend_by_heads(query, keys, values, batch, options))
+
+    def _attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, batch: RaggedBatch, options: AttendOptions
+    ) -> Tensor:
+        return self.attention.attend(query, keys, values, self.attention.prepare(batch, self.block_size), **options)
+
+    def _captured_error(
+        self,
+        attention: CapturableAttention,
+        call: AttentionCall,
+        chunks: Sequence[tuple[int, int]],
+        record: Callable[[Run], Run] | None,
+    ) -> float:
+        """Of a step that is replayed: it is captured without tokens."""
+
+        def attend(query: Tensor, keys: Tensor, values: Tensor, batch: RaggedBatch, options: AttendOptions) -> Tensor:
+            count, sequences = len(query), len(chunks) + 1
+            is_decode = count == len(chunks)
+            tokens = sequences if is_decode else count + _SPARE_TOKENS
+            blocks = max(len(table) for table in batch.tables)
+            buffers = attention.graph_buffers(tokens, sequences, blocks, self.block_size, decode_only=is_decode)
+            padded = torch.cat([query, query.new_zeros(tokens - count, *query.shape[1:])])
+            out = query.new_full((tokens, call.heads, call.layer.value_dim), math.nan)
+
+            def run() -> None:
+                out.copy_(attention.attend(padded, keys, values, buffers.metadata, **options))
+
+            run()
+            # One for each step: a memory pool whose graphs are freed takes no others.
+            replay = (record or GraphRecorder(self.device))(run)
+            buffers.fill(batch)
+            replay()
+            return out[:count]
+
+        return self._error(call, chunks, attend)
 
     def _workload(self, name: str, call: AttentionCall) -> Workload:
         """64 sequences that decode behind long pasts, or a prompt behind as long a past."""
@@ -234,6 +297,18 @@ class AttentionChecks:
         if name.startswith("decode"):
             return Workload(run, bytes_read=sum(seen) * per_token)
         return Workload(run, flops=2 * sum(seen) * call.heads * (layer.key_dim + layer.value_dim))
+
+
+def _attend_by_heads(query: Tensor, keys: Tensor, values: Tensor, batch: RaggedBatch, options: AttendOptions) -> Tensor:
+    """The reference in float64, for one head of the keys after the other: all at once could take gigabytes."""
+    reference, results = ReferenceAttention(), []
+    metadata, group, sinks = reference.prepare(batch, keys.shape[1]), query.shape[1] // keys.shape[2], options["sinks"]
+    for head in range(keys.shape[2]):
+        served, one = slice(head * group, (head + 1) * group), slice(head, head + 1)
+        wide = query[:, served].double(), keys[:, :, one].double(), values[:, :, one].double()
+        mine: AttendOptions = {**options, "sinks": None if sinks is None else sinks[served]}
+        results.append(reference.attend(*wide, metadata, **mine))
+    return torch.cat(results, 1)
 
 
 def _shortened(window: int | None) -> int | None:

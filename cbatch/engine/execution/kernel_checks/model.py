@@ -36,9 +36,12 @@ class ModelChecks:
         return ExpectedSteps.of(without_kernels(self.model), self.block_size, self.attention.kv_dtype)
 
     @cached_property
+    def _attention_checks(self) -> AttentionChecks:
+        return AttentionChecks(self.attention, self.block_size, self.model.dtype, self.model.device)
+
+    @cached_property
     def attention_kernels(self) -> list[KernelCheck]:
-        checks = AttentionChecks(self.attention, self.block_size, self.model.dtype, self.model.device)
-        return list(checks.run(self.expected.calls))
+        return list(self._attention_checks.run(self.expected.calls))
 
     @cached_property
     def layer_kernels(self) -> list[KernelCheck]:
@@ -65,10 +68,10 @@ class ModelChecks:
     @cached_property
     def captured_steps(self) -> list[KernelCheck]:
         """No checks if steps of the model cannot be captured as CUDA graphs."""
-        if self.model.capturable is None or self.attention.capturable is None:
+        model, attention = self.model.capturable, self.attention.capturable
+        if model is None or attention is None:
             return []
         return [
-            check_captured(
-                self.expected, self.model.capturable, self.attention.capturable, self.sampler, self.block_size
-            )
+            self._attention_checks.check_captured(attention, self.expected.calls),
+            check_captured(self.expected, model, attention, self.sampler, self.block_size),
         ]

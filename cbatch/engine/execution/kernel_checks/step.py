@@ -24,7 +24,7 @@ from cbatch.engine.execution.kernel_checks.attention import (
     num_blocks,
     ragged_batch,
 )
-from cbatch.engine.execution.kernel_checks.check import KernelCheck, Workload, first_line, run_check
+from cbatch.engine.execution.kernel_checks.check import KernelCheck, Workload, first_line, product_tolerance, run_check
 from cbatch.engine.models.base import CapturableModel, Model
 from cbatch.engine.runtime.batch import RaggedBatch, SampledOnDevice
 from cbatch.engine.runtime.transfer import to_device, use_device
@@ -36,6 +36,11 @@ _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
 
 It may send a token to another expert. What only a single kernel does wrong is found by its own check.
 """
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return product_tolerance(dtype, _TOLERANCES[dtype])
+
 
 Steps = Sequence[Sequence[tuple[int, int]]]
 
@@ -94,7 +99,7 @@ class ExpectedSteps:
         def measure() -> float:
             return self.error(run_steps(model, attention, block_size, self.steps))
 
-        return run_check(name, model.device, tolerance or _TOLERANCES[model.dtype], measure, workload)
+        return run_check(name, model.device, tolerance or _tolerance(model.dtype), measure, workload)
 
     def error(self, found: Sequence[Tensor]) -> float:
         """The largest error of a step: the root mean square of the differences, as a share of the logits' spread."""
@@ -170,7 +175,7 @@ def check_captured(
                 return math.inf
         return expected.error(found)
 
-    return run_check("a captured step", model.device, _TOLERANCES[cast(Model, model).dtype], measure)
+    return run_check("a captured step", model.device, _tolerance(cast(Model, model).dtype), measure)
 
 
 def _sampling_words(rows: int, step: int) -> NDArray[np.int32]:
