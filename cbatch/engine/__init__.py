@@ -27,10 +27,14 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.base.params import SamplingParams as SamplingParams
     from cbatch.engine.base.params import derive_seed as derive_seed
     from cbatch.engine.base.params import with_overrides as with_overrides
+    from cbatch.engine.base.request_defaults import RequestDefaults as RequestDefaults
     from cbatch.engine.base.strict_json import parse_json_object as parse_json_object
     from cbatch.engine.base.template_options import FIXED_DATE as FIXED_DATE
     from cbatch.engine.base.template_options import TemplateOptions as TemplateOptions
     from cbatch.engine.base.units import format_bytes as format_bytes
+    from cbatch.engine.batch.driver import BatchDriver as BatchDriver
+    from cbatch.engine.batch.driver import EngineStatus as EngineStatus
+    from cbatch.engine.batch.engine_driver import EngineDriver as EngineDriver
     from cbatch.engine.batch.journal import Journal as Journal
     from cbatch.engine.batch.journal import ResumePlan as ResumePlan
     from cbatch.engine.batch.jsonl import format_row as format_row
@@ -41,14 +45,18 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.batch.lines import LineSource as LineSource
     from cbatch.engine.batch.lines import Spool as Spool
     from cbatch.engine.batch.lines import read_lines as read_lines
+    from cbatch.engine.batch.output_row import OutputRow as OutputRow
+    from cbatch.engine.batch.output_row import RowOutcome as RowOutcome
     from cbatch.engine.batch.pipeline import Pipeline as Pipeline
     from cbatch.engine.batch.pipeline import RunObserver as RunObserver
+    from cbatch.engine.batch.row_options import RowOptions as RowOptions
     from cbatch.engine.batch.writer import FileWriter as FileWriter
     from cbatch.engine.batch.writer import RowWriter as RowWriter
     from cbatch.engine.batch.writer import StreamWriter as StreamWriter
     from cbatch.engine.engine import Engine as Engine
     from cbatch.engine.engine_thread import EngineThread as EngineThread
     from cbatch.engine.execution.kernel_checks.check import KernelCheck as KernelCheck
+    from cbatch.engine.execution.stats import EngineStats as EngineStats
     from cbatch.engine.execution.stats import StepRecord as StepRecord
     from cbatch.engine.models.loader import LoadedModel as LoadedModel
     from cbatch.engine.requests.completion import Choice as Choice
@@ -62,10 +70,10 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.requests.param_names import own_params as own_params
     from cbatch.engine.requests.request import EncodedRequest as EncodedRequest
     from cbatch.engine.requests.request import GenerationRequest as GenerationRequest
-    from cbatch.engine.requests.request import RequestDefaults as RequestDefaults
     from cbatch.engine.requests.request import RequestHandle as RequestHandle
     from cbatch.engine.requests.row import InputRow as InputRow
     from cbatch.engine.runtime.device import describe_gpus as describe_gpus
+    from cbatch.engine.scheduler.limits import EngineLimits as EngineLimits
     from cbatch.engine.stepping_engine import SteppingEngine as SteppingEngine
     from cbatch.engine.streams import AsyncStream as AsyncStream
     from cbatch.engine.streams import Stream as Stream

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import ConfigError, EngineError, RequestError
 from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.base.request_defaults import ParamsLike, RequestDefaults
 from cbatch.engine.base.spelling import similar_name
 from cbatch.engine.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
 from cbatch.engine.batch.map import map_rows
@@ -40,7 +41,7 @@ from cbatch.engine.requests.prompts import (
     plain,
     read_prompt,
 )
-from cbatch.engine.requests.request import EncodedRequest, ParamsLike, RequestDefaults
+from cbatch.engine.requests.request import EncodedRequest
 from cbatch.engine.scheduler.limits import EngineLimits
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.streams import AsyncStream, Mailbox, Received, RequestGroup, Stream

@@ -19,6 +19,7 @@ from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import EngineError, RequestError
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.base.request_defaults import RequestDefaults
 from cbatch.engine.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
 from cbatch.engine.base.units import parse_memory
 from cbatch.engine.execution.fallback import choose_execution, configured_backends
@@ -30,7 +31,7 @@ from cbatch.engine.models.loader import LoadedModel, load_model
 from cbatch.engine.models.self_check import checked_model
 from cbatch.engine.requests.input_processor import InputProcessor, ModelInfo
 from cbatch.engine.requests.output_processor import OutputProcessor
-from cbatch.engine.requests.request import EncodedRequest, RequestDefaults
+from cbatch.engine.requests.request import EncodedRequest
 from cbatch.engine.runtime.device import choose_device, is_accelerator, pins_memory
 from cbatch.engine.runtime.memory import release_memory
 from cbatch.engine.runtime.transfer import synchronize

@@ -23,11 +23,11 @@ from cbatch import Engine, EngineConfig
 from cbatch.cli.common.loading import tune_process
 from cbatch.cli.run.stats import RunStats
 from cbatch.engine import (
+    EngineDriver,
     FileWriter,
     Journal,
-    LineProcessor,
     Pipeline,
-    RequestDefaults,
+    RowOptions,
     read_lines,
 )
 from scripts.benchmarks.harness import ROOT, Report
@@ -45,10 +45,11 @@ def measure(folder: Path, rows: int, max_seqs: int) -> dict[str, float]:
             file.write(json.dumps({"id": f"row-{number}", "prompt_token_ids": [5, 6, 7, 8 + number % 50]}) + "\n")
     model = FreeModel(VOCABULARY, max_model_len=64, likeliest=END).loaded(eos_ids=frozenset([END]))
     engine = Engine(EngineConfig(device="cpu", max_seqs=max_seqs, kv_blocks=4 * max_seqs), loaded=model)
-    stats, lines = RunStats(), LineProcessor(engine.core.input_processor(RequestDefaults()))
+    stats = RunStats()
+    rows_of = EngineDriver(engine.thread).open(RowOptions(), window=None, observer=stats)
     with FileWriter(folder / "out.jsonl", input_order=True) as output, source.open("rb") as stream:
         output.start(Journal())
-        pipeline = Pipeline(engine.thread, output, lines, stats, window=4 * max_seqs)
+        pipeline = Pipeline(rows_of, output, stats)
         tune_process()
         started = time.perf_counter()
         pipeline.run(read_lines(stream), lambda: None)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.base.request_defaults import RequestDefaults
 from cbatch.engine.requests.completion import Completion
 from cbatch.engine.requests.output_processor import OutputProcessor
 from cbatch.engine.requests.prompts import PromptLike, read_prompt
-from cbatch.engine.requests.request import RequestDefaults
 from cbatch.engine.stepping_engine import SteppingEngine
 
 

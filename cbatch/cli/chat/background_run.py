@@ -1,4 +1,4 @@
-"""`/run`: a batch on the chat's own engine; replies in the chat go first."""
+"""`/run`: a batch on the engine that serves the chat; replies in the chat go first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cbatch.cli.run.options import RunOptions
 from cbatch.engine import CbatchError, ConfigError, Interrupted, ReaderGone
 
 if TYPE_CHECKING:
-    from cbatch.engine import Engine, Pipeline
+    from cbatch.engine import BatchDriver, Pipeline
 
 CLOSE_SECONDS = 10.0
 """How long leaving the chat waits for a batch to write its finished rows."""
@@ -43,7 +43,7 @@ class BackgroundRun:
     def is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, engine: Engine, command_line: str) -> str:
+    def start(self, driver: BatchDriver, command_line: str) -> str:
         """Starts a batch with the options of `cbatch run`, and returns the name of its output.
 
         Raises UserError if they are wrong, or a batch is running already.
@@ -56,7 +56,7 @@ class BackgroundRun:
         except ConfigError as error:
             raise UserError(f"/run: {error}") from error
         self._is_stopping = False
-        self._thread = threading.Thread(target=self._run, args=(engine, options), name="cbatch-run", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(driver, options), name="cbatch-run", daemon=True)
         self._thread.start()
         return options.output
 
@@ -73,10 +73,10 @@ class BackgroundRun:
             self.stop()
             self._thread.join(CLOSE_SECONDS)
 
-    def _run(self, engine: Engine, options: RunOptions) -> None:
+    def _run(self, driver: BatchDriver, options: RunOptions) -> None:
         name = f"/run {options.input}"
         try:
-            self._run_rows(engine, options)
+            self._run_rows(driver, options)
         except ReaderGone:
             notice(f"{name}: the reader of {options.output} went away.")
         except (Interrupted, CbatchError) as error:
@@ -88,13 +88,13 @@ class BackgroundRun:
         finally:
             self.progress = ""
 
-    def _run_rows(self, engine: Engine, options: RunOptions) -> None:
+    def _run_rows(self, driver: BatchDriver, options: RunOptions) -> None:
         from cbatch.cli.run.batch_run import run_batch
         from cbatch.cli.run.stats import RunStats
 
         stats = RunStats()
         with stats_file(options, stats), open_input(options) as source, open_output(options, source) as output:
-            run_batch(engine, options, source, output, stats, progress=self._display, while_running=self._running)
+            run_batch(driver, options, source, output, stats, progress=self._display, while_running=self._running)
         notice(f"/run {options.input} is done; the output is in {options.output}")
 
     @contextmanager

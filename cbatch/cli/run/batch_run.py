@@ -1,9 +1,9 @@
-"""Runs a batch on an engine that is loaded: for `cbatch run`, and for `/run` in a chat."""
+"""Runs a batch on what computes its rows: for `cbatch run`, and for `/run` in a chat."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import IO
 
@@ -14,20 +14,17 @@ from cbatch.cli.run.files import count_lines
 from cbatch.cli.run.options import RunOptions
 from cbatch.cli.run.stats import RunStats
 from cbatch.engine import (
-    FIXED_DATE,
-    Engine,
+    BatchDriver,
     FileWriter,
     Journal,
     Line,
-    LineProcessor,
     LineSource,
     Pipeline,
     ReaderGone,
-    RequestDefaults,
     ResumePlan,
+    RowOptions,
     RowWriter,
     Spool,
-    TemplateOptions,
     read_lines,
 )
 
@@ -36,7 +33,7 @@ ShowProgress = Callable[[int | None, ProgressState], AbstractContextManager[Call
 
 
 def run_batch(
-    engine: Engine,
+    driver: BatchDriver,
     options: RunOptions,
     source: IO[bytes],
     output: RowWriter,
@@ -50,50 +47,32 @@ def run_batch(
     while_running: a context for the time in which the run may be interrupted
     """
     quiet, total = options.quiet, count_lines(options)
-    stats.attach(engine)
-    processor = line_processor(engine, options)
+    stats.attach(driver)
+    row_options = options.row_options()
+    rows = driver.open(row_options, window=options.window, observer=stats)  # raises before the output changes
     lines: LineSource = source
     kept: Container[int] = ()
     if isinstance(output, FileWriter):
-        lines, plan = _prepare_file(output, options, source, processor, progress)
+        lines, plan = _prepare_file(output, options, source, driver, row_options, progress)
         stats.rows_kept, stats.errors_kept, kept = plan.rows, plan.errors, plan
-    pipeline = Pipeline(
-        engine.thread,
-        output,
-        processor,
-        stats,
-        window=options.window or 4 * engine.limits.max_seqs,
-        timings=options.timings,
-        on_error=notice if options.verbose else None,
-    )
-    display = progress(total, lambda: _progress_state(stats, engine, total))
+    pipeline = Pipeline(rows, output, stats, on_error=notice if options.verbose else None)
+    display = progress(total, lambda: _progress_state(stats, driver, total))
     try:
         with while_running(pipeline), display as tick:
             pipeline.run(read_lines(lines), tick, kept=kept, max_errors=options.max_errors)
     finally:
         if not quiet and not isinstance(sys.exception(), ReaderGone):
-            for line in stats.summary(engine, pipeline.waited_for_output_s):
+            for line in stats.summary(driver, pipeline.waited_for_output_s):
                 notice(line)
 
 
-def line_processor(engine: Engine, options: RunOptions) -> LineProcessor:
-    """What makes requests of the lines of a run."""
-    defaults = RequestDefaults(
-        params=options.sampling.params,
-        system=options.sampling.system,
-        seed=options.sampling.seed,
-        raw=options.raw,
-        template=TemplateOptions(
-            kwargs=options.template_kwargs, today=options.date.date() if options.date else FIXED_DATE
-        ),
-        with_token_ids=options.token_ids,
-    )
-    inputs = engine.core.input_processor(defaults)
-    return LineProcessor(inputs, is_text=options.format == "text", allow_unknown=options.allow_unknown)
-
-
 def _prepare_file(
-    output: FileWriter, options: RunOptions, source: IO[bytes], processor: LineProcessor, progress: ShowProgress
+    output: FileWriter,
+    options: RunOptions,
+    source: IO[bytes],
+    driver: BatchDriver,
+    row_options: RowOptions,
+    progress: ShowProgress,
 ) -> tuple[LineSource, ResumePlan]:
     """Prepares the output file for this run. Returns the input, at its beginning, and the rows that are kept."""
     if not (options.resume and output.has_content):
@@ -102,18 +81,19 @@ def _prepare_file(
     journal = output.journal()
     spool, compared = Spool(source), 0
 
-    def make_key(line: Line) -> str:
+    def keyed(lines: Iterable[Line]) -> Iterator[tuple[Line, str]]:
         nonlocal compared
-        compared += 1
-        tick()
-        return processor.key(line)
+        for pair in driver.keyed(row_options, lines):
+            compared += 1
+            tick()
+            yield pair
 
     rows = len(journal.indices)
     with progress(rows, lambda: (compared, "compared with the input")) as tick:
         plan = output.resume(
             journal,
             read_lines(spool),
-            make_key,
+            keyed,
             retry_errors=options.retry_errors,
             recompute_changed=options.recompute_changed,
         )
@@ -125,9 +105,9 @@ def _prepare_file(
     return spool, plan
 
 
-def _progress_state(stats: RunStats, engine: Engine, total: int | None) -> tuple[int, str]:
+def _progress_state(stats: RunStats, driver: BatchDriver, total: int | None) -> tuple[int, str]:
     """The number of rows that are done, and the text that follows it in a display."""
-    done, now = stats.rows + stats.rows_kept, engine.stats()
+    done, now = stats.rows + stats.rows_kept, driver.stats()
     left = stats.seconds_left(total - done) if total else None
     parts = [  # the most important part comes first, because a narrow terminal cuts off the rest
         f"{stats.output_tokens / max(stats.running_s, 1e-9):,.0f} tok/s",

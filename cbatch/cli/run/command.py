@@ -92,10 +92,11 @@ def run(**values: Any) -> Literal[0, 1]:
             engine = _load(options, stats, trace)
 
             from cbatch.cli.run.batch_run import run_batch
+            from cbatch.engine import EngineDriver
 
             with engine:
                 run_batch(
-                    engine,
+                    EngineDriver(engine.thread),
                     options,
                     source,
                     output,
@@ -109,11 +110,10 @@ def run(**values: Any) -> Literal[0, 1]:
 def _check(options: RunOptions, source: IO[bytes], stats: RunStats) -> Literal[0, 1]:
     engine = _load(options, stats)
 
-    from cbatch.cli.run.batch_run import line_processor
     from cbatch.cli.run.check import InputCheck
-    from cbatch.engine import read_lines
+    from cbatch.engine import LineProcessor, read_lines
 
-    check = InputCheck(engine, line_processor(engine, options))
+    check = InputCheck(engine, LineProcessor.of(engine.core, options.row_options()))
     total = count_lines(options)
     with engine, show_progress(total, lambda: (check.rows, "read"), quiet=options.quiet) as tick:
         report = check.report(read_lines(source), tick)

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from cbatch.cli.common.options import SamplingOptions
-from cbatch.engine import ConfigError, EngineConfig
+from cbatch.engine import FIXED_DATE, ConfigError, EngineConfig, RequestDefaults, RowOptions, TemplateOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,3 +46,15 @@ class RunOptions:
                 raise ConfigError(f"--{name} needs --resume.")
         if self.resume and self.overwrite:
             raise ConfigError("--resume keeps the rows of the output file, --overwrite drops them; give one of them.")
+
+    def row_options(self) -> RowOptions:
+        """What holds for every row."""
+        defaults = RequestDefaults(
+            params=self.sampling.params,
+            system=self.sampling.system,
+            seed=self.sampling.seed,
+            raw=self.raw,
+            template=TemplateOptions(kwargs=self.template_kwargs, today=self.date.date() if self.date else FIXED_DATE),
+            with_token_ids=self.token_ids,
+        )
+        return RowOptions(defaults, self.format == "text", self.allow_unknown, self.timings)

@@ -6,15 +6,18 @@ import time
 from array import array
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cbatch.cli.common.percentiles import Percentiles
-from cbatch.engine import Completion, Engine, RunObserver
+from cbatch.engine import OutputRow, RunObserver
+
+if TYPE_CHECKING:
+    from cbatch.engine import BatchDriver, EngineStats
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCounters:
-    """What an engine has done since it was made. The difference of two is what it did between them."""
+    """What the engines of a driver have done so far. The difference of two is what it did between them."""
 
     steps: int = 0
     preemptions: int = 0
@@ -24,8 +27,7 @@ class EngineCounters:
     held_back: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, engine: Engine) -> EngineCounters:
-        stats = engine.stats()
+    def of(cls, stats: EngineStats) -> EngineCounters:
         return cls(
             stats.num_steps,
             stats.num_preemptions,
@@ -49,7 +51,7 @@ class RunStats(RunObserver):
     """
 
     def __init__(self) -> None:
-        self._engine: Engine | None = None
+        self._driver: BatchDriver | None = None
         self._before = EngineCounters()
         self.rows = 0
         self.errors: Counter[str] = Counter()
@@ -65,37 +67,36 @@ class RunStats(RunObserver):
         self._ttft = array("f")
         self._tpot = array("f")
 
-    def attach(self, engine: Engine) -> None:
-        """Sets the engine that runs the rows. What it has done before does not count."""
-        self._engine = engine
-        self._before = EngineCounters.of(engine)
+    def attach(self, driver: BatchDriver) -> None:
+        """Sets what runs the rows. What it has done before does not count."""
+        self._driver = driver
+        self._before = EngineCounters.of(driver.stats())
 
     @property
     def counters(self) -> EngineCounters:
-        """What the engine has done since the run began."""
-        return EngineCounters.of(self._engine) - self._before if self._engine else EngineCounters()
+        """What the engines have done since the run began."""
+        return EngineCounters.of(self._driver.stats()) - self._before if self._driver else EngineCounters()
 
     def start(self, now: float) -> None:
         """Sets the time at which the first row was taken; later calls change nothing."""
         if self._started is None:
             self._started = now
 
-    def count(self, completion: Completion) -> None:
+    def count(self, row: OutputRow) -> None:
         """Counts a row that is finished and written."""
-        timing, usage = completion.timing, completion.usage
+        outcome = row.outcome
         self.rows += 1
-        self._ended = max(self._ended or timing.finished_at, timing.finished_at)
-        if completion.error is not None:
-            self.errors[completion.error.code] += 1
+        self._ended = max(self._ended or row.finished_at, row.finished_at)
+        if outcome.error_code is not None:
+            self.errors[outcome.error_code] += 1
             return
-        longest = max(len(choice.token_ids) for choice in completion.choices)
-        self.prompt_tokens += usage.prompt_tokens
-        self.cached_tokens += usage.cached_tokens
-        self.finished_tokens += usage.completion_tokens
-        if timing.first_token_at is not None:
-            self._ttft.append(timing.first_token_at - timing.taken_at)
-            if longest > 1:
-                self._tpot.append((timing.finished_at - timing.first_token_at) / (longest - 1))
+        self.prompt_tokens += outcome.prompt_tokens
+        self.cached_tokens += outcome.cached_tokens
+        self.finished_tokens += outcome.completion_tokens
+        if outcome.ttft_s is not None:
+            self._ttft.append(outcome.ttft_s)
+        if outcome.tpot_s is not None:
+            self._tpot.append(outcome.tpot_s)
 
     @property
     def running_s(self) -> float:
@@ -144,12 +145,12 @@ class RunStats(RunObserver):
             "steps": counters.steps,
             "retried_steps": counters.retries,
             "preemptions": counters.preemptions,
-            "fallback": self._engine.stats().fallback if self._engine else "",
+            "fallback": self._driver.stats().fallback if self._driver else "",
             "ttft_s": asdict(Percentiles.of(self._ttft)),
             "tpot_s": asdict(Percentiles.of(self._tpot)),
         }
 
-    def summary(self, engine: Engine, waited_for_output_s: float) -> list[str]:
+    def summary(self, driver: BatchDriver, waited_for_output_s: float) -> list[str]:
         """Four lines for people, or one if there was nothing left to do."""
         if not self.rows and self.rows_kept:
             return [f"nothing left to do: {self.rows_kept:,} rows are there, {self.errors_kept:,} of them errors"]
@@ -158,20 +159,20 @@ class RunStats(RunObserver):
         kept = f", {self.rows_kept:,} kept" if self.rows_kept else ""
         cached = f" ({self.cached_tokens:,} cached)" if self.cached_tokens else ""
         counters = self.counters
-        retried = f", {counters.retries:,} retried ({engine.stats().last_error})" if counters.retries else ""
+        retried = f", {counters.retries:,} retried ({driver.stats().last_error})" if counters.retries else ""
         return [
             f"{self.rows - failed:,} rows ok, {failed:,} failed{f' ({kinds})' if kinds else ''}{kept}",
             f"{self.prompt_tokens:,} prompt tokens{cached}, {self.output_tokens:,} output tokens",
             f"{self.elapsed_s:,.1f} s, {self.output_tokens_per_s:,.0f} output tokens/s, "
             f"{counters.steps:,} steps{retried}",
-            f"limited by {bottleneck(engine, counters, self.elapsed_s, waited_for_output_s)}",
+            f"limited by {bottleneck(driver, counters, self.elapsed_s, waited_for_output_s)}",
         ]
 
 
-def bottleneck(engine: Engine, counters: EngineCounters, elapsed_s: float, waited_for_output_s: float) -> str:
+def bottleneck(driver: BatchDriver, counters: EngineCounters, elapsed_s: float, waited_for_output_s: float) -> str:
     """Names what a person would change first to make such a run faster."""
-    limits, steps = engine.limits, max(counters.steps, 1)
-    idle = min(counters.idle_s / elapsed_s, 1.0) if elapsed_s else 0.0
+    limits, steps = driver.limits, max(counters.steps, 1)
+    idle = min(counters.idle_s / (elapsed_s * driver.num_engines), 1.0) if elapsed_s else 0.0
     if idle >= 0.3:
         what = "the output, which accepted rows slowly" if waited_for_output_s > elapsed_s * 0.3 else "the input"
         return f"{what}: the engine had nothing to do for {idle:.0%} of the time"

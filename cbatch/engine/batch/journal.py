@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO
@@ -19,6 +19,9 @@ KEY_BYTES = KEY_LENGTH // 2
 ROW_BEGINNINGS = (b'{"index": ', b'{"id": "batch_req_')
 SUPERSEDED = -1
 """Stands in `indices` for a row that a later one has replaced, or will."""
+
+Keyed = Callable[[Iterable[Line]], Iterator[tuple[Line, str]]]
+"""Gives lines back in their order, each with the key of its row of output; see `BatchDriver.keyed`."""
 
 NO_LINE = "for lines that the input does not have"
 
@@ -138,30 +141,41 @@ class ResumePlan:
         return "; ".join(f"{self.misfits[one]:,} {one} (first: line {self.first_misfit[one]})" for one in reasons)
 
 
-def plan_resume(
-    journal: Journal, lines: Iterator[Line], make_key: Callable[[Line], str], *, retry_errors: bool
-) -> ResumePlan:
+def plan_resume(journal: Journal, lines: Iterator[Line], keyed: Keyed, *, retry_errors: bool) -> ResumePlan:
     """Compares a journal with the input, and marks the rows that this run has to compute again as superseded.
 
-    make_key: the key that this run gives a line
+    lines: read up to the last one that has a row in the journal
+    keyed: gets the lines whose row may be kept
     """
     plan = ResumePlan()
+    compared: deque[int] = deque()
+    """Rows whose lines `keyed` has taken and not yet given back: it may read ahead."""
+    for line, key in keyed(_lines_to_compare(journal, lines, plan, compared, retry_errors=retry_errors)):
+        number = compared.popleft()
+        if key == journal.key(number):
+            plan.keep(line.index, bool(journal.failed[number]))
+        else:
+            plan.add_misfit(f"made with {explain_difference(key, journal.key(number))}", line.index)
+            journal.indices[number] = SUPERSEDED
+    return plan
+
+
+def _lines_to_compare(
+    journal: Journal, lines: Iterator[Line], plan: ResumePlan, compared: deque[int], *, retry_errors: bool
+) -> Iterator[Line]:
+    """The lines whose row is kept if its key fits. Marks rows that are not kept whatever their key is."""
     line = next(lines, None)
     for number in journal.rows(input_order=True):
-        index, is_error = journal.indices[number], bool(journal.failed[number])
+        index = journal.indices[number]
         while line is not None and line.index < index:
             line = next(lines, None)
         if line is None or line.index > index:
             plan.add_misfit(NO_LINE, index)
-        elif is_error and retry_errors:
-            pass
-        elif (key := make_key(line)) == journal.key(number):
-            plan.keep(index, is_error)
+        elif not (retry_errors and journal.failed[number]):
+            compared.append(number)
+            yield line
             continue
-        else:
-            plan.add_misfit(f"made with {explain_difference(key, journal.key(number))}", index)
         journal.indices[number] = SUPERSEDED
-    return plan
 
 
 def _row(line: bytes) -> tuple[int, bytes, bool]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.batch.jsonl import parse_line
 from cbatch.engine.batch.lines import Line
+from cbatch.engine.batch.row_options import RowOptions
 from cbatch.engine.requests.completion import Completion
 from cbatch.engine.requests.input_processor import InputProcessor
 from cbatch.engine.requests.request import EncodedRequest
 from cbatch.engine.requests.row import InputRow
+from cbatch.engine.stepping_engine import SteppingEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,12 @@ class LineProcessor:
     has_columns: bool = False
     allow_unknown: bool = False
 
+    @classmethod
+    def of(cls, engine: SteppingEngine, options: RowOptions) -> LineProcessor:
+        """Makes requests for an engine. Raises RequestError if the options' defaults are wrong."""
+        inputs = engine.input_processor(options.defaults)
+        return cls(inputs, is_text=options.is_text, allow_unknown=options.allow_unknown)
+
     def key(self, line: Line) -> str:
         """The key of a line's row of output."""
         row = self._row(line)
@@ -34,6 +43,10 @@ class LineProcessor:
             return self.inputs.request(row).key
         except RequestError as error:
             return self.inputs.refused(row, error, line.source).key
+
+    def keyed(self, lines: Iterable[Line]) -> Iterator[tuple[Line, str]]:
+        """The lines, each with the key of its row of output."""
+        return ((line, self.key(line)) for line in lines)
 
     def process(self, line: Line) -> EncodedRequest | Completion:
         """A line as a request; or, if anything is wrong with it, its result."""

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.engine.base.errors import ConfigError, RunFailed
+from cbatch.engine.batch.engine_driver import output_row
 from cbatch.engine.batch.journal import Journal, ResumePlan
 from cbatch.engine.batch.line_processor import LineProcessor
 from cbatch.engine.batch.lines import Line, LineSpool
-from cbatch.engine.batch.pipeline import output_row
 from cbatch.engine.batch.prompt_template import PromptTemplate
 from cbatch.engine.batch.python_rows import lines_of
 from cbatch.engine.batch.row_stream import FinishedRow, RowStream
@@ -140,7 +140,7 @@ class RowMap:
                 yield from self.run(lines, output)
                 return
             spool = LineSpool(lines)
-            plan = output.resume(output.journal(), spool, self._processor.key)
+            plan = output.resume(output.journal(), spool, self._processor.keyed)
             spool.rewind()
             self._kept = output.kept_rows()
             self._kept_row = next(self._kept, None)

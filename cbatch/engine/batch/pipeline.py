@@ -6,47 +6,36 @@ from collections.abc import Callable, Container, Generator, Iterable, Iterator
 from contextlib import closing
 
 from cbatch.engine.base.errors import CbatchError, EngineError, Interrupted, RunFailed
-from cbatch.engine.batch.jsonl import format_row
-from cbatch.engine.batch.line_processor import LineProcessor
+from cbatch.engine.batch.driver import RowSource, StreamObserver
 from cbatch.engine.batch.lines import Line
-from cbatch.engine.batch.row_stream import FinishedRow, RowStream, StreamObserver
-from cbatch.engine.batch.writer import OutputRow, RowWriter
-from cbatch.engine.engine_thread import EngineThread
-from cbatch.engine.requests.completion import Completion
+from cbatch.engine.batch.output_row import OutputRow
+from cbatch.engine.batch.writer import RowWriter
 
 
 class RunObserver(StreamObserver):
     """Follows the rows of a run; this one does nothing."""
 
-    def count(self, completion: Completion) -> None:
+    def count(self, row: OutputRow) -> None:
         """A row is finished and written. Called on the writer's thread."""
 
 
 class Pipeline:
-    """Runs the rows of one input on an engine's thread, and writes them as they finish.
-
-    The thread that calls `run` is the writer; see `row_stream` for the others.
-    """
+    """Runs the rows of one input, and writes them as they finish. The thread that calls `run` is the writer."""
 
     def __init__(
         self,
-        engine_thread: EngineThread,
+        source: RowSource,
         output: RowWriter,
-        lines: LineProcessor,
         observer: RunObserver,
         *,
-        window: int,
-        timings: bool = False,
         on_error: Callable[[str], None] | None = None,
     ) -> None:
         """
-        window:   most rows between reading and writing
-        timings:  add times and cached tokens to each row
+        source:   computes the rows
         on_error: called with the message of each error row
         """
-        self._stream = RowStream(engine_thread, lines, window=window, observer=observer)
+        self._source = source
         self._output = output
-        self._timings = timings
         self._observer = observer
         self._on_error = on_error
         self._signum: int | None = None
@@ -75,7 +64,7 @@ class Pipeline:
                     rows = _up_to_error(rows, max_errors - num_errors)
                 self._write(rows)
                 on_progress()
-                num_errors += sum(row.completion.error is not None for row in rows)
+                num_errors += sum(row.outcome.error_code is not None for row in rows)
                 if max_errors is not None and num_errors >= max_errors:
                     raise self._ended_early(RunFailed, f"Stopped at error {max_errors:,}, as --max-errors says.")
         self._raise_if_interrupted()
@@ -84,29 +73,29 @@ class Pipeline:
     def interrupt(self, signum: int) -> None:
         """Ends the run after the rows that are finished by now. May be called in a signal handler."""
         self._signum = signum
-        self._stream.stop()
+        self._source.stop()
 
     @property
     def waited_for_output_s(self) -> float:
         """Seconds in which the reader waited until rows were written."""
-        return self._stream.waited_for_consumer_s
+        return self._source.waited_for_consumer_s
 
-    def _finished(self, lines: Iterable[Line], kept: Container[int]) -> Generator[list[FinishedRow]]:
-        """The stream's finished rows. If it fails, what was held back is written first."""
+    def _finished(self, lines: Iterable[Line], kept: Container[int]) -> Generator[list[OutputRow]]:
+        """The source's finished rows. If it fails, what was held back is written first."""
         try:
-            yield from self._stream.finished(_checked(lines), kept)
+            yield from self._source.finished(_checked(lines), kept)
         except (EngineError, RunFailed) as error:
             raise self._ended_early(type(error), str(error)) from error
 
-    def _write(self, rows: list[FinishedRow]) -> None:
+    def _write(self, rows: list[OutputRow]) -> None:
         """Writes finished rows in one write, and counts them."""
-        written = self._output.write([output_row(row, timings=self._timings) for row in rows])
-        self._stream.release(written)
+        written = self._output.write(rows)
+        self._source.release(written)
         self._output.tick()
         for row in rows:
-            self._observer.count(row.completion)
-            if row.completion.error is not None and self._on_error is not None:
-                self._on_error(str(row.completion.error))
+            self._observer.count(row)
+            if self._on_error is not None and row.outcome.error_code is not None:
+                self._on_error(row.outcome.error_message)
 
     def _ended_early(self, kind: type[CbatchError], reason: str) -> CbatchError:
         """Writes what was held back, and returns the error of a run that ends early."""
@@ -119,11 +108,6 @@ class Pipeline:
             raise Interrupted(self._signum, self._output.resume_hint)
 
 
-def output_row(row: FinishedRow, *, timings: bool = False) -> OutputRow:
-    """The row of output of a finished row."""
-    return OutputRow(row.position, row.completion.index, format_row(row.completion.to_dict(timings=timings)))
-
-
 def _checked(lines: Iterable[Line]) -> Iterator[Line]:
     """The lines, with a sentence for what reading them raises."""
     try:
@@ -132,11 +116,11 @@ def _checked(lines: Iterable[Line]) -> Iterator[Line]:
         raise RunFailed(f"Cannot read the input: {error}.") from error
 
 
-def _up_to_error(rows: list[FinishedRow], errors_left: int) -> list[FinishedRow]:
+def _up_to_error(rows: list[OutputRow], errors_left: int) -> list[OutputRow]:
     """The good ones of finished rows, and as many error rows as are left until the run stops."""
     kept = []
     for row in rows:
-        has_failed = row.completion.error is not None
+        has_failed = row.outcome.error_code is not None
         if not has_failed or errors_left > 0:
             errors_left -= has_failed
             kept.append(row)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from cbatch.engine.base.errors import EngineError
 from cbatch.engine.base.outputs import TokenEvent
+from cbatch.engine.batch.driver import StreamObserver
 from cbatch.engine.batch.line_processor import LineProcessor
 from cbatch.engine.batch.lines import Line
 from cbatch.engine.batch.window import Window
@@ -63,18 +64,6 @@ class StopRequested:
 
 
 Message = EndOfRow | EndOfInput | StopRequested
-
-
-class StreamObserver:
-    """Follows the rows of a stream; this one does nothing.
-
-    output_tokens: tokens generated so far; the engine's thread adds to it
-    """
-
-    output_tokens = 0
-
-    def start(self, now: float) -> None:
-        """A row was taken at the time `now` of `time.monotonic`. Called on the reader's thread."""
 
 
 class RowStream:

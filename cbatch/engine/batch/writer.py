@@ -8,25 +8,16 @@ import os
 import select
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Self
 
 from cbatch.engine.base.errors import ConfigError, ReaderGone, RunFailed
-from cbatch.engine.batch.journal import Journal, ResumePlan, plan_resume
+from cbatch.engine.batch.journal import Journal, Keyed, ResumePlan, plan_resume
 from cbatch.engine.batch.lines import Line
+from cbatch.engine.batch.output_row import OutputRow
 
 SYNC_SECONDS = 0.5
 """Age at which rows that were written are synced to disk."""
-
-
-@dataclass(frozen=True, slots=True)
-class OutputRow:
-    """A finished row: its position among the rows of this run, the index of its line, and its bytes."""
-
-    position: int
-    index: int
-    data: bytes
 
 
 class RowWriter:
@@ -190,7 +181,7 @@ class FileWriter(RowWriter):
         self,
         journal: Journal,
         lines: Iterator[Line],
-        make_key: Callable[[Line], str],
+        keyed: Keyed,
         *,
         retry_errors: bool = False,
         recompute_changed: bool = False,
@@ -199,13 +190,13 @@ class FileWriter(RowWriter):
 
         journal:           what `journal` has read
         lines:             the input; read up to the last line that has a row in the journal
-        make_key:          the key that this run gives a line
+        keyed:             gives each line the key that this run gives it
         retry_errors:      keep no error rows
         recompute_changed: drop rows whose key is another one, or whose line is gone
 
         Raises ConfigError, and leaves the file as it is, if there are such rows and they are not to be dropped.
         """
-        plan = plan_resume(journal, lines, make_key, retry_errors=retry_errors)
+        plan = plan_resume(journal, lines, keyed, retry_errors=retry_errors)
         if not plan.fits and not recompute_changed:
             raise ConfigError(
                 f"{self._name} holds rows that do not fit this run: {plan}. The file is left as it is. "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from cbatch.engine.scheduler.output import SchedulerOutput
 
@@ -45,6 +46,37 @@ class EngineStats:
     num_shrinks: int = 0
     last_error: str = ""
     idle_s: float = 0.0
+
+
+def total_stats(engines: Iterable[EngineStats], ended: Iterable[EngineStats] = ()) -> EngineStats:
+    """The sums over several engines; all zero without any.
+
+    `cache_used` is the mean of those that still run. `fallback` holds each sentence once, `last_error` the last of all.
+
+    ended: the last figures of engines that are gone: they have no requests and no blocks any more
+    """
+    alive = list(engines)
+    every = [*(replace(one, num_running=0, num_waiting=0, used_blocks=0) for one in ended), *alive]
+    held_back: Counter[str] = Counter()
+    for one in every:
+        held_back.update(one.held_back)
+    return EngineStats(
+        num_running=sum(one.num_running for one in every),
+        num_waiting=sum(one.num_waiting for one in every),
+        used_blocks=sum(one.used_blocks for one in every),
+        cache_used=sum(one.cache_used for one in alive) / max(len(alive), 1),
+        num_steps=sum(one.num_steps for one in every),
+        num_preemptions=sum(one.num_preemptions for one in every),
+        num_prompt_tokens=sum(one.num_prompt_tokens for one in every),
+        num_cached_tokens=sum(one.num_cached_tokens for one in every),
+        held_back=dict(held_back),
+        fallback=" ".join(dict.fromkeys(one.fallback for one in every if one.fallback)),
+        num_tokens=sum(one.num_tokens for one in every),
+        num_retries=sum(one.num_retries for one in every),
+        num_shrinks=sum(one.num_shrinks for one in every),
+        last_error=next((one.last_error for one in reversed(every) if one.last_error), ""),
+        idle_s=sum(one.idle_s for one in every),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,11 @@ from typing import Any
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.params import SamplingParams, derive_seed
+from cbatch.engine.base.request_defaults import RequestDefaults
 from cbatch.engine.base.template_options import TemplateOptions
 from cbatch.engine.requests.completion import Completion
 from cbatch.engine.requests.param_names import own_params
-from cbatch.engine.requests.request import EncodedRequest, GenerationRequest, RequestDefaults
+from cbatch.engine.requests.request import EncodedRequest, GenerationRequest
 from cbatch.engine.requests.row import InputRow
 from cbatch.engine.requests.row_keys import KeyMaker, canonical_params
 from cbatch.engine.scheduler.limits import SequenceLimits

@@ -9,7 +9,7 @@ from typing import Any
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.requests.request import ParamsLike
+from cbatch.engine.base.request_defaults import ParamsLike
 from cbatch.engine.requests.row import PROMPT_FIELDS, InputRow
 from cbatch.engine.requests.row_forms import fill_row
 

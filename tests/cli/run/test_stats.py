@@ -10,13 +10,16 @@ import pytest
 
 from cbatch.cli.run import stats as stats_module
 from cbatch.cli.run.stats import EngineCounters, RunStats, bottleneck
-from cbatch.engine import Choice, Completion, RequestError, Usage
+from cbatch.engine import Choice, Completion, OutputRow, RequestError, Usage
+from cbatch.engine.batch.engine_driver import output_row
+from cbatch.engine.batch.row_stream import FinishedRow
 from cbatch.engine.requests.completion import Timing
 
 
-def result(tokens: int, first: float = 1.0, last: float = 2.0, error: RequestError | None = None) -> Completion:
+def result(tokens: int, first: float = 1.0, last: float = 2.0, error: RequestError | None = None) -> OutputRow:
     choices, usage = [Choice(token_ids=range(tokens))], Usage(7, tokens)
-    return Completion(choices=choices, usage=usage, error=error, timing=Timing(0.0, first, last))
+    completion = Completion(choices=choices, usage=usage, error=error, timing=Timing(0.0, first, last))
+    return output_row(FinishedRow(0, completion))
 
 
 def test_figures_of_a_run() -> None:
@@ -72,9 +75,9 @@ def test_time_left_is_estimated_from_tokens(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_limited_a_run(state: dict[str, Any], waited: float, expected: str) -> None:
     """Guards the last line of the summary: it names the option that a person would change first."""
     held = Counter(state.get("held_back", {}))
-    engine: Any = SimpleNamespace(limits=SimpleNamespace(max_seqs=8, max_batch_tokens=64))
+    driver: Any = SimpleNamespace(limits=SimpleNamespace(max_seqs=8, max_batch_tokens=64), num_engines=1)
     counters = EngineCounters(100, 3, 0, state.get("num_shrinks", 0), state.get("idle_s", 0.0), held)
-    assert expected in bottleneck(engine, counters, 10.0, waited)
+    assert expected in bottleneck(driver, counters, 10.0, waited)
 
 
 def test_a_second_run_on_an_engine_counts_its_own() -> None:

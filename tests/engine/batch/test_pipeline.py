@@ -21,9 +21,10 @@ from cbatch.cli.run.stats import RunStats
 from cbatch.engine import (
     Engine,
     EngineConfig,
+    EngineDriver,
     Interrupted,
-    LineProcessor,
     RequestDefaults,
+    RowOptions,
 )
 from cbatch.engine.batch import lines as lines_module
 from cbatch.engine.batch import row_stream
@@ -43,9 +44,9 @@ def engine(model_folder: Path) -> Iterator[Engine]:
 def run(engine: Engine, data: bytes, window: int = 16) -> list[dict[str, Any]]:
     """Runs an input through the real reader, engine thread and writer."""
     stream = io.BytesIO()
-    lines = LineProcessor(engine.core.input_processor(RequestDefaults(params={"max_tokens": 2})))
+    options, stats = RowOptions(RequestDefaults(params={"max_tokens": 2})), RunStats()
     output = StreamWriter(stream, input_order=True)
-    pipeline = Pipeline(engine.thread, output, lines, RunStats(), window=window)
+    pipeline = Pipeline(EngineDriver(engine.thread).open(options, window=window, observer=stats), output, stats)
     pipeline.run(read_lines(io.BytesIO(data)), lambda: None)
     assert engine.failure is None and engine.core.scheduler.pool.num_used == 0
     return [json.loads(line) for line in stream.getvalue().splitlines()]
@@ -161,8 +162,8 @@ def test_what_was_finished_before_a_signal_is_written(engine: Engine, monkeypatc
                 pipeline.interrupt(2)
             return super().write(rows)
 
-    lines, output = LineProcessor(engine.core.input_processor()), Slow(stream, input_order=True)
-    pipeline = Pipeline(engine.thread, output, lines, RunStats(), window=100)
+    output, stats = Slow(stream, input_order=True), RunStats()
+    pipeline = Pipeline(EngineDriver(engine.thread).open(RowOptions(), window=100, observer=stats), output, stats)
     with pytest.raises(Interrupted):
         pipeline.run(read_lines(io.BytesIO(b"{bad\n" * 40)), lambda: None)
     assert len(stream.getvalue().splitlines()) == 40

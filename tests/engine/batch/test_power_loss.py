@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,17 @@ from cbatch.engine.batch import writer as writer_module
 from cbatch.engine.batch.journal import Journal, ResumePlan, plan_resume
 from cbatch.engine.batch.jsonl import format_row
 from cbatch.engine.batch.lines import Line, read_lines
-from cbatch.engine.batch.writer import FileWriter, OutputRow
+from cbatch.engine.batch.output_row import OutputRow
+from cbatch.engine.batch.writer import FileWriter
 from cbatch.engine.requests.row_keys import KEY_LENGTH
 
 INPUT = [f"line {number}" for number in range(6)]
 FINISHED = [3, 0, 1, 5, 4, 2]
 """The order in which the rows are finished."""
+
+
+def keyed(lines: Iterable[Line]) -> Iterator[tuple[Line, str]]:
+    return ((line, make_key(line)) for line in lines)
 
 
 def make_key(line: Line) -> str:
@@ -128,7 +133,7 @@ def run(path: Path, until: int = len(FINISHED)) -> int:
         journal, kept = Journal(), ResumePlan()
         if output.has_content:
             journal = output.journal()
-            kept = plan_resume(journal, lines(), make_key, retry_errors=False)
+            kept = plan_resume(journal, lines(), keyed, retry_errors=False)
             assert kept.fits
         output.start(journal)
         for position, index in enumerate(FINISHED[:until]):

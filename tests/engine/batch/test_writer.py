@@ -14,7 +14,8 @@ import pytest
 
 from cbatch.engine import ConfigError
 from cbatch.engine.batch.journal import Journal
-from cbatch.engine.batch.writer import FileWriter, OutputRow, StreamWriter
+from cbatch.engine.batch.output_row import OutputRow
+from cbatch.engine.batch.writer import FileWriter, StreamWriter
 
 
 def fresh(path: Path, *, input_order: bool = True) -> FileWriter:

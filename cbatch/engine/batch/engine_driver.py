@@ -1,0 +1,98 @@
+"""Runs the rows of a batch on an engine of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+
+from cbatch.engine.batch.driver import EngineState, EngineStatus, StreamObserver
+from cbatch.engine.batch.jsonl import format_row
+from cbatch.engine.batch.line_processor import LineProcessor
+from cbatch.engine.batch.lines import Line
+from cbatch.engine.batch.output_row import OutputRow, RowOutcome
+from cbatch.engine.batch.row_options import RowOptions
+from cbatch.engine.batch.row_stream import FinishedRow, RowStream
+from cbatch.engine.engine_thread import EngineThread
+from cbatch.engine.execution.stats import EngineStats
+from cbatch.engine.requests.completion import Completion
+from cbatch.engine.scheduler.limits import EngineLimits
+
+
+class EngineDriver:
+    """A `BatchDriver` of one engine, which other front ends may use meanwhile."""
+
+    num_engines = 1
+
+    def __init__(self, engine_thread: EngineThread) -> None:
+        self._engine_thread = engine_thread
+        self.num_rows = 0
+        """Rows that have finished so far."""
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._engine_thread.engine.limits
+
+    def stats(self) -> EngineStats:
+        return self._engine_thread.stats()
+
+    def each(self) -> Sequence[EngineStatus]:
+        state: EngineState = "gone" if self._engine_thread.has_ended else "running"
+        return [EngineStatus("engine", state, self.stats(), self.num_rows)]
+
+    def keyed(self, options: RowOptions, lines: Iterable[Line]) -> Iterator[tuple[Line, str]]:
+        return LineProcessor.of(self._engine_thread.engine, options).keyed(lines)
+
+    def open(self, options: RowOptions, *, window: int | None, observer: StreamObserver) -> EngineRows:
+        stream = RowStream(
+            self._engine_thread,
+            LineProcessor.of(self._engine_thread.engine, options),
+            window=window or 4 * self.limits.max_seqs,
+            observer=observer,
+        )
+        return EngineRows(self, stream, timings=options.timings)
+
+
+class EngineRows:
+    """The `RowSource` of one engine: a stream of rows, as rows of output."""
+
+    def __init__(self, driver: EngineDriver, stream: RowStream, *, timings: bool) -> None:
+        self._driver = driver
+        self._stream = stream
+        self._timings = timings
+
+    def finished(self, source: Iterable[Line], kept: Container[int] = ()) -> Generator[list[OutputRow]]:
+        with closing(self._stream.finished(source, kept)) as finished:
+            for rows in finished:
+                self._driver.num_rows += len(rows)
+                yield [output_row(row, timings=self._timings) for row in rows]
+
+    def release(self, positions: Iterable[int]) -> None:
+        self._stream.release(positions)
+
+    def stop(self) -> None:
+        self._stream.stop()
+
+    @property
+    def waited_for_consumer_s(self) -> float:
+        return self._stream.waited_for_consumer_s
+
+
+def output_row(row: FinishedRow, *, timings: bool = False) -> OutputRow:
+    """The row of output of a finished row."""
+    completion = row.completion
+    data = format_row(completion.to_dict(timings=timings))
+    return OutputRow(row.position, completion.index, data, outcome_of(completion), completion.timing.finished_at)
+
+
+def outcome_of(completion: Completion) -> RowOutcome:
+    """What a run counts of a completion."""
+    if completion.error is not None:
+        return RowOutcome(completion.error.code, str(completion.error))
+    timing, usage = completion.timing, completion.usage
+    ttft_s = tpot_s = None
+    if timing.first_token_at is not None:
+        ttft_s = timing.first_token_at - timing.taken_at
+        longest = max(len(choice.token_ids) for choice in completion.choices)
+        if longest > 1:
+            tpot_s = (timing.finished_at - timing.first_token_at) / (longest - 1)
+    return RowOutcome(None, "", usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, ttft_s, tpot_s)
