@@ -70,7 +70,7 @@ def measure(shape: Config, sizes: Sequence[int], rounds: int) -> dict[tuple[str,
     torch.set_num_threads(1)
     steps = StubbedSteps(narrow(shape), num_blocks=max(sizes) * (CONTEXT // 16 + 1))
     with stub_driver(), host_work_only(), torch.inference_mode():
-        graphs = steps.record(max(sizes), max(sizes) + CHUNK)
+        graphs = steps.capture(max(sizes), max(sizes) + CHUNK)
         ways: dict[tuple[str, int, str], Callable[[], float]] = {}
         for rows in sizes:
             contexts = [CONTEXT - 1] * (rows - 1)
@@ -80,7 +80,7 @@ def measure(shape: Config, sizes: Sequence[int], rounds: int) -> dict[tuple[str,
                 ("mixed", partial(steps.batch, [*contexts, 0], [*stops, CHUNK])),
             ):
                 ways[step, rows, "launched"] = partial(_seconds, make, steps.run)
-                ways[step, rows, "recorded"] = partial(_seconds, make, partial(steps.replay, graphs))
+                ways[step, rows, "captured"] = partial(_seconds, make, partial(steps.replay, graphs))
         by_turns(ways, 2)  # the first steps of a size allocate
         results = by_turns(ways, rounds)
     found: dict[tuple[str, int], dict[str, float]] = {}

@@ -1,6 +1,6 @@
 """How long a device waits for the host: by events around what each step gives it, and between the kernels of a step.
 
-A step of a large model is a few hundred kernels, and a recorded one leaves a microsecond between each two of them. An
+A step of a large model is a few hundred kernels, and a captured one leaves a microsecond between each two of them. An
 idle share that counts such gaps says nothing about the host, which has nothing to do with them. So the two are measured
 apart: the first by events before and after the work of a step, the second by the profiler.
 """

@@ -27,7 +27,7 @@ from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache
 from cbatch.engine.sampling.sampler import PARAM_WORDS, Sampler
 from cbatch.engine.scheduler.limits import StepLimits
-from cbatch.engine.structured.token_words import num_words
+from cbatch.engine.structured.token_bitmask import bitmask_size
 from tests.support.triton_driver import stub_driver
 
 BLOCK_SIZE = 16
@@ -94,14 +94,14 @@ class StubbedSteps:
         assert words is not None
         self.sampler.sample_on_device(logits, packed_to_device([words], CPU)[0])
 
-    def record(self, max_seqs: int, max_batch_tokens: int) -> StepGraphs:
+    def capture(self, max_seqs: int, max_batch_tokens: int) -> StepGraphs:
         """All graphs of an engine. To replay one does nothing."""
         parts = StepParts(self.model, self.attention, self.kv_cache, self.sampler)
         sizes = GraphSizes.of(StepLimits(max_seqs, max_batch_tokens, graphs=True))
         return StepGraphs(parts, sizes, lambda run: lambda: None)
 
     def replay(self, graphs: StepGraphs, batch: RaggedBatch) -> None:
-        """A recorded step, and sampling."""
+        """A captured step, and sampling."""
         logits = graphs.forward(batch)
         assert logits is not None, "there is no graph for this step"
         if logits.sampled is None and len(logits.values):
@@ -111,7 +111,7 @@ class StubbedSteps:
         """With masks, and with results written to places that are no multiples of 16."""
         vocabulary = self.model.vocab_size
         words, sets = packed_to_device(
-            [np.zeros((rows, PARAM_WORDS), np.int32), np.zeros((rows % 7 + 1, num_words(vocabulary)), np.int32)], CPU
+            [np.zeros((rows, PARAM_WORDS), np.int32), np.zeros((rows % 7 + 1, bitmask_size(vocabulary)), np.int32)], CPU
         )
         tokens, largest = torch.empty(rows + 1, dtype=torch.int64)[1:], torch.empty(rows + 1)[1:]
         self.sampler.sample_on_device(torch.empty(rows, vocabulary), words, tokens, largest, sets[rows % 2 :])
@@ -155,7 +155,7 @@ def compiled_late(config: Mapping[str, Any], decode_rows: Sequence[int], chunks:
     with stub_driver() as stub, host_work_only(), torch.inference_mode():
         steps.run(steps.batch([1999] * 5, [2000] * 5))
         steps.run(steps.batch([0, 1999, 7], [40, 2000, 12]))
-        graphs = steps.record(512, 1024)
+        graphs = steps.capture(512, 1024)
         begin = len(stub.compilations)
         for size in decode_rows:
             lengths = [1 + row * 37 % 1100 for row in range(size)]

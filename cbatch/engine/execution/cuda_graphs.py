@@ -110,7 +110,7 @@ class StepParts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Recording:
+class _CapturedStep:
     """A captured step of so many tokens, and where its inputs are."""
 
     size: int
@@ -168,13 +168,13 @@ class StepGraphs:
         self,
         parts: StepParts,
         sizes: GraphSizes,
-        record: Callable[[Run], Run] | None = None,
+        capture: Callable[[Run], Run] | None = None,
         *,
         has_room: Callable[[], bool] = lambda: True,
         num_blocks: int | None = None,
     ) -> None:
         """
-        record:     captures a step that has run once; see `GraphRecorder`
+        capture:    captures a step that has run once; see `GraphCapturer`
         has_room:   whether there is memory for another graph
         num_blocks: of the cache that the graphs are made for, if not of this one
         """
@@ -183,9 +183,9 @@ class StepGraphs:
         self._num_blocks = num_blocks or len(parts.kv_cache.keys[0])
         self._samples = parts.sampler.uses_kernel
         self._shared: _Shared | None = None
-        self._decode: dict[int, _Recording] = {}
-        self._mixed: dict[int, _Recording] = {}
-        self.problem = self._capture_all(record or GraphRecorder(parts.model.device), has_room)
+        self._decode: dict[int, _CapturedStep] = {}
+        self._mixed: dict[int, _CapturedStep] = {}
+        self.problem = self._capture_all(capture or GraphCapturer(parts.model.device), has_room)
 
     def __len__(self) -> int:
         return len(self._decode) + len(self._mixed)
@@ -195,28 +195,28 @@ class StepGraphs:
         """Logits of a step, valid until the next one; None if no graph serves it."""
         tokens, shared = len(batch.ids), self._shared
         decode = self._find(self._decode, tokens) if tokens == len(batch.stops) else None
-        recording = decode or self._find(self._mixed, tokens)
-        if shared is None or recording is None or not recording.buffers.holds(batch):
+        step = decode or self._find(self._mixed, tokens)
+        if shared is None or step is None or not step.buffers.holds(batch):
             return None
-        buffers, count = recording.buffers, len(batch.rows)
+        buffers, count = step.buffers, len(batch.rows)
         buffers.fill(batch)
         if decode is None:
-            recording.replay()
+            step.replay()
             out = shared.logits[:count] if count <= len(shared.logits) else None
             return Logits(self._parts.model.run_head(shared.hidden, buffers.logit_rows[:count], out))
         words = batch.sampling_params() if self._samples and batch.sampling_params is not None else None
         if words is not None:
-            shared.fill_words(words, recording.size)
-        recording.replay()
+            shared.fill_words(words, step.size)
+        step.replay()
         return Logits(shared.logits[:count], sampled=shared.sampled(count) if words is not None else None)
 
-    def _find(self, recordings: dict[int, _Recording], tokens: int) -> _Recording | None:
+    def _find(self, steps: dict[int, _CapturedStep], tokens: int) -> _CapturedStep | None:
         """The smallest that so many tokens fit into; None if its padding would take longer than single launches."""
-        size = min((size for size in recordings if size >= tokens), default=0)
-        return recordings[size] if tokens <= size <= max(CHEAP_PADDING, 2 * tokens) else None
+        size = min((size for size in steps if size >= tokens), default=0)
+        return steps[size] if tokens <= size <= max(CHEAP_PADDING, 2 * tokens) else None
 
     @torch.inference_mode()
-    def _capture_all(self, record: Callable[[Run], Run], has_room: Callable[[], bool]) -> str:
+    def _capture_all(self, capture: Callable[[Run], Run], has_room: Callable[[], bool]) -> str:
         """Captures steps of all sizes; returns a sentence on what could not be captured.
 
         After a capture that ran out of memory there is no other: torch loses memory with each that fails
@@ -229,8 +229,8 @@ class StepGraphs:
                 if not has_room():
                     reason, is_full = "the memory reserved for them is used up", True
                     break
-                recordings = self._decode if is_decode else self._mixed
-                recordings[size] = self._capture(size, is_decode, record)
+                steps = self._decode if is_decode else self._mixed
+                steps[size] = self._capture(size, is_decode, capture)
         except Exception as error:  # whatever a driver or library does not allow during a capture
             is_full = is_out_of_memory(error)
             reason = "out of memory" if is_full else f"{error}" or type(error).__name__
@@ -245,7 +245,7 @@ class StepGraphs:
             return f"Steps run without CUDA graphs: {reason}."
         return ""
 
-    def _capture(self, size: int, is_decode: bool, record: Callable[[Run], Run]) -> _Recording:
+    def _capture(self, size: int, is_decode: bool, capture: Callable[[Run], Run]) -> _CapturedStep:
         """Runs a step of padding, so that its kernels are compiled, and captures it. It stores nothing in the cache."""
         model, attention, kv_cache, sampler = self._parts
         assert self._shared is not None
@@ -269,14 +269,14 @@ class StepGraphs:
                     sampler.sample_on_device(logits, words, tokens, largest)
 
         run()
-        return _Recording(size, buffers, record(run))
+        return _CapturedStep(size, buffers, capture(run))
 
 
-class GraphRecorder:
+class GraphCapturer:
     """Captures what a function launches on the GPU; returns a function that replays it."""
 
     def __init__(self, device: torch.device) -> None:
-        # Not shared with other recorders: a graph that is freed clears the cuBLAS workspaces of the stream it was
+        # Not shared with other capturers: a graph that is freed clears the cuBLAS workspaces of the stream it was
         # captured on, into which the graphs of another would be replayed
         # (https://github.com/pytorch/pytorch/issues/193402).
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -31,7 +31,7 @@ from cbatch.engine.scheduler.limits import StepLimits
 from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.structured.masks import TokenMasks
-from cbatch.engine.structured.token_words import all_tokens
+from cbatch.engine.structured.token_bitmask import full_bitmask
 
 RESERVED_BYTES = 256 * 2**20
 """Bytes that stay free beside a step's peak, for fragmentation."""
@@ -263,8 +263,8 @@ class MemoryProfiler:
         """A step as the engine computes it, with a constraint and all of `_ALL_FEATURES` for each request."""
         batch, logits = self._forward(scheduled)
         rows = len(scheduled.to_sample)
-        words = torch.from_numpy(all_tokens(self._model.vocab_size))
-        masks = TokenMasks(words.expand(rows, -1), [None] * rows)
+        bitmask = torch.from_numpy(full_bitmask(self._model.vocab_size))
+        masks = TokenMasks(bitmask.expand(rows, -1), [None] * rows)
         PendingSample(scheduled, logits, self._sampler, batch.scored, masks).get()
 
 

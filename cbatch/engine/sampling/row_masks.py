@@ -15,7 +15,7 @@ from cbatch.engine.runtime.device import pins_memory
 from cbatch.engine.runtime.transfer import to_device
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.structured.masks import TokenMasks
-from cbatch.engine.structured.token_words import to_bools, words_of
+from cbatch.engine.structured.token_bitmask import bitmask_of, to_bools
 
 _known_lists: WeakValueDictionary[bytes, NDArray[np.int32]] = WeakValueDictionary()
 """Lists of allowed tokens in use, by their bytes: the same list in all rows of a file is one mask."""
@@ -25,11 +25,11 @@ _known_lists: WeakValueDictionary[bytes, NDArray[np.int32]] = WeakValueDictionar
 class RowMasks:
     """The allowed tokens of R rows.
 
-    words: [M, num_words] int32 on the CPU (see `token_words`), in pinned memory for a GPU
-    index: [R] int32, the mask of each row; -1: it allows all tokens
+    bitmasks: [M, bitmask_size] int32 on the CPU (see `token_bitmask`), in pinned memory for a GPU
+    index:    [R] int32, the mask of each row; -1: it allows all tokens
     """
 
-    words: Tensor
+    bitmasks: Tensor
     index: NDArray[np.int32]
 
     @classmethod
@@ -48,47 +48,49 @@ class RowMasks:
         index[constrained_rows] = range(len(constrained_rows))
         if not listed:
             assert masks is not None
-            return cls(masks.words, index)
-        found: list[NDArray[np.int32]] = [] if masks is None else list(masks.words.numpy())
+            return cls(masks.bitmasks, index)
+        found: list[NDArray[np.int32]] = [] if masks is None else list(masks.bitmasks.numpy())
         numbers: dict[int, int] = {}
         for row in listed:
-            words = _allowed_words(requests[row], logits.shape[1])
+            bitmask = _allowed_bitmask(requests[row], logits.shape[1])
             if index[row] >= 0:
-                found[index[row]] = found[index[row]] & words
+                found[index[row]] = found[index[row]] & bitmask
                 continue
-            index[row] = number = numbers.setdefault(id(words), len(found))
+            index[row] = number = numbers.setdefault(id(bitmask), len(found))
             if number == len(found):
-                found.append(words)
+                found.append(bitmask)
         stacked = torch.empty(len(found), len(found[0]), dtype=torch.int32, pin_memory=pins_memory(logits.device))
         np.stack(found, out=stacked.numpy())
         return cls(stacked, index)
 
     def to(self, device: torch.device) -> Tensor:
-        """The words on a device, by an asynchronous copy."""
-        return self.words.to(device, non_blocking=True)
+        """The bitmasks on a device, by an asynchronous copy."""
+        return self.bitmasks.to(device, non_blocking=True)
 
     def apply(self, logits: Tensor) -> Tensor:
         """A copy of logits [R, V] in float32, with minus infinity for tokens that are not allowed."""
-        words, vocab_size = self.words.numpy(), logits.shape[1]
-        if not (len(words) == len(self.index) and (self.index == np.arange(len(words))).all()):
-            words = np.concatenate([words, np.full((1, words.shape[1]), -1, np.int32)])[self.index]  # -1 is the last
+        bitmasks, vocab_size = self.bitmasks.numpy(), logits.shape[1]
+        if not (len(bitmasks) == len(self.index) and (self.index == np.arange(len(bitmasks))).all()):
+            bitmasks = np.concatenate([bitmasks, np.full((1, bitmasks.shape[1]), -1, np.int32)])[
+                self.index
+            ]  # -1 is the last
         if logits.device.type == "cpu":
-            allowed = torch.from_numpy(to_bools(words, vocab_size))
+            allowed = torch.from_numpy(to_bools(bitmasks, vocab_size))
         else:
-            allowed = bools_on_device(to_device([words], logits.device)[0], vocab_size)
+            allowed = bools_on_device(to_device([bitmasks], logits.device)[0], vocab_size)
         return torch.where(allowed, logits.float(), -torch.inf)
 
 
-def bools_on_device(words: Tensor, vocab_size: int) -> Tensor:
-    """Sets of tokens [M, num_words] as booleans [M, vocab_size] on the same device."""
-    (places,) = to_device([np.left_shift(np.uint8(1), np.arange(8, dtype=np.uint8))], words.device)
-    bits = words.view(torch.uint8)[:, :, None] & places
+def bools_on_device(bitmasks: Tensor, vocab_size: int) -> Tensor:
+    """Sets of tokens [M, bitmask_size] as booleans [M, vocab_size] on the same device."""
+    (places,) = to_device([np.left_shift(np.uint8(1), np.arange(8, dtype=np.uint8))], bitmasks.device)
+    bits = bitmasks.view(torch.uint8)[:, :, None] & places
     return bits.flatten(1)[:, :vocab_size] != 0
 
 
-def _allowed_words(request: Request, vocab_size: int) -> NDArray[np.int32]:
+def _allowed_bitmask(request: Request, vocab_size: int) -> NDArray[np.int32]:
     """The list of a request as a set of tokens. Made once, because it may be as long as the vocabulary."""
-    if not isinstance(request.allowed_words, np.ndarray):
-        words = words_of(request.params.allowed_token_ids or (), vocab_size)
-        request.allowed_words = _known_lists.setdefault(words.tobytes(), words)
-    return request.allowed_words
+    if not isinstance(request.allowed_bitmask, np.ndarray):
+        bitmask = bitmask_of(request.params.allowed_token_ids or (), vocab_size)
+        request.allowed_bitmask = _known_lists.setdefault(bitmask.tobytes(), bitmask)
+    return request.allowed_bitmask

@@ -212,7 +212,7 @@ class Sampler:
         logits:          [R, V] float32, float16 or bfloat16
         words:           [R, PARAM_WORDS] int32, see `pack_sampling_params`
         tokens, largest: where to write the result; made if not given
-        masks:           [M, num_words] int32, sets of tokens (see `token_words`); needed if a row has the number of one
+        masks:           [M, bitmask_size] int32, see `token_bitmask`; needed if a row has the number of one
         """
         assert self._kernel is not None, "the kernel is not in use"
         if tokens is None:

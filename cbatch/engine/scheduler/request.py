@@ -75,7 +75,7 @@ class Request:
     detokenizer:    finds stop strings; None if it has none
     grammar_state:  follows a constrained output
     counts:         tokens that penalties look at
-    allowed_words:  `params.allowed_token_ids` as a set of tokens, made by the sampler when it first needs it
+    allowed_bitmask: `params.allowed_token_ids` as a set of tokens, made by the sampler when it first needs it
     changes_logits: whether its parameters change logits before a token is sampled; most do not
     num_output_placeholders: tokens that steps in flight will give it; `token_ids` holds those that are known
     num_peer_preemptions: how often requests of the same priority preempted it
@@ -95,7 +95,7 @@ class Request:
     bad_words: Sequence[Sequence[int]] = ()
     grammar_state: TokenConstraint | None = None
     counts: TokenCounts | None = None
-    allowed_words: object = None
+    allowed_bitmask: object = None
     changes_logits: bool = field(init=False)
     num_prompt: int = field(init=False)
     num_computed: int = 0

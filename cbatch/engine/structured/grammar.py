@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.structured.sandbox import is_dead_end
-from cbatch.engine.structured.token_words import all_tokens, words_of
+from cbatch.engine.structured.token_bitmask import bitmask_of, full_bitmask
 
 FAILED = "The output's constraint could not be kept: "
 TOO_COMPLEX = "it is too complex at this place."
@@ -45,9 +45,9 @@ class GrammarState:
         self.vocab_size = grammar.vocab_size
         self.error: str | None = None
         self._stop_ids = frozenset(stop_ids)
-        stops = words_of(self._stop_ids, self.vocab_size)
+        stops = bitmask_of(self._stop_ids, self.vocab_size)
         self._stop_places = stops.nonzero()[0]
-        self._stop_words = stops[self._stop_places]
+        self._stop_bits = stops[self._stop_places]
         self._matcher = grammar.matcher.deep_copy()  # shares no mutable state: others do not use up its limits
         self._starts_after = starts_after
         self._before: list[int] = []
@@ -82,25 +82,25 @@ class GrammarState:
         if self.error is not None:
             raise RequestError("invalid_row", self.error)
 
-    def fill(self, words: NDArray[np.int32]) -> str | None:
-        """Writes the tokens that may come next, as words (see `token_words`). Returns a sentence if that fails.
+    def fill(self, bitmask: NDArray[np.int32]) -> str | None:
+        """Writes the tokens that may come next, as a bitmask (see `token_bitmask`). Returns a sentence if that fails.
 
         Stop ids may come exactly when the text is complete, other special tokens only if the grammar names them. If the
         output is finished and there are no stop ids, nothing may come.
         """
-        words[:] = all_tokens(self.vocab_size)
+        bitmask[:] = full_bitmask(self.vocab_size)
         if self._starts_after is not None:
-            words[self._stop_places] &= ~self._stop_words
+            bitmask[self._stop_places] &= ~self._stop_bits
             return None
         found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
         if self._matcher.is_error():
             return FAILED + ("no text can follow here." if is_dead_end(self._matcher) else TOO_COMPLEX)
-        words &= found[: len(words)]  # the library has an end token of its own past the vocabulary
-        words[self._stop_places] &= ~self._stop_words
+        bitmask &= found[: len(bitmask)]  # the library has an end token of its own past the vocabulary
+        bitmask[self._stop_places] &= ~self._stop_bits
         is_complete = self.is_complete
-        self._is_ended |= is_complete and not words.any()
+        self._is_ended |= is_complete and not bitmask.any()
         if self._is_ended:
-            words[:] = 0
+            bitmask[:] = 0
         if is_complete:
-            words[self._stop_places] |= self._stop_words
-        return None if is_complete or words.any() else f"{FAILED}no token of the model can come next."
+            bitmask[self._stop_places] |= self._stop_bits
+        return None if is_complete or bitmask.any() else f"{FAILED}no token of the model can come next."

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.engine.structured.grammar import FAILED, GrammarState
-from cbatch.engine.structured.token_words import all_tokens
+from cbatch.engine.structured.token_bitmask import full_bitmask
 
 STEP_LIMIT = 5.0
 """Seconds that the mask of one request may take. Real ones take milliseconds."""
@@ -27,11 +27,11 @@ STEP_LIMIT = 5.0
 class TokenMasks(NamedTuple):
     """The tokens that may come next for G requests of one model.
 
-    words   [G, num_words] int32 on the CPU (see `token_words`); all tokens in the row of a state that failed
-    errors  for each state a sentence or None; from then on it is the state's `error`
+    bitmasks  [G, bitmask_size] int32 on the CPU (see `token_bitmask`); all tokens in the row of a state that failed
+    errors    for each state a sentence or None; from then on it is the state's `error`
     """
 
-    words: Tensor
+    bitmasks: Tensor
     errors: list[str | None]
 
 
@@ -40,10 +40,10 @@ class _MaskJob:
 
     def __init__(self, states: Sequence[GrammarState], pin: bool) -> None:
         self.states = states
-        all_words = all_tokens(states[0].vocab_size)
-        self.words = torch.empty(len(states), len(all_words), dtype=torch.int32, pin_memory=pin)
-        self._rows = self.words.numpy()
-        self._rows[:] = all_words
+        full = full_bitmask(states[0].vocab_size)
+        self.bitmasks = torch.empty(len(states), len(full), dtype=torch.int32, pin_memory=pin)
+        self._rows = self.bitmasks.numpy()
+        self._rows[:] = full
         self.is_done = threading.Event()
         self._lock = threading.Lock()
         self._started_at: dict[int, float] = {}
@@ -135,7 +135,7 @@ class MaskFiller:
             for _ in range(job.fail_stalled(interval, self._limit)):
                 self._num_started -= 1
                 self._put(job)
-        return TokenMasks(job.words, [state.error for state in job.states])
+        return TokenMasks(job.bitmasks, [state.error for state in job.states])
 
     def close(self) -> None:
         """Ends the threads."""

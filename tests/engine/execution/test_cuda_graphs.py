@@ -25,7 +25,7 @@ from cbatch.engine.execution import model_runner
 from cbatch.engine.execution.cuda_graphs import (
     GRAPH_BYTES,
     WORKSPACE_BYTES,
-    GraphRecorder,
+    GraphCapturer,
     GraphSizes,
     Run,
     StepGraphs,
@@ -58,13 +58,13 @@ from tests.support.tiny_models import make_engine, make_network, make_prompts, n
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.engine.attention.triton import TritonAttention
-from tests.support.graph_recorder import Repeater
+from tests.support.graph_repeater import Repeater
 
 pytestmark = [pytest.mark.slow, pytest.mark.kernels]
 
 
-def recorder() -> GraphRecorder | Repeater:
-    return GraphRecorder(DEVICE) if DEVICE.type == "cuda" else Repeater()
+def capturer() -> GraphCapturer | Repeater:
+    return GraphCapturer(DEVICE) if DEVICE.type == "cuda" else Repeater()
 
 
 def parts_of(model: CudaModel, kv_cache: KVCache) -> StepParts:
@@ -72,7 +72,7 @@ def parts_of(model: CudaModel, kv_cache: KVCache) -> StepParts:
 
 
 def engine_with_graphs(
-    monkeypatch: pytest.MonkeyPatch, model: CudaModel, record: Callable[[Run], Run], **config: Any
+    monkeypatch: pytest.MonkeyPatch, model: CudaModel, capture: Callable[[Run], Run], **config: Any
 ) -> SteppingEngine:
     """An engine that captures its steps at start, also on a CPU."""
 
@@ -81,7 +81,7 @@ def engine_with_graphs(
         return StepParts(model, attention, kv_cache, Sampler(DEVICE, kernel=True))
 
     monkeypatch.setattr(model_runner, "step_parts", parts)
-    monkeypatch.setattr("cbatch.engine.execution.cuda_graphs.GraphRecorder", lambda device: record)
+    monkeypatch.setattr("cbatch.engine.execution.cuda_graphs.GraphCapturer", lambda device: capture)
     return engine_around(monkeypatch, model, max_batch_tokens=6, **config)
 
 
@@ -112,25 +112,25 @@ def test_equals_generate(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Everything is captured at start, and every step is a replay.
     """
-    model, record = model_of(network_of("mistral, window")), recorder()
-    engine = engine_with_graphs(monkeypatch, model, record, run_ahead=True)
+    model, capture = model_of(network_of("mistral, window")), capturer()
+    engine = engine_with_graphs(monkeypatch, model, capture, run_ahead=True)
     graphs = engine.runner._graphs
     assert graphs is not None and graphs._shared is not None and len(graphs) == 4
-    if isinstance(record, Repeater):
-        record.poisoned = [*graphs._shared.hidden, graphs._shared.logits, graphs._shared.tokens]
+    if isinstance(capture, Repeater):
+        capture.poisoned = [*graphs._shared.hidden, graphs._shared.logits, graphs._shared.tokens]
         monkeypatch.setattr(model, "forward", None)
     assert run(engine) == expected_of("mistral, window")
-    if isinstance(record, Repeater):
-        assert record.recorded == 4 and record.replayed == engine.stats().num_steps
+    if isinstance(capture, Repeater):
+        assert capture.captured == 4 and capture.replayed == engine.stats().num_steps
 
 
 def test_an_fp8_cache_gives_the_tokens_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards FP8 in all steps of an engine: kernels round and read a cache as plain torch does."""
-    model, record = model_of(network_of("mistral, window")), recorder()
+    model, capture = model_of(network_of("mistral, window")), capturer()
     plain = engine_around(monkeypatch, model.with_ops(TorchLayerOps()), ReferenceAttention(FP8), max_batch_tokens=6)
     expected = run(plain)
     attention = TritonAttention(DEVICE, kv_dtype=FP8)
-    engine = engine_with_graphs(monkeypatch, model, record, attention=attention)
+    engine = engine_with_graphs(monkeypatch, model, capture, attention=attention)
     assert engine.runner.kv_cache.keys[0].dtype == plain.runner.kv_cache.keys[0].dtype == FP8
     assert engine.runner._graphs is not None
     assert run(engine) == expected != expected_of("mistral, window")
@@ -140,14 +140,14 @@ def test_capturing_does_not_touch_the_cache() -> None:
     """Guards cached prompts: what runs before a capture is padding."""
     model = model_of(network_of("llama"))
     kv_cache = kv_cache_of(model)
-    StepGraphs(parts_of(model, kv_cache), GraphSizes([1, 4], [8], 4), recorder())
+    StepGraphs(parts_of(model, kv_cache), GraphSizes([1, 4], [8], 4), capturer())
     assert all(layer.isnan().all() for layer in (*kv_cache.keys, *kv_cache.values))
 
 
 def test_each_step_finds_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the choice: the smallest graph that holds a step, and none if that would be mostly padding."""
     model = model_of(network_of("llama"))
-    monkeypatch.setattr(StepGraphs, "_capture", lambda self, size, is_decode, record: SimpleNamespace(size=size))
+    monkeypatch.setattr(StepGraphs, "_capture", lambda self, size, is_decode, capture: SimpleNamespace(size=size))
     graphs = StepGraphs(parts_of(model, kv_cache_of(model)), GraphSizes([2, 4], [8, 600], 4), lambda run: run)
     for tokens, *expected in (
         (1, 2, 8),
@@ -159,7 +159,7 @@ def test_each_step_finds_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         (300, 0, 600),
         (601, 0, 0),
     ):
-        found = [graphs._find(recordings, tokens) for recordings in (graphs._decode, graphs._mixed)]
+        found = [graphs._find(steps, tokens) for steps in (graphs._decode, graphs._mixed)]
         assert [one.size if one is not None else 0 for one in found] == expected
 
 
@@ -175,7 +175,7 @@ def test_steps_of_all_kinds() -> None:
     """Guards steps in any order: without outputs, with an output of each token, cut prompts beside decode rows."""
     model, prompts = model_of(network_of("qwen2, biases")), make_prompts([4, 2, 3])
     kv_cache = kv_cache_of(model)
-    graphs = StepGraphs(parts_of(model, kv_cache), GraphSizes([4], [7], 3), recorder())
+    graphs = StepGraphs(parts_of(model, kv_cache), GraphSizes([4], [7], 3), capturer())
     whole, last = batch_of([prompt[:-1] for prompt in prompts]), batch_of(prompts, start=1)
     check_step(graphs, model, replace(whole, rows=whole.rows[:0]), kv_cache)
     check_step(graphs, model, replace(last, rows=np.array([1, 2, 5])), kv_cache)
@@ -227,8 +227,8 @@ def test_sampling_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards tokens that are sampled before the previous ones are known, through preemption, beside changed logits."""
     network = make_network("qwen3", tie_word_embeddings=True)
     expected = draw(make_engine(make_network("qwen3", tie_word_embeddings=True)))
-    record, sampled = recorder(), list[int]()
-    engine = engine_with_graphs(monkeypatch, model_of(network), record, run_ahead=True)
+    capture, sampled = capturer(), list[int]()
+    engine = engine_with_graphs(monkeypatch, model_of(network), capture, run_ahead=True)
     sample = Sampler.sample
     monkeypatch.setattr(Sampler, "sample", lambda *args, **more: (sampled.append(1), sample(*args, **more))[1])
     assert draw(engine, shaken=True) == expected
@@ -241,7 +241,7 @@ def test_no_parameter_of_an_earlier_step_is_left() -> None:
     model, prompts = model_of(network_of("llama")), make_prompts([1, 1])
     kv_cache = kv_cache_of(model)
     parts = parts_of(model, kv_cache)
-    graphs = StepGraphs(parts, GraphSizes([2], [], 2), recorder())
+    graphs = StepGraphs(parts, GraphSizes([2], [], 2), capturer())
     drawn, greedy = np.zeros((2, PARAM_WORDS), np.int32), np.zeros((2, PARAM_WORDS), np.int32)
     drawn[:, :2], drawn[:, 4:6] = np.array([5, 1], np.float32).view(np.int32), [[1, 2], [3, 4]]
     for words in (drawn, greedy, drawn, drawn[:1], greedy):
@@ -257,8 +257,8 @@ def test_no_parameter_of_an_earlier_step_is_left() -> None:
 
 def test_a_step_that_is_tried_again_has_the_same_input(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a token in flight: the next step writes its own where it was sampled, and that step may fail."""
-    model, record = model_of(network_of("llama")), recorder()
-    engine, failures = engine_with_graphs(monkeypatch, model, record, run_ahead=True), [RuntimeError("no")] * 2
+    model, capture = model_of(network_of("llama")), capturer()
+    engine, failures = engine_with_graphs(monkeypatch, model, capture, run_ahead=True), [RuntimeError("no")] * 2
 
     def fail(step: object) -> None:
         if engine.stats().num_steps > 2 and failures:
@@ -281,13 +281,13 @@ def test_a_step_that_cannot_be_captured_runs(monkeypatch: pytest.MonkeyPatch, ca
     """Guards devices and libraries that cannot be captured: all steps run without graphs, and a sentence says so."""
     calls = []
 
-    def record(run: Run) -> Run:
+    def capture(run: Run) -> Run:
         calls.append(run)
         if len(calls) == 2:
             raise RuntimeError("not while capturing")
         return run
 
-    engine = engine_with_graphs(monkeypatch, model_of(network_of("llama")), record)
+    engine = engine_with_graphs(monkeypatch, model_of(network_of("llama")), capture)
     assert engine.runner.graph_problem == caplog.messages[0] and "not while capturing" in caplog.messages[0]
     assert len(calls) == 2 and len(engine.runner._graphs or ()) == 0 and len(caplog.records) == 1
     engine.add(make_prompts(LENGTHS)[0], SamplingParams(max_tokens=2))
@@ -302,11 +302,11 @@ def test_a_capture_that_runs_out_of_memory_is_the_last(
 
     No other capture is tried: each that fails costs memory for good.
     """
-    held, record = weakref.WeakSet[Tensor](), Repeater()
+    held, capture = weakref.WeakSet[Tensor](), Repeater()
 
     def full(run: Run) -> Run:
-        if record.recorded < 2:
-            return record(run)
+        if capture.captured < 2:
+            return capture(run)
         activations = torch.zeros(3)
         held.add(activations)
         try:
@@ -317,7 +317,7 @@ def test_a_capture_that_runs_out_of_memory_is_the_last(
     with no_collector(), engine_with_graphs(monkeypatch, model_of(network_of("qwen3, norms")), full) as engine:
         graphs = engine.runner._graphs
         assert graphs is not None and not held, "what failed still holds memory"
-        assert list(graphs._decode) == [4, 2] and not graphs._mixed and record.recorded == 2
+        assert list(graphs._decode) == [4, 2] and not graphs._mixed and capture.captured == 2
         assert "Only 2 of 4" in caplog.text and len(caplog.records) == 1
         engine_thread, events = EngineThread(engine), SimpleQueue[TokenEvent]()
         request = EncodedRequest(prompt_ids=make_prompts(LENGTHS)[0], params=SamplingParams(max_tokens=OUTPUTS[0]))
@@ -325,7 +325,7 @@ def test_a_capture_that_runs_out_of_memory_is_the_last(
         found = [events.get(timeout=60).token_id for _ in range(OUTPUTS[0])]
         engine_thread.close()
     assert found == expected_of("qwen3, norms")[0] and engine_thread.num_retries == engine_thread.num_shrinks == 0
-    assert record.replayed > 2, "a step of one sequence is a replay of two"
+    assert capture.replayed > 2, "a step of one sequence is a replay of two"
 
 
 def test_graphs_take_no_more_than_their_reserve() -> None:
@@ -369,7 +369,7 @@ def test_the_cache_goes_with_its_graphs() -> None:
 def test_a_capture_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards captures against the garbage collector, which may free what a capture forbids, and what follows a failure.
 
-    All captures of a recorder share a pool and a stream.
+    All captures of a capturer share a pool and a stream.
     """
     seen: list[object] = []
     graph = SimpleNamespace(pool=lambda: "pool", replay=lambda: seen.append("replayed"))
@@ -387,23 +387,23 @@ def test_a_capture_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
         "set_stream": seen.append,
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    record = GraphRecorder(torch.device("cuda:0"))
+    capture = GraphCapturer(torch.device("cuda:0"))
 
     def fail() -> None:
         raise KeyError
 
     with pytest.raises(KeyError):
-        record(fail)
+        capture(fail)
     for _ in range(2):
-        record(lambda: None)()
+        capture(lambda: None)()
     first, after_failure, second, replayed, third, _ = seen
-    assert first == second == (True, None, record._stream, "thread_local", False) and after_failure == "stream before"
-    assert third == (True, "pool", record._stream, "thread_local", False) and replayed == "replayed" and gc.isenabled()
+    assert first == second == (True, None, capture._stream, "thread_local", False) and after_failure == "stream before"
+    assert third == (True, "pool", capture._stream, "thread_local", False) and replayed == "replayed" and gc.isenabled()
 
 
-def test_each_recorder_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_capturer_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards two engines in one process: graphs that one frees clear their stream's workspaces."""
     made: list[object] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(object()) or made[-1])
-    recorders = [GraphRecorder(torch.device("cuda:0")) for _ in range(2)]
-    assert len(made) == 2 and [one._stream for one in recorders] == made
+    capturers = [GraphCapturer(torch.device("cuda:0")) for _ in range(2)]
+    assert len(made) == 2 and [one._stream for one in capturers] == made

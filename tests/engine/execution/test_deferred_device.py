@@ -207,7 +207,7 @@ def test_checks_of_kernels_pass(device: DeferredDevice, kernels: pytest.MonkeyPa
 @pytest.mark.slow
 @pytest.mark.kernels
 def test_kernels_give_the_tokens_of_a_cpu(device: DeferredDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the real kernels with their buffers, recorded and run."""
+    """Guards the real kernels with their buffers, captured and replayed."""
     from cbatch.engine.kernels.triton import layer
 
     without_measuring(monkeypatch)

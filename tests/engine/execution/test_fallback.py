@@ -70,7 +70,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_checks, "steps_of", lambda _: STEPS)
     monkeypatch.setattr(attention_checks, "CAPTURED_STEPS", [[(4, 5), (0, 2)]])
     for module in (attention_checks, step_checks):
-        monkeypatch.setattr(module, "GraphRecorder", lambda _: lambda run: run)
+        monkeypatch.setattr(module, "GraphCapturer", lambda _: lambda run: run)
 
 
 def kernel_engine(monkeypatch: pytest.MonkeyPatch, samples: bool = False, **config: Any) -> SteppingEngine:

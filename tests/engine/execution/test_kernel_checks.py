@@ -259,19 +259,19 @@ def not_allowed(run: Run) -> Run:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("record", "reason"),
+    ("capture", "reason"),
     [
         (at_once, "a captured step differs from torch by "),
         (never, "a captured step differs from torch by "),
         (not_allowed, "a captured step fails (RuntimeError: operation not permitted when stream is capturing)."),
     ],
 )
-def test_captured_steps(record: Callable[[Run], Run], reason: str, model: Any) -> None:
+def test_captured_steps(capture: Callable[[Run], Run], reason: str, model: Any) -> None:
     """Guards replays: one that does not read its new inputs is seen, and so is a capture that fails."""
     expected = ExpectedSteps.of(model.with_ops(TorchLayerOps()), 16)
     by_torch, sampler = model.with_ops(TorchLayerOps(heads_first=True)), Sampler(DEVICE, kernel=True)
-    check = check_captured(expected, by_torch, TritonAttention(DEVICE), sampler, 16, record)
-    assert check.agrees is (record is at_once) and check.reason.startswith(reason)
+    check = check_captured(expected, by_torch, TritonAttention(DEVICE), sampler, 16, capture)
+    assert check.agrees is (capture is at_once) and check.reason.startswith(reason)
 
 
 def without_second_turn(patch: pytest.MonkeyPatch) -> None:
@@ -285,7 +285,7 @@ def without_second_turn(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "record", "agrees"),
+    ("fault", "capture", "agrees"),
     [
         (lambda _: None, at_once, True),
         (lambda _: None, never, False),
@@ -294,7 +294,7 @@ def without_second_turn(patch: pytest.MonkeyPatch) -> None:
 )
 def test_captured_attention(
     fault: Callable[[pytest.MonkeyPatch], None],
-    record: Callable[[Run], Run],
+    capture: Callable[[Run], Run],
     agrees: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -302,7 +302,7 @@ def test_captured_attention(
     fault(monkeypatch)
     attention = TritonAttention(DEVICE, SPLITTING)
     checks = AttentionChecks(attention, 16, torch.float32, DEVICE)
-    check = checks.check_captured(attention, [replace(SPLIT_CALL, window=9), SPLIT_CALL], record)
+    check = checks.check_captured(attention, [replace(SPLIT_CALL, window=9), SPLIT_CALL], capture)
     assert check.agrees is agrees and not check.failure
 
 

@@ -216,7 +216,7 @@ def test_every_profiled_request_uses_all_features(gpu: Gpu, monkeypatch: pytest.
     monkeypatch.setattr(sizing, "PendingSample", watch)
     make()
     (scheduled, logits, _, _, masks), done = seen[1]
-    assert logits.values.shape == (6, VOCABULARY) and masks.words.shape == (6, -(-VOCABULARY // 32))
+    assert logits.values.shape == (6, VOCABULARY) and masks.bitmasks.shape == (6, -(-VOCABULARY // 32))
     params = scheduled.to_sample[0].request.params
     assert not params.greedy and params.top_k and params.top_p < 1 and params.min_p and params.presence_penalty
     assert all(sample.error is None and len(sample.logprobs.top) == 20 for sample in done.get().samples)

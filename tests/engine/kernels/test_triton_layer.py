@@ -113,7 +113,7 @@ def test_gate(ops: LayerOps, inner: int, dtype: torch.dtype) -> None:
 
 
 def test_nothing_is_stored_without_slots(ops: LayerOps) -> None:
-    """Guards a step of padding only, as graphs are recorded with: not a single slot changes."""
+    """Guards a step of padding only, as graphs are captured with: not a single slot changes."""
     cache = torch.full((2, 3, 2, 2, 8), torch.nan, device=DEVICE)
     cache[:, 0] = 1.0
     before, angle = cache.clone(), torch.zeros(3, 4, device=DEVICE)

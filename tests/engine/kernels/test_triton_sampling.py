@@ -18,7 +18,7 @@ from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.sampling.row_masks import RowMasks
 from cbatch.engine.sampling.sampler import PARAM_WORDS, Sampler, gumbel_noise, pack_sampling_params
 from cbatch.engine.scheduler.request import Request
-from cbatch.engine.structured.token_words import words_of
+from cbatch.engine.structured.token_bitmask import bitmask_of
 from tests.support.device import DEVICE
 from tests.support.sampling_cases import (
     LOGIT_SHAPES,
@@ -103,10 +103,10 @@ def make_masks(rows: int, vocabulary: int, seed: int = 0) -> RowMasks:
     rng = np.random.default_rng(seed)
     sets = [np.flatnonzero(rng.random(vocabulary) < share) for share in (0.1, 0.9)]
     sets += [np.array([token]) for token in (vocabulary // 2, 0, vocabulary - 1)]
-    words = np.stack([words_of([*tokens.tolist(), vocabulary - 2], vocabulary) for tokens in sets])
+    bitmasks = np.stack([bitmask_of([*tokens.tolist(), vocabulary - 2], vocabulary) for tokens in sets])
     index = rng.integers(0, len(sets), rows).astype(np.int32)
     index[::3] = -1
-    return RowMasks(torch.from_numpy(words), index)
+    return RowMasks(torch.from_numpy(bitmasks), index)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_only_allowed_tokens_are_drawn(vocabulary: int, filters: dict[str, Any])
 def test_what_is_not_allowed_may_be_any_number() -> None:
     """Guards padding of the vocabulary and rows with nothing left: only allowed logits say that a row is not finite."""
     logits, requests = make_logits("normal", 4, 300), make_requests(4, temperature=1.0, top_p=0.9, min_p=0.0)
-    sets = [words_of(tokens, 300) for tokens in ([5, 40, 290], [], range(100), range(299))]
+    sets = [bitmask_of(tokens, 300) for tokens in ([5, 40, 290], [], range(100), range(299))]
     masks = RowMasks(torch.from_numpy(np.stack(sets)), np.array([2, 1, 0, 3], np.int32))
     logits[:, 100:280], logits[0, 299] = math.nan, math.inf
     tokens, largest = draw(logits, requests, masks=masks)
@@ -251,7 +251,7 @@ def test_the_sampler_uses_the_kernel_until_it_is_turned_off(monkeypatch: pytest.
     expected = sampler.sample(logits, requests, [5, 5, 5]).get()
     check(logits[:2].cpu(), requests[:2], expected[0][:2])
     masks = make_masks(4, 200)
-    masks = RowMasks(masks.words, masks.index[1:])
+    masks = RowMasks(masks.bitmasks, masks.index[1:])
     masked = sampler.sample(logits, requests, [5, 5, 5], None, masks).get()
     assert masked != expected and len(calls) == 2
     sampler.sample(logits.bfloat16(), requests, [5, 5, 5])

@@ -17,7 +17,7 @@ from cbatch.engine.sampling.processors import Processors, counts_for
 from cbatch.engine.sampling.row_masks import RowMasks
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.structured.masks import TokenMasks
-from cbatch.engine.structured.token_words import words_of
+from cbatch.engine.structured.token_bitmask import bitmask_of
 
 CPU = torch.device("cpu")
 VOCABULARY = 50
@@ -119,8 +119,8 @@ def test_allowed_tokens_are_looked_up_once() -> None:
     request = make_request(allowed_token_ids=[4, 2, 4])
     assert request.params.allowed_token_ids == (2, 4)
     first = apply(random_logits(1), [request])
-    words = request.allowed_words
-    assert torch.equal(apply(random_logits(1), [request]), first) and request.allowed_words is words is not None
+    bitmask = request.allowed_bitmask
+    assert torch.equal(apply(random_logits(1), [request]), first) and request.allowed_bitmask is bitmask is not None
 
 
 def test_a_forbidden_token_that_is_not_a_number_does_no_harm() -> None:
@@ -130,7 +130,7 @@ def test_a_forbidden_token_that_is_not_a_number_does_no_harm() -> None:
     logits = random_logits(1)
     logits[0, 10], logits[0, 11] = math.nan, math.inf
     assert apply(logits, [request])[0].isfinite().nonzero().flatten().tolist() == [4, 5]
-    constraint = TokenMasks(torch.from_numpy(words_of([3, 5, 9], VOCABULARY))[None], [None])
+    constraint = TokenMasks(torch.from_numpy(bitmask_of([3, 5, 9], VOCABULARY))[None], [None])
     masks = RowMasks.build([request], constraint, [0], logits)
     assert masks is not None
     processed = masks.apply(Processors.build([request], CPU).apply(logits))

@@ -1,4 +1,4 @@
-"""Masks of rows: which row gets which, from lists and constraints, and words against a plain set of tokens."""
+"""Masks of rows: which row gets which, from lists and constraints, and bitmasks against a plain set of tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cbatch.engine.sampling.sampler import Sampler
 from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.structured.masks import MaskFiller, TokenMasks
-from cbatch.engine.structured.token_words import all_tokens, to_bools, words_of
+from cbatch.engine.structured.token_bitmask import bitmask_of, full_bitmask, to_bools
 from tests.support.device import HAS_GPU
 from tests.support.fake_cuda import CUDA, FakeCuda
 
@@ -38,8 +38,8 @@ def make_request(allowed: Sequence[int] | None = None, *, constrained: bool = Fa
 
 
 def masks_of(*sets: Sequence[int]) -> TokenMasks:
-    words = [words_of(tokens, VOCABULARY) for tokens in sets]
-    return TokenMasks(torch.from_numpy(np.stack(words)), [None] * len(sets))
+    bitmasks = [bitmask_of(tokens, VOCABULARY) for tokens in sets]
+    return TokenMasks(torch.from_numpy(np.stack(bitmasks)), [None] * len(sets))
 
 
 def logits_of(rows: int) -> torch.Tensor:
@@ -55,17 +55,17 @@ def pending(
 
 
 @pytest.mark.parametrize("vocabulary", [1, 31, 32, 33, 64, VOCABULARY])
-def test_words_are_sets_of_tokens(vocabulary: int) -> None:
+def test_bitmasks_are_sets_of_tokens(vocabulary: int) -> None:
     """Guards the order of bits, the last word of a vocabulary, and ids that a model has no logits for."""
     for tokens in ([0], [vocabulary - 1, vocabulary, vocabulary + 40], range(0, vocabulary, 3)):
-        words = words_of(tokens, vocabulary)
+        bitmask = bitmask_of(tokens, vocabulary)
         by_hand = [sum(1 << bit for bit in range(32) if 32 * word + bit in tokens and 32 * word + bit < vocabulary)
-                   for word in range(len(words))]  # fmt: skip
-        assert words.view(np.uint32).tolist() == by_hand
-        found = np.flatnonzero(to_bools(words[None], vocabulary)[0])
-        assert bools_on_device(torch.from_numpy(words)[None], vocabulary)[0].nonzero().flatten().tolist() == [*found]
+                   for word in range(len(bitmask))]  # fmt: skip
+        assert bitmask.view(np.uint32).tolist() == by_hand
+        found = np.flatnonzero(to_bools(bitmask[None], vocabulary)[0])
+        assert bools_on_device(torch.from_numpy(bitmask)[None], vocabulary)[0].nonzero().flatten().tolist() == [*found]
         assert found.tolist() == [token for token in tokens if token < vocabulary]
-    assert (all_tokens(vocabulary) == words_of(range(vocabulary), vocabulary)).all()
+    assert (full_bitmask(vocabulary) == bitmask_of(range(vocabulary), vocabulary)).all()
 
 
 def test_each_row_keeps_its_own_tokens() -> None:
@@ -81,7 +81,7 @@ def test_each_row_keeps_its_own_tokens() -> None:
     ]
     logits = logits_of(len(requests))
     masks = RowMasks.build(requests, masks_of([1, 2], [6, 64, 70], [33]), [1, 3, 6], logits)
-    assert masks is not None and len(masks.words) == 4, "a list that two rows have is one mask"
+    assert masks is not None and len(masks.bitmasks) == 4, "a list that two rows have is one mask"
     masked = masks.apply(logits)
     every = list(range(VOCABULARY))
     expected = [every, [1, 2], [3, 40, 74], [6, 64], every, [3, 40, 74], [33]]
@@ -95,7 +95,7 @@ def test_masks_of_all_rows_are_taken_as_they_are() -> None:
     logits, made = logits_of(3), masks_of([4], [5, 50], [6])
     requests = [make_request(constrained=True) for _ in range(3)]
     masks = RowMasks.build(requests, made, [0, 1, 2], logits)
-    assert masks is not None and masks.words is made.words
+    assert masks is not None and masks.bitmasks is made.bitmasks
     assert masks.apply(logits).isfinite().nonzero().tolist() == [[0, 4], [1, 5], [1, 50], [2, 6]]
     masks = RowMasks.build(requests, made, [2, 0, 1], logits)
     assert masks is not None
@@ -123,8 +123,8 @@ class AnyState:
 
     vocab_size, error = VOCABULARY, None
 
-    def fill(self, words: Any) -> None:
-        words[:] = all_tokens(VOCABULARY)
+    def fill(self, bitmask: Any) -> None:
+        bitmask[:] = full_bitmask(VOCABULARY)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="torch has a real device")

@@ -34,7 +34,7 @@ from cbatch.engine.structured.grammar import GrammarState
 from cbatch.engine.structured.lark import to_lark
 from cbatch.engine.structured.masks import MaskFiller, TokenMasks
 from cbatch.engine.structured.sandbox import TOO_COMPLEX, GrammarSandbox
-from cbatch.engine.structured.token_words import all_tokens, num_words, to_bools
+from cbatch.engine.structured.token_bitmask import bitmask_size, full_bitmask, to_bools
 from cbatch.engine.text.fast_loader import TransformersTokenizer
 from cbatch.engine.text.tokenizer import ChatTokenizer
 
@@ -84,16 +84,16 @@ def fill_masks(states: list[GrammarState]) -> TokenMasks:
     """The masks of some states, one after the other."""
     rows = []
     for state in states:
-        words = np.zeros(num_words(state.vocab_size), np.int32)
-        state.error = state.error or state.fill(words)
-        rows.append(words if state.error is None else all_tokens(state.vocab_size))
+        bitmask = np.zeros(bitmask_size(state.vocab_size), np.int32)
+        state.error = state.error or state.fill(bitmask)
+        rows.append(bitmask if state.error is None else full_bitmask(state.vocab_size))
     return TokenMasks(torch.from_numpy(np.stack(rows)), [state.error for state in states])
 
 
 def bools(masks: TokenMasks, width: int = WIDTH) -> torch.Tensor:
     """The allowed tokens [G, width] of masks, in which no bit past the vocabulary is set."""
-    words = masks.words.numpy()
-    every = to_bools(words, 32 * words.shape[1])
+    bitmasks = masks.bitmasks.numpy()
+    every = to_bools(bitmasks, 32 * bitmasks.shape[1])
     assert not every[:, width:].any()
     return torch.from_numpy(every[:, :width])
 
@@ -575,7 +575,7 @@ def test_the_filler_gives_what_fill_gives(compiler: ConstraintCompiler, num_thre
     for _ in range(8):
         filler.begin([mine for mine, _ in pairs])
         masks, expected = filler.result(), fill_masks([theirs for _, theirs in pairs])
-        assert masks.words.equal(expected.words) and masks.errors == expected.errors
+        assert masks.bitmasks.equal(expected.bitmasks) and masks.errors == expected.errors
         for row, pair in enumerate(pairs):
             token = rng.choice(bools(masks)[row].nonzero()[:, 0].tolist())
             for state in pair:
@@ -596,7 +596,7 @@ def test_nobody_waits_for_a_thread_that_cannot_be_started(
     assert filler.result() is None
     filler.begin([state])
     masks = filler.result()
-    assert masks is not None and masks.words.equal(fill_masks([state]).words)
+    assert masks is not None and masks.bitmasks.equal(fill_masks([state]).bitmasks)
     filler.close()
 
 
@@ -615,10 +615,10 @@ class Broken(GrammarState):
 
     wait: threading.Event | None = None
 
-    def fill(self, words: np.ndarray) -> str | None:
+    def fill(self, bitmask: np.ndarray) -> str | None:
         if self.wait is not None:
             self.wait.wait()
-            return super().fill(words)
+            return super().fill(bitmask)
         raise ValueError("it broke")
 
 

@@ -14,7 +14,7 @@ from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.structured.compiler import ConstraintCompiler
 from cbatch.engine.structured.grammar import GrammarState
-from cbatch.engine.structured.token_words import num_words, to_bools
+from cbatch.engine.structured.token_bitmask import bitmask_size, to_bools
 from cbatch.engine.structured.tool_choice import (
     MAX_TOOLS,
     request_constraint,
@@ -46,9 +46,9 @@ def begin(compiler: ConstraintCompiler, choice: ToolChoice, tools: list[dict[str
 
 
 def allowed_tokens(state: GrammarState) -> list[int]:
-    words = np.zeros(num_words(state.vocab_size), np.int32)
-    assert state.fill(words) is None
-    return np.flatnonzero(to_bools(words[None], state.vocab_size)).tolist()
+    bitmask = np.zeros(bitmask_size(state.vocab_size), np.int32)
+    assert state.fill(bitmask) is None
+    return np.flatnonzero(to_bools(bitmask[None], state.vocab_size)).tolist()
 
 
 def draw(tokenizer: ChatTokenizer, state: GrammarState, rng: random.Random) -> str:

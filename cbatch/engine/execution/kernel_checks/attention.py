@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cbatch.engine.attention.base import AttendOptions, AttentionBackend, CapturableAttention
 from cbatch.engine.attention.reference import ReferenceAttention, ReferenceMetadata
-from cbatch.engine.execution.cuda_graphs import GraphRecorder, Run
+from cbatch.engine.execution.cuda_graphs import GraphCapturer, Run
 from cbatch.engine.execution.kernel_checks.check import (
     TOLERANCES,
     KernelCheck,
@@ -169,17 +169,17 @@ class AttentionChecks:
         self,
         attention: CapturableAttention,
         calls: Sequence[AttentionCall],
-        record: Callable[[Run], Run] | None = None,
+        capture: Callable[[Run], Run] | None = None,
     ) -> KernelCheck:
         """Attention of steps that are split, replayed from CUDA graphs. One call has the same launches as any other.
 
         attention: the backend
-        record:    captures what has run once; see `GraphRecorder`
+        capture:   captures what has run once; see `GraphCapturer`
         """
         call = min(calls, key=lambda call: call.window is not None)  # a window may hide all splits but one
 
         def measure() -> float:
-            return max(self._captured_error(attention, call, chunks, record) for chunks in CAPTURED_STEPS)
+            return max(self._captured_error(attention, call, chunks, capture) for chunks in CAPTURED_STEPS)
 
         return run_check("captured attention", self.device, TOLERANCES[self.dtype], measure)
 
@@ -252,7 +252,7 @@ class AttentionChecks:
         attention: CapturableAttention,
         call: AttentionCall,
         chunks: Sequence[tuple[int, int]],
-        record: Callable[[Run], Run] | None,
+        capture: Callable[[Run], Run] | None,
     ) -> float:
         """Of a step that is replayed: it is captured without tokens."""
 
@@ -270,7 +270,7 @@ class AttentionChecks:
 
             run()
             # One for each step: a memory pool whose graphs are freed takes no others.
-            replay = (record or GraphRecorder(self.device))(run)
+            replay = (capture or GraphCapturer(self.device))(run)
             buffers.fill(batch)
             replay()
             return out[:count]

@@ -15,7 +15,7 @@ from cbatch.engine.execution.kernel_checks.check import KernelCheck, Workload, r
 from cbatch.engine.sampling.row_masks import RowMasks
 from cbatch.engine.sampling.sampler import Sampler
 from cbatch.engine.scheduler.request import Request
-from cbatch.engine.structured.token_words import words_of
+from cbatch.engine.structured.token_bitmask import bitmask_of
 
 _KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -53,8 +53,8 @@ def _error(sampler: Sampler, vocabulary: int) -> float:
     requests, positions = _requests(_ROWS + 1), list(range(3, _ROWS + 4))
     # The second half of the rows may take every other token only.
     index = np.where(np.arange(_ROWS + 1) < _ROWS // 2, -1, 0).astype(np.int32)
-    words = words_of(range(vocabulary // 2 % 2, vocabulary, 2), vocabulary)
-    masks = RowMasks(torch.from_numpy(words)[None].clone(), index)
+    bitmask = bitmask_of(range(vocabulary // 2 % 2, vocabulary, 2), vocabulary)
+    masks = RowMasks(torch.from_numpy(bitmask)[None].clone(), index)
     tokens, largest = sampler.sample(logits, requests, positions, masks=masks).get()
     # In float64 it takes no kernel on any device.
     allowed = logits.double()

@@ -16,7 +16,7 @@ from torch import Tensor
 from cbatch.engine.attention.base import AttentionBackend, CapturableAttention
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.execution.cuda_graphs import GraphRecorder, GraphSizes, Run, StepGraphs, StepParts
+from cbatch.engine.execution.cuda_graphs import GraphCapturer, GraphSizes, Run, StepGraphs, StepParts
 from cbatch.engine.execution.kernel_checks.attention import (
     AttentionCall,
     NotingAttention,
@@ -140,7 +140,7 @@ def check_captured(
     attention: CapturableAttention,
     sampler: Sampler,
     block_size: int,
-    record: Callable[[Run], Run] | None = None,
+    capture: Callable[[Run], Run] | None = None,
 ) -> KernelCheck:
     """Compares steps that are replayed from CUDA graphs: two mixed ones, and two that decode, with their samples."""
 
@@ -149,11 +149,11 @@ def check_captured(
         tokens = sum(stop - start for start, stop in expected.steps[0])
         sequences = len(expected.steps[0])
         failures: list[Exception] = []
-        recorder = record or GraphRecorder(model.device)
+        capturer = capture or GraphCapturer(model.device)
 
         def noting(run: Run) -> Run:
             try:
-                return recorder(run)
+                return capturer(run)
             except Exception as error:
                 failures.append(error)
                 raise

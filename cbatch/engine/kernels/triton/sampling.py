@@ -129,7 +129,7 @@ def _noise_key(words: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _row_mask(words: tl.tensor, masks: tl.tensor, length: tl.tensor) -> tl.tensor:
-    """The words of a row's mask, and whether it has one."""
+    """The bitmask of a row, and whether it has one."""
     number = tl.load(words + 6)
     return masks + (number - 1).to(tl.int64) * tl.cdiv(length, 32), number > 0
 

@@ -1,7 +1,7 @@
 """Passes over the logits of one row, in blocks of tokens, in one program, and the Gumbel noise of its tokens.
 
 A row is a tuple (values, their number, temperature, mask, ids of the blocks to scan, how many these are). A mask is a
-tuple (words of the allowed tokens, whether there are any: see `structured/token_words.py`). Loops are `while`:
+tuple (bitmask of the allowed tokens, whether there are any: see `structured/token_bitmask.py`). Loops are `while`:
 Triton 3.6's interpreter cannot loop up to a number that it computed.
 """
 

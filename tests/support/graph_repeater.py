@@ -23,12 +23,12 @@ class Repeater:
     """
 
     def __init__(self) -> None:
-        self.recorded = self.replayed = 0
+        self.captured = self.replayed = 0
         self.poisoned: Sequence[Tensor] = ()
         """Tensors that hold no results any more when the next replay begins."""
 
     def __call__(self, run: Run) -> Run:
-        self.recorded += 1
+        self.captured += 1
         with _launches() as captured:
             run()
 
