@@ -7,6 +7,12 @@ from typing import Literal
 
 from cbatch.engine.base.errors import ConfigError
 
+DEVICE_VARIABLE = "CBATCH_DEVICE"
+"""The environment variable that says what `auto` is."""
+
+CPU_CACHE_SHARE = "25%"
+"""What the KV cache takes of free memory if nothing is said, where the device works in the memory of the host."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:

@@ -15,7 +15,7 @@ from cbatch.engine.batch.row_options import RowOptions
 from cbatch.engine.execution.stats import EngineStats
 from cbatch.engine.scheduler.limits import EngineLimits
 
-ReplicaState = Literal["starting", "running", "restarting", "gone"]
+EngineState = Literal["starting", "running", "restarting", "gone"]
 
 
 class StreamObserver:
@@ -60,22 +60,20 @@ class RowSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaStatus:
-    """How one replica is.
+class EngineStatus:
+    """How one engine of a batch is.
 
     name:    such as `replica 2`
     stats:   of all its lives
-    rows:    number of rows that it was the first to finish
-    copies:  number of rows that it took although another replica had them
+    rows:    number of rows that it has finished
     deaths:  how often it ended before it was told to
     problem: why the latest of them happened
     """
 
     name: str
-    state: ReplicaState
+    state: EngineState
     stats: EngineStats
     rows: int = 0
-    copies: int = 0
     deaths: int = 0
     problem: str = ""
 
@@ -95,8 +93,8 @@ class BatchDriver(Protocol):
         """The sums over all engines, those that have died included (see `total_stats`)."""
         ...
 
-    def each(self) -> Sequence[ReplicaStatus]:
-        """How each replica is; none for an engine of this process."""
+    def each(self) -> Sequence[EngineStatus]:
+        """How each engine is."""
         ...
 
     def keyed(self, options: RowOptions, lines: Iterable[Line]) -> Iterator[tuple[Line, str]]:

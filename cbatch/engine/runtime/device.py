@@ -19,14 +19,12 @@ from pathlib import Path
 
 import torch
 
+from cbatch.engine.base.config import DEVICE_VARIABLE
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.runtime.drivers import Absence, in_short, nvidia_driver, why_no_cuda
 
 LDCONFIG = Path("/sbin/ldconfig")
 """The program by which Triton finds libcuda. Tests put their own in place."""
-
-DEVICE_VARIABLE = "CBATCH_DEVICE"
-"""The environment variable that says what `auto` is."""
 
 _log = logging.getLogger("cbatch")
 

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from cbatch.engine.base.config import CPU_CACHE_SHARE
 from cbatch.engine.runtime.device import is_accelerator
 
 Step = Callable[[], object]
@@ -41,9 +42,9 @@ def device_memory(device: torch.device) -> DeviceMemory:
     The same holds for Apple's GPU, which works in the host's memory and counts no peak.
     """
     if not is_accelerator(device):
-        return DeviceMemory(str(device), "25%", _free_host_bytes)
+        return DeviceMemory(str(device), CPU_CACHE_SHARE, _free_host_bytes)
     if device.type == "mps":
-        return DeviceMemory(str(device), "25%", _free_apple_bytes)
+        return DeviceMemory(str(device), CPU_CACHE_SHARE, _free_apple_bytes)
     return DeviceMemory(str(device), "90%", partial(_free_gpu_bytes, device), partial(_measure_gpu_peak, device))
 
 

@@ -1,0 +1,91 @@
+"""Messages between a driver process and its replicas: pickled, each behind its length, over a socket pair.
+
+Both ends belong to one user on one machine, and one has started the other, so pickle is safe here.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import socket
+import struct
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+MAX_BYTES = 2**32
+"""Longest message. A longer one means that something else was written to the socket."""
+
+POLL_SECONDS = 1.0
+"""How often a wait asks whether there is still somebody to wait for."""
+
+_LENGTH = struct.Struct("<Q")
+
+
+class Disconnected(Exception):
+    """The other end is gone."""
+
+
+class InvalidMessage(Exception):
+    """What has arrived is not a message."""
+
+
+class Wire:
+    """One end of a socket pair. One thread at a time sends and receives."""
+
+    def __init__(self, end: socket.socket, is_alive: Callable[[], bool] = lambda: True) -> None:
+        """
+        is_alive: whether the process at the other end is there; a process of its own could keep that end open
+        """
+        self._end = end
+        self._is_alive = is_alive
+
+    def send(self, message: object, timeout_s: float = math.inf) -> None:
+        """Raises Disconnected, and TimeoutError if the other end does not read."""
+        deadline = time.monotonic() + timeout_s
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        for part in (_LENGTH.pack(len(data)), data):
+            left = memoryview(part)
+            while left:
+                left = left[self._wait_for(self._end.send, left, deadline) :]
+
+    def receive(self, timeout_s: float = math.inf) -> Any:
+        """The next message. Raises Disconnected, TimeoutError and InvalidMessage."""
+        deadline = time.monotonic() + timeout_s
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
+        if length > MAX_BYTES:
+            raise InvalidMessage(f"it would be {length} bytes long")
+        data = self._read(length, deadline)
+        try:
+            return pickle.loads(data)
+        except Exception as error:  # pickle raises many kinds
+            raise InvalidMessage(str(error)) from error
+
+    def shut(self) -> None:
+        """Ends the wait of another thread."""
+        with suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
+
+    def _read(self, size: int, deadline: float) -> bytearray:
+        data = bytearray(size)
+        left = memoryview(data)
+        while left:
+            count = self._wait_for(self._end.recv_into, left, deadline)
+            if count == 0:
+                raise Disconnected
+            left = left[count:]
+        return data
+
+    def _wait_for(self, operation: Callable[[memoryview], int], part: memoryview, deadline: float) -> int:
+        """Number of bytes of `part` that were sent or received."""
+        while (seconds := deadline - time.monotonic()) > 0:
+            try:
+                self._end.settimeout(min(seconds, POLL_SECONDS))
+                return operation(part)
+            except TimeoutError:
+                if not self._is_alive():
+                    raise Disconnected from None
+            except OSError as error:
+                raise Disconnected from error
+        raise TimeoutError
