@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.base.template_options import TemplateOptions as TemplateOptions
     from cbatch.engine.base.units import format_bytes as format_bytes
     from cbatch.engine.batch.driver import BatchDriver as BatchDriver
-    from cbatch.engine.batch.driver import EngineStatus as EngineStatus
+    from cbatch.engine.batch.driver import ReplicaStatus as ReplicaStatus
     from cbatch.engine.batch.engine_driver import EngineDriver as EngineDriver
     from cbatch.engine.batch.journal import Journal as Journal
     from cbatch.engine.batch.journal import ResumePlan as ResumePlan

@@ -15,7 +15,7 @@ from cbatch.engine.batch.row_options import RowOptions
 from cbatch.engine.execution.stats import EngineStats
 from cbatch.engine.scheduler.limits import EngineLimits
 
-EngineState = Literal["starting", "running", "restarting", "gone"]
+ReplicaState = Literal["starting", "running", "restarting", "gone"]
 
 
 class StreamObserver:
@@ -60,20 +60,22 @@ class RowSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """How one engine of a batch is.
+class ReplicaStatus:
+    """How one replica is.
 
     name:    such as `replica 2`
     stats:   of all its lives
-    rows:    number of rows that it has finished
+    rows:    number of rows that it was the first to finish
+    copies:  number of rows that it took although another replica had them
     deaths:  how often it ended before it was told to
     problem: why the latest of them happened
     """
 
     name: str
-    state: EngineState
+    state: ReplicaState
     stats: EngineStats
     rows: int = 0
+    copies: int = 0
     deaths: int = 0
     problem: str = ""
 
@@ -93,8 +95,8 @@ class BatchDriver(Protocol):
         """The sums over all engines, those that have died included (see `total_stats`)."""
         ...
 
-    def each(self) -> Sequence[EngineStatus]:
-        """How each engine is."""
+    def each(self) -> Sequence[ReplicaStatus]:
+        """How each replica is; none for an engine of this process."""
         ...
 
     def keyed(self, options: RowOptions, lines: Iterable[Line]) -> Iterator[tuple[Line, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 
-from cbatch.engine.batch.driver import EngineState, EngineStatus, StreamObserver
+from cbatch.engine.batch.driver import ReplicaStatus, StreamObserver
 from cbatch.engine.batch.jsonl import format_row
 from cbatch.engine.batch.line_processor import LineProcessor
 from cbatch.engine.batch.lines import Line
@@ -25,8 +25,6 @@ class EngineDriver:
 
     def __init__(self, engine_thread: EngineThread) -> None:
         self._engine_thread = engine_thread
-        self.num_rows = 0
-        """Rows that have finished so far."""
 
     @property
     def limits(self) -> EngineLimits:
@@ -35,9 +33,8 @@ class EngineDriver:
     def stats(self) -> EngineStats:
         return self._engine_thread.stats()
 
-    def each(self) -> Sequence[EngineStatus]:
-        state: EngineState = "gone" if self._engine_thread.has_ended else "running"
-        return [EngineStatus("engine", state, self.stats(), self.num_rows)]
+    def each(self) -> Sequence[ReplicaStatus]:
+        return ()
 
     def keyed(self, options: RowOptions, lines: Iterable[Line]) -> Iterator[tuple[Line, str]]:
         return LineProcessor.of(self._engine_thread.engine, options).keyed(lines)
@@ -49,21 +46,19 @@ class EngineDriver:
             window=window or 4 * self.limits.max_seqs,
             observer=observer,
         )
-        return EngineRows(self, stream, timings=options.timings)
+        return EngineRows(stream, timings=options.timings)
 
 
 class EngineRows:
     """The `RowSource` of one engine: a stream of rows, as rows of output."""
 
-    def __init__(self, driver: EngineDriver, stream: RowStream, *, timings: bool) -> None:
-        self._driver = driver
+    def __init__(self, stream: RowStream, *, timings: bool) -> None:
         self._stream = stream
         self._timings = timings
 
     def finished(self, source: Iterable[Line], kept: Container[int] = ()) -> Generator[list[OutputRow]]:
         with closing(self._stream.finished(source, kept)) as finished:
             for rows in finished:
-                self._driver.num_rows += len(rows)
                 yield [output_row(row, timings=self._timings) for row in rows]
 
     def release(self, positions: Iterable[int]) -> None:
