@@ -55,7 +55,7 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.batch.writer import StreamWriter as StreamWriter
     from cbatch.engine.engine import Engine as Engine
     from cbatch.engine.engine_thread import EngineThread as EngineThread
-    from cbatch.engine.execution.kernel_checks.check import KernelCheck as KernelCheck
+    from cbatch.engine.execution.kernel_checks.kernel_check import KernelCheck as KernelCheck
     from cbatch.engine.execution.stats import EngineStats as EngineStats
     from cbatch.engine.execution.stats import StepRecord as StepRecord
     from cbatch.engine.models.loader import LoadedModel as LoadedModel

@@ -49,7 +49,7 @@ from cbatch.engine.text.tokenizer import Prompt, encode_prompt
 from cbatch.engine.text.tool_calls import ToolChoice
 
 if TYPE_CHECKING:
-    from cbatch.engine.execution.kernel_checks.check import KernelCheck
+    from cbatch.engine.execution.kernel_checks.kernel_check import KernelCheck
 
 
 class SteppingEngine(AbstractContextManager["SteppingEngine"]):
@@ -328,7 +328,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         Kernels that the engine does not use because they failed are among them. Only while no request runs; it takes
         seconds. No check is made if torch computes everything.
         """
-        from cbatch.engine.execution.kernel_checks.all import check_all
+        from cbatch.engine.execution.kernel_checks.every_kernel import check_all
 
         config, loaded = self.config, self.loaded
         model = self.model if loaded.fast_model is None else loaded.fast_model

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from textwrap import shorten
+
 
 class CbatchError(Exception):
     """Base of all errors of this package."""
@@ -47,3 +50,16 @@ class RequestError(CbatchError):
 
     def __reduce__(self) -> tuple[type[RequestError], tuple[str, str]]:
         return type(self), (self.code, str(self))  # so that it can be sent to another process
+
+
+def in_short(error: BaseException) -> str:
+    """What an error of a library or a driver says has happened, without a full stop, for use in a sentence.
+
+    It begins with the kind of the error, except RuntimeError, which everything of torch and CUDA is.
+    """
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    code = re.search(r"Error \d+: .*", line)
+    text = shorten(code[0] if code else re.split(r"\. | - ", line)[0], 200).rstrip(". ")
+    if not text:
+        return type(error).__name__
+    return text if isinstance(error, RuntimeError) else f"{type(error).__name__}: {text}"

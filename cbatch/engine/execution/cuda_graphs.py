@@ -23,7 +23,7 @@ from cbatch.engine.runtime.batch import Logits, RaggedBatch, SampledOnDevice
 from cbatch.engine.runtime.device import pins_memory
 from cbatch.engine.runtime.kv_cache import KVCache
 from cbatch.engine.runtime.memory import is_out_of_memory
-from cbatch.engine.runtime.transfer import pack
+from cbatch.engine.runtime.transfer import pack, padded
 from cbatch.engine.sampling.sampler import PARAM_WORDS, Sampler
 from cbatch.engine.scheduler.limits import StepLimits
 
@@ -145,9 +145,8 @@ class _Shared:
             self._draws = False
             return
         self._draws = True
-        padded = np.zeros((size, PARAM_WORDS), np.int32)
-        padded[: len(words)] = words
-        packed = pack([padded], [padded], pin=pins_memory(self.words.device))
+        filled = padded(words, size)
+        packed = pack([filled], [filled], pin=pins_memory(self.words.device))
         self.words[:size].view(torch.uint8).view(-1).copy_(packed, non_blocking=True)
 
     def sampled(self, count: int) -> SampledOnDevice:

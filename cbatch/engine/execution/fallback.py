@@ -27,11 +27,12 @@ from cbatch.engine.attention.registry import check_kv_dtype, select_attention
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.models.base import Model
-from cbatch.engine.runtime.device import is_accelerator, triton_problem
+from cbatch.engine.runtime.device import is_accelerator
+from cbatch.engine.runtime.triton_setup import triton_problem
 from cbatch.engine.sampling.sampler import Sampler
 
 if TYPE_CHECKING:  # the checks are imported when they are made: importing them is part of every start
-    from cbatch.engine.execution.kernel_checks.check import KernelCheck
+    from cbatch.engine.execution.kernel_checks.kernel_check import KernelCheck
 
 _log = logging.getLogger("cbatch")
 
@@ -108,9 +109,9 @@ def _step_down(best: Execution, config: EngineConfig) -> Execution:
 
 def _first_that_agrees(best: Execution, block_size: int) -> tuple[Execution, str]:
     """The first that agrees, and why the one before it does not; that is empty for the best one."""
-    from cbatch.engine.execution.kernel_checks.model import ModelChecks, without_kernels
+    from cbatch.engine.execution.kernel_checks.gpu import GpuChecks, without_kernels
 
-    checks = ModelChecks(best.model, best.attention, best.sampler, block_size)
+    checks = GpuChecks(best.model, best.attention, best.sampler, block_size)
     if wrong := _first_wrong(checks.attention_kernels):
         return _by_torch(best), wrong.reason
     if wrong := _first_wrong(checks.layer_kernels) or _first_wrong([checks.step]):
@@ -123,7 +124,7 @@ def _first_that_agrees(best: Execution, block_size: int) -> tuple[Execution, str
 
 
 def _by_torch(best: Execution) -> Execution:
-    from cbatch.engine.execution.kernel_checks.model import without_kernels
+    from cbatch.engine.execution.kernel_checks.gpu import without_kernels
 
     return replace(
         best, model=without_kernels(best.model), attention=ReferenceAttention(best.attention.kv_dtype), graphs=False

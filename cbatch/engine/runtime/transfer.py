@@ -31,6 +31,13 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def padded(values: NDArray[Any], size: int, padding: int | np.integer[Any] = 0) -> NDArray[Any]:
+    """The values [N] or [N, K], then the padding, `size` in all."""
+    result = np.empty((size, *values.shape[1:]), values.dtype)
+    result[: len(values)], result[len(values) :] = values, padding
+    return result
+
+
 def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
     """The arrays as tensors on a device, by one asynchronous copy. On the CPU they share their memory."""
     if not is_accelerator(device):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.engine.runtime.device import pins_memory
-from cbatch.engine.runtime.transfer import to_device
+from cbatch.engine.runtime.transfer import padded, to_device
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.structured.masks import TokenMasks
 from cbatch.engine.structured.token_bitmask import bitmask_of, to_bools
@@ -71,9 +71,7 @@ class RowMasks:
         """A copy of logits [R, V] in float32, with minus infinity for tokens that are not allowed."""
         bitmasks, vocab_size = self.bitmasks.numpy(), logits.shape[1]
         if not (len(bitmasks) == len(self.index) and (self.index == np.arange(len(bitmasks))).all()):
-            bitmasks = np.concatenate([bitmasks, np.full((1, bitmasks.shape[1]), -1, np.int32)])[
-                self.index
-            ]  # -1 is the last
+            bitmasks = padded(bitmasks, len(bitmasks) + 1, -1)[self.index]  # -1 is the last
         if logits.device.type == "cpu":
             allowed = torch.from_numpy(to_bools(bitmasks, vocab_size))
         else:

@@ -169,12 +169,7 @@ class Sampler:
         masks:     the allowed tokens of rows that do not allow all
         """
         if self._kernel is not None:
-            packed, sets = pack_sampling_params(requests, positions), None
-            if masks is not None:
-                packed[:, 6], sets = masks.index + 1, masks.to(logits.device)
-            (words,) = to_device([packed], logits.device)
-            logits = logits.float()  # for half precision, a kernel would be compiled while requests wait
-            return SampledTokens(*self.sample_on_device(logits, words, masks=sets))
+            return self._sample_by_kernel(logits, requests, positions, masks)
         if masks is not None:
             logits = masks.apply(logits)
         drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
@@ -196,6 +191,16 @@ class Sampler:
             (rows,) = to_device([np.array(drawn, np.int64)], logits.device)
             best_tokens[rows] = _draw(logits[rows].float(), draw)
         return SampledTokens(best_tokens, highest)
+
+    def _sample_by_kernel(
+        self, logits: Tensor, requests: Sequence[Request], positions: Sequence[int], masks: RowMasks | None
+    ) -> SampledTokens:
+        packed, sets = pack_sampling_params(requests, positions), None
+        if masks is not None:
+            packed[:, 6], sets = masks.index + 1, masks.to(logits.device)
+        (words,) = to_device([packed], logits.device)
+        logits = logits.float()  # for half precision, a kernel would be compiled while requests wait
+        return SampledTokens(*self.sample_on_device(logits, words, masks=sets))
 
     def sample_on_device(
         self,

@@ -17,7 +17,7 @@ from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.execution.fallback import Execution
-from cbatch.engine.execution.kernel_checks.model import without_kernels
+from cbatch.engine.execution.kernel_checks.gpu import without_kernels
 from cbatch.engine.models.checkpoint import _warn_once
 from cbatch.engine.models.cuda import CudaModel
 from cbatch.engine.models.llama_spec import read_llama_spec, weight_shapes

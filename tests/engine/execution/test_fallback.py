@@ -17,9 +17,10 @@ from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.execution import fallback
 from cbatch.engine.execution.fallback import choose_execution
 from cbatch.engine.execution.kernel_checks import attention as attention_checks
-from cbatch.engine.execution.kernel_checks import step as step_checks
-from cbatch.engine.execution.kernel_checks.check import KernelCheck
-from cbatch.engine.execution.kernel_checks.model import ModelChecks
+from cbatch.engine.execution.kernel_checks import captured_step
+from cbatch.engine.execution.kernel_checks import whole_step as step_checks
+from cbatch.engine.execution.kernel_checks.gpu import GpuChecks
+from cbatch.engine.execution.kernel_checks.kernel_check import KernelCheck
 from cbatch.engine.kernels.reference.layer import TorchLayerOps
 from cbatch.engine.sampling.sampler import Sampler
 from cbatch.engine.stepping_engine import SteppingEngine
@@ -69,7 +70,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_checks, "CHUNKS", {"decode attention": [(0, 3), (4, 5)]})
     monkeypatch.setattr(step_checks, "steps_of", lambda _: STEPS)
     monkeypatch.setattr(attention_checks, "CAPTURED_STEPS", [[(4, 5), (0, 2)]])
-    for module in (attention_checks, step_checks):
+    for module in (attention_checks, captured_step):
         monkeypatch.setattr(module, "GraphCapturer", lambda _: lambda run: run)
 
 
@@ -143,7 +144,7 @@ def give(monkeypatch: pytest.MonkeyPatch, **results: Any) -> None:
     """Gives the checks these results; those that are not named agree."""
     right = {"attention_kernels": [RIGHT], "layer_kernels": [RIGHT], "step": RIGHT, "step_by_torch": RIGHT}
     for part, result in (right | {"captured_steps": [RIGHT]} | results).items():
-        monkeypatch.setattr(ModelChecks, part, result)
+        monkeypatch.setattr(GpuChecks, part, result)
 
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
@@ -181,7 +182,7 @@ def test_the_first_rung_that_agrees(name: str, fault: str, checked: None, monkey
 def test_a_machine_on_which_triton_cannot_launch(name: str, checked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a GPU without a C compiler: nothing is launched, neither attention nor sampling."""
     monkeypatch.setattr(fallback, "triton_problem", lambda _: "There is no C compiler.")
-    monkeypatch.setattr("cbatch.engine.execution.kernel_checks.model.ModelChecks", None)
+    monkeypatch.setattr("cbatch.engine.execution.kernel_checks.gpu.GpuChecks", None)
     monkeypatch.setattr(fallback, "select_attention", lambda *_: TritonAttention(DEVICE))
     if name == "triton":
         with pytest.raises(ConfigError, match=r"cannot be used on .*: There is no C compiler\."):

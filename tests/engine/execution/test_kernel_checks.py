@@ -20,12 +20,14 @@ from cbatch.engine.base.errors import ModelError
 from cbatch.engine.execution.cuda_graphs import Run
 from cbatch.engine.execution.kernel_checks import attention as attention_checks
 from cbatch.engine.execution.kernel_checks import cpu as cpu_checks
-from cbatch.engine.execution.kernel_checks import step as step_checks
+from cbatch.engine.execution.kernel_checks import whole_step as step_checks
 from cbatch.engine.execution.kernel_checks.attention import AttentionCall, AttentionChecks
-from cbatch.engine.execution.kernel_checks.check import KernelCheck, product_tolerance, run_check
+from cbatch.engine.execution.kernel_checks.captured_step import check_captured
+from cbatch.engine.execution.kernel_checks.comparison import product_tolerance
+from cbatch.engine.execution.kernel_checks.kernel_check import KernelCheck, run_check
 from cbatch.engine.execution.kernel_checks.layer import LayerChecks
 from cbatch.engine.execution.kernel_checks.sampling import check_sampling
-from cbatch.engine.execution.kernel_checks.step import ExpectedSteps, check_captured
+from cbatch.engine.execution.kernel_checks.whole_step import ExpectedSteps
 from cbatch.engine.kernels.reference.layer import TorchLayerOps
 from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.runtime.kv_cache import FP8, LayerShape, as_bytes
@@ -263,7 +265,7 @@ def not_allowed(run: Run) -> Run:
     [
         (at_once, "a captured step differs from torch by "),
         (never, "a captured step differs from torch by "),
-        (not_allowed, "a captured step fails (RuntimeError: operation not permitted when stream is capturing)."),
+        (not_allowed, "a captured step fails (operation not permitted when stream is capturing)."),
     ],
 )
 def test_captured_steps(capture: Callable[[Run], Run], reason: str, model: Any) -> None:
@@ -393,7 +395,7 @@ def test_a_lost_device_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> float:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr("cbatch.engine.execution.kernel_checks.check.synchronize", fail)
+    monkeypatch.setattr("cbatch.engine.execution.kernel_checks.kernel_check.synchronize", fail)
     with pytest.raises(ModelError, match=r"illegal memory access.*start again with --attention reference"):
         run_check("decode attention", CPU, 0.1, fail)
 

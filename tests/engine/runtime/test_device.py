@@ -14,8 +14,10 @@ import torch
 from cbatch.engine.attention.registry import check_attention, has_fast_path, select_attention
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.runtime import device as devices
-from cbatch.engine.runtime.device import choose_device, describe_gpus, triton_problem
+from cbatch.engine.runtime import triton_setup
+from cbatch.engine.runtime.device import choose_device, describe_gpus
 from cbatch.engine.runtime.kv_cache import LayerShape
+from cbatch.engine.runtime.triton_setup import triton_problem
 from cbatch.engine.sampling.sampler import Sampler
 from tests.support.gpu_machine import Gpu, Machine
 
@@ -318,7 +320,7 @@ def test_gpus_are_described(machine: Machine) -> None:
         "xpu:0": "Intel Arc B580, 12 GiB",
     }
     machine.patch.setattr(torch.cuda, "get_device_properties", lambda device: 1 / 0)
-    assert describe_gpus()["cuda:0"] == "fails (division by zero)"
+    assert describe_gpus()["cuda:0"] == "fails (ZeroDivisionError: division by zero)"
     machine.gpus, machine.start_error, machine.xpus = (), OLD, ()
     machine.install()
     assert describe_gpus()["cuda"].startswith("not used: torch 2.11.0+cu130 needs an NVIDIA driver of version 580")
@@ -335,8 +337,8 @@ def build_tools(machine: Machine) -> Path:
     for path in ("bin/gcc", "include/Python.h", "sbin/ldconfig"):
         (folder / path).parent.mkdir(exist_ok=True)
         (folder / path).touch(mode=0o755)
-    patch.setattr(devices, "LDCONFIG", folder / "sbin" / "ldconfig")
-    patch.setattr(devices, "find_spec", lambda name: object())
+    patch.setattr(triton_setup, "LDCONFIG", folder / "sbin" / "ldconfig")
+    patch.setattr(triton_setup, "find_spec", lambda name: object())
     patch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(folder / "include")})
     patch.setenv("PATH", str(folder / "bin"))
     patch.setenv("HOME", str(folder))
@@ -403,20 +405,20 @@ def test_triton_needs_a_cache(build_tools: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TRITON_HOME", str(build_tools / "version"))
     assert str(build_tools / "version" / ".triton" / "cache") in str(triton_problem(GPU))
     monkeypatch.delenv("TRITON_HOME")
-    monkeypatch.setattr(devices.os, "access", lambda folder, mode: folder != build_tools)
+    monkeypatch.setattr(triton_setup.os, "access", lambda folder, mode: folder != build_tools)
     assert str(build_tools / ".triton" / "cache") in str(triton_problem(GPU))
 
 
 def test_triton_needs_its_package_and_libcuda(build_tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards torch without Triton, and systems that keep libraries elsewhere, such as NixOS."""
-    monkeypatch.setattr(devices, "LDCONFIG", build_tools / "nowhere")
+    monkeypatch.setattr(triton_setup, "LDCONFIG", build_tools / "nowhere")
     assert triton_problem(GPU) == (
         f"Triton finds libcuda.so.1 by {build_tools}/nowhere, which is not there; "
         "set TRITON_LIBCUDA_PATH to its folder."
     )
     monkeypatch.setenv("TRITON_LIBCUDA_PATH", "/run/opengl-driver/lib")
     assert triton_problem(GPU) is None
-    monkeypatch.setattr(devices, "find_spec", lambda name: None)
+    monkeypatch.setattr(triton_setup, "find_spec", lambda name: None)
     assert triton_problem(GPU) == "Triton is not installed (pip install triton)."
 
 

@@ -15,7 +15,7 @@ from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import ConfigError, ModelError
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.models.loader import load_model
-from cbatch.engine.runtime.device import triton_problem
+from cbatch.engine.runtime.triton_setup import triton_problem
 from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.generation import generate
 from tests.support.gpu_machine import Gpu, Machine

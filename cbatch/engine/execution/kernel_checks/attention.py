@@ -8,25 +8,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Unpack
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from cbatch.engine.attention.base import AttendOptions, AttentionBackend, CapturableAttention
 from cbatch.engine.attention.reference import ReferenceAttention, ReferenceMetadata
 from cbatch.engine.execution.cuda_graphs import GraphCapturer, Run
-from cbatch.engine.execution.kernel_checks.check import (
-    TOLERANCES,
-    KernelCheck,
-    Workload,
-    error_of_cache,
-    largest_error,
-    run_check,
-)
+from cbatch.engine.execution.kernel_checks.comparison import TOLERANCES, error_of_cache, largest_error
+from cbatch.engine.execution.kernel_checks.kernel_check import KernelCheck, Workload, run_check
+from cbatch.engine.execution.kernel_checks.made_up_steps import empty_cache, num_blocks, ragged_batch
 from cbatch.engine.kernels.reference.layer import store_in_blocks
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.device import is_accelerator
-from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
+from cbatch.engine.runtime.kv_cache import LayerShape
 
 CHUNKS = {
     "decode attention": [(0, 1), (16, 17), (299, 300), (1099, 1100)],
@@ -41,7 +35,6 @@ CAPTURED_STEPS = [(1100, 1101), (9000, 9001), (16, 17)], [(1100, 1101), (8999, 9
 Each has sequences of several splits, and one of so many that merging them takes a second turn.
 """
 
-_SPARE_BLOCKS = 3
 _SPARE_TOKENS = 3
 
 Attend = Callable[[Tensor, Tensor, Tensor, RaggedBatch, AttendOptions], Tensor]
@@ -91,50 +84,6 @@ class NotingAttention(ReferenceAttention):
         )
         self.calls[call] = None
         return super().attend(query, keys, values, metadata, **options)
-
-
-def ragged_batch(
-    chunks: Sequence[tuple[int, int]],
-    block_size: int,
-    device: torch.device,
-    vocabulary: int = 1,
-    lengths: Sequence[int] | None = None,
-) -> RaggedBatch:
-    """A step of chunks of tokens of every kind. Each of its sequences gets logits, and its blocks lie in no order.
-
-    lengths: of the whole sequences, which have the same tokens and blocks in each of their steps; by default they end
-             with their chunks
-    """
-    starts, stops = [start for start, _ in chunks], [stop for _, stop in chunks]
-    needed = [-(-length // block_size) for length in lengths or stops]
-    counts = np.array(stops) - np.array(starts)
-    sequence = np.repeat(np.arange(len(chunks)), counts)
-    positions = np.concatenate([np.arange(start, stop) for start, stop in chunks])
-    tables = np.zeros((len(chunks), max(needed)), np.int32)
-    free = np.random.default_rng(0).permutation(sum(needed) + _SPARE_BLOCKS)
-    for row, count in enumerate(needed):
-        tables[row, :count], free = free[:count], free[count:]
-    slots = tables[sequence, positions // block_size] * np.int64(block_size) + positions % block_size
-    tokens = (positions * 7919 + sequence * 104729 + 13) % vocabulary
-    return RaggedBatch(tokens, positions, slots, counts.cumsum() - 1, tables, starts, stops, device)
-
-
-def num_blocks(chunks: Sequence[tuple[int, int]], block_size: int) -> int:
-    """Blocks of a cache for `ragged_batch`."""
-    return sum(-(-stop // block_size) for _, stop in chunks) + _SPARE_BLOCKS
-
-
-def empty_cache(
-    attention: AttentionBackend, layers: list[LayerShape], blocks: int, block_size: int, dtype: torch.dtype,
-    device: torch.device,
-) -> KVCache:  # fmt: skip
-    """A cache in which nobody wrote: a kernel that reads too far gives NaN."""
-    dtype = attention.kv_dtype or dtype
-    shapes = [attention.block_shapes(layer, block_size, dtype) for layer in layers]
-    kv_cache = KVCache(shapes, blocks, block_size, dtype, device)
-    for tensor in (*kv_cache.keys, *kv_cache.values):
-        tensor.fill_(math.nan)
-    return kv_cache
 
 
 @dataclass(frozen=True, slots=True)

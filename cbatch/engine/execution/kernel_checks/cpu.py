@@ -14,8 +14,9 @@ from torch import Tensor
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.base.units import format_bytes
 from cbatch.engine.execution.kernel_checks.attention import AttentionCall, AttentionChecks
-from cbatch.engine.execution.kernel_checks.check import TOLERANCES, KernelCheck, Workload, largest_error, run_check
-from cbatch.engine.execution.kernel_checks.step import ExpectedSteps, StepRunner
+from cbatch.engine.execution.kernel_checks.comparison import TOLERANCES, largest_error
+from cbatch.engine.execution.kernel_checks.kernel_check import KernelCheck, Workload, run_check
+from cbatch.engine.execution.kernel_checks.whole_step import ExpectedSteps, StepRunner
 from cbatch.engine.kernels.cpu.jit import entry
 from cbatch.engine.kernels.cpu.linear import WRITE, PackedMatrix, matmul, new_linear_workspace, pack_weight
 from cbatch.engine.kernels.cpu.microkernel import pad_columns

@@ -11,16 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from cbatch.engine.execution.kernel_checks.check import (
+from cbatch.engine.execution.kernel_checks.comparison import (
     TOLERANCES,
-    KernelCheck,
-    Workload,
     error_of_cache,
     error_of_fp8_cache,
     largest_error,
     product_tolerance,
-    run_check,
 )
+from cbatch.engine.execution.kernel_checks.kernel_check import KernelCheck, Workload, run_check
 from cbatch.engine.kernels.layer_ops import LayerOps, Positions
 from cbatch.engine.kernels.reference.layer import TorchLayerOps
 from cbatch.engine.models.base import HiddenStates
@@ -67,7 +65,7 @@ class LayerChecks:
         for name, (operate, token_bytes) in operations.items():
             measure = partial(self._error, operate)
             yield run_check(
-                name, self.model.device, TOLERANCES[dtype], measure, partial(self._workload, name, operate, token_bytes)
+                name, self.model.device, TOLERANCES[dtype], measure, partial(self._workload, operate, token_bytes)
             )
         tolerance = product_tolerance(dtype, _HEAD_TOLERANCES[dtype])
         yield run_check("output head", self.model.device, tolerance, self._head_error, self._head_workload)
@@ -109,7 +107,7 @@ class LayerChecks:
             partial(self.model.run_head, hidden, rows), flops=2 * tokens * spec.hidden_size * spec.vocab_size
         )
 
-    def _workload(self, name: str, operate: Callable[..., list[Tensor]], token_bytes: int) -> Workload:
+    def _workload(self, operate: Callable[..., list[Tensor]], token_bytes: int) -> Workload:
         calls: list[Callable[[], object]] = []
         operate(_Captured(self.model.ops, calls), self.workload_tokens)
         return Workload(calls[0], bytes_read=token_bytes * self.workload_tokens)

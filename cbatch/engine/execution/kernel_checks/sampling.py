@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.execution.kernel_checks.check import KernelCheck, Workload, run_check
+from cbatch.engine.execution.kernel_checks.kernel_check import KernelCheck, Workload, run_check
 from cbatch.engine.sampling.row_masks import RowMasks
 from cbatch.engine.sampling.sampler import Sampler
 from cbatch.engine.scheduler.request import Request

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.device import pins_memory
-from cbatch.engine.runtime.transfer import pack, packed_size, to_device, unpack
+from cbatch.engine.runtime.transfer import pack, packed_size, padded, to_device, unpack
 
 Ints = NDArray[np.integer[Any]]
 
@@ -314,13 +314,6 @@ class StepBuffers:
         if unknown is not None:
             places, rows = (part[: len(unknown.rows)] for part in (self._unknown_places, self._unknown_rows))
             self.input_ids.index_copy_(0, places, unknown.tokens.index_select(0, rows))
-
-
-def padded(values: Ints, size: int, padding: int | np.integer[Any] = 0) -> Ints:
-    """The values [N] or [N, K], then the padding, `size` in all."""
-    result = np.empty((size, *values.shape[1:]), values.dtype)
-    result[: len(values)], result[len(values) :] = values, padding
-    return result
 
 
 def build_metadata(

@@ -1,4 +1,4 @@
-"""All checks of a model whose layers are launched one by one, as on a GPU."""
+"""The checks of all kernels of a model on a GPU."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from functools import cached_property
 
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.execution.kernel_checks.attention import AttentionChecks
-from cbatch.engine.execution.kernel_checks.check import KernelCheck
+from cbatch.engine.execution.kernel_checks.captured_step import check_captured
+from cbatch.engine.execution.kernel_checks.kernel_check import KernelCheck
 from cbatch.engine.execution.kernel_checks.layer import LayerChecks
-from cbatch.engine.execution.kernel_checks.step import ExpectedSteps, check_captured
+from cbatch.engine.execution.kernel_checks.whole_step import ExpectedSteps
 from cbatch.engine.kernels.reference.layer import TorchLayerOps
 from cbatch.engine.models.base import Model
 from cbatch.engine.models.cuda import CudaModel
@@ -22,7 +23,7 @@ def without_kernels(model: Model, *, heads_first: bool = False) -> Model:
 
 
 @dataclass(frozen=True)
-class ModelChecks:
+class GpuChecks:
     """The checks of a model with an attention backend, whose results are kept."""
 
     model: Model

@@ -1,4 +1,4 @@
-"""The drivers of GPUs: which is loaded, and why torch finds no GPU, in sentences for users."""
+"""Why torch finds no GPU, in sentences for users: no driver, an old one, a build without CUDA, or hidden GPUs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from cbatch.engine.base.errors import in_short
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 WSL_DRIVER = Path("/usr/lib/wsl/lib/libcuda.so.1")
@@ -102,13 +104,6 @@ def _start_error() -> str:
     except Exception as error:  # torch, the driver and the runtime each raise their own kinds
         return in_short(error)
     return "it finds no device"
-
-
-def in_short(error: BaseException) -> str:
-    """The part of an error of torch or CUDA that says what happened, without a full stop."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    code = re.search(r"Error \d+: .*", line)
-    return (code[0] if code else re.split(r"\. | - ", line)[0]).rstrip(". ")
 
 
 def _branch(driver: str) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from cbatch.engine.attention.base import AttentionBackend
-from cbatch.engine.execution.kernel_checks.check import KernelCheck
-from cbatch.engine.execution.kernel_checks.model import ModelChecks
+from cbatch.engine.execution.kernel_checks.attention import AttentionChecks
+from cbatch.engine.execution.kernel_checks.gpu import GpuChecks
+from cbatch.engine.execution.kernel_checks.kernel_check import KernelCheck
 from cbatch.engine.execution.kernel_checks.sampling import check_sampling
+from cbatch.engine.execution.kernel_checks.whole_step import ExpectedSteps
 from cbatch.engine.models.base import Model
-from cbatch.engine.runtime.device import triton_problem
+from cbatch.engine.runtime.triton_setup import triton_problem
 from cbatch.engine.sampling.sampler import Sampler
 
 
@@ -23,7 +25,7 @@ def check_all(
     if triton_problem(model.device):
         return
     if attention.name == "triton":
-        checks = ModelChecks(model, attention, sampler, block_size)
+        checks = GpuChecks(model, attention, sampler, block_size)
         yield from checks.attention_kernels
         yield from checks.layer_kernels
         yield from checks.products
@@ -36,7 +38,7 @@ def check_all(
         if isinstance(model, CpuModel):
             yield from CpuChecks(model, attention, block_size, make_plain).run()
         else:
-            checks = ModelChecks(model, attention, sampler, block_size)
-            yield from checks.attention_kernels
-            yield checks.step
+            expected = ExpectedSteps.of(model, block_size, attention.kv_dtype)
+            yield from AttentionChecks(attention, block_size, model.dtype, model.device).run(expected.calls)
+            yield expected.check("a whole step", model, attention, block_size)
     yield check_sampling(sampler, model.vocab_size)

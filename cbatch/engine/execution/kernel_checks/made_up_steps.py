@@ -1,0 +1,59 @@
+"""Steps of made-up tokens, and caches to run them on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from cbatch.engine.attention.base import AttentionBackend
+from cbatch.engine.runtime.batch import RaggedBatch
+from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
+
+_SPARE_BLOCKS = 3
+
+
+def ragged_batch(
+    chunks: Sequence[tuple[int, int]],
+    block_size: int,
+    device: torch.device,
+    vocabulary: int = 1,
+    lengths: Sequence[int] | None = None,
+) -> RaggedBatch:
+    """A step of chunks of tokens of every kind. Each of its sequences gets logits, and its blocks lie in no order.
+
+    lengths: of the whole sequences, which have the same tokens and blocks in each of their steps; by default they end
+             with their chunks
+    """
+    starts, stops = [start for start, _ in chunks], [stop for _, stop in chunks]
+    needed = [-(-length // block_size) for length in lengths or stops]
+    counts = np.array(stops) - np.array(starts)
+    sequence = np.repeat(np.arange(len(chunks)), counts)
+    positions = np.concatenate([np.arange(start, stop) for start, stop in chunks])
+    tables = np.zeros((len(chunks), max(needed)), np.int32)
+    free = np.random.default_rng(0).permutation(sum(needed) + _SPARE_BLOCKS)
+    for row, count in enumerate(needed):
+        tables[row, :count], free = free[:count], free[count:]
+    slots = tables[sequence, positions // block_size] * np.int64(block_size) + positions % block_size
+    tokens = (positions * 7919 + sequence * 104729 + 13) % vocabulary
+    return RaggedBatch(tokens, positions, slots, counts.cumsum() - 1, tables, starts, stops, device)
+
+
+def num_blocks(chunks: Sequence[tuple[int, int]], block_size: int) -> int:
+    """Blocks of a cache for `ragged_batch`."""
+    return sum(-(-stop // block_size) for _, stop in chunks) + _SPARE_BLOCKS
+
+
+def empty_cache(
+    attention: AttentionBackend, layers: list[LayerShape], blocks: int, block_size: int, dtype: torch.dtype,
+    device: torch.device,
+) -> KVCache:  # fmt: skip
+    """A cache in which nobody wrote: a kernel that reads too far gives NaN."""
+    dtype = attention.kv_dtype or dtype
+    shapes = [attention.block_shapes(layer, block_size, dtype) for layer in layers]
+    kv_cache = KVCache(shapes, blocks, block_size, dtype, device)
+    for tensor in (*kv_cache.keys, *kv_cache.values):
+        tensor.fill_(math.nan)
+    return kv_cache
