@@ -21,7 +21,7 @@ from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.request_defaults import RequestDefaults
 from cbatch.engine.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
-from cbatch.engine.base.units import parse_memory
+from cbatch.engine.base.units import format_bytes, parse_memory
 from cbatch.engine.execution.fallback import choose_execution, configured_backends
 from cbatch.engine.execution.kv_cache_sizing import make_runner
 from cbatch.engine.execution.loop import EngineCore
@@ -139,6 +139,23 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
     def attention(self) -> str:
         """Name of the attention backend."""
         return self.runner.attention.name
+
+    def describe(self) -> dict[str, str]:
+        """What was loaded and how much memory it takes, as names and values for people."""
+        model, limits = self.model, self.limits
+        per_token = limits.kv_bytes_per_token
+        shown = {
+            "model": f"{self.loaded.name} ({model.kind})",
+            "parameters": f"{model.num_parameters / 1e6:,.1f} million, {format_bytes(model.weight_bytes)}",
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": str(self.device),
+            "attention": self.attention,
+            "context": f"{model.max_model_len:,} tokens",
+            "KV cache": f"{limits.cache_tokens:,} tokens in {limits.num_blocks:,} blocks of {limits.block_size}: "
+            f"{format_bytes(limits.cache_tokens * per_token)}, {format_bytes(per_token)} a token",
+            "batch": f"up to {limits.max_seqs} sequences and {limits.max_batch_tokens} tokens a step",
+        }
+        return shown | {"fallback": self._fallback} if self._fallback else shown
 
     def stats(self) -> EngineStats:
         """What the engine is doing and has done so far; may be called from any thread."""

@@ -19,7 +19,6 @@ from cbatch.cli.bench.recorder import RunRecord
 from cbatch.cli.bench.roofline import DeviceRates, RooflineBound
 from cbatch.cli.bench.techniques import Techniques
 from cbatch.cli.bench.workload import Outputs, Workload
-from cbatch.cli.common.loading import describe
 from cbatch.cli.common.percentiles import Percentiles
 from cbatch.engine import Engine
 
@@ -52,7 +51,7 @@ class Machine:
 
 
 def describe_model(engine: Engine) -> str:
-    shown = describe(engine)
+    shown = engine.core.describe()
     return f"{shown['model']}, {shown['parameters']}, {shown['dtype']}, attention {shown['attention']}"
 
 

@@ -8,7 +8,6 @@ from dataclasses import asdict
 
 from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.chat.session.reply import Reply
-from cbatch.cli.common.loading import describe
 from cbatch.cli.common.percentiles import Percentiles
 
 SPEED_SECONDS = 3.0
@@ -50,7 +49,7 @@ class ChatStats:
             return [self.loading]
         if engine.failure is not None:
             return [f"the engine has failed: {engine.failure}"]
-        stats, shown = engine.stats(), describe(engine)
+        stats, shown = engine.stats(), engine.core.describe()
         hits = stats.num_cached_tokens / max(stats.num_prompt_tokens, 1)
         lines = [
             *(f"{name}: {shown[name]}" for name in ("model", "parameters", "context", "KV cache", "batch")),

@@ -8,7 +8,6 @@ import sys
 from typing import TYPE_CHECKING
 
 from cbatch.cli.common.console import notice
-from cbatch.engine import format_bytes
 
 if TYPE_CHECKING:
     from cbatch.engine import Engine, EngineConfig, StepTracer
@@ -36,7 +35,7 @@ def open_engine(config: EngineConfig, *, quiet: bool, verbose: bool = False, tra
     if not quiet:
         if config.model is None:
             notice(DEMO_NOTICE)
-        shown = describe(engine)
+        shown = engine.core.describe()
         if engine.loaded.not_applied:
             keys = ", ".join(engine.loaded.not_applied)
             notice(f"the model's generation_config.json asks for {keys}, which this version does not apply")
@@ -62,22 +61,3 @@ def tune_process() -> None:
     """
     gc.freeze()
     sys.setswitchinterval(SWITCH_SECONDS)
-
-
-def describe(engine: Engine) -> dict[str, str]:
-    """What was loaded and how much memory it takes, as names and values for people."""
-    model, limits = engine.model, engine.limits
-    per_token = limits.kv_bytes_per_token
-    shown = {
-        "model": f"{engine.loaded.name} ({model.kind})",
-        "parameters": f"{model.num_parameters / 1e6:,.1f} million, {format_bytes(model.weight_bytes)}",
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": str(engine.device),
-        "attention": engine.attention,
-        "context": f"{model.max_model_len:,} tokens",
-        "KV cache": f"{limits.cache_tokens:,} tokens in {limits.num_blocks:,} blocks of {limits.block_size}: "
-        f"{format_bytes(limits.cache_tokens * per_token)}, {format_bytes(per_token)} a token",
-        "batch": f"up to {limits.max_seqs} sequences and {limits.max_batch_tokens} tokens a step",
-    }
-    fallback = engine.stats().fallback
-    return shown | {"fallback": fallback} if fallback else shown

@@ -10,7 +10,7 @@ import click
 
 from cbatch import __version__
 from cbatch.cli.common.console import emit, safe
-from cbatch.cli.common.loading import describe, open_engine
+from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.options import engine_config, engine_options, model_options
 from cbatch.cli.info.kernels import show_kernels
 
@@ -43,7 +43,7 @@ def info(check: bool, **values: Any) -> int:
     if check:  # the kernels need the memory that the cache would take
         config = replace(config, kv_blocks=_BLOCKS, kv_cache_memory=None)
     with open_engine(config, quiet=True) as engine:
-        for name, value in describe(engine).items():
+        for name, value in engine.core.describe().items():
             if not (check and name == "KV cache"):
                 emit(f"{name:<13} {safe(value)}")
         return 0 if not check or show_kernels(engine) else 1

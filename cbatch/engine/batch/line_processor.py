@@ -48,6 +48,10 @@ class LineProcessor:
         """The lines, each with the key of its row of output."""
         return ((line, self.key(line)) for line in lines)
 
+    def failed(self, line: Line, error: RequestError) -> Completion:
+        """The result of a line that nobody serves, whatever is on it."""
+        return Completion(self._row(line), key=self.key(line), error=error)
+
     def process(self, line: Line) -> EncodedRequest | Completion:
         """A line as a request; or, if anything is wrong with it, its result."""
         return self.inputs.process(self._row(line), lambda: line.source)

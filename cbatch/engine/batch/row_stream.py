@@ -51,6 +51,13 @@ class EndOfRow:
 
 
 @dataclass(frozen=True, slots=True)
+class RowCancelled:
+    """A row in flight will get no result."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
 class EndOfInput:
     """The reader's last message: how many rows it took, and the error that ended the input early."""
 
@@ -63,7 +70,7 @@ class StopRequested:
     """Somebody asks the stream to end. Rows that were finished before it are still given."""
 
 
-Message = EndOfRow | EndOfInput | StopRequested
+Message = EndOfRow | RowCancelled | EndOfInput | StopRequested
 
 
 class RowStream:
@@ -78,7 +85,11 @@ class RowStream:
         self._observer = observer or StreamObserver()
         self._window = Window(window)
         self._in_flight: dict[int, RequestHandle] = {}
+        self._cancelled: set[int] = set()
+        self._num_ended = 0
         self._is_stopping = False
+        self.poll_s = POLL_SECONDS
+        """How long `finished` waits for rows before it gives none."""
         self.has_given_all = False
         """Whether `finished` has given every row of its source; true with the last of them already."""
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -95,13 +106,12 @@ class RowStream:
         """
         threading.Thread(target=self._read_rows, args=(source, kept), name="cbatch-reader", daemon=True).start()
         end: EndOfInput | None = None
-        num_ended = num_given = 0
+        num_given = 0
         try:
-            while end is None or num_ended < end.rows:
+            while end is None or self._num_ended < end.rows:
                 messages = self._next_messages()
                 finished = self._take_finished(messages)
                 num_given += len(finished)
-                num_ended += sum(isinstance(message, EndOfRow) for message in messages)
                 end = next((message for message in messages if isinstance(message, EndOfInput)), end)
                 self.has_given_all = end is not None and end.error is None and num_given == end.rows
                 yield finished
@@ -128,6 +138,13 @@ class RowStream:
         """Makes room in the window for as many rows as there are positions."""
         self._window.release(positions)
 
+    def cancel(self, index: int) -> None:
+        """Leaves out the row of a line, unless it is finished. Called by the consumer."""
+        self._cancelled.add(index)
+        for position, handle in list(self._in_flight.items()):
+            if handle.request.index == index:
+                self._cancel(position, handle)
+
     def stop(self) -> None:
         """Ends `finished` once it has given the rows that are finished by now. May be called in a signal handler."""
         self._inbox.put(StopRequested())
@@ -144,7 +161,7 @@ class RowStream:
         error: BaseException | None = None
         try:
             for line in source:
-                if line.index in kept:
+                if line.index in kept or line.index in self._cancelled:
                     continue
                 if not self._window.acquire(position, len(line.data or b"")) or self._is_stopping:
                     break
@@ -180,14 +197,20 @@ class RowStream:
         self._engine_thread.submit(handle)
         if self._is_stopping:  # `_cancel_unfinished` may have run before this handle was there
             self._engine_thread.cancel(handle)
+        elif request.index in self._cancelled:  # so may `cancel`
+            self._cancel(position, handle)
+
+    def _cancel(self, position: int, handle: RequestHandle) -> None:
+        self._engine_thread.cancel(handle)
+        self._inbox.put(RowCancelled(position))
 
     # The consumer's thread.
 
     def _next_messages(self) -> list[Message]:
-        """All messages that have come since the last call. Waits at most POLL_SECONDS for the first one."""
+        """All messages that have come since the last call. Waits at most `poll_s` for the first one."""
         messages: list[Message] = []
         with suppress(queue.Empty):
-            messages.append(self._inbox.get(timeout=POLL_SECONDS))
+            messages.append(self._inbox.get(timeout=self.poll_s))
             while len(messages) < MAX_ROWS_AT_ONCE:
                 messages.append(self._inbox.get_nowait())
         return messages
@@ -200,11 +223,17 @@ class RowStream:
         finished = []
         for message in messages:
             if isinstance(message, EndOfRow):
-                self._in_flight.pop(message.position, None)
+                result = message.result
+                was_in_flight = self._in_flight.pop(message.position, None) is not None
+                if not (was_in_flight or isinstance(result, Completion)):
+                    continue  # it was cancelled before it ended
+                self._num_ended += 1
                 if not message.is_lost:
-                    result = message.result
                     completion = result if isinstance(result, Completion) else result.completion()
                     finished.append(FinishedRow(message.position, completion))
+            elif isinstance(message, RowCancelled) and self._in_flight.pop(message.position, None) is not None:
+                self._num_ended += 1
+                self._window.release([message.position])
         return finished
 
     def _engine_error(self) -> EngineError:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cbatch.engine.batch.output_row import RowOutcome
+from cbatch.engine.execution.stats import EngineStats
 from cbatch.engine.scheduler.limits import EngineLimits
+
+MAX_MESSAGE_BYTES = 16 * 2**20
+"""Most bytes of rows in one message, unless it is a single row."""
+
+MAX_REPLY_ROWS = 1024
+
+FinishedRow = tuple[int, bytes, RowOutcome]
+"""A finished row: the index of its line, its row of output, and what a run counts of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,3 +33,19 @@ class ReplicaInfo:
     load_s: float
     host: str
     pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a replica answers to an exchange.
+
+    finished:   rows that have finished since the last exchange, perhaps not all of them
+    stats:      of its engine
+    num_tokens: tokens generated so far for the rows of this batch
+    failure:    why its engine has failed, so that it serves nothing any more
+    """
+
+    finished: list[FinishedRow]
+    stats: EngineStats
+    num_tokens: int = 0
+    failure: str = ""

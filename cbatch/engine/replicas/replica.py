@@ -1,0 +1,161 @@
+"""An engine as a replica: the side of the exchange that runs in the replica's process."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import sys
+import time
+from collections import deque
+from contextlib import suppress
+
+from cbatch.engine.base.errors import EngineError, RequestError
+from cbatch.engine.batch.driver import StreamObserver
+from cbatch.engine.batch.engine_driver import output_row
+from cbatch.engine.batch.line_processor import LineProcessor
+from cbatch.engine.batch.lines import Line
+from cbatch.engine.batch.output_row import OutputRow
+from cbatch.engine.batch.row_options import RowOptions
+from cbatch.engine.batch.row_stream import FinishedRow as CompletedRow
+from cbatch.engine.batch.row_stream import RowStream
+from cbatch.engine.engine import Engine
+from cbatch.engine.replicas.messages import MAX_MESSAGE_BYTES, MAX_REPLY_ROWS, FinishedRow, ReplicaInfo, Reply
+from cbatch.engine.requests.completion import Timing
+
+LINGER_SECONDS = 0.01
+"""How long a reply waits for more rows after the first one: short rows share a message."""
+
+
+class Replica:
+    """Serves the rows of one batch after another. One method is called at a time, on any thread."""
+
+    def __init__(self, engine: Engine, load_s: float = 0.0) -> None:
+        """
+        engine: belongs to the caller, and may serve others meanwhile
+        load_s: seconds that loading it took
+        """
+        self._engine = engine
+        self._load_s = load_s
+        self._batch: _Batch | None = None
+
+    def info(self) -> ReplicaInfo:
+        return ReplicaInfo(
+            fingerprint=self._engine.fingerprint,
+            limits=self._engine.limits,
+            description=self._engine.core.describe(),
+            load_s=self._load_s,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+
+    def keys(self, options: RowOptions, lines: list[Line]) -> list[str]:
+        """The keys of the lines' rows of output. Raises RequestError if the options' defaults are wrong."""
+        return [key for _, key in LineProcessor.of(self._engine.core, options).keyed(lines)]
+
+    def begin(self, options: RowOptions) -> None:
+        """Begins a new batch. What is left of the one before is cancelled.
+
+        Raises RequestError if the options' defaults are wrong, and EngineError if the engine is closed.
+        """
+        self.close()
+        self._batch = _Batch(self._engine, options)
+
+    def failed(self, lines: list[Line], message: str) -> list[FinishedRow]:
+        """Error rows (`internal_error`) for lines of this batch that are not to be run."""
+        assert self._batch is not None, "begin comes first"
+        return self._batch.failed(lines, RequestError("internal_error", message))
+
+    def exchange(self, rows: list[Line], cancelled: list[int], wait_s: float) -> Reply:
+        """Takes rows of this batch, and gives what has finished.
+
+        cancelled: indices of rows that need not be finished
+        wait_s:    how long to wait for the first row that finishes
+        """
+        if self._batch is None:
+            assert not rows, "begin comes first"
+            return Reply([], self._engine.stats())
+        batch = self._batch
+        batch.put(rows, cancelled)
+        finished = batch.take(wait_s)
+        return Reply(finished, self._engine.stats(), batch.num_tokens, batch.failure)
+
+    def close(self) -> None:
+        """Cancels the rows of this batch. May be called twice."""
+        if self._batch is not None:
+            self._batch.close()
+            self._batch = None
+
+
+class _Batch:
+    """The rows of one batch, on the engine's thread.
+
+    failure: why the engine has failed, if it has
+    """
+
+    def __init__(self, engine: Engine, options: RowOptions) -> None:
+        self._lines = LineProcessor.of(engine.core, options)
+        self._timings = options.timings
+        self._observer = StreamObserver()
+        self._stream = RowStream(engine.thread, self._lines, window=sys.maxsize, observer=self._observer)
+        self._given: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
+        self._finished = self._stream.finished(iter(self._given.get, None))
+        self._ready: deque[OutputRow] = deque()
+        self.failure = ""
+
+    @property
+    def num_tokens(self) -> int:
+        return self._observer.output_tokens
+
+    def put(self, rows: list[Line], cancelled: list[int]) -> None:
+        for line in rows:
+            self._given.put(line)
+        for index in cancelled:
+            self._stream.cancel(index)
+
+    def take(self, wait_s: float) -> list[FinishedRow]:
+        """The rows that have finished, as many as one reply holds."""
+        if not self._ready:
+            self._collect(wait_s)
+            if self._ready and wait_s > 0:
+                time.sleep(LINGER_SECONDS)
+        self._collect(0.0)
+        finished: list[FinishedRow] = []
+        size = 0
+        while self._ready and len(finished) < MAX_REPLY_ROWS:
+            size += len(self._ready[0].data)
+            if finished and size > MAX_MESSAGE_BYTES:
+                break
+            row = self._ready.popleft()
+            finished.append((row.index, row.data, row.outcome))
+        return finished
+
+    def failed(self, lines: list[Line], error: RequestError) -> list[FinishedRow]:
+        now = time.monotonic()
+        finished: list[FinishedRow] = []
+        for line in lines:
+            completion = self._lines.failed(line, error)
+            completion.timing = Timing(now, finished_at=now)
+            row = output_row(CompletedRow(0, completion), timings=self._timings)
+            finished.append((row.index, row.data, row.outcome))
+        return finished
+
+    def close(self) -> None:
+        self._finished.close()
+        self._given.put(None)
+
+    def _collect(self, wait_s: float) -> None:
+        """Formats what the stream gives within this time, but no more than a few replies hold."""
+        deadline = time.monotonic() + wait_s
+        with suppress(StopIteration):
+            while len(self._ready) < MAX_REPLY_ROWS:
+                self._stream.poll_s = max(deadline - time.monotonic(), 0.0)
+                try:
+                    rows = next(self._finished)
+                except EngineError as error:
+                    self.failure = str(error)
+                    return
+                self._stream.release([row.position for row in rows])
+                self._ready.extend(output_row(row, timings=self._timings) for row in rows)
+                if rows or time.monotonic() >= deadline:
+                    return
