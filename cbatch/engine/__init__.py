@@ -73,6 +73,7 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.requests.request import RequestHandle as RequestHandle
     from cbatch.engine.requests.row import InputRow as InputRow
     from cbatch.engine.runtime.device import describe_gpus as describe_gpus
+    from cbatch.engine.runtime.interpreter import tune_process as tune_process
     from cbatch.engine.scheduler.limits import EngineLimits as EngineLimits
     from cbatch.engine.stepping_engine import SteppingEngine as SteppingEngine
     from cbatch.engine.streams import AsyncStream as AsyncStream

@@ -19,8 +19,7 @@ from statistics import median
 
 from cbatch import Engine, EngineConfig, SamplingParams
 from cbatch.cli.chat.engine_client import PRIORITY
-from cbatch.cli.common.loading import tune_process
-from cbatch.engine import EncodedRequest, EngineThread, RequestHandle, TokenEvent
+from cbatch.engine import EncodedRequest, EngineThread, RequestHandle, TokenEvent, tune_process
 from scripts.benchmarks.harness import Report, at_least_one, by_turns
 from scripts.benchmarks.terminal import Terminal
 

@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 
 from cbatch import Engine, EngineConfig
-from cbatch.cli.common.loading import tune_process
 from cbatch.cli.run.stats import RunStats
 from cbatch.engine import (
     EngineDriver,
@@ -29,6 +28,7 @@ from cbatch.engine import (
     Pipeline,
     RowOptions,
     read_lines,
+    tune_process,
 )
 from scripts.benchmarks.harness import ROOT, Report
 from scripts.benchmarks.models import FreeModel

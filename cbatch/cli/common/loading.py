@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 from typing import TYPE_CHECKING
 
 from cbatch.cli.common.console import notice
+from cbatch.engine import tune_process
 
 if TYPE_CHECKING:
     from cbatch.engine import Engine, EngineConfig, StepTracer
-
-SWITCH_SECONDS = 5e-4
 
 DEMO_NOTICE = (
     "this is the bundled demo model, a toy of a few million parameters; "
@@ -51,13 +49,3 @@ class _Notices(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         notice(record.getMessage())
-
-
-def tune_process() -> None:
-    """Prepares Python for a process that has loaded a model and works on several threads.
-
-    `freeze` keeps full garbage collections from walking over all of torch, which took half of the time of short rows.
-    The switch interval bounds how long another thread may keep the interpreter while the engine waits for it.
-    """
-    gc.freeze()
-    sys.setswitchinterval(SWITCH_SECONDS)

@@ -50,7 +50,7 @@ class LocalLauncher:
         self._connections: list[ProcessConnection] = []
         self._is_closed = False
         # Linux kills a child at the end of the thread that has started it, so it is a thread that stays.
-        self._starter = ThreadPoolExecutor(1, "cbatch-replica-starter")
+        self._starter = ThreadPoolExecutor(1, "cbatch-starter")
 
     def name(self, number: int) -> str:
         return f"replica {number + 1}"
@@ -195,7 +195,7 @@ class _Messages:
         self._name = name
         self._stream = stream
         self._last: deque[str] = deque(maxlen=LAST_LINES)
-        self._thread = threading.Thread(target=self._read, name=f"cbatch-messages of {name}", daemon=True)
+        self._thread = threading.Thread(target=self._read, name="cbatch-messages", daemon=True)
         self._thread.start()
 
     def last(self) -> str:

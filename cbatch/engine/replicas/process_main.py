@@ -110,12 +110,12 @@ def _serve(wire: Wire) -> NoReturn:
 
 
 def _make(start: Start) -> Any:
+    name, _, function = start.factory.partition(":")
     gc.disable()  # imports leave no garbage, but collections would walk over them
-    module, _, function = start.factory.partition(":")
-    replica = getattr(importlib.import_module(module), function)(start.config)
+    module = importlib.import_module(name)
     gc.freeze()
     gc.enable()
-    return replica
+    return getattr(module, function)(start.config)
 
 
 def _attempt(function: Callable[..., Any], *arguments: Any) -> Answer:
