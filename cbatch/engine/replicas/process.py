@@ -22,6 +22,8 @@ from cbatch.engine.replicas.placement import Place
 from cbatch.engine.replicas.process_main import Answer, Start
 from cbatch.engine.replicas.wire import Disconnected, InvalidMessage, Wire
 
+FACTORY = "cbatch.engine.replicas.replica:open_replica"
+
 MAX_LINE_BYTES = 2000
 """Longest line of a replica's messages; longer ones are passed on in pieces."""
 
@@ -40,7 +42,7 @@ _log = logging.getLogger("cbatch")
 class LocalLauncher:
     """Starts replicas as processes of this machine, each in a place of its own."""
 
-    def __init__(self, places: Sequence[Place], factory: str) -> None:
+    def __init__(self, places: Sequence[Place], factory: str = FACTORY) -> None:
         """
         factory: `module:function` that makes what is called in the process, of an EngineConfig
         """

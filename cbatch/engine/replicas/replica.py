@@ -10,6 +10,7 @@ import time
 from collections import deque
 from contextlib import suppress
 
+from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import EngineError, RequestError
 from cbatch.engine.batch.driver import StreamObserver
 from cbatch.engine.batch.engine_driver import output_row
@@ -22,6 +23,7 @@ from cbatch.engine.batch.row_stream import RowStream
 from cbatch.engine.engine import Engine
 from cbatch.engine.replicas.messages import MAX_MESSAGE_BYTES, MAX_REPLY_ROWS, FinishedRow, ReplicaInfo, Reply
 from cbatch.engine.requests.completion import Timing
+from cbatch.engine.runtime.interpreter import tune_process
 
 LINGER_SECONDS = 0.01
 """How long a reply waits for more rows after the first one: short rows share a message."""
@@ -85,6 +87,14 @@ class Replica:
         if self._batch is not None:
             self._batch.close()
             self._batch = None
+
+
+def open_replica(config: EngineConfig) -> Replica:
+    """A replica in a process that serves nothing else. Raises as `Engine` does."""
+    started = time.monotonic()
+    engine = Engine(config)
+    tune_process()
+    return Replica(engine, time.monotonic() - started)
 
 
 class _Batch:
