@@ -75,7 +75,13 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         kind = "gpu" if is_accelerator(device) else "cpu"
         step_time = StepTimeController(config.target_step_ms, MIN_PREFILL_TOKENS[kind])
         self.loaded = loaded or load_model(
-            config.model, config.revision, device, config.dtype, fast=fast, quantize=quantize
+            config.model,
+            config.revision,
+            device,
+            config.dtype,
+            fast=fast,
+            quantize=quantize,
+            weights_folder=config.weights_folder,
         )
         self.tokenizer = self.loaded.tokenizer
         model: Model = self.loaded.fast_model if fast and self.loaded.fast_model else checked_model(self.loaded.network)

@@ -252,7 +252,8 @@ def sampling_options(*, in_chat: bool = False) -> Callable[[Command], Command]:
     )
 
 
-ENGINE_FIELDS = tuple(field.name for field in fields(EngineConfig))
+ENGINE_FIELDS = tuple(field.name for field in fields(EngineConfig) if field.name != "weights_folder")
+"""The fields that are options. A folder of shared weights is chosen by the program that starts several engines."""
 SAMPLING_FIELDS = (
     "max_tokens min_tokens temperature top_p top_k min_p stop n logprobs presence_penalty frequency_penalty "
     "repetition_penalty ignore_eos"

@@ -36,6 +36,8 @@ class EngineConfig:
                       it. `auto`: 1.75 times the time of a step without prompts; None: no limit
     kv_dtype:         type of the KV cache. auto: that of the model; fp8: one byte for each number, on a GPU
     quantize:         int8: store weights in one byte each (fast path on a CPU only); None: as they are
+    weights_folder:   folder of this user alone, where engines of this machine share packed weights (fast path on a CPU
+                      only); None: each engine packs its own
     """
 
     model: str | None = None
@@ -54,6 +56,7 @@ class EngineConfig:
     target_step_ms: float | Literal["auto"] | None = None
     kv_dtype: str = "auto"
     quantize: str | None = None
+    weights_folder: str | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a value of another type, or a number below 1."""
@@ -66,10 +69,9 @@ class EngineConfig:
         for name in ("prefix_cache", "cuda_graphs", "run_ahead"):
             if not isinstance(getattr(self, name), bool | None):
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}.")
-        for name in ("model", "revision", "quantize", "kv_cache_memory", "kv_dtype", "device", "dtype", "attention"):
+        always = ("kv_dtype", "device", "dtype", "attention")
+        for name in ("model", "revision", "quantize", "weights_folder", "kv_cache_memory", *always):
             value = getattr(self, name)
-            if not isinstance(value, str) and (
-                value is not None or name in ("kv_dtype", "device", "dtype", "attention")
-            ):
+            if not isinstance(value, str) and (value is not None or name in always):
                 example = ', such as "4GiB" or "90%"' if name == "kv_cache_memory" else ""
                 raise ConfigError(f"{name} must be a text{example}, not {value!r}.")

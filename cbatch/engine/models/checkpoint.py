@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cbatch.engine.base.errors import ConfigError, ModelError
 from cbatch.engine.base.model_files import WEIGHTS_INDEX, InvalidFile, model_folder, read_json_object, weight_files
+from cbatch.engine.models.fingerprint import fingerprint
 from cbatch.engine.models.llama_spec import UnsupportedConfig, read_llama_spec
 from cbatch.engine.runtime.device import gpu_name, has_bfloat16, is_accelerator
 from cbatch.engine.runtime.memory import is_out_of_memory
@@ -21,6 +22,7 @@ from cbatch.engine.runtime.memory import is_out_of_memory
 if TYPE_CHECKING:
     from cbatch.engine.models.cpu import CpuModel
     from cbatch.engine.models.cuda import CudaModel
+    from cbatch.engine.models.packed_file import PackedFile
 
 _log = logging.getLogger("cbatch")
 
@@ -44,15 +46,23 @@ class Tensors(Mapping[str, Tensor]):
 
 
 def load_fast_model(
-    source: str, revision: str | None, device: torch.device, dtype: str, *, quantize: bool = False
+    source: str,
+    revision: str | None,
+    device: torch.device,
+    dtype: str,
+    *,
+    quantize: bool = False,
+    weights_folder: str | None = None,
 ) -> CpuModel | CudaModel | None:
     """The model on the fast path; None if it has none, or if anything about its files is unusual.
 
     Then transformers loads it, or says what is wrong. For `quantize` see `CpuModel`. Raises ModelError if there is not
     enough memory, because transformers would need as much.
+
+    weights_folder: where engines of this machine share packed weights; for a CPU
     """
     try:
-        return _load(source, revision, device, dtype, quantize)
+        return _load(source, revision, device, dtype, quantize, weights_folder)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -66,7 +76,9 @@ def load_fast_model(
     raise ModelError(f"Cannot load {source}: its weights do not fit into the memory of {device} ({reason}).")
 
 
-def _load(source: str, revision: str | None, device: torch.device, dtype: str, quantize: bool) -> CpuModel | CudaModel:
+def _load(
+    source: str, revision: str | None, device: torch.device, dtype: str, quantize: bool, weights_folder: str | None
+) -> CpuModel | CudaModel:
     folder = model_folder(source, revision)
     config = read_json_object(folder / "config.json")
     read_llama_spec(config)  # before weights are downloaded
@@ -84,7 +96,19 @@ def _load(source: str, revision: str | None, device: torch.device, dtype: str, q
         return CudaModel(config, Tensors(folder), number, device)
     from cbatch.engine.models.cpu import CpuModel
 
-    return CpuModel(config, Tensors(folder), number, quantize=quantize)
+    tensors = Tensors(folder)
+    shared = _packed_file(weights_folder, folder, number, quantize) if weights_folder else None
+    return CpuModel(config, tensors, number, quantize=quantize, shared=shared)
+
+
+def _packed_file(weights_folder: str, folder: Path, dtype: torch.dtype, quantize: bool) -> PackedFile:
+    """The file of packed weights for a model's folder. The fingerprint takes samples; times notice any other change."""
+    from cbatch.engine.models.packed_file import PackedFile
+    from cbatch.engine.models.packing import PACKING
+
+    times = [(status.st_size, status.st_mtime_ns) for status in (path.stat() for path in weight_files(folder))]
+    content = {"packing": PACKING, "model": fingerprint(folder), "files": times}
+    return PackedFile(Path(weights_folder), content | {"dtype": str(dtype), "quantize": quantize})
 
 
 def choose_dtype(name: str, checkpoint: torch.dtype | str | None, device: torch.device) -> torch.dtype:

@@ -24,6 +24,7 @@ from cbatch.engine.kernels.cpu.tensors import block_shapes, fits, paged_kv_of
 from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.models.base import LinearCost
 from cbatch.engine.models.llama_spec import UnsupportedConfig, check_weights, read_llama_spec
+from cbatch.engine.models.packed_file import PackedFile
 from cbatch.engine.models.packing import pack_weights
 from cbatch.engine.runtime.batch import Argmax, Logits, RaggedBatch
 from cbatch.engine.runtime.cpu import empty, num_threads
@@ -40,12 +41,19 @@ class CpuModel:
     capturable = None
 
     def __init__(
-        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: torch.dtype, *, quantize: bool = False
+        self,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        *,
+        quantize: bool = False,
+        shared: PackedFile | None = None,
     ) -> None:
         """Raises UnsupportedConfig if another path has to serve the model.
 
         tensors:  the weights by their names in the files
         quantize: keep the matrices as int8, and compute in bfloat16
+        shared:   a file of packed weights, which engines of this machine map
         """
         self.config = config
         self.spec = spec = read_llama_spec(config)
@@ -63,7 +71,7 @@ class CpuModel:
             raise UnsupportedConfig(f"int8 weights need bfloat16, not {dtype}")
         self.is_quantized = quantize
         self.num_parameters = check_weights(spec, tensors)
-        self._weights = pack_weights(spec, tensors, dtype, quantize)
+        self._weights = pack_weights(spec, tensors, dtype, quantize, shared)
         self._params = decoder.DecoderParams(
             spec.num_heads, spec.rms_norm_eps, spec.head_dim**-0.5, np.array(spec.windows)
         )

@@ -82,11 +82,13 @@ def load_model(
     *,
     fast: bool = False,
     quantize: bool = False,
+    weights_folder: str | None = None,
 ) -> LoadedModel:
     """Loads a Hugging Face causal language model from a folder or from the hub; None is the bundled demo model.
 
     fast:     take the fast path if the model has one
     quantize: keep the matrices of the fast path as int8
+    weights_folder: where engines of this machine share packed weights; for the fast path on a CPU
 
     Only safetensors weights are read, and no code that comes with a model is run.
     Raises ModelError, with one sentence, if that fails.
@@ -97,7 +99,11 @@ def load_model(
     template = tokenizer.chat_template if tokenizer else None
     make_network: Callable[[], Any] = partial(_load_network, source, revision, device, dtype)
     with TemplateSandbox(template) if template else nullcontext():
-        fast_model = load_fast_model(source, revision, device, dtype, quantize=quantize) if fast else None
+        fast_model = (
+            load_fast_model(source, revision, device, dtype, quantize=quantize, weights_folder=weights_folder)
+            if fast
+            else None
+        )
         if fast_model is not None:
             config = fast_model.config
         else:

@@ -8,6 +8,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from mmap import mmap
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -48,10 +50,21 @@ def device_memory(device: torch.device) -> DeviceMemory:
     return DeviceMemory(str(device), "90%", partial(_free_gpu_bytes, device), partial(_measure_gpu_peak, device))
 
 
+_mapped: WeakKeyDictionary[mmap, int] = WeakKeyDictionary()
+
+
+def count_as_taken(memory: mmap, size: int) -> None:
+    """Counts the bytes of a mapped file as taken for as long as it is mapped.
+
+    The system calls its pages available, since it can read them again; but a model reads its weights in every step.
+    """
+    _mapped[memory] = size
+
+
 def _free_host_bytes() -> int:
     import psutil
 
-    return int(psutil.virtual_memory().available)
+    return max(int(psutil.virtual_memory().available) - sum(_mapped.values()), 0)
 
 
 def _free_gpu_bytes(device: torch.device) -> int:
