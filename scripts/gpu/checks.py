@@ -19,7 +19,7 @@ BLOCKS = 64
 class Check:
     """One kernel: whether it agrees, and its share of the device's rate, if its speed says something.
 
-    error, limit: the largest error, and the largest that rounding explains
+    error, limit: the largest error, and the largest of a kernel that is right
     """
 
     what: str

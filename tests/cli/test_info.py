@@ -73,6 +73,7 @@ def run_check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     """`info --check` on a CPU that moves 1 GB/s and computes 1 GFLOP/s."""
     monkeypatch.setattr(roofline, "measure_rates", lambda *_: roofline.DeviceRates(1e9, 1e9))
     monkeypatch.setattr(roofline, "best_time", lambda *_: 0.5)
+    monkeypatch.setattr(roofline, "cache_bytes", lambda _: 10**8)
     code = run_command(["info", "--check", "-m", str(folder), "--device", "cpu"])
     return code, capsys.readouterr().out
 
@@ -80,9 +81,10 @@ def run_check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 def test_a_table_of_kernels(
     model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards what a person reads: one aligned line for each kernel, and the exit code if one differs."""
+    """Guards what a person reads: an aligned line for each kernel, what a cache served, and the exit code."""
     checks = [
         KernelCheck("decode attention", 0.001, 0.03, workload=lambda: Workload(lambda: None, bytes_read=4e8)),
+        KernelCheck("silu_and_mul", 0.001, 0.03, workload=lambda: Workload(lambda: None, bytes_read=1e8)),
         KernelCheck("linear", 1e-7, 1e-4, workload=lambda: Workload(lambda: None, flops=3e8)),
         KernelCheck("a whole step", 0.0, 0.0, skipped="there is no memory for it"),
     ]
@@ -93,6 +95,8 @@ def test_a_table_of_kernels(
         "A copy moves 1.0 GB/s on cpu, and a product of matrices computes 1.0 GFLOP/s.\n\n"
         "kernel                                            agrees    error    limit  speed\n"
         "decode attention                                  yes     1.0e-03  3.0e-02   80% of the copy (0.8 GB/s)\n"
+        "silu_and_mul                                      yes     1.0e-03  3.0e-02   20% of the copy "
+        "(0.2 GB/s, in a cache)\n"
         "linear                                            yes     1.0e-07  1.0e-04   60% of the product "
         "(0.6 GFLOP/s)\n"
         "a whole step                                      not checked: there is no memory for it\n\n"
@@ -103,7 +107,7 @@ def test_a_table_of_kernels(
     assert code == 1 and shown.endswith(
         "sampling                                          NO      5.0e-01  1.0e-01\n"
         "argmax                                            NO      OutOfResources: too large\n\n"
-        "2 of 4 kernels differ from plain torch.\n"
+        "2 of 5 kernels differ from plain torch.\n"
     )
     checks.clear()
     code, shown = run_check(capsys, monkeypatch, model_folder)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ from cbatch.engine import Engine
 ROWS_PER_STEP = 256
 """Output tokens that share one reading of the weights. A run's own batch size would make small batches look good."""
 
+CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+"""Where Linux shows them. Tests put their own in place."""
+
+_UNITS = {"K": 10, "M": 20, "G": 30}
 COPY_BYTES = 2**28
 ROUNDS = 5
 ROUNDS_S = 0.4
@@ -86,6 +91,14 @@ def best_time(work: Callable[[], Any], device: torch.device, clock: Clock, repea
         if len(times) > 1 and sum(times) * repeats > ROUNDS_S:
             break
     return max(min(times[1:]), 1e-9)
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Bytes of the largest cache in front of the device's memory; 0 if they are not known."""
+    if device.type != "cpu":
+        return int(getattr(torch.get_device_module(device).get_device_properties(device), "L2_cache_size", 0))
+    sizes = (path.read_text().strip() for path in CPU_CACHES.glob("index*/size"))
+    return max((int(size[:-1]) << _UNITS[size[-1]] for size in sizes), default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ def _show(check: KernelCheck, engine: Engine, rates: DeviceRates) -> None:
 
 def _speed(check: KernelCheck, engine: Engine, rates: DeviceRates) -> str:
     """What a kernel reaches of the rate that limits it."""
-    from cbatch.cli.bench.roofline import best_time
+    from cbatch.cli.bench.roofline import best_time, cache_bytes
 
     if check.workload is None:
         return ""
@@ -62,7 +62,8 @@ def _speed(check: KernelCheck, engine: Engine, rates: DeviceRates) -> str:
         rate = work.flops / seconds
         return f"{rate / rates.flops_per_s:>4.0%} of the product ({_flops_rate(rate)})"
     rate = work.bytes_read / seconds
-    return f"{rate / rates.bytes_per_s:>4.0%} of the copy ({_bytes_rate(rate)})"
+    where = ", in a cache" if work.bytes_read <= cache_bytes(engine.device) else ""
+    return f"{rate / rates.bytes_per_s:>4.0%} of the copy ({_bytes_rate(rate)}{where})"
 
 
 def _bytes_rate(per_s: float) -> str:

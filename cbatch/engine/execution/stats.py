@@ -22,7 +22,7 @@ class EngineStats:
     num_cached_tokens:        those of them that were in the KV cache already
     held_back:                steps that left requests waiting, by what was short: `slots`, `cache`, `budget` (tokens
                               of a step) or `target` (the time of a step)
-    fallback:                 sentences that say which kernels are not used because they failed their check, and why
+    fallback:                 sentences that say what was stepped down from on a GPU, and why
 
     Of the engine's thread:
     num_tokens:  tokens that were generated

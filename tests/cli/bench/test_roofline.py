@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -105,6 +106,16 @@ def test_slow_devices_get_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = measure_rates(CPU, torch.float32, clock_of([0.5, 0.25, 0.1, 0.2, 0.3]))
     assert rates.bytes_per_s == pytest.approx(2 * 1000 / 0.25)
     assert rates.flops_per_s == pytest.approx(2 * 1024**3 / 0.2)
+
+
+def test_the_largest_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the mark of what a cache served: sizes have units, and a system may not show them."""
+    monkeypatch.setattr(roofline, "CPU_CACHES", tmp_path)
+    assert roofline.cache_bytes(torch.device("cpu")) == 0
+    for number, size in enumerate(("48K", "32M", "2048K")):
+        (tmp_path / f"index{number}").mkdir()
+        (tmp_path / f"index{number}" / "size").write_text(f"{size}\n")
+    assert roofline.cache_bytes(torch.device("cpu")) == 32 * 2**20
 
 
 def test_rates_are_measured_with_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ Without a GPU, Triton's interpreter runs the kernels.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cbatch.engine.attention.cpu import CpuAttention
+from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.execution.cuda_graphs import Run
 from cbatch.engine.execution.kernel_checks import attention as attention_checks
@@ -334,7 +336,8 @@ def test_right_sampling_agrees() -> None:
     assert check_sampling(Sampler(DEVICE, kernel=True), 89).agrees
     sampler = Sampler(DEVICE, kernel=True)
     sampler._kernel = lambda logits, *rest: sample_rows(logits.nan_to_num(), *rest)
-    assert not check_sampling(sampler, 89).agrees
+    check = check_sampling(sampler, 89)
+    assert not check.agrees and check.reason == "sampling fails (a row that is not a number looks like one)."
 
 
 class Forgetful(Sampler):
@@ -368,8 +371,17 @@ class Forgetful(Sampler):
     ids=str,
 )
 def test_wrong_sampling_is_seen(forgotten: dict[str, Any], agrees: bool) -> None:
-    """Guards each filter, the mask and the noise."""
-    assert check_sampling(Forgetful(forgotten), 300).agrees is agrees
+    """Guards each filter, the mask and the noise, and the reason that a user reads: nothing is rounded here."""
+    check = check_sampling(Forgetful(forgotten), 300)
+    assert check.agrees is agrees and re.search(r"than torch in \d+% of the rows\.$|another one\)\.$", check.reason)
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_a_workload_does_not_fit_into_a_cache(window: int | None) -> None:
+    """Guards shares of the bandwidth: behind a short window, more sequences read as many bytes."""
+    checks = AttentionChecks(ReferenceAttention(), 16, torch.float32, CPU, workload_bytes=2**20)
+    work = checks._workload("decode attention", replace(SPLIT_CALL, window=window))
+    assert 0.9 * 2**20 < work.bytes_read <= 2**20
 
 
 def test_what_raises_is_a_sentence() -> None:

@@ -227,12 +227,13 @@ class AttentionChecks:
         return self._error(call, chunks, attend)
 
     def _workload(self, name: str, call: AttentionCall) -> Workload:
-        """64 sequences that decode behind long pasts, or a prompt behind as long a past."""
+        """Sequences that decode, 64 behind long pasts or more behind a window, or a prompt behind as long a past."""
         layer = call.layer
         per_token = layer.bytes_per_token(self.attention.kv_dtype or self.dtype)
         total = max(self.workload_bytes // per_token, 64)
         if name.startswith("decode"):
-            chunks = [(total // 64 - 1, total // 64)] * 64
+            length = min(total // 64, call.window or total)
+            chunks = [(length - 1, length)] * (total // length)
         else:
             length = min(total // 2, 2048 if is_accelerator(self.device) else 256)
             chunks = [(length, 2 * length)]

@@ -33,11 +33,13 @@ class Workload:
 class KernelCheck:
     """Whether a kernel agrees with plain torch on a device.
 
-    error:     the largest difference, as a share of the largest number of its row
-    tolerance: the largest error that rounding explains
+    error:     the largest difference, as a share of the largest number of its row; if it gives tokens, the share of
+               the rows that have another one
+    tolerance: the largest error of a kernel that is right
     failure:   the kernel's exception as a sentence, if it raised one; then the error is NaN
     skipped:   why the kernel was not checked, if it was not; then the error is 0
     workload:  makes the kernel's workload; None if its speed says nothing
+    of_tokens: whether it gives tokens, not numbers
     """
 
     name: str
@@ -46,6 +48,7 @@ class KernelCheck:
     failure: str = ""
     workload: Callable[[], Workload] | None = None
     skipped: str = ""
+    of_tokens: bool = False
 
     @property
     def agrees(self) -> bool:
@@ -56,6 +59,8 @@ class KernelCheck:
         """Why the kernel cannot be used, as a sentence."""
         if self.failure:
             return f"{self.name} fails ({self.failure})."
+        if self.of_tokens:
+            return f"{self.name} gives other tokens than torch in {self.error:.0%} of the rows."
         return f"{self.name} differs from torch by {self.error:.2g}; rounding explains {self.tolerance:g}."
 
 
@@ -65,6 +70,8 @@ def run_check(
     tolerance: float,
     measure: Callable[[], float],
     workload: Callable[[], Workload] | None = None,
+    *,
+    of_tokens: bool = False,
 ) -> KernelCheck:
     """Runs one check.
 
@@ -76,7 +83,7 @@ def run_check(
     made = partial(_workload_on, device, workload) if workload is not None else None
     try:
         with use_device(device), torch.inference_mode():
-            return KernelCheck(name, measure(), tolerance, workload=made)
+            return KernelCheck(name, measure(), tolerance, workload=made, of_tokens=of_tokens)
     except CbatchError:
         raise
     except Exception as error:  # whatever a compiler, a driver or a library raises

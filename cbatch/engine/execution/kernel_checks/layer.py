@@ -27,7 +27,6 @@ from cbatch.engine.models.llama_spec import weight_shapes
 from cbatch.engine.runtime.kv_cache import FP8
 
 _TOKENS = 5
-_WORKLOAD_TOKENS = 8192
 _PRODUCT_TOKENS = 2048
 _BLOCKS = 3
 _HEAD_PIECE = 4096
@@ -42,13 +41,14 @@ _HEAD_TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e
 class LayerChecks:
     """The checks of a model's operations.
 
-    kv_dtype: type of the KV cache; None: that of the model
+    kv_dtype:       type of the KV cache; None: that of the model
+    workload_bytes: what a workload reads and writes: more than the L2 cache of any GPU holds
     """
 
     model: CudaModel
     block_size: int
     kv_dtype: torch.dtype | None = None
-    workload_tokens: int = _WORKLOAD_TOKENS
+    workload_bytes: int = 2**29
 
     def run(self) -> Iterator[KernelCheck]:
         spec, dtype = self.model.spec, self.model.dtype
@@ -109,13 +109,14 @@ class LayerChecks:
 
     def _workload(self, operate: Callable[..., list[Tensor]], token_bytes: int) -> Workload:
         calls: list[Callable[[], object]] = []
-        operate(_Captured(self.model.ops, calls), self.workload_tokens)
-        return Workload(calls[0], bytes_read=token_bytes * self.workload_tokens)
+        tokens = self.workload_bytes // token_bytes
+        operate(_Deferred(self.model.ops, calls), tokens)
+        return Workload(calls[0], bytes_read=token_bytes * tokens)
 
     def _embed_and_norm(self, ops: LayerOps, tokens: int) -> list[Tensor]:
         residual, out, weight, eps = self._norm_arguments(tokens)
-        ids = torch.arange(tokens, device=out.device) * 7 % 64
-        ops.embed_and_norm(self._draw(0, 64, out.shape[1]), ids, residual, weight, eps, out)
+        ids = torch.arange(tokens, 0, -1, device=out.device)  # each once, so that all are read from memory
+        ops.embed_and_norm(self._draw(0, tokens + 1, out.shape[1]), ids, residual, weight, eps, out)
         return [residual, out]
 
     def _add_and_norm(self, ops: LayerOps, tokens: int) -> list[Tensor]:
@@ -182,7 +183,7 @@ class _WideHead(TorchLayerOps):
         return torch.cat([linear(wide, piece.double()) for piece in torch.split(lm_head, _HEAD_PIECE)], 1)
 
 
-class _Captured:
+class _Deferred:
     """Operations that are not called, but kept to be called later."""
 
     def __init__(self, ops: LayerOps, calls: list[Callable[[], object]]) -> None:
