@@ -171,6 +171,31 @@ def compiled_late(config: Mapping[str, Any], decode_rows: Sequence[int], chunks:
         return stub.changes(begin)
 
 
+def attention_compiled_late(dim: int, sizes: Sequence[int]) -> list[str]:
+    """The same of attention alone, as a model of transformers calls it: with queries, keys and values [heads, T, dim].
+
+    sizes: of decode steps, and tokens of the chunk of mixed steps
+    """
+    steps = StubbedSteps(CONFIGS["llama"] | {"head_dim": dim}, num_blocks=2000)
+    attention, keys, values = steps.attention, steps.kv_cache.keys[0], steps.kv_cache.values[0]
+
+    def attend(starts: Sequence[int], stops: Sequence[int]) -> None:
+        batch = steps.batch(starts, stops)
+        metadata, tokens = attention.prepare(batch, BLOCK_SIZE), sum(stops) - sum(starts)
+        query, new = (torch.empty(heads, tokens, dim, dtype=keys.dtype).transpose(0, 1) for heads in (4, 2))
+        attention.store_kv(keys, values, new, new, metadata)
+        attention.attend(query, keys, values, metadata, scale=1.0)
+
+    with stub_driver() as stub, torch.inference_mode():
+        attend([1999] * 5, [2000] * 5)
+        attend([0, 1999, 7], [40, 2000, 12])
+        begin = len(stub.compilations)
+        for size in sizes:
+            attend([99] * size, [100] * size)
+            attend([0, 1999, 7], [size, 2000, 12])
+        return stub.changes(begin)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     some = [size for size in range(1, 513) if size < 20 or size % 16 in (0, 1, 15)]
@@ -178,4 +203,5 @@ if __name__ == "__main__":
         name: compiled_late(config, range(1, 513) if name == "llama" else some, some)
         for name, config in CONFIGS.items()
     }
+    found |= {f"transformers, heads of {dim}": attention_compiled_late(dim, range(1, 49)) for dim in (64, 72)}
     print(json.dumps(found, indent=1))

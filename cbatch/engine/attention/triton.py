@@ -96,5 +96,10 @@ class TritonAttention:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """The tensor with contiguous heads; rows and heads may have any stride."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    """The tensor [T, heads, dim] with contiguous heads, and strides of rows and heads that are multiples of 16 or not
+    whatever T is: kernels are compiled for each of both. Models of transformers give [heads, T, dim], transposed.
+    """
+    heads, dim = tensor.shape[1:]
+    if tensor.stride(-1) == 1 and (dim % 16 == 0 or tensor.stride() == (heads * dim, dim, 1)):
+        return tensor
+    return tensor.contiguous().flatten().view(tensor.shape)  # one row may have any stride and be contiguous
