@@ -151,6 +151,8 @@ class EngineThread:
             self._empty_inbox()
 
     def _run(self) -> None:
+        with suppress(Exception):  # what fails here fails in a step, too, which is retried
+            self.engine.warm_up_thread()
         is_open = True
         while is_open:
             try:

@@ -310,6 +310,10 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         self._check_thread()
         return self._forget_finished(self._core.flush())
 
+    def warm_up_thread(self) -> None:
+        """Spares the first step what a device does once for each thread; for the thread that is to call `step`."""
+        self.runner.warm_up_thread()
+
     def release_thread(self) -> None:
         """Lets another thread use the engine from now on: the next one that does."""
         self._owner = None

@@ -189,6 +189,21 @@ def test_a_step_that_never_completes_ends_every_request(run_ahead: bool, monkeyp
     engine_thread.close()
 
 
+def test_the_thread_is_warmed_up_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the first request against what a device does once for each thread; and the thread, if that fails."""
+    engine, seen = make_engine(make_network("llama")), []
+
+    def fail() -> None:
+        seen.append((threading.current_thread().name, engine.stats().num_steps))
+        raise RuntimeError("device busy")
+
+    monkeypatch.setattr(engine, "warm_up_thread", fail)
+    engine_thread = EngineThread(engine)
+    assert len(until_end(collect(engine_thread, [1, 2], max_tokens=3))) == 3
+    engine_thread.close(close_engine=True)
+    assert seen == [("cbatch-engine", 0)] and engine_thread.num_retries == 0
+
+
 def test_running_out_of_memory_makes_the_batch_smaller(engine_thread: EngineThread) -> None:
     """Guards a run against the device's memory: steps are halved until they fit, and no token changes."""
     prompts = make_prompts([30, 20, 9, 3, 5, 4])

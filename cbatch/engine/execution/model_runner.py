@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import torch
+from torch.nn.functional import linear
+
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.base.errors import EngineError
 from cbatch.engine.execution.cuda_graphs import GraphSizes, StepGraphs, StepParts
@@ -53,6 +56,19 @@ class ModelRunner:
                 self._graphs = StepGraphs(parts, GraphSizes.of(limits), has_room=has_room)
             if self.graph_problem:
                 _log.warning(self.graph_problem)
+
+    def warm_up_thread(self) -> None:
+        """Makes what torch keeps for each thread that multiplies on an NVIDIA GPU: a handle of cuBLAS, and its memory.
+
+        Otherwise the first step that is not captured makes it, while its requests wait.
+        """
+        if not is_nvidia(self.model.device):
+            return
+        with use_device(self.model.device), torch.inference_mode():
+            ones = torch.ones(16, 16, dtype=self.model.dtype, device=self.model.device)
+            linear(ones, ones)
+            if ones.dtype != torch.float32:
+                torch.mm(ones, ones, out_dtype=torch.float32)  # as logits are computed
 
     @property
     def model(self) -> Model:

@@ -85,6 +85,24 @@ def test_no_step_waits_for_the_device(config: dict[str, Any], device: FakeCuda) 
     assert (engine.stats().num_preemptions > 0) == ("kv_blocks" in config)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_thread_is_warmed_up_by_products(dtype: str, device: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the first request: what cuBLAS keeps for a thread is made by both kinds of products of a step."""
+    engine, dispatch = make_engine(dtype=dtype), device.dispatch
+    products = list[str]()
+
+    def note(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func._overloadpacket.__name__ in ("linear", "mm"):
+            products.append(f"{func} in {args[0].dtype}")
+        return dispatch(func, args, kwargs)
+
+    monkeypatch.setattr(device, "dispatch", note)
+    with device.no_waits():
+        engine.warm_up_thread()
+    expected = ["aten.linear.default in torch.float16", "aten.mm.dtype in torch.float16"]
+    assert products == (expected if dtype == "float16" else ["aten.linear.default in torch.float32"])
+
+
 def test_an_old_gpu_computes_in_float16(caplog: pytest.LogCaptureFixture) -> None:
     """Guards a T4, whose kernels have no bfloat16, in all that a bfloat16 model launches; and that it is said."""
     _warn_once.cache_clear()
