@@ -16,6 +16,9 @@ from cbatch.engine.runtime.device import gpu_name, is_accelerator, is_nvidia
 LDCONFIG = Path("/sbin/ldconfig")
 """The program by which Triton finds libcuda. Tests put their own in place."""
 
+LAUNCHER = "__triton_launcher"
+"""The name of what Triton 3.6 compiles for each kernel."""
+
 
 def triton_problem(device: torch.device) -> str | None:
     """Why Triton cannot launch kernels on a device, in a sentence; None on a CPU, and if nothing is known.
@@ -58,10 +61,29 @@ def _library_problem() -> str | None:
     return f"Triton finds libcuda.so.1 by {LDCONFIG}, which is not there; set TRITON_LIBCUDA_PATH to its folder."
 
 
+def _has_compiled() -> bool:
+    """Whether Triton has compiled what it launches kernels by before, perhaps where this image was made.
+
+    If it compiles a launcher for each kernel, as 3.6 does, those that a model needs may be among those that are there;
+    the checks find those that are not.
+    """
+    cache = _triton_cache()
+    if not any(cache.glob("*/cuda_utils*.so")):
+        return False
+    return any(cache.glob(f"*/{LAUNCHER}*.so")) or not _compiles_launchers()
+
+
+def _compiles_launchers() -> bool:
+    """Whether this Triton compiles a launcher for each kernel; its driver says so, and no number of a version does."""
+    package = find_spec("triton")
+    if package is None or package.origin is None:
+        return False
+    driver = Path(package.origin).parent / "backends" / "nvidia" / "driver.py"
+    return driver.is_file() and LAUNCHER in driver.read_text("utf-8")
+
+
 def _compiler_problem() -> str | None:
-    # Compiled before, perhaps where this image was made. Triton 3.6 also compiles a launcher for each kernel: an image
-    # may hold all of them, so it is not refused here, and the checks find those that it lacks.
-    if any(_triton_cache().glob("*/cuda_utils*.so")):
+    if _has_compiled():
         return None
     named = os.environ.get("CC")
     if named is not None and shutil.which(named) is None:

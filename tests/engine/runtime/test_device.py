@@ -6,6 +6,7 @@ import logging
 import sysconfig
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -338,7 +339,11 @@ def build_tools(machine: Machine) -> Path:
         (folder / path).parent.mkdir(exist_ok=True)
         (folder / path).touch(mode=0o755)
     patch.setattr(triton_setup, "LDCONFIG", folder / "sbin" / "ldconfig")
-    patch.setattr(triton_setup, "find_spec", lambda name: object())
+    driver = folder / "triton" / "backends" / "nvidia" / "driver.py"
+    driver.parent.mkdir(parents=True)
+    driver.write_text('name="cuda_utils"')
+    package = SimpleNamespace(origin=str(folder / "triton" / "__init__.py"))
+    patch.setattr(triton_setup, "find_spec", lambda name: package)
     patch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(folder / "include")})
     patch.setenv("PATH", str(folder / "bin"))
     patch.setenv("HOME", str(folder))
@@ -385,12 +390,17 @@ def test_the_headers_of_debian_are_those_of_the_system(build_tools: Path, monkey
 
 
 def test_triton_needs_no_compiler_for_what_it_has_compiled(build_tools: Path) -> None:
-    """Guards images that were filled where there was a compiler."""
+    """Guards images that were filled where there was a compiler; with Triton 3.6 they need launchers of kernels too."""
     (build_tools / "bin" / "gcc").unlink()
     assert triton_problem(GPU) is not None
     compiled = build_tools / ".triton" / "cache" / "KEY" / "cuda_utils.cpython-311-x86_64-linux-gnu.so"
     compiled.parent.mkdir(parents=True)
     compiled.touch()
+    assert triton_problem(GPU) is None
+    driver = build_tools / "triton" / "backends" / "nvidia" / "driver.py"
+    driver.write_text('name="cuda_utils", name="__triton_launcher"')
+    assert str(triton_problem(GPU)).startswith("Triton compiles its launcher with a C compiler")
+    compiled.with_name("__triton_launcher.cpython-311-x86_64-linux-gnu.so").touch()
     assert triton_problem(GPU) is None
 
 
