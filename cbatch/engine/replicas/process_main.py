@@ -66,7 +66,6 @@ def main(descriptor: int, lifeline: int, parent: int) -> NoReturn:
     for signum in (signal.SIGINT, signal.SIGTERM):  # a batch system sends them to all; the parent ends the replicas
         signal.signal(signum, signal.SIG_IGN)
     faulthandler.enable()
-    os.set_inheritable(descriptor, False)
     try:
         _serve(Wire(socket.socket(fileno=descriptor)))
     except Disconnected:
@@ -86,7 +85,6 @@ def _end_with(parent: int, lifeline: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before
         os._exit(1)
-    os.set_inheritable(lifeline, False)
 
     def wait() -> None:
         with suppress(OSError):

@@ -250,12 +250,16 @@ from cbatch.engine.replicas.process import LocalLauncher
 
 launcher = LocalLauncher([Place("cpu")] * 2, sys.argv[1])
 replicas = []
+
+def start(number):
+    replicas.append(launcher.start(number, EngineConfig()))
+    if sys.argv[1].endswith(":stub"):
+        replicas[number].call("start_program", timeout_s=20)
+
 for number in range(2):
-    thread = threading.Thread(target=lambda: replicas.append(launcher.start(number, EngineConfig())))
+    thread = threading.Thread(target=start, args=(number,))
     thread.start()
     thread.join()
-if sys.argv[1].endswith(":stub"):
-    programs = [replica.call("start_program", timeout_s=20) for replica in replicas]
 time.sleep(0.1)
 print(*[replica.pid for replica in replicas], "torch" in sys.modules, flush=True)
 time.sleep(60)
@@ -298,6 +302,8 @@ def test_closed_launcher_has_killed_all_and_starts_none() -> None:
     replicas[0].call("echo", 1, timeout_s=SOON_S)
     launcher.close()
     assert not any(psutil.pid_exists(replica.pid) for replica in replicas)
+    with pytest.raises(ReplicaDied):
+        launcher._start(0, EngineConfig())  # one that was waiting until the others were killed
     with pytest.raises(ReplicaDied):
         launcher.start(0, EngineConfig())
     launcher.close()
