@@ -14,7 +14,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from cbatch.engine.batch.lines import Line
-from cbatch.engine.replicas.affinity import Affinity, beginnings
+from cbatch.engine.replicas.affinity import Affinity
 from cbatch.engine.replicas.messages import MAX_MESSAGE_BYTES
 
 DEATHS_TO_RUN_ALONE = 2
@@ -57,14 +57,24 @@ class _Hand:
         """Rows that it can still be given. As many as it computes wait there, so that no slot stays free."""
         return 2 * self.slots - len(self.rows)
 
+    @property
+    def free_slots(self) -> int:
+        return self.slots - len(self.rows)
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a replica is told next: rows to compute, rows to write off as failed, and indices not to go on with."""
+    """What a replica does next.
+
+    rows:       to compute; `num_copies` of them are in the hands of others too
+    failed:     rows to write off
+    cancelled:  indices of rows not to go on with
+    """
 
     rows: list[Line]
     failed: list[Line]
     cancelled: list[int]
+    num_copies: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.rows or self.failed or self.cancelled)
@@ -91,9 +101,9 @@ class Dispatcher:
         self._affinity = Affinity()
         self._input_has_ended = False
 
-    def add(self, position: int, line: Line, now: float) -> None:
-        """A row was read."""
-        row = _Row(line, position, now, beginnings(line))
+    def add(self, position: int, line: Line, now: float, beginnings: tuple[int, ...] = ()) -> None:
+        """A row was read. `beginnings`: those of `affinity.beginnings`"""
+        row = _Row(line, position, now, beginnings)
         self._rows[line.index] = self._queue[line.index] = row
 
     def end_input(self) -> None:
@@ -122,10 +132,11 @@ class Dispatcher:
         cancelled, hand.cancelled = hand.cancelled, []
         failed = [self._failed.popleft() for _ in range(min(len(self._failed), hand.slots))]
         rows = [] if failed else self._choose(number, hand)  # whatever killed three may kill once more
+        num_copies = sum(bool(row.holders) for row in rows)
         for row in (*failed, *rows):
             row.holders.append(number)
             hand.rows[row.line.index] = now
-        return Work([row.line for row in rows], [row.line for row in failed], cancelled)
+        return Work([row.line for row in rows], [row.line for row in failed], cancelled, num_copies)
 
     def finish(self, number: int, index: int) -> Finished | None:
         """A replica has answered for a row. Returns None if somebody has before."""
@@ -144,11 +155,8 @@ class Dispatcher:
                 hand.cancelled.append(index)
         return Finished(row.position, given_at - row.taken_at)
 
-    def held_by(self, number: int) -> list[int]:
-        """Indices of the rows in a replica's hands."""
-        return list(self._hands[number].rows)
-
     def num_held(self, number: int) -> int:
+        """Rows in a replica's hands."""
         return len(self._hands[number].rows)
 
     def is_starving(self, number: int) -> bool:
@@ -183,7 +191,7 @@ class Dispatcher:
 
     def _from_queue(self, number: int, hand: _Hand) -> list[_Row]:
         """The first rows of the queue; those that begin like rows of other replicas only for slots that are free."""
-        most, free_slots = self._share(hand), hand.slots - len(hand.rows)
+        most = self._share(hand)
         chosen: list[_Row] = []
         others: list[_Row] = []
         for row in islice(self._queue.values(), most + LOOKAHEAD):
@@ -197,7 +205,7 @@ class Dispatcher:
         for row in others:
             if len(chosen) == most:
                 break
-            if len(chosen) < free_slots or not self._affinity.is_elsewhere(row.beginnings, number):
+            if len(chosen) < hand.free_slots or not self._affinity.is_elsewhere(row.beginnings, number):
                 self._affinity.note(row.beginnings, number)
                 chosen.append(row)
         chosen = list(_within_bytes(chosen))
@@ -206,11 +214,13 @@ class Dispatcher:
         return chosen
 
     def _share(self, hand: _Hand) -> int:
-        """How many rows of the queue a replica may have, so that the last ones are spread over all."""
-        room = sum(other.room for other in self._hands.values()) if len(self._hands) > 1 else hand.room
+        """How many rows of the queue a replica may have: the last ones are spread over all."""
+        room = sum(other.room for other in self._hands.values())
         if len(self._queue) >= room:
             return hand.room
-        return min(hand.room, -(-len(self._queue) * hand.room // room))
+        slots = sum(one.slots for one in self._hands.values())
+        fair = -(-(2 * slots - room + len(self._queue)) * hand.slots // slots) - len(hand.rows)
+        return min(max(fair, int(hand.free_slots > 0)), hand.room)
 
     def _copies(self, hand: _Hand) -> list[_Row]:
         """Rows that others have, for a replica with nothing to do.

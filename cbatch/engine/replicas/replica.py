@@ -6,9 +6,11 @@ import os
 import queue
 import socket
 import sys
+import threading
 import time
 from collections import deque
 from contextlib import suppress
+from typing import Any
 
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import EngineError, RequestError
@@ -21,6 +23,7 @@ from cbatch.engine.batch.row_options import RowOptions
 from cbatch.engine.batch.row_stream import FinishedRow as CompletedRow
 from cbatch.engine.batch.row_stream import RowStream
 from cbatch.engine.engine import Engine
+from cbatch.engine.replicas.launcher import ReplicaDied
 from cbatch.engine.replicas.messages import MAX_MESSAGE_BYTES, MAX_REPLY_ROWS, FinishedRow, ReplicaInfo, Reply
 from cbatch.engine.requests.completion import Timing
 from cbatch.engine.runtime.interpreter import tune_process
@@ -95,6 +98,27 @@ def open_replica(config: EngineConfig) -> Replica:
     engine = Engine(config)
     tune_process()
     return Replica(engine, time.monotonic() - started)
+
+
+class InProcessConnection:
+    """A `ReplicaConnection` to an engine of this process, which belongs to somebody else, such as a chat."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._replica = Replica(engine)
+        self._lock = threading.Lock()
+        self._is_over = False
+
+    def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+        with self._lock:
+            if self._is_over:
+                raise ReplicaDied("it was told to end")
+            return getattr(self._replica, method)(*arguments)
+
+    def kill(self) -> None:
+        """Cancels its rows; the engine goes on."""
+        self._is_over = True
+        with self._lock:
+            self._replica.close()
 
 
 class _Batch:
