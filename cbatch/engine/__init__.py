@@ -59,6 +59,14 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.execution.stats import EngineStats as EngineStats
     from cbatch.engine.execution.stats import StepRecord as StepRecord
     from cbatch.engine.models.loader import LoadedModel as LoadedModel
+    from cbatch.engine.replicas.driver import ReplicaDriver as ReplicaDriver
+    from cbatch.engine.replicas.launcher import ReplicaConnection as ReplicaConnection
+    from cbatch.engine.replicas.launcher import ReplicaDied as ReplicaDied
+    from cbatch.engine.replicas.launcher import ReplicaLauncher as ReplicaLauncher
+    from cbatch.engine.replicas.placement import Place as Place
+    from cbatch.engine.replicas.placement import find_places as find_places
+    from cbatch.engine.replicas.process import LocalLauncher as LocalLauncher
+    from cbatch.engine.replicas.replica import Replica as Replica
     from cbatch.engine.requests.completion import Choice as Choice
     from cbatch.engine.requests.completion import Completion as Completion
     from cbatch.engine.requests.completion import Score as Score
@@ -74,6 +82,7 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.requests.row import InputRow as InputRow
     from cbatch.engine.runtime.device import describe_gpus as describe_gpus
     from cbatch.engine.runtime.interpreter import tune_process as tune_process
+    from cbatch.engine.runtime.memory import release_memory as release_memory
     from cbatch.engine.scheduler.limits import EngineLimits as EngineLimits
     from cbatch.engine.stepping_engine import SteppingEngine as SteppingEngine
     from cbatch.engine.streams import AsyncStream as AsyncStream

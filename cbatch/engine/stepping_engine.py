@@ -161,7 +161,8 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
             f"{format_bytes(limits.cache_tokens * per_token)}, {format_bytes(per_token)} a token",
             "batch": f"up to {limits.max_seqs} sequences and {limits.max_batch_tokens} tokens a step",
         }
-        return shown | {"fallback": self._fallback} if self._fallback else shown
+        special = {"not applied": ", ".join(self.loaded.not_applied), "fallback": self._fallback}
+        return shown | {name: value for name, value in special.items() if value}
 
     def stats(self) -> EngineStats:
         """What the engine is doing and has done so far; may be called from any thread."""

@@ -11,7 +11,7 @@ from click.core import ParameterSource
 
 from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.common.console import emit, notice
-from cbatch.cli.common.options import engine_options, make_options, model_options
+from cbatch.cli.common.options import engine_options, make_options, model_options, replica_options
 
 ARTICLE = {"requests": 8, "input_len": "8:128", "output_len": "32", "batch_size": 4}
 """Eight users who get 32 tokens each, with half as many slots."""
@@ -81,6 +81,7 @@ option = partial(click.option, show_default=True)
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 @model_options
 @engine_options(max_seqs="Most requests that run at once; only with --users or --find-capacity.")
+@replica_options
 def bench(**values: Any) -> Literal[0]:
     """Measure what continuous batching gives on this machine and model, with your prompts or synthetic ones.
 

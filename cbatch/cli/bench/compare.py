@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -10,12 +10,13 @@ from cbatch.cli.bench import results
 from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.peers import PeerError, PeerResult, PeerSetup, run_peer
 from cbatch.cli.bench.recorder import RunRecord
+from cbatch.cli.bench.replicas import ReplicaRun, measure_replicas
 from cbatch.cli.bench.roofline import ModelCost, RooflineBound, measure_rates, roofline_bound
 from cbatch.cli.bench.strategies import Experiment, measure_interleaved
 from cbatch.cli.bench.techniques import measure_techniques
 from cbatch.cli.bench.workload import Outputs, Workload, read_workload, synthetic_workload
 from cbatch.cli.common.loading import open_engine
-from cbatch.engine import Engine
+from cbatch.engine import Engine, release_memory
 
 OnProgress = Callable[[str], None]
 
@@ -24,13 +25,18 @@ def measure_comparison(options: BenchOptions, on_progress: OnProgress) -> result
     """Runs all strategies and peers, and measures what two techniques are worth. Raises ConfigError."""
     with open_engine(options.engine, quiet=options.is_silent) as engine:
         machine, model, limits = results.Machine.of(engine), results.describe_model(engine), engine.limits
-        work = _make_workload(options, engine)
+        work, device = _make_workload(options, engine), engine.device
         rates, cost = measure_rates(engine.device, engine.model.dtype), ModelCost.of(engine)
         # All strategies get the same cache, however many sequences they run at once.
         config = replace(engine.config, kv_blocks=limits.num_blocks, kv_cache_memory=None)
         experiment = Experiment(engine.loaded, config, work, options.batch_size)
     bound = roofline_bound(work, cost, rates)
     strategies, records = compare(experiment, options, bound, limits.max_batch_tokens, on_progress)
+    techniques = measure_techniques(experiment, limits.sequence.longest, options.ablate, on_progress)
+    if options.replicas.are_given:
+        del experiment, engine  # the first replica may need the memory that the weights take here
+        release_memory(device)
+        strategies.append(_compare_replicas(options, work, bound, records, on_progress))
     return results.ComparisonReport(
         options=options,
         machine=machine,
@@ -41,7 +47,7 @@ def measure_comparison(options: BenchOptions, on_progress: OnProgress) -> result
         rates=rates,
         bound=bound,
         assumed=cost.assumed,
-        techniques=measure_techniques(experiment, limits.sequence.longest, options.ablate, on_progress),
+        techniques=techniques,
     )
 
 
@@ -55,7 +61,8 @@ def compare(
     work, strategies = experiment.work, options.chosen_strategies()
     runs = measure_interleaved(experiment, strategies, options.rounds, on_progress)
     medians = {name: median_run(records) for name, records in runs.items()}
-    reference = medians.get("continuous", next(iter(medians.values()))).outputs
+    records = {strategies[name].title: record for name, record in medians.items()}
+    reference = _reference(records)
 
     def judged(
         name: str, title: str, metrics: results.RunMetrics | results.PeerMetrics, rounds: Rounds, outputs: Outputs
@@ -82,10 +89,36 @@ def compare(
         peer = median_run(rounds)
         metrics = results.PeerMetrics(peer.elapsed_s, work.output_tokens / peer.elapsed_s, peer.attention)
         found.append(judged(name, name, metrics, rounds, peer.outputs))
-    return found, {strategies[name].title: record for name, record in medians.items()}
+    return found, records
 
 
-AnyRun = TypeVar("AnyRun", RunRecord, PeerResult)
+def _reference(records: Mapping[str, RunRecord]) -> Outputs:
+    """The outputs that all others are compared with, from the records of strategies by their titles."""
+    return records.get("continuous", next(iter(records.values()))).outputs
+
+
+def _compare_replicas(
+    options: BenchOptions,
+    work: Workload,
+    bound: RooflineBound,
+    records: Mapping[str, RunRecord],
+    on_progress: OnProgress,
+) -> results.StrategyResult:
+    """The median run of the work on replicas, beside what the strategies did in this process."""
+    runs = measure_replicas(options, work, on_progress)
+    run, reference = median_run(runs), _reference(records)
+    metrics = results.replica_metrics(run, work)
+    return results.StrategyResult(
+        "replicas",
+        f"{len(metrics.replicas)} replicas",
+        metrics,
+        bound.reached(metrics.elapsed_s),
+        [one.elapsed_s for one in runs],
+        results.compare_outputs(run.outputs, reference),
+    )
+
+
+AnyRun = TypeVar("AnyRun", RunRecord, PeerResult, ReplicaRun)
 Rounds = Sequence[RunRecord] | Sequence[PeerResult]
 
 

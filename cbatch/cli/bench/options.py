@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cbatch.cli.bench.workload import DistributionName, LengthDistribution
+from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.engine import ConfigError, EngineConfig
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class BenchOptions:
     json: bool
     quiet: bool
     engine: EngineConfig
+    replicas: ReplicaOptions
 
     @property
     def is_load(self) -> bool:
@@ -74,6 +76,7 @@ class BenchOptions:
     def check(self) -> None:
         """Raises ConfigError if options do not go together, or if results could not be written in the end."""
         self.chosen_strategies()
+        self.replicas.check()
         if self.is_load:
             self._check_load()
         elif self.engine.max_seqs is not None:
@@ -100,6 +103,8 @@ class BenchOptions:
             raise ConfigError("A file of prompts is for strategies; users ask synthetic questions (--input-len).")
         if self.ablate or self.peer:
             raise ConfigError("--ablate and --peer go with strategies, not with users.")
+        if self.replicas.are_given:
+            raise ConfigError("--replicas and --ray go with strategies, not with users: a conversation has one engine.")
         if not (math.isfinite(self.rate) and math.isfinite(self.slo_tps)):
             raise ConfigError("--rate and --slo-tps must be finite numbers.")
         for text in (self.duration, self.think, self.slo_ttft):

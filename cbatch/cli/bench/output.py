@@ -49,6 +49,7 @@ def _print_comparison(report: ComparisonReport) -> None:
     for sentence in report.assumed:
         emit(sentence)
     _print_block(markdown_lines(tables.waste_table(report.runs)))
+    _print_block(markdown_lines(tables.replica_table(report.replicas)))
     _print_block(markdown_lines(tables.memory_table(techniques.prompt_memory or [])))
     _print_block(markdown_lines(tables.cost_table(techniques.token_costs or [])))
     is_terminal = sys.stdout is not None and sys.stdout.isatty()

@@ -16,10 +16,12 @@ import transformers
 from cbatch import __version__
 from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.recorder import RunRecord
+from cbatch.cli.bench.replicas import ReplicaRun
 from cbatch.cli.bench.roofline import DeviceRates, RooflineBound
 from cbatch.cli.bench.techniques import Techniques
 from cbatch.cli.bench.workload import Outputs, Workload
 from cbatch.cli.common.percentiles import Percentiles
+from cbatch.cli.run.stats import ReplicaFigures
 from cbatch.engine import Engine
 
 
@@ -165,10 +167,39 @@ class PeerMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class StrategyResult:
-    """The median run of one strategy or peer.
+class ReplicaMetrics:
+    """What is measured of a run on replicas, named as in `--json`.
 
-    name:                what `--strategies`, `--ablate` or `--peer` call it
+    replicas: what each of them did, as in the statistics of `cbatch run`
+    """
+
+    elapsed_s: float
+    output_tokens_per_s: float
+    ttft_s: Percentiles
+    tpot_s: Percentiles
+    steps: int
+    preemptions: int
+    replicas: list[ReplicaFigures]
+
+
+def replica_metrics(run: ReplicaRun, work: Workload) -> ReplicaMetrics:
+    figures, elapsed = run.stats, max(run.elapsed_s, 1e-9)
+    return ReplicaMetrics(
+        elapsed_s=run.elapsed_s,
+        output_tokens_per_s=work.output_tokens / elapsed,
+        ttft_s=figures.ttft_s,
+        tpot_s=figures.tpot_s,
+        steps=figures.counters.steps,
+        preemptions=figures.counters.preemptions,
+        replicas=figures.replicas,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyResult:
+    """The median run of one strategy or peer, or of replicas.
+
+    name:                what `--strategies`, `--ablate` or `--peer` call it, or `replicas`
     floor_share:         speed as a share of what the roofline allows
     elapsed_s_of_rounds: seconds of every round
     difference:          from the outputs of the reference run
@@ -176,7 +207,7 @@ class StrategyResult:
 
     name: str
     title: str
-    metrics: RunMetrics | PeerMetrics
+    metrics: RunMetrics | PeerMetrics | ReplicaMetrics
     floor_share: float
     elapsed_s_of_rounds: list[float]
     difference: OutputDifference
@@ -230,6 +261,12 @@ class ComparisonReport:
         """The metrics of our own strategies, by title."""
         results = [result for result in self.strategies if isinstance(result, StrategyResult)]
         return {result.title: result.metrics for result in results if isinstance(result.metrics, RunMetrics)}
+
+    @property
+    def replicas(self) -> list[ReplicaFigures]:
+        """What each replica did, if there are any."""
+        results = [result.metrics for result in self.strategies if isinstance(result, StrategyResult)]
+        return next((metrics.replicas for metrics in results if isinstance(metrics, ReplicaMetrics)), [])
 
     def to_json(self) -> dict[str, Any]:
         work, techniques = self.work, self.techniques.to_json()

@@ -77,6 +77,10 @@ class Workload:
         """The first two requests, with short outputs."""
         return Workload(self.prompts[:2], [min(length, 8) for length in self.output_lengths[:2]], "")
 
+    def repeated(self, times: int) -> Workload:
+        """Each request several times."""
+        return Workload(self.prompts * times, self.output_lengths * times, self.source)
+
     def batches(self, size: int) -> list[range]:
         """Indices of the requests in groups of `size`, in order."""
         return [range(first, min(first + size, len(self.prompts))) for first in range(0, len(self.prompts), size)]

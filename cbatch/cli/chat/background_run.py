@@ -1,4 +1,4 @@
-"""`/run`: a batch on the engine that serves the chat; replies in the chat go first."""
+"""`/run`: a batch on the chat's own engine, perhaps with replicas beside it; replies in the chat go first."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
+from cbatch.cli.chat.batch_engines import BatchEngines
 from cbatch.cli.chat.session.files import as_path
-from cbatch.cli.common.console import ProgressState, notice
+from cbatch.cli.common.console import Details, ProgressState, notice
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.common.options import ENGINE_FIELDS, make_options
+from cbatch.cli.common.replica_options import REPLICA_FIELDS
 from cbatch.cli.run.command import run
 from cbatch.cli.run.files import open_input, open_output, stats_file
 from cbatch.cli.run.options import RunOptions
-from cbatch.engine import CbatchError, ConfigError, Interrupted, ReaderGone
+from cbatch.engine import CbatchError, ConfigError, EngineConfig, Interrupted, ReaderGone
 
 if TYPE_CHECKING:
-    from cbatch.engine import BatchDriver, Pipeline
+    from cbatch.engine import Engine, Pipeline
 
 CLOSE_SECONDS = 10.0
 """How long leaving the chat waits for a batch to write its finished rows."""
@@ -32,7 +34,9 @@ CLOSE_SECONDS = 10.0
 class BackgroundRun:
     """Runs one batch at a time, on a thread of its own, and reports on stderr."""
 
-    def __init__(self) -> None:
+    def __init__(self, engines: BatchEngines | None = None) -> None:
+        """`engines`: what computes the batches; None: the chat's own engine alone."""
+        self._engines = engines or BatchEngines(EngineConfig())
         self._thread: threading.Thread | None = None
         self._pipeline: Pipeline | None = None
         self._is_stopping = False
@@ -43,7 +47,7 @@ class BackgroundRun:
     def is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, driver: BatchDriver, command_line: str) -> str:
+    def start(self, engine: Engine, command_line: str) -> str:
         """Starts a batch with the options of `cbatch run`, and returns the name of its output.
 
         Raises UserError if they are wrong, or a batch is running already.
@@ -56,7 +60,7 @@ class BackgroundRun:
         except ConfigError as error:
             raise UserError(f"/run: {error}") from error
         self._is_stopping = False
-        self._thread = threading.Thread(target=self._run, args=(driver, options), name="cbatch-run", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(engine, options), name="cbatch-run", daemon=True)
         self._thread.start()
         return options.output
 
@@ -67,16 +71,17 @@ class BackgroundRun:
             pipeline.interrupt(signal.SIGINT)
 
     def close(self) -> None:
-        """Stops the batch and waits a while for it to end."""
+        """Stops the batch, waits a while for it to end, and ends the replicas."""
         if self._thread is not None and self.is_running:
             notice("waiting for the batch to write its finished rows; Ctrl-C leaves at once")
             self.stop()
             self._thread.join(CLOSE_SECONDS)
+        self._engines.close()
 
-    def _run(self, driver: BatchDriver, options: RunOptions) -> None:
+    def _run(self, engine: Engine, options: RunOptions) -> None:
         name = f"/run {options.input}"
         try:
-            self._run_rows(driver, options)
+            self._run_rows(engine, options)
         except ReaderGone:
             notice(f"{name}: the reader of {options.output} went away.")
         except (Interrupted, CbatchError) as error:
@@ -88,12 +93,13 @@ class BackgroundRun:
         finally:
             self.progress = ""
 
-    def _run_rows(self, driver: BatchDriver, options: RunOptions) -> None:
+    def _run_rows(self, engine: Engine, options: RunOptions) -> None:
         from cbatch.cli.run.batch_run import run_batch
         from cbatch.cli.run.stats import RunStats
 
         stats = RunStats()
         with stats_file(options, stats), open_input(options) as source, open_output(options, source) as output:
+            driver = self._engines.driver(engine)
             run_batch(driver, options, source, output, stats, progress=self._display, while_running=self._running)
         notice(f"/run {options.input} is done; the output is in {options.output}")
 
@@ -108,8 +114,8 @@ class BackgroundRun:
             self._pipeline = None
 
     @contextmanager
-    def _display(self, total: int | None, state: ProgressState) -> Iterator[Callable[[], None]]:
-        """Writes to `progress` how far the batch is."""
+    def _display(self, total: int | None, state: ProgressState, details: Details) -> Iterator[Callable[[], None]]:
+        """Writes to `progress` how far the batch is. There is no room for details."""
         of_total = f"/{total:,}" if total else ""
 
         def tick() -> None:
@@ -139,7 +145,7 @@ def parse_run_options(command_line: str) -> RunOptions:
             raise UserError(f"/run reads and writes regular files; {name} is not one.")
     if options.check:
         raise UserError("--check only works in the shell: cbatch run FILE --check.")
-    for name in (*ENGINE_FIELDS, "trace"):
+    for name in (*ENGINE_FIELDS, *REPLICA_FIELDS, "trace"):
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise UserError(f"--{name.replace('_', '-')} cannot be changed here: the engine is running already.")
     return options

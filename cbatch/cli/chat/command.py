@@ -19,10 +19,12 @@ from cbatch.cli.common.options import (
     engine_options,
     make_options,
     model_options,
+    replica_options,
     sampling_options,
     template_kwargs_option,
     trace_option,
 )
+from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.cli.common.tracing import tracing
 from cbatch.engine import with_overrides
 
@@ -48,10 +50,12 @@ class ChatOptions:
     verbose: bool
     sampling: SamplingOptions
     engine: EngineConfig
+    replicas: ReplicaOptions
 
     def check_usage(self) -> None:
         """Raises UserError or ConfigError if the options contradict each other or cannot be met."""
         self.sampling.check_for_chat()
+        self.replicas.check(self.trace)
         if (self.source is None) != (self.index is None):
             raise UserError("--from OUT.jsonl and --index K go together.")
         if self.prompts is not None and self.source is None:
@@ -68,6 +72,7 @@ class ChatOptions:
 @model_options
 @sampling_options(in_chat=True)
 @engine_options(target_step_ms="auto")
+@replica_options
 @trace_option
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing about the model.")
 @click.option("-v", "--verbose", is_flag=True, help="Print more about the engine.")
@@ -91,14 +96,18 @@ def chat(**values: Any) -> Literal[0, 1]:
 def _run_in_terminal(options: ChatOptions, trace: StepTracer | None) -> Literal[0]:
     from prompt_toolkit.history import InMemoryHistory
 
+    from cbatch.cli.chat.background_run import BackgroundRun
+    from cbatch.cli.chat.batch_engines import BatchEngines
     from cbatch.cli.chat.session.store import InputHistory, SessionStore, default_folder
     from cbatch.cli.chat.tui.terminal import WELCOME, Terminal
 
     store, keeps = SessionStore(default_folder()), not options.no_history
-    controller = _make_controller(options, store if keeps else None, trace)
+    engines = BatchEngines(options.engine, options.replicas)
+    controller = _make_controller(options, engines.config, store if keeps else None, trace)
     controller.current.add_notice(WELCOME)
+    history = InputHistory(store.folder) if keeps else InMemoryHistory()
     try:
-        Terminal(controller, store, InputHistory(store.folder) if keeps else InMemoryHistory()).run()
+        Terminal(controller, store, history, BackgroundRun(engines)).run()
     finally:
         controller.client.close()
         if store.save_error:
@@ -113,7 +122,9 @@ def _run_in_pipe(options: ChatOptions, trace: StepTracer | None) -> Literal[0, 1
     from cbatch.cli.chat.pipe import Pipe
     from cbatch.engine import read_lines
 
-    controller = _make_controller(options, None, trace)
+    if options.replicas.are_given:
+        raise UserError("--replicas and --ray are for /run, which needs a terminal; cbatch run takes them, too.")
+    controller = _make_controller(options, options.engine, None, trace)
     if sys.stdin.isatty() and not options.quiet:
         notice("reading messages from the terminal, one per line; Ctrl-D ends the input")
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -122,13 +133,15 @@ def _run_in_pipe(options: ChatOptions, trace: StepTracer | None) -> Literal[0, 1
         return 0 if Pipe(sys.stdout).run(controller, read_lines(sys.stdin.buffer)) else 1
 
 
-def _make_controller(options: ChatOptions, store: SessionStore | None, trace: StepTracer | None) -> ChatController:
+def _make_controller(
+    options: ChatOptions, config: EngineConfig, store: SessionStore | None, trace: StepTracer | None
+) -> ChatController:
     from cbatch.cli.chat.controller import ChatController
     from cbatch.cli.chat.engine_client import EngineClient
     from cbatch.cli.chat.session.export import from_result
 
     sampling = options.sampling
-    load = partial(open_engine, options.engine, quiet=options.quiet, verbose=options.verbose, trace=trace)
+    load = partial(open_engine, config, quiet=options.quiet, verbose=options.verbose, trace=trace)
     controller = ChatController(
         EngineClient(load, template_kwargs=options.template_kwargs, closes_engine=trace is not None),
         system=sampling.system,

@@ -6,8 +6,9 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 
 from cbatch.engine import ReaderGone
 
@@ -19,6 +20,14 @@ BAR_SECONDS, LINE_SECONDS = 0.2, 10.0
 
 ProgressState = Callable[[], tuple[int, str]]
 """Returns the number of rows that are done, and the text that follows it in a display."""
+
+Details = Callable[[], Sequence[str]]
+"""Returns lines that belong under the progress; always as many."""
+
+
+def no_details() -> Sequence[str]:
+    return ()
+
 
 _WITHOUT_BIDI = dict.fromkeys(map(ord, _BIDI))
 
@@ -67,32 +76,51 @@ def emit(text: str) -> None:
 
 
 @contextmanager
-def show_progress(total: int | None, state: ProgressState, *, quiet: bool) -> Iterator[Callable[[], None]]:
+def show_progress(
+    total: int | None, state: ProgressState, details: Details = no_details, *, quiet: bool
+) -> Iterator[Callable[[], None]]:
     """Shows progress: a tqdm bar on a terminal, else a line every ten seconds, or nothing if `quiet`.
+
+    details: lines for below the bar, or for the end of the line
 
     Yields a function that shows the state if it is time to. Call it often.
     """
-    bar = None
-    if sys.stderr is not None and sys.stderr.isatty() and not quiet:
+    is_terminal = sys.stderr is not None and sys.stderr.isatty() and not quiet
+    interval = BAR_SECONDS if is_terminal else LINE_SECONDS
+    due = math.inf if quiet else time.monotonic() + interval
+    with _Bars(total, len(details())) if is_terminal else nullcontext() as bars:
+
+        def tick() -> None:
+            nonlocal due
+            now = time.monotonic()
+            if now < due:
+                return
+            due = now + interval
+            done, text = state()
+            if bars is None:
+                notice(f"{done:,}{f'/{total:,}' if total else ''} rows, {'; '.join([text, *details()])}")
+            else:
+                bars.show(done, text, details())
+
+        yield tick
+
+
+class _Bars(ExitStack):
+    """A tqdm bar, and lines under it."""
+
+    def __init__(self, total: int | None, num_lines: int) -> None:
         from tqdm import tqdm
 
+        super().__init__()
         form = "{percentage:3.0f}%|{bar:6}| {n_fmt}/{total_fmt} rows{postfix}" if total else "{n_fmt} rows{postfix}"
-        bar = tqdm(total=total, bar_format=form, dynamic_ncols=True, file=sys.stderr, leave=False)
-    interval = LINE_SECONDS if bar is None else BAR_SECONDS
-    due = math.inf if quiet else time.monotonic() + interval
+        make = partial(tqdm, dynamic_ncols=True, file=sys.stderr, leave=False)
+        self._bar = self.enter_context(make(total=total, bar_format=form, position=0))
+        self._lines = [
+            self.enter_context(make(bar_format="{desc}", position=number)) for number in range(1, num_lines + 1)
+        ]
 
-    def tick() -> None:
-        nonlocal due
-        now = time.monotonic()
-        if now < due:
-            return
-        due = now + interval
-        done, text = state()
-        if bar is None:
-            notice(f"{done:,}{f'/{total:,}' if total else ''} rows, {text}")
-        else:
-            bar.n = done
-            bar.set_postfix_str(text)
-
-    with nullcontext() if bar is None else bar:
-        yield tick
+    def show(self, done: int, text: str, lines: Sequence[str]) -> None:
+        self._bar.n = done
+        self._bar.set_postfix_str(text)
+        for line, text in zip(self._lines, lines, strict=True):
+            line.set_description_str(safe(text))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from cbatch.cli.common.console import notice
@@ -25,23 +26,31 @@ def open_engine(config: EngineConfig, *, quiet: bool, verbose: bool = False, tra
     """
     from cbatch.engine import Engine
 
-    logging.getLogger("cbatch").handlers = [logging.NullHandler() if quiet else _Notices()]
+    print_notices(quiet=quiet)
     gc.freeze()  # imported modules stay
     gc.enable()
     engine = Engine(config, trace=trace)
     tune_process()
     if not quiet:
-        if config.model is None:
-            notice(DEMO_NOTICE)
-        shown = engine.core.describe()
-        if engine.loaded.not_applied:
-            keys = ", ".join(engine.loaded.not_applied)
-            notice(f"the model's generation_config.json asks for {keys}, which this version does not apply")
-        notice(f"parameters: {shown['parameters']} in {shown['dtype']} on {shown['device']}")
-        notice(f"KV cache: {shown['KV cache']}")
-        for name in ("model", "attention", "context", "batch") if verbose else ():
-            notice(f"{name}: {shown[name]}")
+        show_loaded(engine.core.describe(), is_demo=config.model is None, verbose=verbose)
     return engine
+
+
+def print_notices(*, quiet: bool) -> None:
+    """Prints what the engine logs as notices, unless `quiet`."""
+    logging.getLogger("cbatch").handlers = [logging.NullHandler() if quiet else _Notices()]
+
+
+def show_loaded(shown: Mapping[str, str], *, is_demo: bool, verbose: bool) -> None:
+    """Prints what was loaded, from the description of an engine."""
+    if is_demo:
+        notice(DEMO_NOTICE)
+    if keys := shown.get("not applied"):
+        notice(f"the model's generation_config.json asks for {keys}, which this version does not apply")
+    notice(f"parameters: {shown['parameters']} in {shown['dtype']} on {shown['device']}")
+    notice(f"KV cache: {shown['KV cache']}")
+    for name in ("model", "attention", "context", "batch") if verbose else ():
+        notice(f"{name}: {shown[name]}")
 
 
 class _Notices(logging.Handler):

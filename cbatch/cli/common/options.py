@@ -14,6 +14,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click import option
 
+from cbatch.cli.common.replica_options import (
+    DEFAULT_TIMEOUT_S,
+    ReplicaOptions,
+    parse_address,
+    parse_replicas,
+    parse_resources,
+    parse_timeout,
+)
 from cbatch.engine import (
     PARAM_NAMES,
     ConfigError,
@@ -204,6 +212,31 @@ template_kwargs_option = option(
     help="Variables for the chat template, such as '{\"enable_thinking\": false}'.",
 )
 
+replica_options = _apply(
+    option(
+        "--replicas",
+        callback=parse_replicas,
+        metavar="N|auto",
+        help="Run batches on N engines in processes of their own; auto: one for each GPU, or each NUMA node.",
+    ),
+    option(
+        "--ray", callback=parse_address, metavar="auto|HOST:PORT", help="Run them on a Ray cluster (needs cbatch[ray])."
+    ),
+    option(
+        "--ray-resources",
+        callback=parse_resources,
+        metavar="JSON",
+        help="What each of them needs of the cluster, such as '{\"num_gpus\": 1}' [default: a GPU, or a node's CPUs].",
+    ),
+    option(
+        "--replica-timeout",
+        type=float,
+        callback=parse_timeout,
+        metavar="SECONDS",
+        help=f"Start a replica again that gives no sign for so long [default: {DEFAULT_TIMEOUT_S:g}].",
+    ),
+)
+
 trace_option = option(
     "--trace", metavar="FILE", help="Profile some steps and write a Chrome trace, to open in Perfetto."
 )
@@ -308,9 +341,14 @@ def engine_config(values: Mapping[str, Any]) -> EngineConfig:
 def make_options(record: type[Options], values: Mapping[str, Any]) -> Options:
     """Makes a command's record of options from Click's values.
 
-    Its field `engine` is an EngineConfig, `sampling` a SamplingOptions; every other field has the name of an option.
+    Its field `engine` is an EngineConfig, `sampling` a SamplingOptions, `replicas` a ReplicaOptions; every other field
+    has the name of an option.
     """
-    shared = {"engine": engine_config, "sampling": SamplingOptions.from_values}
+    shared = {
+        "engine": engine_config,
+        "sampling": SamplingOptions.from_values,
+        "replicas": ReplicaOptions.from_values,
+    }
     names = [field.name for field in fields(record)]
     return record(**{name: shared[name](values) if name in shared else values[name] for name in names})
 

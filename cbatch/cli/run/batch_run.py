@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import IO
 
 from tqdm import tqdm
 
-from cbatch.cli.common.console import ProgressState, notice
+from cbatch.cli.common.console import Details, ProgressState, no_details, notice
 from cbatch.cli.run.files import count_lines
 from cbatch.cli.run.options import RunOptions
 from cbatch.cli.run.stats import RunStats
@@ -28,7 +29,7 @@ from cbatch.engine import (
     read_lines,
 )
 
-ShowProgress = Callable[[int | None, ProgressState], AbstractContextManager[Callable[[], None]]]
+ShowProgress = Callable[[int | None, ProgressState, Details], AbstractContextManager[Callable[[], None]]]
 """Opens a display of progress, with the number of rows if it is known; see `show_progress`."""
 
 
@@ -56,11 +57,13 @@ def run_batch(
         lines, plan = _prepare_file(output, options, source, driver, row_options, progress)
         stats.rows_kept, stats.errors_kept, kept = plan.rows, plan.errors, plan
     pipeline = Pipeline(rows, output, stats, on_error=notice if options.verbose else None)
-    display = progress(total, lambda: _progress_state(stats, driver, total))
+    details = partial(replica_lines, stats, driver) if options.verbose else no_details
+    display = progress(total, lambda: _progress_state(stats, driver, total), details)
     try:
         with while_running(pipeline), display as tick:
             pipeline.run(read_lines(lines), tick, kept=kept, max_errors=options.max_errors)
     finally:
+        stats.detach()
         if not quiet and not isinstance(sys.exception(), ReaderGone):
             for line in stats.summary(driver, pipeline.waited_for_output_s):
                 notice(line)
@@ -89,7 +92,7 @@ def _prepare_file(
             yield pair
 
     rows = len(journal.indices)
-    with progress(rows, lambda: (compared, "compared with the input")) as tick:
+    with progress(rows, lambda: (compared, "compared with the input"), no_details) as tick:
         plan = output.resume(
             journal,
             read_lines(spool),
@@ -109,12 +112,31 @@ def _progress_state(stats: RunStats, driver: BatchDriver, total: int | None) -> 
     """The number of rows that are done, and the text that follows it in a display."""
     done, now = stats.rows + stats.rows_kept, driver.stats()
     left = stats.seconds_left(total - done) if total else None
+    each = driver.each()
+    running = sum(one.state == "running" for one in each)
     parts = [  # the most important part comes first, because a narrow terminal cuts off the rest
         f"{stats.output_tokens / max(stats.running_s, 1e-9):,.0f} tok/s",
         f"{tqdm.format_interval(left)} left" if left is not None else "",
         f"{stats.errors.total():,} errors" if stats.errors else "",
+        f"{running} of {len(each)} replicas" if running < len(each) else "",
         f"{now.num_running} run, {now.num_waiting} wait",
         f"KV {now.cache_used:.0%}",
         f"{stats.output_tokens:,} tokens",
     ]
     return done, ", ".join(part for part in parts if part)
+
+
+def replica_lines(stats: RunStats, driver: BatchDriver) -> list[str]:
+    """A line for each replica: what it does now, and what it has done in this run."""
+    lines = []
+    for one, now in zip(stats.replicas, driver.each(), strict=True):
+        engine = now.stats
+        doing = f"{engine.num_running} run, {engine.num_waiting} wait, KV {engine.cache_used:.0%}"
+        parts = [
+            f"{one.name}: {doing if one.state == 'running' else one.state}",
+            f"{one.rows:,} rows, {one.output_tokens:,} tokens",
+            f"{one.copies:,} copies" if one.copies else "",
+            one.death_words() if one.deaths else "",
+        ]
+        lines.append(", ".join(part for part in parts if part))
+    return lines

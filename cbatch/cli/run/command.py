@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Literal
 
@@ -17,6 +19,7 @@ from cbatch.cli.common.options import (
     engine_options,
     make_options,
     model_options,
+    replica_options,
     sampling_options,
     template_kwargs_option,
     trace_option,
@@ -27,7 +30,7 @@ from cbatch.cli.run.options import RunOptions
 
 if TYPE_CHECKING:
     from cbatch.cli.run.stats import RunStats
-    from cbatch.engine import Engine, StepTracer
+    from cbatch.engine import BatchDriver, Engine, StepTracer
 
 
 @click.command("run")
@@ -67,6 +70,7 @@ if TYPE_CHECKING:
 @model_options
 @sampling_options()
 @engine_options()
+@replica_options
 @trace_option
 @option("-q", "--quiet", is_flag=True, help="Print only errors on stderr.")
 @option("-v", "--verbose", is_flag=True, help="Print more about the engine, and each error row.")
@@ -88,22 +92,18 @@ def run(**values: Any) -> Literal[0, 1]:
             return _check(options, source, stats)
         others = {"the input": options.input, "the output": options.output, "the file of --stats": options.stats}
         tracer = tracing(options.trace, others, quiet=options.quiet)
-        with tracer as trace, open_output(options, source) as output:
-            engine = _load(options, stats, trace)
-
+        with tracer as trace, open_output(options, source) as output, _open_driver(options, stats, trace) as driver:
             from cbatch.cli.run.batch_run import run_batch
-            from cbatch.engine import EngineDriver
 
-            with engine:
-                run_batch(
-                    EngineDriver(engine.thread),
-                    options,
-                    source,
-                    output,
-                    stats,
-                    progress=partial(show_progress, quiet=options.quiet),
-                    while_running=lambda pipeline: handle_signals(pipeline.interrupt, output.stop_timeout_s),
-                )
+            run_batch(
+                driver,
+                options,
+                source,
+                output,
+                stats,
+                progress=partial(show_progress, quiet=options.quiet),
+                while_running=lambda pipeline: handle_signals(pipeline.interrupt, output.stop_timeout_s),
+            )
     return 1 if stats.errors or stats.errors_kept else 0
 
 
@@ -119,6 +119,23 @@ def _check(options: RunOptions, source: IO[bytes], stats: RunStats) -> Literal[0
         report = check.report(read_lines(source), tick)
     emit(json.dumps(report, indent=2))
     return 1 if check.errors else 0
+
+
+@contextmanager
+def _open_driver(options: RunOptions, stats: RunStats, trace: StepTracer | None) -> Iterator[BatchDriver]:
+    """What computes the rows: replicas, or an engine of this process."""
+    if options.replicas.are_given:
+        from cbatch.cli.common.replicas import open_replicas
+
+        started = time.monotonic()
+        with open_replicas(options.replicas, options.engine, quiet=options.quiet, verbose=options.verbose) as driver:
+            stats.load_s = time.monotonic() - started
+            yield driver
+        return
+    with _load(options, stats, trace) as engine:
+        from cbatch.engine import EngineDriver
+
+        yield EngineDriver(engine.thread)
 
 
 def _load(options: RunOptions, stats: RunStats, trace: StepTracer | None = None) -> Engine:

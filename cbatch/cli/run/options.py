@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from cbatch.cli.common.options import SamplingOptions
+from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.engine import FIXED_DATE, ConfigError, EngineConfig, RequestDefaults, RowOptions, TemplateOptions
 
 
@@ -37,10 +38,12 @@ class RunOptions:
     verbose: bool = False
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    replicas: ReplicaOptions = field(default_factory=ReplicaOptions)
 
     def check_usage(self) -> None:
         """Raises ConfigError for options that would make every row an error row."""
         self.sampling.check()
+        self.replicas.check(self.trace)
         for name, is_given in (("retry-errors", self.retry_errors), ("recompute-changed", self.recompute_changed)):
             if is_given and not self.resume:
                 raise ConfigError(f"--{name} needs --resume.")

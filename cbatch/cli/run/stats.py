@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from cbatch.cli.common.percentiles import Percentiles
 from cbatch.engine import OutputRow, RunObserver
 
 if TYPE_CHECKING:
-    from cbatch.engine import BatchDriver, EngineStats
+    from cbatch.engine import BatchDriver, EngineStats, ReplicaStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,46 @@ class EngineCounters:
         return EngineCounters(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaFigures:
+    """What one replica did in a run; see `ReplicaStatus`. `state` and `problem` are those of now."""
+
+    name: str
+    state: str
+    rows: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    steps: int
+    preemptions: int
+    idle_s: float
+    copies: int
+    deaths: int
+    problem: str
+
+    def death_words(self) -> str:
+        """Why it died the last time, and how often it did."""
+        return self.problem + (f" (the last of {self.deaths:,} deaths)" if self.deaths > 1 else "")
+
+    @classmethod
+    def between(cls, before: ReplicaStatus, now: ReplicaStatus) -> ReplicaFigures:
+        then, stats = before.stats, now.stats
+        return cls(
+            name=now.name,
+            state=now.state,
+            rows=now.rows - before.rows,
+            prompt_tokens=stats.num_prompt_tokens - then.num_prompt_tokens,
+            cached_tokens=stats.num_cached_tokens - then.num_cached_tokens,
+            output_tokens=stats.num_tokens - then.num_tokens,
+            steps=stats.num_steps - then.num_steps,
+            preemptions=stats.num_preemptions - then.num_preemptions,
+            idle_s=stats.idle_s - then.idle_s,
+            copies=now.copies - before.copies,
+            deaths=now.deaths - before.deaths,
+            problem=now.problem,
+        )
+
+
 class RunStats(RunObserver):
     """Counts rows and tokens of one run, and keeps eight bytes for each row for the percentiles.
 
@@ -53,6 +94,10 @@ class RunStats(RunObserver):
     def __init__(self) -> None:
         self._driver: BatchDriver | None = None
         self._before = EngineCounters()
+        self._each_before: Sequence[ReplicaStatus] = ()
+        self._counters = EngineCounters()
+        self._replicas: list[ReplicaFigures] = []
+        self._fallback = ""
         self.rows = 0
         self.errors: Counter[str] = Counter()
         self.rows_kept = 0
@@ -71,11 +116,29 @@ class RunStats(RunObserver):
         """Sets what runs the rows. What it has done before does not count."""
         self._driver = driver
         self._before = EngineCounters.of(driver.stats())
+        self._each_before = driver.each()
+
+    def detach(self) -> None:
+        """Keeps the figures of what ran the rows as they are now, since it may be closed."""
+        self._counters, self._replicas, self._fallback = self.counters, self.replicas, self.fallback
+        self._driver = None
 
     @property
     def counters(self) -> EngineCounters:
         """What the engines have done since the run began."""
-        return EngineCounters.of(self._driver.stats()) - self._before if self._driver else EngineCounters()
+        return EngineCounters.of(self._driver.stats()) - self._before if self._driver else self._counters
+
+    @property
+    def replicas(self) -> list[ReplicaFigures]:
+        """What each replica has done since the run began; none if an engine of this process runs the rows."""
+        if self._driver is None:
+            return self._replicas
+        return [ReplicaFigures.between(*pair) for pair in zip(self._each_before, self._driver.each(), strict=True)]
+
+    @property
+    def fallback(self) -> str:
+        """Which kernels are not used, and why."""
+        return self._driver.stats().fallback if self._driver else self._fallback
 
     def start(self, now: float) -> None:
         """Sets the time at which the first row was taken; later calls change nothing."""
@@ -115,6 +178,16 @@ class RunStats(RunObserver):
         """Output tokens per second of `elapsed_s`."""
         return self.output_tokens / self.elapsed_s if self.elapsed_s else 0.0
 
+    @property
+    def ttft_s(self) -> Percentiles:
+        """Seconds from when a row was taken to its first token."""
+        return Percentiles.of(self._ttft)
+
+    @property
+    def tpot_s(self) -> Percentiles:
+        """Seconds for each further token of a row."""
+        return Percentiles.of(self._tpot)
+
     def seconds_left(self, rows_left: int) -> float | None:
         """Estimates the seconds left from the mean number of tokens of a row and the speed so far.
 
@@ -145,13 +218,16 @@ class RunStats(RunObserver):
             "steps": counters.steps,
             "retried_steps": counters.retries,
             "preemptions": counters.preemptions,
-            "fallback": self._driver.stats().fallback if self._driver else "",
-            "ttft_s": asdict(Percentiles.of(self._ttft)),
-            "tpot_s": asdict(Percentiles.of(self._tpot)),
+            "fallback": self.fallback,
+            "ttft_s": asdict(self.ttft_s),
+            "tpot_s": asdict(self.tpot_s),
+            "deaths": sum(one.deaths for one in self.replicas),
+            "copies": sum(one.copies for one in self.replicas),
+            "replicas": [asdict(one) for one in self.replicas],
         }
 
     def summary(self, driver: BatchDriver, waited_for_output_s: float) -> list[str]:
-        """Four lines for people, or one if there was nothing left to do."""
+        """Four lines for people, and one about replicas if they died; or one line if there was nothing left to do."""
         if not self.rows and self.rows_kept:
             return [f"nothing left to do: {self.rows_kept:,} rows are there, {self.errors_kept:,} of them errors"]
         failed = self.errors.total()
@@ -160,13 +236,23 @@ class RunStats(RunObserver):
         cached = f" ({self.cached_tokens:,} cached)" if self.cached_tokens else ""
         counters = self.counters
         retried = f", {counters.retries:,} retried ({driver.stats().last_error})" if counters.retries else ""
-        return [
+        lines = [
             f"{self.rows - failed:,} rows ok, {failed:,} failed{f' ({kinds})' if kinds else ''}{kept}",
             f"{self.prompt_tokens:,} prompt tokens{cached}, {self.output_tokens:,} output tokens",
             f"{self.elapsed_s:,.1f} s, {self.output_tokens_per_s:,.0f} output tokens/s, "
             f"{counters.steps:,} steps{retried}",
             f"limited by {bottleneck(driver, counters, self.elapsed_s, waited_for_output_s)}",
         ]
+        return lines + ([f"replicas: {happened}"] if (happened := self._replica_line()) else [])
+
+    def _replica_line(self) -> str:
+        """How often replicas died and rows were copied, in a line; empty if neither happened."""
+        each = self.replicas
+        deaths = [f"{one.name} {one.death_words()}" for one in each if one.deaths and one.state != "gone"]
+        gone = [f"{one.name} was given up: {one.problem}" for one in each if one.state == "gone"]
+        copies = sum(one.copies for one in each)
+        copied = [f"{copies:,} unfinished rows were also given to idle ones"] if copies else []
+        return "; ".join(deaths + gone + copied)
 
 
 def bottleneck(driver: BatchDriver, counters: EngineCounters, elapsed_s: float, waited_for_output_s: float) -> str:

@@ -68,7 +68,7 @@ class ReplicaStatus:
     rows:    number of rows that it was the first to finish
     copies:  number of rows that it took although another replica had them
     deaths:  how often it ended before it was told to
-    problem: why the latest of them happened
+    problem: what happened the latest time
     """
 
     name: str

@@ -23,10 +23,12 @@ from cbatch.cli.bench.results import (
 )
 from cbatch.cli.bench.strategies import ABLATIONS, STRATEGIES, Experiment
 from cbatch.cli.bench.workload import LengthDistribution, Workload, synthetic_workload
+from cbatch.cli.common import replicas
 from cbatch.cli.common.percentiles import Percentiles
 from cbatch.cli.main import run_command
-from cbatch.engine import ConfigError
+from cbatch.engine import ConfigError, Engine
 from cbatch.engine.base.config import EngineConfig
+from tests.support.in_process_replicas import InProcessLauncher
 from tests.support.tiny_models import generate_alone, loaded, make_engine, make_network, make_prompts
 
 ALL = STRATEGIES | ABLATIONS
@@ -180,6 +182,26 @@ def test_the_command_speaks_json(model_folder: Path, tmp_path: Path, capsys: pyt
     for one in data["strategies"]:
         assert one["elapsed_s"] > 0 and one["steps"] > 0 and one["equal_rows_share"] == 1.0
         assert one["ttft_s"].keys() == one["tpot_s"].keys() == {"p50", "p90", "p99"}
+
+
+def test_replicas_do_the_same_work(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards the figures of --replicas: the same outputs as one engine, and what each replica did."""
+    options = ["--requests", "9", "--input-len", "4:9", "--output-len", "3:9", "--rounds", "1", "-m", str(model_folder)]
+    options += ["--strategies", "continuous", "--replicas", "2"]
+    with Engine(EngineConfig(model=str(model_folder), max_seqs=2)) as engine:
+        monkeypatch.setattr(replicas, "make_launcher", lambda options, config: InProcessLauncher(engine, 2))
+        assert run_command(["bench", "--json", *options]) == 0
+        data = json.loads(capsys.readouterr().out)
+        assert run_command(["bench", "-q", *options]) == 0
+    shown = capsys.readouterr().out
+    assert "| 2 replicas " in shown and "| replica 2 |" in shown
+    both = data["strategies"][1]
+    assert (both["strategy"], both["title"], both["equal_rows_share"]) == ("replicas", "2 replicas", 1.0)
+    assert both["elapsed_s"] > 0 and both["ttft_s"]["p50"] > 0 and len(both["elapsed_s_of_rounds"]) == 1
+    assert sum(replica["rows"] for replica in both["replicas"]) == 9
+    assert sum(replica["output_tokens"] for replica in both["replicas"]) >= data["work"]["output_tokens"]
 
 
 @pytest.mark.parametrize(

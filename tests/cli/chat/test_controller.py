@@ -27,7 +27,6 @@ from cbatch.cli.chat.tui.transcript import Transcript
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.main import run_command
 from cbatch.engine.base.config import EngineConfig
-from cbatch.engine.batch.engine_driver import EngineDriver
 from cbatch.engine.engine import Engine
 from cbatch.engine.text.detokenizer import IncrementalDetokenizer
 from tests.support.chat_harness import ChatHarness, reply_of
@@ -227,9 +226,9 @@ def test_a_batch_that_ends_early_leaves_the_engine_to_the_chat(harness: ChatHarn
     rows = [{"prompt": f"Tell me story {n}.", "ignore_eos": True, "max_tokens": 20 + 9 * n} for n in range(100)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     background = BackgroundRun()
-    background.start(EngineDriver(engine.thread), f"{source} -o {out} --window 50")
+    background.start(engine, f"{source} -o {out} --window 50")
     with pytest.raises(UserError, match="A batch is running already"):
-        background.start(EngineDriver(engine.thread), f"{source} -o {out}")
+        background.start(engine, f"{source} -o {out}")
     end = time.monotonic() + PATIENCE
     while not (out.exists() and out.read_bytes()):
         assert time.monotonic() < end
@@ -263,7 +262,7 @@ def test_what_run_refuses(harness: ChatHarness, line: str, message: str) -> None
     """Guards `/run` against options that make no sense in a chat: they are refused at once."""
     assert harness.client.engine is not None
     with pytest.raises(UserError, match=message):
-        BackgroundRun().start(EngineDriver(harness.client.engine.thread), line)
+        BackgroundRun().start(harness.client.engine, line)
 
 
 def test_a_greedy_session_is_sampled_for_a_retry(harness: ChatHarness) -> None:

@@ -12,6 +12,7 @@ import pytest
 from cbatch.cli.bench.command import bench
 from cbatch.cli.chat.command import chat
 from cbatch.cli.common.options import ENGINE_FIELDS, SAMPLING_FIELDS, engine_config, make_options
+from cbatch.cli.common.replica_options import REPLICA_FIELDS
 from cbatch.cli.run.command import run
 from cbatch.cli.run.options import RunOptions
 from cbatch.engine import ConfigError, EngineConfig
@@ -43,8 +44,12 @@ def test_every_option_is_a_field_of_its_record() -> None:
     options = make_options(RunOptions, values)
     assert options.sampling.params == {"stop": ("x",), "top_k": 3, "echo": True} and options.engine.kv_blocks == 9
     assert make_options(RunOptions, options_of(run)) == RunOptions()  # both state the defaults
-    own = {field.name for field in fields(RunOptions)} - {"engine", "sampling"}
-    assert values.keys() == own | set(ENGINE_FIELDS) | set(SAMPLING_FIELDS) | {"system", "seed", "param"}
+    own = {field.name for field in fields(RunOptions)} - {"engine", "sampling", "replicas"}
+    assert values.keys() == own | set(ENGINE_FIELDS) | set(REPLICA_FIELDS) | set(SAMPLING_FIELDS) | {
+        "system",
+        "seed",
+        "param",
+    }
 
 
 def test_the_target_of_a_step() -> None:

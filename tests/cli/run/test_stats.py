@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cbatch.cli.run import stats as stats_module
+from cbatch.cli.run.batch_run import replica_lines
 from cbatch.cli.run.stats import EngineCounters, RunStats, bottleneck
-from cbatch.engine import Choice, Completion, OutputRow, RequestError, Usage
+from cbatch.engine import Choice, Completion, EngineStats, OutputRow, ReplicaStatus, RequestError, Usage
 from cbatch.engine.batch.engine_driver import output_row
 from cbatch.engine.batch.row_stream import FinishedRow
+from cbatch.engine.execution.stats import total_stats
 from cbatch.engine.requests.completion import Timing
 
 
@@ -86,3 +89,61 @@ def test_a_second_run_on_an_engine_counts_its_own() -> None:
     assert EngineCounters(110, 3, 2, 0, 61.0, Counter(slots=7)) - before == EngineCounters(
         10, 0, 1, 0, 1.0, Counter(slots=2)
     )
+
+
+class TwoReplicas:
+    """A driver of replicas, of which the second has died before and during the run, and the first took copies."""
+
+    num_engines = 2
+    limits = SimpleNamespace(max_seqs=8, max_batch_tokens=64)
+
+    def __init__(self) -> None:
+        self.lives = 1
+
+    def each(self) -> list[ReplicaStatus]:
+        stats = replace(total_stats([]), num_steps=10 * self.lives, num_tokens=100 * self.lives, idle_s=0.5)
+        died = ReplicaStatus("replica 2", "running", stats, 7 * self.lives, 0, self.lives, "died: killed by signal 9")
+        return [ReplicaStatus("replica 1", "running", stats, 5, 3 * self.lives), died]
+
+    def stats(self) -> EngineStats:
+        return total_stats([one.stats for one in self.each()])
+
+
+def test_figures_of_each_replica() -> None:
+    """Guards --stats with replicas: sums at the top, and what each has done since the run began, not before."""
+    driver: Any = TwoReplicas()
+    stats = RunStats()
+    stats.attach(driver)
+    stats.rows, driver.lives = 12, 3
+    stats.detach()
+    driver.lives = 9  # whatever comes later does not count
+    figures = stats.as_dict()
+    one, two = figures["replicas"]
+    assert (one["name"], one["rows"], one["copies"], one["deaths"]) == ("replica 1", 0, 6, 0)
+    assert (two["rows"], two["steps"], two["output_tokens"], two["deaths"]) == (14, 20, 200, 2)
+    assert two["problem"] == "died: killed by signal 9" and two["state"] == "running"
+    assert (figures["steps"], figures["deaths"], figures["copies"]) == (40, 2, 6)
+    (line,) = (line for line in stats.summary(driver, 0.0) if line.startswith("replicas: "))
+    assert line == (
+        "replicas: replica 2 died: killed by signal 9 (the last of 2 deaths); "
+        "6 unfinished rows were also given to idle ones"
+    )
+
+
+def test_a_line_for_each_replica() -> None:
+    """Guards the lines of -v: what a replica does, what it has done in this run, and its deaths."""
+    driver: Any = TwoReplicas()
+    stats = RunStats()
+    stats.attach(driver)
+    driver.lives = 2
+    assert replica_lines(stats, driver) == [
+        "replica 1: 0 run, 0 wait, KV 0%, 0 rows, 100 tokens, 3 copies",
+        "replica 2: 0 run, 0 wait, KV 0%, 7 rows, 100 tokens, died: killed by signal 9",
+    ]
+
+
+def test_idle_replicas_are_counted_by_their_share() -> None:
+    """Guards the bottleneck: two replicas that idle for a second each have idled for a tenth of ten seconds."""
+    driver: Any = TwoReplicas()
+    assert "seldom more rows" in bottleneck(driver, EngineCounters(100, idle_s=5.0), 10.0, 0.0)
+    assert "nothing to do for 40%" in bottleneck(driver, EngineCounters(100, idle_s=8.0), 10.0, 0.0)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from cbatch.cli.bench.load.results import LoadResult
-from cbatch.cli.bench.results import AnyResult, FailedPeer, OutputDifference, RunMetrics
+from cbatch.cli.bench.results import AnyResult, FailedPeer, OutputDifference, PeerMetrics, RunMetrics
 from cbatch.cli.bench.techniques import PromptMemory, TokenCost
 from cbatch.cli.common.percentiles import Percentiles
+from cbatch.cli.run.stats import ReplicaFigures
 from cbatch.engine import format_bytes
 
 Table = list[dict[str, str]]
@@ -24,7 +25,7 @@ def strategy_table(results: Sequence[AnyResult]) -> Table:
             continue
         metrics = result.metrics
         first_s = first_s or metrics.elapsed_s
-        latency = (metrics.ttft_s, metrics.tpot_s) if isinstance(metrics, RunMetrics) else None
+        latency = None if isinstance(metrics, PeerMetrics) else (metrics.ttft_s, metrics.tpot_s)
         table.append(
             {
                 "strategy": result.title,
@@ -57,6 +58,22 @@ def waste_table(runs: Mapping[str, RunMetrics]) -> Table:
             "outside model": f"{metrics.outside_model_share:.1%}",
         }
         for title, metrics in runs.items()
+    ]
+
+
+def replica_table(replicas: Iterable[ReplicaFigures]) -> Table:
+    """What each replica did, one line for each."""
+    return [
+        {
+            "replica": one.name,
+            "requests": f"{one.rows:,}",
+            "output tokens": f"{one.output_tokens:,}",
+            "steps": f"{one.steps:,}",
+            "preempted": f"{one.preemptions:,}",
+            "copies": f"{one.copies:,}",
+            "deaths": f"{one.deaths:,}",
+        }
+        for one in replicas
     ]
 
 

@@ -87,9 +87,7 @@ def do_run(context: CommandContext, line: str) -> None:
     elif engine is None:
         raise UserError("The model is still loading.")
     else:
-        from cbatch.engine import EngineDriver
-
-        output = context.background.start(EngineDriver(engine.thread), line)
+        output = context.background.start(engine, line)
         context.show(f"the batch writes to {output}; replies in the chat go first")
 
 

@@ -72,11 +72,13 @@ STYLE = Style.from_dict(
 class Terminal:
     """Shows the sessions of a controller, and carries out what is typed."""
 
-    def __init__(self, controller: ChatController, store: SessionStore, history: History) -> None:
+    def __init__(
+        self, controller: ChatController, store: SessionStore, history: History, background: BackgroundRun | None = None
+    ) -> None:
         self.controller = controller
         controller.on_token = self._on_token
         self._callbacks = CallbackQueue()
-        self.background = BackgroundRun()
+        self.background = background or BackgroundRun()
         self.stats = ChatStats(controller)
         self._status_bar = StatusBar(controller, self.stats, self.background)
         self._context = CommandContext(controller, self, self.background, self.stats, store)

@@ -1,0 +1,49 @@
+"""Opens the replicas of a command, and tells the user what they have loaded."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from cbatch.cli.common.console import notice
+from cbatch.cli.common.loading import print_notices, show_loaded
+from cbatch.cli.common.replica_options import DEFAULT_TIMEOUT_S, ReplicaOptions
+
+if TYPE_CHECKING:
+    from cbatch.engine import EngineConfig, ReplicaDriver, ReplicaLauncher
+
+
+@contextmanager
+def open_replicas(
+    options: ReplicaOptions, config: EngineConfig, *, quiet: bool, verbose: bool = False
+) -> Iterator[ReplicaDriver]:
+    """Starts replicas, waits until one of them has loaded its model, and prints on stderr what that is.
+
+    Raises ConfigError or ModelError if the options cannot be met, and EngineError if no replica lives to load.
+    """
+    from cbatch.engine import ReplicaDriver
+
+    print_notices(quiet=quiet)
+    gc.freeze()  # imported modules stay
+    gc.enable()
+    launcher = make_launcher(options, config)
+    timeout_s = options.timeout_s or DEFAULT_TIMEOUT_S
+    with ReplicaDriver(launcher, config, timeout_s=timeout_s) as driver:
+        info = driver.info
+        if not quiet:
+            show_loaded(info.description, is_demo=config.model is None, verbose=verbose)
+            notice(f"replicas: {launcher.num_replicas}; the first was ready after {info.load_s:.1f} s")
+        yield driver
+
+
+def make_launcher(options: ReplicaOptions, config: EngineConfig) -> ReplicaLauncher:
+    """What starts the replicas. Raises ConfigError if there is no room for them, or no cluster."""
+    if options.ray is not None:
+        from cbatch.engine.replicas.ray_cluster import RayLauncher
+
+        return RayLauncher(options.ray, options.wanted, options.resources)
+    from cbatch.engine import LocalLauncher, find_places
+
+    return LocalLauncher(find_places(config, options.wanted))

@@ -1,0 +1,115 @@
+"""What computes the batches of a chat: its own engine, and replicas beside it from the first batch on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.cli.chat.background_run import BackgroundRun
+from cbatch.cli.chat.batch_engines import BatchEngines
+from cbatch.cli.common.replica_options import ReplicaOptions
+from cbatch.cli.main import run_command
+from cbatch.engine import EngineConfig, Place
+from cbatch.engine.engine import Engine
+from tests.support.chat_harness import ChatHarness
+from tests.support.in_process_replicas import InProcessLauncher
+from tests.support.rows import read_rows, write_rows
+
+PATIENCE_S = 60
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine(EngineConfig(device="cpu", dtype="float32", max_seqs=4)) as made:
+        yield made
+
+
+@pytest.fixture
+def launched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[InProcessLauncher]:
+    """The launchers of the other replicas, of which there is one. No place of the machine is taken."""
+    made: list[InProcessLauncher] = []
+
+    def launch(engines: BatchEngines) -> InProcessLauncher:
+        made.append(InProcessLauncher(engine, 1))
+        return made[-1]
+
+    monkeypatch.setattr(BatchEngines, "_launch_others", launch)
+    monkeypatch.setattr("cbatch.engine.replicas.placement.find_places", lambda config, number: [Place("cpu")] * number)
+    return made
+
+
+def wait_until_done(background: BackgroundRun) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while background.is_running:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_batch_runs_on_all_and_replies_go_on(
+    engine: Engine, launched: list[InProcessLauncher], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards /run with replicas: the chat's engine is one of them, and the others start once."""
+    harness = ChatHarness(engine)
+    controller = harness.make()
+    engines = BatchEngines(EngineConfig(), ReplicaOptions(2))
+    background = BackgroundRun(engines)
+    assert harness.ask(controller, "What is the capital of France?") and not launched
+    rows = [{"prompt": f"Count to {n}.", "max_tokens": 5 + n % 9, "ignore_eos": True} for n in range(60)]
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    for name in ("a", "b"):
+        background.start(engine, f"{source} -o {tmp_path / name}.jsonl --stats {tmp_path / name}.json")
+        assert harness.ask(controller, "Name a fruit.")
+        wait_until_done(background)
+        stats = json.loads((tmp_path / f"{name}.json").read_text())
+        assert [one["name"] for one in stats["replicas"]] == ["replica 1", "this chat"]
+        assert all(one["rows"] > 0 for one in stats["replicas"]) and stats["rows"] == 60
+    assert len(launched) == 1 and launched[0].lives == {0: 1}
+    assert read_rows(tmp_path / "a.jsonl") == read_rows(tmp_path / "b.jsonl")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cbatch.cli.chat.background_run.CLOSE_SECONDS", PATIENCE_S)
+        background.start(engine, f"{source} -o {tmp_path / 'c.jsonl'} --max-tokens 500")
+        background.close()
+    assert launched[0].is_closed
+    assert harness.ask(controller, "What is 2 plus 3?")
+    harness.wait_idle()
+    assert engine.failure is None and engine.core.scheduler.pool.num_used == 0
+    assert "is done" in capsys.readouterr().err
+
+
+def test_the_engine_of_the_chat_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the cores and the memory of the other replicas, and their sequence limits, which must be its own."""
+    share = Place("cpu", (1,), "12345", {"OMP_NUM_THREADS": "1"})
+    monkeypatch.setattr("cbatch.engine.replicas.placement.find_places", lambda config, number: [share] * number)
+    bound: list[Any] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append((pid, cores)), raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "9")
+    engines = BatchEngines(EngineConfig(), ReplicaOptions(3))
+    assert engines.config == EngineConfig(device="cpu", kv_cache_memory="12345")
+    assert bound == [(0, (1,))] and os.environ["OMP_NUM_THREADS"] == "1"
+    assert engines._launch_others().num_replicas == 2
+
+
+def test_opening_a_chat_imports_no_torch() -> None:
+    """Guards the moment until a chat can be typed into, and the share of the cores, which comes before torch."""
+    code = """if True:
+        import sys
+        import cbatch.cli.chat.background_run, cbatch.cli.chat.batch_engines
+        cbatch.cli.chat.background_run.BackgroundRun()
+        print([name for name in ("torch", "transformers", "tokenizers") if name in sys.modules])
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_a_chat_without_a_terminal_runs_no_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against replicas that would never compute anything."""
+    assert run_command(["chat", "--replicas", "2"]) == 2
+    assert "--replicas and --ray are for /run" in capsys.readouterr().err

@@ -1,0 +1,78 @@
+"""Options that put engines into processes of their own: what they accept, and the messages for what makes no sense."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cbatch.cli.common.options import make_options
+from cbatch.cli.common.replica_options import ReplicaOptions
+from cbatch.cli.main import run_command
+from cbatch.cli.run.command import run
+from cbatch.cli.run.options import RunOptions
+
+
+def options_of(*arguments: str) -> ReplicaOptions:
+    return make_options(RunOptions, run.make_context("run", list(arguments)).params).replicas
+
+
+def test_what_is_given() -> None:
+    """Guards the record: without the options there are no replicas, and `auto` leaves their number open."""
+    assert not options_of().are_given
+    assert options_of("--replicas", "3", "--replica-timeout", "1.5") == ReplicaOptions(3, timeout_s=1.5)
+    auto = options_of("--replicas", "auto")
+    assert auto.are_given and auto.number == "auto" and auto.wanted is None
+    cluster = options_of("--ray", "head:6379", "--ray-resources", '{"num_gpus": 0.5, "big": 1}')
+    assert cluster.are_given and cluster.wanted is None
+    assert (cluster.ray, cluster.resources) == ("head:6379", {"num_gpus": 0.5, "big": 1})
+    assert options_of("--ray", "auto", "--replicas", "2").wanted == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--replicas 0", "'0' is neither a number of at least 1 nor auto"),
+        ("--replicas -2", "'-2' is neither a number"),
+        ("--replicas two", "'two' is neither a number"),
+        ("--ray http://head:1", "'http://head:1' is neither HOST:PORT nor auto"),
+        ("--ray head", "'head' is neither HOST:PORT"),
+        ("--ray auto --ray-resources {", "'{' is no JSON object of numbers"),
+        ("--ray auto --ray-resources [1]", "'[1]' is no JSON object of numbers"),
+        ('--ray auto --ray-resources {"num_gpus":true}', "is no JSON object of numbers"),
+        ('--ray auto --ray-resources {"num_gpus":-1}', "is no JSON object of numbers"),
+        ('--ray auto --ray-resources {"num_gpus":NaN}', "is no JSON object of numbers"),
+        ('--replicas 2 --ray-resources {"num_gpus":1}', "--ray-resources needs --ray."),
+        ("--replica-timeout 9", "--replica-timeout needs --replicas or --ray."),
+        ("--replicas 2 --replica-timeout 0", "0 is no number of seconds above 0"),
+        ("--replicas 2 --replica-timeout nan", "nan is no number of seconds above 0"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "chat", "bench"])
+def test_what_makes_no_sense_is_refused(
+    command: str,
+    arguments: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards against a message that comes after the model was loaded, and one that does not say what is wrong."""
+    monkeypatch.chdir(tmp_path)
+    assert run_command([command, *arguments.split()]) == 2
+    assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_a_trace_is_of_this_process(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against a trace of a process that computes nothing."""
+    for option in ("--replicas=2", "--ray=auto"):
+        assert run_command([command, option, "--trace", "t.json"]) == 2
+        name = option.partition("=")[0]
+        assert f"an engine in this process; it does not go with {name}." in capsys.readouterr().err
+
+
+def test_users_have_one_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against a load that silently runs on one engine."""
+    assert run_command(["bench", "--users", "2", "--replicas", "2"]) == 2
+    assert "go with strategies, not with users" in capsys.readouterr().err

@@ -1,0 +1,121 @@
+"""`cbatch run --replicas` from the outside: the same rows, figures for each replica, and what people are told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.cli.common import console
+from cbatch.cli.common import replicas as replicas_module
+from cbatch.cli.main import run_command
+from cbatch.engine import ConfigError, Engine, EngineConfig
+from tests.support.in_process_replicas import InProcessLauncher
+from tests.support.rows import write_rows
+
+ROWS: list[Any] = [
+    {"id": f"row-{n}", "prompt": f"say {n}", "max_tokens": 1 + n % 7, "temperature": n % 2, "ignore_eos": True}
+    for n in range(60)
+] + ["{bad\n"]
+
+
+@pytest.fixture(scope="module")
+def engine(model_folder: Path) -> Iterator[Engine]:
+    with Engine(EngineConfig(model=str(model_folder), device="cpu", dtype="float32", max_seqs=4)) as made:
+        yield made
+        assert made.failure is None and made.core.scheduler.pool.num_used == 0
+
+
+@pytest.fixture
+def launchers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[InProcessLauncher]:
+    """The launchers that commands have made. The second replica of each dies once."""
+    made: list[InProcessLauncher] = []
+
+    def make(options: Any, config: EngineConfig) -> InProcessLauncher:
+        made.append(InProcessLauncher(engine, options.wanted, deaths={1: 1}))
+        return made[-1]
+
+    monkeypatch.setattr(replicas_module, "make_launcher", make)
+    return made
+
+
+def test_replicas_give_the_rows_of_one_engine(
+    launchers: list[InProcessLauncher],
+    model_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards rows, --resume, --stats, the lines of -v and the summary, while a replica dies."""
+    monkeypatch.setattr(console, "LINE_SECONDS", 0)
+    source, one, two, figures = (tmp_path / name for name in ("in.jsonl", "one.jsonl", "two.jsonl", "stats.json"))
+    write_rows(source, ROWS)
+    options = ["-m", str(model_folder), "--dtype", "float32", "--seed", "3"]
+    assert run_command(["run", str(source), "-o", str(one), *options]) == 1
+    rows = one.read_bytes().splitlines(keepends=True)
+    capsys.readouterr()
+
+    replicated = ["run", str(source), "-o", str(two), *options, "-v", "--stats", str(figures), "--replicas"]
+    two.write_bytes(b"".join(rows[5:20]))  # what an earlier run on one engine has left
+    assert run_command([*replicated, "3", "--resume"]) == 1
+    assert two.read_bytes() == one.read_bytes()
+    said, stats = capsys.readouterr().err, json.loads(figures.read_text())
+    assert (stats["rows"], stats["rows_kept"], stats["deaths"]) == (46, 15, 1)
+    assert [replica["name"] for replica in stats["replicas"]] == ["replica 1", "replica 2", "replica 3"]
+    assert sum(replica["rows"] for replica in stats["replicas"]) == 46
+    assert [replica["deaths"] for replica in stats["replicas"]] == [0, 1, 0]
+    assert "replica 2 died: the test says so; it is started again in 1 s" in said
+    assert "replica 1: " in said and "2 of 3 replicas" in said
+    assert "replicas: replica 2 died: the test says so" in said
+    assert "replicas: 3; the first was ready" in said and "parameters: " in said
+    assert all(launcher.is_closed for launcher in launchers)
+
+
+def test_quiet_replicas_say_nothing(
+    launchers: list[InProcessLauncher], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards -q: a replica that dies and comes back is no error."""
+    source = write_rows(tmp_path / "in.jsonl", ROWS[:20])
+    assert run_command(["run", str(source), "-o", str(tmp_path / "out.jsonl"), "--replicas", "2", "-q"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_what_cannot_be_loaded_is_said_at_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards exit code 2, and the output that is there, when options cannot be met by a replica."""
+
+    class Refusing(InProcessLauncher):
+        def start(self, number: int, config: EngineConfig) -> Any:
+            raise ConfigError("There is no such device.")
+
+    launcher = Refusing(engine, 2)
+    monkeypatch.setattr(replicas_module, "make_launcher", lambda options, config: launcher)
+    source, out = write_rows(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    out.write_text("earlier\n")
+    assert run_command(["run", str(source), "-o", str(out), "--overwrite", "--replicas", "2"]) == 2
+    assert "There is no such device." in capsys.readouterr().err
+    assert out.read_text() == "earlier\n" and launcher.is_closed
+
+
+def test_processes_of_this_machine(model_folder: Path, tmp_path: Path) -> None:
+    """Guards the whole way with real processes, and a driver process that imports no torch."""
+    source, out = write_rows(tmp_path / "in.jsonl", ROWS[:30]), tmp_path / "out.jsonl"
+    command = ["run", str(source), "-o", str(out), "-m", str(model_folder), "--dtype", "float32", "--replicas", "2"]
+    code = f"""if True:
+        import sys
+        from cbatch.cli.main import run_command
+        code = run_command({[*command, "--stats", str(tmp_path / "stats.json")]!r})
+        print(code, [name for name in ("torch", "transformers", "tokenizers") if name in sys.modules])
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "0 []\n", done.stderr
+    stats = json.loads((tmp_path / "stats.json").read_text())
+    assert stats["rows"] == 30 and stats["load_s"] > 0 and len(stats["replicas"]) == 2
+    assert run_command(["run", str(source), "-o", str(tmp_path / "one.jsonl"), *command[4:8], "-q"]) == 0
+    assert out.read_bytes() == (tmp_path / "one.jsonl").read_bytes()
