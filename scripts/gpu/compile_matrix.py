@@ -266,7 +266,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--arch", type=some(int, list(CHIPS)), default=list(CHIPS), help=f"compute capabilities times ten, of: {chips}")
     add("--heads", type=some(int, HEAD_SIZES), default=list(HEAD_SIZES), help="head sizes (all of 64,80,96,128,256)")
     add("--groups", type=some(int, GROUPS), default=list(GROUPS), help="query heads of a KV head (all of 1,2,4,8)")
-    add("--kv-dtypes", type=some(str, KV_DTYPES), default=["auto"], help="types of the KV cache, of auto,fp8 (auto)")
+    add(
+        "--kv-dtypes",
+        type=some(str, KV_DTYPES),
+        default=list(KV_DTYPES),
+        help="types of the KV cache (all of auto,fp8)",
+    )
     add("--parts", type=some(str, PARTS), default=PARTS, help="of attention,forms,rest (all)")
     add("--jobs", type=int, default=os.cpu_count(), help="processes (%(default)s)")
     add("--markdown", action="store_true", help="print the table as Markdown")

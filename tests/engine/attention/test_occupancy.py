@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -72,8 +73,8 @@ def test_prefill_tiles_fit_the_chip(chip: DeviceLimits, head: int) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     from cbatch.engine.kernels.triton.attention_prefill import PrefillTuning
 
-    for dtype in (torch.bfloat16, torch.float32):
-        tuning = PrefillTuning().fitted(head, dtype, 4, chip)
+    for dtype, cache_dtype in itertools.product((torch.bfloat16, torch.float32), (None, torch.uint8)):
+        tuning = PrefillTuning().fitted(head, dtype, cache_dtype or dtype, 4, chip)
         of_thread = head * tuning.rows / (32 * tuning.warps)
         # Two tiles of keys and of values; queries too where matrix units read them from shared memory.
         tokens = 4 * tuning.tokens + (tuning.rows if chip.capability in (90, 100) else 0)
@@ -81,7 +82,7 @@ def test_prefill_tiles_fit_the_chip(chip: DeviceLimits, head: int) -> None:
         # Of 255 registers, sums of float32 and queries may take half.
         if chip.capability not in (90, 100):
             assert of_thread * (1 + dtype.itemsize / 4) <= 128
-    assert PrefillTuning().fitted(head, torch.bfloat16, 40, chip).rows >= 64
+    assert PrefillTuning().fitted(head, torch.bfloat16, torch.bfloat16, 40, chip).rows >= 64
 
 
 def test_decode_tiles_leave_room_for_two_programs() -> None:

@@ -24,14 +24,18 @@ ALL = ATTENTION | {"_choose_kernel", "_norm_kernel", "_scan_kernel", "_silu_and_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("chip", "heads", "group", "parts", "names"),
-    [("90", "128", "4", "attention,forms,rest", ALL), ("86", "256", "8", "attention", ATTENTION)],
+    ("chip", "heads", "group", "caches", "parts", "names"),
+    [
+        ("90", "128", "4", "auto,fp8", "attention,forms,rest", ALL),
+        ("86", "256", "8", "auto", "attention", ATTENTION),
+    ],
 )
-def test_kernels_compile_and_fit(chip: str, heads: str, group: str, parts: str, names: set[str]) -> None:
+def test_kernels_compile_and_fit(chip: str, heads: str, group: str, caches: str, parts: str, names: set[str]) -> None:
     """Guards launches up to machine code, and what that takes of a chip: kernels that need more shared memory than
     there is, spilled registers, narrow reads of the cache, attention that never reads ahead, FP fusion by default.
     """
-    options = ["--arch", chip, "--heads", heads, "--groups", group, "--parts", parts, "--jobs", "1", "--json"]
+    options = ["--arch", chip, "--heads", heads, "--groups", group, "--kv-dtypes", caches, "--parts", parts]
+    options += ["--jobs", "1", "--json"]
     command = [sys.executable, "-m", "scripts.gpu.compile_matrix", *options]
     done = subprocess.run(command, capture_output=True, text=True)  # Triton keeps what it has compiled
     assert done.returncode == 0, done.stderr

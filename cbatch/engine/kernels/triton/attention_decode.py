@@ -85,12 +85,17 @@ class DecodeGrid:
             self._resident[variant] = max(1, resident_programs(registers, shared, warps, self.limits))
 
 
-def max_registers(head_tile: int, dtype: torch.dtype, has_window: bool, limits: DeviceLimits) -> dict[str, int]:
-    """An option of the compiler, if it can save registers without spilling: 168 let three programs of 4 warps run.
-
-    dtype: of the cache
+def max_registers(heads: Heads, has_window: bool, limits: DeviceLimits) -> dict[str, int]:
+    """An option of the compiler: for a cache in 2 bytes, if it can save registers without spilling (168 let three
+    programs of 4 warps run); for FP8, if the compiler would spill some of padded heads to save as many.
     """
-    fits = 64 < head_tile <= 128 and dtype.itemsize == 2 and not has_window and limits.capability >= 80
+    layer = cache_layout(heads)
+    head, tile = max(heads.block[-1], heads.value_dim), max(layer["KEY_TILE"], layer["VALUE_TILE"])
+    if not 64 < tile <= 128:
+        return {}
+    if heads.cache_dtype.itemsize == 1:
+        return {"maxnreg": 208} if head < tile and limits.capability == 90 else {}
+    fits = heads.cache_dtype.itemsize == 2 and not has_window and limits.capability >= 80
     return {"maxnreg": 168} if fits else {}
 
 
@@ -131,11 +136,10 @@ def attend_decode(
 @cache
 def _constants(heads: Heads, has_window: bool, tuning: DecodeTuning, limits: DeviceLimits) -> dict[str, Any]:
     layer = cache_layout(heads)
-    head_tile = max(layer["KEY_TILE"], layer["VALUE_TILE"])
     return {
         **layer, "ROWS": narrow_rows(layer["GROUP"]), "TOKENS": tuning.tile_tokens(layer["KEY_TILE"], heads.dtype),
         "num_warps": tuning.warps, "num_stages": tuning.stages,
-        **max_registers(head_tile, heads.cache_dtype, has_window, limits), **LAUNCH,
+        **max_registers(heads, has_window, limits), **LAUNCH,
     }  # fmt: skip
 
 

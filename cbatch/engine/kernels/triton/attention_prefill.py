@@ -46,22 +46,29 @@ class PrefillTuning(NamedTuple):
     warps: int = 8
     stages: int = 5
 
-    def fitted(self, head_tile: int, dtype: torch.dtype, group: int, limits: DeviceLimits) -> PrefillTuning:
+    def fitted(
+        self, head_tile: int, dtype: torch.dtype, cache_dtype: torch.dtype, group: int, limits: DeviceLimits
+    ) -> PrefillTuning:
         """Parameters for heads of a padded size in a type on a chip, so that tiles fit into a multiprocessor.
 
         The matrix units of 9.0 and 10.0 read operands from shared memory; those of 8.x and 12.0 take all of them from
         registers, which would overflow: tiles are smaller there. Without matrix units tiles are smaller still: in
-        float32, and below 8.0, where Triton does not use them.
+        float32, and below 8.0, where Triton does not use them. To convert FP8 takes registers too, and a tile of it
+        needs twice as many keys for each thread to read 16 bytes at once.
         """
+        is_fp8 = cache_dtype.itemsize == 1
         if dtype == torch.float32 or limits.capability < 80:
             rows, tokens, stages = min(self.rows, 32), self.tokens // 4, min(self.stages, 2)
+            tokens *= 2 if is_fp8 and head_tile <= 64 else 1
             warps = min(self.warps, 4 if head_tile <= 128 else 8)
         else:
             rows, tokens, warps, stages = self
             if not 90 <= limits.capability < 120:
                 rows = min(rows, 64) if head_tile > 128 else rows
                 tokens = min(tokens, 32) if head_tile > 64 else tokens
-                if head_tile > 128 and limits.shared_of_block < 128 * KIB:
+                if head_tile > 128 and is_fp8:
+                    rows = min(rows, 32)
+                elif head_tile > 128 and limits.shared_of_block < 128 * KIB:
                     tokens = min(tokens, 16)
             elif head_tile > 128:
                 tokens //= 2
@@ -99,7 +106,8 @@ def attend_prefill(
 @cache
 def _constants(heads: Heads, tuning: PrefillTuning, limits: DeviceLimits) -> dict[str, Any]:
     layer = cache_layout(heads)
-    tuning = tuning.fitted(max(layer["KEY_TILE"], layer["VALUE_TILE"]), heads.dtype, layer["GROUP"], limits)
+    head_tile = max(layer["KEY_TILE"], layer["VALUE_TILE"])
+    tuning = tuning.fitted(head_tile, heads.dtype, heads.cache_dtype, layer["GROUP"], limits)
     return {
         **layer, "NARROW": narrow_rows(layer["GROUP"]), "ROWS": tuning.rows, "TOKENS": tuning.tokens,
         "num_warps": tuning.warps, "num_stages": tuning.stages, **LAUNCH,

@@ -17,6 +17,13 @@ LOG2_E = 1.4426950408889634
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": True}
 """Options of every launch. Triton fuses products and sums by default only up to 3.9, so results would differ."""
 
+KEEPS_ORDER = tl.constexpr(not triton.knobs.runtime.interpret)
+"""Whether `from_fp8` ends with an instruction that Triton moves nothing past; its interpreter has none.
+
+Otherwise each warp would read the bytes of a whole tile one by one, and convert all of them, instead of its own share:
+Triton converts after the warps have exchanged what they read. That took more registers than there are on some chips.
+"""
+
 
 def attend_arguments(
     query: Tensor, scale: float, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None
@@ -109,7 +116,10 @@ def from_fp8(code: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     magnitude = (code & 0x7F).to(tl.int16)
     bits = (magnitude << 7) | ((code & 0x80).to(tl.int16) << 8)
     number = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    return tl.where(magnitude == 0x7F, float("nan"), number).to(dtype)
+    number = tl.where(magnitude == 0x7F, float("nan"), number).to(dtype)
+    if KEEPS_ORDER and dtype.primitive_bitwidth == 16:
+        number = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], number.dtype, is_pure=False, pack=2)
+    return number
 
 
 @triton.jit
