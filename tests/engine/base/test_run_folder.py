@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 import tempfile
@@ -47,18 +48,27 @@ def test_folders_of_others_and_links_stay(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "cbatch-weights-theirs").exists()
 
 
-def test_a_folder_that_was_tidied_up_too_early_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("moment", ["mkdtemp", "flock"])
+def test_a_folder_that_was_tidied_up_too_early_is_made_again(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards two runs that start at once: one sees the other's folder before it is locked, and removes it."""
-    made: list[str] = []
-    mkdtemp = tempfile.mkdtemp
+    made: list[Path] = []
+    mkdtemp, flock = tempfile.mkdtemp, fcntl.flock
 
     def make(**names: Any) -> str:
-        made.append(mkdtemp(**names))
-        if len(made) == 1:
-            run_folder._remove_if_left(Path(made[0]))
-        return made[-1]
+        made.append(Path(mkdtemp(**names)))
+        if moment == "mkdtemp" and len(made) == 1:
+            made[0].rmdir()
+        return str(made[-1])
+
+    def lock(folder: int, operation: int) -> None:
+        if moment == "flock" and len(made) == 1:
+            made[0].rmdir()
+        flock(folder, operation)
 
     monkeypatch.setattr(tempfile, "mkdtemp", make)
+    monkeypatch.setattr(fcntl, "flock", lock)
     folder = RunFolder("weights", tmp_path)
-    assert len(made) == 2 and folder.path == Path(made[1]) and folder.path.is_dir()
+    assert len(made) == 2 and folder.path == made[1] and folder.path.is_dir()
     folder.close()
