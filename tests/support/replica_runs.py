@@ -1,0 +1,182 @@
+"""Batches on replicas of this machine that are killed at random moments, as `cbatch run` runs them into a file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from cbatch.engine import (
+    Engine,
+    EngineConfig,
+    FileWriter,
+    Journal,
+    Line,
+    Pipeline,
+    RequestDefaults,
+    RowOptions,
+    RunObserver,
+    read_lines,
+)
+from cbatch.engine.batch.driver import BatchDriver
+from cbatch.engine.batch.output_row import OutputRow
+from cbatch.engine.replicas.messages import Reply
+from cbatch.engine.replicas.placement import find_places
+from cbatch.engine.replicas.process import LocalLauncher, ProcessConnection
+from cbatch.engine.replicas.replica import Replica
+
+CONFIG = EngineConfig(device="cpu", dtype="float32", max_seqs=4)
+OPTIONS = RowOptions(RequestDefaults(seed=5))
+
+ROWS_BETWEEN_KILLS = 26
+"""More than three replicas hold: a row that three deaths hit becomes an error row, as it should."""
+
+POISON = b"POISON"
+
+_WORDS = "lamp river seven Anna blue small house seventeen tomorrow green boat".split()
+
+
+class FragileReplica(Replica):
+    """Its process ends as soon as it is given a certain row."""
+
+    def exchange(self, rows: list[Line], cancelled: list[int], wait_s: float) -> Reply:
+        if any(POISON in (line.data or b"") for line in rows):
+            os._exit(13)
+        return super().exchange(rows, cancelled, wait_s)
+
+
+def open_fragile(config: EngineConfig) -> Replica:
+    return FragileReplica(Engine(config))
+
+
+class RowCounter(RunObserver):
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def count(self, row: OutputRow) -> None:
+        self.rows += 1
+
+
+class KillableLauncher(LocalLauncher):
+    """Knows the process of each replica.
+
+    num_starts: lives that have begun
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        super().__init__(find_places(CONFIG, num_replicas), f"{__name__}:open_fragile")
+        self.living: dict[int, ProcessConnection] = {}
+        self.num_starts = 0
+
+    def start(self, number: int, config: EngineConfig) -> ProcessConnection:
+        connection = super().start(number, config)
+        self.living[number] = connection
+        self.num_starts += 1
+        return connection
+
+    def send(self, number: int, signum: int) -> bool:
+        """Sends a signal to a replica as somebody else would. False if it is not there at the moment."""
+        connection = self.living.get(number)
+        if connection is None or not connection.is_running():
+            return False
+        os.kill(connection.pid, signum)
+        return True
+
+
+def write_rows(path: Path, count: int, seed: int = 0) -> None:
+    """Rows of many kinds: greedy and sampled, with a common beginning, several outputs, or an error."""
+    chance = random.Random(seed)
+    with path.open("w") as file:
+        for number in range(count):
+            text = " ".join(chance.choices(_WORDS, k=chance.randint(1, 4)))
+            system = {"role": "system", "content": f"You are clerk {number % 3} of a large office."}
+            row: dict[str, object] = {"messages": [system] * (number % 2) + [{"role": "user", "content": text}]}
+            row |= {"id": f"row {number}", "max_tokens": chance.randint(1, 5), "ignore_eos": number % 4 == 0}
+            row |= {"temperature": 1.2} if number % 3 else {}
+            row |= {"n": 2} if number % 10 == 5 else {"logprobs": 2} if number % 10 == 6 else {}
+            file.write((json.dumps(row) if number % 20 != 7 else '{"prompt": ') + "\n")
+
+
+def run_to_file(
+    driver: BatchDriver,
+    source: Path,
+    output: Path,
+    *,
+    observer: RowCounter | None = None,
+    resume: bool = False,
+    stop_at: float = math.inf,
+) -> None:
+    """Runs a batch into a file in the order of the input. Raises as `Pipeline.run` does.
+
+    stop_at: number of rows after which the run is interrupted
+    """
+    counter = observer or RowCounter()
+    with FileWriter(output, input_order=True) as writer, source.open("rb") as lines:
+        kept: Container[int] = ()
+        if resume:
+            kept = writer.resume(writer.journal(), read_lines(lines), lambda some: driver.keyed(OPTIONS, some))
+            lines.seek(0)
+        else:
+            writer.start(Journal())
+        pipeline = Pipeline(driver.open(OPTIONS, window=None, observer=counter), writer, counter)
+        pipeline.run(
+            read_lines(lines),
+            lambda: pipeline.interrupt(signal.SIGINT) if counter.rows >= stop_at else None,
+            kept=kept,
+        )
+
+
+@dataclass
+class Comparison:
+    """How two outputs differ, in rows."""
+
+    lost: int
+    doubled: int
+    changed: int
+
+    @classmethod
+    def of(cls, found: bytes, expected: bytes) -> Comparison:
+        rows, wanted = found.splitlines(), expected.splitlines()
+        seen = Counter(json.loads(row)["index"] for row in rows)
+        return cls(len(wanted) - len(seen), seen.total() - len(seen), len(set(rows) - set(wanted)))
+
+    @property
+    def is_equal(self) -> bool:
+        return not (self.lost or self.doubled or self.changed)
+
+
+@contextmanager
+def killing(
+    launcher: KillableLauncher, observer: RowCounter, kills: int, chance: random.Random
+) -> Iterator[Counter[int]]:
+    """Kills replicas at random moments while the block runs; gives the number of kills by the number of the replica."""
+    done, is_over = Counter[int](), threading.Event()
+
+    def kill() -> None:
+        next_at = chance.randint(1, ROWS_BETWEEN_KILLS)
+        while done.total() < kills and not is_over.is_set():
+            if observer.rows < next_at:
+                time.sleep(0.001)
+                continue
+            time.sleep(chance.uniform(0, 0.05))
+            number = chance.randrange(launcher.num_replicas)
+            if launcher.send(number, signal.SIGKILL):
+                done[number] += 1
+                next_at = observer.rows + ROWS_BETWEEN_KILLS
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    try:
+        yield done
+    finally:
+        is_over.set()
+        thread.join()
