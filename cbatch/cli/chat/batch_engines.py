@@ -6,7 +6,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-from cbatch.cli.common.replica_options import DEFAULT_TIMEOUT_S, ReplicaOptions
+from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.engine import CbatchError, EngineConfig, ReplicaDied
 
 if TYPE_CHECKING:
@@ -40,13 +40,13 @@ class BatchEngines:
 
     def driver(self, engine: Engine) -> BatchDriver:
         """What computes a batch. The first one starts the other replicas. Raises ConfigError if they cannot start."""
-        from cbatch.engine import EngineDriver, ReplicaDriver
+        from cbatch.engine import TIMEOUT_S, EngineDriver, ReplicaDriver
 
         if not self._options.are_given:
             return EngineDriver(engine.thread)
         if self._driver is None:
             launcher = WithOwnEngine(engine, self._launch_others())
-            timeout_s = self._options.timeout_s or DEFAULT_TIMEOUT_S
+            timeout_s = self._options.timeout_s or TIMEOUT_S
             self._driver = ReplicaDriver(launcher, self._shared_config, timeout_s=timeout_s)
         return self._driver
 

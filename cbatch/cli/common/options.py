@@ -15,7 +15,6 @@ import click
 from click import option
 
 from cbatch.cli.common.replica_options import (
-    DEFAULT_TIMEOUT_S,
     ReplicaOptions,
     parse_address,
     parse_replicas,
@@ -233,7 +232,7 @@ replica_options = _apply(
         type=float,
         callback=parse_timeout,
         metavar="SECONDS",
-        help=f"Start a replica again that gives no sign for so long [default: {DEFAULT_TIMEOUT_S:g}].",
+        help="Start a replica again that gives no sign for so long [default: 300].",
     ),
 )
 

@@ -16,8 +16,6 @@ from cbatch.engine import ConfigError
 REPLICA_FIELDS = ("replicas", "ray", "ray_resources", "replica_timeout")
 """The names of these options."""
 
-DEFAULT_TIMEOUT_S = 300.0
-
 
 def parse_replicas(ctx: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
     """Reads a number of at least 1, or `auto`."""
@@ -68,7 +66,7 @@ class ReplicaOptions:
     number:    of replicas; `auto`: as many as there is room for
     ray:       address of a Ray cluster that runs them; None: this machine
     resources: what each of them needs of the cluster; None: Ray's replicas say
-    timeout_s: seconds after which a replica that does not answer is given up and started again
+    timeout_s: seconds after which a replica that gives no sign is started again; None: the driver's own
     """
 
     number: int | Literal["auto"] | None = None

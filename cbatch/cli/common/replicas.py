@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.loading import print_notices, show_loaded
-from cbatch.cli.common.replica_options import DEFAULT_TIMEOUT_S, ReplicaOptions
+from cbatch.cli.common.replica_options import ReplicaOptions
 
 if TYPE_CHECKING:
     from cbatch.engine import EngineConfig, ReplicaDriver, ReplicaLauncher
@@ -23,14 +23,13 @@ def open_replicas(
 
     Raises ConfigError or ModelError if the options cannot be met, and EngineError if no replica lives to load.
     """
-    from cbatch.engine import ReplicaDriver
+    from cbatch.engine import TIMEOUT_S, ReplicaDriver
 
     print_notices(quiet=quiet)
     gc.freeze()  # imported modules stay
     gc.enable()
     launcher = make_launcher(options, config)
-    timeout_s = options.timeout_s or DEFAULT_TIMEOUT_S
-    with ReplicaDriver(launcher, config, timeout_s=timeout_s) as driver:
+    with ReplicaDriver(launcher, config, timeout_s=options.timeout_s or TIMEOUT_S) as driver:
         info = driver.info
         if not quiet:
             show_loaded(info.description, is_demo=config.model is None, verbose=verbose)

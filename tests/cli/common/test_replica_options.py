@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import click
 import pytest
 
 from cbatch.cli.common.options import make_options
@@ -11,6 +12,7 @@ from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.cli.main import run_command
 from cbatch.cli.run.command import run
 from cbatch.cli.run.options import RunOptions
+from cbatch.engine import TIMEOUT_S
 
 
 def options_of(*arguments: str) -> ReplicaOptions:
@@ -27,6 +29,12 @@ def test_what_is_given() -> None:
     assert cluster.are_given and cluster.wanted is None
     assert (cluster.ray, cluster.resources) == ("head:6379", {"num_gpus": 0.5, "big": 1})
     assert options_of("--ray", "auto", "--replicas", "2").wanted == 2
+
+
+def test_the_default_timeout_is_the_one_that_help_states() -> None:
+    """Guards the help, which does not import what states the number."""
+    (option,) = (one for one in run.params if one.name == "replica_timeout")
+    assert isinstance(option, click.Option) and f"[default: {TIMEOUT_S:g}]" in str(option.help)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from cbatch.engine.requests.completion import Timing
 
 def result(tokens: int, first: float = 1.0, last: float = 2.0, error: RequestError | None = None) -> OutputRow:
     choices, usage = [Choice(token_ids=range(tokens))], Usage(7, tokens)
-    completion = Completion(choices=choices, usage=usage, error=error, timing=Timing(0.0, first, last))
+    completion = Completion(choices=choices, usage=usage, error=error, timing=Timing(0.25, first, last))
     return output_row(FinishedRow(0, completion))
 
 
@@ -38,7 +38,7 @@ def test_figures_of_a_run() -> None:
     assert (figures["rows"], figures["errors"], figures["error_codes"]) == (4, 1, {"nan_logits": 1})
     assert (figures["prompt_tokens"], figures["output_tokens"]) == (21, 33)
     assert figures["elapsed_s"] == 4.5 and figures["output_tokens_per_s"] == pytest.approx(33 / 4.5)
-    assert figures["ttft_s"] == {"p50": 1.0, "p90": 1.0, "p99": 1.0}
+    assert figures["ttft_s"] == {"p50": 0.75, "p90": 0.75, "p99": 0.75}
     assert figures["tpot_s"]["p50"] == pytest.approx((0.2 + 0.15) / 2)
 
 
