@@ -86,9 +86,9 @@ class RayLauncher:
         Raises ConfigError if there is no cluster at the address, or it never has the resources of one replica.
         """
         self._factory = factory
-        self._stdout = sys.stdout
         self._is_own = not ray.is_initialized()
-        sys.stdout = cast(TextIO, _Stdout(sys.stdout))
+        self._stdout = _Stdout(sys.stdout)
+        sys.stdout = cast(TextIO, self._stdout)
         try:
             if self._is_own:
                 _connect(address)
@@ -129,10 +129,12 @@ class RayLauncher:
     def close(self) -> None:
         """Leaves the cluster, which ends all actors of this process."""
         if self._is_own:
+            self._stdout.rays_thread = threading.current_thread()  # Ray prints here what it still has to say
             with suppress(RayError):
                 ray.shutdown()
-        if isinstance(sys.stdout, _Stdout):
-            sys.stdout = self._stdout
+            self._stdout.rays_thread = None
+        if sys.stdout is self._stdout:
+            sys.stdout = self._stdout.stream
 
 
 class RayConnection:
@@ -179,19 +181,21 @@ class RayConnection:
 
 
 class _Stdout:
-    """Standard output without what Ray's threads print.
+    """Standard output without what Ray prints: what goes wrong in a cluster, with pages of its logs.
 
-    Ray prints what goes wrong in a cluster there, where the rows are written, with pages of its logs.
+    rays_thread: a thread that runs Ray's code for the moment, beside those of Ray's own
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+        self.stream = stream
+        self.rays_thread: threading.Thread | None = None
 
     def write(self, text: str) -> int:
-        return len(text) if threading.current_thread().name.startswith("ray_") else self._stream.write(text)
+        thread = threading.current_thread()
+        return len(text) if thread is self.rays_thread or thread.name.startswith("ray_") else self.stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.stream, name)
 
 
 def _connect(address: str) -> None:

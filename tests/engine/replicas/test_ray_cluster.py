@@ -5,14 +5,26 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cbatch.engine import ConfigError, EngineConfig, RequestError
+from cbatch.engine import (
+    ConfigError,
+    Engine,
+    EngineConfig,
+    EngineDriver,
+    Line,
+    RequestDefaults,
+    RequestError,
+    RowOptions,
+)
+from cbatch.engine.batch.driver import BatchDriver, StreamObserver
+from cbatch.engine.replicas.driver import ReplicaDriver
 from cbatch.engine.replicas.launcher import ReplicaDied
+from tests.support.fake_replicas import wait_until
 
 pytest.importorskip("ray", reason="a cluster needs ray, which is not installed")
 
@@ -22,6 +34,8 @@ from cbatch.engine.replicas import ray_cluster
 from cbatch.engine.replicas.ray_cluster import RayConnection, RayLauncher
 
 pytestmark = pytest.mark.slow
+
+OPTIONS = RowOptions(RequestDefaults(params={"max_tokens": 24, "ignore_eos": True, "temperature": 0.8}))
 
 ROOT = Path(__file__).parents[3]
 FAKE = "tests.support.ray_replica:open_fake"
@@ -128,3 +142,38 @@ def test_rays_messages_stay_out_of_the_rows(cluster: Any, capfd: pytest.CaptureF
     launcher.close()
     print("after it")
     assert capfd.readouterr().out == "a row\nafter it\n"
+
+
+def rows_of(driver: BatchDriver, lines: list[Line], on_rows: Callable[[int], None] = lambda _: None) -> list[bytes]:
+    """Rows of output by the order of their lines. on_rows: called with the number of rows that have finished"""
+    stream = driver.open(OPTIONS, window=None, observer=StreamObserver())
+    found: dict[int, bytes] = {}
+    for rows in stream.finished(iter(lines)):
+        stream.release([row.position for row in rows])
+        for row in rows:
+            assert row.index not in found, "a row was given twice"
+            found[row.index] = row.data
+        on_rows(len(found))
+    return [found[line.index] for line in lines]
+
+
+def test_rows_outlive_the_node_that_ran_them(
+    cluster: Any, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards a batch on a cluster: a node goes without grace, and the bytes are those of one engine."""
+    config = EngineConfig(dtype="float32", device="cpu", max_seqs=8, kv_blocks=512)
+    lines = [Line(index, b'{"prompt": "Tell me about the number %d."}' % index) for index in range(100)]
+    with Engine(config) as engine:
+        expected = rows_of(EngineDriver(engine.thread), lines)
+    nodes = [cluster.add_node(num_cpus=1, include_dashboard=False)]
+
+    def take_the_node(num_rows: int) -> None:
+        if num_rows >= 8 and nodes:
+            cluster.remove_node(nodes.pop(), allow_graceful=False)
+
+    with ReplicaDriver(RayLauncher(cluster.address), config, backoff_s=0.1) as driver:
+        wait_until(lambda: [status.state for status in driver.each()] == ["running"] * 3, 60)
+        assert rows_of(driver, lines, take_the_node) == expected
+        wait_until(lambda: sum(status.deaths for status in driver.each()) == 1, 30)
+    assert "died: " in caplog.text
+    assert "raylet" not in capsys.readouterr().out
