@@ -159,6 +159,11 @@ class Dispatcher:
         """Rows in a replica's hands."""
         return len(self._hands[number].rows)
 
+    def runs_alone(self, number: int) -> bool:
+        """Whether a replica has a row that may have nothing beside it."""
+        rows = self._hands[number].rows
+        return len(rows) == 1 and self._rows[next(iter(rows))].deaths >= DEATHS_TO_RUN_ALONE
+
     def is_starving(self, number: int) -> bool:
         """Whether the replica would take a row that may still be read."""
         return not self._input_has_ended and not self._queue and self._hands[number].room > 0
@@ -173,7 +178,7 @@ class Dispatcher:
         return len(self._queue) + len(self._alone) + len(self._failed)
 
     def _choose(self, number: int, hand: _Hand) -> list[_Row]:
-        if self._runs_alone(hand):
+        if self.runs_alone(number):
             return []
         if self._alone:
             if not hand.rows:
@@ -185,9 +190,6 @@ class Dispatcher:
         if self._queue:
             return self._from_queue(number, hand)
         return self._copies(hand) if self._input_has_ended and not hand.rows else []
-
-    def _runs_alone(self, hand: _Hand) -> bool:
-        return len(hand.rows) == 1 and self._rows[next(iter(hand.rows))].deaths >= DEATHS_TO_RUN_ALONE
 
     def _from_queue(self, number: int, hand: _Hand) -> list[_Row]:
         """The first rows of the queue; those that begin like rows of other replicas only for slots that are free."""

@@ -23,7 +23,7 @@ from cbatch.engine.batch.row_options import RowOptions
 from cbatch.engine.batch.row_stream import FinishedRow as CompletedRow
 from cbatch.engine.batch.row_stream import RowStream
 from cbatch.engine.engine import Engine
-from cbatch.engine.replicas.launcher import ReplicaDied
+from cbatch.engine.replicas.launcher import ReplicaConnection, ReplicaDied, ReplicaLauncher
 from cbatch.engine.replicas.messages import MAX_MESSAGE_BYTES, MAX_REPLY_ROWS, FinishedRow, ReplicaInfo, Reply
 from cbatch.engine.requests.completion import Timing
 from cbatch.engine.runtime.interpreter import tune_process
@@ -119,6 +119,27 @@ class InProcessConnection:
         self._is_over = True
         with self._lock:
             self._replica.close()
+
+
+class EngineLauncher:
+    """The first replica is an engine of this process; another launcher, if there is one, starts the others."""
+
+    def __init__(self, engine: Engine, others: ReplicaLauncher | None = None) -> None:
+        self._engine = engine
+        self._others = others
+        self.num_replicas = 1 + (others.num_replicas if others is not None else 0)
+
+    def name(self, number: int) -> str:
+        return f"replica {number + 1}"
+
+    def start(self, number: int, config: EngineConfig) -> ReplicaConnection:
+        if number and self._others is not None:
+            return self._others.start(number - 1, config)
+        return InProcessConnection(self._engine)
+
+    def close(self) -> None:
+        if self._others is not None:
+            self._others.close()
 
 
 class _Batch:

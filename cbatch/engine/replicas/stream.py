@@ -218,11 +218,12 @@ class ReplicaStream:
             if self._is_over:
                 return
             life.num_copies += work.num_copies
+            life.runs_alone = self._dispatcher.runs_alone(number)
             wait_s = self._wait_s(number)
         if work.failed:
             self._deliver(life, life.failed(work.failed, FAILED), self._num_tokens[number])
         reply = life.exchange(work.rows, work.cancelled, wait_s)
-        self._deliver(life, reply.finished, reply.num_tokens)
+        life.num_rows += self._deliver(life, reply.finished, reply.num_tokens)
         with self._shared.lock:
             num_held = self._dispatcher.num_held(number)
         life.check(reply, num_held)
@@ -232,7 +233,7 @@ class ReplicaStream:
         if life.number in self._num_tokens:
             reply = life.exchange([], [], 0.0)
             while reply.finished:
-                self._deliver(life, reply.finished, reply.num_tokens)
+                life.num_rows += self._deliver(life, reply.finished, reply.num_tokens)
                 reply = life.exchange([], [], 0.0)
             life.call("close")
             self._forget(life)
@@ -252,8 +253,8 @@ class ReplicaStream:
             return 0.0
         return STARVING_WAIT_SECONDS if self._dispatcher.is_starving(number) else WAIT_SECONDS
 
-    def _deliver(self, life: Life, finished: list[FinishedRow], num_tokens: int) -> None:
-        """Sends the consumer the rows of a reply that nobody has finished before."""
+    def _deliver(self, life: Life, finished: list[FinishedRow], num_tokens: int) -> int:
+        """Sends the consumer the rows of a reply that nobody has finished before, and returns their number."""
         now = time.monotonic()
         rows: list[OutputRow] = []
         with self._shared.lock:
@@ -264,8 +265,8 @@ class ReplicaStream:
                 if outcome.ttft_s is not None:
                     outcome = outcome._replace(ttft_s=found.waited_s + outcome.ttft_s)
                 rows.append(OutputRow(found.position, index, data, outcome, now))
-        life.num_rows += len(rows)
         new_tokens = num_tokens - self._num_tokens[life.number]
         self._num_tokens[life.number] = num_tokens
         if rows or new_tokens:
             self._inbox.put(Delivery(rows, new_tokens))
+        return len(rows)

@@ -23,8 +23,10 @@ IDLE_SECONDS = 1.0
 """How often a replica with nothing to do is asked whether it still lives."""
 
 MAX_BACKOFF_S = 60.0
-MAX_FUTILE_LIVES = 5
-"""A replica is given up after so many lives in a row in which it finished no row."""
+MAX_FUTILE_LIVES, MAX_LIVES_WITHOUT_ROW = 5, 15
+"""A replica is given up after so many lives in a row in which it finished no row: not counting, and counting those that
+ended while it ran a single row alone, which is then likely to be the reason.
+"""
 
 _log = logging.getLogger("cbatch")
 
@@ -102,7 +104,8 @@ class SharedState:
 class Life:
     """A replica from when its model is loaded until it dies.
 
-    num_rows:   rows that it was the first to finish
+    num_rows:   rows that it was the first to finish, without those that were written off
+    runs_alone: whether all that it has is a row that was there at other deaths
     num_copies: rows that it took although another replica had them
     stats:      the last figures of its engine
     """
@@ -112,6 +115,7 @@ class Life:
         self.info = info
         self.num_rows = 0
         self.num_copies = 0
+        self.runs_alone = False
         self.stats = total_stats(())
         self._connection = connection
         self._timeout_s = timeout_s
@@ -176,7 +180,8 @@ class Supervisor:
         self._life: Life | None = None
         self._job: Job | None = None
         self._past = total_stats(())
-        self._rows = self._copies = self._deaths = self._futile_lives = 0
+        self._rows = self._copies = self._deaths = 0
+        self._futile_lives = self._lives_without_row = 0
         self._problem = ""
         self.thread = threading.Thread(target=self._run, name=f"cbatch-{self.name}", daemon=True)
 
@@ -278,9 +283,11 @@ class Supervisor:
             self._past, self._life, self._job = total_stats((), [self._past, life.stats]), None, None
             self._rows += life.num_rows
             self._copies += life.num_copies
-            self._futile_lives = 0 if life.num_rows else self._futile_lives + 1
+        if life is not None and life.num_rows:
+            self._futile_lives = self._lives_without_row = 0
         else:
-            self._futile_lives += 1
+            self._lives_without_row += 1
+            self._futile_lives += life is None or not life.runs_alone
         if connection is not None:
             connection.kill()
             self._connection = None
@@ -289,8 +296,8 @@ class Supervisor:
         """Waits until it is time for the next life, unless there is to be none."""
         self._deaths += 1
         self._problem = problem
-        if self._futile_lives >= MAX_FUTILE_LIVES:
-            self._give_up(f"{problem}; it finished no row in {MAX_FUTILE_LIVES} lives")
+        if self._futile_lives >= MAX_FUTILE_LIVES or self._lives_without_row >= MAX_LIVES_WITHOUT_ROW:
+            self._give_up(f"{problem}; it finished no row in {self._lives_without_row} lives")
             return
         delay = backoff(self._backoff_s, self._futile_lives)
         self._state = "restarting"

@@ -200,7 +200,7 @@ def copy_early(self: Dispatcher, number: int, hand: Any) -> Any:
     return choose(self, number, hand)
 
 
-def ignore_company(self: Dispatcher, hand: Any) -> bool:
+def ignore_company(self: Dispatcher, number: int) -> bool:
     """Gives company to a row that is to run alone."""
     return False
 
@@ -215,7 +215,7 @@ FAULTS: list[tuple[type, str, Callable[..., Any] | property]] = [
     (Dispatcher, "_give_back", give_back_behind),
     (Dispatcher, "finish", accept_doubles),
     (Dispatcher, "_choose", copy_early),
-    (Dispatcher, "_runs_alone", ignore_company),
+    (Dispatcher, "runs_alone", ignore_company),
     (dispatcher_module._Hand, "room", property(take_too_much)),
 ]
 

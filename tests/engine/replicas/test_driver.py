@@ -190,13 +190,14 @@ def test_a_replica_that_never_starts_is_given_up(caplog: pytest.LogCaptureFixtur
 
 def test_what_is_finished_is_given_before_the_last_replica_is_gone() -> None:
     """Guards finished rows against the error that ends the run when no replica is left."""
-    given = lines(50)
+    given = lines(300)
 
     def dies(connection: FakeConnection, method: str, after: bool) -> bool:
         return method == "exchange" and len(found) >= 20
 
     found: list[OutputRow] = []
-    with open_driver(FakeLauncher(2, dies=dies)) as driver:
+    launcher = FakeLauncher(2, dies=dies)
+    with open_driver(launcher) as driver:
         stream = driver.open(OPTIONS, window=None, observer=StreamObserver())
         with pytest.raises(EngineError, match=r"No replica is left: replica . died: exit code 3"):
             for rows in stream.finished(given):
@@ -204,8 +205,26 @@ def test_what_is_finished_is_given_before_the_last_replica_is_gone() -> None:
                 stream.release([row.position for row in rows])
         with pytest.raises(EngineError, match="No replica is left"):
             driver.open(OPTIONS, window=None, observer=StreamObserver())
-    assert 20 <= len(found) < 50 and len({row.index for row in found}) == len(found)
-    assert sum(one.rows for one in driver.each()) == len(found)
+    assert len({row.index for row in found}) == len(found) < 300
+    good = sum(row.outcome.error_code is None for row in found)
+    assert good == sum(one.rows for one in driver.each()) == sum(c.stats.num_steps for c in launcher.connections) >= 20
+
+
+def test_a_machine_on_which_every_row_dies_ends_the_run() -> None:
+    """Guards an input against error rows for all of it, if it is the machine that kills replicas and not the rows."""
+
+    def endless() -> Iterator[Line]:
+        for index in range(10**9):
+            yield Line(index, b"poison")
+
+    launcher, found = FakeLauncher(2), list[OutputRow]()
+    with open_driver(launcher) as driver:
+        stream = driver.open(OPTIONS, window=None, observer=StreamObserver())
+        with pytest.raises(EngineError, match="it finished no row in 15 lives"):
+            for rows in stream.finished(endless()):
+                found += rows
+                stream.release([row.position for row in rows])
+    assert len(found) <= launcher.num_deaths == 30
 
 
 def test_another_model_is_refused(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +282,7 @@ def test_leaving_the_iteration_frees_the_replicas() -> None:
             next(finished)
         given = lines(30)
         check(run(driver, given), given)
-        wait_until(lambda: all(connection.calls["close"] for connection in launcher.connections))
+        wait_until(lambda: all(one.calls["close"] == one.calls["begin"] for one in launcher.connections))
     assert all(not connection.held for connection in launcher.connections)
     wait_until(lambda: all(thread.name != "cbatch-reader" for thread in threading.enumerate()))
 
@@ -354,7 +373,7 @@ def test_keys_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         found = [(0, "key of 0"), *((line.index, key) for line, key in pairs)]
         given = lines(12)
         check(run(driver, given), given)  # after keys come rows
-    assert found == [(index, f"key of {index}") for index in range(205)] and launcher.num_deaths == 2
+    assert found == [(index, f"key of {index}") for index in range(205)] and launcher.num_deaths >= 1
 
 
 def test_wrong_defaults_are_refused_before_a_batch_begins() -> None:
