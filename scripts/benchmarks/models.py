@@ -93,6 +93,7 @@ class FreeModel:
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self.layers = [LayerShape(1, 1, 1)]
         self.windows: list[int | None] = [None]
+        self.layer_devices = [self.device]
         self.num_parameters = self.weight_bytes = 0
         self.linear_cost = LinearCost(0, 0.0, 0)
         self.has_own_threads, self.capturable = False, None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,20 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 
 class InvalidFile(ModelError):
     """A file of a model that does not hold what it should."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a safetensors file: its type by the name it has there (`BF16`), and its bytes start .. stop-1."""
+
+    dtype: str
+    num_elements: int
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
 
 
 def model_folder(source: str, revision: str | None, patterns: Sequence[str] = ("config.json",)) -> Path:
@@ -47,3 +63,23 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / "model.safetensors"]
     names = read_json_object(folder / WEIGHTS_INDEX).get("weight_map", {}).values()
     return [folder / name for name in sorted(set(names))]
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file by name, from its header (https://huggingface.co/docs/safetensors).
+
+    Raises InvalidFile for any other file, and OSError if it cannot be read.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(min(length, path.stat().st_size)))
+            header.pop("__metadata__", None)
+            return {
+                name: StoredTensor(
+                    entry["dtype"], math.prod(entry["shape"]), *(8 + length + place for place in entry["data_offsets"])
+                )
+                for name, entry in header.items()
+            }
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InvalidFile(f"{path} is not a safetensors file.") from error

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cbatch.engine.attention.base import AttentionBackend
+from cbatch.engine.attention.per_device import PerDeviceAttention
 from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.attention.registry import check_kv_dtype, select_attention
 from cbatch.engine.base.config import EngineConfig
@@ -73,10 +74,21 @@ def configured_backends(config: EngineConfig, model: Model) -> tuple[AttentionBa
     Raises ConfigError if the config names an attention backend that cannot serve the model.
     """
     kv_dtype = check_kv_dtype(config.kv_dtype, config.attention, model.device)
-    attention = select_attention(config.attention, model.device, model.layers, config.block_size, model.dtype, kv_dtype)
+    attention = _attention_of(config, model, kv_dtype)
     # A user who asks for the reference wants none of our kernels: one of them may crash the process.
     sampler = Sampler(model.device, kernel=False if config.attention == "reference" else None)
     return attention, sampler
+
+
+def _attention_of(config: EngineConfig, model: Model, kv_dtype: torch.dtype | None) -> AttentionBackend:
+    """The backend of a model: if its layers are on devices of different kinds, the reference, which serves all."""
+    backends = {
+        device: select_attention(config.attention, device, model.layers, config.block_size, model.dtype, kv_dtype)
+        for device in dict.fromkeys(model.layer_devices)
+    }
+    if len({backend.name for backend in backends.values()}) > 1:
+        return ReferenceAttention(kv_dtype)
+    return PerDeviceAttention(backends) if len(backends) > 1 else next(iter(backends.values()))
 
 
 def is_checked(device: torch.device) -> bool:

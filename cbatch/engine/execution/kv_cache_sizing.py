@@ -57,8 +57,9 @@ class CacheSizeRequest:
 
     memory:        `4GiB`, `512MiB`, or `90%` of free memory
     num_blocks:    exact number of blocks, which overrides memory
-    block_bytes:   bytes of one block
+    block_bytes:   bytes of one block on the device
     blocks_wanted: blocks for `max_seqs` sequences of full length; more would never be used
+    share:         the device's part of a block, if others have layers too: an amount of memory is for all of them
 
     Raises ConfigError if num_blocks is below 1.
     """
@@ -67,6 +68,7 @@ class CacheSizeRequest:
     num_blocks: int | None
     block_bytes: int
     blocks_wanted: int
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         if self.num_blocks is not None and self.num_blocks < 1:
@@ -76,7 +78,8 @@ class CacheSizeRequest:
         """Bytes of the requested cache. Raises ConfigError if `memory` cannot be parsed."""
         if self.num_blocks is not None:
             return self.num_blocks * self.block_bytes
-        return parse_memory(self.memory, free)
+        asked = parse_memory(self.memory, free)
+        return asked if self.is_share else int(asked * self.share)
 
     @property
     def is_share(self) -> bool:
@@ -87,15 +90,22 @@ class CacheSizeRequest:
 def make_runner(
     config: EngineConfig, model: Model, attention: AttentionBackend, sampler: Sampler, limits: StepLimits
 ) -> ModelRunner:
-    """A model runner with a KV cache as large as the config requests, or as the device allows.
+    """A model runner with a KV cache as large as the config requests, or as the scarcest device allows.
 
     Raises ConfigError if the cache, or a step beside it, does not fit.
     """
-    size, memory = config.block_size, device_memory(model.device)
-    per_token = sum(layer.bytes_per_token(attention.kv_dtype or model.dtype) for layer in model.layers)
-    wanted = limits.max_seqs * -(-model.max_model_len // size)
-    cache_size = CacheSizeRequest(config.kv_cache_memory or memory.share, config.kv_blocks, per_token * size, wanted)
-    num_blocks, step_bytes = choose_num_blocks(cache_size, model, attention, sampler, size, limits, memory)
+    size, wanted = config.block_size, limits.max_seqs * -(-model.max_model_len // config.block_size)
+    per_device = dict.fromkeys(model.layer_devices, 0)
+    for layer, device in zip(model.layers, model.layer_devices, strict=True):
+        per_device[device] += size * layer.bytes_per_token(attention.kv_dtype or model.dtype)
+    block_bytes, found = sum(per_device.values()), []
+    for device, count in per_device.items():
+        one = device_memory(device)
+        cache_size = CacheSizeRequest(
+            config.kv_cache_memory or one.share, config.kv_blocks, count, wanted, count / block_bytes
+        )
+        found.append((*choose_num_blocks(cache_size, model, attention, sampler, size, limits, one), one))
+    num_blocks, step_bytes, memory = min(found, key=lambda one: one[0])
     try:
         runner = ModelRunner(model, attention, num_blocks, size)
     except Exception as error:
@@ -106,7 +116,7 @@ def make_runner(
         return runner
     # After the except block, since its traceback held the part of the cache that was made.
     raise ConfigError(
-        f"A KV cache of {format_bytes(num_blocks * cache_size.block_bytes)} could not be made on {memory.name}, where "
+        f"A KV cache of {format_bytes(num_blocks * block_bytes)} could not be made on {memory.name}, where "
         f"{format_bytes(memory.free())} are free; give it less (--kv-cache-memory)."
     )
 

@@ -39,7 +39,7 @@ class ModelRunner:
         self.num_blocks = num_blocks
         self.kv_dtype = attention.kv_dtype or model.dtype
         shapes = [attention.block_shapes(layer, block_size, self.kv_dtype) for layer in model.layers]
-        kv_cache = KVCache(shapes, num_blocks, block_size, self.kv_dtype, model.device)
+        kv_cache = KVCache(shapes, num_blocks, block_size, self.kv_dtype, model.layer_devices)
         self._open: tuple[Model, KVCache] | None = model, kv_cache
         self._graphs: StepGraphs | None = None
 

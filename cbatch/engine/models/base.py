@@ -90,6 +90,8 @@ class Model(Protocol):
     kind:            the `model_type` of its config
     layers:          shape of what each attention call of a step stores, in the order of the calls
     windows:         how many tokens back each of them sees, including the token itself; None for all
+    layer_devices:   where each of them computes, and has its keys and values
+    device:          where a step's tokens go in, and its logits come out
     max_model_len:   longest sequence, prompt and output, in tokens
     has_own_threads: whether it computes on threads that are not torch's
     num_parameters, weight_bytes: of all weights in memory
@@ -103,6 +105,7 @@ class Model(Protocol):
     max_model_len: int
     layers: list[LayerShape]
     windows: list[int | None]
+    layer_devices: list[torch.device]
     has_own_threads: bool
 
     @property

@@ -65,6 +65,7 @@ class CpuModel:
         self.max_model_len = spec.max_model_len
         self.layers = [LayerShape(spec.num_kv_heads, spec.head_dim, spec.head_dim)] * spec.num_layers
         self.windows: list[int | None] = [window or None for window in spec.windows]
+        self.layer_devices = [self.device] * spec.num_layers
         if not fits(self.layers, LANES, dtype) or spec.hidden_size % COLUMNS or spec.intermediate_size % LANES:
             raise UnsupportedConfig(f"the kernels do not support its sizes, or do not compute in {dtype}")
         if quantize and dtype != torch.bfloat16:

@@ -96,6 +96,7 @@ class CudaModel:
         self.max_model_len = spec.max_model_len
         self.layers = [LayerShape(spec.num_kv_heads, spec.head_dim, spec.head_dim)] * spec.num_layers
         self.windows: list[int | None] = [window or None for window in spec.windows]
+        self.layer_devices = [self.device] * spec.num_layers
         self.ops = ops or _triton_ops(self.layers, dtype)
         self.num_parameters = check_weights(spec, tensors)
         loader = _Loader(weight_shapes(spec), tensors, dtype, device)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.models.base import LinearCost
+from cbatch.engine.models.hooks import accept_host_rows, input_device, parameters_once
 from cbatch.engine.models.linear_cost import linear_cost_of
 from cbatch.engine.models.mask_patterns import MaskPattern, pattern_of, probe_mask
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
@@ -50,13 +51,16 @@ class AttentionCalls:
     """The attention calls of one forward pass, each with a cache of its own. Their order identifies them.
 
     A layer may call attention twice, or run several times, as long as every step makes the same calls.
+
+    metadata: what the backend has prepared, for each device that has layers
     """
 
     kv_cache: KVCache
     backend: AttentionBackend
-    metadata: Any
+    batch: RaggedBatch
     windows: list[int | None]
     calls: int = 0
+    metadata: dict[torch.device, Any] = field(default_factory=dict)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
         """Stores the step's keys and values [T, heads, dim], then attends with query [T, heads, dim]."""
@@ -65,9 +69,14 @@ class AttentionCalls:
         call, self.calls = self.calls, self.calls + 1
         if call == len(self.windows):
             raise ModelError(f"it calls attention more than {call} times in a step, unlike when it was loaded")
-        keys, values = self.kv_cache.keys[call], self.kv_cache.values[call]
-        self.backend.store_kv(keys, values, key, value, self.metadata)
-        return self.backend.attend(query, keys, values, self.metadata, window=self.windows[call], **options)
+        keys, values, metadata = self.kv_cache.keys[call], self.kv_cache.values[call], self._metadata(query.device)
+        self.backend.store_kv(keys, values, key, value, metadata)
+        return self.backend.attend(query, keys, values, metadata, window=self.windows[call], **options)
+
+    def _metadata(self, device: torch.device) -> Any:
+        if device not in self.metadata:
+            self.metadata[device] = self.backend.prepare(self.batch.on(device), self.kv_cache.block_size)
+        return self.metadata[device]
 
 
 @dataclass(slots=True)
@@ -76,10 +85,12 @@ class AttentionProbe:
 
     shapes: list[LayerShape] = field(default_factory=list)
     patterns: list[MaskPattern] = field(default_factory=list)
+    devices: list[torch.device] = field(default_factory=list)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
         self.shapes.append(LayerShape(key.shape[1], key.shape[2], value.shape[2]))
         self.patterns.append(pattern_of(mask))
+        self.devices.append(query.device)
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
@@ -146,13 +157,14 @@ class TransformersModel:
         self.config = network.config.get_text_config()
         self.kind: str = self.config.model_type
         self.dtype: torch.dtype = network.dtype
-        self.device: torch.device = network.device
+        self.device = input_device(network)
+        self._rows_on_host = accept_host_rows(network)
         self._is_emulated = self.dtype == torch.bfloat16 and not has_bfloat16(self.device)
         self.vocab_size: int = self.config.vocab_size
         self.max_model_len = _max_model_len(self.config)
         try:
             _check_config(network.config, self.config)
-            self.layers, self.windows = self._probe()
+            self.layers, self.windows, self.layer_devices = self._probe()
         except ModelError as error:
             raise ModelError(f"{self.name} is not supported: {error}.") from error
         except Exception as error:  # whatever a model's own code raises
@@ -160,11 +172,11 @@ class TransformersModel:
 
     @property
     def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self._network.parameters())
+        return sum(parameter.numel() for parameter in parameters_once(self._network))
 
     @property
     def weight_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self._network.parameters())
+        return sum(p.numel() * p.element_size() for p in parameters_once(self._network))
 
     @property
     def linear_cost(self) -> LinearCost:
@@ -176,7 +188,7 @@ class TransformersModel:
 
         They are in the model's dtype, or in float32 if the sampling kernel cannot read that.
         """
-        step = AttentionCalls(kv_cache, attention, attention.prepare(batch, kv_cache.block_size), self.windows)
+        step = AttentionCalls(kv_cache, attention, batch, self.windows)
         with self._in_use:
             logits = self._call(batch, step)
         if step.calls != len(self.layers):
@@ -194,7 +206,7 @@ class TransformersModel:
                 input_ids=batch.input_ids[None],
                 position_ids=batch.position_ids[None],
                 use_cache=False,
-                logits_to_keep=batch.logit_rows,
+                logits_to_keep=torch.from_numpy(batch.rows) if self._rows_on_host else batch.logit_rows,
             )
         finally:
             _current.reset(token)
@@ -214,8 +226,8 @@ class TransformersModel:
                 self._network.set_attn_implementation(ATTENTION_NAME)
         return logits
 
-    def _probe(self) -> tuple[list[LayerShape], list[int | None]]:
-        """The shape of what each attention call stores, and its window."""
+    def _probe(self) -> tuple[list[LayerShape], list[int | None], list[torch.device]]:
+        """The shape of what each attention call stores, its window, and where it computes."""
         probe = AttentionProbe()
         four, table = np.arange(4), np.arange(4, dtype=np.int32)[None]
         batch = RaggedBatch(four % self.vocab_size, four, four, four[-1:], table, [0], [4], self.device)
@@ -232,7 +244,7 @@ class TransformersModel:
         _check_patterns(self.config, probe.patterns)
         chunks = [pattern.chunk for pattern in probe.patterns if pattern.chunk]
         self.max_model_len = min([self.max_model_len, *chunks])  # within its first chunk a layer sees every token
-        return probe.shapes, [pattern.window for pattern in probe.patterns]
+        return probe.shapes, [pattern.window for pattern in probe.patterns], probe.devices
 
 
 def _max_model_len(config: Any) -> int:

@@ -55,7 +55,18 @@ def probe_mask(
     # If transformers combines its pattern with another, that one may look at the tokens of this pass, and has no answer
     # beyond them. These are text, so among them it shows whether the mask is causal for text.
     length = 2 * (local_size or q_length) + 4 if allow_is_causal_skip else q_length
-    mask.pattern = _pattern(mask_function, length, local_size, device)  # type: ignore[attr-defined]
+    return _with_pattern(mask, _pattern(mask_function, length, local_size, device))
+
+
+def _with_pattern(mask: Tensor, pattern: MaskPattern | None) -> Tensor:
+    """The mask with an attribute that its copies on other devices have, too, and what is computed from it has not."""
+    copy_to = mask.to
+
+    def to(*arguments: Any, **options: Any) -> Tensor:
+        moved = copy_to(*arguments, **options)
+        return moved if moved is mask or moved.dtype != mask.dtype else _with_pattern(moved, pattern)
+
+    mask.pattern, mask.to = pattern, to  # type: ignore[attr-defined, method-assign]
     return mask
 
 

@@ -77,7 +77,7 @@ def _paged_logits(
     requests[0].blocks, requests[1].blocks = [4, 1, 3], [0, 2]
     attention = ReferenceAttention()
     shapes = [attention.block_shapes(layer, _BLOCK_SIZE, model.dtype) for layer in model.layers]
-    kv_cache = KVCache(shapes, 5, _BLOCK_SIZE, model.dtype, model.device)
+    kv_cache = KVCache(shapes, 5, _BLOCK_SIZE, model.dtype, model.layer_devices)
     for bounds in chunks:
         slices = []
         for request, (start, stop) in zip(requests, bounds, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
@@ -182,6 +182,10 @@ class RaggedBatch:
     @property
     def block_tables(self) -> Tensor:
         return self._on_device[4]
+
+    def on(self, device: torch.device) -> RaggedBatch:
+        """The same step for layers on another device, which need no token ids."""
+        return self if device == self.device else replace(self, device=device, device_tokens=None)
 
     @cached_property
     def _on_device(self) -> list[Tensor]:

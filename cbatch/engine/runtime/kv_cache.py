@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -45,7 +46,10 @@ def as_bytes(cache: Tensor) -> Tensor:
 class KVCache:
     """Keys and values of every layer, in blocks, as the attention backend lays them out.
 
+    A block has the same number in every layer, wherever the layer is.
+
     shapes         [layers] shapes of the keys and of the values of a block
+    device         of all layers, or of each
     keys[layer]    [num_blocks, *shape], and values likewise
     stacked        keys and values of all layers in one tensor each, [layers, num_blocks, *shape]; None if layers differ
     """
@@ -56,18 +60,20 @@ class KVCache:
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
-        device: torch.device,
+        device: torch.device | Sequence[torch.device],
     ) -> None:
         self.block_size = block_size
         self.stacked: tuple[Tensor, Tensor] | None = None
-        make = partial(_empty, dtype=dtype, device=device)
-        if len(set(shapes)) == 1:
-            keys, values = (make(len(shapes), num_blocks, *shape) for shape in shapes[0])
+        make = partial(_empty, dtype=dtype)
+        devices = [device] * len(shapes) if isinstance(device, torch.device) else device
+        if len(set(shapes)) == len(set(devices)) == 1:
+            keys, values = (make(len(shapes), num_blocks, *shape, device=devices[0]) for shape in shapes[0])
             self.stacked = keys, values
             self.keys, self.values = list(keys), list(values)
         else:
-            self.keys = [make(num_blocks, *shape) for shape, _ in shapes]
-            self.values = [make(num_blocks, *shape) for _, shape in shapes]
+            places = list(zip(shapes, devices, strict=True))
+            self.keys = [make(num_blocks, *shape, device=place) for (shape, _), place in places]
+            self.values = [make(num_blocks, *shape, device=place) for (_, shape), place in places]
 
 
 def _empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cbatch.engine.attention.base import AttentionBackend
+from cbatch.engine.attention.per_device import PerDeviceAttention
 from cbatch.engine.execution.kernel_checks.attention import AttentionChecks
 from cbatch.engine.execution.kernel_checks.captured_step import check_captured
 from cbatch.engine.execution.kernel_checks.kernel_check import KernelCheck
@@ -42,7 +43,13 @@ class GpuChecks:
 
     @cached_property
     def attention_kernels(self) -> list[KernelCheck]:
-        return list(self._attention_checks.run(self.expected.calls))
+        checks = [self._attention_checks]
+        if isinstance(self.attention, PerDeviceAttention):
+            checks = [
+                AttentionChecks(backend, self.block_size, self.model.dtype, device)
+                for device, backend in self.attention.backends.items()
+            ]
+        return [check for one in checks for check in one.run(self.expected.calls)]
 
     @cached_property
     def layer_kernels(self) -> list[KernelCheck]:

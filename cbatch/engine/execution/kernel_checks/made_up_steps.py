@@ -48,7 +48,7 @@ def num_blocks(chunks: Sequence[tuple[int, int]], block_size: int) -> int:
 
 def empty_cache(
     attention: AttentionBackend, layers: list[LayerShape], blocks: int, block_size: int, dtype: torch.dtype,
-    device: torch.device,
+    device: torch.device | Sequence[torch.device],
 ) -> KVCache:  # fmt: skip
     """A cache in which nobody wrote: a kernel that reads too far gives NaN."""
     dtype = attention.kv_dtype or dtype

@@ -105,7 +105,7 @@ class StepRunner:
         self.model, self.attention, self._steps = model, attention, steps
         self._lengths = [stop for _, stop in steps[-1]]
         blocks = num_blocks(steps[-1], block_size)
-        self.kv_cache = empty_cache(attention, model.layers, blocks, block_size, model.dtype, model.device)
+        self.kv_cache = empty_cache(attention, model.layers, blocks, block_size, model.dtype, model.layer_devices)
 
     def batch(self, step: int) -> RaggedBatch:
         model, size = self.model, self.kv_cache.block_size
