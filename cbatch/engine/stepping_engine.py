@@ -27,6 +27,7 @@ from cbatch.engine.execution.kv_cache_sizing import make_runner
 from cbatch.engine.execution.loop import EngineCore
 from cbatch.engine.execution.stats import EngineStats, StepRecord
 from cbatch.engine.models.base import Model
+from cbatch.engine.models.device_map import choose_device_map
 from cbatch.engine.models.loader import LoadedModel, load_model
 from cbatch.engine.models.self_check import checked_model
 from cbatch.engine.requests.input_processor import InputProcessor, ModelInfo
@@ -82,6 +83,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
             fast=fast,
             quantize=quantize,
             weights_folder=config.weights_folder,
+            device_map=choose_device_map(config, device),
         )
         self.tokenizer = self.loaded.tokenizer
         model: Model = self.loaded.fast_model if fast and self.loaded.fast_model else checked_model(self.loaded.network)
@@ -161,7 +163,13 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
             f"{format_bytes(limits.cache_tokens * per_token)}, {format_bytes(per_token)} a token",
             "batch": f"up to {limits.max_seqs} sequences and {limits.max_batch_tokens} tokens a step",
         }
-        special = {"not applied": ", ".join(self.loaded.not_applied), "fallback": self._fallback}
+        placement = self.loaded.placement
+        special = {
+            "placement": str(placement or ""),
+            "step cost": placement.cost if placement is not None else "",
+            "not applied": ", ".join(self.loaded.not_applied),
+            "fallback": self._fallback,
+        }
         return shown | {name: value for name, value in special.items() if value}
 
     def stats(self) -> EngineStats:

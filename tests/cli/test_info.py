@@ -26,6 +26,16 @@ def test_info_names_versions_model_and_cache(model_folder: Path, capsys: pytest.
     assert "(llama)" in lines["model"]
 
 
+def test_info_says_what_lies_where(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards a bug report of a slow model: the reason stands in it. Limits that are no object are a sentence."""
+    model = ["-m", str(model_folder), "--kv-blocks", "10", "--device", "cpu", "--device-map", "auto"]
+    assert run_command(["info", *model, "--max-memory", '{"cpu": 0}']) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("placement", "step cost"))]
+    assert "layers 0-1 on disk" in lines[0] and "A step reads up to" in lines[1]
+    assert run_command(["info", *model, "--max-memory", '["cpu"]']) == 2
+    assert 'not a JSON object such as {"cpu": "30GiB"}' in capsys.readouterr().err
+
+
 def test_info_tells_of_a_gpu_that_cannot_be_used(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -76,7 +76,7 @@ class BenchOptions:
     def check(self) -> None:
         """Raises ConfigError if options do not go together, or if results could not be written in the end."""
         self.chosen_strategies()
-        self.replicas.check()
+        self.replicas.check(self.engine)
         if self.is_load:
             self._check_load()
         elif self.engine.max_seqs is not None:

@@ -55,7 +55,7 @@ class ChatOptions:
     def check_usage(self) -> None:
         """Raises UserError or ConfigError if the options contradict each other or cannot be met."""
         self.sampling.check_for_chat()
-        self.replicas.check(self.trace)
+        self.replicas.check(self.engine, self.trace)
         if (self.source is None) != (self.index is None):
             raise UserError("--from OUT.jsonl and --index K go together.")
         if self.prompts is not None and self.source is None:

@@ -121,6 +121,14 @@ def _parse_target(ctx: click.Context, parameter: click.Parameter, value: str) ->
     return milliseconds
 
 
+def _parse_max_memory(ctx: click.Context, parameter: click.Parameter, value: str | None) -> dict[str, Any] | None:
+    """Reads a JSON object of amounts of memory by devices, whose content EngineConfig checks."""
+    limits = None if value is None else _parse_json(ctx, parameter, "", value)
+    if not isinstance(limits, dict | None):
+        raise click.BadParameter(f'{value} is not a JSON object such as {{"cpu": "30GiB"}}.', ctx, parameter)
+    return limits
+
+
 model_options = _apply(
     option(
         "-m",
@@ -144,6 +152,20 @@ model_options = _apply(
         show_default=True,
         help="Data type of the model; auto keeps the stored one if the device is fast at it.",
     ),
+    option(
+        "--device-map",
+        type=click.Choice(["none", "auto"]),
+        default="none",
+        show_default=True,
+        help="Spread a model that is larger than its device over GPUs, CPU memory and disk.",
+    ),
+    option(
+        "--max-memory",
+        metavar="JSON",
+        callback=_parse_max_memory,
+        help='Most memory for weights on each device, with --device-map: \'{"cuda:0": "20GiB", "cpu": "50%"}\'.',
+    ),
+    option("--offload-folder", metavar="DIR", help="Folder for weights rewritten for the disk, with --device-map."),
 )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import click
 
-from cbatch.engine import ConfigError
+from cbatch.engine import ConfigError, EngineConfig
 
 REPLICA_FIELDS = ("replicas", "ray", "ray_resources", "replica_timeout")
 """The names of these options."""
@@ -89,15 +89,21 @@ class ReplicaOptions:
         """The number of replicas; None for as many as there is room for."""
         return None if self.number == "auto" else self.number
 
-    def check(self, trace: str | None = None) -> None:
+    def check(self, engine: EngineConfig, trace: str | None = None) -> None:
         """Raises ConfigError for options that do not go together.
 
-        trace: what --trace names
+        engine: the configuration of each replica
+        trace:  what --trace names
         """
         if self.resources is not None and self.ray is None:
             raise ConfigError("--ray-resources needs --ray.")
         if self.timeout_s is not None and not self.are_given:
             raise ConfigError("--replica-timeout needs --replicas or --ray.")
+        option = "--replicas" if self.number is not None else "--ray"
         if trace is not None and self.are_given:
-            option = "--replicas" if self.number is not None else "--ray"
             raise ConfigError(f"--trace records the steps of an engine in this process; it does not go with {option}.")
+        if engine.device_map != "none" and self.are_given:
+            raise ConfigError(
+                "--device-map auto spreads one model over all GPUs and the memory of a machine, so it does not go with "
+                f"{option}, which shares them out."
+            )

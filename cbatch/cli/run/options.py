@@ -43,7 +43,7 @@ class RunOptions:
     def check_usage(self) -> None:
         """Raises ConfigError for options that would make every row an error row."""
         self.sampling.check()
-        self.replicas.check(self.trace)
+        self.replicas.check(self.engine, self.trace)
         for name, is_given in (("retry-errors", self.retry_errors), ("recompute-changed", self.recompute_changed)):
             if is_given and not self.resume:
                 raise ConfigError(f"--{name} needs --resume.")

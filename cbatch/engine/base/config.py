@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from cbatch.engine.base.errors import ConfigError
+from cbatch.engine.base.units import parse_memory
 
 DEVICE_VARIABLE = "CBATCH_DEVICE"
 """The environment variable that says what `auto` is."""
@@ -38,6 +41,11 @@ class EngineConfig:
     quantize:         int8: store weights in one byte each (fast path on a CPU only); None: as they are
     weights_folder:   folder of this user alone, where engines of this machine share packed weights (fast path on a CPU
                       only); None: each engine packs its own
+    device_map:       auto: spread a model that is larger than its device over CUDA GPUs, CPU memory and disk; none:
+                      keep it on its device
+    max_memory:       most memory that weights may take on a device when they are spread, such as {"cuda:0": "20GiB",
+                      "cpu": "50%"}; of the others 80% of what is free
+    offload_folder:   folder for weights that are rewritten for the disk; None: that of temporary files
     """
 
     model: str | None = None
@@ -57,6 +65,9 @@ class EngineConfig:
     kv_dtype: str = "auto"
     quantize: str | None = None
     weights_folder: str | None = None
+    device_map: Literal["none", "auto"] = "none"
+    max_memory: Mapping[str, str | int] | None = None
+    offload_folder: str | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a value of another type, or a number below 1."""
@@ -70,8 +81,39 @@ class EngineConfig:
             if not isinstance(getattr(self, name), bool | None):
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         always = ("kv_dtype", "device", "dtype", "attention")
-        for name in ("model", "revision", "quantize", "weights_folder", "kv_cache_memory", *always):
+        for name in ("model", "revision", "quantize", "weights_folder", "kv_cache_memory", "offload_folder", *always):
             value = getattr(self, name)
             if not isinstance(value, str) and (value is not None or name in always):
                 example = ', such as "4GiB" or "90%"' if name == "kv_cache_memory" else ""
                 raise ConfigError(f"{name} must be a text{example}, not {value!r}.")
+        self._check_device_map()
+
+    def _check_device_map(self) -> None:
+        if self.device_map not in ("none", "auto"):
+            raise ConfigError(f"There is no device map {self.device_map!r}; choose none or auto.")
+        _check_max_memory(self.max_memory)
+        if self.device_map == "none":
+            for name in ("max_memory", "offload_folder"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"--{name.replace('_', '-')} is only for --device-map auto.")
+        elif self.quantize is not None:
+            raise ConfigError(
+                "--device-map auto runs a model by the layers of transformers, which have no int8 weights here; leave "
+                "out --quantize or --device-map."
+            )
+
+
+def _check_max_memory(limits: Any) -> None:
+    """Raises ConfigError for limits that are not those of devices."""
+    if limits is None:
+        return
+    if not isinstance(limits, Mapping):
+        raise ConfigError(
+            f'max_memory must say how much each device may hold, such as {{"cpu": "30GiB"}}, not {limits!r}.'
+        )
+    for device, amount in limits.items():
+        if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda:\d+", device):
+            raise ConfigError(f"max_memory: there is no device {device!r}; write cpu or cuda:N.")
+        if isinstance(amount, bool) or not isinstance(amount, int | str):
+            raise ConfigError(f"max_memory: {amount!r} is not an amount of memory; write it as 4GiB, 500MiB or 90%.")
+        parse_memory(str(amount), free=0)

@@ -11,7 +11,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 
 def parse_memory(text: str, free: int) -> int:
     """Bytes meant by `90%` (of `free`), `4GiB`, `500MB` or a plain number. Raises ConfigError for anything else."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*(%|[A-Za-z]*)\s*", text)
     unit = match[2].upper() if match else None
     if match and unit == "%" and 0 < float(match[1]) <= 100:
         return int(free * float(match[1]) / 100)

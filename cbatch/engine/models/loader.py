@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -14,9 +16,13 @@ import torch
 from cbatch.engine.base.errors import ConfigError, EngineError, ModelError, RequestError
 from cbatch.engine.base.model_files import model_folder, read_json_object
 from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.base.units import format_bytes
 from cbatch.engine.models.base import Model
 from cbatch.engine.models.checkpoint import choose_dtype, load_fast_model
+from cbatch.engine.models.device_map import DeviceMap, is_disk_full, weights_size
 from cbatch.engine.models.fingerprint import fingerprint
+from cbatch.engine.models.hooks import keep_rewritten_weights
+from cbatch.engine.models.placement import Placement, placement_of
 from cbatch.engine.text.fast_loader import TransformersTokenizer, from_folder
 from cbatch.engine.text.template_sandbox import TemplateSandbox
 from cbatch.engine.text.tokenizer import ChatTokenizer
@@ -34,6 +40,8 @@ NOT_APPLIED = {
 }
 """Keys of generation_config.json that would change the output but are not supported, and their neutral values."""
 
+_log = logging.getLogger("cbatch")
+
 DEMO_MODEL = Path(__file__).parents[2] / "demo"
 
 
@@ -49,6 +57,7 @@ class LoadedModel:
     not_applied: keys of generation_config.json that are not supported and would change the output
     fingerprint: hash of the model's files (see `fingerprint`); empty for a model made in memory
     fast_model: the model on the fast path, if it has one; then the transformers model is made on demand
+    placement:  what lies where, if the model is spread over devices
     """
 
     name: str
@@ -60,6 +69,7 @@ class LoadedModel:
     not_applied: tuple[str, ...] = ()
     fingerprint: str = ""
     fast_model: Model | None = None
+    placement: Placement | None = None
 
     @cached_property
     def network(self) -> Any:
@@ -83,12 +93,14 @@ def load_model(
     fast: bool = False,
     quantize: bool = False,
     weights_folder: str | None = None,
+    device_map: DeviceMap | None = None,
 ) -> LoadedModel:
     """Loads a Hugging Face causal language model from a folder or from the hub; None is the bundled demo model.
 
-    fast:     take the fast path if the model has one
-    quantize: keep the matrices of the fast path as int8
+    fast:           take the fast path if the model has one
+    quantize:       keep the matrices of the fast path as int8
     weights_folder: where engines of this machine share packed weights; for the fast path on a CPU
+    device_map:     spread the model if it does not fit on its device
 
     Only safetensors weights are read, and no code that comes with a model is run.
     Raises ModelError, with one sentence, if that fails.
@@ -97,18 +109,23 @@ def load_model(
     _check_folder(source)
     tokenizer = _load_tokenizer(source, revision)
     template = tokenizer.chat_template if tokenizer else None
-    make_network: Callable[[], Any] = partial(_load_network, source, revision, device, dtype)
+    if device_map is not None:
+        device = device_map.device
+        if _fits(source, revision, device_map, dtype):
+            device_map = None
+    make_network: Callable[[], Any] = partial(_load_network, source, revision, device, dtype, device_map)
+    fast_model, placement = None, None
     with TemplateSandbox(template) if template else nullcontext():
-        fast_model = (
-            load_fast_model(source, revision, device, dtype, quantize=quantize, weights_folder=weights_folder)
-            if fast
-            else None
-        )
+        if fast and device_map is None:
+            fast_model = load_fast_model(
+                source, revision, device, dtype, quantize=quantize, weights_folder=weights_folder
+            )
         if fast_model is not None:
             config = fast_model.config
         else:
             network = make_network()
             make_network, config = lambda: network, network.config.get_text_config().to_dict()
+            placement = _place(network) if device_map is not None else None
     folder, settings = _generation_settings(source, revision)
     try:
         defaults = _sampling_defaults(settings)
@@ -125,7 +142,30 @@ def load_model(
         not_applied=tuple(key for key in NOT_APPLIED if settings.get(key) not in (None, NOT_APPLIED[key])),
         fingerprint=fingerprint(folder),
         fast_model=fast_model,
+        placement=placement,
     )
+
+
+def _fits(source: str, revision: str | None, device_map: DeviceMap, dtype: str) -> bool:
+    """Whether a model need not be spread, which is said then. Raises ModelError if its files cannot be had."""
+    device, room = device_map.device, device_map.limits[str(device_map.device)]
+    try:
+        size = weights_size(source, revision, dtype, device)
+    except OSError as error:
+        raise ModelError(f"Cannot load {source}: {_first_sentence(error)}") from error
+    if not 0 < size <= room:
+        return False
+    _log.warning(
+        "The model is not spread: its weights (%s) fit on %s, where they may take %s. --device-map is not needed.",
+        format_bytes(size), device, format_bytes(room),
+    )  # fmt: skip
+    return True
+
+
+def _place(network: Any) -> Placement:
+    placement = placement_of(network)
+    _log.warning("%s", f"The model is spread: {placement}. {placement.cost}".strip())
+    return placement
 
 
 def _generation_settings(source: str, revision: str | None) -> tuple[Path, dict[str, Any]]:
@@ -137,13 +177,16 @@ def _generation_settings(source: str, revision: str | None) -> tuple[Path, dict[
     return folder, read_json_object(folder / "generation_config.json")
 
 
-def _load_network(source: str, revision: str | None, device: torch.device, dtype: str) -> Any:
+def _load_network(
+    source: str, revision: str | None, device: torch.device, dtype: str, device_map: DeviceMap | None
+) -> Any:
     _silence_libraries()
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-        network, report = AutoModelForCausalLM.from_pretrained(
+        load = partial(
+            AutoModelForCausalLM.from_pretrained,
             source,
             revision=revision,
             config=config,
@@ -152,28 +195,41 @@ def _load_network(source: str, revision: str | None, device: torch.device, dtype
             trust_remote_code=False,
             output_loading_info=True,
         )
+        network, report = load() if device_map is None else _load_spread(load, device_map)
         if not report["missing_keys"]:
-            return network.to(device).eval()
+            return (network.to(device) if device_map is None else network).eval()
     except ConfigError:
         raise
     except Exception as error:  # transformers, the hub, safetensors, json and the device each raise their own kinds
+        if device_map is not None and is_disk_full(error):
+            raise ModelError(
+                f"Cannot load {source}: the disk of {device_map.folder or gettempdir()} is full, where weights are "
+                "rewritten that are to stay on disk; name a folder with more room by --offload-folder."
+            ) from error
         raise ModelError(f"Cannot load {source}: {_first_sentence(error)}") from error
     missing = sorted(report["missing_keys"])
     raise ModelError(f"Cannot load {source}: {len(missing)} of its weights are not in its files, such as {missing[0]}.")
 
 
+def _load_spread(load: Callable[..., Any], device_map: DeviceMap) -> tuple[Any, dict[str, Any]]:
+    """What transformers loads if accelerate decides where it goes."""
+    with device_map.offload_folder() as folder:
+        network, report = load(device_map="auto", max_memory=device_map.max_memory, offload_folder=str(folder))
+        keep_rewritten_weights(network, folder)
+    return network, report
+
+
 def _silence_libraries() -> None:
-    """Hides the warnings and progress bars of transformers and the hub; their errors are still raised.
+    """Hides the warnings and progress bars of transformers, accelerate and the hub; their errors are still raised.
 
     Called just before they are used, because importing transformers takes long.
     """
-    import logging
-
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    for name in ("huggingface_hub", "accelerate"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _check_folder(source: str) -> None:

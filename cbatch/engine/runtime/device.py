@@ -69,6 +69,19 @@ def choose_device(name: str) -> torch.device:
     return _named_device(name)
 
 
+def usable_gpus(name: str, device: torch.device) -> list[torch.device]:
+    """The CUDA GPUs that one model may be spread over: all that work, or the one whose number was asked for.
+
+    name, device: `choose_device(name)` is that device
+    """
+    if not is_cuda(device):
+        return []
+    if ":" in (name if name != "auto" else os.environ.get(DEVICE_VARIABLE, "")):
+        return [device]
+    gpus = [torch.device("cuda", number) for number in range(_count("cuda"))]
+    return [gpu for gpu in gpus if gpu == device or _device_problem(gpu) is None]
+
+
 def _named_device(name: str, where: str = "") -> torch.device:
     """where: what comes before the name in an error"""
     choices = "use auto, cpu, cuda, cuda:N, xpu or mps"

@@ -30,9 +30,10 @@ def test_every_engine_option_reaches_the_engine() -> None:
         values = options_of(command)
         assert set(ENGINE_FIELDS) <= values.keys()
         for name in ENGINE_FIELDS:
-            for value in (texts[name], numbers[name], not getattr(EngineConfig(), name)):
+            needed = {"device_map": "auto"} if name in ("max_memory", "offload_folder") else {}
+            for value in (texts[name], numbers[name], not getattr(EngineConfig(), name), "auto", {"cpu": 1}):
                 with suppress(ConfigError):
-                    assert getattr(engine_config({**values, name: value}), name) == value
+                    assert getattr(engine_config({**values, **needed, name: value}), name) == value
                     break
             else:
                 pytest.fail(f"no value of {name} is accepted")

@@ -80,6 +80,13 @@ def test_a_trace_is_of_this_process(command: str, capsys: pytest.CaptureFixture[
         assert f"an engine in this process; it does not go with {name}." in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["run", "chat", "bench"])
+def test_a_model_on_all_devices_has_no_replicas(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against replicas that each take all GPUs and most of the memory."""
+    assert run_command([command, "--replicas", "2", "--device-map", "auto"]) == 2
+    assert "it does not go with --replicas, which shares them out" in capsys.readouterr().err
+
+
 def test_users_have_one_engine(capsys: pytest.CaptureFixture[str]) -> None:
     """Guards against a load that silently runs on one engine."""
     assert run_command(["bench", "--users", "2", "--replicas", "2"]) == 2

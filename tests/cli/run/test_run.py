@@ -52,6 +52,15 @@ def run(model_folder: Path, tmp_path: Path) -> Any:
     return call
 
 
+def test_a_spread_model_gives_the_same_bytes(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards rows and their keys against where the weights lie; stderr says where."""
+    options = ("--device", "cpu", "--dtype", "float32", "--token-ids")
+    whole = run(ROWS, *options)
+    capsys.readouterr()
+    assert run(ROWS, *options, "--device-map", "auto", "--max-memory", '{"cpu": "100KiB"}') == whole
+    assert "cbatch: The model is spread: " in capsys.readouterr().err
+
+
 def test_one_row_out_for_each_row_in(run: Any) -> None:
     """Guards the shape of output rows, error rows beside good ones, extra columns, order, and exit code 1."""
     code, rows = run(["\n", *ROWS, "{bad\n"])
