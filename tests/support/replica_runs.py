@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,12 +33,13 @@ from cbatch.engine.replicas.messages import Reply
 from cbatch.engine.replicas.placement import find_places
 from cbatch.engine.replicas.process import LocalLauncher, ProcessConnection
 from cbatch.engine.replicas.replica import Replica
+from cbatch.engine.replicas.stream import FAILED
 
 CONFIG = EngineConfig(device="cpu", dtype="float32", max_seqs=4)
 OPTIONS = RowOptions(RequestDefaults(seed=5))
 
-ROWS_BETWEEN_KILLS = 26
-"""More than three replicas hold: a row that three deaths hit becomes an error row, as it should."""
+ROWS_BETWEEN_KILLS, ROWS_OF_KILL = 16, 26
+"""Rows that finish between two kills, and those that a batch needs for each of its kills."""
 
 POISON = b"POISON"
 
@@ -137,29 +138,35 @@ def run_to_file(
 
 @dataclass
 class Comparison:
-    """How two outputs differ, in rows."""
+    """How two outputs differ, in rows. `failed` of those that have changed say that replicas died three times."""
 
-    lost: int
-    doubled: int
-    changed: int
+    lost: int = 0
+    doubled: int = 0
+    changed: int = 0
+    failed: int = 0
 
     @classmethod
     def of(cls, found: bytes, expected: bytes) -> Comparison:
         rows, wanted = found.splitlines(), expected.splitlines()
         seen = Counter(json.loads(row)["index"] for row in rows)
-        return cls(len(wanted) - len(seen), seen.total() - len(seen), len(set(rows) - set(wanted)))
-
-    @property
-    def is_equal(self) -> bool:
-        return not (self.lost or self.doubled or self.changed)
+        changed = set(rows) - set(wanted)
+        failed = sum(FAILED.encode() in row for row in changed)
+        return cls(len(wanted) - len(seen), seen.total() - len(seen), len(changed), failed)
 
 
 @contextmanager
 def killing(
-    launcher: KillableLauncher, observer: RowCounter, kills: int, chance: random.Random
-) -> Iterator[Counter[int]]:
-    """Kills replicas at random moments while the block runs; gives the number of kills by the number of the replica."""
-    done, is_over = Counter[int](), threading.Event()
+    launcher: KillableLauncher,
+    observer: RowCounter,
+    kills: int,
+    chance: random.Random,
+    state: Callable[[int], str] = str,
+) -> Iterator[Counter[str]]:
+    """Kills replicas at random moments while the block runs; counts the kills by the state of the replica.
+
+    state: of the replica of a number; its number if nothing is given
+    """
+    done, is_over = Counter[str](), threading.Event()
 
     def kill() -> None:
         next_at = chance.randint(1, ROWS_BETWEEN_KILLS)
@@ -169,8 +176,9 @@ def killing(
                 continue
             time.sleep(chance.uniform(0, 0.05))
             number = chance.randrange(launcher.num_replicas)
+            before = state(number)
             if launcher.send(number, signal.SIGKILL):
-                done[number] += 1
+                done[before] += 1
                 next_at = observer.rows + ROWS_BETWEEN_KILLS
 
     thread = threading.Thread(target=kill, daemon=True)

@@ -1,0 +1,105 @@
+"""Kills replicas of the demo model at random moments, and compares the rows with those of a single engine.
+
+    python -m scripts.stress.replicas --kills 300
+
+Every batch runs on new replicas, into a file in the order of the input; some rows are bad, some are sampled, some have
+several outputs. Needs the packages of the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import tempfile
+import time
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from cbatch.engine import Engine, EngineDriver
+from cbatch.engine.replicas.driver import ReplicaDriver
+from tests.support.forked_replicas import forked_replicas
+from tests.support.replica_runs import (
+    CONFIG,
+    ROWS_OF_KILL,
+    Comparison,
+    KillableLauncher,
+    RowCounter,
+    killing,
+    run_to_file,
+    write_rows,
+)
+
+KILLS_OF_BATCH = 20
+BACKOFF_S = 0.01
+
+
+@dataclass
+class Totals:
+    """What was seen so far. `states`: what the killed replicas were doing."""
+
+    kills: int = 0
+    batches: int = 0
+    rows: int = 0
+    starts: int = 0
+    lost: int = 0
+    doubled: int = 0
+    changed: int = 0
+    failed: int = 0
+    states: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        states = ", ".join(f"{name} {count}" for name, count in sorted(self.states.items()))
+        return (
+            f"{self.kills} kills ({states}) in {self.batches} batches of {self.rows:,} rows, {self.starts} starts; "
+            f"rows lost {self.lost}, doubled {self.doubled}, changed {self.changed}, "
+            f"{self.failed} of them by three deaths"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no batch after so long")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fork", action="store_true", help="fork replicas, which is quicker than starting Python anew")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.getLogger("cbatch").addHandler(logging.NullHandler())
+    chance, totals, started = random.Random(arguments.seed), Totals(), time.monotonic()
+    with tempfile.TemporaryDirectory() as name, forked_replicas() if arguments.fork else nullcontext():
+        folder = Path(name)
+        write_rows(folder / "in.jsonl", KILLS_OF_BATCH * ROWS_OF_KILL, arguments.seed)
+        with Engine(CONFIG) as engine:
+            run_to_file(EngineDriver(engine.thread), folder / "in.jsonl", folder / "expected.jsonl")
+        while totals.kills < arguments.kills and time.monotonic() < started + arguments.seconds:
+            run_batch(folder, min(KILLS_OF_BATCH, arguments.kills - totals.kills), arguments.replicas, chance, totals)
+            print(f"{totals}; {time.monotonic() - started:.0f} s", flush=True)
+
+
+def run_batch(folder: Path, kills: int, num_replicas: int, chance: random.Random, totals: Totals) -> None:
+    """Runs the batch once, and counts what differs from the rows of one engine."""
+    output, launcher, observer = folder / "out.jsonl", KillableLauncher(num_replicas), RowCounter()
+    output.unlink(missing_ok=True)
+    with (
+        ReplicaDriver(launcher, CONFIG, backoff_s=BACKOFF_S) as driver,
+        killing(launcher, observer, kills, chance, lambda number: driver.each()[number].state) as states,
+    ):
+        run_to_file(driver, folder / "in.jsonl", output, observer=observer)
+    totals.states += states
+    totals.kills += states.total()
+    totals.batches, totals.rows, totals.starts = totals.batches + 1, observer.rows, totals.starts + launcher.num_starts
+    found = Comparison.of(output.read_bytes(), (folder / "expected.jsonl").read_bytes())
+    totals.lost += found.lost
+    totals.doubled += found.doubled
+    totals.changed += found.changed
+    totals.failed += found.failed
+
+
+if __name__ == "__main__":
+    main()
