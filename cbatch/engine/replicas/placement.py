@@ -99,8 +99,6 @@ def _find_devices(name: str) -> _Devices:
         return _Devices("named", [name], [{}])
     found = _probe(name)
     kind, count = str(found["kind"]), int(found["count"])
-    if kind == "cpu":
-        return _Devices("cpu", [], [])
     if kind != "cuda":
         return _Devices(kind, [f"{kind}:{number}" for number in range(count)], [{}] * count)
     # With ROCm, CUDA_VISIBLE_DEVICES counts as well, among those that its own variable has left.

@@ -7,7 +7,6 @@ whatever it is doing at that moment: also while it loads a model or compiles a k
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import gc
 import importlib
 import os
@@ -65,7 +64,6 @@ def main(descriptor: int, lifeline: int, parent: int) -> NoReturn:
     _end_with(parent, lifeline)
     for signum in (signal.SIGINT, signal.SIGTERM):  # a batch system sends them to all; the parent ends the replicas
         signal.signal(signum, signal.SIG_IGN)
-    faulthandler.enable()
     try:
         _serve(Wire(socket.socket(fileno=descriptor)))
     except Disconnected:

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import CbatchError, ConfigError, RequestError
 from cbatch.engine.base.model_files import InvalidFile
 from cbatch.engine.replicas import process
+from cbatch.engine.replicas.child_command import child_command
 from cbatch.engine.replicas.launcher import ReplicaDied
 from cbatch.engine.replicas.placement import Place
 from cbatch.engine.replicas.process import LocalLauncher, ProcessConnection
@@ -117,7 +119,7 @@ def test_process_has_its_share_of_the_machine_before_anything_is_loaded(tmp_path
     ("method", "arguments", "reason"),
     [
         ("exit", (4,), "exit code 4"),
-        ("crash", (), r"killed by signal 11 \(Segmentation fault"),
+        ("crash", (), r"killed by signal 11 \(Segmentation fault\)$"),
         ("raise_other", (), r"ValueError: two lines \(stubs.py, line \d+\)"),
         ("return_unpicklable", (), "exit code 1: .*pickle"),
         ("write_to_sockets", (b"Hello, world",), "an answer that cannot be read: it would be .* bytes long"),
@@ -282,6 +284,14 @@ def test_no_orphan_is_left_when_the_parent_is_killed(factory: str) -> None:
     parent.wait()
     wait_until(lambda: all(is_over(int(pid)) for pid in pids))
     parent.stdout.close()
+
+
+def test_replica_whose_parent_ended_before_it_began_ends() -> None:
+    """Linux tells only of deaths that come later."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = child_command("cbatch.engine.replicas.process_main", theirs.fileno(), theirs.fileno(), 1)
+        assert subprocess.run(command, pass_fds=[theirs.fileno()], timeout=SOON_S).returncode == 1
 
 
 def test_cut_lifeline_ends_a_replica_and_its_programs_alone(launcher: LocalLauncher) -> None:
