@@ -28,13 +28,14 @@ Dies = Callable[["FakeConnection", str, bool], bool]
 class FakeLauncher:
     """Starts fake replicas. What is on a line decides what becomes of its row: see `FakeConnection._compute`.
 
-    at_once: rows that a replica finishes in one exchange
+    at_once: rows that a replica finishes in one exchange, in so many seconds
     dies:    kills replicas by chance, or at a certain moment
     info:    what the replica of a number says of itself in this life; may raise
     """
 
     num_replicas: int = 2
     at_once: int = 4
+    step_s: float = 0.0
     dies: Dies = lambda connection, method, after: False
     info: Callable[[int, int], ReplicaInfo] = lambda number, life: INFO
     lives: Counter[int] = field(default_factory=Counter)
@@ -129,6 +130,7 @@ class FakeConnection:
             self.held.pop(index, None)
         self.cancelled += cancelled
         finished = list(self._compute())
+        time.sleep(self.launcher.step_s)
         if not finished:
             self.killed.wait(wait_s)
         return Reply(finished, self._stats, self._batch_tokens)

@@ -13,6 +13,9 @@ MAX_MESSAGE_BYTES = 16 * 2**20
 
 MAX_REPLY_ROWS = 1024
 
+LINGER_SECONDS = 0.02
+"""How long a reply waits for more rows after the first one, unless they free half of the slots: short rows share it."""
+
 FinishedRow = tuple[int, bytes, RowOutcome]
 """A finished row: the index of its line, its row of output, and what a run counts of it."""
 

@@ -24,12 +24,16 @@ from cbatch.engine.batch.row_stream import FinishedRow as CompletedRow
 from cbatch.engine.batch.row_stream import RowStream
 from cbatch.engine.engine import Engine
 from cbatch.engine.replicas.launcher import ReplicaConnection, ReplicaDied, ReplicaLauncher
-from cbatch.engine.replicas.messages import MAX_MESSAGE_BYTES, MAX_REPLY_ROWS, FinishedRow, ReplicaInfo, Reply
+from cbatch.engine.replicas.messages import (
+    LINGER_SECONDS,
+    MAX_MESSAGE_BYTES,
+    MAX_REPLY_ROWS,
+    FinishedRow,
+    ReplicaInfo,
+    Reply,
+)
 from cbatch.engine.requests.completion import Timing
 from cbatch.engine.runtime.interpreter import tune_process
-
-LINGER_SECONDS = 0.01
-"""How long a reply waits for more rows after the first one: short rows share a message."""
 
 
 class Replica:
@@ -156,6 +160,7 @@ class _Batch:
         self._given: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
         self._finished = self._stream.finished(iter(self._given.get, None))
         self._ready: deque[OutputRow] = deque()
+        self._enough = max(engine.limits.max_seqs // 2, 1)
         self.failure = ""
 
     @property
@@ -170,11 +175,11 @@ class _Batch:
 
     def take(self, wait_s: float) -> list[FinishedRow]:
         """The rows that have finished, as many as one reply holds."""
-        if not self._ready:
-            self._collect(wait_s)
-            if self._ready and wait_s > 0:
-                time.sleep(LINGER_SECONDS)
-        self._collect(0.0)
+        self._collect(0.0 if self._ready else wait_s)
+        until = time.monotonic() + min(LINGER_SECONDS, wait_s)
+        while 0 < len(self._ready) < self._enough and time.monotonic() < until:
+            time.sleep(LINGER_SECONDS / 4)
+            self._collect(0.0)
         finished: list[FinishedRow] = []
         size = 0
         while self._ready and len(finished) < MAX_REPLY_ROWS:

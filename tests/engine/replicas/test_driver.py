@@ -30,7 +30,7 @@ from cbatch.engine.replicas import supervisor as supervisor_module
 from cbatch.engine.replicas.driver import ReplicaDriver
 from cbatch.engine.replicas.launcher import ReplicaDied
 from cbatch.engine.replicas.messages import ReplicaInfo
-from cbatch.engine.replicas.stream import FAILED
+from cbatch.engine.replicas.stream import FAILED, ReplicaStream
 from cbatch.engine.replicas.supervisor import backoff
 from tests.support.fake_replicas import INFO, LIMITS, FakeConnection, FakeLauncher, row_of, wait_until
 
@@ -46,14 +46,20 @@ def lines(count: int, *special: tuple[int, bytes]) -> list[Line]:
     return [Line(index, texts.get(index, b"text %d" % index)) for index in range(count)]
 
 
+def taken(stream: ReplicaStream, source: Iterable[Line]) -> Iterator[list[OutputRow]]:
+    """The rows of a stream, released as a pipeline does. Raises if they do not come."""
+    deadline = time.monotonic() + 20
+    with closing(stream.finished(source)) as finished:
+        for rows in finished:
+            stream.release([row.position for row in rows])
+            yield rows
+            assert time.monotonic() < deadline, "the rows do not come"
+
+
 def run(driver: ReplicaDriver, source: Iterable[Line], observer: StreamObserver | None = None) -> list[OutputRow]:
-    """Runs a batch to its end, as a pipeline does."""
+    """Runs a batch to its end."""
     stream = driver.open(OPTIONS, window=None, observer=observer or StreamObserver())
-    found: list[OutputRow] = []
-    for rows in stream.finished(source):
-        found += rows
-        stream.release([row.position for row in rows])
-    return found
+    return [row for rows in taken(stream, source) for row in rows]
 
 
 def check(found: list[OutputRow], given: list[Line]) -> None:
@@ -65,19 +71,19 @@ def check(found: list[OutputRow], given: list[Line]) -> None:
 
 def test_rows_run_on_all_replicas() -> None:
     """Guards the common case: each row once, all replicas busy but not overfull, figures of all of them."""
-    launcher, observer = FakeLauncher(3), StreamObserver()
+    launcher, observer = FakeLauncher(3, step_s=0.002), StreamObserver()
     given = lines(200)
     with open_driver(launcher) as driver:
         as_protocol: BatchDriver = driver
         assert as_protocol.num_engines == 3 and driver.limits == LIMITS and driver.info == INFO
         wait_until(lambda: all(one.state == "running" for one in driver.each()))
         check(run(driver, given, observer), given)
-        wait_until(lambda: driver.stats().num_tokens == 400)
+        wait_until(lambda: driver.stats().num_tokens >= 400)  # more if rows were copied
         each = driver.each()
-    assert observer.output_tokens == 400 and driver.stats().num_steps == 200
+    assert observer.output_tokens >= 400 and driver.stats().num_steps >= 200
     assert [one.name for one in each] == ["replica 1", "replica 2", "replica 3"]
     assert sum(one.rows for one in each) == 200 and all(one.rows > 20 for one in each)
-    assert all(4 < connection.most_held <= 8 for connection in launcher.connections)
+    assert max(connection.most_held for connection in launcher.connections) == 8, "as many wait there as run"
     assert launcher.is_closed and all(connection.killed.is_set() for connection in launcher.connections)
 
 
@@ -127,22 +133,14 @@ def test_a_replica_that_does_not_answer_is_killed() -> None:
 
 def test_an_engine_that_makes_no_step_is_killed() -> None:
     """Guards the run against a replica that answers and computes nothing; one without rows may do so for ever."""
-    stuck = [True]
-
-    def dies(connection: FakeConnection, method: str, after: bool) -> bool:
-        if connection.life == 2:
-            stuck.clear()
-        return False
-
     given = [Line(0, b"stuck")]
-    with open_driver(FakeLauncher(1, dies=dies), timeout_s=0.3) as driver:
+    with open_driver(FakeLauncher(1), timeout_s=0.3) as driver:
         time.sleep(0.5)
         assert driver.each()[0].deaths == 0
         stream = driver.open(OPTIONS, window=None, observer=StreamObserver())
-        with closing(stream.finished(given)) as finished:
-            for _ in finished:
-                if driver.each()[0].deaths:
-                    break
+        for _ in taken(stream, given):
+            if driver.each()[0].deaths:
+                break
         assert "no step for 0.3 s" in driver.each()[0].problem
 
 
@@ -193,16 +191,15 @@ def test_what_is_finished_is_given_before_the_last_replica_is_gone() -> None:
     given = lines(300)
 
     def dies(connection: FakeConnection, method: str, after: bool) -> bool:
-        return method == "exchange" and len(found) >= 20
+        return method == "exchange" and not after and len(found) >= 20
 
     found: list[OutputRow] = []
     launcher = FakeLauncher(2, dies=dies)
     with open_driver(launcher) as driver:
         stream = driver.open(OPTIONS, window=None, observer=StreamObserver())
         with pytest.raises(EngineError, match=r"No replica is left: replica . died: exit code 3"):
-            for rows in stream.finished(given):
+            for rows in taken(stream, given):
                 found += rows
-                stream.release([row.position for row in rows])
         with pytest.raises(EngineError, match="No replica is left"):
             driver.open(OPTIONS, window=None, observer=StreamObserver())
     assert len({row.index for row in found}) == len(found) < 300
@@ -221,9 +218,8 @@ def test_a_machine_on_which_every_row_dies_ends_the_run() -> None:
     with open_driver(launcher) as driver:
         stream = driver.open(OPTIONS, window=None, observer=StreamObserver())
         with pytest.raises(EngineError, match="it finished no row in 15 lives"):
-            for rows in stream.finished(endless()):
+            for rows in taken(stream, endless()):
                 found += rows
-                stream.release([row.position for row in rows])
     assert len(found) <= launcher.num_deaths == 30
 
 
@@ -252,25 +248,24 @@ def test_another_model_is_refused(caplog: pytest.LogCaptureFixture, monkeypatch:
 @pytest.mark.parametrize("hangs", [False, True])
 def test_stop_gives_what_is_finished_within_two_seconds(hangs: bool) -> None:
     """Guards the end after a signal: what replicas have finished is fetched, a hanging one is not waited for."""
-    launcher = FakeLauncher(2, at_once=1)
+    launcher = FakeLauncher(2, step_s=0.05)
 
     def endless() -> Iterator[Line]:
         for index in range(10**9):
-            yield Line(index, b"hang" if hangs and index == 30 else b"text")
+            yield Line(index, b"hang" if hangs and index == 10 else b"text")
 
     found: list[OutputRow] = []
     with open_driver(launcher) as driver:
         stream = driver.open(OPTIONS, window=None, observer=StreamObserver())
         stopped_at = 0.0
-        for rows in stream.finished(endless()):
+        for rows in taken(stream, endless()):
             found += rows
-            stream.release([row.position for row in rows])
-            if len(found) > 100 and not stopped_at:
+            if len(found) > 20 and not stopped_at:
                 stopped_at = time.monotonic()
                 stream.stop()
         computed = sum(connection.stats.num_steps for connection in launcher.connections)
     assert time.monotonic() - stopped_at < 1.9
-    assert len(found) == len({row.index for row in found}) and computed - len(found) <= (1 if hangs else 0)
+    assert len(found) == len({row.index for row in found}) and computed - len(found) <= (4 if hangs else 0)
 
 
 def test_leaving_the_iteration_frees_the_replicas() -> None:
@@ -299,7 +294,7 @@ def test_what_the_source_raises_comes_after_the_rows_before_it(error: BaseExcept
     with open_driver(FakeLauncher(2)) as driver:
         stream = driver.open(OPTIONS, window=None, observer=StreamObserver())
         with pytest.raises(type(error), match="the source broke"):
-            for rows in stream.finished(breaking()):
+            for rows in taken(stream, breaking()):
                 found += rows
     check(found, lines(20))
 
@@ -427,7 +422,6 @@ def test_a_first_start_that_fails_later_ends_the_run_with_its_rows() -> None:
     with open_driver(FakeLauncher(2, info=info)) as driver:
         stream = driver.open(OPTIONS, window=None, observer=StreamObserver())
         with pytest.raises(EngineError, match="does not fit"):
-            for rows in stream.finished(endless()):
+            for rows in taken(stream, endless()):
                 found += rows
-                stream.release([row.position for row in rows])
     assert len({row.index for row in found}) == len(found) > 20

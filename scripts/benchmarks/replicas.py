@@ -1,0 +1,153 @@
+"""What it costs the process that drives replicas to feed them, and how many of them one process can feed.
+
+    python -m scripts.benchmarks replicas
+
+The replicas are processes without a model, which finish short rows at a fixed rate and take hardly any time for it.
+Reader, dispatcher, exchange and output file are real. First one replica at 1,000 rows/s: the share of a core that the
+driving process takes. Then 8 replicas at 2,000 rows/s each, and at a rate that no driver can feed: rows per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cbatch.cli.run.stats import RunStats
+from cbatch.engine import (
+    EngineConfig,
+    FileWriter,
+    Journal,
+    Line,
+    Pipeline,
+    RowOptions,
+    RowOutcome,
+    read_lines,
+    tune_process,
+)
+from cbatch.engine.execution.stats import total_stats
+from cbatch.engine.replicas.driver import ReplicaDriver
+from cbatch.engine.replicas.messages import LINGER_SECONDS, MAX_REPLY_ROWS, ReplicaInfo, Reply
+from cbatch.engine.replicas.placement import Place
+from cbatch.engine.replicas.process import LocalLauncher
+from cbatch.engine.scheduler.limits import EngineLimits
+from scripts.benchmarks.harness import Report, at_least_one
+
+if TYPE_CHECKING:
+    from cbatch.engine.replicas.messages import FinishedRow
+
+RATE_VARIABLE = "CBATCH_BENCHMARK_ROWS_PER_S"
+LIMITS = EngineLimits(
+    max_seqs=256, max_batch_tokens=2048, max_model_len=4096, block_size=16, num_blocks=65536, kv_bytes_per_token=1
+)
+OUTCOME = RowOutcome(None, "", 12, 0, 8, 0.01, 0.002)
+ANSWER = "an answer of some words, as a short row has it"
+UNBOUNDED = 10**6
+
+
+class PacedReplica:
+    """Answers as a `Replica` does, with rows that it finishes at a fixed rate."""
+
+    def __init__(self, rows_per_s: float) -> None:
+        self._rows_per_s = rows_per_s
+        self._rows: deque[Line] = deque()
+        self._since = 0.0
+        self._stats = total_stats(())
+
+    def info(self) -> ReplicaInfo:
+        return ReplicaInfo("paced", LIMITS, {}, load_s=0.0, host="here", pid=os.getpid())
+
+    def keys(self, options: RowOptions, lines: list[Line]) -> list[str]:
+        return ["" for _ in lines]
+
+    def begin(self, options: RowOptions) -> None:
+        self._rows.clear()
+
+    def close(self) -> None:
+        self._rows.clear()
+
+    def exchange(self, rows: list[Line], cancelled: list[int], wait_s: float) -> Reply:
+        if not self._rows:
+            self._since = time.monotonic()
+        self._rows.extend(rows)
+        time.sleep(LINGER_SECONDS if self._rows else wait_s)
+        now = time.monotonic()
+        count = min(int((now - self._since) * self._rows_per_s), len(self._rows), MAX_REPLY_ROWS)
+        self._since = self._since + count / self._rows_per_s if count < len(self._rows) else now
+        steps = self._stats.num_steps + 1
+        self._stats = replace(self._stats, num_steps=steps, num_tokens=self._stats.num_tokens + 8 * count)
+        return Reply([_finish(self._rows.popleft()) for _ in range(count)], self._stats, self._stats.num_tokens)
+
+
+def open_paced_replica(config: EngineConfig) -> PacedReplica:
+    return PacedReplica(float(os.environ[RATE_VARIABLE]))
+
+
+def _finish(line: Line) -> FinishedRow:
+    data = f'{{"index": {line.index}, "id": null, "text": "{ANSWER}", "finish_reason": "stop", "key": "{"0" * 32}"}}\n'
+    return line.index, data.encode(), OUTCOME
+
+
+def measure(replicas: int, rows_per_s: int, seconds: float, limit_rows: int = 10**7) -> dict[str, float]:
+    """One run: rows per second, and the share of a core that this process took for it."""
+    count = min(int(replicas * rows_per_s * seconds), limit_rows)
+    places = [Place("cpu", environment={RATE_VARIABLE: str(rows_per_s)})] * replicas
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "in.jsonl")
+        with source.open("w") as file:
+            for number in range(count):
+                file.write(json.dumps({"id": f"row-{number}", "prompt": f"A short question, number {number}"}) + "\n")
+        launcher = LocalLauncher(places, f"{__name__}:open_paced_replica")
+        stats = RunStats()
+        with (
+            ReplicaDriver(launcher, EngineConfig()) as driver,
+            FileWriter(Path(folder, "out.jsonl"), input_order=True) as output,
+            source.open("rb") as stream,
+        ):
+            while any(one.state != "running" for one in driver.each()):
+                time.sleep(0.01)
+            output.start(Journal())
+            pipeline = Pipeline(driver.open(RowOptions(), window=None, observer=stats), output, stats)
+            tune_process()
+            cpu, begun = time.process_time(), time.perf_counter()
+            pipeline.run(read_lines(stream), lambda: None)
+            cpu, elapsed = time.process_time() - cpu, time.perf_counter() - begun
+            deaths = sum(one.deaths for one in driver.each())
+    assert stats.rows == count and not stats.errors and not deaths, "rows were lost"
+    return {
+        "replicas": replicas,
+        "rows": count,
+        "rows_per_s": count / stats.elapsed_s,
+        "core_share": cpu / elapsed,
+        "us_per_row": 1e6 * cpu / count,
+    }
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--replicas", type=at_least_one, default=8, help="(%(default)s)")
+    add("--rows-per-s", type=at_least_one, default=2000, help="of each of them (%(default)s)")
+    add("--alone-rows-per-s", type=at_least_one, default=1000, help="of a single replica (%(default)s)")
+    add("--seconds", type=float, default=10.0, help="length of a run (%(default)s)")
+
+
+def run(options: argparse.Namespace, report: Report) -> int:
+    alone = measure(1, options.alone_rows_per_s, options.seconds)
+    many = measure(options.replicas, options.rows_per_s, options.seconds)
+    limit = measure(options.replicas, UNBOUNDED, options.seconds, limit_rows=int(many["rows"]))
+    linear = many["rows_per_s"] / (options.replicas * options.rows_per_s)
+    for name, found in (("paced", alone), ("paced", many), ("as fast as they are fed", limit)):
+        report.line(
+            f"{found['replicas']} replicas, {name}: {found['rows_per_s']:,.0f} rows/s; the driving process takes "
+            f"{found['core_share']:.1%} of a core, {found['us_per_row']:.0f} us a row"
+        )
+    report.line(f"{linear:.1%} of linear")
+    report.figures |= {"alone": alone, "many": many, "limit": limit, "linear": linear, "python": sys.version}
+    return 0
