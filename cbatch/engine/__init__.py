@@ -61,13 +61,11 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.models.loader import LoadedModel as LoadedModel
     from cbatch.engine.replicas.driver import TIMEOUT_S as TIMEOUT_S
     from cbatch.engine.replicas.driver import ReplicaDriver as ReplicaDriver
-    from cbatch.engine.replicas.launcher import ReplicaConnection as ReplicaConnection
-    from cbatch.engine.replicas.launcher import ReplicaDied as ReplicaDied
     from cbatch.engine.replicas.launcher import ReplicaLauncher as ReplicaLauncher
     from cbatch.engine.replicas.placement import Place as Place
     from cbatch.engine.replicas.placement import find_places as find_places
     from cbatch.engine.replicas.process import LocalLauncher as LocalLauncher
-    from cbatch.engine.replicas.replica import Replica as Replica
+    from cbatch.engine.replicas.replica import EngineLauncher as EngineLauncher
     from cbatch.engine.requests.completion import Choice as Choice
     from cbatch.engine.requests.completion import Completion as Completion
     from cbatch.engine.requests.completion import Score as Score

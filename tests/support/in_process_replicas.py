@@ -6,8 +6,9 @@ import threading
 from collections import Counter
 from typing import Any
 
-from cbatch.cli.chat.batch_engines import OwnEngine
-from cbatch.engine import Engine, EngineConfig, ReplicaDied
+from cbatch.engine import Engine, EngineConfig
+from cbatch.engine.replicas.launcher import ReplicaDied
+from cbatch.engine.replicas.replica import InProcessConnection
 
 
 class InProcessLauncher:
@@ -35,7 +36,7 @@ class InProcessLauncher:
         self.is_closed = True
 
 
-class MortalReplica(OwnEngine):
+class MortalReplica(InProcessConnection):
     """One life. It ends in the middle of an exchange, with rows in its hands."""
 
     def __init__(self, engine: Engine, launcher: InProcessLauncher, number: int) -> None:

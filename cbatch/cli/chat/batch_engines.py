@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cbatch.cli.common.replica_options import ReplicaOptions
-from cbatch.engine import CbatchError, EngineConfig, ReplicaDied
+from cbatch.engine import EngineConfig
 
 if TYPE_CHECKING:
-    from cbatch.engine import BatchDriver, Engine, Place, ReplicaConnection, ReplicaDriver, ReplicaLauncher
+    from cbatch.engine import BatchDriver, Engine, Place, ReplicaDriver, ReplicaLauncher
 
 
 class BatchEngines:
@@ -40,12 +39,12 @@ class BatchEngines:
 
     def driver(self, engine: Engine) -> BatchDriver:
         """What computes a batch. The first one starts the other replicas. Raises ConfigError if they cannot start."""
-        from cbatch.engine import TIMEOUT_S, EngineDriver, ReplicaDriver
+        from cbatch.engine import TIMEOUT_S, EngineDriver, EngineLauncher, ReplicaDriver
 
         if not self._options.are_given:
             return EngineDriver(engine.thread)
         if self._driver is None:
-            launcher = WithOwnEngine(engine, self._launch_others())
+            launcher = EngineLauncher(engine, self._launch_others(), name="this chat")
             timeout_s = self._options.timeout_s or TIMEOUT_S
             self._driver = ReplicaDriver(launcher, self._shared_config, timeout_s=timeout_s)
         return self._driver
@@ -55,8 +54,10 @@ class BatchEngines:
         if self._driver is not None:
             self._driver.close()
 
-    def _launch_others(self) -> ReplicaLauncher:
+    def _launch_others(self) -> ReplicaLauncher | None:
         options = self._options
+        if options.wanted == 1:
+            return None
         if options.ray is None:
             from cbatch.engine import LocalLauncher
 
@@ -65,49 +66,3 @@ class BatchEngines:
 
         others = options.wanted - 1 if options.wanted is not None else None
         return RayLauncher(options.ray, others, options.resources)
-
-
-class WithOwnEngine:
-    """A `ReplicaLauncher` whose last replica is an engine of this process."""
-
-    def __init__(self, engine: Engine, others: ReplicaLauncher) -> None:
-        self._engine, self._others = engine, others
-        self.num_replicas = others.num_replicas + 1
-
-    def name(self, number: int) -> str:
-        return self._others.name(number) if number < self._others.num_replicas else "this chat"
-
-    def start(self, number: int, config: EngineConfig) -> ReplicaConnection:
-        if number < self._others.num_replicas:
-            return self._others.start(number, config)
-        return OwnEngine(self._engine)
-
-    def close(self) -> None:
-        self._others.close()
-
-
-class OwnEngine:
-    """A `ReplicaConnection` to an engine of this process. The engine outlives it."""
-
-    def __init__(self, engine: Engine) -> None:
-        from cbatch.engine import Replica
-
-        self._engine = engine
-        self._replica = Replica(engine)
-        self._calling = threading.Lock()
-
-    def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
-        if self._engine.failure is not None:
-            raise ReplicaDied(f"its engine has failed: {self._engine.failure}")
-        try:
-            with self._calling:
-                return getattr(self._replica, method)(*arguments)
-        except CbatchError:
-            raise
-        except Exception as error:
-            raise ReplicaDied(repr(error)) from error
-
-    def kill(self) -> None:
-        """Cancels its rows, after the call that is being answered."""
-        with self._calling:
-            self._replica.close()

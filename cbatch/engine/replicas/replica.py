@@ -126,20 +126,25 @@ class InProcessConnection:
 
 
 class EngineLauncher:
-    """The first replica is an engine of this process; another launcher, if there is one, starts the others."""
+    """The last replica is an engine of this process; another launcher, if there is one, starts those before it."""
 
-    def __init__(self, engine: Engine, others: ReplicaLauncher | None = None) -> None:
+    def __init__(self, engine: Engine, others: ReplicaLauncher | None = None, name: str = "this process") -> None:
+        """`name`: what people call the engine of this process."""
         self._engine = engine
         self._others = others
-        self.num_replicas = 1 + (others.num_replicas if others is not None else 0)
+        self._name = name
+        self._num_others = others.num_replicas if others is not None else 0
+        self.num_replicas = self._num_others + 1
 
     def name(self, number: int) -> str:
-        return f"replica {number + 1}"
+        if self._others is None or number == self._num_others:
+            return self._name
+        return self._others.name(number)
 
     def start(self, number: int, config: EngineConfig) -> ReplicaConnection:
-        if number and self._others is not None:
-            return self._others.start(number - 1, config)
-        return InProcessConnection(self._engine)
+        if self._others is None or number == self._num_others:
+            return InProcessConnection(self._engine)
+        return self._others.start(number, config)
 
     def close(self) -> None:
         if self._others is not None:

@@ -94,7 +94,9 @@ def test_the_engine_of_the_chat_takes_its_share(monkeypatch: pytest.MonkeyPatch)
     engines = BatchEngines(EngineConfig(), ReplicaOptions(3))
     assert engines.config == EngineConfig(device="cpu", kv_cache_memory="12345")
     assert bound == [(0, (1,))] and os.environ["OMP_NUM_THREADS"] == "1"
-    assert engines._launch_others().num_replicas == 2
+    others = engines._launch_others()
+    assert others is not None and others.num_replicas == 2
+    assert BatchEngines(EngineConfig(), ReplicaOptions(1, ray="auto"))._launch_others() is None
 
 
 def test_opening_a_chat_imports_no_torch() -> None:
