@@ -39,13 +39,13 @@ PROMPTS = make_prompts([5, 20, 9])
 ASKED = [SamplingParams(max_tokens=3), SamplingParams(max_tokens=4, temperature=0.9, seed=3)] * 2
 # Layers change devices twice, and the last one is not where the tokens go in.
 PLACES = {
-    "model.embed_tokens": CPU,
-    "model.rotary_emb": CPU,
-    "model.layers.0": CPU,
-    "model.layers.1": GPU,
-    "model.layers.2": CPU,
-    "model.norm": GPU,
-    "lm_head": GPU,
+    "model.embed_tokens": GPU,
+    "model.rotary_emb": GPU,
+    "model.layers.0": GPU,
+    "model.layers.1": CPU,
+    "model.layers.2": GPU,
+    "model.norm": CPU,
+    "lm_head": CPU,
 }
 
 
@@ -83,28 +83,40 @@ def _network() -> Any:
     return make_network("mistral", num_hidden_layers=3)
 
 
-def _spread_engine(main: str, **config: Any) -> SteppingEngine:
-    network = _network()
-    accelerate.dispatch_model(network, PLACES, main_device=main)
-    settings: dict[str, Any] = {"max_seqs": 4, "block_size": 4, "kv_blocks": 40, "max_batch_tokens": 16} | config
-    return SteppingEngine(EngineConfig(device="cpu" if main == CPU else "cuda", **settings), loaded(network))
+def _engine(network: Any) -> SteppingEngine:
+    settings: dict[str, Any] = {"max_seqs": 4, "block_size": 4, "kv_blocks": 40, "max_batch_tokens": 16}
+    return SteppingEngine(EngineConfig(device="cuda", **settings), loaded(network))
 
 
-@pytest.mark.parametrize("main", [CPU, GPU])
-def test_tokens_are_those_of_one_device(main: str, patch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_those_of_one_device(patch: pytest.MonkeyPatch) -> None:
     """Guards all that must arrive where a layer is: hidden states, positions, rows of logits, tables, the cache.
 
-    The GPU refuses tensors of another device, and what is read too early is not a number there.
+    The GPU refuses tensors of another device, and what is read too early is not a number there. The CPU stands for a
+    second GPU: accelerate itself lets it compute only where there is no GPU.
     """
     want = expected()
     with DeferredDevice():
-        engine = _spread_engine(main)
-        devices = [torch.device(GPU if main == GPU else one) for one in (CPU, GPU, CPU)]
-        assert engine.model.layer_devices == devices
+        network = _network()
+        accelerate.hooks.attach_align_device_hook_on_blocks(
+            network, execution_device=PLACES | {"": GPU}, offload=dict.fromkeys(PLACES, False)
+        )
+        engine = _engine(network)
+        devices = [CUDA, torch.device(CPU), CUDA]
+        assert engine.model.layer_devices == devices and engine.device == CUDA
         assert [keys.device for keys in engine.runner.kv_cache.keys] == devices
-        assert engine.device == torch.device(main)
-        memory, _ = placement_of(engine.loaded.network).places
-        assert (memory.layers, bool(memory.read_bytes)) == ({0, 2}, main == GPU)
+        assert _tokens(engine) == want
+
+
+def test_layers_in_memory_compute_on_the_gpu(patch: pytest.MonkeyPatch) -> None:
+    """Guards the usual case, one GPU that is too small: weights come from the host for the time of their layer."""
+    want = expected()
+    with DeferredDevice():
+        network = accelerate.dispatch_model(_network(), PLACES, main_device=GPU)
+        engine = _engine(network)
+        assert engine.model.layer_devices == [CUDA] * 3
+        gpu, memory = placement_of(network).places
+        assert (gpu.layers, gpu.read_bytes, memory.layers) == ({0, 2}, 0, {1}) and memory.read_bytes > 0
+        assert network.model.layers[1].mlp.up_proj.weight.is_meta
         assert _tokens(engine) == want
 
 

@@ -89,9 +89,17 @@ def test_tokens_are_those_of_transformers(
     assert [completion.token_ids for completion in alike] == expected
 
 
-def test_what_lies_where_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Guards the notice, the lines of `info`, and the bytes in it: those of the weights that are not in memory."""
+def test_what_lies_where_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the notice, the lines of `info`, and the bytes in it: those of the weights that are not in memory.
+
+    They are measured from the disk: the system is asked to forget each tensor before it is read.
+    """
     network = saved(tmp_path, "llama")
+    forgotten: list[tuple[int, int]] = []
+    monkeypatch.setattr("os.posix_fadvise", lambda file, *place: forgotten.append(place[:2]), raising=False)
+    monkeypatch.setattr("os.POSIX_FADV_DONTNEED", 4, raising=False)
     with SteppingEngine(config(tmp_path, max_memory={"cpu": sum(sizes(network).values()) * 6 // 10})) as engine:
         placement, shown = engine.loaded.placement, engine.describe()
     assert placement is not None
@@ -102,6 +110,8 @@ def test_what_lies_where_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     )
     assert disk.read_bytes == sum(sizes(network).values()) - memory.weight_bytes
     assert memory.read_bytes == 0 and disk.read_rate > 0
+    on_disk = {(one.start, one.num_bytes) for one in stored_tensors(tmp_path / "model.safetensors").values()}
+    assert set(forgotten) < on_disk and sum(size for _, size in forgotten) == disk.read_bytes
     assert shown["placement"] == str(placement) and shown["step cost"] == placement.cost
     assert f"The model is spread: {placement}. {placement.cost}" in caplog.messages
 
