@@ -307,7 +307,7 @@ class Supervisor:
 
     def _give_up(self, problem: str) -> None:
         self._state, self._problem = "gone", problem
-        if not self._shared.is_closing:
+        if not self._shared.is_closing and self._shared.failure is None:  # else that is what the user is told
             _log.warning("%s %s; it is not started again", self.name, problem)
         self._shared.give_up(f"{self.name} {problem}")
 

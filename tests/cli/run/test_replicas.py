@@ -99,7 +99,7 @@ def test_what_cannot_be_loaded_is_said_at_once(
     source, out = write_rows(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
     out.write_text("earlier\n")
     assert run_command(["run", str(source), "-o", str(out), "--overwrite", "--replicas", "2"]) == 2
-    assert "There is no such device." in capsys.readouterr().err
+    assert capsys.readouterr().err == "cbatch: There is no such device.\n"
     assert out.read_text() == "earlier\n" and launcher.is_closed
 
 
