@@ -110,7 +110,7 @@ def _compare_replicas(
     metrics = results.replica_metrics(run, work)
     return results.StrategyResult(
         "replicas",
-        f"{len(metrics.replicas)} replicas",
+        "1 replica" if len(metrics.replicas) == 1 else f"{len(metrics.replicas)} replicas",
         metrics,
         bound.reached(metrics.elapsed_s),
         [one.elapsed_s for one in runs],

@@ -40,7 +40,7 @@ def measure_replicas(options: BenchOptions, work: Workload, on_progress: Callabl
         run_work(driver, work.warmup.repeated(driver.num_engines))
         runs = []
         for number in range(options.rounds):
-            on_progress(f"round {number + 1} of {options.rounds}: {driver.num_engines} replicas")
+            on_progress(f"round {number + 1} of {options.rounds}: replicas")
             runs.append(run_work(driver, work))
     return runs
 
