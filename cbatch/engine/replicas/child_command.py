@@ -16,4 +16,6 @@ import_module(module).main(*arguments)
 
 def child_command(module: str, *arguments: str | int) -> list[str]:
     """The command of a process that calls `main(*arguments)` of a module."""
-    return [sys.executable, "-c", _RUN, json.dumps([sys.path, module, arguments])]
+    path = [folder for folder in sys.path if isinstance(folder, str)]
+    # -P: a file in the working folder must not be imported as json.
+    return [sys.executable, "-P", "-c", _RUN, json.dumps([path, module, arguments])]

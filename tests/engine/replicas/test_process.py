@@ -95,6 +95,18 @@ def test_values_and_errors_arrive_as_they_are(replica: ProcessConnection) -> Non
     assert replica.call("echo", "still there", timeout_s=SOON_S) == "still there"
 
 
+def test_process_imports_what_its_parent_would(
+    launcher: LocalLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file in the folder of the data could stand in for a module of Python."""
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder] + [Path("ignored")])
+    (tmp_path / "json.py").write_text("raise SystemExit(5)")
+    monkeypatch.chdir(tmp_path)
+    replica = launcher.start(0, EngineConfig())
+    assert replica.call("echo", 1, timeout_s=SOON_S) == 1
+    replica.kill()
+
+
 def test_process_has_its_share_of_the_machine_before_anything_is_loaded(tmp_path: Path) -> None:
     """Libraries read their number of threads once, when they are imported."""
     cores = min(os.sched_getaffinity(0)) if is_linux else 0
