@@ -15,7 +15,8 @@ from cbatch.engine.batch.output_row import OutputRow
 from cbatch.engine.replicas import replica as replica_module
 from cbatch.engine.replicas.driver import ReplicaDriver
 from cbatch.engine.replicas.messages import FinishedRow
-from cbatch.engine.replicas.replica import EngineLauncher, Replica
+from cbatch.engine.replicas.replica import Replica
+from tests.support.in_process_replicas import InProcessLauncher
 
 OPTIONS = RowOptions(RequestDefaults(params={"max_tokens": 3, "ignore_eos": True}))
 LONG = RowOptions(RequestDefaults(params={"max_tokens": 90, "ignore_eos": True}))
@@ -152,27 +153,23 @@ def test_a_failed_engine_says_so_after_its_rows(model_folder: Path) -> None:
 
 
 def test_replicas_give_the_bytes_of_one_engine(engine: Engine) -> None:
-    """Guards the promise of every row's bytes, also when a replica dies, and a chat's engine that is one of them."""
+    """Guards the promise of every row's bytes, also when replicas die, and from one batch to the next."""
     options = RowOptions(RequestDefaults(params={"max_tokens": 12, "temperature": 1.0}, seed=3))
     given = [Line(index, b'{"id": "r%d", "prompt": "row %d"}' % (index, index * index)) for index in range(0, 120, 2)]
     given[7] = Line(14, b'{"prompt": 7}')
     source = EngineDriver(engine.thread).open(options, window=999, observer=StreamObserver())
     wanted = {row.index: row.data for rows in source.finished(given) for row in rows}
     observer, found = StreamObserver(), list[OutputRow]()
-    launcher = EngineLauncher(engine, EngineLauncher(engine))
-    with ReplicaDriver(launcher, engine.config, backoff_s=0.001) as driver:
+    with ReplicaDriver(InProcessLauncher(engine, 2, deaths={0: 1, 1: 1}), engine.config, backoff_s=0.001) as driver:
         assert driver.info.description["model"] == engine.core.describe()["model"]
-        for kills in (True, False):  # a second batch runs on the same replicas
+        for _ in range(2):
             found.clear()
             replicas = driver.open(options, window=None, observer=observer)
             for rows in replicas.finished(given):
                 found += rows
                 replicas.release([row.position for row in rows])
-                if kills and len(found) > 10:
-                    kills = False
-                    driver._supervisors[1].kill()
             assert len(found) == len(given) and {row.index: row.data for row in found} == wanted
-        assert sum(one.deaths for one in driver.each()) == 1
+        assert sum(one.deaths for one in driver.each()) == 2
         assert list(driver.keyed(options, given)) == list(EngineDriver(engine.thread).keyed(options, given))
     wait_until_idle(engine)
     assert sum(row.outcome.completion_tokens for row in found) <= observer.output_tokens / 2
