@@ -183,7 +183,7 @@ class Supervisor:
         self._rows = self._copies = self._deaths = 0
         self._futile_lives = self._lives_without_row = 0
         self._problem = ""
-        self.thread = threading.Thread(target=self._run, name=f"cbatch-replica {number + 1}", daemon=True)
+        self.thread = threading.Thread(target=self._run, name=f"cbatch-replica-{number + 1}", daemon=True)
 
     def kill(self) -> None:
         """Ends the life that goes on, if there is one. Called when the driver closes, on another thread."""
