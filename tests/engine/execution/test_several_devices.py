@@ -85,7 +85,7 @@ def _network() -> Any:
 
 def _engine(network: Any) -> SteppingEngine:
     settings: dict[str, Any] = {"max_seqs": 4, "block_size": 4, "kv_blocks": 40, "max_batch_tokens": 16}
-    return SteppingEngine(EngineConfig(device="cuda", **settings), loaded(network))
+    return SteppingEngine(EngineConfig(device="cuda", attention="reference", **settings), loaded(network))
 
 
 def test_tokens_are_those_of_one_device(patch: pytest.MonkeyPatch) -> None:
