@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import logging
 import random
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -56,8 +57,8 @@ class Totals:
         states = ", ".join(f"{name} {count}" for name, count in sorted(self.states.items()))
         return (
             f"{self.kills} kills ({states}) in {self.batches} batches of {self.rows:,} rows, {self.starts} starts; "
-            f"rows lost {self.lost}, doubled {self.doubled}, changed {self.changed}, "
-            f"{self.failed} of them by three deaths"
+            f"rows lost {self.lost}, doubled {self.doubled}, changed {self.changed}; "
+            f"three deaths hit {self.failed}"
         )
 
 
@@ -80,6 +81,7 @@ def main() -> None:
         while totals.kills < arguments.kills and time.monotonic() < started + arguments.seconds:
             run_batch(folder, min(KILLS_OF_BATCH, arguments.kills - totals.kills), arguments.replicas, chance, totals)
             print(f"{totals}; {time.monotonic() - started:.0f} s", flush=True)
+    sys.exit(bool(totals.lost or totals.doubled or totals.changed))
 
 
 def run_batch(folder: Path, kills: int, num_replicas: int, chance: random.Random, totals: Totals) -> None:

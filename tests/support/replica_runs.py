@@ -138,7 +138,7 @@ def run_to_file(
 
 @dataclass
 class Comparison:
-    """How two outputs differ, in rows. `failed` of those that have changed say that replicas died three times."""
+    """How two outputs differ, in rows. Those that `failed` say that replicas died of them three times."""
 
     lost: int = 0
     doubled: int = 0
@@ -151,7 +151,7 @@ class Comparison:
         seen = Counter(json.loads(row)["index"] for row in rows)
         changed = set(rows) - set(wanted)
         failed = sum(FAILED.encode() in row for row in changed)
-        return cls(len(wanted) - len(seen), seen.total() - len(seen), len(changed), failed)
+        return cls(len(wanted) - len(seen), seen.total() - len(seen), len(changed) - failed, failed)
 
 
 @contextmanager
