@@ -94,7 +94,7 @@ class FakeConnection:
                 self.held |= {line.index: line for line in arguments[0]}
             self._die()
             raise
-        if method == "exchange":
+        if method == "exchange" and isinstance(answer, Reply):
             for index, _, _ in answer.finished:
                 del self.held[index]
         return answer
@@ -115,6 +115,8 @@ class FakeConnection:
         return [f"key of {line.index}" for line in lines]
 
     def _begin(self, options: RowOptions) -> None:
+        if options.defaults.seed == 13:
+            raise RequestError("invalid_row", "seed must not be 13")
         self.held, self._batch_tokens = {}, 0
 
     def _close(self) -> None:
@@ -129,6 +131,8 @@ class FakeConnection:
         for index in cancelled:
             self.held.pop(index, None)
         self.cancelled += cancelled
+        if self.life == 1 and any(line.data == b"nonsense" for line in rows):
+            return "nonsense"  # type: ignore[return-value]
         finished = list(self._compute())
         time.sleep(self.launcher.step_s)
         if not finished:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from time import monotonic
 
 from cbatch.engine.base.config import EngineConfig
+from cbatch.engine.base.errors import EngineError
 from cbatch.engine.batch.driver import ReplicaStatus, StreamObserver
 from cbatch.engine.batch.lines import Line
 from cbatch.engine.batch.row_options import RowOptions
@@ -85,7 +86,8 @@ class ReplicaDriver(AbstractContextManager["ReplicaDriver"]):
         return ReplicaStream(self._shared, options, window=rows, observer=observer)
 
     def close(self) -> None:
-        """Kills all replicas. May be called twice."""
+        """Kills all replicas; a batch that still runs ends with EngineError. May be called twice."""
+        self._shared.fail(EngineError("The replicas were closed before the last row was finished."))
         with self._shared.changed:
             self._shared.is_closing = True
             self._shared.changed.notify_all()

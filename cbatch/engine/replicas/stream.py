@@ -209,6 +209,9 @@ class ReplicaStream:
     def serve(self, life: Life) -> None:
         number = life.number
         with self._shared.lock:
+            if number not in self._num_tokens:  # it has refused the batch, which ends
+                self._rows_came.wait(IDLE_SECONDS)
+                return
             work = self._dispatcher.take(number, time.monotonic())
             if not work and not self._dispatcher.num_held(number) and not self._is_over:
                 self._num_idle += 1
@@ -219,7 +222,7 @@ class ReplicaStream:
                 return
             life.num_copies += work.num_copies
             life.runs_alone = self._dispatcher.runs_alone(number)
-            wait_s = self._wait_s(number)
+            wait_s = 0.0 if work.failed else self._wait_s(number)
         if work.failed:
             self._deliver(life, life.failed(work.failed, FAILED), self._num_tokens[number])
         reply = life.exchange(work.rows, work.cancelled, wait_s)

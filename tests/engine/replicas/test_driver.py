@@ -144,6 +144,31 @@ def test_an_engine_that_makes_no_step_is_killed() -> None:
         assert "no step for 0.3 s" in driver.each()[0].problem
 
 
+def test_an_answer_that_makes_no_sense_is_a_death() -> None:
+    """Guards the driver against a replica of another version, or one that is out of step with its calls."""
+    given = lines(20, (3, b"nonsense"))
+    with open_driver(FakeLauncher(1)) as driver:
+        check(run(driver, given), given)
+        assert driver.each()[0].deaths == 1 and "its answer was str" in driver.each()[0].problem
+
+
+def test_an_idle_replica_takes_a_row_at_once() -> None:
+    """Guards an input that comes slowly, line by line, against waiting for a replica that rests."""
+
+    def slow() -> Iterator[Line]:
+        for line in lines(20):
+            wait_until(lambda at=line.index: len(found) == at)  # type: ignore[misc]
+            yield line
+
+    found: list[OutputRow] = []
+    with open_driver(FakeLauncher(2)) as driver:
+        stream = driver.open(OPTIONS, window=None, observer=StreamObserver())
+        started = time.monotonic()
+        for rows in taken(stream, slow()):
+            found += rows
+    assert len(found) == 20 and time.monotonic() - started < 8
+
+
 def test_rows_of_a_slow_replica_are_copied_at_the_end() -> None:
     """Guards the end of a run against one replica that is slow: the first answer counts, and the other is cancelled."""
     launcher = FakeLauncher(2)
@@ -365,7 +390,10 @@ def test_keys_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_driver(launcher) as driver:
         pairs = driver.keyed(OPTIONS, counted())
         assert next(pairs)[1] == "key of 0" and taken <= 40
-        found = [(0, "key of 0"), *((line.index, key) for line, key in pairs)]
+        found, deadline = [(0, "key of 0")], threading.Timer(20, driver.close)  # so that it does not wait for ever
+        deadline.start()
+        found += [(line.index, key) for line, key in pairs]
+        deadline.cancel()
         given = lines(12)
         check(run(driver, given), given)  # after keys come rows
     assert found == [(index, f"key of {index}") for index in range(205)] and launcher.num_deaths >= 1
@@ -379,9 +407,27 @@ def test_wrong_defaults_are_refused_before_a_batch_begins() -> None:
             driver.open(options, window=None, observer=StreamObserver())
         with pytest.raises(RequestError, match="seed"):
             list(driver.keyed(options, lines(3)))
+        stream = driver.open(RowOptions(RequestDefaults(seed=13)), window=None, observer=StreamObserver())
+        with pytest.raises(RequestError, match="13"):  # `begin` sees more than the keys
+            list(taken(stream, lines(3)))
         given = lines(5)
         check(run(driver, given), given)
         assert driver.each()[0].deaths == 0
+
+
+def test_closing_the_driver_ends_the_batch() -> None:
+    """Guards a batch in the background of a chat that ends: nobody waits for rows that will not come."""
+    launcher, found = FakeLauncher(2, step_s=0.01), list[OutputRow]()
+    driver = open_driver(launcher)
+    stream = driver.open(OPTIONS, window=None, observer=StreamObserver())
+    closer = threading.Thread(target=driver.close)
+    with pytest.raises(EngineError, match="closed before the last row"):
+        for rows in taken(stream, lines(10**5)):
+            found += rows
+            if found and not closer.ident:
+                closer.start()
+    closer.join()
+    assert found and all(row.outcome.error_code is None for row in found)
 
 
 def test_one_batch_at_a_time() -> None:
