@@ -41,6 +41,8 @@ class Sizes:
     rows, tokens: requests of the steady state, and the output tokens of each
     users, most:  users served at once, and the most that the search for the capacity tries
     duration_s, probe_s: seconds of the experiment with `users`, and of each probe of the search
+    think_s:      mean seconds between an answer and the user's next question
+    slo:          what each user is promised
     inputs, outputs: tokens of a question and of an answer
     fair:         sizes of the experiment with a long prompt beside requests that decode
     """
@@ -51,6 +53,8 @@ class Sizes:
     most: int
     duration_s: float
     probe_s: float
+    think_s: float
+    slo: SLO
     inputs: LengthDistribution
     outputs: LengthDistribution
     fair: long_prompt.Sizes
@@ -63,6 +67,8 @@ FULL = Sizes(
     most=1024,
     duration_s=45.0,
     probe_s=16.0,
+    think_s=1.0,
+    slo=SLO_TARGET,
     inputs=LengthDistribution(128, 1024, "loguniform"),
     outputs=LengthDistribution(64, 256, "uniform"),
     fair=long_prompt.Sizes(64, 256, 32768, 64, 40, 2048),
@@ -72,8 +78,10 @@ TINY = Sizes(
     tokens=12,
     users=2,
     most=2,
-    duration_s=2.5,
-    probe_s=2.5,
+    duration_s=0.8,
+    probe_s=0.8,
+    think_s=0.2,
+    slo=SLO(ttft_s=10.0, tps=1.0),  # any machine serves this, however busy
     inputs=LengthDistribution(4, 8, "uniform"),
     outputs=LengthDistribution(4, 8, "uniform"),
     fair=long_prompt.Sizes(2, 8, 200, 8, 8, 32),
@@ -205,12 +213,12 @@ def decode_all(engine: SteppingEngine, sizes: Sizes, trace: StepTracer | None = 
 
 
 def scenario(engine: SteppingEngine, sizes: Sizes) -> Scenario:
-    """Users who wait a second between an answer and their next question."""
+    """Users who wait `sizes.think_s` on average between an answer and their next question."""
     return Scenario(
         users=sizes.users,
         rate=sizes.users / (0.2 * sizes.duration_s),
         duration_s=sizes.duration_s,
-        think_s=1.0,
+        think_s=sizes.think_s,
         inputs=sizes.inputs,
         outputs=sizes.outputs,
         vocabulary=engine.model.vocab_size,
@@ -235,10 +243,10 @@ def load_lines(
         closing(EngineThread(engine)) as engine_thread,
     ):
         asked = scenario(engine, sizes)
-        run_load(engine_thread, asked.probe(1, min(3.0, sizes.probe_s)), SLO_TARGET)  # compiles the kernels
-        yield Served.of(name, name, sizes.users, run_load(engine_thread, asked, SLO_TARGET))
+        run_load(engine_thread, asked.probe(1, min(3.0, sizes.probe_s)), sizes.slo)  # compiles the kernels
+        yield Served.of(name, name, sizes.users, run_load(engine_thread, asked, sizes.slo))
         found = find_capacity(
-            lambda users: run_load(engine_thread, asked.probe(users, sizes.probe_s), SLO_TARGET),
+            lambda users: run_load(engine_thread, asked.probe(users, sizes.probe_s), sizes.slo),
             most=sizes.most,
             precision=0.1,
         )
