@@ -59,6 +59,7 @@ class PrefillTuning(NamedTuple):
         is_fp8 = cache_dtype.itemsize == 1
         if dtype == torch.float32 or limits.capability < 80:
             rows, tokens, stages = min(self.rows, 32), self.tokens // 4, min(self.stages, 2)
+            rows = min(rows, 16) if group >= 8 and 64 < head_tile <= 128 else rows
             tokens *= 2 if is_fp8 and head_tile <= 64 else 1
             warps = min(self.warps, 4 if head_tile <= 128 else 8)
         else:
