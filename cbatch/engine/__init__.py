@@ -65,6 +65,7 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.replicas.placement import Place as Place
     from cbatch.engine.replicas.placement import find_places as find_places
     from cbatch.engine.replicas.process import LocalLauncher as LocalLauncher
+    from cbatch.engine.replicas.ray_cluster import RayLauncher as RayLauncher
     from cbatch.engine.replicas.replica import EngineLauncher as EngineLauncher
     from cbatch.engine.requests.completion import Choice as Choice
     from cbatch.engine.requests.completion import Completion as Completion

@@ -62,7 +62,7 @@ class BatchEngines:
             from cbatch.engine import LocalLauncher
 
             return LocalLauncher(self._others)
-        from cbatch.engine.replicas.ray_cluster import RayLauncher
+        from cbatch.engine import RayLauncher
 
         others = options.wanted - 1 if options.wanted is not None else None
         return RayLauncher(options.ray, others, options.resources)

@@ -40,7 +40,7 @@ def open_replicas(
 def make_launcher(options: ReplicaOptions, config: EngineConfig) -> ReplicaLauncher:
     """What starts the replicas. Raises ConfigError if there is no room for them, or no cluster."""
     if options.ray is not None:
-        from cbatch.engine.replicas.ray_cluster import RayLauncher
+        from cbatch.engine import RayLauncher
 
         return RayLauncher(options.ray, options.wanted, options.resources)
     from cbatch.engine import LocalLauncher, find_places

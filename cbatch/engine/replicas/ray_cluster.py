@@ -25,8 +25,8 @@ from cbatch.engine.replicas.launcher import ReplicaDied
 try:
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-except ImportError as _error:
-    raise ConfigError("--ray needs the package ray: pip install 'cbatch[ray]'.") from _error
+except ImportError:  # of which `RayLauncher` tells
+    ray = None
 
 FACTORY = "cbatch.engine.replicas.replica:open_replica"
 
@@ -83,8 +83,11 @@ class RayLauncher:
                       them; None: one GPU, or the CPUs of the smallest node if the cluster has no GPU
         factory:      `module:function` that makes a replica of a configuration, in the actor's process
 
-        Raises ConfigError if there is no cluster at the address, or it never has the resources of one replica.
+        Raises ConfigError if the package ray is missing, there is no cluster at the address, or none of its nodes has
+        the resources of one replica.
         """
+        if ray is None:
+            raise ConfigError("--ray needs the package ray: pip install 'cbatch[ray]'.")
         self._factory = factory
         self._is_own = not ray.is_initialized()
         self._stdout = _Stdout(sys.stdout)

@@ -15,6 +15,7 @@ from cbatch.cli.common import console
 from cbatch.cli.common import replicas as replicas_module
 from cbatch.cli.main import run_command
 from cbatch.engine import ConfigError, Engine, EngineConfig
+from cbatch.engine.replicas import ray_cluster
 from tests.support.in_process_replicas import InProcessLauncher
 from tests.support.rows import write_rows
 
@@ -119,3 +120,13 @@ def test_processes_of_this_machine(model_folder: Path, tmp_path: Path) -> None:
     assert stats["rows"] == 30 and stats["load_s"] > 0 and len(stats["replicas"]) == 2
     assert run_command(["run", str(source), "-o", str(tmp_path / "one.jsonl"), *command[4:8], "-q"]) == 0
     assert out.read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+
+
+def test_ray_has_to_be_installed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the sentence for a machine without the package: what is missing, and the command that installs it."""
+    monkeypatch.setattr(ray_cluster, "ray", None)
+    write_rows(tmp_path / "in.jsonl", ROWS)
+    assert run_command(["run", str(tmp_path / "in.jsonl"), "--ray", "auto"]) == 2
+    assert "needs the package ray: pip install 'cbatch[ray]'" in capsys.readouterr().err
