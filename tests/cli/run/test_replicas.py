@@ -128,5 +128,5 @@ def test_ray_has_to_be_installed(
     """Guards the sentence for a machine without the package: what is missing, and the command that installs it."""
     monkeypatch.setattr(ray_cluster, "ray", None)
     write_rows(tmp_path / "in.jsonl", ROWS)
-    assert run_command(["run", str(tmp_path / "in.jsonl"), "--ray", "auto"]) == 2
+    assert run_command(["run", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "--ray", "auto"]) == 2
     assert "needs the package ray: pip install 'cbatch[ray]'" in capsys.readouterr().err
