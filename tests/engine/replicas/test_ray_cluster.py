@@ -99,10 +99,11 @@ def test_deaths_are_noticed(launcher: RayLauncher, caplog: pytest.LogCaptureFixt
     assert time.monotonic() - started_at < 2
     with pytest.raises(ReplicaDied, match="killed"):
         second.call("echo", timeout_s=60)
-    third, fourth, fifth = (started(launcher, number) for number in range(3))
-    third.call("echo", timeout_s=60), fourth.call("echo", timeout_s=60)
-    with pytest.raises(ReplicaDied, match="has not answered"):
-        fifth.call("echo", timeout_s=0.5)
+    both = started(launcher, 0), started(launcher, 1)
+    for connection in both:
+        connection.call("echo", timeout_s=60)
+    with pytest.raises(ReplicaDied, match="has not answered"):  # there are two CPUs
+        started(launcher, 2).call("echo", timeout_s=0.5)
     assert "replica 3 waits until a node of the cluster has free what it needs: num_cpus 1" in caplog.text
 
 
