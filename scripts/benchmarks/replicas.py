@@ -4,7 +4,9 @@
 
 The replicas are processes without a model, which finish short rows at a fixed rate and take hardly any time for it.
 Reader, dispatcher, exchange and output file are real. First one replica at 1,000 rows/s: the share of a core that the
-driving process takes. Then 8 replicas at 2,000 rows/s each, and at a rate that no driver can feed: rows per second.
+driving process takes. Then 8 replicas at 2,000 rows/s each, and at a rate that no driver can feed: rows per second. At
+last the end of a batch with one replica that is ten times slower: seconds for the last 5% of the rows, with and without
+copies for idle replicas.
 """
 
 from __future__ import annotations
@@ -16,9 +18,12 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 from cbatch.cli.run.stats import RunStats
 from cbatch.engine import (
@@ -32,7 +37,9 @@ from cbatch.engine import (
     read_lines,
     tune_process,
 )
+from cbatch.engine.batch.driver import StreamObserver
 from cbatch.engine.execution.stats import total_stats
+from cbatch.engine.replicas.dispatcher import Dispatcher
 from cbatch.engine.replicas.driver import ReplicaDriver
 from cbatch.engine.replicas.messages import LINGER_SECONDS, MAX_REPLY_ROWS, ReplicaInfo, Reply
 from cbatch.engine.replicas.placement import Place
@@ -95,24 +102,33 @@ def _finish(line: Line) -> FinishedRow:
     return line.index, data.encode(), OUTCOME
 
 
+@contextmanager
+def paced_replicas(rates: Sequence[int]) -> Iterator[ReplicaDriver]:
+    """One for each rate, in rows per second; all of them are ready."""
+    places = [Place("cpu", environment={RATE_VARIABLE: str(rate)}) for rate in rates]
+    with ReplicaDriver(LocalLauncher(places, f"{__name__}:open_paced_replica"), EngineConfig()) as driver:
+        while any(one.state != "running" for one in driver.each()):
+            time.sleep(0.01)
+        yield driver
+
+
+def short_row(number: int) -> bytes:
+    return json.dumps({"id": f"row-{number}", "prompt": f"A short question, number {number}"}).encode() + b"\n"
+
+
 def measure(replicas: int, rows_per_s: int, seconds: float, limit_rows: int = 10**7) -> dict[str, float]:
     """One run: rows per second, and the share of a core that this process took for it."""
     count = min(int(replicas * rows_per_s * seconds), limit_rows)
-    places = [Place("cpu", environment={RATE_VARIABLE: str(rows_per_s)})] * replicas
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "in.jsonl")
-        with source.open("w") as file:
-            for number in range(count):
-                file.write(json.dumps({"id": f"row-{number}", "prompt": f"A short question, number {number}"}) + "\n")
-        launcher = LocalLauncher(places, f"{__name__}:open_paced_replica")
+        with source.open("wb") as file:
+            file.writelines(map(short_row, range(count)))
         stats = RunStats()
         with (
-            ReplicaDriver(launcher, EngineConfig()) as driver,
+            paced_replicas([rows_per_s] * replicas) as driver,
             FileWriter(Path(folder, "out.jsonl"), input_order=True) as output,
             source.open("rb") as stream,
         ):
-            while any(one.state != "running" for one in driver.each()):
-                time.sleep(0.01)
             output.start(Journal())
             pipeline = Pipeline(driver.open(RowOptions(), window=None, observer=stats), output, stats)
             tune_process()
@@ -130,11 +146,27 @@ def measure(replicas: int, rows_per_s: int, seconds: float, limit_rows: int = 10
     }
 
 
+def measure_tail(rates: Sequence[int], seconds: float, *, copies: bool) -> float:
+    """Seconds from when 95% of the rows are finished until all are. copies: whether idle replicas take some"""
+    count = int(sum(rates) * seconds)
+    lines = (Line(number, short_row(number)) for number in range(count))
+    times: list[float] = []
+    take_none: AbstractContextManager[object] = patch.object(Dispatcher, "_copies", lambda *_: [])
+    with paced_replicas(rates) as driver, nullcontext() if copies else take_none:
+        stream = driver.open(RowOptions(), window=None, observer=StreamObserver())
+        for rows in stream.finished(lines):
+            stream.release([row.position for row in rows])
+            times += [time.perf_counter()] * len(rows)
+    assert len(times) == count, "rows were lost or doubled"
+    return times[-1] - times[int(0.95 * count)]
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--replicas", type=at_least_one, default=8, help="(%(default)s)")
     add("--rows-per-s", type=at_least_one, default=2000, help="of each of them (%(default)s)")
     add("--alone-rows-per-s", type=at_least_one, default=1000, help="of a single replica (%(default)s)")
+    add("--tail-rows-per-s", type=at_least_one, default=500, help="of each but the slow one, at the end (%(default)s)")
     add("--seconds", type=float, default=10.0, help="length of a run (%(default)s)")
 
 
@@ -142,6 +174,8 @@ def run(options: argparse.Namespace, report: Report) -> int:
     alone = measure(1, options.alone_rows_per_s, options.seconds)
     many = measure(options.replicas, options.rows_per_s, options.seconds)
     limit = measure(options.replicas, UNBOUNDED, options.seconds, limit_rows=int(many["rows"]))
+    rates = [options.tail_rows_per_s] * (options.replicas - 1) + [max(options.tail_rows_per_s // 10, 1)]
+    tails = {name: measure_tail(rates, options.seconds / 2, copies=name == "copies") for name in ("copies", "none")}
     linear = many["rows_per_s"] / (options.replicas * options.rows_per_s)
     for name, found in (("paced", alone), ("paced", many), ("as fast as they are fed", limit)):
         report.line(
@@ -149,5 +183,16 @@ def run(options: argparse.Namespace, report: Report) -> int:
             f"{found['core_share']:.1%} of a core, {found['us_per_row']:.0f} us a row"
         )
     report.line(f"{linear:.1%} of linear")
-    report.figures |= {"alone": alone, "many": many, "limit": limit, "linear": linear, "python": sys.version}
+    report.line(
+        f"one of {options.replicas} replicas ten times slower: the last 5% of the rows take {tails['copies']:.1f} s "
+        f"with copies, and {tails['none']:.1f} s without"
+    )
+    report.figures |= {
+        "alone": alone,
+        "many": many,
+        "limit": limit,
+        "linear": linear,
+        "tails": tails,
+        "python": sys.version,
+    }
     return 0
