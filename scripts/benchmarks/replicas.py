@@ -41,7 +41,7 @@ from cbatch.engine.batch.driver import StreamObserver
 from cbatch.engine.execution.stats import total_stats
 from cbatch.engine.replicas.dispatcher import Dispatcher
 from cbatch.engine.replicas.driver import ReplicaDriver
-from cbatch.engine.replicas.messages import LINGER_SECONDS, MAX_REPLY_ROWS, ReplicaInfo, Reply
+from cbatch.engine.replicas.messages import MAX_REPLY_ROWS, ReplicaInfo, Reply
 from cbatch.engine.replicas.placement import Place
 from cbatch.engine.replicas.process import LocalLauncher
 from cbatch.engine.scheduler.limits import EngineLimits
@@ -80,11 +80,11 @@ class PacedReplica:
     def close(self) -> None:
         self._rows.clear()
 
-    def exchange(self, rows: list[Line], cancelled: list[int], wait_s: float) -> Reply:
+    def exchange(self, rows: list[Line], cancelled: list[int], wait_s: float, linger_s: float) -> Reply:
         if not self._rows:
             self._since = time.monotonic()
         self._rows.extend(rows)
-        time.sleep(LINGER_SECONDS if self._rows else wait_s)
+        time.sleep(linger_s if self._rows else wait_s)
         now = time.monotonic()
         count = min(int((now - self._since) * self._rows_per_s), len(self._rows), MAX_REPLY_ROWS)
         self._since = self._since + count / self._rows_per_s if count < len(self._rows) else now

@@ -69,6 +69,7 @@ class FakeConnection:
         self.most_held = 0
         self.calls: Counter[str] = Counter()
         self.cancelled: list[int] = []
+        self.lingered_s: set[float] = set()
         self.has_died = False
         self.killed = threading.Event()
         self._stats = replace(total_stats(()), num_running=1)
@@ -125,7 +126,8 @@ class FakeConnection:
     def _failed(self, lines: list[Line], message: str) -> list[FinishedRow]:
         return [(line.index, row_of(line), RowOutcome("internal_error", message)) for line in lines]
 
-    def _exchange(self, rows: list[Line], cancelled: list[int], wait_s: float) -> Reply:
+    def _exchange(self, rows: list[Line], cancelled: list[int], wait_s: float, linger_s: float) -> Reply:
+        self.lingered_s.add(linger_s)
         self.held |= {line.index: line for line in rows}
         self.most_held = max(self.most_held, len(self.held))
         for index in cancelled:

@@ -29,7 +29,7 @@ from cbatch.engine import (
 )
 from cbatch.engine.batch.driver import BatchDriver
 from cbatch.engine.batch.output_row import OutputRow
-from cbatch.engine.replicas.messages import Reply
+from cbatch.engine.replicas.messages import LINGER_SECONDS, Reply
 from cbatch.engine.replicas.placement import find_places
 from cbatch.engine.replicas.process import LocalLauncher, ProcessConnection
 from cbatch.engine.replicas.replica import Replica
@@ -49,10 +49,12 @@ _WORDS = "lamp river seven Anna blue small house seventeen tomorrow green boat".
 class FragileReplica(Replica):
     """Its process ends as soon as it is given a certain row."""
 
-    def exchange(self, rows: list[Line], cancelled: list[int], wait_s: float) -> Reply:
+    def exchange(
+        self, rows: list[Line], cancelled: list[int], wait_s: float, linger_s: float = LINGER_SECONDS
+    ) -> Reply:
         if any(POISON in (line.data or b"") for line in rows):
             os._exit(13)
-        return super().exchange(rows, cancelled, wait_s)
+        return super().exchange(rows, cancelled, wait_s, linger_s)
 
 
 def open_fragile(config: EngineConfig) -> Replica:

@@ -75,18 +75,21 @@ class Replica:
         assert self._batch is not None, "begin comes first"
         return self._batch.failed(lines, RequestError("internal_error", message))
 
-    def exchange(self, rows: list[Line], cancelled: list[int], wait_s: float) -> Reply:
+    def exchange(
+        self, rows: list[Line], cancelled: list[int], wait_s: float, linger_s: float = LINGER_SECONDS
+    ) -> Reply:
         """Takes rows of this batch, and gives what has finished.
 
         cancelled: indices of rows that need not be finished
         wait_s:    how long to wait for the first row that finishes
+        linger_s:  how long to wait for more after it, unless they free half of the slots; at most `wait_s`
         """
         if self._batch is None:
             assert not rows, "begin comes first"
             return Reply([], self._engine.stats())
         batch = self._batch
         batch.put(rows, cancelled)
-        finished = batch.take(wait_s)
+        finished = batch.take(wait_s, min(linger_s, wait_s))
         return Reply(finished, self._engine.stats(), batch.num_tokens, batch.failure)
 
     def close(self) -> None:
@@ -178,12 +181,12 @@ class _Batch:
         for index in cancelled:
             self._stream.cancel(index)
 
-    def take(self, wait_s: float) -> list[FinishedRow]:
+    def take(self, wait_s: float, linger_s: float) -> list[FinishedRow]:
         """The rows that have finished, as many as one reply holds."""
         self._collect(0.0 if self._ready else wait_s)
-        until = time.monotonic() + min(LINGER_SECONDS, wait_s)
+        until = time.monotonic() + linger_s
         while 0 < len(self._ready) < self._enough and time.monotonic() < until:
-            time.sleep(LINGER_SECONDS / 4)
+            time.sleep(linger_s / 4)
             self._collect(0.0)
         finished: list[FinishedRow] = []
         size = 0

@@ -27,7 +27,7 @@ from cbatch.engine.batch.row_options import RowOptions
 from cbatch.engine.batch.window import Window
 from cbatch.engine.replicas.affinity import beginnings
 from cbatch.engine.replicas.dispatcher import MAX_DEATHS, Dispatcher
-from cbatch.engine.replicas.messages import FinishedRow
+from cbatch.engine.replicas.messages import FinishedRow, linger_s
 from cbatch.engine.replicas.supervisor import IDLE_SECONDS, Life, SharedState
 
 POLL_SECONDS = 0.2
@@ -79,6 +79,7 @@ class ReplicaStream:
         self._rows_came = threading.Condition(shared.lock)
         """Tells replicas with nothing to do that there is something."""
         self._num_idle = 0
+        self._linger_s = linger_s(shared.num_alive)
         self._num_tokens: dict[int, int] = {}
         """Tokens that each replica that takes part has generated in this life."""
         self._is_over = False
@@ -225,7 +226,7 @@ class ReplicaStream:
             wait_s = 0.0 if work.failed else self._wait_s(number)
         if work.failed:
             self._deliver(life, life.failed(work.failed, FAILED), self._num_tokens[number])
-        reply = life.exchange(work.rows, work.cancelled, wait_s)
+        reply = life.exchange(work.rows, work.cancelled, wait_s, self._linger_s)
         life.num_rows += self._deliver(life, reply.finished, reply.num_tokens)
         with self._shared.lock:
             num_held = self._dispatcher.num_held(number)
@@ -254,7 +255,8 @@ class ReplicaStream:
     def _wait_s(self, number: int) -> float:
         if not self._dispatcher.num_held(number):
             return 0.0
-        return STARVING_WAIT_SECONDS if self._dispatcher.is_starving(number) else WAIT_SECONDS
+        wait_s = STARVING_WAIT_SECONDS if self._dispatcher.is_starving(number) else WAIT_SECONDS
+        return max(wait_s, self._linger_s)
 
     def _deliver(self, life: Life, finished: list[FinishedRow], num_tokens: int) -> int:
         """Sends the consumer the rows of a reply that nobody has finished before, and returns their number."""

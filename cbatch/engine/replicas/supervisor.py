@@ -125,9 +125,9 @@ class Life:
         """Raises ReplicaDied, and the CbatchError that the replica raises."""
         return self._connection.call(method, *arguments, timeout_s=self._timeout_s)
 
-    def exchange(self, rows: list[Line], cancelled: list[int], wait_s: float) -> Reply:
+    def exchange(self, rows: list[Line], cancelled: list[int], wait_s: float, linger_s: float = 0.0) -> Reply:
         """See `Replica.exchange`."""
-        reply = self.call("exchange", rows, cancelled, wait_s)
+        reply = self.call("exchange", rows, cancelled, wait_s, linger_s)
         if not isinstance(reply, Reply):
             raise ReplicaDied(f"its answer was {type(reply).__name__}")
         if reply.finished or reply.stats.num_steps != self.stats.num_steps:

@@ -29,7 +29,7 @@ from cbatch.engine.replicas import keys as keys_module
 from cbatch.engine.replicas import supervisor as supervisor_module
 from cbatch.engine.replicas.driver import ReplicaDriver
 from cbatch.engine.replicas.launcher import ReplicaDied
-from cbatch.engine.replicas.messages import ReplicaInfo
+from cbatch.engine.replicas.messages import LINGER_SECONDS, MAX_REPLIES_PER_S, ReplicaInfo, linger_s
 from cbatch.engine.replicas.stream import FAILED, ReplicaStream
 from cbatch.engine.replicas.supervisor import backoff
 from tests.support.fake_replicas import INFO, LIMITS, FakeConnection, FakeLauncher, row_of, wait_until
@@ -209,6 +209,16 @@ def test_a_replica_that_never_starts_is_given_up(caplog: pytest.LogCaptureFixtur
     assert launcher.lives[1] == 5
     assert "replica 2 died: exit code 1; it is started again in 0.001 s" in caplog.text
     assert "it finished no row in 5 lives; it is not started again" in caplog.text
+
+
+def test_many_replicas_answer_less_often() -> None:
+    """Guards the process that drives replicas against more answers than it can take in."""
+    assert linger_s(8) == LINGER_SECONDS and linger_s(100) == 100 / MAX_REPLIES_PER_S
+    given, launcher = lines(60), FakeLauncher(40)
+    with open_driver(launcher) as driver:
+        check(run(driver, given), given)
+    asked = set().union(*(connection.lingered_s for connection in launcher.connections))
+    assert 40 / MAX_REPLIES_PER_S in asked and not asked & {LINGER_SECONDS}
 
 
 def test_what_is_finished_is_given_before_the_last_replica_is_gone() -> None:
