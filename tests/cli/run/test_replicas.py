@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from cbatch.cli.common import replicas as replicas_module
 from cbatch.cli.main import run_command
 from cbatch.engine import ConfigError, Engine, EngineConfig
 from cbatch.engine.replicas import ray_cluster
+from tests.support.fake_replicas import wait_until
 from tests.support.in_process_replicas import InProcessLauncher
 from tests.support.rows import write_rows
 
@@ -84,6 +88,41 @@ def test_quiet_replicas_say_nothing(
     source = write_rows(tmp_path / "in.jsonl", ROWS[:20])
     assert run_command(["run", str(source), "-o", str(tmp_path / "out.jsonl"), "--replicas", "2", "-q"]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_a_full_disk_ends_the_run(
+    launchers: list[InProcessLauncher], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards exit code 3, and replicas that would go on although nothing can be written."""
+    source = write_rows(tmp_path / "in.jsonl", ROWS)
+    assert run_command(["run", str(source), "-o", "/dev/full", "-q", "--replicas", "2"]) == 3
+    assert "No space left on device" in capsys.readouterr().err
+    assert launchers[0].is_closed
+
+
+def test_rows_of_a_pipe_are_answered_as_they_come(
+    launchers: list[InProcessLauncher], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a pipeline whose writer waits for an answer before it goes on."""
+    out = tmp_path / "out.jsonl"
+    lines = [json.dumps(row).encode() + b"\n" for row in ROWS[:6]]
+    reading, writing = os.pipe()
+    answered: list[int] = []
+
+    def write() -> None:
+        with os.fdopen(writing, "wb", buffering=0) as pipe:
+            for number, line in enumerate(lines):
+                pipe.write(line)
+                wait_until(lambda count=number + 1: out.is_file() and out.read_bytes().count(b"\n") == count)
+                answered.append(number)
+
+    with os.fdopen(reading, "rb") as stream:
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=stream, isatty=lambda: False))
+        writer = threading.Thread(target=write)
+        writer.start()
+        assert run_command(["run", "-", "-o", str(out), "-q", "--replicas", "2"]) == 0
+        writer.join()
+    assert answered == [*range(6)]
 
 
 def test_what_cannot_be_loaded_is_said_at_once(
