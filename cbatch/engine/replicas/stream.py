@@ -211,7 +211,7 @@ class ReplicaStream:
         number = life.number
         with self._shared.lock:
             if number not in self._num_tokens:  # it has refused the batch, which ends
-                self._rows_came.wait(IDLE_SECONDS)
+                self._rows_came.wait_for(lambda: self._is_over, IDLE_SECONDS)
                 return
             work = self._dispatcher.take(number, time.monotonic())
             if not work and not self._dispatcher.num_held(number) and not self._is_over:
