@@ -24,10 +24,10 @@ from cbatch.engine.batch.driver import StreamObserver
 from cbatch.engine.batch.lines import Line
 from cbatch.engine.batch.output_row import OutputRow
 from cbatch.engine.batch.row_options import RowOptions
-from cbatch.engine.batch.window import Window
+from cbatch.engine.batch.window import WINDOW_BYTES, Window
 from cbatch.engine.replicas.affinity import beginnings
 from cbatch.engine.replicas.dispatcher import MAX_DEATHS, Dispatcher
-from cbatch.engine.replicas.messages import FinishedRow, linger_s
+from cbatch.engine.replicas.messages import MAX_MESSAGE_BYTES, FinishedRow, linger_s
 from cbatch.engine.replicas.supervisor import IDLE_SECONDS, Life, SharedState
 
 POLL_SECONDS = 0.2
@@ -74,7 +74,7 @@ class ReplicaStream:
         self._shared = shared
         self._options = options
         self._observer = observer
-        self._window = Window(window)
+        self._window = Window(window, max(WINDOW_BYTES, shared.num_alive * MAX_MESSAGE_BYTES))
         self._dispatcher = Dispatcher()
         self._rows_came = threading.Condition(shared.lock)
         """Tells replicas with nothing to do that there is something."""
