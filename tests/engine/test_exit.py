@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
+
 START = """
 import asyncio, gc, json, multiprocessing, os, sys, threading, time
 sys.modules["triton"] = None  # a CPU needs none, and at its end it would report what is frozen
-import transformers.models.auto.modeling_auto, transformers.models.llama.modeling_llama
-import cbatch.engine.models.cpu
 from cbatch import Engine
+from tests.support.fork_server import preload
+preload()
 gc.collect()
 gc.freeze()  # at its end, a program collects what it has made, not the thousands of modules
 programs = json.loads(sys.argv[2])
@@ -101,7 +103,7 @@ def test_programs_end_quietly(model_folder: Path, tmp_path: Path) -> None:
     """Guards the end of a program, with whatever is unfinished then: code 0, no traceback, no hanging, no crash."""
     sources = {name: f"{PREPARE}{source}print('end', flush=True)" for name, source in PROGRAMS.items()}
     command = [sys.executable, "-c", START, str(model_folder), json.dumps(sources), str(tmp_path)]
-    programs = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    programs = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT)
     try:
         codes = json.loads(programs.communicate(timeout=50)[0])
     finally:

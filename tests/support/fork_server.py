@@ -170,6 +170,8 @@ def arm(point: KillPoint) -> None:
 PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.auto.modeling_auto",
+    "cbatch.engine.batch.map",
+    "cbatch.engine.engine",
     "cbatch.engine.engine_thread",
     "cbatch.engine.models.cpu",
     "cbatch.cli.run.batch_run",
@@ -177,10 +179,16 @@ PRELOADED = (
 )
 
 
-def serve() -> None:
-    """What the server does: imports all that a run needs, then forks a process for each order on stdin."""
+def preload() -> None:
+    """Imports all that a run needs, and lets transformers compile its patterns for the names of weights."""
     for name in PRELOADED:
         import_module(name)
+    import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
+
+
+def serve() -> None:
+    """What the server does: preloads, then forks a process for each order on stdin."""
+    preload()
     from cbatch.cli.main import main
 
     for line in sys.stdin:
