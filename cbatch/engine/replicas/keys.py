@@ -23,12 +23,18 @@ POLL_SECONDS = 0.2
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """Lines whose keys one replica makes. `keys` or `error` is set in the end."""
+    """Lines whose keys one replica makes, or none to try the options. `keys` or `error` is set in the end."""
 
     lines: list[Line]
     deaths: int = 0
     keys: list[str] | None = None
     error: CbatchError | None = field(default=None)
+
+    @property
+    def words(self) -> str:
+        if not self.lines:
+            return "the options of the batch"
+        return f"the keys of lines {self.lines[0].index + 1} to {self.lines[-1].index + 1}"
 
 
 class KeyMaking:
@@ -118,8 +124,7 @@ class KeyMaking:
                 return
             piece.deaths += 1
             if piece.deaths >= MAX_DEATHS:
-                first, last = piece.lines[0].index + 1, piece.lines[-1].index + 1
-                piece.error = EngineError(f"Replicas died {MAX_DEATHS} times over the keys of lines {first} to {last}.")
+                piece.error = EngineError(f"Replicas died {MAX_DEATHS} times over {piece.words}.")
             else:
                 self._waiting.appendleft(piece)
             self._shared.changed.notify_all()

@@ -180,10 +180,9 @@ class ProcessConnection:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def _ask(self, request: object, timeout_s: float) -> object:
-        deadline = time.monotonic() + timeout_s
         try:
             self._wire.send(request, timeout_s)
-            return self._wire.receive(deadline - time.monotonic())
+            return self._wire.receive(timeout_s)
         except Disconnected:
             reason = self._end()
         except TimeoutError:

@@ -119,7 +119,8 @@ class Life:
         self.stats = total_stats(())
         self._connection = connection
         self._timeout_s = timeout_s
-        self._advanced_at = time.monotonic()
+        self._without_step_s = 0.0
+        self._checked_at = time.monotonic()
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Raises ReplicaDied, and the CbatchError that the replica raises."""
@@ -131,7 +132,7 @@ class Life:
         if not isinstance(reply, Reply):
             raise ReplicaDied(f"its answer was {type(reply).__name__}")
         if reply.finished or reply.stats.num_steps != self.stats.num_steps:
-            self._advanced_at = time.monotonic()
+            self._advance()
         self.stats = reply.stats
         return reply
 
@@ -144,11 +145,19 @@ class Life:
         """Raises ReplicaDied if the replica will not finish the rows that it holds."""
         if reply.failure:
             raise ReplicaDied(reply.failure.rstrip("."))
-        now = time.monotonic()
         if not num_held:
-            self._advanced_at = now
-        elif now - self._advanced_at > self._timeout_s:
+            self._advance()
+            return
+        now = time.monotonic()
+        # More than half may be time in which this process was stopped, as by Ctrl-Z.
+        self._without_step_s += min(now - self._checked_at, self._timeout_s / 2)
+        self._checked_at = now
+        if self._without_step_s > self._timeout_s:
             raise ReplicaDied(f"its engine made no step for {self._timeout_s:g} s")
+
+    def _advance(self) -> None:
+        self._without_step_s = 0.0
+        self._checked_at = time.monotonic()
 
 
 class Supervisor:

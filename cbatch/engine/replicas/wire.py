@@ -12,6 +12,7 @@ import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 MAX_BYTES = 2**32
@@ -31,6 +32,13 @@ class InvalidMessage(Exception):
     """What has arrived is not a message."""
 
 
+@dataclass(slots=True)
+class _Wait:
+    """How long a wait may still last."""
+
+    left_s: float
+
+
 class Wire:
     """One end of a socket pair. One thread at a time sends and receives."""
 
@@ -43,20 +51,20 @@ class Wire:
 
     def send(self, message: object, timeout_s: float = math.inf) -> None:
         """Raises Disconnected, and TimeoutError if the other end does not read."""
-        deadline = time.monotonic() + timeout_s
+        wait = _Wait(timeout_s)
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for part in (_LENGTH.pack(len(data)), data):
             left = memoryview(part)
             while left:
-                left = left[self._wait_for(self._end.send, left, deadline) :]
+                left = left[self._wait_for(self._end.send, left, wait) :]
 
     def receive(self, timeout_s: float = math.inf) -> Any:
         """The next message. Raises Disconnected, TimeoutError and InvalidMessage."""
-        deadline = time.monotonic() + timeout_s
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
+        wait = _Wait(timeout_s)
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size, wait))
         if length > MAX_BYTES:
             raise InvalidMessage(f"it would be {length} bytes long")
-        data = self._read(length, deadline)
+        data = self._read(length, wait)
         try:
             return pickle.loads(data)
         except Exception as error:  # pickle raises many kinds
@@ -67,25 +75,29 @@ class Wire:
         with suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
 
-    def _read(self, size: int, deadline: float) -> bytearray:
+    def _read(self, size: int, wait: _Wait) -> bytearray:
         data = bytearray(size)
         left = memoryview(data)
         while left:
-            count = self._wait_for(self._end.recv_into, left, deadline)
+            count = self._wait_for(self._end.recv_into, left, wait)
             if count == 0:
                 raise Disconnected
             left = left[count:]
         return data
 
-    def _wait_for(self, operation: Callable[[memoryview], int], part: memoryview, deadline: float) -> int:
+    def _wait_for(self, operation: Callable[[memoryview], int], part: memoryview, wait: _Wait) -> int:
         """Number of bytes of `part` that were sent or received."""
-        while (seconds := deadline - time.monotonic()) > 0:
+        while wait.left_s > 0:
+            seconds, started = min(wait.left_s, POLL_SECONDS), time.monotonic()
             try:
-                self._end.settimeout(min(seconds, POLL_SECONDS))
+                self._end.settimeout(seconds)
                 return operation(part)
             except TimeoutError:
                 if not self._is_alive():
                     raise Disconnected from None
             except OSError as error:
                 raise Disconnected from error
+            finally:
+                # What is longer does not count: this process was stopped, and the answer may have come meanwhile.
+                wait.left_s -= min(time.monotonic() - started, seconds)
         raise TimeoutError

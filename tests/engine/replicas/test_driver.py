@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,13 +26,14 @@ from cbatch.engine import (
     RowOptions,
 )
 from cbatch.engine.batch.driver import BatchDriver, StreamObserver
+from cbatch.engine.execution.stats import total_stats
 from cbatch.engine.replicas import keys as keys_module
 from cbatch.engine.replicas import supervisor as supervisor_module
 from cbatch.engine.replicas.driver import ReplicaDriver
 from cbatch.engine.replicas.launcher import ReplicaDied
-from cbatch.engine.replicas.messages import LINGER_SECONDS, MAX_REPLIES_PER_S, ReplicaInfo, linger_s
+from cbatch.engine.replicas.messages import LINGER_SECONDS, MAX_REPLIES_PER_S, ReplicaInfo, Reply, linger_s
 from cbatch.engine.replicas.stream import FAILED, ReplicaStream
-from cbatch.engine.replicas.supervisor import backoff
+from cbatch.engine.replicas.supervisor import Life, backoff
 from tests.support.fake_replicas import INFO, LIMITS, FakeConnection, FakeLauncher, row_of, wait_until
 
 OPTIONS = RowOptions()
@@ -423,6 +425,28 @@ def test_wrong_defaults_are_refused_before_a_batch_begins() -> None:
         given = lines(5)
         check(run(driver, given), given)
         assert driver.each()[0].deaths == 0
+
+
+def test_deaths_over_the_options_of_a_batch_end_it() -> None:
+    """Guards the caller of `open` against a wait for ever: no line is there yet whose keys could be at fault."""
+    launcher = FakeLauncher(1, dies=lambda connection, method, after: method == "keys")
+    with open_driver(launcher) as driver, pytest.raises(EngineError, match="3 times over the options of the batch"):
+        driver.open(OPTIONS, window=None, observer=StreamObserver())
+
+
+def test_an_engine_is_not_blamed_for_time_in_which_its_driver_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a replica in the middle of a long step against Ctrl-Z of its parent; a later hang is noticed."""
+    now = 0.0
+    monkeypatch.setattr(supervisor_module, "time", SimpleNamespace(monotonic=lambda: now))
+    reply = Reply([], total_stats(()))
+    life = Life(0, FakeConnection(FakeLauncher(1), 0, 1), INFO, timeout_s=300)
+    now = 1000.0
+    life.check(reply, num_held=1)
+    now = 1100.0
+    life.check(reply, num_held=1)
+    now = 1200.0
+    with pytest.raises(ReplicaDied, match="no step for 300 s"):
+        life.check(reply, num_held=1)
 
 
 def test_closing_the_driver_ends_the_batch() -> None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -23,11 +24,12 @@ import pytest
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import CbatchError, ConfigError, RequestError
 from cbatch.engine.base.model_files import InvalidFile
-from cbatch.engine.replicas import process
+from cbatch.engine.replicas import process, wire
 from cbatch.engine.replicas.child_command import child_command
 from cbatch.engine.replicas.launcher import ReplicaDied
 from cbatch.engine.replicas.placement import Place
 from cbatch.engine.replicas.process import LocalLauncher, ProcessConnection
+from cbatch.engine.replicas.wire import Wire
 from tests.support.fork_server import ROOT
 
 SOON_S = 20.0
@@ -175,6 +177,23 @@ def test_message_that_nobody_reads_does_not_block_for_ever(replica: ProcessConne
     replica.call("echo", 1, timeout_s=SOON_S)
     os.kill(replica.pid, signal.SIGSTOP)
     assert died(replica, "echo", bytes(8 << 20), timeout_s=0.1) == "no answer for 0.1 s"
+
+
+def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards replicas against Ctrl-Z of their parent: what they have answered meanwhile is taken."""
+    now = 0.0
+
+    class StoppedEnd(socket.socket):
+        def recv_into(self, *arguments: Any) -> int:
+            nonlocal now
+            now += 1000.0
+            return super().recv_into(*arguments)
+
+    monkeypatch.setattr(wire, "time", SimpleNamespace(monotonic=lambda: now))
+    ours, others = socket.socketpair()
+    with StoppedEnd(fileno=ours.detach()) as end, others:
+        Wire(others).send("the answer")
+        assert Wire(end).receive(timeout_s=300) == "the answer"
 
 
 def test_kill_wakes_a_call_of_another_thread(replica: ProcessConnection) -> None:
