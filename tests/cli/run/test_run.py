@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -196,21 +197,19 @@ def pipe(runs: ForkServer, tmp_path: Path) -> Pipe:
 
 
 @pytest.mark.slow
-def test_an_interruption_writes_held_rows() -> None:
+def test_an_interruption_writes_held_rows(runs: ForkServer, tmp_path: Path) -> None:
     """Guards finished rows that wait for an unfinished one when Ctrl-C comes."""
-    command = [sys.executable, "-m", "cbatch", "run", "-v", "--max-seqs", "1"]
-    rows = [{"prompt": "long", "max_tokens": 900, "ignore_eos": True}] * 8 + [{"prompt": ""}]
-    running = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert running.stdin is not None and running.stderr is not None and running.stdout is not None
-    running.stdin.write("{bad\n" + "".join(json.dumps(row) + "\n" for row in rows))
-    running.stdin.flush()
-    while "prompt is empty" not in running.stderr.readline():
-        pass
-    running.send_signal(signal.SIGINT)
-    indices = [json.loads(line)["index"] for line in running.stdout]
-    assert running.wait(60) == 130 and indices[0] == 0 and indices[-1] == 9 and len(indices) < 10
+    stdin, stdout, stderr = (tmp_path / name for name in ("stdin", "stdout", "stderr"))
+    long = {"prompt": "long", "max_tokens": 300, "ignore_eos": True}
+    write_rows(stdin, ["{bad\n", *[long] * 8, {"prompt": ""}])
+    run = runs.start("run", "-v", "--max-seqs", "1", stdin=str(stdin), stdout=str(stdout), stderr=str(stderr))
+    while not (stderr.exists() and "prompt is empty" in stderr.read_text()):
+        assert not run.is_over()
+        time.sleep(0.005)
+    run.send(signal.SIGINT)
+    assert run.code() == 130
+    indices = [json.loads(line)["index"] for line in stdout.read_text().splitlines()]
+    assert indices[0] == 0 and indices[-1] == 9 and len(indices) < 10
 
 
 @pytest.mark.slow
@@ -521,23 +520,21 @@ def test_the_command_in_a_pipeline(pipe: Pipe, model_folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_reader_that_goes_away_is_exit_141(tmp_path: Path) -> None:
+def test_a_reader_that_goes_away_is_exit_141(runs: ForkServer, tmp_path: Path) -> None:
     """Guards `cbatch run | head -1`: silent, and the exit code a shell expects."""
     source = write_rows(tmp_path / "in.jsonl", [{"prompt": "a", "max_tokens": 2}] * 500)
-    command = [sys.executable, "-m", "cbatch", "run", str(source), "-q"]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert running.stdout is not None and running.stderr is not None
-    running.stdout.readline()
-    running.stdout.close()
-    assert (running.wait(60), running.stderr.read()) == (141, b"")
+    pipe, stderr = tmp_path / "pipe", tmp_path / "stderr"
+    os.mkfifo(pipe)
+    run = runs.start("run", source, "-q", stdout=str(pipe), stderr=str(stderr))
+    with pipe.open() as reader:
+        reader.readline()
+    assert (run.code(), stderr.read_text()) == (141, "")
 
 
 @pytest.mark.slow
-def test_stdin_may_not_be_the_output(tmp_path: Path) -> None:
+def test_stdin_may_not_be_the_output(runs: ForkServer, tmp_path: Path) -> None:
     """Guards the input of `cbatch run -o f --overwrite < f`."""
     source = write_rows(tmp_path / "in.jsonl", ROWS[:1])
     before = source.read_bytes()
-    command = [sys.executable, "-m", "cbatch", "run", "-o", str(source), "--overwrite"]
-    with source.open("rb") as stdin:
-        assert subprocess.run(command, stdin=stdin, capture_output=True).returncode == 2
+    assert runs.start("run", "-o", source, "--overwrite", stdin=str(source)).code() == 2
     assert source.read_bytes() == before

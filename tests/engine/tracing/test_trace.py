@@ -34,6 +34,7 @@ from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.tracing.phases import span
 from cbatch.engine.tracing.summary import Interval, read_summary, union_length
 from cbatch.engine.tracing.trace import StepTracer
+from tests.support.fork_server import ForkServer
 from tests.support.rows import write_rows
 from tests.support.tiny_models import make_engine, make_network
 
@@ -346,16 +347,22 @@ def test_a_batch_under_a_chat_has_no_trace_of_its_own() -> None:
         parse_run_options("in.jsonl -o out.jsonl --trace t.json")
 
 
-def cbatch(*arguments: str, text: str) -> tuple[str, list[str]]:
-    """The real command: its stdout, and the lines of its stderr that are about the trace or not from cbatch."""
-    done = subprocess.run([sys.executable, "-m", "cbatch", *arguments], input=text, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, [line for line in done.stderr.splitlines() if "trace" in line or line[:8] != "cbatch: "]
+def about_the_trace(stderr: str) -> list[str]:
+    """The lines that are about the trace, or not from cbatch."""
+    return [line for line in stderr.splitlines() if "trace" in line or line[:8] != "cbatch: "]
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path: Path) -> None:
-    """Guards the option end to end on the demo model, and stderr against messages of the profiler."""
+def test_the_command(runs: ForkServer, tmp_path: Path) -> None:
+    """Guards the option end to end on the demo model."""
+    stdin, stdout, stderr = (tmp_path / name for name in ("stdin", "stdout", "stderr"))
+
+    def cbatch(*arguments: str, text: str) -> tuple[str, list[str]]:
+        for path, before in ((stdin, text), (stdout, ""), (stderr, "")):
+            path.write_text(before)
+        assert runs.start(*arguments, stdin=str(stdin), stdout=str(stdout), stderr=str(stderr)).code() == 0
+        return stdout.read_text(), about_the_trace(stderr.read_text())
+
     path = tmp_path / "trace.json"
     row = json.dumps({"prompt": "Tell me a story.", "max_tokens": 20}) + "\n"
     out, (line,) = cbatch("run", "--trace", str(path), text=row)
@@ -370,8 +377,10 @@ def test_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_chat(tmp_path: Path) -> None:
-    """Guards `cbatch chat`, which does not wait for its engine at the end without a trace."""
+    """Guards `cbatch chat`, which does not wait for its engine at the end without a trace; messages of the profiler."""
     path = tmp_path / "trace.json"
-    out, (line,) = cbatch("chat", "--max-tokens", "20", "--trace", str(path), text="Tell me a story.\n")
-    assert out.strip() and line.startswith("cbatch: trace of ")
+    command = [sys.executable, "-m", "cbatch", "chat", "--max-tokens", "20", "--trace", str(path)]
+    done = subprocess.run(command, input="Tell me a story.\n", capture_output=True, text=True)
+    (line,) = about_the_trace(done.stderr)
+    assert done.returncode == 0 and done.stdout.strip() and line.startswith("cbatch: trace of ")
     assert {*PHASES, "step"} <= {one["name"] for one in spans_in(path)}
