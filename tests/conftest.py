@@ -6,6 +6,7 @@ All tests run on the CPU, whatever there is, except those that are about a GPU. 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -50,6 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # tests that look for garbage need not look through what all modules have made
     if "triton.runtime.interpreter" in sys.modules:
         interpreter.prepare()
 

@@ -224,7 +224,7 @@ def test_a_resized_window_is_drawn_anew(runs: ForkServer, tmp_path: Path) -> Non
         chat.ask_for_long()
         for columns, rows in ((40, 12), (120, 40), (5, 2), (1, 1), (61, 24)):
             chat.resize(columns, rows)
-            chat.pump(0.3)
+            chat.pump(0.15)
         chat.send("\x03")
         chat.wait("stopped; /continue")
         chat.settle()
@@ -339,7 +339,7 @@ def test_control_sequences_never_reach_the_terminal(runs: ForkServer, tmp_path: 
     }  # fmt: skip
     (tmp_path / "evil.json").write_text(json.dumps(session))
     model = hostile_model(tmp_path / "model")
-    with Chat(runs, tmp_path, "-m", model, "--temperature", 5, "--max-tokens", 1500) as chat:
+    with Chat(runs, tmp_path, "-m", model, "--temperature", 5, "--max-tokens", 500) as chat:
         chat.say("a")
         chat.wait("cut off")
         chat.say(f"/load {tmp_path}/evil.json")
