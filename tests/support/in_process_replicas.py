@@ -14,14 +14,16 @@ from cbatch.engine.replicas.replica import InProcessConnection
 class InProcessLauncher:
     """A `ReplicaLauncher` on one engine.
 
-    deaths: how many more lives of each replica end at an exchange
-    lives:  how many each replica has begun
+    deaths:  how many more lives of each replica end at an exchange
+    lives:   how many each replica has begun
+    configs: what they were started with
     """
 
     def __init__(self, engine: Engine, num_replicas: int, deaths: dict[int, int] | None = None) -> None:
         self.num_replicas = num_replicas
         self.deaths = Counter(deaths or {})
         self.lives: Counter[int] = Counter()
+        self.configs: list[EngineConfig] = []
         self.is_closed = False
         self._engine = engine
 
@@ -30,6 +32,7 @@ class InProcessLauncher:
 
     def start(self, number: int, config: EngineConfig) -> MortalReplica:
         self.lives[number] += 1
+        self.configs.append(config)
         return MortalReplica(self._engine, self, number)
 
     def close(self) -> None:

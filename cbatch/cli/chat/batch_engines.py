@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cbatch.cli.common.replica_options import ReplicaOptions
@@ -24,7 +25,8 @@ class BatchEngines:
     def __init__(self, config: EngineConfig, options: ReplicaOptions | None = None) -> None:
         """Raises ConfigError if the machine has no room for so many replicas. Call it before torch is imported."""
         self.config = config
-        self._shared_config = config
+        # Nobody waits for the next token of a row, so the others need no short steps.
+        self._shared_config = replace(config, target_step_ms=None) if config.target_step_ms == "auto" else config
         self._options = options or ReplicaOptions()
         self._others: list[Place] = []
         self._driver: ReplicaDriver | None = None

@@ -20,6 +20,7 @@ from cbatch.cli.main import run_command
 from cbatch.engine import EngineConfig, Place
 from cbatch.engine.engine import Engine
 from tests.support.chat_harness import ChatHarness
+from tests.support.fake_replicas import wait_until
 from tests.support.in_process_replicas import InProcessLauncher
 from tests.support.rows import read_rows, write_rows
 
@@ -97,6 +98,19 @@ def test_the_engine_of_the_chat_takes_its_share(monkeypatch: pytest.MonkeyPatch)
     others = engines._launch_others()
     assert others is not None and others.num_replicas == 2
     assert BatchEngines(EngineConfig(), ReplicaOptions(1, ray="auto"))._launch_others() is None
+
+
+@pytest.mark.parametrize(("target", "of_others"), [("auto", None), (20.0, 20.0), (None, None)])
+def test_only_the_engine_of_the_chat_keeps_its_steps_short(
+    engine: Engine, launched: list[InProcessLauncher], target: Any, of_others: Any
+) -> None:
+    """Guards the speed of the others, which give no replies; a time that the user asks for holds for all."""
+    engines = BatchEngines(EngineConfig(target_step_ms=target), ReplicaOptions(2))
+    assert engines.config.target_step_ms == target
+    engines.driver(engine)
+    wait_until(lambda: launched[0].configs)
+    engines.close()
+    assert [config.target_step_ms for config in launched[0].configs] == [of_others]
 
 
 def test_opening_a_chat_imports_no_torch() -> None:
