@@ -57,6 +57,10 @@ def pytest_collection_finish() -> None:
         interpreter.prepare()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else Triton reports what is frozen as leaked
+
+
 def runs_on_gpu(item: pytest.Item) -> bool:
     """Whether a test uses the GPU if there is one: its marks say so, or its module has the name of that device."""
     group = item.get_closest_marker("xdist_group")
