@@ -40,11 +40,17 @@ class BatchEngines:
                 os.sched_setaffinity(0, own.cores)  # threads that are started from now on have the same
 
     def driver(self, engine: Engine) -> BatchDriver:
-        """What computes a batch. The first one starts the other replicas. Raises ConfigError if they cannot start."""
+        """What computes a batch. The first one starts the other replicas, as does one after they could not be started.
+
+        Raises ConfigError if they cannot be started.
+        """
         from cbatch.engine import TIMEOUT_S, EngineDriver, EngineLauncher, ReplicaDriver
 
         if not self._options.are_given:
             return EngineDriver(engine.thread)
+        if self._driver is not None and self._driver.has_failed:
+            self._driver.close()
+            self._driver = None
         if self._driver is None:
             launcher = EngineLauncher(engine, self._launch_others(), name="this chat")
             timeout_s = self._options.timeout_s or TIMEOUT_S

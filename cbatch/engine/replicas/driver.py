@@ -70,6 +70,11 @@ class ReplicaDriver(AbstractContextManager["ReplicaDriver"]):
     def num_engines(self) -> int:
         return len(self._supervisors)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it runs no batch any more, for the reason that the last one has ended with."""
+        return self._shared.failure is not None
+
     def stats(self) -> EngineStats:
         living = [stats for supervisor in self._supervisors for stats in supervisor.living_stats()]
         return total_stats(living, [supervisor.past_stats for supervisor in self._supervisors])

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.batch_engines import BatchEngines
 from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.cli.main import run_command
-from cbatch.engine import EngineConfig, Place
+from cbatch.engine import EngineConfig, ModelError, Place, ReplicaDriver
 from cbatch.engine.engine import Engine
 from tests.support.chat_harness import ChatHarness
 from tests.support.fake_replicas import wait_until
@@ -111,6 +112,30 @@ def test_only_the_engine_of_the_chat_keeps_its_steps_short(
     wait_until(lambda: launched[0].configs)
     engines.close()
     assert [config.target_step_ms for config in launched[0].configs] == [of_others]
+
+
+def test_replicas_that_could_not_be_started_are_tried_again(
+    engine: Engine, launched: list[InProcessLauncher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards all later batches of a chat against a model that was out of reach, or out of memory, once."""
+
+    may_fail = threading.Event()
+
+    def fail(*_: object) -> None:
+        may_fail.wait()
+        raise ModelError("There is no memory for it now.")
+
+    engines = BatchEngines(EngineConfig(), ReplicaOptions(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(InProcessLauncher, "start", fail)
+        failed = engines.driver(engine)
+        assert isinstance(failed, ReplicaDriver)
+        may_fail.set()
+        wait_until(lambda: failed.has_failed)
+    driver = engines.driver(engine)
+    wait_until(lambda: all(one.state == "running" for one in driver.each()))
+    assert engines.driver(engine) is driver and [launcher.is_closed for launcher in launched] == [True, False]
+    engines.close()
 
 
 def test_opening_a_chat_imports_no_torch() -> None:
