@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
@@ -32,6 +33,8 @@ class ForkedProcess(subprocess.Popen[bytes]):
         if self.pid == 0:
             _go_on(arguments, writing, pass_fds, env)
         os.close(writing)
+        while os.getpgid(self.pid) != self.pid:  # a process that was started has its group at once
+            time.sleep(0.0005)
         self.stdout = os.fdopen(reading, "rb")
 
 

@@ -38,7 +38,7 @@ from cbatch.engine.replicas.stream import FAILED
 CONFIG = EngineConfig(device="cpu", dtype="float32", max_seqs=4)
 OPTIONS = RowOptions(RequestDefaults(seed=5))
 
-ROWS_BETWEEN_KILLS, ROWS_OF_KILL = 16, 26
+ROWS_BETWEEN_KILLS, ROWS_OF_KILL = 10, 26
 """Rows that finish between two kills, and those that a batch needs for each of its kills."""
 
 POISON = b"POISON"
@@ -92,6 +92,8 @@ class KillableLauncher(LocalLauncher):
         if connection is None or not connection.is_running():
             return False
         os.kill(connection.pid, signum)
+        while signum == signal.SIGKILL and connection.is_running():
+            time.sleep(0.001)  # until it can be killed no second time
         return True
 
 
@@ -176,11 +178,12 @@ def killing(
             if observer.rows < next_at:
                 time.sleep(0.001)
                 continue
-            time.sleep(chance.uniform(0, 0.05))
-            number = chance.randrange(launcher.num_replicas)
-            before = state(number)
-            if launcher.send(number, signal.SIGKILL):
-                done[before] += 1
+            time.sleep(chance.uniform(0, 0.02))
+            numbers = chance.sample(range(launcher.num_replicas), launcher.num_replicas)
+            before = {number: state(number) for number in numbers}
+            killed = next((number for number in numbers if launcher.send(number, signal.SIGKILL)), None)
+            if killed is not None:
+                done[before[killed]] += 1
                 next_at = observer.rows + ROWS_BETWEEN_KILLS
 
     thread = threading.Thread(target=kill, daemon=True)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import NoReturn
 
 from cbatch.engine.base.config import EngineConfig
@@ -66,10 +67,9 @@ class Stub:
 
     def write_to_sockets(self, data: bytes) -> None:
         """Writes to the socket of the messages, as a library that mixes up descriptors could."""
-        for descriptor in range(3, 20):
-            with_socket = os.path.exists(f"/proc/self/fd/{descriptor}")  # noqa: PTH110
-            if with_socket and "socket" in os.readlink(f"/proc/self/fd/{descriptor}"):  # noqa: PTH115
-                os.write(descriptor, data)
+        for descriptor in Path("/proc/self/fd").iterdir():
+            if descriptor.exists() and "socket" in str(descriptor.readlink()):
+                os.write(int(descriptor.name), data)
         time.sleep(SILENCE_S)
 
     def start_program(self) -> int:
