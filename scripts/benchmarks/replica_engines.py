@@ -27,8 +27,6 @@ from cbatch.engine.batch.driver import StreamObserver
 from cbatch.engine.replicas.launcher import ReplicaConnection
 from scripts.benchmarks.harness import Report, at_least_one, by_turns
 
-WORDS = "a question about the number and the place where it stands in a list of others ".split()
-
 
 @dataclass(frozen=True, slots=True)
 class Given:
@@ -84,12 +82,12 @@ class _WatchedConnection:
 
 
 def make_lines(count: int, max_tokens: int) -> list[Line]:
-    """Rows with prompts of 4 to 64 words, and answers of a quarter of `max_tokens` up to all of them."""
+    """Rows with prompts of 4 to 64 tokens, and answers of a quarter of `max_tokens` up to all of them."""
     lines = []
     for index in range(count):
-        words = (WORDS[(index + place) % len(WORDS)] for place in range(4 + index * 7 % 61))
+        prompt = [2 + (index * 31 + place * 7) % 300 for place in range(4 + index * 7 % 61)]
         tokens = max_tokens // 4 + index * 13 % (max_tokens - max_tokens // 4 + 1)
-        row = {"prompt": f"{index} {' '.join(words)}", "max_tokens": max(tokens, 1), "ignore_eos": True}
+        row = {"prompt_token_ids": prompt, "max_tokens": max(tokens, 1), "ignore_eos": True}
         lines.append(Line(index, json.dumps(row).encode()))
     return lines
 

@@ -1,8 +1,9 @@
 """Which replica gets which rows. Only bookkeeping: no threads, no clock, nothing is sent.
 
-A row is in the queue or in the hands of replicas until somebody finishes it; the first answer counts. Each death of a
-replica counts against all rows in its hands. They go back to the front of the queue; what was there at two deaths runs
-alone, so that no other row dies with it, and at three deaths fails.
+A row waits or is in the hands of replicas until somebody finishes it; the first answer counts. Each death of a replica
+counts against all rows in its hands, any of which may be the reason. They are the next to be given out again, only a
+few of them to each replica: so the next death shows which few to look at. Those run alone, so that no other row dies
+with them; what was there at three deaths fails.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from cbatch.engine.replicas.messages import MAX_MESSAGE_BYTES
 
 DEATHS_TO_RUN_ALONE = 2
 MAX_DEATHS = 3
+
+SLOTS_PER_SUSPECT = 8
+"""A replica gets one row that was there at a death for so many rows that it computes at once."""
 
 LOOKAHEAD = 256
 """Rows in the queue that may be passed over for one that begins like earlier ones of a replica."""
@@ -61,6 +65,11 @@ class _Hand:
     def free_slots(self) -> int:
         return self.slots - len(self.rows)
 
+    @property
+    def max_suspects(self) -> int:
+        """Rows that were there at a death and may be among its rows."""
+        return max(self.slots // SLOTS_PER_SUSPECT, 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -93,6 +102,8 @@ class Dispatcher:
     def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}
         self._queue: OrderedDict[int, _Row] = OrderedDict()
+        self._suspects: deque[_Row] = deque()
+        """Rows that were there at a death, and go out again before the queue."""
         self._alone: deque[_Row] = deque()
         self._failed: deque[_Row] = deque()
         self._hands: dict[int, _Hand] = {}
@@ -175,7 +186,7 @@ class Dispatcher:
     @property
     def num_queued(self) -> int:
         """Rows in nobody's hands."""
-        return len(self._queue) + len(self._alone) + len(self._failed)
+        return len(self._queue) + len(self._suspects) + len(self._alone) + len(self._failed)
 
     def _choose(self, number: int, hand: _Hand) -> list[_Row]:
         if self.runs_alone(number):
@@ -187,13 +198,26 @@ class Dispatcher:
             if self._draining in (None, number):
                 self._draining = number
                 return []
+        chosen = self._from_suspects(hand)
         if self._queue:
-            return self._from_queue(number, hand)
-        return self._copies(hand) if self._input_has_ended and not hand.rows else []
+            chosen += self._from_queue(number, hand, chosen)
+        elif self._input_has_ended and not (hand.rows or chosen):
+            chosen = self._copies(hand)
+        return chosen
 
-    def _from_queue(self, number: int, hand: _Hand) -> list[_Row]:
-        """The first rows of the queue; those that begin like rows of other replicas only for slots that are free."""
-        most = self._share(hand)
+    def _from_suspects(self, hand: _Hand) -> list[_Row]:
+        if not self._suspects:
+            return []
+        num_held = sum(self._rows[index].deaths > 0 for index in hand.rows)
+        most = max(min(hand.max_suspects - num_held, hand.room), 0)
+        return [self._suspects.popleft() for _ in list(_within_bytes(islice(self._suspects, most)))]
+
+    def _from_queue(self, number: int, hand: _Hand, before: list[_Row]) -> list[_Row]:
+        """The first rows of the queue; those that begin like rows of other replicas only for slots that are free.
+
+        before: rows that it gets, too
+        """
+        most = max(self._share(hand) - len(before), 0)
         chosen: list[_Row] = []
         others: list[_Row] = []
         for row in islice(self._queue.values(), most + LOOKAHEAD):
@@ -210,7 +234,7 @@ class Dispatcher:
             if len(chosen) < hand.free_slots or not self._affinity.is_elsewhere(row.beginnings, number):
                 self._affinity.note(row.beginnings, number)
                 chosen.append(row)
-        chosen = list(_within_bytes(chosen))
+        chosen = list(_within_bytes([*before, *chosen]))[len(before) :]
         for row in chosen:
             del self._queue[row.line.index]
         return chosen
@@ -240,13 +264,13 @@ class Dispatcher:
             elif row.deaths >= DEATHS_TO_RUN_ALONE:
                 self._alone.appendleft(row)
             else:
-                self._queue[row.line.index] = row
-                self._queue.move_to_end(row.line.index, last=False)
+                self._suspects.appendleft(row)
 
     def _take_out(self, row: _Row) -> None:
         """Removes a row that waits."""
         if self._queue.pop(row.line.index, None) is None:
-            (self._failed if row.deaths >= MAX_DEATHS else self._alone).remove(row)
+            waiting = next(rows for rows in (self._suspects, self._alone, self._failed) if row in rows)
+            waiting.remove(row)
 
 
 def _within_bytes(rows: Iterable[_Row]) -> Iterator[_Row]:

@@ -17,6 +17,9 @@ from cbatch.engine.replicas.dispatcher import Dispatcher, Work
 
 numbers = st.integers(0, 2)
 
+MAX_SUSPECTS = 1
+"""Of replicas with so few slots."""
+
 
 class DispatcherMachine(RuleBasedStateMachine):
     """Everything that can happen to a dispatcher. What must hold is checked after each action."""
@@ -85,11 +88,15 @@ class DispatcherMachine(RuleBasedStateMachine):
             assert rows or failed, "idle although rows wait"
         assert all(self.deaths[index] >= 3 for index in failed) and all(self.deaths[index] < 3 for index in rows)
         plain = [index for index in rows if not self.begins[index]]
-        left = [index for index in waiting - {*rows} if not self.begins[index] and self.deaths[index] < 2]
+        left = [index for index in waiting - {*rows} if not self.begins[index] and not self.deaths[index]]
         first_times = [index for index in plain if index not in self.was_given]
         assert first_times == sorted(first_times), "not in the order of the input"
+        suspects = sum(self.deaths[index] == 1 for index in before | {*rows})
+        if any(self.deaths[index] == 1 for index in rows):
+            assert suspects <= MAX_SUSPECTS, "more rows that were there at a death than the next one may hit"
         if first_times:
-            assert all(index not in self.was_given for index in left), "given back, and overtaken by new rows"
+            behind = any(self.deaths[index] == 1 for index in waiting - {*rows})
+            assert suspects >= MAX_SUSPECTS or not behind, "given back, and overtaken by new rows"
             assert min(left, default=first_times[-1]) >= first_times[-1], "overtaken by later rows"
         hand |= {*rows, *failed}
         self.was_given |= hand
@@ -181,12 +188,14 @@ def forget_rows(self: Dispatcher, number: int) -> None:
         self._rows[index].deaths += 1
 
 
-def give_back_behind(self: Dispatcher, rows: Any) -> None:
+def give_back_behind(self: Dispatcher, hand: Any) -> list[Any]:
     """Puts rows of the dead behind new ones."""
-    give_back(self, rows)
-    for index, row in list(self._queue.items()):
-        if row.deaths:
-            self._queue.move_to_end(index)
+    return [] if self._queue else from_suspects(self, hand)
+
+
+def give_all_suspects(self: Any) -> int:
+    """Gives one replica all rows that were there at a death."""
+    return 9
 
 
 def accept_doubles(self: Dispatcher, number: int, index: int) -> Any:
@@ -209,14 +218,15 @@ def take_too_much(self: Any) -> int:
     return 2 * self.slots + 1 - len(self.rows)
 
 
-give_back, finish, choose = Dispatcher._give_back, Dispatcher.finish, Dispatcher._choose
+finish, choose, from_suspects = Dispatcher.finish, Dispatcher._choose, Dispatcher._from_suspects
 FAULTS: list[tuple[type, str, Callable[..., Any] | property]] = [
     (Dispatcher, "leave", forget_rows),
-    (Dispatcher, "_give_back", give_back_behind),
+    (Dispatcher, "_from_suspects", give_back_behind),
     (Dispatcher, "finish", accept_doubles),
     (Dispatcher, "_choose", copy_early),
     (Dispatcher, "runs_alone", ignore_company),
     (dispatcher_module._Hand, "room", property(take_too_much)),
+    (dispatcher_module._Hand, "max_suspects", property(give_all_suspects)),
 ]
 
 
@@ -227,7 +237,9 @@ def test_planted_faults_are_seen(owner: type, method: str, fault: Any, monkeypat
     """Guards the test itself: it finds these faults."""
     monkeypatch.setattr(owner, method, fault)
     with pytest.raises((AssertionError, KeyError)):
-        run_state_machine_as_test(DispatcherMachine, settings=settings(QUICK, phases=[Phase.generate]))
+        run_state_machine_as_test(
+            DispatcherMachine, settings=settings(QUICK, phases=[Phase.generate], max_examples=400)
+        )
 
 
 def rows_of(dispatcher: Dispatcher, number: int) -> list[int]:
@@ -271,6 +283,26 @@ def test_rows_that_begin_alike_meet_in_one_replica() -> None:
     assert rows_of(dispatcher, 1) == [16, 17] and rows_of(dispatcher, 0) == [18, 19]
 
 
+def test_a_poison_row_takes_few_others_with_it() -> None:
+    """Guards good rows against running alone, one after the other, because one row kills replicas."""
+    dispatcher = started(64, 64)
+    add(dispatcher, 300)
+    assert rows_of(dispatcher, 0) == [*range(128)]  # row 0 kills it
+    dispatcher.leave(0)
+    dispatcher.join(0, 64)
+    given = rows_of(dispatcher, 1)
+    assert given[:8] == [*range(8)] and given[8:] == [*range(128, 206)]
+    dispatcher.leave(1)  # row 0 again; so 8 rows may be the reason
+    dispatcher.join(1, 64)
+    alone = [rows_of(dispatcher, 1)]
+    for row in range(8):
+        assert alone[-1] == [row] and dispatcher.runs_alone(1)
+        dispatcher.finish(1, row)
+        alone.append(rows_of(dispatcher, 1))
+    assert alone[-1][:8] == [*range(128, 136)] and alone[-1][8] == 206  # 8 of those that were there at its second death
+    assert rows_of(dispatcher, 0)[:8] == [*range(136, 144)]
+
+
 def test_a_free_slot_goes_before_affinity() -> None:
     """Guards a replica with free slots against waiting while another one has more than it can run."""
     dispatcher = started(4, 4)
@@ -289,7 +321,7 @@ def test_a_dead_replica_has_no_cache() -> None:
     dispatcher.leave(0)
     dispatcher.join(0, 1)
     add(dispatcher, 1, prompt="b" * 600, start=6)
-    assert rows_of(dispatcher, 1) == [0, 1]
+    assert rows_of(dispatcher, 1) == [0, 2]
 
 
 def test_beginnings_of_a_line() -> None:

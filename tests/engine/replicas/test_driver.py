@@ -251,7 +251,8 @@ def test_a_machine_on_which_every_row_dies_ends_the_run() -> None:
         for index in range(10**9):
             yield Line(index, b"poison")
 
-    launcher, found = FakeLauncher(2), list[OutputRow]()
+    info = replace(INFO, limits=replace(LIMITS, max_seqs=128))  # so that many rows are left to run alone
+    launcher, found = FakeLauncher(2, info=lambda number, life: info), list[OutputRow]()
     with open_driver(launcher) as driver:
         stream = driver.open(OPTIONS, window=None, observer=StreamObserver())
         with pytest.raises(EngineError, match="it finished no row in 15 lives"):
