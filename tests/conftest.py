@@ -32,6 +32,7 @@ bound_memory_once = cache(bound_memory)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all modules are imported, which leaves little garbage
     if HAS_GPU and getattr(config.option, "dist", "no") != "no":
         config.option.dist = "loadgroup"  # tests of a group run in the same worker
 
@@ -51,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.collect()
+    gc.enable()
     gc.freeze()  # tests that look for garbage need not look through what all modules have made
     if "triton.runtime.interpreter" in sys.modules:
         interpreter.prepare()

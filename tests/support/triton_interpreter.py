@@ -14,6 +14,7 @@ def prepare() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         patch_loops()
         patch_language_once()
+        patch_types()
 
 
 def patch_loops() -> None:
@@ -59,3 +60,42 @@ def patch_language_once() -> None:
 
     patch_once.is_once = True  # type: ignore[attr-defined]
     interpreter._patch_lang = patch_once
+
+
+def patch_types() -> None:
+    """Makes the type of a block once for each shape, and what a value takes from its type once for each type.
+
+    The interpreter makes them anew for each result of each operation, which takes it half of its time.
+    """
+    from triton.runtime import interpreter
+
+    core = interpreter.tl.core
+    if hasattr(core.block_type, "known"):
+        return
+    make_block, make_tensor, numpy_type = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
+    known: dict[object, dict[str, Any]] = {}
+
+    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = type(element_ty), element_ty.name, *(getattr(size, "value", size) for size in shape)
+        if key not in known:
+            make_block(self, element_ty, shape)
+            known[key] = vars(self)
+        self.__dict__ = known[key]
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        taken = vars(type).get("taken")
+        if taken is None:
+            make_tensor(self, handle, type)
+            type.taken = {name: value for name, value in vars(self).items() if name != "handle"}
+        else:
+            vars(self).update(taken, handle=handle)
+
+    def get_numpy_type(type: Any) -> Any:
+        found = vars(type).get("numpy_type")
+        if found is None:
+            found = type.numpy_type = numpy_type(type)
+        return found
+
+    core.block_type.known = known
+    core.block_type.__init__, core.tensor.__init__ = init_block, init_tensor
+    interpreter._get_np_dtype = get_numpy_type
