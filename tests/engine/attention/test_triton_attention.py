@@ -256,6 +256,17 @@ def test_usual_tiles_equal_the_reference() -> None:
         torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5, check_dtype=False)
 
 
+def test_more_splits_than_are_merged_at_once() -> None:
+    """Guards the merge of a long past, which goes on with what it has merged before."""
+    length = (2 * attention_combine.CHUNK + 1) * SPLIT + 5
+    sequences = Sequences(AttentionCase(LayerShape(1, 16, 16), group=2), [length])
+    steps = [[(0, 0, length - 4)], [(0, length - 4, length - 1)], [(0, length - 1, length)]]
+    found = sequences.run(backend(), steps, torch.float32, only_written=1)
+    expected = sequences.run(ReferenceAttention(), steps, torch.float64, only_written=1)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5, check_dtype=False)
+
+
 def test_a_decode_row_has_the_same_bits_in_every_batch() -> None:
     """Guards the promise that requests beside a row, decoding or in prefill, do not change its result."""
     sequences = Sequences(replace(CASES["grouped heads"], window=50, sinks=True), [90, 5, 64, 33, 100], HALF)
