@@ -61,12 +61,12 @@ def measure(folder: Path, rows: int, max_seqs: int) -> dict[str, float]:
     return {"rows": rows, "rows_per_s": rows / elapsed, "peak_mib": peak, "steps": engine.stats().num_steps}
 
 
-def measure_apart(rows: int, max_seqs: int) -> dict[str, float]:
-    """The same in a process of its own, whose memory nothing else has touched."""
+def measure_apart(few: int, many: int, max_seqs: int) -> list[dict[str, float]]:
+    """Two runs in a process of their own, whose memory nothing else has touched. The peak only rises from one on."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", __name__, folder, str(rows), str(max_seqs)]
+        command = [sys.executable, "-m", __name__, folder, str(max_seqs), str(few), str(many)]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=ROOT)
-    figures: dict[str, float] = json.loads(done.stdout)
+    figures: list[dict[str, float]] = json.loads(done.stdout)
     return figures
 
 
@@ -78,7 +78,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, report: Report) -> int:
-    found = [measure_apart(rows, options.max_seqs) for rows in (options.compare, options.rows)]
+    found = measure_apart(options.compare, options.rows, options.max_seqs)
     for figures in found:
         report.line("{rows:>9,} rows  {rows_per_s:>8,.0f} rows/s  peak {peak_mib:,.0f} MiB".format(**figures))
     grown = found[1]["peak_mib"] - found[0]["peak_mib"]
@@ -87,5 +87,5 @@ def run(options: argparse.Namespace, report: Report) -> int:
     return 0
 
 
-if __name__ == "__main__":  # the process of one run
-    print(json.dumps(measure(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))
+if __name__ == "__main__":  # the process of the runs
+    print(json.dumps([measure(Path(sys.argv[1]), int(rows), int(sys.argv[2])) for rows in sys.argv[3:]]))

@@ -45,9 +45,13 @@ engine.generate("hello", {"max_tokens": 1})
 """
 
 PROGRAMS = {
-    "open stream": """
+    "open stream, half a map, and generate on a daemon thread": """
 stream = engine.stream(["hello", "world"], LONG)
 next(stream)
+results = engine.map(["hello"] * 100, params={"max_tokens": 2})
+next(results)
+threading.Thread(target=engine.generate, args=(["hello", "world"], LONG), daemon=True).start()
+time.sleep(0.2)
 """,
     "open stream in a cycle": """
 stream = engine.stream(["hello", "world"], LONG)
@@ -55,10 +59,6 @@ next(stream)
 cycle = [stream, engine]
 cycle.append(cycle)
 del stream, engine
-""",
-    "generate on a daemon thread": """
-threading.Thread(target=engine.generate, args=(["hello", "world"], LONG), daemon=True).start()
-time.sleep(0.2)
 """,
     "generate on a thread, closed by an exit handler": """
 import atexit
@@ -73,10 +73,6 @@ task = loop.create_task(engine.agenerate("hello", LONG))
 loop.run_until_complete(asyncio.sleep(0.2))
 task.cancel()
 loop.run_until_complete(asyncio.wait([task]))
-""",
-    "half a map": """
-results = engine.map(["hello"] * 100, params={"max_tokens": 2})
-next(results)
 """,
     "forked children": """
 stream = engine.stream("hello", {"max_tokens": 5, "ignore_eos": True})

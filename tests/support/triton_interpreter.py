@@ -73,6 +73,7 @@ def patch_types() -> None:
     if hasattr(core.block_type, "known"):
         return
     make_block, make_tensor, numpy_type = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
+    compare, unwrap = core.tuple.__eq__, core._unwrap_if_constexpr
     known: dict[object, dict[str, Any]] = {}
 
     def init_block(self: Any, element_ty: Any, shape: Any) -> None:
@@ -96,6 +97,15 @@ def patch_types() -> None:
             found = type.numpy_type = numpy_type(type)
         return found
 
+    def are_equal(self: Any, other: Any) -> Any:
+        return core.constexpr(True) if self is other else compare(self, other)
+
+    def unwrapped(value: Any) -> Any:
+        if type(value) is core.constexpr:
+            return value.value
+        return value if type(value) in (core.tensor, int, core.dtype) else unwrap(value)
+
     core.block_type.known = known
+    core.tuple.__eq__, core._unwrap_if_constexpr = are_equal, unwrapped
     core.block_type.__init__, core.tensor.__init__ = init_block, init_tensor
     interpreter._get_np_dtype = get_numpy_type
