@@ -57,13 +57,13 @@ class CpuAttention:
     def store_kv(
         self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: CpuMetadata
     ) -> None:
-        kv = paged_kv_of(keys[None], values[None])
+        kv = paged_kv_of(keys, values)
         self._thread_pool.run(store_kv_layer, kv, metadata.plan(1, 1, 0), as_array(new_keys), as_array(new_values))
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, metadata: CpuMetadata, **options: Unpack[AttendOptions]
     ) -> Tensor:
-        kv = paged_kv_of(keys[None], values[None])
+        kv = paged_kv_of(keys, values)
         tokens, heads, _ = query.shape
         group = heads // kv.heads
         shape = (group, kv.key_dim, kv.value_dim, query.dtype)
@@ -74,7 +74,7 @@ class CpuAttention:
         sinks = options.get("sinks")
         extra = np.empty(0, np.float32) if sinks is None else sinks.float().numpy()
         params = paged_kv.AttentionParams(
-            options["scale"], options.get("window") or 0, options.get("softcap") or 0.0, extra
+            options["scale"], options.get("window") or 0, options.get("chunk") or 0, options.get("softcap") or 0.0, extra
         )
         out = keys.new_empty(tokens, heads * kv.value_dim)
         plan = metadata.plan(heads, group, kv.value_dim)

@@ -15,7 +15,8 @@ from torch import Tensor
 from cbatch.engine.base.errors import ConfigError, ModelError
 from cbatch.engine.base.model_files import WEIGHTS_INDEX, InvalidFile, model_folder, read_json_object, weight_files
 from cbatch.engine.models.fingerprint import fingerprint
-from cbatch.engine.models.llama_spec import UnsupportedConfig, read_llama_spec
+from cbatch.engine.models.config_reader import UnsupportedConfig
+from cbatch.engine.models.declarations import read_program
 from cbatch.engine.runtime.device import gpu_name, has_bfloat16, is_accelerator
 from cbatch.engine.runtime.memory import is_out_of_memory
 
@@ -81,7 +82,7 @@ def _load(
 ) -> CpuModel | CudaModel:
     folder = model_folder(source, revision)
     config = read_json_object(folder / "config.json")
-    read_llama_spec(config)  # before weights are downloaded
+    read_program(config)  # before weights are downloaded
     names = ["generation_config.json", "model.safetensors", "model-*.safetensors", WEIGHTS_INDEX]
     folder = model_folder(source, revision, ["config.json", *names])
     if "eos_token_id" not in config | read_json_object(folder / "generation_config.json"):

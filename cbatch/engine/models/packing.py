@@ -1,149 +1,339 @@
-"""Packs the weights of a model of the Llama family for the CPU kernels."""
+"""Lays out a program for the CPU's kernels: instructions, buffers, and weights packed as products read them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from itertools import accumulate
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.engine.kernels.cpu.decoder import Weights
-from cbatch.engine.kernels.cpu.linear import pack_weight
+from cbatch.engine.kernels.cpu import activation, norm, program as instructions
+from cbatch.engine.kernels.cpu.linear import ACTIVATED, ADD, GATED, WRITE, pack_weight
 from cbatch.engine.kernels.cpu.microkernel import COLUMNS, LANES, pad_columns
+from cbatch.engine.kernels.cpu.program import INSTRUCTION, Weights
 from cbatch.engine.kernels.cpu.tensors import as_array
-from cbatch.engine.models.llama_spec import LlamaSpec, weight_shapes
 from cbatch.engine.models.packed_file import Arrays, ArrayShape, PackedFile
+from cbatch.engine.models.program import (
+    RESIDUAL,
+    Activation,
+    Attend,
+    Embed,
+    Head,
+    Linear,
+    Matrix,
+    Norm,
+    Normalize,
+    Operation,
+    PrepareHeads,
+    Program,
+    Weight,
+)
+from cbatch.engine.models.config_reader import UnsupportedConfig
 from cbatch.engine.runtime.cpu import empty
 
 _log = logging.getLogger("cbatch")
 
-PACKING = {"version": 1, "lanes": LANES, "columns": COLUMNS}
+PACKING = {"version": 2, "lanes": LANES, "columns": COLUMNS}
 """The order of packed numbers. It is the same for every processor; whoever changes it raises the version."""
 
+_NORMS = {"none": norm.NO_NORM, "rms": norm.RMS_NORM, "layer": norm.LAYER_NORM}
+_NORMED = "normed"
 
-def pack_weights(
-    spec: LlamaSpec, tensors: Mapping[str, Tensor], dtype: torch.dtype, quantize: bool, shared: PackedFile | None = None
-) -> Weights:
-    """The weights as the kernels take them, in memory of this process or mapped.
+Fill = Callable[[Arrays, Mapping[str, Tensor]], None]
 
-    tensors:  by their names in the files; `check_weights` has accepted them. Not read if the shared file is there
-    quantize: to int8, with a scale for each column
-    shared:   the file that other processes map too; if it cannot be used, a line in the log says why
+
+class CpuProgram:
+    """A program as the kernels run it.
+
+    instructions:  [operations] of type INSTRUCTION
+    float_columns, element_columns: widths of both arenas of buffers, in numbers for each token
+    deepest:       the largest depth of a product
+    num_matrix_parameters: those of all linears, without the head
     """
 
-    def fill(arrays: Arrays) -> None:
-        _Packer(arrays, quantize).add_all(spec, tensors, dtype)
-
-    shapes = array_shapes(spec, dtype, quantize)
-    if shared is not None:
-        try:
-            return _weights(spec, shared.arrays(shapes, fill))
-        except OSError as error:
-            _log.warning("Packed weights are not shared with other engines in %s: %s.", shared.folder, error)
-    arrays = {name: empty(*array) for name, array in shapes.items()}
-    fill(arrays)
-    return _weights(spec, arrays)
-
-
-def array_shapes(spec: LlamaSpec, dtype: torch.dtype, quantize: bool) -> dict[str, ArrayShape]:
-    """The arrays of `Weights` that hold the model's numbers."""
-    names, linears = weight_shapes(spec), _linears(spec)
-    layers, hidden = spec.num_layers, spec.hidden_size
-    has_bias = "model.layers.0.self_attn.q_proj.bias" in names
-    has_qk_norms = "model.layers.0.self_attn.q_norm.weight" in names
-    single = np.dtype(np.float32)
-    element = single if dtype == torch.float32 else np.dtype(np.uint16)
-    size = sum(columns * depth for columns, depth in linears)
-    scales = sum(columns for columns, _ in linears) if quantize else 0
-    return {
-        "matrices": ArrayShape((size,), np.dtype(np.int8) if quantize else element),
-        "scales": ArrayShape((scales,), single),
-        "qkv_bias": ArrayShape((layers, linears[0][0]) if has_bias else (0, 1), single),
-        "norms": ArrayShape((layers, 2, hidden), single),
-        "final_norm": ArrayShape((hidden,), single),
-        "qk_norms": ArrayShape((layers, 2, spec.head_dim) if has_qk_norms else (0, 2, 1), single),
-        "embedding": ArrayShape((0 if spec.is_tied else spec.vocab_size, hidden), element),
-    }
-
-
-def _linears(spec: LlamaSpec) -> list[tuple[int, int]]:
-    """Columns, padded, and depth of each matrix, in their order: four of each layer, then that of the logits."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    query, cache = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    layer = [(query + 2 * cache, hidden), (hidden, query), (2 * inner, hidden), (hidden, inner)]
-    return [(pad_columns(columns), depth) for columns, depth in layer * spec.num_layers + [(spec.vocab_size, hidden)]]
-
-
-def _weights(spec: LlamaSpec, arrays: Arrays) -> Weights:
-    """Adds where each matrix and its scales begin."""
-    linears = _linears(spec)
-    starts = [0, *accumulate(columns * depth for columns, depth in linears)]
-    scale_starts = [0, *accumulate(columns for columns, _ in linears)]
-    *layers, head = scale_starts[:-1]
-    return Weights(
-        starts=np.array(starts[:-2]).reshape(-1, 4),
-        lm_head=starts[-2],
-        scale_starts=np.array([*layers, *[head] * 4]).reshape(-1, 4),
-        **arrays,
-    )
-
-
-class _Packer:
-    """Writes weights into the arrays. Matrices are added one at a time, so that no weight is in memory twice."""
-
-    def __init__(self, arrays: Arrays, quantize: bool) -> None:
-        self.arrays = arrays
+    def __init__(self, program: Program, dtype: torch.dtype, *, quantize: bool) -> None:
+        """Raises UnsupportedConfig for what the kernels do not support."""
+        self.program = program
+        self.dtype = dtype
         self.quantize = quantize
-        self.used = 0
-        self.columns = 0
+        self.float_columns = self.element_columns = 0
+        self.deepest = 0
+        self._sizes = dict.fromkeys(("matrices", "scales", "vectors", "tables", "indices"), 0)
+        self._fills: list[Fill] = []
+        self._buffers: dict[str, tuple[int, int]] = {}
+        self._places: dict[tuple[str, int], int] = {}
+        self._packed_embedding: tuple[int, int] | None = None
+        self._float(RESIDUAL, pad_columns(program.hidden_size))
+        embed, head = program.embed, program.head
+        if head.matrix.parts == (embed.table,) and not head.matrix.biases:
+            # The embedding is read from the matrix of the head.
+            start, scale = self._matrix(head.matrix, pad_columns(program.hidden_size))
+            self._packed_embedding = start, scale
+        self.instructions = np.zeros(len(program.operations), INSTRUCTION)
+        for instruction, operation in zip(self.instructions, program.operations, strict=True):
+            for field in ("matrix", "scale", "bias", "params", "norm_weight", "norm_bias", "table", "positions",
+                          "rotary", "sinks", "index", "query_norm_weight", "query_norm_bias", "key_norm_weight",
+                          "key_norm_bias", "value_norm_weight", "value_norm_bias"):  # fmt: skip
+                instruction[field] = -1
+            instruction["factor"] = 1
+            self._write(instruction, operation)
 
-    def add(self, weight: Tensor) -> None:
-        """Packs a weight [columns, depth] behind those that were added before."""
-        columns = pad_columns(len(weight))
-        if self.quantize:
-            weight, scale = quantized(weight)
-            padded = np.pad(scale.numpy(), (0, columns - len(scale)))
-            self.arrays["scales"][self.columns : self.columns + columns] = padded
-        packed = pack_weight(as_array(weight))
-        self.arrays["matrices"][self.used : self.used + packed.size] = packed
-        self.used += packed.size
-        self.columns += columns
+    @property
+    def array_shapes(self) -> dict[str, ArrayShape]:
+        """The arrays of `Weights`."""
+        element = np.dtype(np.float32 if self.dtype == torch.float32 else np.uint16)
+        single = np.dtype(np.float32)
+        types = {
+            "matrices": np.dtype(np.int8) if self.quantize else element,
+            "scales": single,
+            "vectors": single,
+            "tables": element,
+            "indices": np.dtype(np.int64),
+        }
+        return {name: ArrayShape((size,), types[name]) for name, size in self._sizes.items()}
 
-    def add_all(self, spec: LlamaSpec, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        """In the order of `_linears`."""
+    def load(self, tensors: Mapping[str, Tensor], shared: PackedFile | None) -> Weights:
+        """The weights as the kernels take them, in memory of this process or mapped.
 
-        def read(name: str) -> Tensor:
-            return tensors[name].to(dtype)
+        tensors: by their names in the program; `check_weights` has accepted them. Not read if the shared file is there
+        shared:  the file that other processes map too; if it cannot be used, a line in the log says why
+        """
 
-        for layer in range(spec.num_layers):
-            attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
-            self.add(torch.cat([read(f"{attention}{part}_proj.weight") for part in "qkv"]))
-            self.add(read(attention + "o_proj.weight"))
-            self.add(interleave(read(mlp + "gate_proj.weight"), read(mlp + "up_proj.weight")))
-            self.add(read(mlp + "down_proj.weight"))
-        embedding = "model.embed_tokens.weight"
-        self.add(read(embedding if spec.is_tied else "lm_head.weight"))
-        if not spec.is_tied:
-            self.arrays["embedding"][:] = as_array(read(embedding))
-        self._add_vectors(tensors)
+        def fill(arrays: Arrays) -> None:
+            for each in self._fills:
+                each(arrays, tensors)
 
-    def _add_vectors(self, tensors: Mapping[str, Tensor]) -> None:
-        arrays = self.arrays
-        arrays["final_norm"][:] = _plain(tensors, "model.norm.weight")
-        for layer, (before_attention, before_mlp) in enumerate(arrays["norms"]):
-            before_attention[:] = _plain(tensors, f"model.layers.{layer}.input_layernorm.weight")
-            before_mlp[:] = _plain(tensors, f"model.layers.{layer}.post_attention_layernorm.weight")
-        for layer, norms in enumerate(arrays["qk_norms"]):
-            for norm, part in zip(norms, "qk", strict=True):
-                norm[:] = _plain(tensors, f"model.layers.{layer}.self_attn.{part}_norm.weight")
-        for layer, bias in enumerate(arrays["qkv_bias"]):
-            parts = [_plain(tensors, f"model.layers.{layer}.self_attn.{part}_proj.bias") for part in "qkv"]
-            joined = np.concatenate(parts)
-            bias[:] = np.pad(joined, (0, len(bias) - len(joined)))
+        shapes = self.array_shapes
+        if shared is not None:
+            try:
+                return Weights(**shared.arrays(shapes, fill))
+            except OSError as error:
+                _log.warning("Packed weights are not shared with other engines in %s: %s.", shared.folder, error)
+        arrays = {name: empty(*array) for name, array in shapes.items()}
+        fill(arrays)
+        return Weights(**arrays)
+
+    def _write(self, instruction: Any, operation: Operation) -> None:
+        match operation:
+            case Embed():
+                self._write_embed(instruction, operation)
+            case Normalize():
+                self._write_normalize(instruction, operation)
+            case Linear():
+                self._write_linear(instruction, operation)
+            case PrepareHeads():
+                self._write_heads(instruction, operation)
+            case Attend():
+                instruction["code"] = instructions.ATTEND
+                self._set_buffers(instruction, operation.query, operation.target, element=True)
+                instruction["cache"], instruction["heads"] = operation.cache, operation.heads
+                instruction["attention_scale"], instruction["softcap"] = operation.scale, operation.softcap
+                instruction["window"], instruction["chunk"] = operation.window, operation.chunk
+                if operation.sinks is not None:
+                    instruction["sinks"] = self._vector(operation.sinks)
+            case Head():
+                self._write_head(instruction, operation)
+            case _:
+                raise UnsupportedConfig(f"the kernels have no {type(operation).__name__}")
+
+    def _write_embed(self, instruction: Any, operation: Embed) -> None:
+        instruction["code"], instruction["factor"] = instructions.EMBED, operation.scale
+        instruction["target"], instruction["target_width"] = self._buffers[RESIDUAL]
+        instruction["width"] = self.program.hidden_size
+        instruction["position_offset"] = operation.position_offset
+        if self._packed_embedding is not None:
+            instruction["is_packed"] = 1
+            instruction["matrix"], instruction["scale"] = self._packed_embedding
+        else:
+            instruction["table"] = self._table(operation.table)
+        if operation.positions is not None:
+            instruction["positions"] = self._table(operation.positions)
+
+    def _write_normalize(self, instruction: Any, operation: Normalize) -> None:
+        instruction["code"], instruction["factor"] = instructions.NORMALIZE, operation.factor
+        source, width = self._buffers[operation.source]
+        instruction["source"], instruction["source_width"] = source, width
+        size = operation.width or self.program.widths[operation.source] - operation.start
+        instruction["start"], instruction["width"] = operation.start, size
+        place = self._buffers[operation.target] if operation.add else self._element(operation.target, pad_columns(size))
+        instruction["target"], instruction["target_width"] = place
+        instruction["add"] = operation.add
+        self._write_norm(instruction, "", operation.norm)
+
+    def _write_linear(self, instruction: Any, operation: Linear) -> None:
+        instruction["code"] = instructions.LINEAR
+        source, depth = self._buffers[operation.source]
+        instruction["source"], instruction["source_width"] = source, depth
+        act = operation.activation
+        if act is None:
+            mode = ADD if operation.add else WRITE
+            place = self._float(operation.target, pad_columns(operation.width))
+        else:
+            if operation.add or operation.factor != 1:
+                raise UnsupportedConfig("what an activation gives is neither scaled nor added")
+            mode = GATED if act.gated else ACTIVATED
+            multiple = LANES if act.gated else COLUMNS
+            place = self._element(operation.target, -(-operation.width // multiple) * multiple)
+            instruction["function"], instruction["params"] = self._activation(act)
+        instruction["mode"] = mode
+        instruction["target"], instruction["target_width"] = place
+        self._write_matrix(instruction, operation.matrix, depth, is_gated=mode == GATED, factor=operation.factor)
+
+    def _write_matrix(
+        self, instruction: Any, matrix: Matrix, depth: int, *, is_gated: bool = False, factor: float = 1.0
+    ) -> None:
+        instruction["matrix"], instruction["scale"] = self._matrix(matrix, depth, is_gated=is_gated, factor=factor)
+        if matrix.biases:
+            columns = sum(bias.size[0] for bias in matrix.biases)
+            size = _gated_columns(columns) if is_gated else pad_columns(columns)
+
+            def read(tensors: Mapping[str, Tensor]) -> Tensor:
+                bias = factor * torch.cat([bias.read(tensors[bias.name]).float() for bias in matrix.biases])
+                return _interleaved(bias[:, None])[:, 0] if is_gated else bias
+
+            instruction["bias"] = self._add_vector(size, read)
+
+    def _write_heads(self, instruction: Any, operation: PrepareHeads) -> None:
+        instruction["code"] = instructions.PREPARE_HEADS
+        instruction["source"], instruction["source_width"] = self._buffers[operation.source]
+        width = operation.heads * operation.shape.key_dim
+        instruction["target"], instruction["target_width"] = self._element(operation.query, width)
+        instruction["stores"] = operation.cache is not None
+        shapes = self.program.caches
+        instruction["cache"] = shapes.index(operation.shape) if operation.cache is None else operation.cache
+        instruction["heads"], instruction["clip"] = operation.heads, operation.clip
+        instruction["rotary"] = -1 if operation.rotary is None else operation.rotary
+        instruction["norm_rows"], instruction["norm_last"] = operation.norm_rows, operation.norm_last
+        for part in ("query", "key", "value"):
+            if (given := getattr(operation, f"{part}_norm")) is not None:
+                self._write_norm(instruction, f"{part}_", given)
+
+    def _write_norm(self, instruction: Any, part: str, given: Norm) -> None:
+        instruction[f"{part}norm_kind"], instruction[f"{part}eps"] = _NORMS[given.kind], given.eps
+        if given.weight is not None:
+            instruction[f"{part}norm_weight"] = self._vector(given.weight)
+        if given.bias is not None:
+            instruction[f"{part}norm_bias"] = self._vector(given.bias)
+
+    def _write_head(self, instruction: Any, operation: Head) -> None:
+        instruction["code"], instruction["softcap"] = instructions.HEAD, operation.softcap
+        instruction["source"], depth = self._buffers[RESIDUAL]
+        instruction["source_width"], instruction["width"] = depth, self.program.hidden_size
+        instruction["target"], instruction["target_width"] = self._element(_NORMED, depth)
+        instruction["mode"] = WRITE
+        self._write_norm(instruction, "", operation.norm)
+        if self._packed_embedding is None:
+            self._write_matrix(instruction, operation.matrix, depth, factor=operation.factor)
+        else:
+            start, scale = self._packed_embedding
+            instruction["matrix"], instruction["scale"] = start, scale
+            if operation.factor != 1:
+                instruction["scale"] = self._scaled(scale, operation.matrix, operation.factor)
+
+    def _set_buffers(self, instruction: Any, source: str, target: str, *, element: bool) -> None:
+        instruction["source"], instruction["source_width"] = self._buffers[source]
+        width = self.program.widths[target]
+        place = self._element(target, width) if element else self._float(target, pad_columns(width))
+        instruction["target"], instruction["target_width"] = place
+
+    def _float(self, name: str, width: int) -> tuple[int, int]:
+        """Where a buffer of float32 begins that is written next, and its width."""
+        if (name, width) not in self._places:
+            self._places[name, width] = self.float_columns
+            self.float_columns += pad_columns(width)
+        self._buffers[name] = self._places[name, width], width
+        return self._buffers[name]
+
+    def _element(self, name: str, width: int) -> tuple[int, int]:
+        """Where a buffer of what goes into products begins that is written next, and its width."""
+        if (name, width) not in self._places:
+            self._places[name, width] = self.element_columns
+            self.element_columns += pad_columns(width)
+        self._buffers[name] = self._places[name, width], width
+        return self._buffers[name]
+
+    def _matrix(self, matrix: Matrix, depth: int, *, is_gated: bool = False, factor: float = 1.0) -> tuple[int, int]:
+        """Where a matrix begins, and where the factors of its columns do, -1 if it has none."""
+        columns = _gated_columns(matrix.columns) if is_gated else pad_columns(matrix.columns)
+        self.deepest = max(self.deepest, depth)
+        start, scale = self._sizes["matrices"], -1
+        self._sizes["matrices"] += columns * depth
+        if self.quantize or factor != 1:
+            scale = self._sizes["scales"]
+            self._sizes["scales"] += columns
+
+        def fill(arrays: Arrays, tensors: Mapping[str, Tensor]) -> None:
+            weight = torch.cat([part.read(tensors[part.name]).to(self.dtype) for part in matrix.parts])
+            weight = _interleaved(weight) if is_gated else weight
+            factors = torch.full((len(weight),), factor)
+            if self.quantize:
+                weight, quantum = quantized(weight)
+                factors *= quantum
+            packed = pack_weight(as_array(weight), depth)
+            arrays["matrices"][start : start + packed.size] = packed
+            if scale >= 0:
+                arrays["scales"][scale : scale + columns] = np.pad(factors.numpy(), (0, columns - len(factors)))
+
+        self._fills.append(fill)
+        return start, scale
+
+    def _scaled(self, scale: int, matrix: Matrix, factor: float) -> int:
+        """Where the factors of a matrix's columns, multiplied once more, begin."""
+        columns, start = pad_columns(matrix.columns), self._sizes["scales"]
+        self._sizes["scales"] += columns
+
+        def fill(arrays: Arrays, tensors: Mapping[str, Tensor]) -> None:
+            before = arrays["scales"][scale : scale + columns] if scale >= 0 else np.float32(1)
+            arrays["scales"][start : start + columns] = factor * before
+
+        self._fills.append(fill)
+        return start
+
+    def _activation(self, act: Activation) -> tuple[int, int]:
+        """The function's number, and where its parameters begin."""
+        name, params = act.name, act.params
+        if act.limit:
+            name, params = "clipped_silu", (act.limit, act.slope, act.up_offset)
+
+        def read(tensors: Mapping[str, Tensor]) -> Tensor:
+            numbers = [
+                param.read(tensors[param.name]).float().flatten() if isinstance(param, Weight) else torch.tensor([param])
+                for param in params
+            ]
+            return torch.cat([*numbers, torch.zeros(4 - len(numbers))])
+
+        return activation.NAMES.index(name), self._add_vector(4, read) if params else -1
+
+    def _vector(self, weight: Weight) -> int:
+        """Where a weight begins among the vectors."""
+        return self._add_vector(weight.size[0], lambda tensors: weight.read(tensors[weight.name]).float())
+
+    def _add_vector(self, size: int, read: Callable[[Mapping[str, Tensor]], Tensor]) -> int:
+        start = self._sizes["vectors"]
+        self._sizes["vectors"] += -(-size // LANES) * LANES
+
+        def fill(arrays: Arrays, tensors: Mapping[str, Tensor]) -> None:
+            numbers = read(tensors).numpy()
+            arrays["vectors"][start : start + size] = np.pad(numbers, (0, size - len(numbers)))
+
+        self._fills.append(fill)
+        return start
+
+    def _table(self, weight: Weight) -> int:
+        rows, width = weight.size
+        start = self._sizes["tables"]
+        self._sizes["tables"] += rows * width
+
+        def fill(arrays: Arrays, tensors: Mapping[str, Tensor]) -> None:
+            table = as_array(weight.read(tensors[weight.name]).to(self.dtype))
+            arrays["tables"][start : start + table.size] = table.reshape(-1)
+
+        self._fills.append(fill)
+        return start
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,13 +343,13 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scale[:, None]).round().to(torch.int8), scale
 
 
-def interleave(gate: Tensor, up: Tensor) -> Tensor:
-    """Two weights [columns, depth] as one, 16 columns of each in turn: a tile has both factors of 16 results."""
-    padding = -len(gate) % LANES
-    both = torch.stack([torch.nn.functional.pad(weight, (0, 0, 0, padding)) for weight in (gate, up)])
-    return both.view(2, -1, LANES, gate.shape[1]).transpose(0, 1).reshape(-1, gate.shape[1])
+def _gated_columns(columns: int) -> int:
+    """Columns of gate and up, once both are padded to whole halves of tiles."""
+    return 2 * -(-columns // COLUMNS) * LANES
 
 
-def _plain(tensors: Mapping[str, Tensor], name: str) -> NDArray[np.float32]:
-    array: NDArray[np.float32] = tensors[name].float().numpy()
-    return array
+def _interleaved(both: Tensor) -> Tensor:
+    """Gate and up, one after the other, as 16 columns of each in turn: a tile has both factors of 16 results."""
+    halves = both.view(2, -1, both.shape[1])
+    padded = torch.nn.functional.pad(halves, (0, 0, 0, -halves.shape[1] % LANES))
+    return padded.view(2, -1, LANES, both.shape[1]).transpose(0, 1).reshape(-1, both.shape[1])

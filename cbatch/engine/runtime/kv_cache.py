@@ -51,7 +51,8 @@ class KVCache:
     shapes         [layers] shapes of the keys and of the values of a block
     device         of all layers, or of each
     keys[layer]    [num_blocks, *shape], and values likewise
-    stacked        keys and values of all layers in one tensor each, [layers, num_blocks, *shape]; None if layers differ
+    flat           keys and values of all layers in one tensor each, those of a layer after those of the one before;
+                   None if they lie on several devices
     """
 
     def __init__(
@@ -63,17 +64,26 @@ class KVCache:
         device: torch.device | Sequence[torch.device],
     ) -> None:
         self.block_size = block_size
-        self.stacked: tuple[Tensor, Tensor] | None = None
-        make = partial(_empty, dtype=dtype)
+        self.flat: tuple[Tensor, Tensor] | None = None
         devices = [device] * len(shapes) if isinstance(device, torch.device) else device
-        if len(set(shapes)) == len(set(devices)) == 1:
-            keys, values = (make(len(shapes), num_blocks, *shape, device=devices[0]) for shape in shapes[0])
-            self.stacked = keys, values
-            self.keys, self.values = list(keys), list(values)
+        if len(set(devices)) == 1:
+            parts = [_stacked([pair[part] for pair in shapes], num_blocks, dtype, devices[0]) for part in (0, 1)]
+            self.flat = parts[0][0], parts[1][0]
+            self.keys, self.values = parts[0][1], parts[1][1]
         else:
-            places = list(zip(shapes, devices, strict=True))
+            make, places = partial(_empty, dtype=dtype), list(zip(shapes, devices, strict=True))
             self.keys = [make(num_blocks, *shape, device=place) for (shape, _), place in places]
             self.values = [make(num_blocks, *shape, device=place) for (_, shape), place in places]
+
+
+def _stacked(
+    shapes: list[Shape], num_blocks: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, list[Tensor]]:
+    """One tensor for the blocks of all layers, flat, and the part of each layer [num_blocks, *shape]."""
+    sizes = [num_blocks * math.prod(shape) for shape in shapes]
+    whole = _empty(sum(sizes), dtype=dtype, device=device)
+    parts = torch.split(whole, sizes)
+    return whole, [part.view(num_blocks, *shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -24,7 +24,6 @@ from cbatch.engine.kernels.cpu.paged_kv import (
     AttentionPlan,
     AttentionWorkspace,
     PagedKV,
-    kv_of_layer,
 )
 from cbatch.engine.kernels.cpu.softmax import TILE_TOKENS, softmax_weights
 from cbatch.engine.kernels.cpu.work_queue import Worker, claim, next_task
@@ -146,6 +145,14 @@ def _online_softmax_update(
 
 
 @kernel
+def first_seen(position: int, params: AttentionParams) -> int:
+    """The first token that a token at a position sees."""
+    if params.chunk > 0:
+        return position // params.chunk * params.chunk
+    return max(0, position - params.window + 1) if params.window > 0 else 0
+
+
+@kernel
 def _attend_tile(
     kv: PagedKV, token: int, query_rows: _QueryRows, params: AttentionParams, scratch: AttentionWorkspace, states: Any
 ) -> None:
@@ -161,7 +168,7 @@ def _attend_tile(
         _compute_scores(kv, Rows(query.ctypes.data + top * stride, stride), rows, count, panels, scores)
         for i in range(rows):
             position = start + (top + i) // group
-            first = position - params.window + 1 - token if params.window > 0 else 0
+            first = first_seen(position, params) - token
             _online_softmax_update(scores[i], first, position + 1 - token, params, weights[i], states[top + i])
         stride = states.shape[1] * 4
         out = Rows(states.ctypes.data + top * stride, stride)
@@ -197,7 +204,7 @@ def _attend_task(
 ) -> None:  # fmt: skip
     """Lets all rows of a task see the tokens from `begin` up to `end`, as far as each may."""
     start, rows = query_rows.start, query_rows.rows
-    lowest = max(0, start - params.window + 1) // TILE_TOKENS * TILE_TOKENS if params.window > 0 else 0
+    lowest = first_seen(start, params) // TILE_TOKENS * TILE_TOKENS
     all_before = scratch.states[0]
     for i in range(rows):  # also for a task whose tokens are all before the window: it sees nothing
         _reset(all_before[i])
@@ -254,16 +261,17 @@ def attend(
                 _normalize(states[i], query_head, params, target)
         task = next_task(worker, phase, num_tasks)
     if len(plan.merges):
-        return _merge_partials(worker, phase + 1, plan, params, width, states[0], out)
+        return _merge_partials(worker, phase + 1, plan, params, kv, states[0], out)
     return phase + 1
 
 
 @kernel
 def _merge_partials(
-    worker: Worker, phase: int, plan: AttentionPlan, params: AttentionParams, width: int, state: Any, out: Any
+    worker: Worker, phase: int, plan: AttentionPlan, params: AttentionParams, kv: PagedKV, state: Any, out: Any
 ) -> int:
     """Merges the partial results of rows that several tasks shared."""
-    heads = plan.partials.shape[1]
+    width = kv.value_dim
+    heads = out.shape[1] // width
     num_tasks = len(plan.merges)
     task = claim(worker, phase, num_tasks)
     while task >= 0:
@@ -299,14 +307,13 @@ def _normalize(state: Any, head: int, params: AttentionParams, out: Any) -> None
 
 @entry
 def store_kv_layer(worker: Worker, kv: PagedKV, plan: AttentionPlan, keys: Any, values: Any) -> None:
-    """Stores keys [T, heads, key_dim] and values [T, heads, value_dim] in a cache of one layer."""
-    layer = kv_of_layer(kv, 0)
+    """Stores keys [T, heads, key_dim] and values [T, heads, value_dim] in the cache of a layer."""
     num_tasks = -(-len(keys) // LANES)
     task = claim(worker, 0, num_tasks)
     while task >= 0:
         for row in range(task * LANES, min(len(keys), (task + 1) * LANES)):
             for head in range(kv.heads):
-                store_kv(layer, plan.slots[row], head, keys[row, head], values[row, head], plan.is_last[row])
+                store_kv(kv, plan.slots[row], head, keys[row, head], values[row, head], plan.is_last[row])
         task = next_task(worker, 0, num_tasks)
 
 
@@ -315,5 +322,5 @@ def attend_layer(
     worker: Worker, kv: PagedKV, plan: AttentionPlan, params: AttentionParams, query: Any, out: Any,
     workspace: AttentionWorkspace,
 ) -> None:  # fmt: skip
-    """`attend` over a cache of one layer."""
-    attend(worker, 0, kv_of_layer(kv, 0), plan, params, query, out, workspace)
+    """`attend` over the cache of a layer."""
+    attend(worker, 0, kv, plan, params, query, out, workspace)

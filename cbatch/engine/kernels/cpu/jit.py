@@ -42,6 +42,11 @@ def kernel(function: Function) -> Function:
     return cast(Function, njit(**_OPTIONS)(function))
 
 
+def inlined(function: Function) -> Function:
+    """A kernel whose code becomes a part of its callers: others cannot return a part of an array."""
+    return cast(Function, njit(inline="always", **_OPTIONS)(function))
+
+
 def entry(function: Function) -> Function:
     """A kernel that Python calls. It is compiled at its first call with arguments of new types, and kept on disk."""
     compiled = kernel(function)

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.engine.kernels.cpu.fast_math import bits_of, from_bits, from_float32, silu, to_float32
+from cbatch.engine.kernels.cpu.activation import ActivationParams, activate, activate_gated
+from cbatch.engine.kernels.cpu.fast_math import bits_of, from_bits, from_float32, to_float32
 from cbatch.engine.kernels.cpu.jit import kernel
 from cbatch.engine.kernels.cpu.microkernel import (
     COLUMNS,
@@ -29,7 +30,7 @@ _ROW_BLOCK_BYTES = 384 * 1024
 _ZERO_BELOW = np.float32(1e-34)
 """A block of smaller numbers is quantized to zeros: the inverse of its scale would overflow a float32."""
 
-WRITE, ADD, GATED = 0, 1, 2
+WRITE, ADD, ACTIVATED, GATED = 0, 1, 2, 3
 """What `matmul` does with its results."""
 
 _TASKS_PER_THREAD = 4
@@ -42,11 +43,13 @@ class PackedMatrix(NamedTuple):
     data:   all matrices of a model, packed (see `pack_weight`) one after the other: float32, uint16 (bfloat16) or int8
     start:  where this one begins
     scale:  float32, a factor for each column, which other factors may follow; empty if there is none
+    bias:   likewise, what is added to each column
     """
 
     data: NDArray[Any]
     start: int
     scale: NDArray[np.float32]
+    bias: NDArray[np.float32]
 
 
 class LinearWorkspace(NamedTuple):
@@ -76,15 +79,16 @@ def new_linear_workspace(threads: int, dtype: np.dtype[Any], depth: int) -> Line
     )
 
 
-def pack_weight(weight: NDArray[Any]) -> NDArray[Any]:
+def pack_weight(weight: NDArray[Any], depth: int | None = None) -> NDArray[Any]:
     """A weight [columns, depth] in the order in which the microkernel reads it: flat, columns padded to whole tiles.
 
+    depth: padded to so many
     Layout [tiles, depth / pair, 2, 16, pair]: two panels side by side.
     """
-    columns, depth = weight.shape
+    depth = weight.shape[1] if depth is None else depth
     pair = 1 if weight.dtype == np.float32 else 2
-    padded = np.zeros((pad_columns(columns), depth), weight.dtype)
-    padded[:columns] = weight
+    padded = np.zeros((pad_columns(len(weight)), depth), weight.dtype)
+    padded[: len(weight), : weight.shape[1]] = weight
     return padded.reshape(-1, 2, LANES, depth // pair, pair).transpose(0, 3, 1, 2, 4).reshape(-1)
 
 
@@ -129,7 +133,7 @@ def _quantize_row(row: Any, quantized: Any) -> None:
 
 
 @kernel
-def _prepare_rows(a: Any, first: int, count: int, matrix: PackedMatrix, quantized: Any) -> Rows:
+def prepare_rows(a: Any, first: int, count: int, matrix: PackedMatrix, quantized: Any) -> Rows:
     """Rows of `a` as the microkernel takes them for the matrix."""
     if matrix.data.itemsize > 1:
         stride = a.shape[1] * a.itemsize
@@ -154,53 +158,88 @@ def _list_panels(matrix: PackedMatrix, tile: int, depth: int, table: Any) -> Pan
 
 
 @kernel
-def _finish_row(sums: Any, scale: Any, mode: int, out: Any) -> None:
-    """Writes a row of a tile to `out`: 32 sums times a factor for each column; if GATED, 16 results."""
-    if mode != GATED:
+def _finish_row(
+    sums: Any, matrix: PackedMatrix, first: int, mode: int, activation: ActivationParams, out: Any
+) -> None:
+    """Writes a row of a tile to `out`: 32 sums times the factors of its columns, with biases; if GATED, 16 results.
+
+    first: the tile's first column
+    """
+    scale, bias = matrix.scale, matrix.bias
+    if mode <= ADD and len(scale) and len(bias) == 0:
         for j in range(COLUMNS):
-            out[j] = sums[j] * scale[j] + (out[j] if mode == ADD else np.float32(0))
+            out[j] = sums[j] * scale[first + j] + (out[j] if mode == ADD else np.float32(0))
         return
     if len(scale):
         for j in range(COLUMNS):
-            sums[j] *= scale[j]
-    for j in range(LANES):
-        out[j] = from_float32(silu(sums[j]) * sums[LANES + j], out)
+            sums[j] *= scale[first + j]
+    if len(bias):
+        for j in range(COLUMNS):
+            sums[j] += bias[first + j]
+    if mode == GATED:
+        activate_gated(sums[:LANES], sums[LANES:COLUMNS], activation)
+        for j in range(LANES):
+            out[j] = from_float32(sums[j], out)
+    elif mode == ACTIVATED:
+        activate(sums[:COLUMNS], activation)
+        for j in range(COLUMNS):
+            out[j] = from_float32(sums[j], out)
+    else:
+        for j in range(COLUMNS):
+            out[j] = sums[j] + (out[j] if mode == ADD else np.float32(0))
+
+
+@kernel
+def multiply_rows(
+    left: Rows, count: int, depth: int, tile: int, matrix: PackedMatrix, out: Any, mode: int,
+    activation: ActivationParams, workspace: LinearWorkspace, thread: int,
+) -> None:  # fmt: skip
+    """out [count, columns] = rows of `left` times one tile of the matrix; see `matmul`."""
+    columns = LANES if mode == GATED else COLUMNS
+    sums = workspace.sums[thread]
+    panels = _list_panels(matrix, tile, depth, workspace.panels[thread])
+    ldo, results = out.shape[1] * 4, Rows(sums.ctypes.data, COLUMNS * 4)
+    is_plain = mode <= ADD and len(matrix.scale) == 0 and len(matrix.bias) == 0
+    for row in range(0, count, MAX_ROWS):
+        rows, part = min(MAX_ROWS, count - row), Rows(left.address + row * left.stride, left.stride)
+        if is_plain:
+            target = Rows(out.ctypes.data + row * ldo + tile * COLUMNS * 4, ldo)
+            multiply_tile(workspace.microkernel, matrix.data[0], part, panels, target, rows, mode)
+            continue
+        multiply_tile(workspace.microkernel, matrix.data[0], part, panels, results, rows, 0)
+        for i in range(rows):
+            _finish_row(sums[i], matrix, tile * COLUMNS, mode, activation, out[row + i, tile * columns :])
 
 
 @kernel
 def matmul(
-    worker: Worker, phase: int, a: Any, matrix: PackedMatrix, out: Any, mode: int, workspace: LinearWorkspace
-) -> int:
+    worker: Worker, phase: int, a: Any, matrix: PackedMatrix, out: Any, mode: int, activation: ActivationParams,
+    workspace: LinearWorkspace,
+) -> int:  # fmt: skip
     """out [T, columns] = a [T, depth] times the matrix. Returns the next phase.
 
     a:    float32 for a float32 matrix, else bfloat16
-    out:  float32, columns padded to whole tiles; if GATED, of the type of `a` and padded to half tiles
-    mode: WRITE; ADD, to what is in `out`; or GATED: silu(a times gate) * (a times up), both interleaved in the matrix
+    out:  float32, columns padded to whole tiles; after an activation, of the type of `a`, and if GATED padded to half
+          tiles
+    mode: WRITE; ADD, to what is in `out`; ACTIVATED; or GATED: activation(a times gate) * (a times up), with 16
+          columns of both in turn in the matrix
     """
-    columns, scale = LANES if mode == GATED else COLUMNS, matrix.scale
+    columns = LANES if mode == GATED else COLUMNS
     num_tiles = out.shape[1] // columns
     tiling = _cut(a, num_tiles, len(workspace.sums))
     num_tasks = tiling.num_tasks
-    sums, table = workspace.sums[worker.thread], workspace.panels[worker.thread]
-    ldo, results = out.shape[1] * 4, Rows(sums.ctypes.data, COLUMNS * 4)
     prepared, left = -1, Rows(0, 0)
     task = claim(worker, phase, num_tasks)
     while task >= 0:
         first = task // tiling.tasks_per_block * tiling.rows
         count = min(a.shape[0] - first, tiling.rows)
         if first != prepared:
-            prepared, left = first, _prepare_rows(a, first, count, matrix, workspace.quantized[worker.thread])
+            prepared, left = first, prepare_rows(a, first, count, matrix, workspace.quantized[worker.thread])
         first_tile = task % tiling.tasks_per_block * tiling.tiles
         for tile in range(first_tile, min(num_tiles, first_tile + tiling.tiles)):
-            panels = _list_panels(matrix, tile, a.shape[1], table)
-            for row in range(0, count, MAX_ROWS):
-                rows, part = min(MAX_ROWS, count - row), Rows(left.address + row * left.stride, left.stride)
-                if mode != GATED and len(scale) == 0:
-                    target = Rows(out.ctypes.data + (first + row) * ldo + tile * COLUMNS * 4, ldo)
-                    multiply_tile(workspace.microkernel, matrix.data[0], part, panels, target, rows, mode)
-                    continue
-                multiply_tile(workspace.microkernel, matrix.data[0], part, panels, results, rows, 0)
-                for i in range(rows):
-                    _finish_row(sums[i], scale[tile * COLUMNS :], mode, out[first + row + i, tile * columns :])
+            multiply_rows(
+                left, count, a.shape[1], tile, matrix, out[first : first + count], mode, activation, workspace,
+                worker.thread,
+            )  # fmt: skip
         task = next_task(worker, phase, num_tasks)
     return phase + 1

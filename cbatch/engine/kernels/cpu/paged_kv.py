@@ -31,10 +31,10 @@ So several threads can work on one sequence, and a token's result is the same ho
 
 
 class PagedKV(NamedTuple):
-    """The cache of several layers with the same heads and sizes, or of one.
+    """The cache of one layer.
 
     microkernel:   see `microkernel_address`
-    keys, values:  [layers, all pages of a layer], for one layer flat; float32, or uint16 for bfloat16
+    keys, values:  flat, all of its pages; float32, or uint16 for bfloat16
     """
 
     microkernel: int
@@ -46,9 +46,26 @@ class PagedKV(NamedTuple):
     block_size: int
 
 
+class PagedCaches(NamedTuple):
+    """The caches of all layers.
+
+    keys, values: flat, those of one layer after those of the one before
+    layout:       [layers, 5] int64: where the keys and the values of a layer begin, its heads, key_dim and value_dim
+    """
+
+    microkernel: int
+    keys: NDArray[Any]
+    values: NDArray[Any]
+    layout: NDArray[np.int64]
+    block_size: int
+
+
 @kernel
-def kv_of_layer(kv: PagedKV, layer: int) -> PagedKV:
-    return PagedKV(kv.microkernel, kv.keys[layer], kv.values[layer], kv.heads, kv.key_dim, kv.value_dim, kv.block_size)
+def kv_of_layer(caches: PagedCaches, layer: int) -> PagedKV:
+    keys, values, heads, key_dim, value_dim = caches.layout[layer]
+    return PagedKV(
+        caches.microkernel, caches.keys[keys:], caches.values[values:], heads, key_dim, value_dim, caches.block_size
+    )
 
 
 class AttentionPlan(NamedTuple):
@@ -139,10 +156,11 @@ def _plan_tasks(
 
 
 class AttentionParams(NamedTuple):
-    """How a layer attends. window, softcap: 0 for none; sinks: [query heads] float32, empty for none."""
+    """How a layer attends. window, chunk, softcap: 0 for none; sinks: [query heads] float32, empty for none."""
 
     scale: float
     window: int
+    chunk: int
     softcap: float
     sinks: NDArray[np.float32]
 

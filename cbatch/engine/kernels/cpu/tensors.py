@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.engine.kernels.cpu.microkernel import LANES, microkernel_address
-from cbatch.engine.kernels.cpu.paged_kv import PagedKV
-from cbatch.engine.runtime.kv_cache import LayerShape, Shape
+from cbatch.engine.kernels.cpu.paged_kv import PagedCaches, PagedKV
+from cbatch.engine.runtime.kv_cache import KVCache, LayerShape, Shape
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -35,14 +37,27 @@ def block_shapes(layer: LayerShape, block_size: int, dtype: torch.dtype) -> tupl
 
 
 def paged_kv_of(keys: Tensor, values: Tensor) -> PagedKV:
-    """The cache of several layers: keys and values [layers, num_blocks, *block shape]."""
-    heads, panels, steps, _, pair = keys.shape[2:]
+    """The cache of one layer: keys and values [num_blocks, *block shape]."""
+    heads, panels, steps, _, pair = keys.shape[1:]
     return PagedKV(
         microkernel_address(as_array(keys).dtype),
-        as_array(keys).reshape(len(keys), -1),
-        as_array(values).reshape(len(values), -1),
+        as_array(keys).reshape(-1),
+        as_array(values).reshape(-1),
         heads,
         steps * pair,
-        values.shape[3] * LANES,
+        values.shape[2] * LANES,
         panels * LANES,
     )
+
+
+def paged_caches_of(kv_cache: KVCache) -> PagedCaches:
+    """The caches of all layers. Raises ValueError if they do not lie in one tensor."""
+    if kv_cache.flat is None:
+        raise ValueError("The layers' caches must lie in one tensor.")
+    layers = [paged_kv_of(keys, values) for keys, values in zip(kv_cache.keys, kv_cache.values, strict=True)]
+    starts = [[0, *accumulate(len(getattr(kv, part)) for kv in layers)] for part in ("keys", "values")]
+    layout = [
+        (key, value, kv.heads, kv.key_dim, kv.value_dim) for key, value, kv in zip(*starts, layers, strict=False)
+    ]
+    keys, values = map(as_array, kv_cache.flat)
+    return PagedCaches(layers[0].microkernel, keys, values, np.array(layout, np.int64), layers[0].block_size)

@@ -1,0 +1,412 @@
+"""Runs the program of a model: one step, from token ids to logits, in one call.
+
+A program is an array of instructions (see `INSTRUCTION`). Each is one phase of the step or several, whose tasks the
+threads share (see `work_queue`). Buffers of float32, and of the type that goes into products, lie in two arenas.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cbatch.engine.kernels.cpu.activation import ActivationParams
+from cbatch.engine.kernels.cpu.attention import attend, store_kv
+from cbatch.engine.kernels.cpu.argmax import argmax
+from cbatch.engine.kernels.cpu.fast_math import from_float32, tanh, to_float32
+from cbatch.engine.kernels.cpu.jit import entry, inlined, kernel
+from cbatch.engine.kernels.cpu.linear import ADD, LinearWorkspace, PackedMatrix, matmul
+from cbatch.engine.kernels.cpu.microkernel import COLUMNS
+from cbatch.engine.kernels.cpu.norm import RMS_NORM, NormParams, inverse_rms, normalize
+from cbatch.engine.kernels.cpu.paged_kv import (
+    AttentionParams,
+    AttentionPlan,
+    AttentionWorkspace,
+    PagedCaches,
+    PagedKV,
+    kv_of_layer,
+)
+from cbatch.engine.kernels.cpu.work_queue import Worker, claim, next_task
+
+EMBED, NORMALIZE, LINEAR, PREPARE_HEADS, ATTEND, GATE, GATHER, SCALE, ROUTE, EXPERTS, HEAD = range(11)
+
+ROWS_PER_TASK = 8
+"""Rows of a task, for what is done row by row."""
+
+_INTS = (
+    "code", "source", "source_width", "target", "target_width", "start", "width", "add", "mode", "function",
+    "matrix", "scale", "bias", "params", "norm_kind", "norm_weight", "norm_bias", "table", "positions",
+    "position_offset", "is_packed", "cache", "stores", "heads", "rotary", "query_norm_kind", "query_norm_weight",
+    "query_norm_bias", "key_norm_kind", "key_norm_weight", "key_norm_bias", "value_norm_kind", "value_norm_weight",
+    "value_norm_bias", "norm_rows", "norm_last", "window", "chunk", "sinks", "index",
+)  # fmt: skip
+_FLOATS = ("factor", "eps", "query_eps", "key_eps", "value_eps", "clip", "attention_scale", "softcap")
+INSTRUCTION = np.dtype([*((name, np.int64) for name in _INTS), *((name, np.float32) for name in _FLOATS)])
+"""One instruction. What an operation does not use is 0, or -1 if it is a place.
+
+code:          which operation (see `models/program.py`)
+source, target: where a buffer begins in its arena, in columns of the step; with its width
+matrix, scale, bias: where they begin among all; -1 for none
+norm_*, query_norm_*, ...: see `NormParams`; the weight and bias are places among the vectors
+params:        place of an activation's parameters among the vectors
+sinks:         likewise
+table, positions: where an embedding begins among the tables; the first is a packed matrix if `is_packed`
+rotary:        number of the rotary tables
+index:         place of column numbers among the indices
+"""
+
+
+class Weights(NamedTuple):
+    """A model's weights.
+
+    matrices: every linear, packed (see `linear.pack_weight`) one after the other
+    scales:   float32, a factor for each column of some matrices
+    vectors:  float32: norms, biases, parameters of activations
+    tables:   embeddings, row by row
+    indices:  int64 column numbers
+    """
+
+    matrices: NDArray[Any]
+    scales: NDArray[np.float32]
+    vectors: NDArray[np.float32]
+    tables: NDArray[Any]
+    indices: NDArray[np.int64]
+
+
+class StepInputs(NamedTuple):
+    """What changes from step to step.
+
+    ids:           [T] token ids
+    positions:     [T] position of each token in its sequence
+    rotary:        float32, of each rotary setting a row for every position up to the largest: cosines and sines
+                   [rotary_dim / 2] each, and the factor of the query
+    rotary_layout: [settings, 2] int64, where the rows of each begin, and rotary_dim / 2
+    every:         [T] 0 to T - 1
+    rows:          [R] rows whose logits are wanted
+    """
+
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    rotary: NDArray[np.float32]
+    rotary_layout: NDArray[np.int64]
+    every: NDArray[np.int64]
+    rows: NDArray[np.int64]
+
+
+class Buffers(NamedTuple):
+    """Memory that one step leaves to the next. floats, elements: the arenas of all buffers."""
+
+    floats: NDArray[np.float32]
+    elements: NDArray[Any]
+    linear: LinearWorkspace
+    attention: AttentionWorkspace
+
+
+class StepOutputs(NamedTuple):
+    """What a step gives for R rows.
+
+    logits:  [R, columns] float32, of which the first `vocabulary` count
+    tokens:  [R] int64, the first of the tokens with the largest logit
+    largest: [R] float32, its logit; NaN if any logit of the row is NaN
+    """
+
+    logits: NDArray[np.float32]
+    vocabulary: int
+    tokens: NDArray[np.int64]
+    largest: NDArray[np.float32]
+
+
+class Step(NamedTuple):
+    """All that an instruction needs."""
+
+    weights: Weights
+    caches: PagedCaches
+    plan: AttentionPlan
+    inputs: StepInputs
+    buffers: Buffers
+    outputs: StepOutputs
+
+
+@inlined
+def buffer_of(arena: Any, start: int, width: int, tokens: int) -> Any:
+    """The buffer [T, width] of an arena."""
+    return arena[start * tokens : (start + width) * tokens].reshape(tokens, width)
+
+
+@kernel
+def matrix_of(weights: Weights, op: Any) -> PackedMatrix:
+    nothing = weights.vectors[:0]
+    return PackedMatrix(
+        weights.matrices,
+        op.matrix,
+        weights.scales[op.scale :] if op.scale >= 0 else nothing,
+        weights.vectors[op.bias :] if op.bias >= 0 else nothing,
+    )
+
+
+@kernel
+def activation_of(weights: Weights, op: Any) -> ActivationParams:
+    return ActivationParams(op.function, weights.vectors[op.params : op.params + 4])
+
+
+@inlined
+def vector_of(weights: Weights, start: int, size: int) -> Any:
+    """So many numbers of the vectors; none if `start` is negative."""
+    return weights.vectors[start : start + size] if start >= 0 else weights.vectors[:0]
+
+
+@kernel
+def _embed(worker: Worker, phase: int, op: Any, step: Step) -> int:
+    ids, weights = step.inputs.ids, step.weights
+    out = buffer_of(step.buffers.floats, op.target, op.target_width, len(ids))
+    num_tasks = -(-len(ids) // ROWS_PER_TASK)
+    hidden = out.shape[1]
+    pair = 1 if weights.matrices.itemsize == 4 else 2
+    task = claim(worker, phase, num_tasks)
+    while task >= 0:
+        for row in range(task * ROWS_PER_TASK, min(len(ids), (task + 1) * ROWS_PER_TASK)):
+            factor = op.factor
+            if op.is_packed:
+                tile, column = ids[row] // COLUMNS, ids[row] % COLUMNS
+                base = op.matrix + tile * hidden * COLUMNS + column * pair
+                if op.scale >= 0:
+                    factor = factor * weights.scales[op.scale + ids[row]]
+                for i in range(hidden):
+                    out[row, i] = factor * to_float32(weights.matrices[base + i // pair * COLUMNS * pair + i % pair])
+            else:
+                base = op.table + ids[row] * op.width
+                for i in range(op.width):
+                    out[row, i] = factor * to_float32(weights.tables[base + i])
+                for i in range(op.width, hidden):
+                    out[row, i] = np.float32(0)
+            if op.positions >= 0:
+                base = op.positions + (step.inputs.positions[row] + op.position_offset) * op.width
+                for i in range(op.width):
+                    out[row, i] += to_float32(weights.tables[base + i])
+        task = next_task(worker, phase, num_tasks)
+    return phase + 1
+
+
+@kernel
+def _norm_of(weights: Weights, op: Any, size: int) -> NormParams:
+    return NormParams(
+        op.norm_kind, op.eps, vector_of(weights, op.norm_weight, size), vector_of(weights, op.norm_bias, size)
+    )
+
+
+@kernel
+def _clear(out: Any) -> None:
+    """Padding, which is multiplied with zeros."""
+    for i in range(len(out)):
+        out[i] = 0
+
+
+@kernel
+def _rms_norm_rows(worker: Worker, phase: int, x: Any, rows: Any, weight: Any, eps: float, out: Any) -> int:
+    """out [R, width] = RMSNorm of those rows of x [T, width]. What most models need, as simple as it can be."""
+    num_tasks = -(-len(rows) // ROWS_PER_TASK)
+    task = claim(worker, phase, num_tasks)
+    while task >= 0:
+        for i in range(task * ROWS_PER_TASK, min(len(rows), (task + 1) * ROWS_PER_TASK)):
+            row = x[rows[i]]
+            factor = inverse_rms(row, eps)
+            for j in range(len(row)):
+                out[i, j] = from_float32(row[j] * factor * weight[j], out)
+        task = next_task(worker, phase, num_tasks)
+    return phase + 1
+
+
+@kernel
+def _normalize_rows(worker: Worker, phase: int, op: Any, weights: Weights, source: Any, rows: Any, out: Any) -> int:
+    """out [R, width] = the norm of a part of those rows of the source [T, width]; its padding is 0."""
+    norm = _norm_of(weights, op, op.width)
+    if norm.kind == RMS_NORM and len(norm.weight) == source.shape[1] == out.shape[1]:
+        return _rms_norm_rows(worker, phase, source, rows, norm.weight, norm.eps, out)
+    num_tasks = -(-len(rows) // ROWS_PER_TASK)
+    task = claim(worker, phase, num_tasks)
+    while task >= 0:
+        for i in range(task * ROWS_PER_TASK, min(len(rows), (task + 1) * ROWS_PER_TASK)):
+            normalize(source[rows[i], op.start : op.start + op.width], norm, out[i])
+            _clear(out[i, op.width :])
+        task = next_task(worker, phase, num_tasks)
+    return phase + 1
+
+
+@kernel
+def _normalize(worker: Worker, phase: int, op: Any, step: Step) -> int:
+    tokens, buffers = len(step.inputs.ids), step.buffers
+    source = buffer_of(buffers.floats, op.source, op.source_width, tokens)
+    if not op.add:
+        out = buffer_of(buffers.elements, op.target, op.target_width, tokens)
+        return _normalize_rows(worker, phase, op, step.weights, source, step.inputs.every, out)
+    norm, target = _norm_of(step.weights, op, op.width), buffer_of(buffers.floats, op.target, op.target_width, tokens)
+    num_tasks = -(-tokens // ROWS_PER_TASK)
+    task = claim(worker, phase, num_tasks)
+    while task >= 0:
+        for row in range(task * ROWS_PER_TASK, min(tokens, (task + 1) * ROWS_PER_TASK)):
+            part, sum = source[row, op.start : op.start + op.width], target[row]
+            normalize(part, norm, part)
+            for i in range(len(part)):
+                sum[i] += op.factor * part[i]
+        task = next_task(worker, phase, num_tasks)
+    return phase + 1
+
+
+@kernel
+def _linear(worker: Worker, phase: int, op: Any, step: Step) -> int:
+    tokens, buffers = len(step.inputs.ids), step.buffers
+    source = buffer_of(buffers.elements, op.source, op.source_width, tokens)
+    matrix, activation = matrix_of(step.weights, op), activation_of(step.weights, op)
+    if op.mode <= ADD:
+        out = buffer_of(buffers.floats, op.target, op.target_width, tokens)
+        return matmul(worker, phase, source, matrix, out, op.mode, activation, buffers.linear)
+    activated = buffer_of(buffers.elements, op.target, op.target_width, tokens)
+    return matmul(worker, phase, source, matrix, activated, op.mode, activation, buffers.linear)
+
+
+@kernel
+def _rotate(head: Any, cosines: Any, sines: Any) -> None:
+    """Rotates the first numbers of a head by its position (RoPE), in place."""
+    half = len(cosines)
+    for i in range(half):
+        left, right = head[i], head[half + i]
+        head[i] = left * cosines[i] - right * sines[i]
+        head[half + i] = right * cosines[i] + left * sines[i]
+
+
+@kernel
+def _norm_heads(part: Any, norm: NormParams, width: int, norm_rows: int) -> None:
+    """Norms heads of `width` numbers side by side, each by itself or all together, in place."""
+    if norm.kind == 0:
+        return
+    size = len(part) if norm_rows else width
+    for start in range(0, len(part), size):
+        weight = norm.weight[start : start + size] if len(norm.weight) else norm.weight
+        bias = norm.bias[start : start + size] if len(norm.bias) else norm.bias
+        head = part[start : start + size]
+        normalize(head, NormParams(norm.kind, norm.eps, weight, bias), head)
+
+
+@kernel
+def _prepare_heads(worker: Worker, phase: int, op: Any, step: Step) -> int:
+    """Norms and rotates queries and keys, and stores keys and values in the cache."""
+    tokens, weights, inputs, plan = len(step.inputs.ids), step.weights, step.inputs, step.plan
+    kv = kv_of_layer(step.caches, op.cache)
+    source = buffer_of(step.buffers.floats, op.source, op.source_width, tokens)
+    query = buffer_of(step.buffers.elements, op.target, op.target_width, tokens)
+    width, kv_heads = kv.key_dim, kv.heads if op.stores else 0
+    first_key, first_value = op.heads * width, (op.heads + kv_heads) * width
+    end = first_value + kv_heads * kv.value_dim
+    query_norm = NormParams(
+        op.query_norm_kind, op.query_eps, vector_of(weights, op.query_norm_weight, first_key),
+        vector_of(weights, op.query_norm_bias, first_key),
+    )  # fmt: skip
+    key_norm = NormParams(
+        op.key_norm_kind, op.key_eps, vector_of(weights, op.key_norm_weight, first_value - first_key),
+        vector_of(weights, op.key_norm_bias, first_value - first_key),
+    )  # fmt: skip
+    value_norm = NormParams(
+        op.value_norm_kind, op.value_eps, vector_of(weights, op.value_norm_weight, end - first_value),
+        vector_of(weights, op.value_norm_bias, end - first_value),
+    )  # fmt: skip
+    num_tasks = -(-tokens // ROWS_PER_TASK)
+    task = claim(worker, phase, num_tasks)
+    while task >= 0:
+        for number in range(task * ROWS_PER_TASK, min(tokens, (task + 1) * ROWS_PER_TASK)):
+            row = source[number]
+            if op.clip > 0:
+                for i in range(end):
+                    row[i] = min(max(row[i], -op.clip), op.clip)
+            queries, keys, values = row[:first_key], row[first_key:first_value], row[first_value:end]
+            if not op.norm_last:
+                _norm_heads(queries, query_norm, width, op.norm_rows)
+                _norm_heads(keys, key_norm, width, op.norm_rows)
+            _norm_heads(values, value_norm, kv.value_dim, op.norm_rows)
+            scale = np.float32(1)
+            if op.rotary >= 0:
+                half = inputs.rotary_layout[op.rotary, 1]
+                at = inputs.rotary_layout[op.rotary, 0] + inputs.positions[number] * (2 * half + 1)
+                cosines, sines = inputs.rotary[at : at + half], inputs.rotary[at + half : at + 2 * half]
+                scale = inputs.rotary[at + 2 * half]
+                for head in range(op.heads + kv_heads):
+                    _rotate(row[head * width : (head + 1) * width], cosines, sines)
+            if op.norm_last:
+                _norm_heads(queries, query_norm, width, op.norm_rows)
+                _norm_heads(keys, key_norm, width, op.norm_rows)
+            if scale != 1:
+                for i in range(first_key):
+                    queries[i] *= scale
+            for i in range(first_key):
+                query[number, i] = from_float32(queries[i], query)
+            for head in range(kv_heads):
+                key = keys[head * width : (head + 1) * width]
+                value = values[head * kv.value_dim : (head + 1) * kv.value_dim]
+                store_kv(kv, plan.slots[number], head, key, value, plan.is_last[number])
+        task = next_task(worker, phase, num_tasks)
+    return phase + 1
+
+
+@kernel
+def _attend(worker: Worker, phase: int, op: Any, step: Step) -> int:
+    tokens, buffers = len(step.inputs.ids), step.buffers
+    kv: PagedKV = kv_of_layer(step.caches, op.cache)
+    params = AttentionParams(
+        op.attention_scale, op.window, op.chunk, op.softcap, vector_of(step.weights, op.sinks, op.heads)
+    )
+    query = buffer_of(buffers.elements, op.source, op.source_width, tokens)
+    out = buffer_of(buffers.elements, op.target, op.target_width, tokens)
+    return attend(worker, phase, kv, step.plan, params, query, out, buffers.attention)
+
+
+@kernel
+def _softcap_and_argmax(worker: Worker, phase: int, op: Any, outputs: StepOutputs) -> int:
+    num_tasks = len(outputs.tokens)
+    task = claim(worker, phase, num_tasks)
+    while task >= 0:
+        row = outputs.logits[task, : outputs.vocabulary]
+        if op.softcap > 0:
+            for i in range(len(row)):
+                row[i] = op.softcap * tanh(row[i] / op.softcap)
+        outputs.tokens[task], outputs.largest[task] = argmax(row)
+        task = next_task(worker, phase, num_tasks)
+    return phase + 1
+
+
+@kernel
+def _head(worker: Worker, phase: int, op: Any, step: Step) -> int:
+    inputs, buffers, rows = step.inputs, step.buffers, len(step.inputs.rows)
+    if rows == 0:  # chunks of prompts only; a phase must have a task
+        return phase
+    source = buffer_of(buffers.floats, op.source, op.source_width, len(inputs.ids))
+    chosen = buffer_of(buffers.elements, op.target, op.target_width, len(inputs.ids))[:rows]
+    phase = _normalize_rows(worker, phase, op, step.weights, source, inputs.rows, chosen)
+    matrix, activation = matrix_of(step.weights, op), activation_of(step.weights, op)
+    phase = matmul(worker, phase, chosen, matrix, step.outputs.logits, op.mode, activation, buffers.linear)
+    return _softcap_and_argmax(worker, phase, op, step.outputs)
+
+
+@entry
+def run_step(
+    worker: Worker, program: Any, weights: Weights, caches: PagedCaches, plan: AttentionPlan, inputs: StepInputs,
+    buffers: Buffers, outputs: StepOutputs,
+) -> None:  # fmt: skip
+    """Computes the outputs of a step, and stores its keys and values in the cache.
+
+    Every thread of a pool calls it. Each phase returns when all of its tasks are complete.
+    """
+    step, phase = Step(weights, caches, plan, inputs, buffers, outputs), 0
+    for index in range(len(program)):
+        op = program[index]
+        if op.code == EMBED:
+            phase = _embed(worker, phase, op, step)
+        elif op.code == NORMALIZE:
+            phase = _normalize(worker, phase, op, step)
+        elif op.code == LINEAR:
+            phase = _linear(worker, phase, op, step)
+        elif op.code == PREPARE_HEADS:
+            phase = _prepare_heads(worker, phase, op, step)
+        elif op.code == ATTEND:
+            phase = _attend(worker, phase, op, step)
+        elif op.code == HEAD:
+            phase = _head(worker, phase, op, step)

@@ -1,0 +1,412 @@
+"""A model as data: a list of operations over named weights.
+
+A declaration (`families/`) makes the program of a model from its config.json. Two modules run programs: `cpu.py` with
+compiled kernels, one call a step, and `cuda.py` with Triton's kernels or torch's operations. Neither knows of families.
+
+Operations read and write buffers of T rows, one for each token of a step. The buffer `RESIDUAL` is float32; the others
+are as exact as the device needs them. A buffer keeps what was written to it until it is written again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from cbatch.engine.models.base import LinearCost
+from cbatch.engine.runtime.kv_cache import LayerShape
+
+RESIDUAL = "residual"
+"""The buffer that an operation with `add` adds to: the residual stream [T, hidden size]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weight:
+    """A tensor of the files, and what is done to it when it is loaded, in this order.
+
+    shape:     as it is stored
+    index:     which of several tensors that are stored as one, along the first dimension
+    transpose: it is stored as [depth, columns]
+    rows:      which of its rows are taken, in their order: int64
+    function:  applied to each number
+    factor, offset: each number becomes factor * number + offset, in float32
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    index: int | None = None
+    transpose: bool = False
+    rows: Tensor | None = None
+    function: Literal["softplus"] | None = None
+    factor: float = 1.0
+    offset: float = 0.0
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """The shape once it is loaded."""
+        shape = self.shape if self.index is None else self.shape[1:]
+        shape = shape[::-1] if self.transpose else shape
+        return shape if self.rows is None else (len(self.rows), *shape[1:])
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """The weight, given the tensor of the files; the same memory if nothing has to be done."""
+        tensor = tensor if self.index is None else tensor[self.index]
+        tensor = tensor.T if self.transpose else tensor
+        tensor = tensor if self.rows is None else tensor[self.rows]
+        if self.function == "softplus":
+            tensor = torch.nn.functional.softplus(tensor.float())
+        return tensor if (self.factor, self.offset) == (1, 0) else self.factor * tensor.float() + self.offset
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrix:
+    """A weight [columns, depth] of a linear: parts stacked along their columns, and their biases if they have any."""
+
+    parts: tuple[Weight, ...]
+    biases: tuple[Weight, ...] = ()
+
+    @property
+    def columns(self) -> int:
+        return sum(part.size[0] for part in self.parts)
+
+    @property
+    def depth(self) -> int:
+        return self.parts[0].size[1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """RMSNorm (Zhang and Sennrich, 2019) or LayerNorm (Ba et al., 2016), in float32.
+
+    kind:         none copies
+    weight, bias: as long as the row that is normed; None for 1 and 0
+    """
+
+    kind: Literal["none", "rms", "layer"]
+    eps: float
+    weight: Weight | None = None
+    bias: Weight | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """What a feed-forward part does between its linears.
+
+    name:    silu, gelu, gelu_tanh, relu, relu2 (its square), sigmoid, xielu (Huang and Schlag, 2025), or identity
+    gated:   the linear gives gate, then up; the result is activation(gate) * up
+    params:  of xielu: alpha for positive numbers, and for negative ones, beta, and the largest exponent
+    limit:   0, or the most that gate and the size of up may be (GPT-OSS)
+    slope:   factor of a silu's exponent
+    up_offset: added to up
+    """
+
+    name: str
+    gated: bool = True
+    params: tuple[Weight | float, ...] = field(default=(), compare=False)
+    limit: float = 0.0
+    slope: float = 1.0
+    up_offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """How positions enter queries and keys (RoPE, Su et al., 2021).
+
+    inv_freq:   [rotary_dim / 2] radians from one position to the next; empty if nothing is rotated. Number i of a
+                head is rotated with number i + rotary_dim / 2; weights of models that pair neighbours are reordered
+    factor:     of cosines and sines
+    scale_beta, scale_floor: if beta is not 0, the query at a position p is multiplied by 1 + beta * log(1 +
+                floor((p + scale_shift) / scale_floor)) (Llama 4)
+    """
+
+    inv_freq: tuple[float, ...]
+    factor: float = 1.0
+    scale_beta: float = 0.0
+    scale_floor: float = 1.0
+    scale_shift: int = 0
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [N, rotary_dim / 2] float32 of positions [N]."""
+        angles = positions[:, None].float() * torch.tensor(self.inv_freq, device=positions.device)
+        return angles.cos() * self.factor, angles.sin() * self.factor
+
+    def query_scales(self, positions: Tensor) -> Tensor:
+        """[N] float32"""
+        steps = torch.floor((positions.float() + self.scale_shift) / self.scale_floor)
+        return 1 + self.scale_beta * torch.log1p(steps)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Embed:
+    """residual = scale * table[token ids] + positions[position + position_offset]."""
+
+    table: Weight
+    scale: float = 1.0
+    positions: Weight | None = None
+    position_offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Normalize:
+    """target = norm(source[:, start : start + width]); added to the target if `add`.
+
+    width: 0 for the rest of the row
+    factor: of the result
+    """
+
+    source: str
+    target: str
+    norm: Norm
+    add: bool = False
+    start: int = 0
+    width: int = 0
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Linear:
+    """target = factor * activation(source times matrix + biases); added to the target if `add`.
+
+    A gated activation takes two columns for each of its own, all gates before all ups.
+    """
+
+    source: str
+    target: str
+    matrix: Matrix
+    add: bool = False
+    factor: float = 1.0
+    activation: Activation | None = None
+
+    @property
+    def width(self) -> int:
+        is_gated = self.activation is not None and self.activation.gated
+        return self.matrix.columns // 2 if is_gated else self.matrix.columns
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrepareHeads:
+    """Norms, rotates and stores the heads of `source`: queries, then keys, then values, side by side.
+
+    query:      target [T, heads * key_dim]
+    cache:      number of the KV cache in which keys and values are stored; None: the source has queries only
+    rotary:     number of the program's `Rotary`; None if positions do not matter
+    norm_rows:  a norm takes all heads of a row together; else each by itself. Weights are as long as all heads
+    norm_last:  norms come after the rotation
+    clip:       0, or the largest size of a number, before anything else
+    """
+
+    source: str
+    query: str
+    heads: int
+    shape: LayerShape
+    cache: int | None
+    rotary: int | None = None
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    value_norm: Norm | None = None
+    norm_rows: bool = False
+    norm_last: bool = False
+    clip: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attend:
+    """target [T, heads * value_dim] = causal attention of the query over a KV cache.
+
+    window:  a token sees itself and the window - 1 tokens before it; 0: all
+    chunk:   a token sees those of its chunk only, up to itself; 0: no chunks
+    softcap: 0, or a score becomes softcap * tanh(score / softcap)
+    sinks:   [heads] scores that take part in the softmax and carry no value
+    """
+
+    query: str
+    target: str
+    cache: int
+    heads: int
+    shape: LayerShape
+    scale: float
+    window: int = 0
+    chunk: int = 0
+    softcap: float = 0.0
+    sinks: Weight | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gate:
+    """target *= function(gate), where each number of the gate is for `width` numbers of the target.
+
+    start: first column of the gate
+    """
+
+    gate: str
+    target: str
+    width: int = 1
+    start: int = 0
+    function: Literal["sigmoid", "softplus", "identity"] = "sigmoid"
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gather:
+    """target[:, i] = the sources side by side [:, columns[i]].  columns: int64"""
+
+    sources: tuple[str, ...]
+    target: str
+    columns: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scale:
+    """target *= weight, a number.  See `Weight`."""
+
+    target: str
+    weight: Weight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """Chooses `top_k` experts for each token by its scores source times matrix + biases, in float32.
+
+    scores:      function of the scores: over all experts, or softmax over those that were chosen
+    choice_bias: added to the scores for the choice only
+    groups:      experts lie in so many groups, of which the `top_groups` with the highest score are used: the score
+                 of a group is its highest, or the sum of its two highest
+    normalize:   the weights of a token are divided by their sum + epsilon
+    factor:      of the weights
+    expert_scales: [experts] factors of the weights
+    """
+
+    source: str
+    matrix: Matrix
+    top_k: int
+    scores: Literal["softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen"]
+    choice_bias: Weight | None = None
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["highest", "two_highest"] = "highest"
+    normalize: bool = False
+    epsilon: float = 0.0
+    factor: float = 1.0
+    expert_scales: Weight | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experts:
+    """target = sum over the experts of the last `Route` of weight * down(activation(up(source))).
+
+    weigh_input: the weight multiplies the source, and not the result
+    """
+
+    source: str
+    target: str
+    up: tuple[Matrix, ...]
+    down: tuple[Matrix, ...]
+    activation: Activation
+    add: bool = False
+    factor: float = 1.0
+    weigh_input: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """Logits of the wanted rows: softcap(factor * (norm(residual) times matrix + biases)); softcap 0 for none."""
+
+    norm: Norm | None
+    matrix: Matrix
+    factor: float = 1.0
+    softcap: float = 0.0
+
+
+Operation = Embed | Normalize | Linear | PrepareHeads | Attend | Gate | Gather | Scale | Route | Experts | Head
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model, ready to be run.
+
+    name, kind:    its class in transformers, and the `model_type` of its config
+    caches:        shape of each KV cache
+    windows:       how many tokens back its layers see, including the token itself; None for all
+    rotaries:      those that its operations number
+    is_tied:       the output head is the embedding
+    prefixes:      names of weights may begin with any of these instead of the first
+    spare:         regular expressions of weights that the files may hold and that are not used
+    """
+
+    name: str
+    kind: str
+    hidden_size: int
+    vocab_size: int
+    max_model_len: int
+    operations: tuple[Operation, ...]
+    caches: tuple[LayerShape, ...]
+    windows: tuple[int | None, ...]
+    rotaries: tuple[Rotary, ...]
+    is_tied: bool
+    prefixes: tuple[str, ...] = ()
+    spare: tuple[str, ...] = ()
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        """Every weight of every operation, as often as it is used."""
+        return tuple(weight for operation in self.operations for weight in weights_of(operation))
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors that the files must hold."""
+        return {weight.name: weight.shape for weight in self.weights}
+
+    def linear_cost(self, weight_bytes: int) -> LinearCost:
+        """weight_bytes: of all matrices"""
+        head = self.head.matrix.columns * self.head.matrix.depth
+        parameters = 0.0
+        for operation in self.operations:
+            match operation:
+                case Linear():
+                    parameters += operation.matrix.columns * operation.matrix.depth
+        return LinearCost(weight_bytes, parameters, head)
+
+    @property
+    def embed(self) -> Embed:
+        return next(operation for operation in self.operations if isinstance(operation, Embed))
+
+    @property
+    def head(self) -> Head:
+        return next(operation for operation in self.operations if isinstance(operation, Head))
+
+    @cached_property
+    def widths(self) -> dict[str, int]:
+        """The width of each buffer."""
+        found = {RESIDUAL: self.hidden_size}
+        for operation in self.operations:
+            match operation:
+                case Linear():
+                    found[operation.target] = operation.width
+                case Normalize():
+                    width = operation.width or found[operation.source] - operation.start
+                    found.setdefault(operation.target, width)
+                case PrepareHeads():
+                    found[operation.query] = operation.heads * operation.shape.key_dim
+                case Attend():
+                    found[operation.target] = operation.heads * operation.shape.value_dim
+                case Gather():
+                    found[operation.target] = len(operation.columns)
+                case Experts():
+                    found[operation.target] = operation.down[0].columns
+        return found
+
+
+def weights_of(value: Any) -> Iterator[Weight]:
+    """The weights in an operation, or in a part of one."""
+    if isinstance(value, Weight):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from weights_of(item)
+    elif hasattr(value, "__dataclass_fields__"):
+        for each in fields(value):
+            yield from weights_of(getattr(value, each.name))
