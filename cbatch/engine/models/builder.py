@@ -19,6 +19,7 @@ from cbatch.engine.models.program import (
     Gate,
     Gather,
     Head,
+    Layout,
     Linear,
     Matrix,
     Norm,
@@ -56,8 +57,8 @@ class NormKind:
 
     def __call__(self, name: str, *shape: int) -> Norm:
         """With the weights `name`.weight and `name`.bias."""
-        weight = Weight(f"{name}.weight", shape, offset=self.offset) if self.has_weight else None
-        return Norm(self.kind, self.eps, weight, Weight(f"{name}.bias", shape) if self.has_bias else None)
+        weight, bias = Weight(f"{name}.weight", shape, offset=self.offset), Weight(f"{name}.bias", shape)
+        return Norm(self.kind, self.eps, (weight,) if self.has_weight else (), (bias,) if self.has_bias else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +111,18 @@ class Builder:
         self.num_layers = int(config.first("num_hidden_layers", "n_layer"))
         self.max_model_len = int(config.first("max_position_embeddings", "n_positions"))
         self.is_tied = False
-        self.prefixes: tuple[str, ...] = ()
+        self.layouts: tuple[Layout, ...] = ()
         self.spare: list[str] = [r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"]
         self._operations: list[Operation] = []
         self._caches: list[LayerShape] = []
         self._windows: list[int | None] = []
         self._rotaries: list[Rotary] = []
         config.expect("quantization_config", None)
+
+    @property
+    def numbers(self) -> range:
+        """Of the layers."""
+        return range(self.num_layers)
 
     def add(self, operation: Operation) -> None:
         self._operations.append(operation)
@@ -136,19 +142,23 @@ class Builder:
             windows=tuple(self._windows),
             rotaries=tuple(self._rotaries),
             is_tied=self.is_tied,
-            prefixes=self.prefixes,
+            layouts=self.layouts,
             spare=tuple(self.spare),
         )
 
     def head_sizes(self, *, kv_heads: int | None = None, part: float = 1.0, is_interleaved: bool = False) -> HeadSizes:
-        """As most configurations give them. part: of each head that is rotated, if the file does not say"""
+        """As most configurations give them. part: of each head that is rotated"""
         config = self.config
         heads = int(config.first("num_attention_heads", "n_head"))
         head_dim = int(config.get("head_dim") or self.hidden_size // heads)
         kv_heads = kv_heads or int(config.get("num_key_value_heads") or heads)
         if heads % kv_heads or min(heads, kv_heads, head_dim) < 1:
             raise UnsupportedConfig(f"its {heads} query heads cannot share {kv_heads} KV heads")
-        return HeadSizes(heads, kv_heads, head_dim, head_dim, head_dim, is_interleaved)
+        return HeadSizes(heads, kv_heads, head_dim, head_dim, int(head_dim * part), is_interleaved)
+
+    def query_scale(self, beta: float, floor: float, shift: int = 0) -> int:
+        """The number of a setting that rotates nothing and scales queries by position; see `Rotary`."""
+        return self.rotary(Rotary((), 1.0, beta, floor, shift))
 
     def rotary(self, rotary: Rotary) -> int:
         """The number of a rotary setting, which is added if it is new."""
@@ -182,11 +192,15 @@ class Builder:
         self._embedding = Weight(f"{name}.weight", (self.vocab_size, self.hidden_size))
         self.add(Embed(self._embedding, scale))
 
-    def embed_positions(self, name: str, positions: str, offset: int = 0) -> None:
-        """Tokens and learned positions."""
+    def embed_positions(self, name: str, positions: str, offset: int = 0, scale: float = 1.0) -> None:
+        """Tokens, times `scale`, and learned positions, which begin in row `offset` of their table."""
         self._embedding = Weight(f"{name}.weight", (self.vocab_size, self.hidden_size))
         table = Weight(f"{positions}.weight", (self.max_model_len + offset, self.hidden_size))
-        self.add(Embed(self._embedding, positions=table, position_offset=offset))
+        self.add(Embed(self._embedding, scale, table, offset))
+
+    def norm_residual(self, kind: NormKind) -> None:
+        """Replaces the residual by its norm, which has no weights."""
+        self.add(Normalize(RESIDUAL, RESIDUAL, Norm(kind.kind, kind.eps)))
 
     def layers(self, prefix: str = "model.layers") -> Iterator[Layer]:
         for number in range(self.num_layers):
@@ -232,13 +246,24 @@ class Layer:
     def weight(self, name: str, *shape: int) -> Weight:
         return Weight(self.prefix + name, shape)
 
-    def matrix(self, names: str | Sequence[str], columns: int | Sequence[int], depth: int, *, bias: bool) -> Matrix:
-        """The matrix of linears side by side, by their names."""
-        names, columns = ([names], [columns]) if isinstance(names, str) else (names, columns)
+    def matrix(
+        self,
+        names: str | Sequence[str],
+        columns: int | Sequence[int],
+        depth: int,
+        *,
+        bias: bool = False,
+        transpose: bool = False,
+    ) -> Matrix:
+        """The matrix of linears side by side, by their names. transpose: they are stored as [depth, columns]"""
+        names = [names] if isinstance(names, str) else names
         sizes = [columns] if isinstance(columns, int) else columns
-        parts = tuple(self.weight(f"{name}.weight", size, depth) for name, size in zip(names, sizes, strict=True))
-        biases = tuple(self.weight(f"{name}.bias", size) for name, size in zip(names, sizes, strict=True))
-        return Matrix(parts, biases if bias else ())
+        pairs = list(zip(names, sizes, strict=True))
+        parts = [
+            Weight(f"{self.prefix}{name}.weight", (depth, size) if transpose else (size, depth), transpose=transpose)
+            for name, size in pairs
+        ]
+        return Matrix(tuple(parts), tuple(self.weight(f"{name}.bias", size) for name, size in pairs) if bias else ())
 
     def norm(
         self, kind: NormKind, name: str, *, source: str = RESIDUAL, target: str = "normed", size: int | None = None
@@ -248,6 +273,11 @@ class Layer:
         self.model.add(Normalize(source, target, kind(self.prefix + name, size), width=size))
         return target
 
+    def unnormed(self) -> str:
+        """The residual as it is, as a linear takes it."""
+        self.model.add(Normalize(RESIDUAL, "normed", Norm("none", 0.0)))
+        return "normed"
+
     def add_to_residual(
         self, source: str, matrix: Matrix, *, factor: float = 1.0, post_norm: Norm | None = None
     ) -> None:
@@ -256,15 +286,24 @@ class Layer:
             self.model.add(Linear(source, RESIDUAL, matrix, add=True, factor=factor))
         else:
             self.model.add(Linear(source, "added", matrix))
-            self.model.add(Normalize("added", RESIDUAL, post_norm, add=True, factor=factor))
+            self.add_normed(post_norm, factor=factor)
+
+    def add_normed(self, norm: Norm, source: str = "added", *, factor: float = 1.0) -> None:
+        """residual += factor * norm(source)."""
+        self.model.add(Normalize(source, RESIDUAL, norm, add=True, factor=factor))
+
+    def post_norm(self, kind: NormKind, name: str) -> Norm:
+        return kind(self.prefix + name, self.model.hidden_size)
 
     def attention(
         self,
         source: str,
         sizes: HeadSizes,
         *,
-        qkv: Matrix,
-        out: Matrix,
+        qkv: Matrix | None = None,
+        out: Matrix | None = None,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
         rotary: int | None = None,
         scale: float | None = None,
         window: int = 0,
@@ -278,14 +317,14 @@ class Layer:
     ) -> None:
         """Self-attention, whose result is added to the residual.
 
-        qkv:   queries, keys and values side by side
+        qkv:   queries, keys and values side by side; by default self_attn.q_proj, k_proj and v_proj
+        out:   after attention; by default self_attn.o_proj
         gate:  of what attention gives
         norms: query_norm, key_norm, value_norm, norm_rows, norm_last and clip of `PrepareHeads`
         """
         model, shape = self.model, sizes.cache
-        if sizes.is_interleaved:
-            qkv = _reordered(qkv, sizes)
-        model.add(Linear(source, "qkv", qkv))
+        qkv = qkv or self.qkv(sizes, bias=qkv_bias)
+        model.add(Linear(source, "qkv", _reordered(qkv, sizes) if sizes.is_interleaved else qkv))
         cache = model.new_cache(shape, window)
         model.add(PrepareHeads("qkv", "query", sizes.heads, shape, cache, rotary, **norms))
         scale = sizes.head_dim**-0.5 if scale is None else scale
@@ -294,6 +333,7 @@ class Layer:
         )
         if gate is not None:
             model.add(gate)
+        out = out or self.out(sizes, bias=out_bias)
         self.add_to_residual("attended", out, factor=factor, post_norm=post_norm)
 
     def qkv(self, sizes: HeadSizes, prefix: str = "self_attn.", *, bias: bool = False) -> Matrix:
@@ -305,14 +345,39 @@ class Layer:
         depth = sizes.heads * sizes.cache.value_dim
         return self.matrix(name, self.model.hidden_size, depth, bias=bias)
 
-    def head_norm(self, kind: NormKind, name: str, heads: int, head_dim: int) -> Norm:
-        """A norm of each head by itself, with the same weights for all."""
-        norm = kind(self.prefix + name, head_dim)
-        rows = torch.arange(head_dim).repeat(heads)
+    def head_norms(
+        self, kind: NormKind, sizes: HeadSizes, names: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    ) -> dict[str, Norm]:
+        """Norms of each query and key by itself, with the same weights for all."""
+        counts = sizes.heads, sizes.kv_heads
+        norms = [self.head_norm(kind, name, count, sizes) for name, count in zip(names, counts, strict=True)]
+        return dict(zip(("query_norm", "key_norm"), norms, strict=True))
+
+    def separate_norms(self, kind: NormKind, sizes: HeadSizes) -> dict[str, Norm]:
+        """Norms of each query and key by itself, with weights for each (StableLM)."""
+        norms = {}
+        for part, count in (("query", sizes.heads), ("key", sizes.kv_heads)):
+            name = f"{self.prefix}self_attn.{part[0]}_layernorm.norms"
+            weights = tuple(Weight(f"{name}.{head}.weight", (sizes.head_dim,)) for head in range(count))
+            norms[f"{part}_norm"] = Norm(kind.kind, kind.eps, weights)
+        return norms
+
+    def row_norms(
+        self, kind: NormKind, sizes: HeadSizes, names: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    ) -> dict[str, Any]:
+        """Norms of all queries together, and of all keys."""
+        first, second, _ = sizes.columns
+        norms = [kind(self.prefix + name, size) for name, size in zip(names, (first, second), strict=True)]
+        return {"query_norm": norms[0], "key_norm": norms[1], "norm_rows": True}
+
+    def head_norm(self, kind: NormKind, name: str, heads: int, sizes: HeadSizes) -> Norm:
+        norm, dim = kind(self.prefix + name, sizes.head_dim), sizes.head_dim
+        order = deinterleaved(1, dim, sizes.rotary_dim) if sizes.is_interleaved else torch.arange(dim)
+        rows = order.repeat(heads)
         return replace(
             norm,
-            weight=None if norm.weight is None else replace(norm.weight, rows=rows),
-            bias=None if norm.bias is None else replace(norm.bias, rows=rows),
+            weight=tuple(replace(weight, rows=rows) for weight in norm.weight),
+            bias=tuple(replace(bias, rows=rows) for bias in norm.bias),
         )
 
     def feed_forward(
@@ -322,29 +387,177 @@ class Layer:
         activation: Activation,
         *,
         prefix: str = "mlp.",
-        names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+        names: tuple[str, ...] | None = None,
         bias: bool = False,
         factor: float = 1.0,
         post_norm: Norm | None = None,
+        target: str = RESIDUAL,
+        add: bool = True,
+        buffer: str = "intermediate",
     ) -> None:
-        """The feed-forward part, whose result is added to the residual.
+        """The feed-forward part, whose result is added to the residual, or to another target.
 
         names: of the linears up to the activation, side by side, and of the one after it
         """
+        names = names or (("gate_proj", "up_proj", "down_proj") if activation.gated else ("up_proj", "down_proj"))
         *first, last = (prefix + name for name in names)
         columns = [(1 + activation.gated) * size // len(first)] * len(first)
         up = self.matrix(first, columns, self.model.hidden_size, bias=bias)
-        self.model.add(Linear(source, "intermediate", up, activation=activation))
         down = self.matrix(last, self.model.hidden_size, size, bias=bias)
-        self.add_to_residual("intermediate", down, factor=factor, post_norm=post_norm)
+        self.model.add(Linear(source, buffer, up, activation=activation))
+        if target == RESIDUAL:
+            self.add_to_residual(buffer, down, factor=factor, post_norm=post_norm)
+        else:
+            self.model.add(Linear(buffer, target, down, add=add, factor=factor))
+
+
+    def feed_forward_of(self, source: str, up: Matrix, down: Matrix, activation: Activation) -> None:
+        """The feed-forward part with these matrices, whose result is added to the residual."""
+        self.model.add(Linear(source, "intermediate", up, activation=activation))
+        self.add_to_residual("intermediate", down)
+
+    def experts(
+        self,
+        source: str,
+        num_experts: int,
+        size: int,
+        activation: Activation,
+        *,
+        prefix: str = "mlp.experts.",
+        names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+        target: str = RESIDUAL,
+        factor: float = 1.0,
+        weigh_input: bool = False,
+    ) -> None:
+        """The experts of a layer, whose files hold the matrices of each by itself. They are added to the residual."""
+        hidden, up, down = self.model.hidden_size, [], []
+        for number in range(num_experts):
+            *first, last = (f"{prefix}{number}.{name}" for name in names)
+            columns = [(1 + activation.gated) * size // len(first)] * len(first)
+            up.append(self.matrix(first, columns, hidden, bias=False))
+            down.append(self.matrix(last, hidden, size, bias=False))
+        self.model.add(
+            Experts(source, target, tuple(up), tuple(down), activation, target == RESIDUAL, factor, weigh_input)
+        )
+
+    def stacked_experts(
+        self,
+        source: str,
+        num_experts: int,
+        size: int,
+        activation: Activation,
+        up: str,
+        down: str,
+        *,
+        transpose: bool = False,
+        bias: bool = False,
+        interleaved: bool = False,
+        target: str = RESIDUAL,
+        factor: float = 1.0,
+        weigh_input: bool = False,
+    ) -> None:
+        """The experts of a layer, whose files hold the matrices of all in one tensor.
+
+        transpose:   matrices are stored as [depth, columns]
+        bias:        names with `_bias` are theirs
+        interleaved: columns of gate and up take turns
+        """
+        hidden, both = self.model.hidden_size, (1 + activation.gated) * size
+        rows = torch.arange(both).view(-1, 2).T.flatten() if interleaved else None
+        shapes = [(hidden, both), (size, hidden)] if transpose else [(both, hidden), (hidden, size)]
+        ups, downs = [], []
+        for number in range(num_experts):
+            one = Weight(self.prefix + up, (num_experts, *shapes[0]), number, transpose=transpose, rows=rows)
+            other = Weight(self.prefix + down, (num_experts, *shapes[1]), number, transpose=transpose)
+            biases = Weight(f"{self.prefix}{up}_bias", (num_experts, both), number, rows=rows)
+            down_biases = Weight(f"{self.prefix}{down}_bias", (num_experts, hidden), number)
+            ups.append(Matrix((one,), (biases,) if bias else ()))
+            downs.append(Matrix((other,), (down_biases,) if bias else ()))
+        self.model.add(
+            Experts(source, target, tuple(ups), tuple(downs), activation, target == RESIDUAL, factor, weigh_input)
+        )
+
+    def route(self, source: str, num_experts: int, name: str = "mlp.gate", *, bias: bool = False, **how: Any) -> None:
+        """The router. how: the other fields of `Route`"""
+        matrix = self.matrix(name, num_experts, self.model.hidden_size, bias=bias)
+        self.model.add(Route(source, matrix, **how))
+
+    def fused_qkv(self, sizes: HeadSizes, name: str, *, bias: bool, order: Tensor | None = None) -> Matrix:
+        """One linear for queries, keys and values, as three parts. order: of its rows, if they lie otherwise"""
+        counts, first = sizes.columns, 0
+        rows = torch.arange(sum(counts)) if order is None else order
+        weight = self.weight(f"{name}.weight", len(rows), self.model.hidden_size)
+        biases = self.weight(f"{name}.bias", len(rows))
+        parts = [replace(weight, rows=part) for part in torch.split(rows, counts)]
+        return Matrix(tuple(parts), tuple(replace(biases, rows=part.rows) for part in parts) if bias else ())
+
+    def mla(
+        self,
+        source: str,
+        *,
+        scale: float,
+        rotary: int,
+        is_interleaved: bool,
+        bias: bool = False,
+        factor: float = 1.0,
+        eps: float = 1e-6,
+        prefix: str = "self_attn.",
+    ) -> None:
+        """Multi-head latent attention (DeepSeek V2): keys and values of all heads are computed from a latent of a few
+        numbers, and stored."""
+        config, model = self.model.config, self.model
+        heads, hidden = int(config["num_attention_heads"]), model.hidden_size
+        latent, rank = int(config["kv_lora_rank"]), config.get("q_lora_rank")
+        plain, rotated = int(config["qk_nope_head_dim"]), int(config["qk_rope_head_dim"])
+        value_dim = int(config.get("v_head_dim") or hidden // heads)
+        config.ignore("head_dim", "num_key_value_heads", "qk_head_dim")
+        width, norm = plain + rotated, NormKind(eps)
+        # Rotated numbers come first in a head here, and last in the files.
+        within = torch.cat([torch.arange(plain, width), torch.arange(plain)])
+        if is_interleaved:
+            within = within[deinterleaved(1, width, rotated)]
+        rows = (torch.arange(heads)[:, None] * width + within).flatten()
+        queries = (prefix + "q_proj", hidden) if rank is None else (prefix + "q_b_proj", int(rank))
+        if rank is not None:
+            first = self.matrix(prefix + "q_a_proj", int(rank), hidden, bias=bias)
+            model.add(Linear(source, "query_latent", first))
+            self.norm(norm, prefix + "q_a_layernorm", source="query_latent", target="query_input", size=int(rank))
+        weight = replace(self.weight(queries[0] + ".weight", heads * width, queries[1]), rows=rows)
+        model.add(Linear(source if rank is None else "query_input", "queries", Matrix((weight,))))
+        down = self.matrix(prefix + "kv_a_proj_with_mqa", latent + rotated, hidden, bias=bias)
+        if is_interleaved:
+            order = torch.cat([torch.arange(latent), latent + deinterleaved(1, rotated, rotated)])
+            parts, biases = ([replace(one, rows=order) for one in each] for each in (down.parts, down.biases))
+            down = Matrix(tuple(parts), tuple(biases))
+        model.add(Linear(source, "latent", down))
+        self.norm(norm, prefix + "kv_a_layernorm", source="latent", target="latent_input", size=latent)
+        each = plain + value_dim
+        up = self.matrix(prefix + "kv_b_proj", heads * each, latent, bias=False)
+        model.add(Linear("latent_input", "keys_values", up))
+        model.add(Gather(("queries", "latent", "keys_values"), "qkv", _mla_columns(heads, plain, rotated, value_dim, latent)))
+        sizes = HeadSizes(heads, heads, width, value_dim, rotated)
+        cache = model.new_cache(sizes.cache, 0)
+        model.add(PrepareHeads("qkv", "query", heads, sizes.cache, cache, rotary))
+        model.add(Attend("query", "attended", cache, heads, sizes.cache, scale))
+        out = self.matrix(prefix + "o_proj", hidden, heads * value_dim, bias=bias)
+        self.add_to_residual("attended", out, factor=factor)
+
+
+def _mla_columns(heads: int, plain: int, rotated: int, value_dim: int, latent: int) -> Tensor:
+    """Where queries, keys and values come from: columns of queries, latent, and keys with values, side by side."""
+    width, each, head = plain + rotated, plain + value_dim, torch.arange(heads)[:, None]
+    shared = (heads * width + latent + torch.arange(rotated)).expand(heads, -1)
+    start = heads * width + latent + rotated + head * each
+    keys = torch.cat([shared, start + torch.arange(plain)], dim=1)
+    values = start + plain + torch.arange(value_dim)
+    return torch.cat([torch.arange(heads * width), keys.flatten(), values.flatten()])
 
 
 def _reordered(qkv: Matrix, sizes: HeadSizes) -> Matrix:
     """The linears of queries and keys, which come first, with the rows of each head in the order of halves."""
-    orders = [sizes.halves_first(sizes.heads), sizes.halves_first(sizes.kv_heads)]
+    orders = [sizes.halves_first(sizes.heads), sizes.halves_first(sizes.kv_heads), None]
 
     def reorder(parts: tuple[Weight, ...]) -> tuple[Weight, ...]:
-        first = [replace(part, rows=order) for part, order in zip(parts[:2], orders, strict=True)]
-        return (*first, *parts[2:]) if parts else ()
+        return tuple(replace(part, rows=order) for part, order in zip(parts, orders, strict=bool(parts)))
 
     return Matrix(reorder(qkv.parts), reorder(qkv.biases))

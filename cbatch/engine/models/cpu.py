@@ -24,7 +24,7 @@ from cbatch.engine.kernels.cpu.tensors import block_shapes, fits, paged_caches_o
 from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.models.base import LinearCost
 from cbatch.engine.models.config_reader import UnsupportedConfig
-from cbatch.engine.models.declarations import check_weights, read_program, resolved
+from cbatch.engine.models.declarations import check_weights, read_program, resolved, text_config
 from cbatch.engine.models.packed_file import PackedFile
 from cbatch.engine.models.packing import CpuProgram
 from cbatch.engine.models.program import Attend
@@ -57,7 +57,7 @@ class CpuModel:
         quantize: keep the matrices as int8, and compute in bfloat16
         shared:   a file of packed weights, which engines of this machine map
         """
-        self.config = config
+        self.config = text_config(config)
         self.program = program = read_program(config)
         self.name = program.name
         self.kind = program.kind
@@ -87,6 +87,9 @@ class CpuModel:
         self._buffers = kernels.Buffers(
             np.empty(0, np.float32),
             np.empty(0, self._element),
+            np.empty(0, np.int64),
+            np.empty(0, np.float32),
+            np.empty((threads, program.hidden_size + 2 * packed.num_experts), np.float32),
             new_linear_workspace(threads, self._weights.matrices.dtype, packed.deepest),
             new_attention_workspace(threads, group, key_dim, value_dim, self._element),
         )
@@ -139,6 +142,8 @@ class CpuModel:
             self._buffers = self._buffers._replace(
                 floats=empty(length * packed.float_columns, np.float32),
                 elements=empty(length * packed.element_columns, self._element),
+                routing=empty(3 * length * packed.routing_columns + 2 * packed.num_experts + 2, np.int64),
+                routing_weights=empty(length * packed.routing_columns, np.float32),
             )
         return self._buffers
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import cbatch.engine.models.families as _families  # noqa: F401  # which registe
 from cbatch.engine.models.builder import Builder
 from cbatch.engine.models.config_reader import ConfigReader, UnsupportedConfig
 from cbatch.engine.models.families.registry import declaration_of
-from cbatch.engine.models.program import Program, Weight
+from cbatch.engine.models.program import Layout, Program
 
 
 def read_program(config: Mapping[str, Any]) -> Program:
@@ -27,8 +27,18 @@ def read_program(config: Mapping[str, Any]) -> Program:
         raise UnsupportedConfig(f"its config.json is unusual ({error})") from error
 
 
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of the text model, which models of text with pictures keep in a part of theirs."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return config
+    outer = ("model_type", "architectures", "tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype",
+             "quantization_config")  # fmt: skip
+    return {**text, **{key: config[key] for key in outer if key in config}}
+
+
 def _read(config: Mapping[str, Any]) -> Program:
-    reader = ConfigReader(config)
+    reader = ConfigReader(text_config(config))
     declare = declaration_of(reader.kind)
     if declare is None:
         raise UnsupportedConfig(f"its model type {reader.kind} has no declaration")
@@ -57,29 +67,33 @@ def _class_defaults(kind: str) -> dict[str, Any]:
 
 def resolved(program: Program, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The tensors of the files by the names that the program has for them."""
-    if not program.prefixes:
-        return tensors
-    first, *others = program.prefixes
     table = program.embed.table.name
-    for prefix in others:
-        if table not in tensors and prefix + table.removeprefix(first) in tensors:
-            return _Renamed(tensors, first, prefix)
+    for layout in program.layouts:
+        if table not in tensors and _named(table, layout) in tensors:
+            return _Renamed(tensors, layout)
     return tensors
 
 
-class _Renamed(Mapping[str, Tensor]):
-    """Tensors with another beginning of their names."""
+def _named(name: str, layout: Layout) -> str:
+    """What a file of a layout calls a weight."""
+    for ours, theirs in layout:
+        if name.startswith(ours):
+            return theirs + name.removeprefix(ours)
+    return name
 
-    def __init__(self, tensors: Mapping[str, Tensor], ours: str, theirs: str) -> None:
+
+class _Renamed(Mapping[str, Tensor]):
+    """Tensors of files that name them in another way."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], layout: Layout) -> None:
         self._tensors = tensors
-        self._names = {
-            ours + name.removeprefix(theirs) if name.startswith(theirs) else name: name for name in tensors
-        }
+        back = tuple((theirs, ours) for ours, theirs in layout)
+        self._names = {_named(name, back): name for name in tensors}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[self._names[name]]
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
     def __len__(self) -> int:
@@ -105,8 +119,3 @@ def check_weights(program: Program, tensors: Mapping[str, Tensor]) -> int:
     if program.is_tied and head in tensors and not torch.equal(tensors[head], tensors[table]):
         raise UnsupportedConfig("its head is tied to its embedding, but in its files the two differ")
     return sum(math.prod(shape) for shape in shapes.values())
-
-
-def read_weight(weight: Weight, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """A weight as its operation needs it."""
-    return weight.read(tensors[weight.name]).to(dtype)

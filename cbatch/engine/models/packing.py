@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.engine.kernels.cpu import activation, norm, program as instructions
+from cbatch.engine.kernels.cpu import activation, norm
+from cbatch.engine.kernels.cpu import program as instructions
 from cbatch.engine.kernels.cpu.linear import ACTIVATED, ADD, GATED, WRITE, pack_weight
 from cbatch.engine.kernels.cpu.microkernel import COLUMNS, LANES, pad_columns
 from cbatch.engine.kernels.cpu.program import INSTRUCTION, Weights
@@ -22,6 +24,9 @@ from cbatch.engine.models.program import (
     Activation,
     Attend,
     Embed,
+    Experts,
+    Gate,
+    Gather,
     Head,
     Linear,
     Matrix,
@@ -30,6 +35,8 @@ from cbatch.engine.models.program import (
     Operation,
     PrepareHeads,
     Program,
+    Route,
+    Scale,
     Weight,
 )
 from cbatch.engine.models.config_reader import UnsupportedConfig
@@ -40,6 +47,16 @@ _log = logging.getLogger("cbatch")
 PACKING = {"version": 2, "lanes": LANES, "columns": COLUMNS}
 """The order of packed numbers. It is the same for every processor; whoever changes it raises the version."""
 
+_PLACES = (
+    "matrix", "scale", "bias", "params", "norm_weight", "norm_bias", "table", "positions", "rotary", "sinks", "index",
+    "query_norm_weight", "query_norm_bias", "key_norm_weight", "key_norm_bias", "value_norm_weight", "value_norm_bias",
+    "choice_bias", "expert_scales",
+)  # fmt: skip
+"""Fields of an instruction that are -1 if they are not used."""
+
+_SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen")
+_GROUP_SCORES = ("highest", "two_highest")
+_GATES = {"identity": instructions.IDENTITY, "sigmoid": instructions.SIGMOID, "softplus": instructions.SOFTPLUS}
 _NORMS = {"none": norm.NO_NORM, "rms": norm.RMS_NORM, "layer": norm.LAYER_NORM}
 _NORMED = "normed"
 
@@ -52,7 +69,7 @@ class CpuProgram:
     instructions:  [operations] of type INSTRUCTION
     float_columns, element_columns: widths of both arenas of buffers, in numbers for each token
     deepest:       the largest depth of a product
-    num_matrix_parameters: those of all linears, without the head
+    routing_columns, num_experts: the most experts of a token, and of a layer; 0 without experts
     """
 
     def __init__(self, program: Program, dtype: torch.dtype, *, quantize: bool) -> None:
@@ -62,6 +79,8 @@ class CpuProgram:
         self.quantize = quantize
         self.float_columns = self.element_columns = 0
         self.deepest = 0
+        self.routing_columns = self.num_experts = 0
+        self._routing = 0, 0
         self._sizes = dict.fromkeys(("matrices", "scales", "vectors", "tables", "indices"), 0)
         self._fills: list[Fill] = []
         self._buffers: dict[str, tuple[int, int]] = {}
@@ -73,14 +92,10 @@ class CpuProgram:
             # The embedding is read from the matrix of the head.
             start, scale = self._matrix(head.matrix, pad_columns(program.hidden_size))
             self._packed_embedding = start, scale
-        self.instructions = np.zeros(len(program.operations), INSTRUCTION)
-        for instruction, operation in zip(self.instructions, program.operations, strict=True):
-            for field in ("matrix", "scale", "bias", "params", "norm_weight", "norm_bias", "table", "positions",
-                          "rotary", "sinks", "index", "query_norm_weight", "query_norm_bias", "key_norm_weight",
-                          "key_norm_bias", "value_norm_weight", "value_norm_bias"):  # fmt: skip
-                instruction[field] = -1
-            instruction["factor"] = 1
-            self._write(instruction, operation)
+        self._instructions: list[Any] = []
+        for operation in program.operations:
+            self._write(operation)
+        self.instructions = np.array(self._instructions, INSTRUCTION)
 
     @property
     def array_shapes(self) -> dict[str, ArrayShape]:
@@ -117,31 +132,45 @@ class CpuProgram:
         fill(arrays)
         return Weights(**arrays)
 
-    def _write(self, instruction: Any, operation: Operation) -> None:
+    def _new(self, code: int) -> Any:
+        """A new instruction, in which every place is missing."""
+        instruction = np.zeros((), INSTRUCTION)
+        for place in _PLACES:
+            instruction[place] = -1
+        instruction["code"], instruction["factor"] = code, 1
+        self._instructions.append(instruction)
+        return instruction
+
+    def _write(self, operation: Operation) -> None:
         match operation:
             case Embed():
-                self._write_embed(instruction, operation)
+                self._write_embed(operation)
             case Normalize():
-                self._write_normalize(instruction, operation)
+                self._write_normalize(operation)
             case Linear():
-                self._write_linear(instruction, operation)
+                self._write_linear(operation)
             case PrepareHeads():
-                self._write_heads(instruction, operation)
+                self._write_heads(operation)
             case Attend():
-                instruction["code"] = instructions.ATTEND
-                self._set_buffers(instruction, operation.query, operation.target, element=True)
-                instruction["cache"], instruction["heads"] = operation.cache, operation.heads
-                instruction["attention_scale"], instruction["softcap"] = operation.scale, operation.softcap
-                instruction["window"], instruction["chunk"] = operation.window, operation.chunk
-                if operation.sinks is not None:
-                    instruction["sinks"] = self._vector(operation.sinks)
+                self._write_attend(operation)
+            case Gate():
+                self._write_gate(operation)
+            case Gather():
+                self._write_gather(operation)
+            case Scale():
+                instruction = self._new(instructions.SCALE)
+                instruction["target"], instruction["target_width"] = self._buffers[operation.target]
+                instruction["params"] = self._vector(operation.weight)
+            case Route():
+                self._write_route(operation)
+            case Experts():
+                self._write_experts(operation)
             case Head():
-                self._write_head(instruction, operation)
-            case _:
-                raise UnsupportedConfig(f"the kernels have no {type(operation).__name__}")
+                self._write_head(operation)
 
-    def _write_embed(self, instruction: Any, operation: Embed) -> None:
-        instruction["code"], instruction["factor"] = instructions.EMBED, operation.scale
+    def _write_embed(self, operation: Embed) -> None:
+        instruction = self._new(instructions.EMBED)
+        instruction["factor"] = operation.scale
         instruction["target"], instruction["target_width"] = self._buffers[RESIDUAL]
         instruction["width"] = self.program.hidden_size
         instruction["position_offset"] = operation.position_offset
@@ -153,19 +182,21 @@ class CpuProgram:
         if operation.positions is not None:
             instruction["positions"] = self._table(operation.positions)
 
-    def _write_normalize(self, instruction: Any, operation: Normalize) -> None:
-        instruction["code"], instruction["factor"] = instructions.NORMALIZE, operation.factor
+    def _write_normalize(self, operation: Normalize) -> None:
+        instruction = self._new(instructions.NORMALIZE)
+        instruction["factor"] = operation.factor
         source, width = self._buffers[operation.source]
         instruction["source"], instruction["source_width"] = source, width
         size = operation.width or self.program.widths[operation.source] - operation.start
         instruction["start"], instruction["width"] = operation.start, size
-        place = self._buffers[operation.target] if operation.add else self._element(operation.target, pad_columns(size))
+        is_residual = operation.target == RESIDUAL
+        place = self._buffers[RESIDUAL] if is_residual else self._element(operation.target, pad_columns(size))
         instruction["target"], instruction["target_width"] = place
-        instruction["add"] = operation.add
+        instruction["add"] = 0 if not is_residual else 1 if operation.add else 2
         self._write_norm(instruction, "", operation.norm)
 
-    def _write_linear(self, instruction: Any, operation: Linear) -> None:
-        instruction["code"] = instructions.LINEAR
+    def _write_linear(self, operation: Linear) -> None:
+        instruction = self._new(instructions.LINEAR)
         source, depth = self._buffers[operation.source]
         instruction["source"], instruction["source_width"] = source, depth
         act = operation.activation
@@ -187,18 +218,22 @@ class CpuProgram:
         self, instruction: Any, matrix: Matrix, depth: int, *, is_gated: bool = False, factor: float = 1.0
     ) -> None:
         instruction["matrix"], instruction["scale"] = self._matrix(matrix, depth, is_gated=is_gated, factor=factor)
-        if matrix.biases:
-            columns = sum(bias.size[0] for bias in matrix.biases)
-            size = _gated_columns(columns) if is_gated else pad_columns(columns)
+        instruction["bias"] = self._biases(matrix, is_gated=is_gated, factor=factor)
 
-            def read(tensors: Mapping[str, Tensor]) -> Tensor:
-                bias = factor * torch.cat([bias.read(tensors[bias.name]).float() for bias in matrix.biases])
-                return _interleaved(bias[:, None])[:, 0] if is_gated else bias
+    def _biases(self, matrix: Matrix, *, is_gated: bool, factor: float = 1.0) -> int:
+        """Where the biases of a matrix begin, -1 if it has none."""
+        if not matrix.biases:
+            return -1
+        columns = sum(bias.size[0] for bias in matrix.biases)
 
-            instruction["bias"] = self._add_vector(size, read)
+        def read(tensors: Mapping[str, Tensor]) -> Tensor:
+            bias = factor * torch.cat([bias.read(tensors[bias.name]).float() for bias in matrix.biases])
+            return _interleaved(bias[:, None])[:, 0] if is_gated else bias
 
-    def _write_heads(self, instruction: Any, operation: PrepareHeads) -> None:
-        instruction["code"] = instructions.PREPARE_HEADS
+        return self._add_vector(_gated_columns(columns) if is_gated else pad_columns(columns), read)
+
+    def _write_heads(self, operation: PrepareHeads) -> None:
+        instruction = self._new(instructions.PREPARE_HEADS)
         instruction["source"], instruction["source_width"] = self._buffers[operation.source]
         width = operation.heads * operation.shape.key_dim
         instruction["target"], instruction["target_width"] = self._element(operation.query, width)
@@ -214,13 +249,14 @@ class CpuProgram:
 
     def _write_norm(self, instruction: Any, part: str, given: Norm) -> None:
         instruction[f"{part}norm_kind"], instruction[f"{part}eps"] = _NORMS[given.kind], given.eps
-        if given.weight is not None:
-            instruction[f"{part}norm_weight"] = self._vector(given.weight)
-        if given.bias is not None:
-            instruction[f"{part}norm_bias"] = self._vector(given.bias)
+        if given.weight:
+            instruction[f"{part}norm_weight"] = self._vector(*given.weight)
+        if given.bias:
+            instruction[f"{part}norm_bias"] = self._vector(*given.bias)
 
-    def _write_head(self, instruction: Any, operation: Head) -> None:
-        instruction["code"], instruction["softcap"] = instructions.HEAD, operation.softcap
+    def _write_head(self, operation: Head) -> None:
+        instruction = self._new(instructions.HEAD)
+        instruction["softcap"] = operation.softcap
         instruction["source"], depth = self._buffers[RESIDUAL]
         instruction["source_width"], instruction["width"] = depth, self.program.hidden_size
         instruction["target"], instruction["target_width"] = self._element(_NORMED, depth)
@@ -234,11 +270,108 @@ class CpuProgram:
             if operation.factor != 1:
                 instruction["scale"] = self._scaled(scale, operation.matrix, operation.factor)
 
-    def _set_buffers(self, instruction: Any, source: str, target: str, *, element: bool) -> None:
-        instruction["source"], instruction["source_width"] = self._buffers[source]
-        width = self.program.widths[target]
-        place = self._element(target, width) if element else self._float(target, pad_columns(width))
+    def _write_attend(self, operation: Attend) -> None:
+        instruction = self._new(instructions.ATTEND)
+        instruction["source"], instruction["source_width"] = self._buffers[operation.query]
+        width = operation.heads * operation.shape.value_dim
+        instruction["target"], instruction["target_width"] = self._element(operation.target, width)
+        instruction["cache"], instruction["heads"] = operation.cache, operation.heads
+        instruction["attention_scale"], instruction["softcap"] = operation.scale, operation.softcap
+        instruction["window"], instruction["chunk"] = operation.window, operation.chunk
+        if operation.sinks is not None:
+            instruction["sinks"] = self._vector(operation.sinks)
+
+    def _write_gate(self, operation: Gate) -> None:
+        instruction = self._new(instructions.GATE)
+        instruction["source"], instruction["source_width"] = self._buffers[operation.gate]
+        target, width = self._buffers[operation.target]
+        instruction["target"], instruction["target_width"] = target, width
+        instruction["start"], instruction["width"] = operation.start, operation.width
+        instruction["columns"] = self.program.widths[operation.target] // operation.width
+        instruction["function"], instruction["factor"] = _GATES[operation.function], operation.factor
+
+    def _write_gather(self, operation: Gather) -> None:
+        """For each column: where its buffer begins, how wide that is, and its column in there."""
+        instruction = self._new(instructions.GATHER)
+        columns = [
+            (*self._buffers[source], column)
+            for source in operation.sources
+            for column in range(self.program.widths[source])
+        ]
+        chosen = np.array(columns, np.int64)[operation.columns.numpy()].T.flatten()
+        instruction["index"], instruction["columns"] = self._sizes["indices"], len(operation.columns)
+        self._sizes["indices"] += len(chosen)
+        start, stop = int(instruction["index"]), self._sizes["indices"]
+
+        def fill(arrays: Arrays, tensors: Mapping[str, Tensor]) -> None:
+            arrays["indices"][start:stop] = chosen
+
+        self._fills.append(fill)
+        place = self._float(operation.target, pad_columns(len(operation.columns)))
         instruction["target"], instruction["target_width"] = place
+
+    def _write_route(self, operation: Route) -> None:
+        instruction = self._new(instructions.ROUTE)
+        matrix, experts = operation.matrix, operation.matrix.columns
+        instruction["source"], instruction["source_width"] = self._buffers[operation.source]
+        instruction["width"], instruction["num_experts"] = matrix.depth, experts
+        instruction["params"] = self._add_vector(
+            experts * matrix.depth,
+            lambda tensors: torch.cat([part.read(tensors[part.name]).float().flatten() for part in matrix.parts]),
+        )
+        if matrix.biases:
+            instruction["bias"] = self._vector(matrix.biases[0])
+        for name in ("choice_bias", "expert_scales"):
+            if (weight := getattr(operation, name)) is not None:
+                instruction[name] = self._vector(weight)
+        for name in ("top_k", "groups", "top_groups", "normalize", "epsilon", "least_sum", "factor"):
+            instruction[name] = getattr(operation, name)
+        instruction["scores"] = _SCORES.index(operation.scores)
+        instruction["group_score"] = _GROUP_SCORES.index(operation.group_score)
+        self._routing = experts, operation.top_k
+        self.routing_columns = max(self.routing_columns, operation.top_k)
+        self.num_experts = max(self.num_experts, experts)
+
+    def _write_experts(self, operation: Experts) -> None:
+        """Gathers the source of each pair of a token and an expert, then the linears, then the weighted sums."""
+        experts, top_k = self._routing
+        source, depth = self._buffers[operation.source]
+        inner = operation.down[0].depth
+        gathered = self._element("expert_input", top_k * depth)
+        is_gated = operation.activation.gated
+        multiple = LANES if is_gated else COLUMNS
+        activated = self._element("expert_intermediate", top_k * (-(-inner // multiple) * multiple))
+        result = self._float("expert_output", top_k * pad_columns(operation.down[0].columns))
+        codes = instructions.GATHER_FOR_EXPERTS, instructions.EXPERT_LINEAR, instructions.EXPERT_LINEAR
+        steps = [self._new(code) for code in (*codes, instructions.COMBINE_EXPERTS)]
+        target = (
+            self._buffers[operation.target]
+            if operation.add
+            else self._float(operation.target, pad_columns(operation.down[0].columns))
+        )
+        places = [(source, depth), gathered, activated, result, target]
+        for step, before, after in zip(steps, places[:-1], places[1:], strict=True):
+            step["source"], step["source_width"] = before
+            step["target"], step["target_width"] = after
+            step["top_k"], step["num_experts"], step["weigh_input"] = top_k, experts, operation.weigh_input
+        steps[1]["mode"], steps[2]["mode"] = GATED if is_gated else ACTIVATED, WRITE
+        steps[1]["function"], steps[1]["params"] = self._activation(operation.activation)
+        self._write_expert_matrices(steps[1], operation.up, depth, is_gated=is_gated)
+        self._write_expert_matrices(steps[2], operation.down, activated[1] // top_k, is_gated=False)
+        steps[3]["factor"], steps[3]["add"] = operation.factor, operation.add
+
+    def _write_expert_matrices(
+        self, instruction: Any, matrices: tuple[Matrix, ...], depth: int, *, is_gated: bool
+    ) -> None:
+        """All experts' matrices, and then their biases, each as far from the one before as all are."""
+        columns = matrices[0].columns
+        instruction["columns"] = _gated_columns(columns) if is_gated else pad_columns(columns)
+        instruction["stride"] = instruction["columns"] * depth
+        for number, matrix in enumerate(matrices):
+            start, scale = self._matrix(matrix, depth, is_gated=is_gated)
+            bias = self._biases(matrix, is_gated=is_gated)
+            if number == 0:
+                instruction["matrix"], instruction["scale"], instruction["bias"] = start, scale, bias
 
     def _float(self, name: str, width: int) -> tuple[int, int]:
         """Where a buffer of float32 begins that is written next, and its width."""
@@ -308,9 +441,13 @@ class CpuProgram:
 
         return activation.NAMES.index(name), self._add_vector(4, read) if params else -1
 
-    def _vector(self, weight: Weight) -> int:
-        """Where a weight begins among the vectors."""
-        return self._add_vector(weight.size[0], lambda tensors: weight.read(tensors[weight.name]).float())
+    def _vector(self, *weights: Weight) -> int:
+        """Where weights side by side begin among the vectors."""
+
+        def read(tensors: Mapping[str, Tensor]) -> Tensor:
+            return torch.cat([weight.read(tensors[weight.name]).float().flatten() for weight in weights])
+
+        return self._add_vector(sum(math.prod(weight.size) for weight in weights), read)
 
     def _add_vector(self, size: int, read: Callable[[Mapping[str, Tensor]], Tensor]) -> int:
         start = self._sizes["vectors"]

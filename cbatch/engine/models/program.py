@@ -9,6 +9,7 @@ are as exact as the device needs them. A buffer keeps what was written to it unt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -31,6 +32,7 @@ class Weight:
     shape:     as it is stored
     index:     which of several tensors that are stored as one, along the first dimension
     transpose: it is stored as [depth, columns]
+    is_flat:   its numbers become one row
     rows:      which of its rows are taken, in their order: int64
     function:  applied to each number
     factor, offset: each number becomes factor * number + offset, in float32
@@ -40,6 +42,7 @@ class Weight:
     shape: tuple[int, ...]
     index: int | None = None
     transpose: bool = False
+    is_flat: bool = False
     rows: Tensor | None = None
     function: Literal["softplus"] | None = None
     factor: float = 1.0
@@ -50,12 +53,14 @@ class Weight:
         """The shape once it is loaded."""
         shape = self.shape if self.index is None else self.shape[1:]
         shape = shape[::-1] if self.transpose else shape
+        shape = (math.prod(shape),) if self.is_flat else shape
         return shape if self.rows is None else (len(self.rows), *shape[1:])
 
     def read(self, tensor: Tensor) -> Tensor:
         """The weight, given the tensor of the files; the same memory if nothing has to be done."""
         tensor = tensor if self.index is None else tensor[self.index]
         tensor = tensor.T if self.transpose else tensor
+        tensor = tensor.flatten() if self.is_flat else tensor
         tensor = tensor if self.rows is None else tensor[self.rows]
         if self.function == "softplus":
             tensor = torch.nn.functional.softplus(tensor.float())
@@ -83,13 +88,13 @@ class Norm:
     """RMSNorm (Zhang and Sennrich, 2019) or LayerNorm (Ba et al., 2016), in float32.
 
     kind:         none copies
-    weight, bias: as long as the row that is normed; None for 1 and 0
+    weight, bias: as long as the row that is normed; parts side by side, none for 1 and 0
     """
 
     kind: Literal["none", "rms", "layer"]
     eps: float
-    weight: Weight | None = None
-    bias: Weight | None = None
+    weight: tuple[Weight, ...] = ()
+    bias: tuple[Weight, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,7 @@ class Activation:
 
     name:    silu, gelu, gelu_tanh, relu, relu2 (its square), sigmoid, xielu (Huang and Schlag, 2025), or identity
     gated:   the linear gives gate, then up; the result is activation(gate) * up
-    params:  of xielu: alpha for positive numbers, and for negative ones, beta, and the largest exponent
+    params:  of xielu: alpha for positive numbers, alpha - beta for negative ones, beta, and the largest exponent
     limit:   0, or the most that gate and the size of up may be (GPT-OSS)
     slope:   factor of a silu's exponent
     up_offset: added to up
@@ -152,7 +157,7 @@ class Embed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Normalize:
-    """target = norm(source[:, start : start + width]); added to the target if `add`.
+    """target = norm(source[:, start : start + width]); added to the target if `add`, which is the residual then.
 
     width: 0 for the rest of the row
     factor: of the result
@@ -275,7 +280,7 @@ class Route:
     choice_bias: added to the scores for the choice only
     groups:      experts lie in so many groups, of which the `top_groups` with the highest score are used: the score
                  of a group is its highest, or the sum of its two highest
-    normalize:   the weights of a token are divided by their sum + epsilon
+    normalize:   the weights of a token are divided by their sum + epsilon, or by least_sum if that is more
     factor:      of the weights
     expert_scales: [experts] factors of the weights
     """
@@ -290,6 +295,7 @@ class Route:
     group_score: Literal["highest", "two_highest"] = "highest"
     normalize: bool = False
     epsilon: float = 0.0
+    least_sum: float = 0.0
     factor: float = 1.0
     expert_scales: Weight | None = None
 
@@ -324,6 +330,10 @@ class Head:
 Operation = Embed | Normalize | Linear | PrepareHeads | Attend | Gate | Gather | Scale | Route | Experts | Head
 
 
+Layout = tuple[tuple[str, str], ...]
+"""Beginnings of names here, and what files have instead."""
+
+
 @dataclass(frozen=True)
 class Program:
     """A model, ready to be run.
@@ -333,7 +343,7 @@ class Program:
     windows:       how many tokens back its layers see, including the token itself; None for all
     rotaries:      those that its operations number
     is_tied:       the output head is the embedding
-    prefixes:      names of weights may begin with any of these instead of the first
+    layouts:       other ways in which files name the weights
     spare:         regular expressions of weights that the files may hold and that are not used
     """
 
@@ -347,7 +357,7 @@ class Program:
     windows: tuple[int | None, ...]
     rotaries: tuple[Rotary, ...]
     is_tied: bool
-    prefixes: tuple[str, ...] = ()
+    layouts: tuple[Layout, ...] = ()
     spare: tuple[str, ...] = ()
 
     @cached_property

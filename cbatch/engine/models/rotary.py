@@ -23,17 +23,30 @@ def read_rotary(
     layer_type: str | None = None,
     theta: float = 10000.0,
     theta_key: str = "rope_theta",
-    part: float = 1.0,
+    part: float | None = None,
+    base: float | None = None,
+    settings: Mapping[str, Any] | None = None,
+    aliases: Mapping[str, str] | None = None,
 ) -> Rotary:
     """The rotary settings of a model, or of its layers of one type.
 
-    theta, part: of files that do not say them
-    theta_key:   of older files
+    theta:     of files that do not say it
+    theta_key: of older files
+    part:      of a head that is rotated, of files that do not say it; None: the family rotates whole heads, unless
+               frequencies are scaled
+    base:      instead of what the file says
+    settings:  instead of all that the file says
+    aliases:   what the family understands by names of kinds
     Raises UnsupportedConfig for kinds that are not known.
     """
     rope = rope_settings(config, layer_type, theta, theta_key, part)
+    if settings is not None:
+        rope = {"partial_rotary_factor": 1.0, **settings}
+    if base is not None:
+        rope["rope_theta"] = base
     kind = rope.get("rope_type", rope.get("type", "default"))
-    share = float(rope["partial_rotary_factor"])
+    kind = (aliases or {}).get(kind, kind)
+    share = 1.0 if part is None and kind == "default" else float(rope["partial_rotary_factor"])
     if kind == "proportional":
         return _proportional(head_dim, share, rope)
     width = int(head_dim * share)
@@ -48,7 +61,7 @@ def read_rotary(
 
 
 def rope_settings(
-    config: ConfigReader, layer_type: str | None, theta: float, theta_key: str, part: float
+    config: ConfigReader, layer_type: str | None, theta: float, theta_key: str, part: float | None
 ) -> dict[str, Any]:
     """The settings in one dictionary; older files have other names for them."""
     given: dict[str, Any] = {}
@@ -56,9 +69,9 @@ def rope_settings(
         found = config.get(key) or {}
         if layer_type is not None and layer_type in found:
             found = found[layer_type] or {}
-        given |= found
+        given |= {name: value for name, value in found.items() if value is not None}
     given.setdefault("rope_theta", config.get(theta_key) or theta)
-    given.setdefault("partial_rotary_factor", config.get("partial_rotary_factor") or part)
+    given.setdefault("partial_rotary_factor", config.get("partial_rotary_factor") or part or 1.0)
     original = config.get("original_max_position_embeddings")
     if original is not None:
         given["original_max_position_embeddings"] = original

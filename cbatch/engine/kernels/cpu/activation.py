@@ -20,7 +20,7 @@ _SQRT_HALF, _SQRT_8_OVER_PI = np.float32(0.7071067811865476), np.float32(1.59576
 class ActivationParams(NamedTuple):
     """Which activation, one of NAMES.
 
-    params: float32; of xielu: alpha of positive numbers, alpha of negative ones, beta, and the largest exponent; of
+    params: float32; of xielu: alpha of positive numbers, alpha - beta of negative ones, beta, and the largest exponent; of
             clipped_silu: the limit of gate and up, the slope, and what is added to up
     """
 
@@ -69,7 +69,7 @@ def activate(x: Any, activation: ActivationParams) -> None:
     elif kind == XIELU:
         for i in range(len(x)):
             exponent = x[i] if x[i] < params[3] else params[3]
-            negative = params[1] * (exp(exponent) - _ONE - x[i]) + params[2] * x[i]
+            negative = (params[1] + params[2]) * (exp(exponent) - _ONE - x[i]) + params[2] * x[i]
             x[i] = params[0] * x[i] * x[i] + params[2] * x[i] if x[i] > 0 else negative
 
 

@@ -102,9 +102,15 @@ class _Tiling(NamedTuple):
 
 
 @kernel
-def _cut(a: Any, num_tiles: int, threads: int) -> _Tiling:
+def row_block(a: Any) -> int:
+    """How many left-hand rows are multiplied with a part of the weights before the next."""
     fitting = _ROW_BLOCK_BYTES // (a.shape[1] * a.itemsize) // MAX_ROWS * MAX_ROWS
-    rows = min(a.shape[0], max(fitting, MAX_ROWS))
+    return max(fitting, MAX_ROWS)
+
+
+@kernel
+def _cut(a: Any, num_tiles: int, threads: int) -> _Tiling:
+    rows = min(a.shape[0], row_block(a))
     tiles = max(1, num_tiles // (_TASKS_PER_THREAD * threads))
     tasks_per_block = -(-num_tiles // tiles)
     return _Tiling(rows, tiles, tasks_per_block, -(-a.shape[0] // rows) * tasks_per_block)

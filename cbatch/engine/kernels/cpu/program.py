@@ -12,11 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.engine.kernels.cpu.activation import ActivationParams
-from cbatch.engine.kernels.cpu.attention import attend, store_kv
 from cbatch.engine.kernels.cpu.argmax import argmax
-from cbatch.engine.kernels.cpu.fast_math import from_float32, tanh, to_float32
+from cbatch.engine.kernels.cpu.attention import attend, store_kv
+from cbatch.engine.kernels.cpu.experts import (
+    ExpertMatrix,
+    RouterParams,
+    Routing,
+    combine_rows,
+    expert_matmul,
+    gather_rows,
+    route,
+)
+from cbatch.engine.kernels.cpu.fast_math import exp, from_float32, tanh, to_float32
 from cbatch.engine.kernels.cpu.jit import entry, inlined, kernel
-from cbatch.engine.kernels.cpu.linear import ADD, LinearWorkspace, PackedMatrix, matmul
+from cbatch.engine.kernels.cpu.linear import ADD, WRITE, LinearWorkspace, PackedMatrix, matmul
 from cbatch.engine.kernels.cpu.microkernel import COLUMNS
 from cbatch.engine.kernels.cpu.norm import RMS_NORM, NormParams, inverse_rms, normalize
 from cbatch.engine.kernels.cpu.paged_kv import (
@@ -29,7 +38,11 @@ from cbatch.engine.kernels.cpu.paged_kv import (
 )
 from cbatch.engine.kernels.cpu.work_queue import Worker, claim, next_task
 
-EMBED, NORMALIZE, LINEAR, PREPARE_HEADS, ATTEND, GATE, GATHER, SCALE, ROUTE, EXPERTS, HEAD = range(11)
+EMBED, NORMALIZE, LINEAR, PREPARE_HEADS, ATTEND, GATE, GATHER, SCALE, HEAD = range(9)
+ROUTE, GATHER_FOR_EXPERTS, EXPERT_LINEAR, COMBINE_EXPERTS = range(9, 13)
+
+IDENTITY, SIGMOID, SOFTPLUS = range(3)
+"""Functions of a gate."""
 
 ROWS_PER_TASK = 8
 """Rows of a task, for what is done row by row."""
@@ -40,8 +53,10 @@ _INTS = (
     "position_offset", "is_packed", "cache", "stores", "heads", "rotary", "query_norm_kind", "query_norm_weight",
     "query_norm_bias", "key_norm_kind", "key_norm_weight", "key_norm_bias", "value_norm_kind", "value_norm_weight",
     "value_norm_bias", "norm_rows", "norm_last", "window", "chunk", "sinks", "index",
+    "top_k", "num_experts", "scores", "choice_bias", "expert_scales", "groups", "top_groups", "group_score",
+    "normalize", "weigh_input", "stride", "columns", "scale_stride",
 )  # fmt: skip
-_FLOATS = ("factor", "eps", "query_eps", "key_eps", "value_eps", "clip", "attention_scale", "softcap")
+_FLOATS = ("factor", "eps", "query_eps", "key_eps", "value_eps", "clip", "attention_scale", "softcap", "epsilon", "least_sum")
 INSTRUCTION = np.dtype([*((name, np.int64) for name in _INTS), *((name, np.float32) for name in _FLOATS)])
 """One instruction. What an operation does not use is 0, or -1 if it is a place.
 
@@ -49,11 +64,13 @@ code:          which operation (see `models/program.py`)
 source, target: where a buffer begins in its arena, in columns of the step; with its width
 matrix, scale, bias: where they begin among all; -1 for none
 norm_*, query_norm_*, ...: see `NormParams`; the weight and bias are places among the vectors
+add:           1: to what a target of float32 holds; 2: a norm replaces what it holds
 params:        place of an activation's parameters among the vectors
 sinks:         likewise
 table, positions: where an embedding begins among the tables; the first is a packed matrix if `is_packed`
 rotary:        number of the rotary tables
 index:         place of column numbers among the indices
+stride, columns: how far apart the matrices of experts are, and their factors and biases
 """
 
 
@@ -95,10 +112,19 @@ class StepInputs(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Memory that one step leaves to the next. floats, elements: the arenas of all buffers."""
+    """Memory that one step leaves to the next.
+
+    floats, elements: the arenas of all buffers
+    routing: int64, for the routing of a step (see `Routing`)
+    routing_weights: [T * top_k] float32
+    scratch: [threads, numbers] float32
+    """
 
     floats: NDArray[np.float32]
     elements: NDArray[Any]
+    routing: NDArray[np.int64]
+    routing_weights: NDArray[np.float32]
+    scratch: NDArray[np.float32]
     linear: LinearWorkspace
     attention: AttentionWorkspace
 
@@ -237,7 +263,7 @@ def _normalize_rows(worker: Worker, phase: int, op: Any, weights: Weights, sourc
 def _normalize(worker: Worker, phase: int, op: Any, step: Step) -> int:
     tokens, buffers = len(step.inputs.ids), step.buffers
     source = buffer_of(buffers.floats, op.source, op.source_width, tokens)
-    if not op.add:
+    if op.add == 0:
         out = buffer_of(buffers.elements, op.target, op.target_width, tokens)
         return _normalize_rows(worker, phase, op, step.weights, source, step.inputs.every, out)
     norm, target = _norm_of(step.weights, op, op.width), buffer_of(buffers.floats, op.target, op.target_width, tokens)
@@ -248,7 +274,7 @@ def _normalize(worker: Worker, phase: int, op: Any, step: Step) -> int:
             part, sum = source[row, op.start : op.start + op.width], target[row]
             normalize(part, norm, part)
             for i in range(len(part)):
-                sum[i] += op.factor * part[i]
+                sum[i] = op.factor * part[i] + (sum[i] if op.add == 1 else np.float32(0))
         task = next_task(worker, phase, num_tasks)
     return phase + 1
 
@@ -360,6 +386,120 @@ def _attend(worker: Worker, phase: int, op: Any, step: Step) -> int:
 
 
 @kernel
+def _gate(worker: Worker, phase: int, op: Any, step: Step) -> int:
+    """Multiplies each run of `width` numbers with a function of one number of the gate."""
+    tokens, buffers = len(step.inputs.ids), step.buffers
+    gate = buffer_of(buffers.floats, op.source, op.source_width, tokens)
+    target = buffer_of(buffers.elements, op.target, op.target_width, tokens)
+    num_tasks = -(-tokens // ROWS_PER_TASK)
+    task = claim(worker, phase, num_tasks)
+    while task >= 0:
+        for row in range(task * ROWS_PER_TASK, min(tokens, (task + 1) * ROWS_PER_TASK)):
+            for i in range(op.columns):
+                x = gate[row, op.start + i]
+                if op.function == SIGMOID:
+                    x = np.float32(1) / (np.float32(1) + exp(-x))
+                elif op.function == SOFTPLUS:
+                    x = np.log1p(exp(-abs(x))) + max(x, np.float32(0))
+                for j in range(i * op.width, (i + 1) * op.width):
+                    target[row, j] = from_float32(op.factor * x * to_float32(target[row, j]), target)
+        task = next_task(worker, phase, num_tasks)
+    return phase + 1
+
+
+@kernel
+def _gather(worker: Worker, phase: int, op: Any, step: Step) -> int:
+    """Copies columns of the arena: an index is the first column of a buffer, times its width, plus a column."""
+    tokens, floats = len(step.inputs.ids), step.buffers.floats
+    target = buffer_of(floats, op.target, op.target_width, tokens)
+    starts = step.weights.indices[op.index : op.index + op.columns]
+    widths = step.weights.indices[op.index + op.columns : op.index + 2 * op.columns]
+    places = step.weights.indices[op.index + 2 * op.columns : op.index + 3 * op.columns]
+    num_tasks = -(-tokens // ROWS_PER_TASK)
+    task = claim(worker, phase, num_tasks)
+    while task >= 0:
+        for row in range(task * ROWS_PER_TASK, min(tokens, (task + 1) * ROWS_PER_TASK)):
+            for i in range(op.columns):
+                target[row, i] = floats[starts[i] * tokens + row * widths[i] + places[i]]
+        task = next_task(worker, phase, num_tasks)
+    return phase + 1
+
+
+@kernel
+def _scale(worker: Worker, phase: int, op: Any, step: Step) -> int:
+    tokens, factor = len(step.inputs.ids), step.weights.vectors[op.params]
+    target = buffer_of(step.buffers.floats, op.target, op.target_width, tokens)
+    num_tasks = -(-tokens // ROWS_PER_TASK)
+    task = claim(worker, phase, num_tasks)
+    while task >= 0:
+        for row in range(task * ROWS_PER_TASK, min(tokens, (task + 1) * ROWS_PER_TASK)):
+            for i in range(target.shape[1]):
+                target[row, i] *= factor
+        task = next_task(worker, phase, num_tasks)
+    return phase + 1
+
+
+@inlined
+def routing_of(op: Any, step: Step) -> Routing:
+    """The memory of the step's routing, as long as it is needed."""
+    pairs, memory = len(step.inputs.ids) * op.top_k, step.buffers.routing
+    chosen, places = memory[:pairs].reshape(-1, op.top_k), memory[pairs : 2 * pairs].reshape(-1, op.top_k)
+    rest = memory[3 * pairs :]
+    return Routing(
+        chosen,
+        step.buffers.routing_weights[:pairs].reshape(-1, op.top_k),
+        places,
+        memory[2 * pairs : 3 * pairs],
+        rest[: op.num_experts + 1],
+        rest[op.num_experts + 1 : 2 * op.num_experts + 2],
+    )
+
+
+@kernel
+def _route(worker: Worker, phase: int, op: Any, step: Step) -> int:
+    weights, experts = step.weights, op.num_experts
+    source = buffer_of(step.buffers.elements, op.source, op.source_width, len(step.inputs.ids))
+    router = RouterParams(
+        weights.vectors[op.params : op.params + experts * op.width].reshape(experts, op.width),
+        vector_of(weights, op.bias, experts), vector_of(weights, op.choice_bias, experts),
+        vector_of(weights, op.expert_scales, experts), op.top_k, op.scores, op.groups, op.top_groups, op.group_score,
+        op.normalize, op.epsilon, op.least_sum, op.factor,
+    )  # fmt: skip
+    return route(worker, phase, source, router, routing_of(op, step), step.buffers.scratch)
+
+
+@kernel
+def _gather_for_experts(worker: Worker, phase: int, op: Any, step: Step) -> int:
+    """The source of each pair of a token and an expert."""
+    tokens, elements = len(step.inputs.ids), step.buffers.elements
+    source = buffer_of(elements, op.source, op.source_width, tokens)
+    rows = buffer_of(elements, op.target, op.target_width, tokens).reshape(tokens * op.top_k, op.source_width)
+    return gather_rows(worker, phase, source, routing_of(op, step), op.weigh_input, rows)
+
+
+@kernel
+def _expert_linear(worker: Worker, phase: int, op: Any, step: Step) -> int:
+    tokens, buffers = len(step.inputs.ids), step.buffers
+    pairs, width, columns = tokens * op.top_k, op.source_width // op.top_k, op.target_width // op.top_k
+    source = buffer_of(buffers.elements, op.source, op.source_width, tokens).reshape(pairs, width)
+    matrix = ExpertMatrix(matrix_of(step.weights, op), op.stride, op.columns)
+    activation, routing = activation_of(step.weights, op), routing_of(op, step)
+    if op.mode == WRITE:
+        out = buffer_of(buffers.floats, op.target, op.target_width, tokens).reshape(pairs, columns)
+        return expert_matmul(worker, phase, source, routing, matrix, out, op.mode, activation, buffers.linear)
+    activated = buffer_of(buffers.elements, op.target, op.target_width, tokens).reshape(pairs, columns)
+    return expert_matmul(worker, phase, source, routing, matrix, activated, op.mode, activation, buffers.linear)
+
+
+@kernel
+def _combine_experts(worker: Worker, phase: int, op: Any, step: Step) -> int:
+    tokens, floats = len(step.inputs.ids), step.buffers.floats
+    rows = buffer_of(floats, op.source, op.source_width, tokens).reshape(tokens * op.top_k, -1)
+    out = buffer_of(floats, op.target, op.target_width, tokens)
+    return combine_rows(worker, phase, rows, routing_of(op, step), 1 - op.weigh_input, op.factor, op.add, out)
+
+
+@kernel
 def _softcap_and_argmax(worker: Worker, phase: int, op: Any, outputs: StepOutputs) -> int:
     num_tasks = len(outputs.tokens)
     task = claim(worker, phase, num_tasks)
@@ -408,5 +548,19 @@ def run_step(
             phase = _prepare_heads(worker, phase, op, step)
         elif op.code == ATTEND:
             phase = _attend(worker, phase, op, step)
+        elif op.code == GATE:
+            phase = _gate(worker, phase, op, step)
+        elif op.code == GATHER:
+            phase = _gather(worker, phase, op, step)
+        elif op.code == SCALE:
+            phase = _scale(worker, phase, op, step)
+        elif op.code == ROUTE:
+            phase = _route(worker, phase, op, step)
+        elif op.code == GATHER_FOR_EXPERTS:
+            phase = _gather_for_experts(worker, phase, op, step)
+        elif op.code == EXPERT_LINEAR:
+            phase = _expert_linear(worker, phase, op, step)
+        elif op.code == COMBINE_EXPERTS:
+            phase = _combine_experts(worker, phase, op, step)
         elif op.code == HEAD:
             phase = _head(worker, phase, op, step)
