@@ -85,14 +85,11 @@ class CpuModel:
         self._largest_heads = max(call.heads for call in calls), group, value_dim
         threads = self._thread_pool.size
         self._buffers = kernels.Buffers(
-            np.empty(0, np.float32),
-            np.empty(0, self._element),
-            np.empty(0, np.int64),
-            np.empty(0, np.float32),
-            np.empty((threads, program.hidden_size + 2 * packed.num_experts), np.float32),
+            kernels.Arenas(np.empty(0, np.float32), np.empty(0, self._element)),
             new_linear_workspace(threads, self._weights.matrices.dtype, packed.deepest),
             new_attention_workspace(threads, group, key_dim, value_dim, self._element),
         )
+        self._routing: kernels.RoutingMemory | None = None
         self._paged_caches: WeakKeyDictionary[KVCache, PagedCaches] = WeakKeyDictionary()
         self._logits = np.empty((0, 0), np.float32)
         self._logit_buffers: dict[int, tuple[NDArray[np.float32], Tensor]] = {}
@@ -132,20 +129,29 @@ class CpuModel:
         )
         plan = plan_attention(batch, *self._largest_heads)
         caches, buffers = self._paged_caches_of(kv_cache), self._buffers_for(length)
-        return self._packed.instructions, self._weights, caches, plan, inputs, buffers, outputs
+        return self._packed.instructions, self._weights, caches, plan, inputs, buffers, self._routing, outputs
 
     def _buffers_for(self, length: int) -> kernels.Buffers:
         """Memory for a step of so many tokens, which is kept."""
-        packed = self._packed
-        if length * packed.float_columns > len(self._buffers.floats):
+        packed, buffers = self._packed, self._buffers
+        if length * packed.float_columns > len(buffers.arenas.floats):
             length = max(length, 16)
-            self._buffers = self._buffers._replace(
-                floats=empty(length * packed.float_columns, np.float32),
-                elements=empty(length * packed.element_columns, self._element),
-                routing=empty(3 * length * packed.routing_columns + 2 * packed.num_experts + 2, np.int64),
-                routing_weights=empty(length * packed.routing_columns, np.float32),
+            arenas = kernels.Arenas(
+                empty(length * packed.float_columns, np.float32), empty(length * packed.element_columns, self._element)
             )
+            self._buffers = buffers._replace(arenas=arenas)
+            self._routing = self._new_routing(length) if packed.num_experts else None
         return self._buffers
+
+    def _new_routing(self, length: int) -> kernels.RoutingMemory:
+        """Memory for the routing of so many tokens."""
+        packed = self._packed
+        scratch = self.program.hidden_size + 2 * packed.num_experts
+        return kernels.RoutingMemory(
+            empty(3 * length * packed.routing_columns + 2 * packed.num_experts + 2, np.int64),
+            empty(length * packed.routing_columns, np.float32),
+            empty((self._thread_pool.size, scratch), np.float32),
+        )
 
     def _paged_caches_of(self, kv_cache: KVCache) -> PagedCaches:
         """The cache as the kernels take it."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import llvmlite.binding as llvm
 from numba import njit
 
-from cbatch.engine.compat import NO_REFERENCE_COUNTS, keep_compiled, new_callback
+from cbatch.engine.compat import NO_REFERENCE_COUNTS, inner_compiler, keep_compiled, new_callback
 
 _log = logging.getLogger("cbatch")
 
@@ -37,9 +37,12 @@ _OPTIONS = {
 """Sums are vectorized in an order of the compiler's choice, always the same; NaN and infinity stay what they are."""
 
 
+_INNER_COMPILER = inner_compiler()
+
+
 def kernel(function: Function) -> Function:
-    """Compiles a function that other kernels call. It holds no Python objects and allocates no arrays."""
-    return cast(Function, njit(**_OPTIONS)(function))
+    """Compiles a function that only other kernels call. It holds no Python objects and allocates no arrays."""
+    return cast(Function, njit(pipeline_class=_INNER_COMPILER, **_OPTIONS)(function))
 
 
 def inlined(function: Function) -> Function:
@@ -49,9 +52,9 @@ def inlined(function: Function) -> Function:
 
 def entry(function: Function) -> Function:
     """A kernel that Python calls. It is compiled at its first call with arguments of new types, and kept on disk."""
-    compiled = kernel(function)
+    compiled = njit(**_OPTIONS)(function)
     _keep(compiled, function)
-    return compiled
+    return cast(Function, compiled)
 
 
 def address_of(function: Callable[..., None], signature: Any) -> int:
@@ -81,7 +84,7 @@ def _sources() -> str:
 @cache
 def _warn_of_compilation() -> None:
     _log.warning(
-        "Compiling kernels for this processor. This takes about ten seconds, the first time a feature is used."
+        "Compiling kernels for this processor. This takes up to half a minute, the first time a feature is used."
     )
 
 

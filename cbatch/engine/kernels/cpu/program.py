@@ -56,7 +56,18 @@ _INTS = (
     "top_k", "num_experts", "scores", "choice_bias", "expert_scales", "groups", "top_groups", "group_score",
     "normalize", "weigh_input", "stride", "columns", "scale_stride",
 )  # fmt: skip
-_FLOATS = ("factor", "eps", "query_eps", "key_eps", "value_eps", "clip", "attention_scale", "softcap", "epsilon", "least_sum")
+_FLOATS = (
+    "factor",
+    "eps",
+    "query_eps",
+    "key_eps",
+    "value_eps",
+    "clip",
+    "attention_scale",
+    "softcap",
+    "epsilon",
+    "least_sum",
+)
 INSTRUCTION = np.dtype([*((name, np.int64) for name in _INTS), *((name, np.float32) for name in _FLOATS)])
 """One instruction. What an operation does not use is 0, or -1 if it is a place.
 
@@ -111,20 +122,30 @@ class StepInputs(NamedTuple):
     rows: NDArray[np.int64]
 
 
-class Buffers(NamedTuple):
-    """Memory that one step leaves to the next.
-
-    floats, elements: the arenas of all buffers
-    routing: int64, for the routing of a step (see `Routing`)
-    routing_weights: [T * top_k] float32
-    scratch: [threads, numbers] float32
-    """
+class Arenas(NamedTuple):
+    """Memory of all buffers, which one step leaves to the next. elements: of the type that goes into products."""
 
     floats: NDArray[np.float32]
     elements: NDArray[Any]
-    routing: NDArray[np.int64]
-    routing_weights: NDArray[np.float32]
+
+
+class RoutingMemory(NamedTuple):
+    """Memory for the routing of a step.
+
+    numbers: int64 (see `Routing`)
+    weights: [T * top_k] float32
+    scratch: [threads, hidden + 2 * experts] float32
+    """
+
+    numbers: NDArray[np.int64]
+    weights: NDArray[np.float32]
     scratch: NDArray[np.float32]
+
+
+class Buffers(NamedTuple):
+    """All memory that one step leaves to the next."""
+
+    arenas: Arenas
     linear: LinearWorkspace
     attention: AttentionWorkspace
 
@@ -141,17 +162,6 @@ class StepOutputs(NamedTuple):
     vocabulary: int
     tokens: NDArray[np.int64]
     largest: NDArray[np.float32]
-
-
-class Step(NamedTuple):
-    """All that an instruction needs."""
-
-    weights: Weights
-    caches: PagedCaches
-    plan: AttentionPlan
-    inputs: StepInputs
-    buffers: Buffers
-    outputs: StepOutputs
 
 
 @inlined
@@ -183,9 +193,9 @@ def vector_of(weights: Weights, start: int, size: int) -> Any:
 
 
 @kernel
-def _embed(worker: Worker, phase: int, op: Any, step: Step) -> int:
-    ids, weights = step.inputs.ids, step.weights
-    out = buffer_of(step.buffers.floats, op.target, op.target_width, len(ids))
+def _embed(worker: Worker, phase: int, op: Any, weights: Weights, inputs: StepInputs, arenas: Arenas) -> int:
+    ids = inputs.ids
+    out = buffer_of(arenas.floats, op.target, op.target_width, len(ids))
     num_tasks = -(-len(ids) // ROWS_PER_TASK)
     hidden = out.shape[1]
     pair = 1 if weights.matrices.itemsize == 4 else 2
@@ -207,7 +217,7 @@ def _embed(worker: Worker, phase: int, op: Any, step: Step) -> int:
                 for i in range(op.width, hidden):
                     out[row, i] = np.float32(0)
             if op.positions >= 0:
-                base = op.positions + (step.inputs.positions[row] + op.position_offset) * op.width
+                base = op.positions + (inputs.positions[row] + op.position_offset) * op.width
                 for i in range(op.width):
                     out[row, i] += to_float32(weights.tables[base + i])
         task = next_task(worker, phase, num_tasks)
@@ -260,13 +270,13 @@ def _normalize_rows(worker: Worker, phase: int, op: Any, weights: Weights, sourc
 
 
 @kernel
-def _normalize(worker: Worker, phase: int, op: Any, step: Step) -> int:
-    tokens, buffers = len(step.inputs.ids), step.buffers
-    source = buffer_of(buffers.floats, op.source, op.source_width, tokens)
+def _normalize(worker: Worker, phase: int, op: Any, weights: Weights, inputs: StepInputs, arenas: Arenas) -> int:
+    tokens = len(inputs.ids)
+    source = buffer_of(arenas.floats, op.source, op.source_width, tokens)
     if op.add == 0:
-        out = buffer_of(buffers.elements, op.target, op.target_width, tokens)
-        return _normalize_rows(worker, phase, op, step.weights, source, step.inputs.every, out)
-    norm, target = _norm_of(step.weights, op, op.width), buffer_of(buffers.floats, op.target, op.target_width, tokens)
+        out = buffer_of(arenas.elements, op.target, op.target_width, tokens)
+        return _normalize_rows(worker, phase, op, weights, source, inputs.every, out)
+    norm, target = _norm_of(weights, op, op.width), buffer_of(arenas.floats, op.target, op.target_width, tokens)
     num_tasks = -(-tokens // ROWS_PER_TASK)
     task = claim(worker, phase, num_tasks)
     while task >= 0:
@@ -280,15 +290,16 @@ def _normalize(worker: Worker, phase: int, op: Any, step: Step) -> int:
 
 
 @kernel
-def _linear(worker: Worker, phase: int, op: Any, step: Step) -> int:
-    tokens, buffers = len(step.inputs.ids), step.buffers
-    source = buffer_of(buffers.elements, op.source, op.source_width, tokens)
-    matrix, activation = matrix_of(step.weights, op), activation_of(step.weights, op)
+def _linear(
+    worker: Worker, phase: int, op: Any, weights: Weights, tokens: int, arenas: Arenas, workspace: LinearWorkspace
+) -> int:
+    source = buffer_of(arenas.elements, op.source, op.source_width, tokens)
+    matrix, activation = matrix_of(weights, op), activation_of(weights, op)
     if op.mode <= ADD:
-        out = buffer_of(buffers.floats, op.target, op.target_width, tokens)
-        return matmul(worker, phase, source, matrix, out, op.mode, activation, buffers.linear)
-    activated = buffer_of(buffers.elements, op.target, op.target_width, tokens)
-    return matmul(worker, phase, source, matrix, activated, op.mode, activation, buffers.linear)
+        out = buffer_of(arenas.floats, op.target, op.target_width, tokens)
+        return matmul(worker, phase, source, matrix, out, op.mode, activation, workspace)
+    activated = buffer_of(arenas.elements, op.target, op.target_width, tokens)
+    return matmul(worker, phase, source, matrix, activated, op.mode, activation, workspace)
 
 
 @kernel
@@ -315,12 +326,15 @@ def _norm_heads(part: Any, norm: NormParams, width: int, norm_rows: int) -> None
 
 
 @kernel
-def _prepare_heads(worker: Worker, phase: int, op: Any, step: Step) -> int:
+def _prepare_heads(
+    worker: Worker, phase: int, op: Any, weights: Weights, caches: PagedCaches, plan: AttentionPlan, inputs: StepInputs,
+    arenas: Arenas,
+) -> int:  # fmt: skip
     """Norms and rotates queries and keys, and stores keys and values in the cache."""
-    tokens, weights, inputs, plan = len(step.inputs.ids), step.weights, step.inputs, step.plan
-    kv = kv_of_layer(step.caches, op.cache)
-    source = buffer_of(step.buffers.floats, op.source, op.source_width, tokens)
-    query = buffer_of(step.buffers.elements, op.target, op.target_width, tokens)
+    tokens = len(inputs.ids)
+    kv = kv_of_layer(caches, op.cache)
+    source = buffer_of(arenas.floats, op.source, op.source_width, tokens)
+    query = buffer_of(arenas.elements, op.target, op.target_width, tokens)
     width, kv_heads = kv.key_dim, kv.heads if op.stores else 0
     first_key, first_value = op.heads * width, (op.heads + kv_heads) * width
     end = first_value + kv_heads * kv.value_dim
@@ -374,23 +388,24 @@ def _prepare_heads(worker: Worker, phase: int, op: Any, step: Step) -> int:
 
 
 @kernel
-def _attend(worker: Worker, phase: int, op: Any, step: Step) -> int:
-    tokens, buffers = len(step.inputs.ids), step.buffers
-    kv: PagedKV = kv_of_layer(step.caches, op.cache)
+def _attend(
+    worker: Worker, phase: int, op: Any, weights: Weights, caches: PagedCaches, plan: AttentionPlan, tokens: int,
+    arenas: Arenas, workspace: AttentionWorkspace,
+) -> int:  # fmt: skip
+    kv: PagedKV = kv_of_layer(caches, op.cache)
     params = AttentionParams(
-        op.attention_scale, op.window, op.chunk, op.softcap, vector_of(step.weights, op.sinks, op.heads)
+        op.attention_scale, op.window, op.chunk, op.softcap, vector_of(weights, op.sinks, op.heads)
     )
-    query = buffer_of(buffers.elements, op.source, op.source_width, tokens)
-    out = buffer_of(buffers.elements, op.target, op.target_width, tokens)
-    return attend(worker, phase, kv, step.plan, params, query, out, buffers.attention)
+    query = buffer_of(arenas.elements, op.source, op.source_width, tokens)
+    out = buffer_of(arenas.elements, op.target, op.target_width, tokens)
+    return attend(worker, phase, kv, plan, params, query, out, workspace)
 
 
 @kernel
-def _gate(worker: Worker, phase: int, op: Any, step: Step) -> int:
+def _gate(worker: Worker, phase: int, op: Any, tokens: int, arenas: Arenas) -> int:
     """Multiplies each run of `width` numbers with a function of one number of the gate."""
-    tokens, buffers = len(step.inputs.ids), step.buffers
-    gate = buffer_of(buffers.floats, op.source, op.source_width, tokens)
-    target = buffer_of(buffers.elements, op.target, op.target_width, tokens)
+    gate = buffer_of(arenas.floats, op.source, op.source_width, tokens)
+    target = buffer_of(arenas.elements, op.target, op.target_width, tokens)
     num_tasks = -(-tokens // ROWS_PER_TASK)
     task = claim(worker, phase, num_tasks)
     while task >= 0:
@@ -408,13 +423,13 @@ def _gate(worker: Worker, phase: int, op: Any, step: Step) -> int:
 
 
 @kernel
-def _gather(worker: Worker, phase: int, op: Any, step: Step) -> int:
+def _gather(worker: Worker, phase: int, op: Any, weights: Weights, tokens: int, arenas: Arenas) -> int:
     """Copies columns of the arena: an index is the first column of a buffer, times its width, plus a column."""
-    tokens, floats = len(step.inputs.ids), step.buffers.floats
+    floats = arenas.floats
     target = buffer_of(floats, op.target, op.target_width, tokens)
-    starts = step.weights.indices[op.index : op.index + op.columns]
-    widths = step.weights.indices[op.index + op.columns : op.index + 2 * op.columns]
-    places = step.weights.indices[op.index + 2 * op.columns : op.index + 3 * op.columns]
+    starts = weights.indices[op.index : op.index + op.columns]
+    widths = weights.indices[op.index + op.columns : op.index + 2 * op.columns]
+    places = weights.indices[op.index + 2 * op.columns : op.index + 3 * op.columns]
     num_tasks = -(-tokens // ROWS_PER_TASK)
     task = claim(worker, phase, num_tasks)
     while task >= 0:
@@ -426,9 +441,9 @@ def _gather(worker: Worker, phase: int, op: Any, step: Step) -> int:
 
 
 @kernel
-def _scale(worker: Worker, phase: int, op: Any, step: Step) -> int:
-    tokens, factor = len(step.inputs.ids), step.weights.vectors[op.params]
-    target = buffer_of(step.buffers.floats, op.target, op.target_width, tokens)
+def _scale(worker: Worker, phase: int, op: Any, weights: Weights, tokens: int, arenas: Arenas) -> int:
+    factor = weights.vectors[op.params]
+    target = buffer_of(arenas.floats, op.target, op.target_width, tokens)
     num_tasks = -(-tokens // ROWS_PER_TASK)
     task = claim(worker, phase, num_tasks)
     while task >= 0:
@@ -440,63 +455,67 @@ def _scale(worker: Worker, phase: int, op: Any, step: Step) -> int:
 
 
 @inlined
-def routing_of(op: Any, step: Step) -> Routing:
+def routing_of(op: Any, tokens: int, memory: RoutingMemory) -> Routing:
     """The memory of the step's routing, as long as it is needed."""
-    pairs, memory = len(step.inputs.ids) * op.top_k, step.buffers.routing
-    chosen, places = memory[:pairs].reshape(-1, op.top_k), memory[pairs : 2 * pairs].reshape(-1, op.top_k)
-    rest = memory[3 * pairs :]
+    pairs, numbers = tokens * op.top_k, memory.numbers
+    chosen, places = numbers[:pairs].reshape(tokens, op.top_k), numbers[pairs : 2 * pairs].reshape(tokens, op.top_k)
+    rest = numbers[3 * pairs :]
     return Routing(
         chosen,
-        step.buffers.routing_weights[:pairs].reshape(-1, op.top_k),
+        memory.weights[:pairs].reshape(tokens, op.top_k),
         places,
-        memory[2 * pairs : 3 * pairs],
+        numbers[2 * pairs : 3 * pairs],
         rest[: op.num_experts + 1],
         rest[op.num_experts + 1 : 2 * op.num_experts + 2],
     )
 
 
 @kernel
-def _route(worker: Worker, phase: int, op: Any, step: Step) -> int:
-    weights, experts = step.weights, op.num_experts
-    source = buffer_of(step.buffers.elements, op.source, op.source_width, len(step.inputs.ids))
+def _route(
+    worker: Worker, phase: int, op: Any, weights: Weights, tokens: int, arenas: Arenas, memory: RoutingMemory
+) -> int:
+    experts = op.num_experts
+    source = buffer_of(arenas.elements, op.source, op.source_width, tokens)
     router = RouterParams(
         weights.vectors[op.params : op.params + experts * op.width].reshape(experts, op.width),
         vector_of(weights, op.bias, experts), vector_of(weights, op.choice_bias, experts),
         vector_of(weights, op.expert_scales, experts), op.top_k, op.scores, op.groups, op.top_groups, op.group_score,
         op.normalize, op.epsilon, op.least_sum, op.factor,
     )  # fmt: skip
-    return route(worker, phase, source, router, routing_of(op, step), step.buffers.scratch)
+    return route(worker, phase, source, router, routing_of(op, tokens, memory), memory.scratch)
 
 
 @kernel
-def _gather_for_experts(worker: Worker, phase: int, op: Any, step: Step) -> int:
+def _gather_for_experts(worker: Worker, phase: int, op: Any, tokens: int, arenas: Arenas, memory: RoutingMemory) -> int:
     """The source of each pair of a token and an expert."""
-    tokens, elements = len(step.inputs.ids), step.buffers.elements
+    elements = arenas.elements
     source = buffer_of(elements, op.source, op.source_width, tokens)
     rows = buffer_of(elements, op.target, op.target_width, tokens).reshape(tokens * op.top_k, op.source_width)
-    return gather_rows(worker, phase, source, routing_of(op, step), op.weigh_input, rows)
+    return gather_rows(worker, phase, source, routing_of(op, tokens, memory), op.weigh_input, rows)
 
 
 @kernel
-def _expert_linear(worker: Worker, phase: int, op: Any, step: Step) -> int:
-    tokens, buffers = len(step.inputs.ids), step.buffers
+def _expert_linear(
+    worker: Worker, phase: int, op: Any, weights: Weights, tokens: int, arenas: Arenas, memory: RoutingMemory,
+    workspace: LinearWorkspace,
+) -> int:  # fmt: skip
     pairs, width, columns = tokens * op.top_k, op.source_width // op.top_k, op.target_width // op.top_k
-    source = buffer_of(buffers.elements, op.source, op.source_width, tokens).reshape(pairs, width)
-    matrix = ExpertMatrix(matrix_of(step.weights, op), op.stride, op.columns)
-    activation, routing = activation_of(step.weights, op), routing_of(op, step)
+    source = buffer_of(arenas.elements, op.source, op.source_width, tokens).reshape(pairs, width)
+    matrix = ExpertMatrix(matrix_of(weights, op), op.stride, op.columns)
+    activation, routing = activation_of(weights, op), routing_of(op, tokens, memory)
     if op.mode == WRITE:
-        out = buffer_of(buffers.floats, op.target, op.target_width, tokens).reshape(pairs, columns)
-        return expert_matmul(worker, phase, source, routing, matrix, out, op.mode, activation, buffers.linear)
-    activated = buffer_of(buffers.elements, op.target, op.target_width, tokens).reshape(pairs, columns)
-    return expert_matmul(worker, phase, source, routing, matrix, activated, op.mode, activation, buffers.linear)
+        out = buffer_of(arenas.floats, op.target, op.target_width, tokens).reshape(pairs, columns)
+        return expert_matmul(worker, phase, source, routing, matrix, out, op.mode, activation, workspace)
+    activated = buffer_of(arenas.elements, op.target, op.target_width, tokens).reshape(pairs, columns)
+    return expert_matmul(worker, phase, source, routing, matrix, activated, op.mode, activation, workspace)
 
 
 @kernel
-def _combine_experts(worker: Worker, phase: int, op: Any, step: Step) -> int:
-    tokens, floats = len(step.inputs.ids), step.buffers.floats
-    rows = buffer_of(floats, op.source, op.source_width, tokens).reshape(tokens * op.top_k, -1)
+def _combine_experts(worker: Worker, phase: int, op: Any, tokens: int, arenas: Arenas, memory: RoutingMemory) -> int:
+    floats = arenas.floats
+    rows = buffer_of(floats, op.source, op.source_width, tokens).reshape(tokens * op.top_k, op.source_width // op.top_k)
     out = buffer_of(floats, op.target, op.target_width, tokens)
-    return combine_rows(worker, phase, rows, routing_of(op, step), 1 - op.weigh_input, op.factor, op.add, out)
+    return combine_rows(worker, phase, rows, routing_of(op, tokens, memory), 1 - op.weigh_input, op.factor, op.add, out)
 
 
 @kernel
@@ -514,53 +533,67 @@ def _softcap_and_argmax(worker: Worker, phase: int, op: Any, outputs: StepOutput
 
 
 @kernel
-def _head(worker: Worker, phase: int, op: Any, step: Step) -> int:
-    inputs, buffers, rows = step.inputs, step.buffers, len(step.inputs.rows)
+def _head(
+    worker: Worker, phase: int, op: Any, weights: Weights, inputs: StepInputs, arenas: Arenas, workspace: LinearWorkspace,
+    outputs: StepOutputs,
+) -> int:  # fmt: skip
+    rows = len(inputs.rows)
     if rows == 0:  # chunks of prompts only; a phase must have a task
         return phase
-    source = buffer_of(buffers.floats, op.source, op.source_width, len(inputs.ids))
-    chosen = buffer_of(buffers.elements, op.target, op.target_width, len(inputs.ids))[:rows]
-    phase = _normalize_rows(worker, phase, op, step.weights, source, inputs.rows, chosen)
-    matrix, activation = matrix_of(step.weights, op), activation_of(step.weights, op)
-    phase = matmul(worker, phase, chosen, matrix, step.outputs.logits, op.mode, activation, buffers.linear)
-    return _softcap_and_argmax(worker, phase, op, step.outputs)
+    source = buffer_of(arenas.floats, op.source, op.source_width, len(inputs.ids))
+    chosen = buffer_of(arenas.elements, op.target, op.target_width, len(inputs.ids))[:rows]
+    phase = _normalize_rows(worker, phase, op, weights, source, inputs.rows, chosen)
+    matrix, activation = matrix_of(weights, op), activation_of(weights, op)
+    phase = matmul(worker, phase, chosen, matrix, outputs.logits, op.mode, activation, workspace)
+    return _softcap_and_argmax(worker, phase, op, outputs)
+
+
+@kernel
+def _mix_experts(
+    worker: Worker, phase: int, op: Any, weights: Weights, tokens: int, arenas: Arenas, routing: RoutingMemory,
+    workspace: LinearWorkspace,
+) -> int:  # fmt: skip
+    """The instructions of a mixture of experts."""
+    if op.code == ROUTE:
+        return _route(worker, phase, op, weights, tokens, arenas, routing)
+    if op.code == GATHER_FOR_EXPERTS:
+        return _gather_for_experts(worker, phase, op, tokens, arenas, routing)
+    if op.code == EXPERT_LINEAR:
+        return _expert_linear(worker, phase, op, weights, tokens, arenas, routing, workspace)
+    return _combine_experts(worker, phase, op, tokens, arenas, routing)
 
 
 @entry
 def run_step(
     worker: Worker, program: Any, weights: Weights, caches: PagedCaches, plan: AttentionPlan, inputs: StepInputs,
-    buffers: Buffers, outputs: StepOutputs,
+    buffers: Buffers, routing: RoutingMemory | None, outputs: StepOutputs,
 ) -> None:  # fmt: skip
     """Computes the outputs of a step, and stores its keys and values in the cache.
 
     Every thread of a pool calls it. Each phase returns when all of its tasks are complete.
+
+    routing: None for a model without experts, which is compiled without them
     """
-    step, phase = Step(weights, caches, plan, inputs, buffers, outputs), 0
+    arenas, tokens, phase = buffers.arenas, len(inputs.ids), 0
     for index in range(len(program)):
         op = program[index]
         if op.code == EMBED:
-            phase = _embed(worker, phase, op, step)
+            phase = _embed(worker, phase, op, weights, inputs, arenas)
         elif op.code == NORMALIZE:
-            phase = _normalize(worker, phase, op, step)
+            phase = _normalize(worker, phase, op, weights, inputs, arenas)
         elif op.code == LINEAR:
-            phase = _linear(worker, phase, op, step)
+            phase = _linear(worker, phase, op, weights, tokens, arenas, buffers.linear)
         elif op.code == PREPARE_HEADS:
-            phase = _prepare_heads(worker, phase, op, step)
+            phase = _prepare_heads(worker, phase, op, weights, caches, plan, inputs, arenas)
         elif op.code == ATTEND:
-            phase = _attend(worker, phase, op, step)
+            phase = _attend(worker, phase, op, weights, caches, plan, tokens, arenas, buffers.attention)
         elif op.code == GATE:
-            phase = _gate(worker, phase, op, step)
+            phase = _gate(worker, phase, op, tokens, arenas)
         elif op.code == GATHER:
-            phase = _gather(worker, phase, op, step)
+            phase = _gather(worker, phase, op, weights, tokens, arenas)
         elif op.code == SCALE:
-            phase = _scale(worker, phase, op, step)
-        elif op.code == ROUTE:
-            phase = _route(worker, phase, op, step)
-        elif op.code == GATHER_FOR_EXPERTS:
-            phase = _gather_for_experts(worker, phase, op, step)
-        elif op.code == EXPERT_LINEAR:
-            phase = _expert_linear(worker, phase, op, step)
-        elif op.code == COMBINE_EXPERTS:
-            phase = _combine_experts(worker, phase, op, step)
+            phase = _scale(worker, phase, op, weights, tokens, arenas)
         elif op.code == HEAD:
-            phase = _head(worker, phase, op, step)
+            phase = _head(worker, phase, op, weights, inputs, arenas, buffers.linear, outputs)
+        elif routing is not None:
+            phase = _mix_experts(worker, phase, op, weights, tokens, arenas, routing, buffers.linear)
