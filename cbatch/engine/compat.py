@@ -27,7 +27,7 @@ def inner_compiler() -> Any:
     from numba.core.compiler_machinery import register_pass
     from numba.core.typed_passes import NativeLowering
 
-    @register_pass(mutates_CFG=True, analysis_only=False)  # type: ignore[untyped-decorator]
+    @register_pass(mutates_CFG=True, analysis_only=False)
     class InnerLowering(NativeLowering):  # type: ignore[misc]
         _name = "inner_lowering"
 
@@ -35,7 +35,8 @@ def inner_compiler() -> Any:
             flags = state.flags
             flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
             super().run_pass(state)
-            found, key = state["cr"], [].append
+            found, nothing = state["cr"], list[Any]()
+            key = nothing.append
             state.targetctx.insert_user_function(key, found.fndesc, [state.library])
             state["cr"] = _LowerResult(found.fndesc, found.call_helper, cfunc=key, env=found.env)
             return True

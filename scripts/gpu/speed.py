@@ -137,7 +137,7 @@ def step_lines(name: str, decoder: CudaModel, rates: DeviceRates) -> Iterator[Li
     shape: LayerShape = decoder.layers[0]
     shapes = [attention.block_shapes(layer, BLOCK_SIZE, decoder.dtype) for layer in decoder.layers]
     kv_cache = KVCache(shapes, blocks, BLOCK_SIZE, decoder.dtype, device)
-    for tensor in kv_cache.stacked or ():
+    for tensor in kv_cache.flat or ():
         tensor.zero_()
     parts = StepParts(decoder, attention, kv_cache, Sampler(device))
     graphs = StepGraphs(parts, GraphSizes(sizes, (), max(sizes)), None if on_gpu else lambda run: run)

@@ -15,14 +15,12 @@ class AttendOptions(TypedDict, total=False):
     """How a layer attends.
 
     window:  a token sees itself and the window-1 tokens before it
-    chunk:   a token sees only those of its chunk of so many tokens, up to itself
     softcap: a score becomes softcap * tanh(score / softcap)
     sinks:   [query heads] extra scores that take part in the softmax and carry no value
     """
 
     scale: Required[float]
     window: int | None
-    chunk: int | None
     softcap: float | None
     sinks: Tensor | None
 

@@ -19,6 +19,7 @@ from cbatch.engine.models.program import (
     Gate,
     Gather,
     Head,
+    HeadNorms,
     Layout,
     Linear,
     Matrix,
@@ -31,7 +32,6 @@ from cbatch.engine.models.program import (
     Route,
     Weight,
 )
-from cbatch.engine.models.rotary import read_rotary
 from cbatch.engine.runtime.kv_cache import LayerShape
 
 ACTIVATIONS = {
@@ -313,24 +313,23 @@ class Layer:
         factor: float = 1.0,
         post_norm: Norm | None = None,
         gate: Gate | None = None,
-        **norms: Any,
+        norms: HeadNorms | None = None,
+        clip: float = 0.0,
     ) -> None:
         """Self-attention, whose result is added to the residual.
 
         qkv:   queries, keys and values side by side; by default self_attn.q_proj, k_proj and v_proj
         out:   after attention; by default self_attn.o_proj
         gate:  of what attention gives
-        norms: query_norm, key_norm, value_norm, norm_rows, norm_last and clip of `PrepareHeads`
+        norms, clip: see `PrepareHeads`
         """
         model, shape = self.model, sizes.cache
         qkv = qkv or self.qkv(sizes, bias=qkv_bias)
         model.add(Linear(source, "qkv", _reordered(qkv, sizes) if sizes.is_interleaved else qkv))
         cache = model.new_cache(shape, window)
-        model.add(PrepareHeads("qkv", "query", sizes.heads, shape, cache, rotary, **norms))
+        model.add(PrepareHeads("qkv", "query", sizes.heads, shape, cache, rotary, norms or HeadNorms(), clip))
         scale = sizes.head_dim**-0.5 if scale is None else scale
-        model.add(
-            Attend("query", "attended", cache, sizes.heads, shape, scale, window, chunk, softcap or 0.0, sinks)
-        )
+        model.add(Attend("query", "attended", cache, sizes.heads, shape, scale, window, chunk, softcap or 0.0, sinks))
         if gate is not None:
             model.add(gate)
         out = out or self.out(sizes, bias=out_bias)
@@ -346,29 +345,38 @@ class Layer:
         return self.matrix(name, self.model.hidden_size, depth, bias=bias)
 
     def head_norms(
-        self, kind: NormKind, sizes: HeadSizes, names: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
-    ) -> dict[str, Norm]:
+        self,
+        kind: NormKind,
+        sizes: HeadSizes,
+        names: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm"),
+        *,
+        last: bool = False,
+    ) -> HeadNorms:
         """Norms of each query and key by itself, with the same weights for all."""
-        counts = sizes.heads, sizes.kv_heads
-        norms = [self.head_norm(kind, name, count, sizes) for name, count in zip(names, counts, strict=True)]
-        return dict(zip(("query_norm", "key_norm"), norms, strict=True))
+        query, key = names
+        first, second = (
+            self.head_norm(kind, query, sizes.heads, sizes),
+            self.head_norm(kind, key, sizes.kv_heads, sizes),
+        )
+        return HeadNorms(first, second, last=last)
 
-    def separate_norms(self, kind: NormKind, sizes: HeadSizes) -> dict[str, Norm]:
+    def separate_norms(self, kind: NormKind, sizes: HeadSizes) -> HeadNorms:
         """Norms of each query and key by itself, with weights for each (StableLM)."""
-        norms = {}
-        for part, count in (("query", sizes.heads), ("key", sizes.kv_heads)):
-            name = f"{self.prefix}self_attn.{part[0]}_layernorm.norms"
-            weights = tuple(Weight(f"{name}.{head}.weight", (sizes.head_dim,)) for head in range(count))
-            norms[f"{part}_norm"] = Norm(kind.kind, kind.eps, weights)
-        return norms
+
+        def norm(part: str, heads: int) -> Norm:
+            name = f"{self.prefix}self_attn.{part}_layernorm.norms"
+            return Norm(
+                kind.kind, kind.eps, tuple(Weight(f"{name}.{head}.weight", (sizes.head_dim,)) for head in range(heads))
+            )
+
+        return HeadNorms(norm("q", sizes.heads), norm("k", sizes.kv_heads))
 
     def row_norms(
         self, kind: NormKind, sizes: HeadSizes, names: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
-    ) -> dict[str, Any]:
+    ) -> HeadNorms:
         """Norms of all queries together, and of all keys."""
         first, second, _ = sizes.columns
-        norms = [kind(self.prefix + name, size) for name, size in zip(names, (first, second), strict=True)]
-        return {"query_norm": norms[0], "key_norm": norms[1], "norm_rows": True}
+        return HeadNorms(kind(self.prefix + names[0], first), kind(self.prefix + names[1], second), by_row=True)
 
     def head_norm(self, kind: NormKind, name: str, heads: int, sizes: HeadSizes) -> Norm:
         norm, dim = kind(self.prefix + name, sizes.head_dim), sizes.head_dim
@@ -409,7 +417,6 @@ class Layer:
             self.add_to_residual(buffer, down, factor=factor, post_norm=post_norm)
         else:
             self.model.add(Linear(buffer, target, down, add=add, factor=factor))
-
 
     def feed_forward_of(self, source: str, up: Matrix, down: Matrix, activation: Activation) -> None:
         """The feed-forward part with these matrices, whose result is added to the residual."""
@@ -484,11 +491,11 @@ class Layer:
 
     def fused_qkv(self, sizes: HeadSizes, name: str, *, bias: bool, order: Tensor | None = None) -> Matrix:
         """One linear for queries, keys and values, as three parts. order: of its rows, if they lie otherwise"""
-        counts, first = sizes.columns, 0
+        counts = sizes.columns
         rows = torch.arange(sum(counts)) if order is None else order
         weight = self.weight(f"{name}.weight", len(rows), self.model.hidden_size)
         biases = self.weight(f"{name}.bias", len(rows))
-        parts = [replace(weight, rows=part) for part in torch.split(rows, counts)]
+        parts = [replace(weight, rows=part) for part in torch.split(rows, list(counts))]
         return Matrix(tuple(parts), tuple(replace(biases, rows=part.rows) for part in parts) if bias else ())
 
     def mla(
@@ -534,7 +541,9 @@ class Layer:
         each = plain + value_dim
         up = self.matrix(prefix + "kv_b_proj", heads * each, latent, bias=False)
         model.add(Linear("latent_input", "keys_values", up))
-        model.add(Gather(("queries", "latent", "keys_values"), "qkv", _mla_columns(heads, plain, rotated, value_dim, latent)))
+        model.add(
+            Gather(("queries", "latent", "keys_values"), "qkv", _mla_columns(heads, plain, rotated, value_dim, latent))
+        )
         sizes = HeadSizes(heads, heads, width, value_dim, rotated)
         cache = model.new_cache(sizes.cache, 0)
         model.add(PrepareHeads("qkv", "query", heads, sizes.cache, cache, rotary))

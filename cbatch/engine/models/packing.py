@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.engine.kernels.cpu import activation, norm
@@ -18,6 +17,7 @@ from cbatch.engine.kernels.cpu.linear import ACTIVATED, ADD, GATED, WRITE, pack_
 from cbatch.engine.kernels.cpu.microkernel import COLUMNS, LANES, pad_columns
 from cbatch.engine.kernels.cpu.program import INSTRUCTION, Weights
 from cbatch.engine.kernels.cpu.tensors import as_array
+from cbatch.engine.models.config_reader import UnsupportedConfig
 from cbatch.engine.models.packed_file import Arrays, ArrayShape, PackedFile
 from cbatch.engine.models.program import (
     RESIDUAL,
@@ -39,7 +39,6 @@ from cbatch.engine.models.program import (
     Scale,
     Weight,
 )
-from cbatch.engine.models.config_reader import UnsupportedConfig
 from cbatch.engine.runtime.cpu import empty
 
 _log = logging.getLogger("cbatch")
@@ -242,10 +241,11 @@ class CpuProgram:
         instruction["cache"] = shapes.index(operation.shape) if operation.cache is None else operation.cache
         instruction["heads"], instruction["clip"] = operation.heads, operation.clip
         instruction["rotary"] = -1 if operation.rotary is None else operation.rotary
-        instruction["norm_rows"], instruction["norm_last"] = operation.norm_rows, operation.norm_last
-        for part in ("query", "key", "value"):
-            if (given := getattr(operation, f"{part}_norm")) is not None:
-                self._write_norm(instruction, f"{part}_", given)
+        norms = operation.norms
+        instruction["norm_rows"], instruction["norm_last"] = norms.by_row, norms.last
+        for part, given in (("query_", norms.query), ("key_", norms.key), ("value_", norms.value)):
+            if given is not None:
+                self._write_norm(instruction, part, given)
 
     def _write_norm(self, instruction: Any, part: str, given: Norm) -> None:
         instruction[f"{part}norm_kind"], instruction[f"{part}eps"] = _NORMS[given.kind], given.eps
@@ -434,10 +434,10 @@ class CpuProgram:
 
         def read(tensors: Mapping[str, Tensor]) -> Tensor:
             numbers = [
-                param.read(tensors[param.name]).float().flatten() if isinstance(param, Weight) else torch.tensor([param])
+                param.read(tensors[param.name]).flatten() if isinstance(param, Weight) else torch.tensor([param])
                 for param in params
             ]
-            return torch.cat([*numbers, torch.zeros(4 - len(numbers))])
+            return torch.cat([*(each.float() for each in numbers), torch.zeros(4 - len(numbers))])
 
         return activation.NAMES.index(name), self._add_vector(4, read) if params else -1
 

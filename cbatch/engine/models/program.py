@@ -193,15 +193,28 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class HeadNorms:
+    """Norms of queries, keys and values. Weights are as long as all heads side by side.
+
+    by_row: a norm takes all heads of a row together; else each by itself
+    last:   those of queries and keys come after the rotation
+    """
+
+    query: Norm | None = None
+    key: Norm | None = None
+    value: Norm | None = None
+    by_row: bool = False
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PrepareHeads:
     """Norms, rotates and stores the heads of `source`: queries, then keys, then values, side by side.
 
-    query:      target [T, heads * key_dim]
-    cache:      number of the KV cache in which keys and values are stored; None: the source has queries only
-    rotary:     number of the program's `Rotary`; None if positions do not matter
-    norm_rows:  a norm takes all heads of a row together; else each by itself. Weights are as long as all heads
-    norm_last:  norms come after the rotation
-    clip:       0, or the largest size of a number, before anything else
+    query:  target [T, heads * key_dim]
+    cache:  number of the KV cache in which keys and values are stored; None: the source has queries only
+    rotary: number of the program's `Rotary`; None if positions do not matter
+    clip:   0, or the largest size of a number, before anything else
     """
 
     source: str
@@ -210,11 +223,7 @@ class PrepareHeads:
     shape: LayerShape
     cache: int | None
     rotary: int | None = None
-    query_norm: Norm | None = None
-    key_norm: Norm | None = None
-    value_norm: Norm | None = None
-    norm_rows: bool = False
-    norm_last: bool = False
+    norms: HeadNorms = HeadNorms()
     clip: float = 0.0
 
 
@@ -321,7 +330,7 @@ class Experts:
 class Head:
     """Logits of the wanted rows: softcap(factor * (norm(residual) times matrix + biases)); softcap 0 for none."""
 
-    norm: Norm | None
+    norm: Norm
     matrix: Matrix
     factor: float = 1.0
     softcap: float = 0.0

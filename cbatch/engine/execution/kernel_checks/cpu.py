@@ -17,6 +17,7 @@ from cbatch.engine.execution.kernel_checks.attention import AttentionCall, Atten
 from cbatch.engine.execution.kernel_checks.comparison import TOLERANCES, largest_error
 from cbatch.engine.execution.kernel_checks.kernel_check import KernelCheck, Workload, run_check
 from cbatch.engine.execution.kernel_checks.whole_step import ExpectedSteps, StepRunner
+from cbatch.engine.kernels.cpu.activation import ActivationParams
 from cbatch.engine.kernels.cpu.jit import entry
 from cbatch.engine.kernels.cpu.linear import WRITE, PackedMatrix, matmul, new_linear_workspace, pack_weight
 from cbatch.engine.kernels.cpu.microkernel import pad_columns
@@ -25,6 +26,7 @@ from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.models.base import Model
 from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.models.packing import quantized
+from cbatch.engine.models.program import Attend, Linear
 from cbatch.engine.runtime.cpu import empty, num_threads, single_threaded
 from cbatch.engine.runtime.memory import device_memory
 
@@ -34,9 +36,16 @@ _INT8_TOLERANCE = 0.3
 """Most that the logits of int8 weights differ from those of the weights they were made of."""
 
 
+def _call_of(call: Attend) -> AttentionCall:
+    """How a layer calls attention; a chunk of tokens is left out, because the reference checks it in whole steps."""
+    return AttentionCall(
+        call.heads, call.shape, call.scale, call.window or None, call.softcap or None, call.sinks is not None
+    )
+
+
 @dataclass(frozen=True)
 class CpuChecks:
-    """The checks of a model of the Llama family on its fast path.
+    """The checks of a model that the CPU's kernels run.
 
     make_plain: makes the same model by transformers
     """
@@ -47,11 +56,14 @@ class CpuChecks:
     make_plain: Callable[[], Model]
 
     def run(self) -> Iterator[KernelCheck]:
-        spec, dtype, device = self.model.spec, self.model.dtype, self.model.device
-        layer, scale = self.model.layers[0], spec.head_dim**-0.5
-        calls = [AttentionCall(spec.num_heads, layer, scale, window) for window in dict.fromkeys(self.model.windows)]
-        yield from AttentionChecks(self.attention, self.block_size, dtype, device, _WORKLOAD_BYTES).run(calls)
-        product = _Product(2 * spec.intermediate_size, spec.hidden_size, dtype, self.model.is_quantized)
+        model, device = self.model, self.model.device
+        calls = [_call_of(call) for call in model.program.operations if isinstance(call, Attend)]
+        attention = AttentionChecks(self.attention, self.block_size, model.dtype, device, _WORKLOAD_BYTES)
+        yield from attention.run(list(dict.fromkeys(calls)))
+        matrices = [one.matrix for one in model.program.operations if isinstance(one, Linear)]
+        largest = max(matrices, key=lambda matrix: matrix.columns * matrix.depth)
+        product = _Product(largest.columns, largest.depth, model.dtype, model.is_quantized)
+        dtype = model.dtype
         for name, rows in (("one row", 1), ("many rows", _MANY_ROWS)):
             measure, workload = partial(product.error, rows), partial(product.workload, rows)
             yield run_check(f"linear, {name} ({product.kind})", device, TOLERANCES[dtype], measure, workload)
@@ -96,7 +108,7 @@ class CpuChecks:
 
 @entry
 def _multiply(worker: Any, a: Any, matrix: Any, out: Any, workspace: Any) -> None:
-    matmul(worker, 0, a, matrix, out, WRITE, workspace)
+    matmul(worker, 0, a, matrix, out, WRITE, ActivationParams(0, matrix.bias), workspace)
 
 
 @dataclass(frozen=True)
@@ -128,7 +140,7 @@ class _Product:
         packed = pack_weight(as_array(weight))
         data = empty(packed.size, packed.dtype)
         data[:] = packed
-        return PackedMatrix(data, 0, scales)
+        return PackedMatrix(data, 0, scales, np.empty(0, np.float32))
 
     def _call(self, rows: int) -> tuple[Tensor, Tensor, Callable[[], None]]:
         """Rows, their products [rows, columns], and the call that computes these."""

@@ -20,8 +20,8 @@ _SQRT_HALF, _SQRT_8_OVER_PI = np.float32(0.7071067811865476), np.float32(1.59576
 class ActivationParams(NamedTuple):
     """Which activation, one of NAMES.
 
-    params: float32; of xielu: alpha of positive numbers, alpha - beta of negative ones, beta, and the largest exponent; of
-            clipped_silu: the limit of gate and up, the slope, and what is added to up
+    params: float32. Of xielu: alpha of positive numbers, alpha - beta of negative ones, beta, and the largest exponent.
+            Of clipped_silu: the limit of gate and up, the slope, and what is added to up
     """
 
     kind: int

@@ -174,9 +174,7 @@ def _choose(row: Any, router: RouterParams, scratch: Any, chosen: Any, weights: 
 
 
 @kernel
-def route(
-    worker: Worker, phase: int, source: Any, router: RouterParams, routing: Routing, scratch: Any
-) -> int:
+def route(worker: Worker, phase: int, source: Any, router: RouterParams, routing: Routing, scratch: Any) -> int:
     """Chooses the experts of each row of the source [T, hidden], and sorts the pairs. Returns the next phase.
 
     scratch: [threads, hidden + 2 * experts] float32

@@ -104,7 +104,7 @@ class _Tiling(NamedTuple):
 @kernel
 def row_block(a: Any) -> int:
     """How many left-hand rows are multiplied with a part of the weights before the next."""
-    fitting = _ROW_BLOCK_BYTES // (a.shape[1] * a.itemsize) // MAX_ROWS * MAX_ROWS
+    fitting: int = _ROW_BLOCK_BYTES // (a.shape[1] * a.itemsize) // MAX_ROWS * MAX_ROWS
     return max(fitting, MAX_ROWS)
 
 
@@ -164,9 +164,7 @@ def _list_panels(matrix: PackedMatrix, tile: int, depth: int, table: Any) -> Pan
 
 
 @kernel
-def _finish_row(
-    sums: Any, matrix: PackedMatrix, first: int, mode: int, activation: ActivationParams, out: Any
-) -> None:
+def _finish_row(sums: Any, matrix: PackedMatrix, first: int, mode: int, activation: ActivationParams, out: Any) -> None:
     """Writes a row of a tile to `out`: 32 sums times the factors of its columns, with biases; if GATED, 16 results.
 
     first: the tile's first column

@@ -534,8 +534,8 @@ def _softcap_and_argmax(worker: Worker, phase: int, op: Any, outputs: StepOutput
 
 @kernel
 def _head(
-    worker: Worker, phase: int, op: Any, weights: Weights, inputs: StepInputs, arenas: Arenas, workspace: LinearWorkspace,
-    outputs: StepOutputs,
+    worker: Worker, phase: int, op: Any, weights: Weights, inputs: StepInputs, arenas: Arenas,
+    workspace: LinearWorkspace, outputs: StepOutputs,
 ) -> int:  # fmt: skip
     rows = len(inputs.rows)
     if rows == 0:  # chunks of prompts only; a phase must have a task

@@ -56,8 +56,6 @@ def paged_caches_of(kv_cache: KVCache) -> PagedCaches:
         raise ValueError("The layers' caches must lie in one tensor.")
     layers = [paged_kv_of(keys, values) for keys, values in zip(kv_cache.keys, kv_cache.values, strict=True)]
     starts = [[0, *accumulate(len(getattr(kv, part)) for kv in layers)] for part in ("keys", "values")]
-    layout = [
-        (key, value, kv.heads, kv.key_dim, kv.value_dim) for key, value, kv in zip(*starts, layers, strict=False)
-    ]
+    layout = [(key, value, kv.heads, kv.key_dim, kv.value_dim) for key, value, kv in zip(*starts, layers, strict=False)]
     keys, values = map(as_array, kv_cache.flat)
     return PagedCaches(layers[0].microkernel, keys, values, np.array(layout, np.int64), layers[0].block_size)

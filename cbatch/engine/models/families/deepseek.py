@@ -6,6 +6,7 @@ from cbatch.engine.models.builder import Builder, NormKind
 from cbatch.engine.models.config_reader import UnsupportedConfig
 from cbatch.engine.models.families.experts import add_biased_experts, num_experts
 from cbatch.engine.models.families.registry import family
+from cbatch.engine.models.program import RESIDUAL
 from cbatch.engine.models.rotary import read_rotary, rope_settings, yarn_mscale
 
 
@@ -23,13 +24,19 @@ def deepseek_v2(model: Builder) -> None:
     """Experts by softmax, whose weights are not normalised."""
     config, norm = model.config, NormKind(model.config["rms_norm_eps"])
     rotary = model.rotary(read_rotary(config, int(config["qk_rope_head_dim"])))
-    scale, bias, mlp_bias = _scale(model), bool(config.get("attention_bias", False)), bool(config.get("mlp_bias", False))
+    scale, bias, mlp_bias = (
+        _scale(model),
+        bool(config.get("attention_bias", False)),
+        bool(config.get("mlp_bias", False)),
+    )
     activation, size = model.activation("hidden_act", default="silu"), int(config["moe_intermediate_size"])
     experts, shared = num_experts(config, "n_routed_experts"), int(config.get("n_shared_experts") or 0)
     method = config.expect("topk_method", "greedy", "group_limited_greedy")
     grouped = method == "group_limited_greedy"
     groups, top_groups = (int(config["n_group"]), int(config["topk_group"])) if grouped else (1, 1)
-    config.ignore("n_group", "topk_group", "norm_topk_prob", "scoring_func", "moe_layer_freq", "ep_size", "intermediate_size")
+    config.ignore(
+        "n_group", "topk_group", "norm_topk_prob", "scoring_func", "moe_layer_freq", "ep_size", "intermediate_size"
+    )
     dense = int(config.get("first_k_dense_replace", 0))
     model.embed()
     for layer in model.layers():
@@ -73,9 +80,9 @@ def deepseek_v3(model: Builder) -> None:
         if not is_sparse[layer.number]:
             layer.feed_forward(source, config["intermediate_size"], activation)
             continue
-        target = "added" if kind == "axk1" else None
+        target = "added" if kind == "axk1" else RESIDUAL
         add_biased_experts(layer, source, experts, size, shared, activation, "mlp.gate.e_score_correction_bias", target)
-        if target is not None:
+        if kind == "axk1":
             layer.add_normed(layer.post_norm(norm, "post_mlp_layernorm"))
     model.head(norm("model.norm", model.hidden_size))
 
@@ -85,7 +92,9 @@ def _sparse_layers(model: Builder) -> list[bool]:
     kinds = config.get("mlp_layer_types") if kind != "deepseek_v3" else None
     if kinds:
         return [one == "sparse" for one in kinds]
-    dense = 1 if kind == "glm4_moe_lite" else int(config.get("first_k_dense_replace", 3 if kind == "deepseek_v3" else 1))
+    dense = (
+        1 if kind == "glm4_moe_lite" else int(config.get("first_k_dense_replace", 3 if kind == "deepseek_v3" else 1))
+    )
     period = int(config.get("moe_layer_freq", 1))
     if kind != "axk1" and period != 1:
         raise UnsupportedConfig(f"its moe_layer_freq is {period}")
@@ -106,7 +115,10 @@ def minicpm3(model: Builder) -> None:
     if is_minicpm:
         depth = config.get("scale_depth", 1.4)
         factor = 1.0 if depth is None else float(depth) / model.num_layers**0.5
-        embedding, logits = float(config.get("scale_emb", 12)), float(config.get("dim_model_base", 256) or hidden) / hidden
+        embedding, logits = (
+            float(config.get("scale_emb", 12)),
+            float(config.get("dim_model_base", 256) or hidden) / hidden,
+        )
     is_interleaved = not is_minicpm and bool(config.get("rope_interleave", True))
     model.embed(scale=embedding)
     for layer in model.layers():

@@ -9,7 +9,7 @@ from cbatch.engine.models.config_reader import ConfigReader, UnsupportedConfig
 from cbatch.engine.models.families.gemma import WITH_PICTURES
 from cbatch.engine.models.families.llama import hunyuan_rotary
 from cbatch.engine.models.families.registry import family
-from cbatch.engine.models.program import Activation, Gate, Linear
+from cbatch.engine.models.program import RESIDUAL, Activation, Gate, HeadNorms, Linear
 from cbatch.engine.models.rotary import read_rotary
 
 
@@ -54,17 +54,15 @@ def mixtral(model: Builder) -> None:
     model.embed()
     for layer in model.layers():
         source = layer.norm(norm, "input_layernorm")
-        norms = {} if is_mixtral else layer.row_norms(norm, sizes)
-        layer.attention(source, sizes, rotary=rotary, window=window, **norms)
+        norms = None if is_mixtral else layer.row_norms(norm, sizes)
+        layer.attention(source, sizes, rotary=rotary, window=window, norms=norms)
         source = layer.norm(norm, "post_attention_layernorm")
         bias = None if is_mixtral else layer.weight(prefix + "e_score_correction_bias", experts)
         layer.route(
             source, experts, prefix + "gate", top_k=int(config["num_experts_per_tok"]), choice_bias=bias,
             scores="softmax" if is_mixtral else "sigmoid", normalize=True,
         )  # fmt: skip
-        layer.experts(
-            source, experts, config["intermediate_size"], activation, prefix=prefix + "experts.", names=names
-        )
+        layer.experts(source, experts, config["intermediate_size"], activation, prefix=prefix + "experts.", names=names)
     model.head(norm("model.norm", model.hidden_size))
 
 
@@ -91,15 +89,12 @@ def qwen_moe(model: Builder) -> None:
     clip = float(config.get("clip_qkv") or 0.0) if kind == "olmoe" else 0.0
     model.embed()
     for layer, window, rotary in zip(model.layers(), windows, rotaries, strict=True):
-        norms: dict[str, Any] = {"clip": clip} if clip else {}
-        if is_olmo:
-            norms |= layer.row_norms(norm, sizes)
-        elif kind != "qwen2_moe":
-            norms |= layer.head_norms(norm, sizes)
+        norms = layer.row_norms(norm, sizes) if is_olmo else layer.head_norms(norm, sizes)
+        norms = norms if kind != "qwen2_moe" else HeadNorms()
         layer.attention(
             layer.unnormed() if is_post else layer.norm(norm, "input_layernorm"), sizes, qkv_bias=bias,
             out_bias=bias and kind != "qwen2_moe", rotary=rotary, window=window,
-            post_norm=layer.post_norm(norm, "post_attention_layernorm") if is_post else None, **norms,
+            post_norm=layer.post_norm(norm, "post_attention_layernorm") if is_post else None, norms=norms, clip=clip,
         )  # fmt: skip
         source = layer.unnormed() if is_post else layer.norm(norm, "post_attention_layernorm")
         if not is_sparse[layer.number]:
@@ -165,7 +160,10 @@ def gpt_oss(model: Builder) -> None:
     config.ignore("rope_theta", "initial_context_length", "swiglu_limit", "swiglu_alpha", "experts_per_token")
     rotary = model.rotary(read_rotary(config, sizes.head_dim, theta=150000.0, settings=None if is_given else yarn))
     kinds = ["full_attention" if i % 2 else "sliding_attention" for i in model.numbers]
-    windows, bias = model.windows(kinds, window=int(config.get("sliding_window", 128))), bool(config.get("attention_bias", True))
+    windows, bias = (
+        model.windows(kinds, window=int(config.get("sliding_window", 128))),
+        bool(config.get("attention_bias", True)),
+    )
     config.ignore("hidden_act")
     experts, inner = num_experts(config), int(config["intermediate_size"])
     limit, slope = float(config.get("swiglu_limit", 7.0)), float(config.get("swiglu_alpha", 1.702))
@@ -179,7 +177,12 @@ def gpt_oss(model: Builder) -> None:
         )  # fmt: skip
         source = layer.norm(norm, "post_attention_layernorm")
         layer.route(
-            source, experts, "mlp.router", bias=True, top_k=int(config["num_experts_per_tok"]), scores="softmax_of_chosen"
+            source,
+            experts,
+            "mlp.router",
+            bias=True,
+            top_k=int(config["num_experts_per_tok"]),
+            scores="softmax_of_chosen",
         )
         layer.stacked_experts(
             source, experts, inner, activation, "mlp.experts.gate_up_proj", "mlp.experts.down_proj", transpose=True,
@@ -244,7 +247,7 @@ def biased_moe(model: Builder) -> None:
         layer.attention(
             layer.norm(norm, "input_layernorm"), sizes, qkv_bias=bias, out_bias=out_bias,
             rotary=index if is_rotated else None, window=window,
-            **(layer.head_norms(norm, sizes) if has_norms else {}),
+            norms=layer.head_norms(norm, sizes) if has_norms else None,
         )  # fmt: skip
         source = layer.norm(norm, "post_attention_layernorm")
         if kinds[layer.number] != "sparse" if kinds else layer.number < dense:
@@ -256,15 +259,14 @@ def biased_moe(model: Builder) -> None:
 
 def add_biased_experts(
     layer: Layer, source: str, experts: int, size: int, shared: int, activation: Activation, bias_name: str,
-    target: str | None = None,
+    target: str = RESIDUAL,
 ) -> None:  # fmt: skip
     """Experts chosen by `biased_router`, and shared ones; added to the residual, or to another target."""
     bias = layer.weight(bias_name, experts)
     layer.route(source, experts, choice_bias=bias, **biased_router(layer.model.config))
-    where = {} if target is None else {"target": target}
-    layer.experts(source, experts, size, activation, **where)
+    layer.experts(source, experts, size, activation, target=target)
     if shared:
-        layer.feed_forward(source, shared * size, activation, prefix="mlp.shared_experts.", **where)
+        layer.feed_forward(source, shared * size, activation, prefix="mlp.shared_experts.", target=target)
 
 
 def _biased_windows(model: Builder) -> list[int]:
@@ -297,8 +299,8 @@ def hunyuan_moe(model: Builder) -> None:
     model.embed()
     for layer in model.layers():
         source = layer.norm(norm, "input_layernorm")
-        norms = layer.head_norms(norm, sizes, ("self_attn.query_layernorm", "self_attn.key_layernorm"))
-        layer.attention(source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, norm_last=True, **norms)
+        norms = layer.head_norms(norm, sizes, ("self_attn.query_layernorm", "self_attn.key_layernorm"), last=True)
+        layer.attention(source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, norms=norms)
         source = layer.norm(norm, "post_attention_layernorm")
         layer.route(source, experts, "mlp.gate.wg", top_k=int(top_k), scores="softmax", normalize=True)
         layer.experts(source, experts, inner, activation)
@@ -317,7 +319,9 @@ def hy_v3(model: Builder) -> None:
     size, shared = int(config["moe_intermediate_size"]), int(config.get("num_shared_experts", 2 if is_afmoe else 1))
     period = int(config.get("global_attn_every_n_layers", 4))
     kinds = ["sliding_attention" if (i + 1) % period else "full_attention" for i in model.numbers]
-    windows = model.windows(kinds, window=int(config.get("sliding_window", 1024))) if is_afmoe else [0] * model.num_layers
+    windows = (
+        model.windows(kinds, window=int(config.get("sliding_window", 1024))) if is_afmoe else [0] * model.num_layers
+    )
     dense = int(config.get("num_dense_layers", 1)) if is_afmoe else 1
     sparse = [i >= dense for i in model.numbers]
     if not is_afmoe and config.get("mlp_layer_types"):
@@ -338,22 +342,22 @@ def hy_v3(model: Builder) -> None:
         layer.attention(
             source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary if window or not is_afmoe else None,
             window=window, gate=gate, post_norm=layer.post_norm(norm, "post_attention_layernorm") if is_afmoe else None,
-            **layer.head_norms(norm, sizes),
+            norms=layer.head_norms(norm, sizes),
         )  # fmt: skip
         source = layer.norm(norm, "pre_mlp_layernorm" if is_afmoe else "post_attention_layernorm")
-        where = {"target": "added"} if is_afmoe else {}
+        target = "added" if is_afmoe else RESIDUAL
         if not sparse[layer.number]:
-            add = {"add": False} if is_afmoe else {}
-            layer.feed_forward(source, config["intermediate_size"], activation, bias=mlp_bias, **where, **add)
+            inner = int(config["intermediate_size"])
+            layer.feed_forward(source, inner, activation, bias=mlp_bias, target=target, add=not is_afmoe)
         else:
             choice = layer.weight("mlp.expert_bias", experts)
             layer.route(
                 source, experts, "mlp.router.gate", top_k=int(config["num_experts_per_tok"]), scores="sigmoid",
                 choice_bias=choice, normalize=True, epsilon=1e-20, factor=factor,
             )  # fmt: skip
-            layer.experts(source, experts, size, activation, **where)
+            layer.experts(source, experts, size, activation, target=target)
             prefix = "mlp.shared_experts." if is_afmoe else "mlp.shared_mlp."
-            layer.feed_forward(source, shared * size, activation, prefix=prefix, bias=mlp_bias, **where)
+            layer.feed_forward(source, shared * size, activation, prefix=prefix, bias=mlp_bias, target=target)
         if is_afmoe:
             layer.add_normed(layer.post_norm(norm, "post_mlp_layernorm"))
     model.head(norm("model.norm", model.hidden_size))
@@ -387,10 +391,10 @@ def llama4(model: Builder) -> None:
     model.embed()
     for layer, kind in zip(model.layers(), kinds, strict=True):
         is_rotated = bool(has_rope[layer.number])
-        norms: dict[str, Any] = layer.head_norms(head_norm, sizes) | {"norm_last": True} if has_norms and is_rotated else {}
+        norms = layer.head_norms(head_norm, sizes, last=True) if has_norms and is_rotated else None
         layer.attention(
             layer.norm(norm, "input_layernorm"), sizes, qkv_bias=bias, out_bias=bias,
-            rotary=rotary if is_rotated else scaled, chunk=chunk if kind == "chunked_attention" else 0, **norms,
+            rotary=rotary if is_rotated else scaled, chunk=chunk if kind == "chunked_attention" else 0, norms=norms,
         )  # fmt: skip
         source = layer.norm(norm, "post_attention_layernorm")
         if layer.number not in sparse:

@@ -65,7 +65,7 @@ def gemma2(model: Builder) -> None:
             window=window,
             softcap=None if is_third else softcap,
             post_norm=post_norms[0] if has_post_norms else None,
-            **(layer.head_norms(norm, sizes) if is_third else {}),
+            norms=layer.head_norms(norm, sizes) if is_third else None,
         )
         source = layer.norm(norm, "pre_feedforward_layernorm")
         post_norm = post_norms[1] if has_post_norms else None

@@ -37,10 +37,16 @@ def glm(model: Builder) -> None:
     model.embed()
     for layer in model.layers():
         source = layer.norm(norm, "input_layernorm")
-        post_norms = [layer.post_norm(norm, f"post_{name}_layernorm") if is_fourth else None for name in ("self_attn", "mlp")]
+        post_norms = [
+            layer.post_norm(norm, f"post_{name}_layernorm") if is_fourth else None for name in ("self_attn", "mlp")
+        ]
         layer.attention(source, sizes, qkv_bias=bias, rotary=index, post_norm=post_norms[0])
         source = layer.norm(norm, "post_attention_layernorm")
         layer.feed_forward(
-            source, config["intermediate_size"], activation, names=("gate_up_proj", "down_proj"), post_norm=post_norms[1]
+            source,
+            config["intermediate_size"],
+            activation,
+            names=("gate_up_proj", "down_proj"),
+            post_norm=post_norms[1],
         )
     model.head(norm("model.norm", model.hidden_size))

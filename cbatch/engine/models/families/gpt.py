@@ -6,7 +6,7 @@ import torch
 
 from cbatch.engine.models.builder import Builder, HeadSizes, NormKind
 from cbatch.engine.models.families.registry import family
-from cbatch.engine.models.program import Matrix, Norm
+from cbatch.engine.models.program import Matrix
 from cbatch.engine.models.rotary import read_rotary
 
 
@@ -33,7 +33,9 @@ def gpt2(model: Builder) -> None:
     config.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "reorder_and_upcast_attn", "n_ctx",
                   "num_key_value_heads", "runner_max_sequence_length", "inference_runner", "validate_runner_input",
                   "pre_allocate_kv_cache", "max_sequence_length", "max_batch_size", "pad_key_length")  # fmt: skip
-    config.ignore(*(f"summary_{name}" for name in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")))
+    config.ignore(
+        *(f"summary_{name}" for name in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj"))
+    )
     config.expect("add_cross_attention", False)
     scale = sizes.head_dim**-0.5 if config.get("scale_attn_weights", True) else 1.0
     by_layer = bool(config.get("scale_attn_by_inverse_layer_idx", False))
@@ -56,7 +58,9 @@ def gpt2(model: Builder) -> None:
             scale=scale / (layer.number + 1) if by_layer else scale,
         )
         source = layer.norm(norm, "ln_2")
-        layer.feed_forward_of(source, matrix("mlp.c_fc", inner, hidden), matrix("mlp.c_proj", hidden, inner), activation)
+        layer.feed_forward_of(
+            source, matrix("mlp.c_fc", inner, hidden), matrix("mlp.c_proj", hidden, inner), activation
+        )
     model.head(norm("transformer.ln_f", hidden), tied_by_default=True)
 
 
@@ -84,16 +88,15 @@ def gpt_neox(model: Builder) -> None:
     for layer in model.layers(f"{prefix}.layers"):
         source = layer.norm(norm, "input_layernorm")
         second = layer.norm(norm, "post_attention_layernorm", target="normed_too") if is_parallel else ""
-        norms = (
-            layer.head_norms(norm, sizes, ("self_attn.q_layernorm", "self_attn.k_layernorm")) if has_norms else {}
-        )
+        names = "self_attn.q_layernorm", "self_attn.k_layernorm"
+        norms = layer.head_norms(norm, sizes, names) if has_norms else None
         layer.attention(
             source,
             sizes,
             qkv=layer.fused_qkv(sizes, attention + "query_key_value", bias=bias, order=by_head(sizes)),
             out=layer.matrix(attention + "dense", hidden, hidden, bias=bias),
             rotary=index,
-            **norms,
+            norms=norms,
         )
         source = second or layer.norm(norm, "post_attention_layernorm")
         names = "dense_h_to_4h", "dense_4h_to_h"
@@ -181,13 +184,13 @@ def stablelm(model: Builder) -> None:
     model.embed()
     for layer in model.layers():
         source = layer.norm(norm, "input_layernorm")
-        norms: dict[str, Norm] = {}
+        norms = None
         if has_norms and is_phi:
             norms = layer.head_norms(norm, sizes, ("self_attn.q_layernorm", "self_attn.k_layernorm"))
         elif has_norms:
             norms = layer.separate_norms(_layer_norm(norm.eps, has_bias=False), sizes)
         out = layer.out(sizes, "self_attn.dense" if is_phi else "self_attn.o_proj", bias=is_phi)
-        layer.attention(source, sizes, qkv_bias=bias, out=out, rotary=rotary, **norms)
+        layer.attention(source, sizes, qkv_bias=bias, out=out, rotary=rotary, norms=norms)
         source = source if is_parallel else layer.norm(norm, "post_attention_layernorm")
         layer.feed_forward(source, config["intermediate_size"], activation, names=names, bias=is_phi)
     model.head(norm("model.final_layernorm" if is_phi else "model.norm", model.hidden_size), bias=is_phi)

@@ -18,7 +18,9 @@ def granite(model: Builder) -> None:
     norm, sizes = NormKind(config["rms_norm_eps"]), model.head_sizes()
     rotaries = _rotaries(model, sizes.head_dim, has_windows)
     kinds = ["sliding_attention" if i % 4 else "full_attention" for i in model.numbers]
-    windows = model.windows(kinds, window=int(config.get("sliding_window", 128))) if has_windows else [0] * model.num_layers
+    windows = (
+        model.windows(kinds, window=int(config.get("sliding_window", 128))) if has_windows else [0] * model.num_layers
+    )
     activation, bias = model.activation("hidden_act", default="silu"), bool(config.get("attention_bias", False))
     mlp_bias = not has_experts and bool(config.get("mlp_bias", False))
     factor, inner = float(config.get("residual_multiplier", 1.0)), int(config["intermediate_size"])

@@ -13,7 +13,19 @@ from cbatch.engine.models.program import Activation, Rotary
 from cbatch.engine.models.rotary import read_rotary, rope_settings
 
 
-@family("llama", "mistral", "qwen2", "qwen3", "internlm3", "iquestcoder", "emu3", "emu3_text_model", "ministral", "cwm", "seed_oss")
+@family(
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "internlm3",
+    "iquestcoder",
+    "emu3",
+    "emu3_text_model",
+    "ministral",
+    "cwm",
+    "seed_oss",
+)
 def llama(model: Builder) -> None:
     """Qwen 2 has biases, Qwen 3 norms of queries and keys, Mistral and Qwen windows."""
     config, kind = model.config, model.config.kind
@@ -27,8 +39,8 @@ def llama(model: Builder) -> None:
     model.embed()
     for layer, window in zip(model.layers(), _windows(model), strict=True):
         source = layer.norm(norm, "input_layernorm")
-        norms = layer.head_norms(norm, sizes) if kind == "qwen3" else {}
-        layer.attention(source, sizes, qkv_bias=bias, out_bias=out_bias, rotary=rotary, window=window, **norms)
+        norms = layer.head_norms(norm, sizes) if kind == "qwen3" else None
+        layer.attention(source, sizes, qkv_bias=bias, out_bias=out_bias, rotary=rotary, window=window, norms=norms)
         source = layer.norm(norm, "post_attention_layernorm")
         layer.feed_forward(source, config["intermediate_size"], activation, bias=mlp_bias)
     model.head(norm("model.norm", model.hidden_size))
@@ -131,7 +143,7 @@ def apertus(model: Builder) -> None:
     for layer in model.layers():
         source = layer.norm(norm, "attention_layernorm")
         norms = layer.head_norms(norm, sizes)
-        layer.attention(source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, **norms)
+        layer.attention(source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, norms=norms)
         alphas = [replace(layer.weight(f"mlp.act_fn.alpha_{sign}", 1), function="softplus") for sign in "pn"]
         params = (*alphas, layer.weight("mlp.act_fn.beta"), layer.weight("mlp.act_fn.eps"))
         source = layer.norm(norm, "feedforward_layernorm")
@@ -149,8 +161,8 @@ def hunyuan(model: Builder) -> None:
     model.embed()
     for layer in model.layers():
         source = layer.norm(norm, "input_layernorm")
-        norms = layer.head_norms(norm, sizes, ("self_attn.query_layernorm", "self_attn.key_layernorm"))
-        layer.attention(source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, norm_last=True, **norms)
+        norms = layer.head_norms(norm, sizes, ("self_attn.query_layernorm", "self_attn.key_layernorm"), last=True)
+        layer.attention(source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, norms=norms)
         source = layer.norm(norm, "post_attention_layernorm")
         layer.feed_forward(source, config["intermediate_size"], activation)
     model.head(norm("model.norm", model.hidden_size))
@@ -184,7 +196,7 @@ def nanochat(model: Builder) -> None:
     for layer in model.layers():
         source = layer.norm(norm, "input_layernorm")
         layer.attention(
-            source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, norm_last=True, **layer.head_norms(norm, sizes)
+            source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, norms=layer.head_norms(norm, sizes, last=True)
         )
         source = layer.norm(norm, "post_attention_layernorm")
         layer.feed_forward(source, config["intermediate_size"], activation, names=("fc1", "fc2"))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cbatch.engine.models.builder import Builder, HeadSizes, Layer, NormKind, deinterleaved
 from cbatch.engine.models.families.registry import family
-from cbatch.engine.models.program import Norm, Weight
+from cbatch.engine.models.program import HeadNorms, Norm, Weight
 from cbatch.engine.models.rotary import read_rotary
 
 
@@ -20,8 +18,8 @@ def cohere(model: Builder) -> None:
     period = int(config.get("sliding_window_pattern", 4))
     kinds = ["sliding_attention" if (i + 1) % period else "full_attention" for i in model.numbers]
     windows = model.windows(kinds) if is_second else [0] * model.num_layers
-    config.ignore("use_parallel_block", "use_parallel_embedding", "order_of_interleaved_layers", "position_embedding_type",
-                  "rotary_pct", "use_embedding_sharing", "use_gated_activation", "layer_switch", "cache_implementation",
+    config.ignore("use_parallel_block", "use_parallel_embedding", "order_of_interleaved_layers",
+                  "position_embedding_type", "rotary_pct", "use_embedding_sharing", "use_gated_activation", "layer_switch", "cache_implementation",
                   "_sliding_window_pattern")  # fmt: skip
     has_norms = not is_second and bool(config.get("use_qk_norm", False))
     model.embed()
@@ -34,18 +32,19 @@ def cohere(model: Builder) -> None:
             out_bias=bias,
             rotary=rotary if window or not is_second else None,
             window=window,
-            **(_norms(layer, norm, sizes) if has_norms else {}),
+            norms=_norms(layer, norm, sizes) if has_norms else None,
         )
         layer.feed_forward(source, config["intermediate_size"], activation)
     factor = float(config.get("logit_scale", 0.0625))
     model.head(norm("model.norm", model.hidden_size), tied_by_default=True, factor=factor)
 
 
-def _norms(layer: Layer, kind: NormKind, sizes: HeadSizes) -> dict[str, Norm]:
+def _norms(layer: Layer, kind: NormKind, sizes: HeadSizes) -> HeadNorms:
     """Each head has weights of its own."""
-    norms = {}
-    for part, heads in (("query", sizes.heads), ("key", sizes.kv_heads)):
-        shape, order = (heads, sizes.head_dim), deinterleaved(heads, sizes.head_dim, sizes.rotary_dim)
-        weight = Weight(f"{layer.prefix}self_attn.{part[0]}_norm.weight", shape, is_flat=True)
-        norms[f"{part}_norm"] = Norm(kind.kind, kind.eps, (replace(weight, rows=order),))
-    return norms
+
+    def norm(part: str, heads: int) -> Norm:
+        rows = deinterleaved(heads, sizes.head_dim, sizes.rotary_dim)
+        name = f"{layer.prefix}self_attn.{part}_norm.weight"
+        return Norm(kind.kind, kind.eps, (Weight(name, (heads, sizes.head_dim), is_flat=True, rows=rows),))
+
+    return HeadNorms(norm("q", sizes.heads), norm("k", sizes.kv_heads))

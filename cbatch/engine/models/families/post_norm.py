@@ -50,7 +50,7 @@ def olmo2(model: Builder) -> None:
             rotary=rotary if is_rotated else None,
             window=window,
             post_norm=layer.post_norm(norm, "post_attention_layernorm"),
-            **(layer.head_norms(norm, sizes) if kind == "exaone4" else layer.row_norms(norm, sizes)),
+            norms=layer.head_norms(norm, sizes) if kind == "exaone4" else layer.row_norms(norm, sizes),
         )
         post_norm = layer.post_norm(norm, "post_feedforward_layernorm")
         layer.feed_forward(layer.unnormed(), config["intermediate_size"], activation, post_norm=post_norm)

@@ -1,0 +1,115 @@
+"""Every family that has a program gives what transformers gives, and every wrong operation is seen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from cbatch.engine.attention.cpu import CpuAttention
+from cbatch.engine.base.config import EngineConfig
+from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.models.cpu import CpuModel
+from cbatch.engine.models.declarations import read_program
+from cbatch.engine.models.families.registry import declared_kinds
+from cbatch.engine.models.loader import LoadedModel
+from cbatch.engine.stepping_engine import SteppingEngine
+from tests.support.architectures import CLASSES
+from tests.support.generation import generate
+from tests.support.model_checks import LENGTHS, PARAMS, PROMPTS, TRUNK, is_greedy_output
+from tests.support.program_faults import FAULTS
+from tests.support.programs import BLOCK_SIZE, error_of, expected_logits, logits_in_chunks, saved_model, typical_error
+
+pytestmark = pytest.mark.kernels
+
+KINDS = [kind for kind in declared_kinds() if kind in CLASSES]
+
+
+def cpu_model(kind: str, dtype: torch.dtype = torch.float32, *, quantize: bool = False) -> CpuModel:
+    saved = saved_model(kind)
+    return CpuModel(saved.config, saved.tensors, dtype, quantize=quantize)
+
+
+def run_with_preemption(engine: SteppingEngine) -> list[list[int]]:
+    """Outputs for PROMPTS, of which the last ones come later and go first."""
+    outputs: list[list[int]] = [[] for _ in PROMPTS]
+    places, late, step = {}, 4, 0
+    for place in range(late):
+        places[engine.add(PROMPTS[place], PARAMS[place], priority=1)] = place
+    while engine.has_work:
+        if step == 14:
+            places |= {engine.add(PROMPTS[place], PARAMS[place]): place for place in range(late, len(PROMPTS))}
+        for event in engine.step():
+            if event.request_id is not None and event.token_id is not None:
+                outputs[places[event.request_id]].append(event.token_id)
+        step += 1
+    return outputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_generate(kind: str) -> None:
+    """Guards every declaration, token for token in float32: chunks, shared prefixes, and rows that give way."""
+    model, network = cpu_model(kind), saved_model(kind).network
+    loaded = LoadedModel("tiny", lambda: network, None, SamplingParams(), frozenset(), fast_model=model)
+    config = EngineConfig(block_size=BLOCK_SIZE, kv_blocks=9, max_seqs=6, max_batch_tokens=16, device="cpu")
+    engine = SteppingEngine(config, loaded)
+    outputs = run_with_preemption(engine)
+    assert [len(output) for output in outputs] == LENGTHS
+    pairs = zip(PROMPTS, outputs, strict=True)
+    assert all(is_greedy_output(network, prompt, output) for prompt, output in pairs)
+    assert engine.scheduler.num_preemptions > 0, "nothing was preempted"
+    assert engine.scheduler.num_cached_tokens >= len(TRUNK) // BLOCK_SIZE * BLOCK_SIZE, "no blocks were shared"
+    assert model.num_parameters <= sum(parameter.numel() for parameter in network.parameters()) + 64
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "qwen3_moe", "deepseek_v3"])
+def test_logits_equal_those_of_the_network(kind: str) -> None:
+    """Guards the comparison by which planted faults are seen, and every row of a prompt in chunks."""
+    assert error_of(logits_in_chunks(cpu_model(kind), CpuAttention()), expected_logits(kind)) < 2e-4
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_wrong_operations_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the comparison with transformers: each of these mistakes in a program changes its logits."""
+    kind, plant = FAULTS[name]
+    expected = expected_logits(kind)
+    assert error_of(logits_in_chunks(cpu_model(kind), CpuAttention()), expected) < 2e-4
+    monkeypatch.setattr("cbatch.engine.models.cpu.read_program", lambda config: plant(read_program(config)))
+    monkeypatch.setattr("cbatch.engine.models.cpu.check_weights", lambda *_: 0)
+    assert error_of(logits_in_chunks(cpu_model(kind), CpuAttention()), expected) > 5e-4
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "starcoder2", "phi3", "qwen3_moe", "gpt_oss", "deepseek_v2"])
+def test_bfloat16_and_int8_are_near_float32(kind: str) -> None:
+    """Guards the other kinds of weights, with rounding as all that they may differ by."""
+    expected = expected_logits(kind)
+    assert typical_error(logits_in_chunks(cpu_model(kind, torch.bfloat16), CpuAttention()), expected) < 0.1
+    rounded = cpu_model(kind, torch.bfloat16, quantize=True)
+    assert typical_error(logits_in_chunks(rounded, CpuAttention()), expected) < 0.15
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "gemma2", "stablelm"])
+def test_company_changes_no_bit(kind: str) -> None:
+    """Guards rows whose experts others use too: the same log-probabilities alone, in a batch and in small steps."""
+    model = cpu_model(kind, torch.bfloat16)
+    loaded = LoadedModel("tiny", lambda: None, None, SamplingParams(), frozenset(), fast_model=model)
+    params = SamplingParams(max_tokens=5, logprobs=3)
+
+    def run(prompts: list[list[int]], tokens: int) -> list[object]:
+        config = EngineConfig(
+            block_size=BLOCK_SIZE, kv_blocks=60, max_batch_tokens=tokens, device="cpu", prefix_cache=False
+        )
+        return [output.logprobs for output in generate(SteppingEngine(config, loaded), prompts, params)]
+
+    batched = run(PROMPTS[:5], 512)
+    assert run(PROMPTS[:5], 9) == batched
+    assert [run([prompt], 512)[0] for prompt in PROMPTS[:5]] == batched
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind in CONFIG_MAPPING])
+def test_a_config_of_defaults_is_understood_or_refused(kind: str) -> None:
+    """Guards keys of newer versions: what the class has by default never stops a declaration from being used."""
+    config = saved_model(kind).config
+    program = read_program(config | {"some_new_key": None})
+    assert program.kind == config["model_type"] and program.caches

@@ -1,0 +1,106 @@
+"""Tiny random models that have a program, as files hold them, and what their programs give."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+from cbatch.engine.attention.base import AttentionBackend
+from cbatch.engine.models.base import Model
+from cbatch.engine.runtime.batch import RaggedBatch
+from cbatch.engine.runtime.kv_cache import KVCache
+from tests.support.architectures import draw, make_architecture
+from tests.support.model_checks import GAINS, depends_on_context, reference_logits
+from tests.support.tiny_models import make_prompts
+
+BLOCK_SIZE = 16
+PROMPT = make_prompts([60], seed=6)[0]
+CHUNKS = [0, 7, 30, 31, 32, 60]
+"""Where the prompt is cut into steps."""
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A network, and the config.json and tensors that it saves."""
+
+    network: Any
+    config: dict[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+@cache
+def saved_model(kind: str) -> SavedModel:
+    """A tiny model of a type whose output depends on its context, named as its files name it."""
+    network = make_architecture(kind, GAINS[0])
+    for gain in GAINS:
+        draw(network, gain)
+        _draw_buffers(network)
+        if depends_on_context(network):
+            break
+    with TemporaryDirectory() as folder:
+        transformers.utils.logging.disable_progress_bar()
+        network.save_pretrained(folder)
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        return SavedModel(network, config, _read_all(Path(folder)))
+
+
+def _draw_buffers(network: Any) -> None:
+    """Numbers of the files that are not parameters, such as the biases of routers, which are 0 in a new network."""
+    generator = torch.Generator().manual_seed(1)
+    for name, buffer in network.named_buffers():
+        if "correction_bias" in name:
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+        elif "layer_scalar" in name:
+            buffer.fill_(0.8)
+
+
+def _read_all(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def logits_in_chunks(model: Model, attention: AttentionBackend, prompt: list[int] = PROMPT) -> Tensor:
+    """Logits [T, vocabulary] of a prompt that goes through a model in several steps, over a cache full of NaN."""
+    num_blocks = -(-len(prompt) // BLOCK_SIZE)
+    shapes = [attention.block_shapes(layer, BLOCK_SIZE, model.dtype) for layer in model.layers]
+    kv_cache = KVCache(shapes, num_blocks + 1, BLOCK_SIZE, model.dtype, model.layer_devices)
+    for layer in (*kv_cache.keys, *kv_cache.values):
+        layer.fill_(torch.nan)
+    table = np.arange(1, num_blocks + 1, dtype=np.int32)[None]
+    found = []
+    for start, stop in zip(CHUNKS[:-1], CHUNKS[1:], strict=True):
+        positions = np.arange(start, stop)
+        slots, rows = positions + BLOCK_SIZE, np.arange(stop - start)
+        ids = np.array(prompt[start:stop])
+        batch = RaggedBatch(ids, positions, slots, rows, table, [start], [stop], model.device)
+        with torch.inference_mode():
+            found.append(model.forward(batch, kv_cache, attention).values.float().cpu().clone())
+    return torch.cat(found)
+
+
+@cache
+def expected_logits(kind: str) -> Tensor:
+    """What the network's own forward gives for PROMPT."""
+    return reference_logits(saved_model(kind).network, [PROMPT])[0].float()
+
+
+def typical_error(found: Tensor, expected: Tensor) -> float:
+    """The root mean square of the differences, as a share of the spread of the logits."""
+    return float((found - expected).square().mean().sqrt() / expected.std())
+
+
+def error_of(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, as a share of the spread of the logits."""
+    error = float((found - expected).abs().max() / expected.std())
+    return error if error == error else float("inf")
