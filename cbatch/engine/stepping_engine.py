@@ -165,6 +165,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         }
         placement = self.loaded.placement
         special = {
+            "path": self.loaded.path,
             "placement": str(placement or ""),
             "step cost": placement.cost if placement is not None else "",
             "not applied": ", ".join(self.loaded.not_applied),

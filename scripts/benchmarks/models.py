@@ -12,7 +12,7 @@ from torch import Tensor
 from cbatch.engine import LoadedModel, SamplingParams
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.models.base import LinearCost, Model
-from cbatch.engine.models.llama_spec import read_llama_spec, weight_shapes
+from cbatch.engine.models.declarations import read_program
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 from scripts.benchmarks.shapes import Config
@@ -25,7 +25,7 @@ class RandomTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, config: Config, device: torch.device, dtype: torch.dtype) -> None:
-        self.shapes = weight_shapes(read_llama_spec(config))
+        self.shapes = read_program(config).shapes
         self.device = device
         self.dtype = dtype
 

@@ -37,8 +37,12 @@ A model needs no entry in a list: any causal language model of transformers whos
 attention layers store and may see, and compares small ragged steps with the model's own forward (two sequences side
 by side in two chunks each, and one of them beside the last positions of the context). A model that would be wrong
 here is refused, with the reason. Only safetensors weights are read, and no code that comes with a model is run.
-All of that happens on the device of the run, in the dtype of the run. The Llama family also has paths of its own, on a
-[CPU](cpu.md) and on an NVIDIA [GPU](gpu.md); they are chosen by `config.json`.
+All of that happens on the device of the run, in the dtype of the run.
+
+Types with a **fast path** have a [declaration](families.md): the CPU computes them with kernels of its own, about three
+times as fast as by the modules of transformers, and does not import transformers. For Llama, Mistral, Qwen 2 and Qwen 3
+an NVIDIA [GPU](gpu.md) has such a path, too. A model whose `config.json` says something that its declaration does not
+know, or whose files hold other weights than it expects, is computed by transformers; `-v` and `cbatch info -m` say why.
 
 For this table, a tiny random model of each type is built. Every window, chunk and threshold in it is shorter than the
 prompts, and its weights are such that the first token of a prompt decides the output.
@@ -50,17 +54,20 @@ prompts, and its weights are such that the first token of a prompt decides the o
 - **refused**: loading the model ends with this sentence.
 - **not built**: no tiny model of this type could be made.
 
+The result is that of the modules of transformers. On the fast path, each type was compared in the same way, and faults
+were planted in every operation. Llama 4 runs there only.
+
 Models of text with pictures or sound are run on text. Encoders (`bert` and its kin) are built as decoders; if
 `is_decoder` is false, they are refused.
 
 Two settings are not refused; they shorten the context. A model with `longrope` runs up to
 `original_max_position_embeddings`, where the encoding of all positions changes. A model with chunked attention runs up
-to the end of its first chunk.
+to the end of its first chunk, unless it takes the fast path.
 
 The test suite checks every line of this table.
 
-| model type | class | result | reason |
-|---|---|---|---|
+| model type | class | fast path | result | reason |
+|---|---|---|---|---|
 """
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numba import njit, types
 
-from cbatch.engine.compat import NO_REFERENCE_COUNTS, keep_compiled, new_callback
+from cbatch.engine.compat import NO_REFERENCE_COUNTS, inner_compiler, keep_compiled, new_callback
 
 
 def add_up(numbers: Any, total: Any) -> None:
@@ -80,3 +80,12 @@ def test_numba_counts_no_references() -> None:
         return any("NRT_incref" in code for code in compiled.inspect_llvm().values())
 
     assert counts() and not counts(**NO_REFERENCE_COUNTS)
+
+
+def test_inner_functions_are_compiled_as_a_part_of_others() -> None:
+    """Guards the time that kernels take to compile: what only others call has no machine code of its own."""
+    inner = njit(pipeline_class=inner_compiler())(lambda x: 2 * x + 1)
+    outer = njit(lambda x: inner(inner(x)))
+    assert outer(3) == 15
+    (overload,) = inner.overloads.values()
+    assert overload.entry_point.__name__ == "append", "it was compiled by itself"

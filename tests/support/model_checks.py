@@ -13,6 +13,7 @@ import torch
 
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.models.declarations import declared_kinds
 from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.architectures import CLASSES, NOT_BUILT_HERE, draw, make_architecture
 from tests.support.generation import generate
@@ -189,4 +190,5 @@ def run_with_arrivals(network: Any) -> Outputs:
 def table_row(model_type: str, result: CheckResult) -> str:
     """The line of docs/models.md about a model type."""
     reason = NOT_BUILT_HERE[model_type] if result.status == NOT_BUILT else result.reason
-    return f"| `{model_type}` | {CLASSES[model_type]} | {result.status} | {reason} |"
+    path = "yes" if model_type in declared_kinds() else ""
+    return f"| `{model_type}` | {CLASSES[model_type]} | {path} | {result.status} | {reason} |"

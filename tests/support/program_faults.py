@@ -115,7 +115,9 @@ FAULTS: dict[str, tuple[str, Fault]] = {
     "router weights not normalised": ("mixtral", change(Route, lambda one: replace(one, normalize=False))),
     "router scale missing": ("hy_v3", change(Route, lambda one: replace(one, factor=1.0))),
     "softmax over all experts": ("granitemoe", change(Route, lambda one: replace(one, scores="softmax"))),
-    "weights of experts on the wrong side": ("llama4_text", change(Experts, lambda one: replace(one, weigh_input=False))),
+    "weights of experts on the wrong side": (
+        "llama4_text", change(Experts, lambda one: replace(one, weigh_input=False))
+    ),
     "experts exchanged": ("olmoe", change(Experts, lambda one: replace(one, up=one.up[::-1]))),
     "logits not scaled": ("cohere", change(Head, lambda one: replace(one, factor=1.0))),
     "softcap of logits dropped": ("gemma2", change(Head, lambda one: replace(one, softcap=3.0))),

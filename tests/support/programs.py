@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -79,7 +80,7 @@ def logits_in_chunks(model: Model, attention: AttentionBackend, prompt: list[int
         layer.fill_(torch.nan)
     table = np.arange(1, num_blocks + 1, dtype=np.int32)[None]
     found = []
-    for start, stop in zip(CHUNKS[:-1], CHUNKS[1:], strict=True):
+    for start, stop in pairwise(CHUNKS):
         positions = np.arange(start, stop)
         slots, rows = positions + BLOCK_SIZE, np.arange(stop - start)
         ids = np.array(prompt[start:stop])

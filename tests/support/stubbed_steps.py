@@ -21,7 +21,7 @@ from torch import Tensor
 from cbatch.engine.attention.triton import TritonAttention
 from cbatch.engine.execution.cuda_graphs import GraphSizes, StepGraphs, StepParts
 from cbatch.engine.models.cuda import CudaModel
-from cbatch.engine.models.llama_spec import read_llama_spec, weight_shapes
+from cbatch.engine.models.declarations import read_program
 from cbatch.engine.runtime import transfer
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache
@@ -57,8 +57,7 @@ class StubbedSteps:
     """A model without weights, its cache, and steps like those that an engine launches."""
 
     def __init__(self, config: Mapping[str, Any], num_blocks: int, dtype: torch.dtype = torch.bfloat16) -> None:
-        spec = read_llama_spec(config)
-        tensors = {name: torch.zeros(shape) for name, shape in weight_shapes(spec).items()}
+        tensors = {name: torch.zeros(shape) for name, shape in read_program(config).shapes.items()}
         self.model = CudaModel(config, tensors, dtype, CPU)
         self.attention = TritonAttention(CPU)
         self.sampler = Sampler(CPU, kernel=True)

@@ -158,10 +158,11 @@ class Builder:
 
     def query_scale(self, beta: float, floor: float, shift: int = 0) -> int:
         """The number of a setting that rotates nothing and scales queries by position; see `Rotary`."""
-        return self.rotary(Rotary((), 1.0, beta, floor, shift))
+        return self.rotary(Rotary((), scale_beta=beta, scale_floor=floor, scale_shift=shift))
 
     def rotary(self, rotary: Rotary) -> int:
-        """The number of a rotary setting, which is added if it is new."""
+        """The number of a rotary setting, which is added if it is new. The context ends where it is no longer right."""
+        self.max_model_len = min(self.max_model_len, rotary.longest or self.max_model_len)
         if rotary not in self._rotaries:
             self._rotaries.append(rotary)
         return self._rotaries.index(rotary)

@@ -46,6 +46,10 @@ class Tensors(Mapping[str, Tensor]):
         return len(self._files)
 
 
+class NoFastPath(Exception):
+    """Why transformers has to load a model."""
+
+
 def load_fast_model(
     source: str,
     revision: str | None,
@@ -54,11 +58,11 @@ def load_fast_model(
     *,
     quantize: bool = False,
     weights_folder: str | None = None,
-) -> CpuModel | CudaModel | None:
-    """The model on the fast path; None if it has none, or if anything about its files is unusual.
+) -> CpuModel | CudaModel:
+    """The model on the fast path. For `quantize` see `CpuModel`.
 
-    Then transformers loads it, or says what is wrong. For `quantize` see `CpuModel`. Raises ModelError if there is not
-    enough memory, because transformers would need as much.
+    Raises NoFastPath if it has none, or if anything about its files is unusual: then transformers loads it, or says
+    what is wrong. Raises ModelError if there is not enough memory, because transformers would need as much.
 
     weights_folder: where engines of this machine share packed weights; for a CPU
     """
@@ -72,7 +76,7 @@ def load_fast_model(
         if quantize:
             raise ConfigError(f"{source} cannot be quantized to int8: {error}.") from error
         _log.info("%s does not use the fast path: %s.", source, error)
-        return None
+        raise NoFastPath(str(error)) from error
     # Raised here, where the weights that were loaded have been freed.
     raise ModelError(f"Cannot load {source}: its weights do not fit into the memory of {device} ({reason}).")
 

@@ -13,8 +13,10 @@ from torch import Tensor
 import cbatch.engine.models.families as _families  # noqa: F401  # which registers them
 from cbatch.engine.models.builder import Builder
 from cbatch.engine.models.config_reader import ConfigReader, UnsupportedConfig
-from cbatch.engine.models.families.registry import declaration_of
+from cbatch.engine.models.families.registry import declaration_of, declared_kinds
 from cbatch.engine.models.program import Layout, Program
+
+__all__ = ["check_weights", "declared_kinds", "read_program", "resolved", "text_config"]
 
 
 def read_program(config: Mapping[str, Any]) -> Program:
@@ -23,6 +25,8 @@ def read_program(config: Mapping[str, Any]) -> Program:
         return _read(config)
     except UnsupportedConfig:
         raise
+    except KeyError as error:
+        raise UnsupportedConfig(f"its config.json has no {error.args[0]}") from error
     except Exception as error:  # any error that unexpected values cause
         raise UnsupportedConfig(f"its config.json is unusual ({error})") from error
 

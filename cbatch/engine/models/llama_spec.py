@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cbatch.engine.models.config_reader import UnsupportedConfig
+
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Values of `model_type` whose layers are all: norm, attention with rotary positions, norm, gated feed-forward part."""
-
-
-class UnsupportedConfig(Exception):
-    """Why the fast path does not support a model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from cbatch.engine.base.model_files import model_folder, read_json_object
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.units import format_bytes
 from cbatch.engine.models.base import Model
-from cbatch.engine.models.checkpoint import choose_dtype, load_fast_model
+from cbatch.engine.models.checkpoint import NoFastPath, choose_dtype, load_fast_model
 from cbatch.engine.models.device_map import DeviceMap, is_disk_full, weights_size
 from cbatch.engine.models.fingerprint import fingerprint
 from cbatch.engine.models.hooks import keep_rewritten_weights
@@ -58,6 +58,7 @@ class LoadedModel:
     fingerprint: hash of the model's files (see `fingerprint`); empty for a model made in memory
     fast_model: the model on the fast path, if it has one; then the transformers model is made on demand
     placement:  what lies where, if the model is spread over devices
+    path:       `fast`, or `transformers` and why
     """
 
     name: str
@@ -70,6 +71,7 @@ class LoadedModel:
     fingerprint: str = ""
     fast_model: Model | None = None
     placement: Placement | None = None
+    path: str = ""
 
     @cached_property
     def network(self) -> Any:
@@ -114,12 +116,16 @@ def load_model(
         if _fits(source, revision, device_map, dtype):
             device_map = None
     make_network: Callable[[], Any] = partial(_load_network, source, revision, device, dtype, device_map)
-    fast_model, placement = None, None
+    fast_model, placement, path = None, None, "transformers"
     with TemplateSandbox(template) if template else nullcontext():
         if fast and device_map is None:
-            fast_model = load_fast_model(
-                source, revision, device, dtype, quantize=quantize, weights_folder=weights_folder
-            )
+            try:
+                fast_model, path = (
+                    load_fast_model(source, revision, device, dtype, quantize=quantize, weights_folder=weights_folder),
+                    "fast",
+                )
+            except NoFastPath as error:
+                path = f"transformers: {error}"
         if fast_model is not None:
             config = fast_model.config
         else:
@@ -143,6 +149,7 @@ def load_model(
         fingerprint=fingerprint(folder),
         fast_model=fast_model,
         placement=placement,
+        path=path,
     )
 
 

@@ -227,7 +227,7 @@ class CpuProgram:
 
         def read(tensors: Mapping[str, Tensor]) -> Tensor:
             bias = factor * torch.cat([bias.read(tensors[bias.name]).float() for bias in matrix.biases])
-            return _interleaved(bias[:, None])[:, 0] if is_gated else bias
+            return interleaved(bias[:, None])[:, 0] if is_gated else bias
 
         return self._add_vector(_gated_columns(columns) if is_gated else pad_columns(columns), read)
 
@@ -401,7 +401,7 @@ class CpuProgram:
 
         def fill(arrays: Arrays, tensors: Mapping[str, Tensor]) -> None:
             weight = torch.cat([part.read(tensors[part.name]).to(self.dtype) for part in matrix.parts])
-            weight = _interleaved(weight) if is_gated else weight
+            weight = interleaved(weight) if is_gated else weight
             factors = torch.full((len(weight),), factor)
             if self.quantize:
                 weight, quantum = quantized(weight)
@@ -451,11 +451,12 @@ class CpuProgram:
 
     def _add_vector(self, size: int, read: Callable[[Mapping[str, Tensor]], Tensor]) -> int:
         start = self._sizes["vectors"]
-        self._sizes["vectors"] += -(-size // LANES) * LANES
+        padded = -(-size // LANES) * LANES
+        self._sizes["vectors"] += padded
 
         def fill(arrays: Arrays, tensors: Mapping[str, Tensor]) -> None:
             numbers = read(tensors).numpy()
-            arrays["vectors"][start : start + size] = np.pad(numbers, (0, size - len(numbers)))
+            arrays["vectors"][start : start + padded] = np.pad(numbers, (0, padded - len(numbers)))
 
         self._fills.append(fill)
         return start
@@ -485,7 +486,7 @@ def _gated_columns(columns: int) -> int:
     return 2 * -(-columns // COLUMNS) * LANES
 
 
-def _interleaved(both: Tensor) -> Tensor:
+def interleaved(both: Tensor) -> Tensor:
     """Gate and up, one after the other, as 16 columns of each in turn: a tile has both factors of 16 results."""
     halves = both.view(2, -1, both.shape[1])
     padded = torch.nn.functional.pad(halves, (0, 0, 0, -halves.shape[1] % LANES))

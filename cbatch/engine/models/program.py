@@ -124,12 +124,14 @@ class Rotary:
     inv_freq:   [rotary_dim / 2] radians from one position to the next; empty if nothing is rotated. Number i of a
                 head is rotated with number i + rotary_dim / 2; weights of models that pair neighbours are reordered
     factor:     of cosines and sines
+    longest:    positions for which this is right; 0 for all
     scale_beta, scale_floor: if beta is not 0, the query at a position p is multiplied by 1 + beta * log(1 +
                 floor((p + scale_shift) / scale_floor)) (Llama 4)
     """
 
     inv_freq: tuple[float, ...]
     factor: float = 1.0
+    longest: int = 0
     scale_beta: float = 0.0
     scale_floor: float = 1.0
     scale_shift: int = 0

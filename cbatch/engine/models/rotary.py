@@ -46,7 +46,9 @@ def read_rotary(
         rope["rope_theta"] = base
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = (aliases or {}).get(kind, kind)
-    share = 1.0 if part is None and kind == "default" else float(rope["partial_rotary_factor"])
+    share = float(rope["partial_rotary_factor"])
+    if part is None and kind == "default" and share != 1:  # which transformers ignores, at least in some versions
+        raise UnsupportedConfig("its rotary embedding covers only a part of each head")
     if kind == "proportional":
         return _proportional(head_dim, share, rope)
     width = int(head_dim * share)
@@ -69,7 +71,7 @@ def rope_settings(
         found = config.get(key) or {}
         if layer_type is not None and layer_type in found:
             found = found[layer_type] or {}
-        given |= {name: value for name, value in found.items() if value is not None}
+        given |= found
     given.setdefault("rope_theta", config.get(theta_key) or theta)
     given.setdefault("partial_rotary_factor", config.get("partial_rotary_factor") or part or 1.0)
     original = config.get("original_max_position_embeddings")
@@ -152,4 +154,4 @@ def _longrope(config: ConfigReader, frequencies: Tensor, rope: Mapping[str, Any]
         scale = float(rope.get("factor") or config["max_position_embeddings"] / context)
         attention = 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(context))
     stretched = frequencies / torch.tensor(rope["short_factor"], dtype=torch.float32)
-    return Rotary(tuple(stretched.tolist()), float(attention))
+    return Rotary(tuple(stretched.tolist()), float(attention), int(context))

@@ -20,7 +20,7 @@ from cbatch.engine.execution.fallback import Execution
 from cbatch.engine.execution.kernel_checks.gpu import without_kernels
 from cbatch.engine.models.checkpoint import _warn_once
 from cbatch.engine.models.cuda import CudaModel
-from cbatch.engine.models.llama_spec import read_llama_spec, weight_shapes
+from cbatch.engine.models.declarations import read_program
 from cbatch.engine.models.loader import LoadedModel
 from cbatch.engine.runtime import transfer
 from cbatch.engine.runtime.batch import RaggedBatch
@@ -298,7 +298,7 @@ def test_steps_fit_beside_the_cache() -> None:
     With the bytes of an 8B model, all of whose operations only have shapes.
     """
     with FakeCuda(memory_bytes=24 * 2**30) as device:
-        shapes = weight_shapes(read_llama_spec(LLAMA_8B))
+        shapes = read_program(LLAMA_8B).shapes
         weights = {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}
         model = CudaModel(LLAMA_8B, weights, torch.bfloat16, CUDA)
         loaded = LoadedModel("8B", lambda: None, None, SamplingParams(), frozenset(), fast_model=model)

@@ -200,9 +200,9 @@ def test_the_scarcest_device_sizes_the_cache(monkeypatch: pytest.MonkeyPatch) ->
     assert blocks(kv_cache_memory="9000") == 9_000 // (3 * a_layer), "an amount is for all devices together"
 
 
-def test_only_layers_of_one_device_are_stacked() -> None:
+def test_only_layers_of_one_device_lie_in_one_tensor() -> None:
     """Guards layers that would otherwise all be on the first device."""
     host, other = torch.device("cpu"), torch.device("meta")
     kv_cache = KVCache([((4, 3), (4, 5))] * 2, 2, 4, torch.float32, [host, other])
-    assert kv_cache.stacked is None
+    assert kv_cache.flat is None
     assert [keys.device for keys in kv_cache.keys] == [values.device for values in kv_cache.values] == [host, other]

@@ -9,17 +9,23 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from cbatch.engine.kernels.cpu.fast_math import exp, round_to_bfloat16, silu, tanh
+from cbatch.engine.kernels.cpu import fast_math, linear
+from cbatch.engine.kernels.cpu.activation import SILU, ActivationParams
 from cbatch.engine.kernels.cpu.jit import entry
-from cbatch.engine.kernels.cpu.linear import ADD, GATED, WRITE, PackedMatrix, matmul, new_linear_workspace, pack_weight
+from cbatch.engine.kernels.cpu.linear import ADD, GATED, WRITE, PackedMatrix, new_linear_workspace, pack_weight
 from cbatch.engine.kernels.cpu.microkernel import MAX_ROWS
 from cbatch.engine.kernels.cpu.thread_pool import ThreadPool
 from cbatch.engine.kernels.cpu.work_queue import Worker, claim, new_work_queue, next_task
-from cbatch.engine.models.packing import interleave, quantized
+from cbatch.engine.models.packing import interleaved, quantized
+from tests.support.kernels import callable_kernel
 
 pytestmark = pytest.mark.kernels
 
-NO_SCALE = np.empty(0, np.float32)
+NOTHING = np.empty(0, np.float32)
+SILU_PARAMS = ActivationParams(SILU, NOTHING)
+matmul, exp, silu, tanh, round_to_bfloat16 = map(
+    callable_kernel, (linear.matmul, fast_math.exp, fast_math.silu, fast_math.tanh, fast_math.round_to_bfloat16)
+)
 DTYPES = [np.dtype(np.float32), np.dtype(np.uint16)]
 
 
@@ -41,7 +47,7 @@ def product(a: NDArray[Any], weight: NDArray[Any]) -> NDArray[np.float32]:
     columns = -(-len(weight) // 32) * 32
     out = np.full((len(a), columns), np.nan, np.float32)
     workspace = new_linear_workspace(1, weight.dtype, weight.shape[1])
-    matmul(worker(), 0, a, PackedMatrix(pack_weight(weight), 0, NO_SCALE), out, WRITE, workspace)
+    matmul(worker(), 0, a, PackedMatrix(pack_weight(weight), 0, NOTHING, NOTHING), out, WRITE, SILU_PARAMS, workspace)
     return out[:, : len(weight)]
 
 
@@ -70,10 +76,10 @@ def test_products_that_are_added(scaled: bool) -> None:
     """Guards sums with what was there before, and factors for columns."""
     dtype = DTYPES[0]
     weight, a, before = draw((32, 16), dtype, 1), draw((5, 16), dtype, 2), draw((5, 32), dtype, 3)
-    scale = draw((32,), dtype, 4) if scaled else NO_SCALE
+    scale = draw((32,), dtype, 4) if scaled else NOTHING
     out = before.copy()
-    matrix = PackedMatrix(pack_weight(weight), 0, scale)
-    matmul(worker(), 0, a, matrix, out, ADD, new_linear_workspace(1, dtype, 32))
+    matrix = PackedMatrix(pack_weight(weight), 0, scale, NOTHING)
+    matmul(worker(), 0, a, matrix, out, ADD, SILU_PARAMS, new_linear_workspace(1, dtype, 32))
     expected = before + (a @ weight.T) * (scale if scaled else 1)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
 
@@ -91,8 +97,17 @@ def test_products_with_quantized_weights(depth: int) -> None:
     results = []
     for rows in (40, 5):
         out = np.full((rows, 96), np.nan, np.float32)
-        matrix = PackedMatrix(pack_weight(steps.numpy()), 0, factors)
-        matmul(worker(), 0, a[:rows].copy(), matrix, out, WRITE, new_linear_workspace(1, np.dtype(np.int8), depth))
+        matrix = PackedMatrix(pack_weight(steps.numpy()), 0, factors, NOTHING)
+        matmul(
+            worker(),
+            0,
+            a[:rows].copy(),
+            matrix,
+            out,
+            WRITE,
+            SILU_PARAMS,
+            new_linear_workspace(1, np.dtype(np.int8), depth),
+        )
         results.append(out[:, :70])
     expected = as_float(a) @ (steps.float() * scale[:, None]).numpy().T
     errors = np.abs(results[0] - expected).max(axis=1)
@@ -107,8 +122,8 @@ def test_quantized_products_of_nan_and_infinity() -> None:
     for row, value in enumerate([float("nan"), float("inf"), 1e-38, 1.0]):
         a[row, 5] = torch.tensor([value]).bfloat16().view(torch.uint16).item()
     out = np.empty((4, 32), np.float32)
-    matrix = PackedMatrix(pack_weight(np.ones((32, 64), np.int8)), 0, np.ones(32, np.float32))
-    matmul(worker(), 0, a, matrix, out, WRITE, new_linear_workspace(1, np.dtype(np.int8), 64))
+    matrix = PackedMatrix(pack_weight(np.ones((32, 64), np.int8)), 0, np.ones(32, np.float32), NOTHING)
+    matmul(worker(), 0, a, matrix, out, WRITE, SILU_PARAMS, new_linear_workspace(1, np.dtype(np.int8), 64))
     assert np.isnan(out[:2]).all() and (out[2] == 0).all() and np.allclose(out[3], 1)
 
 
@@ -117,8 +132,17 @@ def test_gated_products() -> None:
     dtype = DTYPES[0]
     gate, up, a = draw((48, 32), dtype, 1), draw((48, 32), dtype, 2), draw((30, 32), dtype, 3)
     out = np.full((30, 48), np.nan, np.float32)
-    packed = pack_weight(interleave(torch.from_numpy(gate), torch.from_numpy(up)).numpy())
-    matmul(worker(), 0, a, PackedMatrix(packed, 0, NO_SCALE), out, GATED, new_linear_workspace(1, dtype, 32))
+    packed = pack_weight(interleaved(torch.from_numpy(np.concatenate([gate, up]))).numpy())
+    matmul(
+        worker(),
+        0,
+        a,
+        PackedMatrix(packed, 0, NOTHING, NOTHING),
+        out,
+        GATED,
+        SILU_PARAMS,
+        new_linear_workspace(1, dtype, 32),
+    )
     left = a @ gate.T
     np.testing.assert_allclose(out, left / (1 + np.exp(-left)) * (a @ up.T), rtol=1e-4, atol=1e-5)
 

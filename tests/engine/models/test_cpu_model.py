@@ -1,4 +1,4 @@
-"""Guards the fast path of the Llama family against the transformers path, on models that fit it."""
+"""Guards the fast path on the CPU against the transformers path, on models of the Llama family."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.models.config_reader import UnsupportedConfig
 from cbatch.engine.models.cpu import CpuModel
-from cbatch.engine.models.llama_spec import UnsupportedConfig
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.generation import generate
@@ -223,10 +223,12 @@ def test_what_is_not_of_the_family_is_refused() -> None:
     config, tensors = network.config.to_dict(), network.state_dict()
     CpuModel(config, tensors, torch.float32)
     deviations: list[dict[str, Any]] = [
-        {"model_type": "gemma2"},
-        {"hidden_act": "gelu"},
+        {"model_type": "bloom"},
+        {"hidden_act": "mish"},
         {"quantization_config": {"bits": 4}},
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}},
+        {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}},
+        {"some_other_scale": 2.0},
         {"num_key_value_heads": 4},
         {"layer_types": ["chunked_attention"] * 2},
         {"layer_types": ["sliding_attention"] * 2},
@@ -234,7 +236,6 @@ def test_what_is_not_of_the_family_is_refused() -> None:
         {"num_attention_heads": 0},
         {"rms_norm_eps": None},
         {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1.0, "partial_rotary_factor": 0.5}},
         {"architectures": 5, "hidden_size": "many"},
     ]
     mistral = network_of("mistral, window").config.to_dict()

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from cbatch import ConfigError, Engine, EngineConfig
-from cbatch.engine.kernels.cpu import decoder
+from cbatch.engine.kernels.cpu import program
 from cbatch.engine.models import packed_file
 from cbatch.engine.models.checkpoint import load_fast_model
 from cbatch.engine.models.cpu import CpuModel
@@ -78,7 +78,7 @@ def test_mapped_weights_are_the_same(family: str, dtype: str, tmp_path: Path) ->
     number, quantize = torch.float32 if dtype == "float32" else torch.bfloat16, dtype == "int8"
     shared = PackedFile(tmp_path, {"model": family})
     own = CpuModel(config, tensors, number, quantize=quantize)
-    compiled = len(decoder.decoder_step.signatures)  # type: ignore[attr-defined]
+    compiled = len(program.run_step.signatures)  # type: ignore[attr-defined]
     first = CpuModel(config, tensors, number, quantize=quantize, shared=shared)
     unreadable = {name: tensor.to("meta") for name, tensor in tensors.items()}
     second = CpuModel(config, unreadable, number, quantize=quantize, shared=shared)
@@ -89,7 +89,7 @@ def test_mapped_weights_are_the_same(family: str, dtype: str, tmp_path: Path) ->
             assert not isinstance(found, np.ndarray) or (found.dtype, found.shape) == (expected.dtype, expected.shape)
         assert model.weight_bytes == own.weight_bytes and model.num_parameters == own.num_parameters
         assert model.linear_cost == own.linear_cost
-    assert len(decoder.decoder_step.signatures) == compiled  # type: ignore[attr-defined]
+    assert len(program.run_step.signatures) == compiled  # type: ignore[attr-defined]
 
 
 @pytest.mark.kernels
@@ -144,7 +144,7 @@ def test_the_order_of_packed_numbers_has_a_version() -> None:
         weights = CpuModel(network.config.to_dict(), tensors, number, quantize=quantize)._weights
         for part in weights:
             digest.update(part.tobytes() if isinstance(part, np.ndarray) else b"")
-    assert (PACKING["version"], digest.hexdigest()) == (1, "29da512e5e4c11ed")
+    assert (PACKING["version"], digest.hexdigest()) == (2, "524089b095b31740")
 
 
 @contextmanager

@@ -33,14 +33,17 @@ def test_bytes_of_a_token() -> None:
     assert format_bytes(32 * layer.bytes_per_token(torch.float16)) == "512.0 KiB"
 
 
-def test_equal_layers_are_stacked() -> None:
-    """Guards what the fast path reads: all layers in one tensor if they are equal, each its own part of it."""
+def test_layers_lie_in_one_tensor() -> None:
+    """Guards what the CPU's kernels read: the layers of a device one after the other, each its own part of a tensor."""
     kv_cache = KVCache(
         [((4, 3), (4, 5))] * 3, num_blocks=2, block_size=4, dtype=torch.float32, device=torch.device("cpu")
     )
-    assert kv_cache.stacked is not None and kv_cache.stacked[1].shape == (3, 2, 4, 5)
-    kv_cache.stacked[0].zero_()
+    assert kv_cache.flat is not None and kv_cache.flat[1].shape == (3 * 2 * 4 * 5,)
+    kv_cache.flat[0].zero_()
     kv_cache.keys[1].fill_(1)
-    assert [int(part.sum()) for part in kv_cache.stacked[0]] == [0, 24, 0]
+    assert [int(part.sum()) for part in kv_cache.flat[0].chunk(3)] == [0, 24, 0]
     unlike = KVCache([((4, 3), (4, 5)), ((4, 2), (4, 2))], 2, 4, torch.float32, torch.device("cpu"))
-    assert unlike.stacked is None and unlike.values[1].shape == (2, 4, 2)
+    assert unlike.flat is not None and unlike.values[1].shape == (2, 4, 2)
+    unlike.flat[1].zero_()
+    unlike.values[0].fill_(1)
+    assert int(unlike.flat[1].sum()) == 2 * 4 * 5 and not unlike.values[1].any()

@@ -28,7 +28,7 @@ HAS_INT16 = "avx512vnni" in FEATURES
 
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
-_OPTIONS = {
+OPTIONS = {
     "nogil": True,
     "error_model": "numpy",
     "fastmath": {"contract", "reassoc", "nsz", "arcp"},
@@ -42,17 +42,17 @@ _INNER_COMPILER = inner_compiler()
 
 def kernel(function: Function) -> Function:
     """Compiles a function that only other kernels call. It holds no Python objects and allocates no arrays."""
-    return cast(Function, njit(pipeline_class=_INNER_COMPILER, **_OPTIONS)(function))
+    return cast(Function, njit(pipeline_class=_INNER_COMPILER, **OPTIONS)(function))
 
 
 def inlined(function: Function) -> Function:
     """A kernel whose code becomes a part of its callers: others cannot return a part of an array."""
-    return cast(Function, njit(inline="always", **_OPTIONS)(function))
+    return cast(Function, njit(inline="always", **OPTIONS)(function))
 
 
 def entry(function: Function) -> Function:
     """A kernel that Python calls. It is compiled at its first call with arguments of new types, and kept on disk."""
-    compiled = njit(**_OPTIONS)(function)
+    compiled = njit(**OPTIONS)(function)
     _keep(compiled, function)
     return cast(Function, compiled)
 

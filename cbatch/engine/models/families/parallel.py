@@ -18,9 +18,11 @@ def cohere(model: Builder) -> None:
     period = int(config.get("sliding_window_pattern", 4))
     kinds = ["sliding_attention" if (i + 1) % period else "full_attention" for i in model.numbers]
     windows = model.windows(kinds) if is_second else [0] * model.num_layers
-    config.ignore("use_parallel_block", "use_parallel_embedding", "order_of_interleaved_layers",
-                  "position_embedding_type", "rotary_pct", "use_embedding_sharing", "use_gated_activation", "layer_switch", "cache_implementation",
-                  "_sliding_window_pattern")  # fmt: skip
+    config.ignore(
+        "use_parallel_block", "use_parallel_embedding", "order_of_interleaved_layers", "position_embedding_type",
+        "rotary_pct", "use_embedding_sharing", "use_gated_activation", "layer_switch", "cache_implementation",
+        "_sliding_window_pattern",
+    )  # fmt: skip
     has_norms = not is_second and bool(config.get("use_qk_norm", False))
     model.embed()
     for layer, window in zip(model.layers(), windows, strict=True):
