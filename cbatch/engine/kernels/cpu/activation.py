@@ -76,10 +76,7 @@ def activate(x: Any, activation: ActivationParams) -> None:
 @kernel
 def activate_gated(gate: Any, up: Any, activation: ActivationParams) -> None:
     """gate = activation(gate) * up."""
-    if activation.kind == SILU:
-        for i in range(len(gate)):
-            gate[i] = silu(gate[i]) * up[i]
-    elif activation.kind == CLIPPED_SILU:
+    if activation.kind == CLIPPED_SILU:
         limit, slope, offset = activation.params[0], activation.params[1], activation.params[2]
         for i in range(len(gate)):
             clipped = gate[i] if not gate[i] > limit else limit

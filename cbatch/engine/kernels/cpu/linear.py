@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.engine.kernels.cpu.activation import ActivationParams, activate, activate_gated
-from cbatch.engine.kernels.cpu.fast_math import bits_of, from_bits, from_float32, to_float32
+from cbatch.engine.kernels.cpu.activation import SILU, ActivationParams, activate, activate_gated
+from cbatch.engine.kernels.cpu.fast_math import bits_of, from_bits, from_float32, silu, to_float32
 from cbatch.engine.kernels.cpu.jit import kernel
 from cbatch.engine.kernels.cpu.microkernel import (
     COLUMNS,
@@ -180,7 +180,10 @@ def _finish_row(sums: Any, matrix: PackedMatrix, first: int, mode: int, activati
     if len(bias):
         for j in range(COLUMNS):
             sums[j] += bias[first + j]
-    if mode == GATED:
+    if mode == GATED and activation.kind == SILU:  # the most frequent one, without a second pass
+        for j in range(LANES):
+            out[j] = from_float32(silu(sums[j]) * sums[LANES + j], out)
+    elif mode == GATED:
         activate_gated(sums[:LANES], sums[LANES:COLUMNS], activation)
         for j in range(LANES):
             out[j] = from_float32(sums[j], out)
