@@ -18,7 +18,7 @@ from cbatch.engine.kernels.cpu.linear import (
     GATED,
     LinearWorkspace,
     PackedMatrix,
-    multiply_rows,
+    multiply_tiles,
     prepare_rows,
     row_block,
 )
@@ -269,11 +269,10 @@ def expert_matmul(
         for begin in range(routing.starts[expert], stop, block):
             count = min(stop - begin, block)
             left = prepare_rows(a, begin, count, each, workspace.quantized[worker.thread])
-            for tile in range(first_tile, min(num_tiles, first_tile + tiles)):
-                multiply_rows(
-                    left, count, a.shape[1], tile, each, out[begin : begin + count], mode, activation, workspace,
-                    worker.thread,
-                )  # fmt: skip
+            multiply_tiles(
+                left, a.shape[1], first_tile, min(num_tiles, first_tile + tiles), each, out[begin : begin + count],
+                mode, activation, workspace, worker.thread,
+            )  # fmt: skip
         task = next_task(worker, phase, num_tasks)
     return phase + 1
 

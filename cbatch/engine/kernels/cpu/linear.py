@@ -197,25 +197,33 @@ def _finish_row(sums: Any, matrix: PackedMatrix, first: int, mode: int, activati
 
 
 @kernel
-def multiply_rows(
-    left: Rows, count: int, depth: int, tile: int, matrix: PackedMatrix, out: Any, mode: int,
+def multiply_tiles(
+    left: Rows, depth: int, first_tile: int, stop: int, matrix: PackedMatrix, out: Any, mode: int,
     activation: ActivationParams, workspace: LinearWorkspace, thread: int,
 ) -> None:  # fmt: skip
-    """out [count, columns] = rows of `left` times one tile of the matrix; see `matmul`."""
-    columns = LANES if mode == GATED else COLUMNS
-    sums = workspace.sums[thread]
-    panels = _list_panels(matrix, tile, depth, workspace.panels[thread])
+    """out [rows, columns] = rows of `left` times some tiles of the matrix; see `matmul`."""
+    columns, count = LANES if mode == GATED else COLUMNS, len(out)
+    sums, table = workspace.sums[thread], workspace.panels[thread]
     ldo, results = out.shape[1] * 4, Rows(sums.ctypes.data, COLUMNS * 4)
-    is_plain = mode <= ADD and len(matrix.scale) == 0 and len(matrix.bias) == 0
-    for row in range(0, count, MAX_ROWS):
-        rows, part = min(MAX_ROWS, count - row), Rows(left.address + row * left.stride, left.stride)
-        if is_plain:
-            target = Rows(out.ctypes.data + row * ldo + tile * COLUMNS * 4, ldo)
-            multiply_tile(workspace.microkernel, matrix.data[0], part, panels, target, rows, mode)
-            continue
-        multiply_tile(workspace.microkernel, matrix.data[0], part, panels, results, rows, 0)
-        for i in range(rows):
-            _finish_row(sums[i], matrix, tile * COLUMNS, mode, activation, out[row + i, tile * columns :])
+    has_neither = len(matrix.scale) == 0 and len(matrix.bias) == 0
+    is_plain, is_swiglu = mode <= ADD and has_neither, mode == GATED and activation.kind == SILU and has_neither
+    for tile in range(first_tile, stop):
+        panels = _list_panels(matrix, tile, depth, table)
+        for row in range(0, count, MAX_ROWS):
+            rows, part = min(MAX_ROWS, count - row), Rows(left.address + row * left.stride, left.stride)
+            if is_plain:
+                target = Rows(out.ctypes.data + row * ldo + tile * COLUMNS * 4, ldo)
+                multiply_tile(workspace.microkernel, matrix.data[0], part, panels, target, rows, mode)
+                continue
+            multiply_tile(workspace.microkernel, matrix.data[0], part, panels, results, rows, 0)
+            if is_swiglu:
+                for i in range(rows):
+                    for j in range(LANES):
+                        gated = silu(sums[i, j]) * sums[i, LANES + j]
+                        out[row + i, tile * LANES + j] = from_float32(gated, out)
+                continue
+            for i in range(rows):
+                _finish_row(sums[i], matrix, tile * COLUMNS, mode, activation, out[row + i, tile * columns :])
 
 
 @kernel
@@ -243,10 +251,9 @@ def matmul(
         if first != prepared:
             prepared, left = first, prepare_rows(a, first, count, matrix, workspace.quantized[worker.thread])
         first_tile = task % tiling.tasks_per_block * tiling.tiles
-        for tile in range(first_tile, min(num_tiles, first_tile + tiling.tiles)):
-            multiply_rows(
-                left, count, a.shape[1], tile, matrix, out[first : first + count], mode, activation, workspace,
-                worker.thread,
-            )  # fmt: skip
+        multiply_tiles(
+            left, a.shape[1], first_tile, min(num_tiles, first_tile + tiling.tiles), matrix,
+            out[first : first + count], mode, activation, workspace, worker.thread,
+        )  # fmt: skip
         task = next_task(worker, phase, num_tasks)
     return phase + 1
