@@ -30,7 +30,7 @@ def _own_backend(device: torch.device) -> str:
 
 
 def has_fast_path(name: str, device: torch.device, block_size: int) -> bool:
-    """Whether a model of the Llama family may take the fast path, as far as is known before it is loaded."""
+    """Whether a model with a program may take the fast path, as far as is known before it is loaded."""
     own = _own_backend(device)
     return "reference" not in (name, own) and (own == "triton" or block_size % 16 == 0)
 

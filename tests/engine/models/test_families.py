@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import CONFIG_MAPPING
@@ -9,10 +12,12 @@ from transformers import CONFIG_MAPPING
 from cbatch.engine.attention.cpu import CpuAttention
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.models.config_reader import UnsupportedConfig
 from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.models.declarations import read_program
 from cbatch.engine.models.families.registry import declared_kinds
 from cbatch.engine.models.loader import LoadedModel
+from cbatch.engine.models.program import Program
 from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.architectures import CLASSES
 from tests.support.generation import generate
@@ -23,6 +28,12 @@ from tests.support.programs import BLOCK_SIZE, error_of, expected_logits, logits
 pytestmark = pytest.mark.kernels
 
 KINDS = [kind for kind in declared_kinds() if kind in CLASSES]
+
+
+def describe(program: Program) -> str:
+    """All of a program but the orders of rows and columns."""
+    shown = replace(program, name="")
+    return re.sub(r"tensor\(.*?\)", "", repr(shown), flags=re.DOTALL)
 
 
 def cpu_model(kind: str, dtype: torch.dtype = torch.float32, *, quantize: bool = False) -> CpuModel:
@@ -107,9 +118,37 @@ def test_company_changes_no_bit(kind: str) -> None:
     assert [run([prompt], 512)[0] for prompt in PROMPTS[:5]] == batched
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind in CONFIG_MAPPING])
-def test_a_config_of_defaults_is_understood_or_refused(kind: str) -> None:
-    """Guards keys of newer versions: what the class has by default never stops a declaration from being used."""
+def test_unknown_keys_send_a_model_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards settings of newer files: one counts as unknown, unless it is what the class has by default, or nothing."""
+    config = saved_model("gemma2").config
+    for value in (None, False, [], ""):
+        assert read_program(config | {"new_scale": value}).kind == "gemma2"
+    monkeypatch.setattr("cbatch.engine.models.declarations._class_defaults", lambda _: {"new_scale": 2.0})
+    assert read_program(config | {"new_scale": 2.0}).kind == "gemma2"
+    with pytest.raises(UnsupportedConfig, match="says new_scale = 3"):
+        read_program(config | {"new_scale": 3.0})
+
+
+def test_defaults_of_absent_keys_come_from_transformers_if_they_are_asked_for() -> None:
+    """Guards the comparison with the class of a config, which is only imported for unknown keys."""
+    config = saved_model("gemma2").config
+    assert read_program(config | {"chunk_size_feed_forward": 0, "is_encoder_decoder": False}).kind == "gemma2"
+    with pytest.raises(UnsupportedConfig, match="says per_layer_scale"):
+        read_program(config | {"per_layer_scale": 0.5})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_defaults_are_those_of_the_class(kind: str) -> None:
+    """Guards what a declaration takes for keys that a file leaves out: the program stays the same without them."""
     config = saved_model(kind).config
-    program = read_program(config | {"some_new_key": None})
-    assert program.kind == config["model_type"] and program.caches
+    text = config.get("text_config", config)
+    defaults = CONFIG_MAPPING[text["model_type"]]().to_dict()
+    absent = {key for key in text if key in defaults and defaults[key] == text[key] and key != "model_type"}
+    shorter = {key: value for key, value in text.items() if key not in absent}
+    whole = read_program(config)
+    try:
+        program = read_program(config | {"text_config": shorter} if "text_config" in config else shorter)
+    except UnsupportedConfig as error:
+        assert "has no" in str(error), error
+        return
+    assert describe(program) == describe(whole)
