@@ -12,7 +12,7 @@ from torch import Tensor
 from cbatch.engine import LoadedModel, SamplingParams
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.models.base import LinearCost, Model
-from cbatch.engine.models.declarations import read_program
+from cbatch.engine.models.programs.declarations import read_program
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 from scripts.benchmarks.shapes import Config

@@ -13,7 +13,7 @@ import torch
 
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.models.declarations import declared_kinds
+from cbatch.engine.models.programs.declarations import declared_kinds
 from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.architectures import CLASSES, NOT_BUILT_HERE, draw, make_architecture
 from tests.support.generation import generate

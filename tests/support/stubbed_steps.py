@@ -21,7 +21,7 @@ from torch import Tensor
 from cbatch.engine.attention.triton import TritonAttention
 from cbatch.engine.execution.cuda_graphs import GraphSizes, StepGraphs, StepParts
 from cbatch.engine.models.cuda import CudaModel
-from cbatch.engine.models.declarations import read_program
+from cbatch.engine.models.programs.declarations import read_program
 from cbatch.engine.runtime import transfer
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from cbatch.engine.base.errors import ConfigError, ModelError
 from cbatch.engine.base.model_files import WEIGHTS_INDEX, InvalidFile, model_folder, read_json_object, weight_files
-from cbatch.engine.models.config_reader import UnsupportedConfig
-from cbatch.engine.models.declarations import read_program
 from cbatch.engine.models.fingerprint import fingerprint
+from cbatch.engine.models.programs.config_reader import UnsupportedConfig
+from cbatch.engine.models.programs.declarations import read_program
 from cbatch.engine.runtime.device import gpu_name, has_bfloat16, is_accelerator
 from cbatch.engine.runtime.memory import is_out_of_memory
 

@@ -23,11 +23,11 @@ from cbatch.engine.kernels.cpu.paged_kv import PagedCaches, new_attention_worksp
 from cbatch.engine.kernels.cpu.tensors import block_shapes, fits, paged_caches_of
 from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.models.base import LinearCost
-from cbatch.engine.models.config_reader import UnsupportedConfig
-from cbatch.engine.models.declarations import check_weights, read_program, resolved, text_config
 from cbatch.engine.models.packed_file import PackedFile
 from cbatch.engine.models.packing import CpuProgram
-from cbatch.engine.models.program import Attend
+from cbatch.engine.models.programs.config_reader import UnsupportedConfig
+from cbatch.engine.models.programs.declarations import check_weights, read_program, resolved, text_config
+from cbatch.engine.models.programs.program import Attend
 from cbatch.engine.runtime.batch import Argmax, Logits, RaggedBatch
 from cbatch.engine.runtime.cpu import empty, num_threads
 from cbatch.engine.runtime.kv_cache import KVCache

@@ -17,8 +17,8 @@ from torch.nn.functional import linear
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.kernels.layer_ops import LayerOps, Positions
 from cbatch.engine.models.base import DeviceInputs, HiddenStates, LinearCost
-from cbatch.engine.models.config_reader import UnsupportedConfig
 from cbatch.engine.models.llama_spec import check_weights, read_llama_spec, weight_shapes
+from cbatch.engine.models.programs.config_reader import UnsupportedConfig
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cbatch.engine.models.config_reader import UnsupportedConfig
+from cbatch.engine.models.programs.config_reader import UnsupportedConfig
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Values of `model_type` whose layers are all: norm, attention with rotary positions, norm, gated feed-forward part."""

@@ -17,9 +17,9 @@ from cbatch.engine.kernels.cpu.linear import ACTIVATED, ADD, GATED, WRITE, pack_
 from cbatch.engine.kernels.cpu.microkernel import COLUMNS, LANES, pad_columns
 from cbatch.engine.kernels.cpu.program import INSTRUCTION, Weights
 from cbatch.engine.kernels.cpu.tensors import as_array
-from cbatch.engine.models.config_reader import UnsupportedConfig
 from cbatch.engine.models.packed_file import Arrays, ArrayShape, PackedFile
-from cbatch.engine.models.program import (
+from cbatch.engine.models.programs.config_reader import UnsupportedConfig
+from cbatch.engine.models.programs.program import (
     RESIDUAL,
     Activation,
     Attend,

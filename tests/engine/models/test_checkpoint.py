@@ -13,7 +13,7 @@ from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.attention.registry import select_attention
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.models import checkpoint
-from cbatch.engine.models.checkpoint import choose_dtype, load_fast_model
+from cbatch.engine.models.checkpoint import NoFastPath, choose_dtype, load_fast_model
 from cbatch.engine.models.hf_adapter import TransformersModel
 from cbatch.engine.models.self_check import _paged_logits
 from cbatch.engine.runtime.kv_cache import LayerShape
@@ -92,8 +92,12 @@ def test_the_fast_path_gets_a_dtype_that_its_kernels_have(
     monkeypatch.setattr(
         checkpoint, "read_json_object", lambda path: read(path) | {"dtype": "bfloat16", "eos_token_id": 1}
     )
-    model = load_fast_model(str(model_folder), None, GPU, dtype)
-    assert made == ([] if expected is None else [expected]) and (model is None) == (expected is None)
+    if expected is None:
+        with pytest.raises(NoFastPath, match="does not compute in bfloat16"):
+            load_fast_model(str(model_folder), None, GPU, dtype)
+    else:
+        load_fast_model(str(model_folder), None, GPU, dtype)
+    assert made == ([] if expected is None else [expected])
 
 
 def test_newer_gpus_and_those_of_others_keep_bfloat16(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:

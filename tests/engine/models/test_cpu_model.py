@@ -12,8 +12,8 @@ import torch
 
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.models.config_reader import UnsupportedConfig
 from cbatch.engine.models.cpu import CpuModel
+from cbatch.engine.models.programs.config_reader import UnsupportedConfig
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.generation import generate

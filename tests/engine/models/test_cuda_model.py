@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.kernels.reference.layer import TorchLayerOps
 from cbatch.engine.models.base import DeviceInputs
-from cbatch.engine.models.config_reader import UnsupportedConfig
+from cbatch.engine.models.programs.config_reader import UnsupportedConfig
 from cbatch.engine.runtime.kv_cache import KVCache
 from tests.support.cuda_model import (
     DEVICE,

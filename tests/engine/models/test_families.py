@@ -12,12 +12,12 @@ from transformers import CONFIG_MAPPING
 from cbatch.engine.attention.cpu import CpuAttention
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.models.config_reader import UnsupportedConfig
 from cbatch.engine.models.cpu import CpuModel
-from cbatch.engine.models.declarations import read_program
-from cbatch.engine.models.families.registry import declared_kinds
 from cbatch.engine.models.loader import LoadedModel
-from cbatch.engine.models.program import Program
+from cbatch.engine.models.programs.config_reader import UnsupportedConfig
+from cbatch.engine.models.programs.declarations import read_program
+from cbatch.engine.models.programs.families.registry import declared_kinds
+from cbatch.engine.models.programs.program import Program
 from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.architectures import CLASSES
 from tests.support.generation import generate
@@ -123,7 +123,7 @@ def test_unknown_keys_send_a_model_to_transformers(monkeypatch: pytest.MonkeyPat
     config = saved_model("gemma2").config
     for value in (None, False, [], ""):
         assert read_program(config | {"new_scale": value}).kind == "gemma2"
-    monkeypatch.setattr("cbatch.engine.models.declarations._class_defaults", lambda _: {"new_scale": 2.0})
+    monkeypatch.setattr("cbatch.engine.models.programs.declarations._class_defaults", lambda _: {"new_scale": 2.0})
     assert read_program(config | {"new_scale": 2.0}).kind == "gemma2"
     with pytest.raises(UnsupportedConfig, match="says new_scale = 3"):
         read_program(config | {"new_scale": 3.0})

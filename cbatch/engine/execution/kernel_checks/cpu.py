@@ -26,7 +26,7 @@ from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.models.base import Model
 from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.models.packing import quantized
-from cbatch.engine.models.program import Attend, Linear
+from cbatch.engine.models.programs.program import Attend, Linear
 from cbatch.engine.runtime.cpu import empty, num_threads, single_threaded
 from cbatch.engine.runtime.memory import device_memory
 

@@ -71,7 +71,7 @@ _FLOATS = (
 INSTRUCTION = np.dtype([*((name, np.int64) for name in _INTS), *((name, np.float32) for name in _FLOATS)])
 """One instruction. What an operation does not use is 0, or -1 if it is a place.
 
-code:          which operation (see `models/program.py`)
+code:          which operation (see `models/programs/program.py`)
 source, target: where a buffer begins in its arena, in columns of the step; with its width
 matrix, scale, bias: where they begin among all; -1 for none
 norm_*, query_norm_*, ...: see `NormParams`; the weight and bias are places among the vectors

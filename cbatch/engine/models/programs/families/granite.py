@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cbatch.engine.models.builder import Builder, NormKind
-from cbatch.engine.models.families.registry import family
-from cbatch.engine.models.program import Rotary
-from cbatch.engine.models.rotary import read_rotary
+from cbatch.engine.models.programs.builder import Builder, NormKind
+from cbatch.engine.models.programs.families.registry import family
+from cbatch.engine.models.programs.program import Rotary
+from cbatch.engine.models.programs.rotary import read_rotary
 
 
 @family("granite", "granite_swa", "granitemoe", "granitemoeshared", "granitemoe_swa")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from cbatch.engine.models.builder import Builder, HeadSizes, Layer, NormKind, deinterleaved
-from cbatch.engine.models.families.registry import family
-from cbatch.engine.models.program import HeadNorms, Norm, Weight
-from cbatch.engine.models.rotary import read_rotary
+from cbatch.engine.models.programs.builder import Builder, HeadSizes, Layer, NormKind, deinterleaved
+from cbatch.engine.models.programs.families.registry import family
+from cbatch.engine.models.programs.program import HeadNorms, Norm, Weight
+from cbatch.engine.models.programs.rotary import read_rotary
 
 
 @family("cohere", "cohere2")

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cbatch.engine.models.config_reader import ConfigReader, UnsupportedConfig
-from cbatch.engine.models.program import (
+from cbatch.engine.models.programs.config_reader import ConfigReader, UnsupportedConfig
+from cbatch.engine.models.programs.program import (
     RESIDUAL,
     Activation,
     Attend,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cbatch.engine.models.config_reader import ConfigReader, UnsupportedConfig
-from cbatch.engine.models.program import Rotary
+from cbatch.engine.models.programs.config_reader import ConfigReader, UnsupportedConfig
+from cbatch.engine.models.programs.program import Rotary
 
 _SCALED = ("llama3", "yarn", "longrope")
 """Kinds that need the length of the context a model was first trained for."""

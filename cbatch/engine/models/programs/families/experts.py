@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from cbatch.engine.models.builder import Builder, HeadSizes, Layer, NormKind
-from cbatch.engine.models.config_reader import ConfigReader, UnsupportedConfig
-from cbatch.engine.models.families.gemma import WITH_PICTURES
-from cbatch.engine.models.families.llama import hunyuan_rotary
-from cbatch.engine.models.families.registry import family
-from cbatch.engine.models.program import RESIDUAL, Activation, Gate, HeadNorms, Linear
-from cbatch.engine.models.rotary import read_rotary
+from cbatch.engine.models.programs.builder import Builder, HeadSizes, Layer, NormKind
+from cbatch.engine.models.programs.config_reader import ConfigReader, UnsupportedConfig
+from cbatch.engine.models.programs.families.gemma import WITH_PICTURES
+from cbatch.engine.models.programs.families.llama import hunyuan_rotary
+from cbatch.engine.models.programs.families.registry import family
+from cbatch.engine.models.programs.program import RESIDUAL, Activation, Gate, HeadNorms, Linear
+from cbatch.engine.models.programs.rotary import read_rotary
 
 
 def biased_router(config: ConfigReader, scale_key: str = "routed_scaling_factor") -> dict[str, Any]:

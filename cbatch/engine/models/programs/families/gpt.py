@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from cbatch.engine.models.builder import Builder, HeadSizes, NormKind
-from cbatch.engine.models.families.registry import family
-from cbatch.engine.models.program import Matrix
-from cbatch.engine.models.rotary import read_rotary
+from cbatch.engine.models.programs.builder import Builder, HeadSizes, NormKind
+from cbatch.engine.models.programs.families.registry import family
+from cbatch.engine.models.programs.program import Matrix
+from cbatch.engine.models.programs.rotary import read_rotary
 
 
 def _layer_norm(eps: float, *, has_bias: bool = True, offset: float = 0.0) -> NormKind:

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from cbatch.engine.models.builder import Builder, NormKind
-from cbatch.engine.models.config_reader import UnsupportedConfig
-from cbatch.engine.models.families.registry import family
-from cbatch.engine.models.program import Activation, Rotary
-from cbatch.engine.models.rotary import read_rotary, rope_settings
+from cbatch.engine.models.programs.builder import Builder, NormKind
+from cbatch.engine.models.programs.config_reader import UnsupportedConfig
+from cbatch.engine.models.programs.families.registry import family
+from cbatch.engine.models.programs.program import Activation, Rotary
+from cbatch.engine.models.programs.rotary import read_rotary, rope_settings
 
 
 @family(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from cbatch.engine.models.builder import Builder, NormKind
-from cbatch.engine.models.config_reader import UnsupportedConfig
-from cbatch.engine.models.families.experts import add_biased_experts, num_experts
-from cbatch.engine.models.families.registry import family
-from cbatch.engine.models.program import RESIDUAL
-from cbatch.engine.models.rotary import read_rotary, rope_settings, yarn_mscale
+from cbatch.engine.models.programs.builder import Builder, NormKind
+from cbatch.engine.models.programs.config_reader import UnsupportedConfig
+from cbatch.engine.models.programs.families.experts import add_biased_experts, num_experts
+from cbatch.engine.models.programs.families.registry import family
+from cbatch.engine.models.programs.program import RESIDUAL
+from cbatch.engine.models.programs.rotary import read_rotary, rope_settings, yarn_mscale
 
 
 def _scale(model: Builder) -> float:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import cbatch.engine.models.families as _families  # noqa: F401  # which registers them
-from cbatch.engine.models.builder import Builder
-from cbatch.engine.models.config_reader import ConfigReader, UnsupportedConfig
-from cbatch.engine.models.families.registry import declaration_of, declared_kinds
-from cbatch.engine.models.program import Layout, Program
+import cbatch.engine.models.programs.families as _families  # noqa: F401  # which registers them
+from cbatch.engine.models.programs.builder import Builder
+from cbatch.engine.models.programs.config_reader import ConfigReader, UnsupportedConfig
+from cbatch.engine.models.programs.families.registry import declaration_of, declared_kinds
+from cbatch.engine.models.programs.program import Layout, Program
 
 __all__ = ["check_weights", "declared_kinds", "read_program", "resolved", "text_config"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cbatch.engine.models.builder import Builder
+from cbatch.engine.models.programs.builder import Builder
 
 Declaration = Callable[[Builder], None]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cbatch.engine.models.builder import Builder, NormKind
-from cbatch.engine.models.families.registry import family
-from cbatch.engine.models.rotary import read_rotary
+from cbatch.engine.models.programs.builder import Builder, NormKind
+from cbatch.engine.models.programs.families.registry import family
+from cbatch.engine.models.programs.rotary import read_rotary
 
 
 @family("olmo")

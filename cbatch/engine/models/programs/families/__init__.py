@@ -1,0 +1,11 @@
+"""The families whose models have a program, one declaration each."""
+
+from cbatch.engine.models.programs.families import deepseek as deepseek
+from cbatch.engine.models.programs.families import experts as experts
+from cbatch.engine.models.programs.families import gemma as gemma
+from cbatch.engine.models.programs.families import glm as glm
+from cbatch.engine.models.programs.families import gpt as gpt
+from cbatch.engine.models.programs.families import granite as granite
+from cbatch.engine.models.programs.families import llama as llama
+from cbatch.engine.models.programs.families import parallel as parallel
+from cbatch.engine.models.programs.families import post_norm as post_norm
