@@ -21,6 +21,7 @@ from cbatch.engine.models.programs.program import (
     PrepareHeads,
     Program,
     Route,
+    Scale,
 )
 
 Fault = Callable[[Program], Program]
@@ -102,6 +103,12 @@ FAULTS: dict[str, tuple[str, Fault]] = {
     "sinks dropped": ("gpt_oss", change(Attend, lambda one: replace(one, sinks=None))),
     "gate dropped": ("afmoe", drop(Gate)),
     "gate of the shared expert dropped": ("qwen2_moe", drop(Gate)),
+    "gate of each layer's embedding dropped": ("gemma4_text", drop(Gate)),
+    "layers not scaled": ("gemma4_text", drop(Scale)),
+    "value norm dropped": ("gemma4_text", _norms(value=None)),
+    "norms of each layer's embedding moved": (
+        "gemma4_text", change(Normalize, lambda one: replace(one, start=one.start + (one.groups > 1)))
+    ),
     "latent columns moved": ("deepseek_v3", change(Gather, lambda one: replace(one, columns=one.columns.roll(1)))),
     "another activation": ("arcee", _activation(name="relu")),
     "gelu taken for its approximation": ("gpt_neox", _activation(name="gelu_tanh")),

@@ -124,8 +124,11 @@ class CpuModel:
         length, furthest = len(batch.ids), max(batch.stops)
         if furthest > self._num_positions:
             self._grow_rotary_tables(2 * furthest)
+        ids = batch.ids
+        for replaced, instead in self.program.replaced_ids.items():
+            ids = np.where(ids == replaced, instead, ids)
         inputs = kernels.StepInputs(
-            batch.ids, batch.positions, self._rotary, self._rotary_layout, np.arange(length), batch.rows
+            ids, batch.positions, self._rotary, self._rotary_layout, np.arange(length), batch.rows
         )
         plan = plan_attention(batch, *self._largest_heads)
         caches, buffers = self._paged_caches_of(kv_cache), self._buffers_for(length)

@@ -84,6 +84,8 @@ class CpuProgram:
         self._fills: list[Fill] = []
         self._buffers: dict[str, tuple[int, int]] = {}
         self._places: dict[tuple[str, int], int] = {}
+        self._columns: dict[str, int] = {RESIDUAL: program.hidden_size}
+        """How many columns of each buffer are in use, without padding."""
         self._packed_embedding: tuple[int, int] | None = None
         self._float(RESIDUAL, pad_columns(program.hidden_size))
         embed, head = program.embed, program.head
@@ -170,10 +172,12 @@ class CpuProgram:
     def _write_embed(self, operation: Embed) -> None:
         instruction = self._new(instructions.EMBED)
         instruction["factor"] = operation.scale
-        instruction["target"], instruction["target_width"] = self._buffers[RESIDUAL]
-        instruction["width"] = self.program.hidden_size
+        width = operation.table.size[1]
+        place = self._float(operation.target, pad_columns(width))
+        instruction["target"], instruction["target_width"] = place
+        instruction["width"] = width
         instruction["position_offset"] = operation.position_offset
-        if self._packed_embedding is not None:
+        if self._packed_embedding is not None and operation is self.program.embed:
             instruction["is_packed"] = 1
             instruction["matrix"], instruction["scale"] = self._packed_embedding
         else:
@@ -186,12 +190,13 @@ class CpuProgram:
         instruction["factor"] = operation.factor
         source, width = self._buffers[operation.source]
         instruction["source"], instruction["source_width"] = source, width
-        size = operation.width or self.program.widths[operation.source] - operation.start
+        size = operation.width or self._columns[operation.source] - operation.start
         instruction["start"], instruction["width"] = operation.start, size
-        is_residual = operation.target == RESIDUAL
-        place = self._buffers[RESIDUAL] if is_residual else self._element(operation.target, pad_columns(size))
+        is_float = operation.add or operation.target in (RESIDUAL, operation.source)
+        place = self._buffers[operation.target] if is_float else self._element(operation.target, pad_columns(size))
         instruction["target"], instruction["target_width"] = place
-        instruction["add"] = 0 if not is_residual else 1 if operation.add else 2
+        instruction["add"] = 0 if not is_float else 1 if operation.add else 2
+        instruction["groups"] = operation.groups
         self._write_norm(instruction, "", operation.norm)
 
     def _write_linear(self, operation: Linear) -> None:
@@ -199,6 +204,7 @@ class CpuProgram:
         source, depth = self._buffers[operation.source]
         instruction["source"], instruction["source_width"] = source, depth
         act = operation.activation
+        self._columns[operation.target] = operation.width
         if act is None:
             mode = ADD if operation.add else WRITE
             place = self._float(operation.target, pad_columns(operation.width))
@@ -236,9 +242,7 @@ class CpuProgram:
         instruction["source"], instruction["source_width"] = self._buffers[operation.source]
         width = operation.heads * operation.shape.key_dim
         instruction["target"], instruction["target_width"] = self._element(operation.query, width)
-        instruction["stores"] = operation.cache is not None
-        shapes = self.program.caches
-        instruction["cache"] = shapes.index(operation.shape) if operation.cache is None else operation.cache
+        instruction["stores"], instruction["cache"] = operation.stores, operation.cache
         instruction["heads"], instruction["clip"] = operation.heads, operation.clip
         instruction["rotary"] = -1 if operation.rotary is None else operation.rotary
         norms = operation.norms
@@ -273,7 +277,7 @@ class CpuProgram:
     def _write_attend(self, operation: Attend) -> None:
         instruction = self._new(instructions.ATTEND)
         instruction["source"], instruction["source_width"] = self._buffers[operation.query]
-        width = operation.heads * operation.shape.value_dim
+        width = self._columns[operation.target] = operation.heads * operation.shape.value_dim
         instruction["target"], instruction["target_width"] = self._element(operation.target, width)
         instruction["cache"], instruction["heads"] = operation.cache, operation.heads
         instruction["attention_scale"], instruction["softcap"] = operation.scale, operation.softcap
@@ -287,16 +291,14 @@ class CpuProgram:
         target, width = self._buffers[operation.target]
         instruction["target"], instruction["target_width"] = target, width
         instruction["start"], instruction["width"] = operation.start, operation.width
-        instruction["columns"] = self.program.widths[operation.target] // operation.width
+        instruction["columns"] = self._columns[operation.target] // operation.width
         instruction["function"], instruction["factor"] = _GATES[operation.function], operation.factor
 
     def _write_gather(self, operation: Gather) -> None:
         """For each column: where its buffer begins, how wide that is, and its column in there."""
         instruction = self._new(instructions.GATHER)
         columns = [
-            (*self._buffers[source], column)
-            for source in operation.sources
-            for column in range(self.program.widths[source])
+            (*self._buffers[source], column) for source in operation.sources for column in range(self._columns[source])
         ]
         chosen = np.array(columns, np.int64)[operation.columns.numpy()].T.flatten()
         instruction["index"], instruction["columns"] = self._sizes["indices"], len(operation.columns)

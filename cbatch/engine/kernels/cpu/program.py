@@ -281,10 +281,12 @@ def _normalize(worker: Worker, phase: int, op: Any, weights: Weights, inputs: St
     task = claim(worker, phase, num_tasks)
     while task >= 0:
         for row in range(task * ROWS_PER_TASK, min(tokens, (task + 1) * ROWS_PER_TASK)):
-            part, sum = source[row, op.start : op.start + op.width], target[row]
-            normalize(part, norm, part)
-            for i in range(len(part)):
-                sum[i] = op.factor * part[i] + (sum[i] if op.add == 1 else np.float32(0))
+            for group in range(op.groups):
+                first = op.start + group * op.width
+                part, sums = source[row, first : first + op.width], target[row, group * op.width :]
+                normalize(part, norm, part)
+                for i in range(len(part)):
+                    sums[i] = op.factor * part[i] + (sums[i] if op.add == 1 else np.float32(0))
         task = next_task(worker, phase, num_tasks)
     return phase + 1
 

@@ -111,6 +111,7 @@ class Builder:
         self.num_layers = int(config.first("num_hidden_layers", "n_layer"))
         self.max_model_len = int(config.first("max_position_embeddings", "n_positions"))
         self.is_tied = False
+        self.replaced_ids: dict[int, int] = {}
         self.layouts: tuple[Layout, ...] = ()
         self.spare: list[str] = [r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"]
         self._operations: list[Operation] = []
@@ -142,6 +143,7 @@ class Builder:
             windows=tuple(self._windows),
             rotaries=tuple(self._rotaries),
             is_tied=self.is_tied,
+            replaced_ids=self.replaced_ids,
             layouts=self.layouts,
             spare=tuple(self.spare),
         )
@@ -316,25 +318,34 @@ class Layer:
         gate: Gate | None = None,
         norms: HeadNorms | None = None,
         clip: float = 0.0,
-    ) -> None:
-        """Self-attention, whose result is added to the residual.
+        shared_cache: int | None = None,
+    ) -> int:
+        """Self-attention, whose result is added to the residual. Returns the number of its KV cache.
 
         qkv:   queries, keys and values side by side; by default self_attn.q_proj, k_proj and v_proj
         out:   after attention; by default self_attn.o_proj
         gate:  of what attention gives
         norms, clip: see `PrepareHeads`
+        shared_cache: number of the cache of an earlier layer, instead of one of its own; `qkv` has queries only then
         """
         model, shape = self.model, sizes.cache
         qkv = qkv or self.qkv(sizes, bias=qkv_bias)
         model.add(Linear(source, "qkv", _reordered(qkv, sizes) if sizes.is_interleaved else qkv))
-        cache = model.new_cache(shape, window)
-        model.add(PrepareHeads("qkv", "query", sizes.heads, shape, cache, rotary, norms or HeadNorms(), clip))
+        if qkv.columns == sizes.columns[0] + sizes.columns[1] and shared_cache is None:
+            model.add(Gather(("qkv",), "heads", _with_keys_as_values(sizes)))
+            heads = "heads"
+        else:
+            heads = "qkv"
+        stores = shared_cache is None
+        cache = model.new_cache(shape, window) if shared_cache is None else shared_cache
+        model.add(PrepareHeads(heads, "query", sizes.heads, shape, cache, stores, rotary, norms or HeadNorms(), clip))
         scale = sizes.head_dim**-0.5 if scale is None else scale
         model.add(Attend("query", "attended", cache, sizes.heads, shape, scale, window, chunk, softcap or 0.0, sinks))
         if gate is not None:
             model.add(gate)
         out = out or self.out(sizes, bias=out_bias)
         self.add_to_residual("attended", out, factor=factor, post_norm=post_norm)
+        return cache
 
     def qkv(self, sizes: HeadSizes, prefix: str = "self_attn.", *, bias: bool = False) -> Matrix:
         """The linears q_proj, k_proj and v_proj."""
@@ -547,10 +558,16 @@ class Layer:
         )
         sizes = HeadSizes(heads, heads, width, value_dim, rotated)
         cache = model.new_cache(sizes.cache, 0)
-        model.add(PrepareHeads("qkv", "query", heads, sizes.cache, cache, rotary))
+        model.add(PrepareHeads("qkv", "query", heads, sizes.cache, cache, rotary=rotary))
         model.add(Attend("query", "attended", cache, heads, sizes.cache, scale))
         out = self.matrix(prefix + "o_proj", hidden, heads * value_dim, bias=bias)
         self.add_to_residual("attended", out, factor=factor)
+
+
+def _with_keys_as_values(sizes: HeadSizes) -> Tensor:
+    """Columns of queries, keys, and keys once more."""
+    queries, keys, _ = sizes.columns
+    return torch.cat([torch.arange(queries + keys), torch.arange(queries, queries + keys)])
 
 
 def _mla_columns(heads: int, plain: int, rotated: int, value_dim: int, latent: int) -> Tensor:

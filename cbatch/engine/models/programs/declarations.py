@@ -36,8 +36,10 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         return config
-    outer = ("model_type", "architectures", "tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype",
-             "quantization_config")  # fmt: skip
+    outer = (
+        "model_type", "architectures", "tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype",
+        "quantization_config", "image_token_id", "image_token_index", "video_token_id", "audio_token_id",
+    )  # fmt: skip
     return {**text, **{key: config[key] for key in outer if key in config}}
 
 

@@ -10,7 +10,7 @@ are as exact as the device needs them. A buffer keeps what was written to it unt
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
@@ -149,19 +149,21 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embed:
-    """residual = scale * table[token ids] + positions[position + position_offset]."""
+    """target = scale * table[token ids] + positions[position + position_offset]."""
 
     table: Weight
     scale: float = 1.0
     positions: Weight | None = None
     position_offset: int = 0
+    target: str = RESIDUAL
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Normalize:
-    """target = norm(source[:, start : start + width]); added to the target if `add`, which is the residual then.
+    """target = norm(source[:, start : start + width]); added to the target if `add`.
 
-    width: 0 for the rest of the row
+    width:  0 for the rest of the row
+    groups: so many parts of `width` numbers are normed, each by itself
     factor: of the result
     """
 
@@ -171,6 +173,7 @@ class Normalize:
     add: bool = False
     start: int = 0
     width: int = 0
+    groups: int = 1
     factor: float = 1.0
 
 
@@ -214,7 +217,8 @@ class PrepareHeads:
     """Norms, rotates and stores the heads of `source`: queries, then keys, then values, side by side.
 
     query:  target [T, heads * key_dim]
-    cache:  number of the KV cache in which keys and values are stored; None: the source has queries only
+    cache:  number of the KV cache in which keys and values are stored
+    stores: else the source has queries only, for a cache that another layer fills
     rotary: number of the program's `Rotary`; None if positions do not matter
     clip:   0, or the largest size of a number, before anything else
     """
@@ -223,7 +227,8 @@ class PrepareHeads:
     query: str
     heads: int
     shape: LayerShape
-    cache: int | None
+    cache: int
+    stores: bool = True
     rotary: int | None = None
     norms: HeadNorms = HeadNorms()
     clip: float = 0.0
@@ -354,6 +359,7 @@ class Program:
     windows:       how many tokens back its layers see, including the token itself; None for all
     rotaries:      those that its operations number
     is_tied:       the output head is the embedding
+    replaced_ids:  token ids that stand for something else than text, and what is embedded instead
     layouts:       other ways in which files name the weights
     spare:         regular expressions of weights that the files may hold and that are not used
     """
@@ -368,6 +374,7 @@ class Program:
     windows: tuple[int | None, ...]
     rotaries: tuple[Rotary, ...]
     is_tied: bool
+    replaced_ids: Mapping[int, int] = field(default_factory=dict)
     layouts: tuple[Layout, ...] = ()
     spare: tuple[str, ...] = ()
 
@@ -398,27 +405,6 @@ class Program:
     @property
     def head(self) -> Head:
         return next(operation for operation in self.operations if isinstance(operation, Head))
-
-    @cached_property
-    def widths(self) -> dict[str, int]:
-        """The width of each buffer."""
-        found = {RESIDUAL: self.hidden_size}
-        for operation in self.operations:
-            match operation:
-                case Linear():
-                    found[operation.target] = operation.width
-                case Normalize():
-                    width = operation.width or found[operation.source] - operation.start
-                    found.setdefault(operation.target, width)
-                case PrepareHeads():
-                    found[operation.query] = operation.heads * operation.shape.key_dim
-                case Attend():
-                    found[operation.target] = operation.heads * operation.shape.value_dim
-                case Gather():
-                    found[operation.target] = len(operation.columns)
-                case Experts():
-                    found[operation.target] = operation.down[0].columns
-        return found
 
 
 def weights_of(value: Any) -> Iterator[Weight]:

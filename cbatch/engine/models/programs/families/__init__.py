@@ -3,6 +3,7 @@
 from cbatch.engine.models.programs.families import deepseek as deepseek
 from cbatch.engine.models.programs.families import experts as experts
 from cbatch.engine.models.programs.families import gemma as gemma
+from cbatch.engine.models.programs.families import gemma4 as gemma4
 from cbatch.engine.models.programs.families import glm as glm
 from cbatch.engine.models.programs.families import gpt as gpt
 from cbatch.engine.models.programs.families import granite as granite

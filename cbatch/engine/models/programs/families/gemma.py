@@ -72,6 +72,8 @@ def gemma2(model: Builder) -> None:
         layer.feed_forward(source, config["intermediate_size"], activation, post_norm=post_norm)
     if kind == "gemma3":  # a model of text with pictures, whose head has no softcap
         model.layouts = WITH_PICTURES
+        image = config.get("image_token_index", config.get("image_token_id"))
+        model.replaced_ids = {int(image): 0} if image is not None and int(image) >= model.vocab_size else {}
         model.spare.append(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
         final_softcap = None
     model.head(norm("model.norm", hidden), tied_by_default=True, softcap=final_softcap)
