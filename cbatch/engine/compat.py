@@ -5,6 +5,8 @@ A library is imported only by the function that needs it.
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -61,13 +63,15 @@ def keep_compiled(
     on_miss: Callable[[], None],
     on_error: Callable[[Exception], None],
 ) -> None:
-    """Keeps the machine code of a numba dispatcher or callback on disk, as `cache=True` does, with three differences.
+    """Keeps the machine code of a numba dispatcher or callback on disk, as `cache=True` does, with four differences.
 
     Code of another `version` is not used; numba only asks whether the function's own file has changed, but a kernel
     inlines functions of many files. A damaged file, or code that another process saved under the same name, counts as
-    missing. Errors while saving go to `on_error`. If no folder can be written, nothing is kept.
+    missing. While one process compiles a function, others wait for its code. Errors while saving go to `on_error`. If
+    no folder can be written, nothing is kept.
 
-    Private as of numba 0.68: `FunctionCache._index_key`, and the attribute `_cache` of dispatchers and callbacks.
+    Private as of numba 0.68: `_index_key` and `_cache_path` of `FunctionCache`, and the attribute `_cache` of
+    dispatchers and callbacks.
     """
     from numba.core.caching import FunctionCache, NullCache
 
@@ -75,7 +79,21 @@ def keep_compiled(
         def _index_key(self, *args: Any) -> tuple[Any, ...]:
             return (*super()._index_key(*args), version)
 
+        lock = -1
+
         def load_overload(self, signature: Any, *args: Any) -> Any:
+            self.release()  # what was to be compiled before could not be
+            found = self.load(signature, *args)
+            if found is None:
+                self.lock = _locked(f"{self._cache_path}/{function.__qualname__}.lock")
+                found = self.load(signature, *args)
+                if found is not None:
+                    self.release()
+                else:
+                    on_miss()
+            return found
+
+        def load(self, signature: Any, *args: Any) -> Any:
             found = None
             try:
                 found = super().load_overload(signature, *args)
@@ -85,8 +103,6 @@ def keep_compiled(
             # Two processes that save at the same moment may write code under each other's names.
             if found is not None and tuple(found.signature.args) != tuple(getattr(signature, "args", signature)):
                 found = None
-            if found is None:
-                on_miss()
             return found
 
         def save_overload(self, *args: Any) -> None:
@@ -94,11 +110,41 @@ def keep_compiled(
                 super().save_overload(*args)
             except Exception as error:
                 on_error(error)
+            finally:
+                self.release()
+
+        def release(self) -> None:
+            if self.lock >= 0:
+                os.close(self.lock)
+            self.lock = -1
 
     try:
         compiled._cache = CodeCache(function)
     except RuntimeError:
         compiled._cache = NullCache()
+
+
+_LONGEST_WAIT_S = 180.0
+"""For another process that compiles the same function."""
+
+
+def _locked(path: str) -> int:
+    """Waits for the lock of a file, and returns what holds it; -1 if the system has no such locks, or it takes long."""
+    try:
+        import fcntl
+
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except (ImportError, OSError):
+        return -1
+    end = time.monotonic() + _LONGEST_WAIT_S
+    while time.monotonic() < end:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except OSError:
+            time.sleep(0.05)
+    os.close(file)
+    return -1
 
 
 def new_callback(function: Callable[..., None], signature: Any) -> Any:

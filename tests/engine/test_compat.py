@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +92,40 @@ def test_inner_functions_are_compiled_as_a_part_of_others() -> None:
     assert outer(3) == 15
     (overload,) = inner.overloads.values()
     assert overload.entry_point.__name__ == "append", "it was compiled by itself"
+
+
+COMPILES = """
+import sys
+from numba import njit
+from cbatch.engine.compat import keep_compiled
+def add_up(numbers, total):
+    for number in numbers:
+        total[0] += number
+compiled = njit(add_up)
+keep_compiled(compiled, add_up, "1", on_miss=lambda: print("compiled"), on_error=lambda error: print(error))
+import numpy as np
+input()
+total = np.zeros(1)
+compiled(np.arange(5.0), total)
+assert total[0] == 10
+"""
+
+
+def test_one_process_compiles_and_others_wait(tmp_path: Path) -> None:
+    """Guards the start of several replicas: each of them would compile the same kernels at the same time."""
+    program = tmp_path / "program.py"
+    program.write_text(COMPILES)
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+        )
+        for _ in range(3)
+    ]
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    said = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert "".join(said).count("compiled") == 1, said
