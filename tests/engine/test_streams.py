@@ -20,7 +20,15 @@ from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.engine import Engine
 from cbatch.engine.requests.output_processor import StreamEvent
 from cbatch.engine.streams import AsyncStream, Stream
-from tests.support.shared_engine import PER_REQUEST, Outcome, StreamChecker, alive, check_idle, outcome
+from tests.support.shared_engine import (
+    PER_REQUEST,
+    Outcome,
+    StreamChecker,
+    alive,
+    check_idle,
+    outcome,
+    still_alive,
+)
 from tests.support.tiny_models import loaded, make_network, make_prompts, no_collector
 
 SHORT = SamplingParams(max_tokens=6)
@@ -484,4 +492,5 @@ def test_any_order_of_streams_and_calls(engine: Engine, examples: int) -> None:
             max_examples=examples, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
-    assert not alive(*PER_REQUEST, before=before)
+    held = still_alive(*PER_REQUEST, before=before)
+    assert not held, f"somebody still holds {held}"

@@ -118,6 +118,20 @@ def alive(*kinds: type, before: Sequence[Any] = ()) -> list[Any]:
     return [found for found in gc.get_objects() if type(found) in kinds and id(found) not in known]
 
 
+def still_alive(*kinds: type, before: Sequence[Any], within_s: float = 5.0) -> str:
+    """Names and numbers of the objects that somebody still holds after so long, or nothing.
+
+    A thread that has done its work may be about to leave what it held.
+    """
+    deadline = time.monotonic() + within_s
+    while held := alive(*kinds, before=before):
+        if time.monotonic() > deadline:
+            return str(dict(Counter(type(one).__name__ for one in held)))
+        held.clear()
+        time.sleep(0.01)
+    return ""
+
+
 PER_REQUEST = (RequestHandle, OutputProcessor, Stream, AsyncStream, Mailbox)
 
 
@@ -154,12 +168,8 @@ class SharedEngineStress:
             assert not self.failures, "\n".join(self.failures[:3])
             assert engine.stats().num_retries == 0, engine.stats().last_error
             check_idle(engine)
-            held, deadline = alive(*PER_REQUEST, before=before), time.monotonic() + 5
-            while held and time.monotonic() < deadline:  # a thread may be about to leave what it held
-                held.clear()
-                time.sleep(0.01)
-                held = alive(*PER_REQUEST, before=before)
-            assert not held, f"somebody still holds {dict(Counter(type(one).__name__ for one in held))}"
+            held = still_alive(*PER_REQUEST, before=before)
+            assert not held, f"somebody still holds {held}"
             pending = [one for one in alive(asyncio.Future, asyncio.Task, before=before) if not one.done()]
             assert not pending, f"futures are pending: {pending}"
             self.counts["preemptions"] = engine.stats().num_preemptions
