@@ -26,7 +26,7 @@ VOCABULARY, HIDDEN, INNER, KV_HEADS = 151936, 4096, 12288, 8
 BLOCK_SIZE = 16
 
 
-PARTS = ("attention", "forms", "rest")
+PARTS = ("attention", "forms", "rest", "families")
 KV_DTYPES = ("auto", "fp8")
 SPILLS = {("_prefill_kernel", 100, 256): 8}
 """Bytes that a kernel may spill, by its chip and head size. These 8 are 2 KiB for all threads of a program, if each
@@ -36,7 +36,8 @@ tile of keys and values costs them, beside the 32 KiB of the tile; smaller tiles
 class Case(NamedTuple):
     """Kernels that are compiled together: for a chip, by compute capability, and a type of weights.
 
-    part:       "attention", which depends on heads; "forms", all that attention can be asked for; or "rest"
+    part:       "attention", which depends on heads; "forms", all that attention can be asked for; "families", what
+                only some models need; or "rest"
     head_size:  0 unless the part is attention, as is
     group:      the number of query heads that share a KV head
     kv_dtype:   type of the KV cache, as `--kv-dtype` has it
@@ -74,7 +75,7 @@ class Kernel(NamedTuple):
 def all_cases(options: argparse.Namespace) -> list[Case]:
     """Those of the matrix that are wanted; slow ones first."""
     dtypes = {capability: "float16" if capability < 80 else "bfloat16" for capability in options.arch}
-    cases = [Case(chip, dtype, part) for chip, dtype in dtypes.items() for part in ("rest", "forms")]
+    cases = [Case(chip, dtype, part) for chip, dtype in dtypes.items() for part in ("rest", "families", "forms")]
     cases += [
         Case(chip, dtype, "attention", head, group, kv_dtype)
         for kv_dtype, (chip, dtype), head, group in itertools.product(
@@ -96,6 +97,7 @@ def compile_case(case: Case) -> list[Kernel]:
         "attention": launch_attention,
         "forms": launch_forms,
         "rest": launch_rest,
+        "families": launch_families,
     }
     with stub_driver(case.capability, compiles=True) as stub, torch.inference_mode():
         parts[case.part](case, getattr(torch, case.dtype))
@@ -133,16 +135,16 @@ def launch_attention(case: Case, dtype: Any) -> None:
     """A mixed step and its rotation, for heads of one size."""
     import torch
 
-    from cbatch.engine.kernels.layer_ops import Positions
-    from cbatch.engine.kernels.triton import layer
+    from cbatch.engine.kernels.layer_ops import Heads, NormWeights, Positions
 
     heads, dim = KV_HEADS * case.group, case.head_size
     attend(case, dtype, heads, KV_HEADS, dim)
     keys = torch.empty(4, KV_HEADS, BLOCK_SIZE, dim, dtype=cache_dtype(case, dtype))
     qkv, query = torch.empty(3, (heads + 2 * KV_HEADS) * dim, dtype=dtype), torch.empty(3, heads, dim, dtype=dtype)
     angles, slots = torch.empty(3, dim // 2), torch.zeros(3, dtype=torch.int64)
-    for norms in (None, torch.empty(2 * dim, dtype=dtype)):
-        layer.rope_and_store_kv(qkv, Positions(angles, angles, slots), norms, 1e-6, query, keys, keys)
+    for norm in (NormWeights("none"), NormWeights("rms", 1e-6, torch.empty(dim))):
+        sizes = Heads(heads, KV_HEADS, dim, dim, norm, norm)
+        layer_ops(case).prepare_heads(qkv, sizes, Positions(angles, angles, slots), query, keys, keys)
 
 
 def launch_forms(case: Case, dtype: Any) -> None:
@@ -150,6 +152,7 @@ def launch_forms(case: Case, dtype: Any) -> None:
     import torch
 
     attend(case, dtype, 6, 2, 48, window=100, softcap=30.0, sinks=torch.zeros(6))
+    attend(case, dtype, 40, 8, 128, chunk=8192)
 
 
 def attend(case: Case, dtype: Any, heads: int, kv_heads: int, dim: int, **options: Any) -> None:
@@ -184,7 +187,7 @@ def launch_rest(case: Case, dtype: Any) -> None:
     """What does not depend on heads: norms, the gate, and sampling, also from the logits of a transformers model."""
     import torch
 
-    from cbatch.engine.kernels.triton import layer
+    from cbatch.engine.kernels.layer_ops import ActivationSettings, Addend, Embedding, NormWeights
     from cbatch.engine.sampling.sampler import PARAM_WORDS, Sampler
 
     residual, added, ids = (
@@ -192,14 +195,77 @@ def launch_rest(case: Case, dtype: Any) -> None:
         torch.empty(3, HIDDEN, dtype=dtype),
         torch.zeros(3, dtype=torch.int64),
     )
-    layer.embed_and_norm(added, ids, residual, added[0], 1e-6, added)
-    layer.add_and_norm(residual, added, added[0], 1e-6, added)
-    layer.select_and_norm(residual, added, ids, added[0], 1e-6, added)
-    layer.silu_and_mul(torch.empty(3, 2 * INNER, dtype=dtype), torch.empty(3, INNER, dtype=dtype))
+    ops, norm, addends = layer_ops(case), NormWeights("rms", 1e-6, residual[0]), (Addend(added),)
+    ops.embed_and_norm(Embedding(added), ids, ids, residual, norm, added)
+    ops.add_and_norm(residual, addends, norm, added)
+    ops.select_and_norm(residual, addends, ids, norm, 1.0, added)
+    up, out = torch.empty(3, 2 * INNER, dtype=dtype), torch.empty(3, INNER, dtype=dtype)
+    ops.activate(up, ActivationSettings("silu"), out)
     sampler = Sampler(torch.device("cpu"), kernel=True)
     for kind in (torch.float32, dtype):
         logits = torch.empty(3, VOCABULARY, dtype=kind)
         sampler.sample_on_device(logits, torch.zeros(3, PARAM_WORDS, dtype=torch.int32))
+
+
+def launch_families(case: Case, dtype: Any) -> None:
+    """What only some models need: norms of every kind, heads that are rotated in part, gates, mixtures of experts."""
+    import torch
+
+    from cbatch.engine.kernels.layer_ops import (
+        ActivationSettings,
+        Addend,
+        Embedding,
+        ExpertWeights,
+        Heads,
+        NormWeights,
+        Positions,
+        Router,
+    )
+
+    ops = layer_ops(case)
+    residual, added, ids = torch.empty(3, 4608), torch.empty(3, 4608, dtype=dtype), torch.zeros(3, dtype=torch.int64)
+    layer_norm, post_norm = NormWeights("layer", 1e-5, residual[0], residual[0]), NormWeights("rms", 1e-6, residual[0])
+    ops.embed_and_norm(Embedding(added, 2.0, added, 2), ids, ids, residual, layer_norm, added)
+    ops.add_and_norm(residual, (Addend(added, 0.5, post_norm), Addend(added, 0.5)), layer_norm, added)
+    ops.normalize(added[:, :512], post_norm._replace(weight=residual[0, :256]), 2, 0.5, residual[:, :512], add=True)
+    ops.gate(added, 128, "sigmoid", 1.0, torch.empty(3, 512, dtype=dtype))
+    ops.finish_logits(torch.empty(3, 256000), torch.empty(256000), 30.0)
+    for name in ("gelu", "gelu_tanh", "relu2", "xielu"):
+        params = (0.8, 0.3, 0.5, -1e-6) if name == "xielu" else ()
+        ops.activate(added, ActivationSettings(name, gated=False, params=params), added)
+    ops.activate(
+        torch.empty(3, 5760, dtype=dtype), ActivationSettings("silu", True, (), 7.0, 1.702, 1.0), added[:, :2880]
+    )
+    for heads, kv_heads, dim, value_dim, rotary in ((32, 32, 80, 80, 32), (16, 16, 192, 128, 64), (8, 4, 256, 256, 0)):
+        head_norm = NormWeights("layer", 1e-5, torch.empty(heads * dim))
+        sizes = Heads(heads, kv_heads, dim, value_dim, head_norm, norm_last=True, clip=30.0)
+        angles = torch.empty(3, rotary // 2) if rotary else None
+        keys, values = (torch.empty(4, kv_heads, BLOCK_SIZE, width, dtype=dtype) for width in (dim, value_dim))
+        qkv = torch.empty(3, heads * dim + kv_heads * (dim + value_dim), dtype=dtype)
+        positions = Positions(angles, angles, ids, torch.empty(3))
+        ops.prepare_heads(qkv, sizes, positions, torch.empty(3, heads, dim, dtype=dtype), keys, values)
+    for tokens, experts, top_k, hidden, inner in (
+        (3, 128, 8, 2048, 768),
+        (512, 32, 4, 2880, 2880),
+        (4096, 16, 2, 2048, 1024),
+    ):
+        router = Router(top_k, "sigmoid", torch.empty(experts), 8, 4, "two_highest", True, 1e-20, 0.0, 2.5)
+        routing = ops.route(torch.empty(tokens, experts), router)
+        up = ExpertWeights(
+            torch.empty(experts, 2 * inner, hidden, dtype=dtype), torch.empty(experts, 2 * inner, dtype=dtype)
+        )
+        down = ExpertWeights(torch.empty(experts, hidden, inner, dtype=dtype), None)
+        rows = torch.empty(tokens * top_k, 2 * inner, dtype=dtype)
+        source, result = torch.empty(tokens, hidden, dtype=dtype), torch.empty(tokens * top_k, hidden, dtype=dtype)
+        ops.expert_linear(source, routing, up, rows, gathers=True, weighs=True)
+        ops.expert_linear(rows[:, :inner].contiguous(), routing, down, result, gathers=False, weighs=False)
+        ops.combine(result, routing, 1.0, torch.empty(tokens, hidden), weighs=True, add=True)
+
+
+def layer_ops(case: Case) -> Any:
+    from cbatch.engine.kernels.triton.layer import TritonLayerOps
+
+    return TritonLayerOps(case.capability)
 
 
 def compile_all(cases: Sequence[Case], jobs: int) -> Iterator[list[Kernel]]:

@@ -106,8 +106,8 @@ FAULTS: dict[str, tuple[str, Fault]] = {
     "gate of each layer's embedding dropped": ("gemma4_text", drop(Gate)),
     "layers not scaled": ("gemma4_text", drop(Scale)),
     "value norm dropped": ("gemma4_text", _norms(value=None)),
-    "norms of each layer's embedding moved": (
-        "gemma4_text", change(Normalize, lambda one: replace(one, start=one.start + (one.groups > 1)))
+    "embeddings of the layers not weighed": (
+        "gemma4_text", change(Normalize, lambda one: replace(one, factor=1.0))
     ),
     "latent columns moved": ("deepseek_v3", change(Gather, lambda one: replace(one, columns=one.columns.roll(1)))),
     "another activation": ("arcee", _activation(name="relu")),

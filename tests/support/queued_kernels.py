@@ -38,7 +38,7 @@ class QueuedLayerOps:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         function = getattr(TorchLayerOps(heads_first=True), name)
-        return lambda *args: launch(function, *args)
+        return lambda *args, **kwargs: launch(function, *args, **kwargs)
 
     def logits(self, hidden: Tensor, lm_head: Tensor, out: Tensor | None = None) -> Tensor:
         if out is None:
@@ -88,7 +88,7 @@ def _attend(
         blocks = block_ids[page : page - (-length // block_size)].long()
         k, v = (cache[blocks].transpose(0, 1).flatten(1, 2)[:, :length] for cache in (keys, values))
         sequence = reference.Sequence(rows, blocks, start, length)
-        mask = reference._causal_mask(sequence, options.get("window"), query.device)
+        mask = reference.causal_mask(sequence, query.device, options.get("window"), options.get("chunk"))
         attended = reference._explicit(query[rows].transpose(0, 1), k, v, mask, options)  # type: ignore[arg-type]
         out[rows] = attended.transpose(0, 1)
 

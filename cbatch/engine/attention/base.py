@@ -15,12 +15,14 @@ class AttendOptions(TypedDict, total=False):
     """How a layer attends.
 
     window:  a token sees itself and the window-1 tokens before it
+    chunk:   instead of a window: a token sees itself and those before it from the last multiple of `chunk` on
     softcap: a score becomes softcap * tanh(score / softcap)
     sinks:   [query heads] extra scores that take part in the softmax and carry no value
     """
 
     scale: Required[float]
     window: int | None
+    chunk: int | None
     softcap: float | None
     sinks: Tensor | None
 

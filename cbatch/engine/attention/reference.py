@@ -67,7 +67,7 @@ class ReferenceAttention:
         for sequence in metadata.sequences:
             k, v = (_gather(cache, sequence, query.dtype) for cache in (keys, values))
             q = query[sequence.rows].transpose(0, 1)
-            mask = _causal_mask(sequence, options.get("window"), query.device)
+            mask = causal_mask(sequence, query.device, options.get("window"), options.get("chunk"))
             if options.get("softcap") is None and options.get("sinks") is None:
                 attended = scaled_dot_product_attention(
                     q[None], k[None], v[None], attn_mask=mask, scale=options["scale"], enable_gqa=True
@@ -85,13 +85,20 @@ def _gather(cache: Tensor, sequence: Sequence, dtype: torch.dtype) -> Tensor:
     return blocks.flatten(0, 1)[: sequence.stop].transpose(0, 1)
 
 
-def _causal_mask(sequence: Sequence, window: int | None, device: torch.device) -> Tensor | None:
+def causal_mask(
+    sequence: Sequence, device: torch.device, window: int | None = None, chunk: int | None = None
+) -> Tensor | None:
     """[queries, keys], true for keys that a query may see; None if it may see all of them."""
-    if sequence.stop - sequence.start == 1 and (window is None or window >= sequence.stop):
+    if sequence.stop - sequence.start == 1 and min(window or sequence.stop, chunk or sequence.stop) >= sequence.stop:
         return None
-    positions = torch.arange(sequence.stop, device=device)
-    distance = positions[sequence.start :, None] - positions
-    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    keys = torch.arange(sequence.stop, device=device)
+    queries = keys[sequence.start :, None]
+    mask = keys <= queries
+    if window is not None:
+        mask &= queries - keys < window
+    if chunk is not None:
+        mask &= keys >= queries - queries % chunk
+    return mask
 
 
 def _explicit(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, options: AttendOptions) -> Tensor:

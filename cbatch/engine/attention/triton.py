@@ -88,7 +88,7 @@ class TritonAttention:
         query, keys, values = _rows(query), as_bytes(keys), as_bytes(values)
         arguments = attend_arguments(query, **options)
         out = query.new_empty(*query.shape[:2], values.shape[-1])
-        parts = Partials.empty(metadata, out, options.get("window"))
+        parts = Partials.empty(metadata, out, arguments["window"] or None)
         attend_decode(query, keys, values, out, parts, metadata, arguments, self._grid, self.decode)
         attend_prefill(query, keys, values, out, parts, metadata, arguments, self.prefill, self.limits)
         combine(out, parts, metadata, arguments)

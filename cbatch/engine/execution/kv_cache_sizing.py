@@ -233,12 +233,12 @@ class MemoryProfiler:
         return sum(largest) + WORKSPACE_BYTES + GRAPH_BYTES * len(sizes)
 
     def prompt_steps(self) -> list[SchedulerOutput]:
-        """Two steps with as many tokens as allowed: in few long prompts, and in as many chunks as allowed.
+        """Two steps with as many tokens and outputs as allowed: most in few long prompts, and in chunks of one length.
 
         The many chunks have as much context as the cache could hold: attention keeps intermediate results for it.
         """
         rows, tokens = self._rows, self._limits.max_batch_tokens
-        few = [length for length in _lengths(rows, tokens, self._longest, least=0) if length]
+        few = [1 + length for length in _lengths(rows, tokens - rows, self._longest - 1, least=0)]
         many = [min(tokens // rows + (row < tokens % rows), self._longest) for row in range(rows)]
         lengths = _lengths(rows, self._cache_tokens, self._longest, least=many[0])
         # If attention gathers the past of a chunk, the last chunk of a long prompt takes most memory.

@@ -12,6 +12,8 @@ from cbatch.engine.attention.base import AttentionBackend, CapturableAttention
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 
+ALL_EXPERTS_READ = "All experts are assumed to be read in every step, as they are if many requests run at once."
+
 
 @dataclass(frozen=True, slots=True)
 class LinearCost:
@@ -41,10 +43,10 @@ class DeviceInputs(NamedTuple):
 
 
 class HiddenStates(NamedTuple):
-    """What a model's last layer gives for T tokens, before the final norm. Their sum is what the head sees.
+    """What a model's last layer gives for T tokens, before the final norm.
 
     residual: [T, hidden size] float32
-    added:    [T, hidden size]
+    added:    [T, hidden size] what the head adds to it, if the last layer leaves that to the head
     """
 
     residual: Tensor

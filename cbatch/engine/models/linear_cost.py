@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from cbatch.engine.models.base import LinearCost
+from cbatch.engine.models.base import ALL_EXPERTS_READ, LinearCost
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Config keys for the number of experts of a layer."""
@@ -53,7 +53,7 @@ def _assumed(network: Any, head: nn.Parameter | None, experts: int, in_experts: 
     if head is None:
         notes.append("The model does not say which weights are its output head, so they count for every token.")
     if experts > 1 and in_experts:
-        notes.append("All experts are assumed to be read in every step, as they are if many requests run at once.")
+        notes.append(ALL_EXPERTS_READ)
     elif experts > 1:
         notes.append("The weights of experts could not be identified, so every token is assumed to use all of them.")
     if any(not parameter.dtype.is_floating_point for parameter in network.parameters()):

@@ -21,12 +21,12 @@ from cbatch.engine.attention.triton import TritonAttention
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.kernels.layer_ops import Positions
+from cbatch.engine.kernels.layer_ops import Heads, Positions
 from cbatch.engine.kernels.reference.layer import TorchLayerOps
-from cbatch.engine.kernels.triton import layer as triton_layer
 from cbatch.engine.kernels.triton.attention_decode import DecodeTuning
 from cbatch.engine.kernels.triton.attention_prefill import PrefillTuning
 from cbatch.engine.kernels.triton.attention_tile import from_fp8, to_fp8
+from cbatch.engine.kernels.triton.layer import TritonLayerOps
 from cbatch.engine.models.loader import LoadedModel
 from cbatch.engine.runtime.kv_cache import FP8, FP8_MAX, LayerShape, as_bytes, as_stored
 from cbatch.engine.stepping_engine import SteppingEngine
@@ -118,18 +118,18 @@ def test_it_is_near_a_cache_of_floats() -> None:
 
 
 def test_layers_write_it_as_the_reference_does() -> None:
-    """Guards the fused write of the Llama family: rotated keys and values, each rounded once; padding not at all."""
+    """Guards the fused write of a program: rotated keys and values, each rounded once; padding not at all."""
     generator = torch.Generator().manual_seed(0)
     tokens, heads, kv_heads, dim = 3, 4, 2, 16
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, generator=generator) * 200
     angles = torch.rand(tokens, dim // 2, generator=generator)
     positions = Positions(angles.cos(), angles.sin(), torch.tensor([5, -1, 9]))
     caches = []
-    for ops in (triton_layer, TorchLayerOps(heads_first=True)):
+    for ops in (TritonLayerOps.for_device(DEVICE), TorchLayerOps(heads_first=True)):
         keys, values = (torch.full((3, kv_heads, 4, dim), torch.nan).to(FP8).to(DEVICE) for _ in range(2))
         query = torch.empty(tokens, heads, dim, device=DEVICE)
-        moved = Positions(*(part.to(DEVICE) for part in positions))
-        ops.rope_and_store_kv(qkv.to(DEVICE), moved, None, 1e-6, query, keys, values)
+        moved = Positions(*(part.to(DEVICE) for part in positions[:3]))
+        ops.prepare_heads(qkv.to(DEVICE), Heads(heads, kv_heads, dim, dim), moved, query, keys, values)
         caches.append([as_bytes(cache).cpu() for cache in (keys, values)])
     (my_keys, my_values), (keys, values) = caches
     assert torch.equal(my_values, values)

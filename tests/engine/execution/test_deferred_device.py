@@ -208,11 +208,11 @@ def test_checks_of_kernels_pass(device: DeferredDevice, kernels: pytest.MonkeyPa
 @pytest.mark.kernels
 def test_kernels_give_the_tokens_of_a_cpu(device: DeferredDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the real kernels with their buffers, captured and replayed."""
-    from cbatch.engine.kernels.triton import layer
+    from cbatch.engine.kernels.triton.layer import TritonLayerOps
 
     without_measuring(monkeypatch)
     monkeypatch.setattr(fallback, "is_checked", lambda _: False)
-    engine = make("qwen3", ops=layer, max_seqs=2, max_batch_tokens=8)
+    engine = make("qwen3", ops=TritonLayerOps(90), max_seqs=2, max_batch_tokens=8)
     with device.no_waits():
         assert run(engine, every=3) == expected("qwen3")[::3]
     assert {"_decode_kernel", "_prefill_kernel", "_scan_kernel", "_norm_kernel"} <= device.launches.keys()

@@ -32,7 +32,7 @@ pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.engine.attention import triton as triton_attention
 from cbatch.engine.attention.triton import TritonAttention
-from cbatch.engine.kernels.triton import layer
+from cbatch.engine.kernels.triton.layer import TritonLayerOps
 
 pytestmark = pytest.mark.kernels
 LENGTHS, OUTPUT = [5, 3], 3
@@ -88,7 +88,7 @@ def check_text(engine: SteppingEngine) -> None:
 
 def rung_of(engine: SteppingEngine) -> str:
     attention, ops = engine.attention, engine.model.ops  # type: ignore[attr-defined]
-    return attention if ops is layer else f"{attention}, torch"
+    return attention if isinstance(ops, TritonLayerOps) else f"{attention}, torch"
 
 
 def doubled(function: Callable[..., Any], place: int) -> Callable[..., Any]:
@@ -107,8 +107,8 @@ def doubled(function: Callable[..., Any], place: int) -> Callable[..., Any]:
     ("module", "name", "replacement", "rung", "sentence"),
     [
         (None, "", None, "triton", ""),
-        (layer, "silu_and_mul", doubled(layer.silu_and_mul, -1), "triton, torch",
-         "The layers run by operations of torch on {device}: silu_and_mul differs from torch by 1; rounding "
+        (TritonLayerOps, "activate", doubled(TritonLayerOps.activate, -1), "triton, torch",
+         "The layers run by operations of torch on {device}: activate differs from torch by 1; rounding "
          "explains 0.0001."),
         (triton_attention, "attend_decode", does_not_fit, "reference, torch",
          "Attention runs by operations of torch, which is slow, on {device}: decode attention (heads of 16) fails "
@@ -171,10 +171,10 @@ def test_the_first_rung_that_agrees(name: str, fault: str, checked: None, monkey
         return
     chosen = choose_execution(config, model)
     ops = chosen.model.ops  # type: ignore[attr-defined]
-    told = [chosen.attention.name, "kernels" if ops is layer else "torch"]
+    told = [chosen.attention.name, "kernels" if isinstance(ops, TritonLayerOps) else "torch"]
     reason = chosen.fallback.partition(f"{DEVICE}: ")[2].partition(" differs")[0]
     assert " ".join(["graphs"] * chosen.graphs + told) + (f": {reason}" if reason else "") == found
-    if ops is not layer:
+    if not isinstance(ops, TritonLayerOps):
         assert ops == TorchLayerOps(heads_first=chosen.attention.name == "triton")
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -32,18 +33,20 @@ from cbatch.engine.execution.kernel_checks.sampling import check_sampling
 from cbatch.engine.execution.kernel_checks.whole_step import ExpectedSteps
 from cbatch.engine.kernels.reference.layer import TorchLayerOps
 from cbatch.engine.models.cpu import CpuModel
+from cbatch.engine.models.cuda import CudaModel
 from cbatch.engine.runtime.kv_cache import FP8, LayerShape, as_bytes
 from cbatch.engine.sampling.sampler import Sampler
 from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.cuda_model import DEVICE, model_of
+from tests.support.programs import saved_model
 from tests.support.tiny_models import make_fast_engine, make_network
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.engine.attention import triton as triton_attention
 from cbatch.engine.attention.triton import TritonAttention
-from cbatch.engine.kernels.triton import layer
 from cbatch.engine.kernels.triton.attention_decode import DecodeTuning
+from cbatch.engine.kernels.triton.layer import TritonLayerOps
 from cbatch.engine.kernels.triton.sampling import sample_rows
 
 pytestmark = pytest.mark.kernels
@@ -141,7 +144,7 @@ def more(keys: Tensor, by: int, places: int | None = 1) -> None:
 def test_an_fp8_cache_may_be_one_step_off(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards right kernels that round the middle of two numbers elsewhere, and sees each of the wrong ones."""
     model = model_of(make_network("qwen3", num_hidden_layers=1), dtype)
-    right = layer.rope_and_store_kv
+    right = TritonLayerOps.prepare_heads
     damages: list[tuple[Callable[[Tensor], None], bool]] = [
         (lambda keys: None, True),
         (lambda keys: more(keys, 1), True),
@@ -156,8 +159,8 @@ def test_an_fp8_cache_may_be_one_step_off(dtype: torch.dtype, monkeypatch: pytes
             right(*arguments)
             damage(arguments[-2])
 
-        monkeypatch.setattr(layer, "rope_and_store_kv", wrong)
-        assert layer_check(model, "rope_and_store_kv").agrees is agrees
+        monkeypatch.setattr(TritonLayerOps, "prepare_heads", wrong)
+        assert layer_check(model, "prepare_heads").agrees is agrees
 
 
 def lose_split(split: int) -> Callable[..., None]:
@@ -208,30 +211,62 @@ def test_small_faults_behind_long_pasts_are_seen(monkeypatch: pytest.MonkeyPatch
         assert error() > 1
 
 
+OPERATIONS = {name for name, value in vars(TorchLayerOps).items() if callable(value) and not name.startswith("_")}
+WRITTEN = {
+    "embed_and_norm": (3, 5), "add_and_norm": (0, 3), "select_and_norm": (5,), "normalize": (4,),
+    "prepare_heads": (3, 4, 5), "activate": (2,), "gate": (4,), "finish_logits": (0,), "expert_linear": (3,),
+    "combine": (3,), "logits": (), "route": (),
+}  # fmt: skip
+"""The arguments that each operation writes; the last two return what they have computed."""
+
+
+@cache
+def varied_model() -> Any:
+    """Experts, a gate after attention, and norms on both sides."""
+    saved = saved_model("afmoe")
+    return CudaModel(saved.config, saved.tensors, torch.float32, DEVICE)
+
+
+def models_of(name: str, model: Any) -> Any:
+    """A model that calls an operation."""
+    if name == "finish_logits":
+        saved = saved_model("gemma2")
+        return CudaModel(saved.config, saved.tensors, torch.float32, DEVICE)
+    if name == "normalize":
+        saved = saved_model("olmo2")
+        return CudaModel(saved.config, saved.tensors, torch.float32, DEVICE)
+    return varied_model() if name in ("gate", "route", "expert_linear", "combine") else model
+
+
 def test_right_layer_kernels_agree(model: Any) -> None:
-    """Guards the checks of a layer; every operation of it has one."""
-    checks = list(LayerChecks(model, 16).run())
-    assert wrong_of(checks) == []
-    assert {check.name for check in checks} >= {name for name in vars(TorchLayerOps) if "_and_" in name}
+    """Guards the checks of a layer: every operation that some model calls has one."""
+    seen = set()
+    for each in (model, *(models_of(name, model) for name in ("gate", "finish_logits", "normalize"))):
+        checks = list(LayerChecks(each, 16).run())
+        assert wrong_of(checks) == []
+        seen |= {check.name for check in checks}
+    assert seen >= OPERATIONS - {"logits"} | {"output head"} and WRITTEN.keys() == OPERATIONS
 
 
 @pytest.mark.parametrize(
-    "name", ["embed_and_norm", "add_and_norm", "select_and_norm", "rope_and_store_kv", "silu_and_mul", "logits"]
+    ("name", "argument"),
+    [(name, argument) for name, places in WRITTEN.items() for argument in (places or (None,))],
 )
-@pytest.mark.parametrize("argument", [-1, 1])
-def test_wrong_layer_kernels_are_seen(name: str, argument: int, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_layer_kernels_are_seen(
+    name: str, argument: int | None, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards each operation: one wrong number in any tensor that it writes."""
-    right = getattr(layer, name)
+    right = getattr(TritonLayerOps, name)
 
-    def wrong(*arguments: Any) -> Any:
-        result = right(*arguments)
-        written = {"embed_and_norm": 2, "add_and_norm": 0, "rope_and_store_kv": 4}.get(name, -1)
-        tensor = result if name == "logits" else arguments[written if argument > 0 else -1]
-        tensor[tensor.isfinite().nonzero()[-1].unbind()] += 0.5
+    def wrong(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        result = right(self, *arguments, **keywords)
+        tensor = arguments[argument] if argument is not None else result.weights if name == "route" else result
+        if tensor is not None:
+            tensor[tensor.isfinite().nonzero()[-1].unbind()] += 0.5
         return result
 
-    monkeypatch.setattr(layer, name, wrong)
-    seen = wrong_of(LayerChecks(model, 16).run())
+    monkeypatch.setattr(TritonLayerOps, name, wrong)
+    seen = " ".join(wrong_of(LayerChecks(models_of(name, model), 16).run()))
     assert ("output head" if name == "logits" else name) in seen
 
 

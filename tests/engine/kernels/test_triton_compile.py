@@ -17,16 +17,19 @@ from tests.support.triton_compiler import copies_in_flight, read_sizes
 pytestmark = pytest.mark.kernels
 
 ATTENTION = {
-    "_combine_kernel", "_decode_kernel", "_prefill_kernel", "_rope_and_store_kv_kernel", "_store_kv_kernel",
+    "_combine_kernel", "_decode_kernel", "_prefill_kernel", "_prepare_heads_kernel", "_store_kv_kernel",
 }  # fmt: skip
-ALL = ATTENTION | {"_choose_kernel", "_norm_kernel", "_scan_kernel", "_silu_and_mul_kernel"}
+ALL = ATTENTION | {
+    "_activate_kernel", "_choose_kernel", "_expert_linear_kernel", "_finish_logits_kernel", "_gate_kernel",
+    "_norm_kernel", "_normalize_kernel", "_place_kernel", "_route_kernel", "_scan_kernel",
+}  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("chip", "heads", "group", "caches", "parts", "names"),
     [
-        ("90", "128", "4", "auto,fp8", "attention,forms,rest", ALL),
+        ("90", "128", "4", "auto,fp8", "attention,forms,rest,families", ALL),
         ("86", "256", "8", "auto", "attention", ATTENTION),
     ],
 )

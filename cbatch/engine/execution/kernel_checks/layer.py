@@ -1,8 +1,9 @@
-"""Checks the kernels between the matrix products of a layer, with the sizes of a model."""
+"""Checks the kernels between the matrix products of a model's layers, as the model calls them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,22 +20,25 @@ from cbatch.engine.execution.kernel_checks.comparison import (
     product_tolerance,
 )
 from cbatch.engine.execution.kernel_checks.kernel_check import KernelCheck, Workload, run_check
-from cbatch.engine.kernels.layer_ops import LayerOps, Positions
+from cbatch.engine.execution.kernel_checks.layer_calls import CHUNKS, LayerCall, noted_calls
+from cbatch.engine.kernels.layer_ops import Addend, Embedding, ExpertWeights, Positions, Router, Routing
 from cbatch.engine.kernels.reference.layer import TorchLayerOps
 from cbatch.engine.models.base import HiddenStates
 from cbatch.engine.models.cuda import CudaModel
-from cbatch.engine.models.llama_spec import weight_shapes
+from cbatch.engine.models.programs.program import Linear
 from cbatch.engine.runtime.kv_cache import FP8
 
 _TOKENS = 5
 _PRODUCT_TOKENS = 2048
-_BLOCKS = 3
 _HEAD_PIECE = 4096
 """Rows of the head's matrix that are widened to float64 at once."""
 
 # Logits are float32: what the kernel before them rounds in another way is all that may differ. On GPUs that are not
 # CUDA's, logits are rounded too, by up to 0.0005 in float16 and 0.004 in bfloat16.
 _HEAD_TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+_READ_AND_WRITTEN = {"add_and_norm": 0, "gate": 4, "finish_logits": 0}
+"""Which argument of an operation is both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,124 +55,119 @@ class LayerChecks:
     workload_bytes: int = 2**29
 
     def run(self) -> Iterator[KernelCheck]:
-        spec, dtype = self.model.spec, self.model.dtype
-        size, hidden = dtype.itemsize, spec.hidden_size
-        kv_size = (self.kv_dtype or dtype).itemsize
-        kv_bytes = 2 * spec.num_kv_heads * (size + kv_size)
-        operations: dict[str, tuple[Callable[[LayerOps, int], list[Tensor]], int]] = {
-            "embed_and_norm": (self._embed_and_norm, hidden * (2 * size + 4)),
-            "add_and_norm": (self._add_and_norm, hidden * (2 * size + 8)),
-            "select_and_norm": (self._select_and_norm, hidden * (2 * size + 4)),
-            "rope_and_store_kv": (self._rope_and_store_kv, (2 * spec.num_heads * size + kv_bytes) * spec.head_dim),
-            "silu_and_mul": (self._silu_and_mul, 3 * spec.intermediate_size * size),
-        }
-        for name, (operate, token_bytes) in operations.items():
-            measure = partial(self._error, operate)
-            yield run_check(
-                name, self.model.device, TOLERANCES[dtype], measure, partial(self._workload, operate, token_bytes)
-            )
-        tolerance = product_tolerance(dtype, _HEAD_TOLERANCES[dtype])
-        yield run_check("output head", self.model.device, tolerance, self._head_error, self._head_workload)
+        """One check for each way in which the model calls an operation, and one of the output head."""
+        model, seen = self.model, Counter[str]()
+        with torch.inference_mode():
+            calls = noted_calls(model, self.block_size, self.kv_dtype)
+        for call in calls:
+            seen[call.name] += 1
+            name = call.name + (f" ({seen[call.name]})" if seen[call.name] > 1 else "")
+            tolerance = TOLERANCES[model.dtype]
+            if call.name == "expert_linear":
+                tolerance = product_tolerance(model.dtype, tolerance)
+            yield run_check(name, model.device, tolerance, partial(self._error, call), partial(self._workload, call))
+        tolerance = product_tolerance(model.dtype, _HEAD_TOLERANCES[model.dtype])
+        yield run_check("output head", model.device, tolerance, self._head_error, self._head_workload)
 
     def product(self) -> KernelCheck:
-        """A product of matrices by the library, of the size of a layer's largest."""
-        spec, model = self.model.spec, self.model
-        weight = self._draw(0, 2 * spec.intermediate_size, spec.hidden_size)
+        """A product of matrices by the library, of the size of the model's largest."""
+        model, operations = self.model, self.model.program.operations
+        matrix = max((one.matrix for one in operations if isinstance(one, Linear)), key=lambda one: one.size)
+        weight = self._draw(0, matrix.columns, matrix.depth)
 
         def measure() -> float:
-            left, columns = self._draw(1, _TOKENS, spec.hidden_size), slice(0, 256)
+            left, columns = self._draw(1, _TOKENS, matrix.depth), slice(0, 256)
             return largest_error(linear(left, weight)[:, columns], linear(left.double(), weight[columns].double()))
 
         def workload() -> Workload:
-            left = self._draw(1, _PRODUCT_TOKENS, spec.hidden_size)
+            left = self._draw(1, _PRODUCT_TOKENS, matrix.depth)
             return Workload(partial(linear, left, weight), flops=2 * len(left) * weight.numel())
 
         tolerance = product_tolerance(model.dtype, TOLERANCES[model.dtype])
         return run_check("linear", model.device, tolerance, measure, workload)
 
-    def _error(self, operate: Callable[[LayerOps, int], list[Tensor]]) -> float:
-        plain = TorchLayerOps(self.model.ops.heads_first)
-        results = zip(operate(self.model.ops, _TOKENS), operate(plain, _TOKENS), strict=True)
+    def _error(self, call: LayerCall) -> float:
+        results = zip(call(self.model.ops), call(TorchLayerOps(self.model.ops.heads_first)), strict=True)
         return max(_error_of_result(found, expected) for found, expected in results)
 
     def _head_error(self) -> float:
         """With the model's own matrix, compared with a product in float64."""
-        residual, added = (self._draw(seed, _TOKENS, self.model.spec.hidden_size) for seed in (0, 1))
+        residual, added = (self._draw(seed, _TOKENS, self.model.program.hidden_size) for seed in (0, 1))
         hidden, rows = HiddenStates(residual.float(), added), torch.tensor([3, 0], device=self.model.device)
         plain = self.model.with_ops(_WideHead(self.model.ops.heads_first))
         return largest_error(self.model.run_head(hidden, rows), plain.run_head(hidden, rows))
 
     def _head_workload(self) -> Workload:
-        tokens, spec = 256, self.model.spec
-        hidden = HiddenStates(*(self._draw(seed, tokens, spec.hidden_size) for seed in (0, 1)))
+        tokens, program = 256, self.model.program
+        hidden = HiddenStates(*(self._draw(seed, tokens, program.hidden_size) for seed in (0, 1)))
         hidden = hidden._replace(residual=hidden.residual.float())
         rows = torch.arange(tokens, device=self.model.device)
-        return Workload(
-            partial(self.model.run_head, hidden, rows), flops=2 * tokens * spec.hidden_size * spec.vocab_size
+        return Workload(partial(self.model.run_head, hidden, rows), flops=2 * tokens * program.head.matrix.size)
+
+    def _workload(self, call: LayerCall) -> Workload:
+        """The call with so many tokens that the device's memory limits it, or the products of experts."""
+        token_bytes = _bytes_per_token(call)
+        tokens = _PRODUCT_TOKENS if call.name == "expert_linear" else max(self.workload_bytes // token_bytes, 1)
+        grown = self._grown(call, tokens)
+        run = partial(getattr(self.model.ops, call.name), *grown.arguments, **call.keywords)
+        flops = sum(
+            2.0 * len(grown.arguments[3]) * one.weight[0].numel()
+            for one in call.arguments
+            if isinstance(one, ExpertWeights)
         )
+        return Workload(run, flops=flops) if flops else Workload(run, bytes_read=token_bytes * tokens)
 
-    def _workload(self, operate: Callable[..., list[Tensor]], token_bytes: int) -> Workload:
-        calls: list[Callable[[], object]] = []
-        tokens = self.workload_bytes // token_bytes
-        operate(_Deferred(self.model.ops, calls), tokens)
-        return Workload(calls[0], bytes_read=token_bytes * tokens)
+    def _grown(self, call: LayerCall, tokens: int) -> LayerCall:
+        """The call with so many tokens instead of the few that were noted, of random numbers."""
+        noted = sum(stop - start for start, stop in CHUNKS)
+        sequences, count = len(CHUNKS), 0
+        scale = next((one.weights.shape[1] for one in call.arguments if isinstance(one, Routing)), 1)
 
-    def _embed_and_norm(self, ops: LayerOps, tokens: int) -> list[Tensor]:
-        residual, out, weight, eps = self._norm_arguments(tokens)
-        ids = torch.arange(tokens, 0, -1, device=out.device)  # each once, so that all are read from memory
-        ops.embed_and_norm(self._draw(0, tokens + 1, out.shape[1]), ids, residual, weight, eps, out)
-        return [residual, out]
+        def grow(tensor: Tensor) -> Tensor:
+            nonlocal count
+            count += 1
+            rows = {noted: tokens, sequences: tokens, noted * scale: tokens * scale}.get(len(tensor))
+            if rows is None or (tensor.dim() == 4 and call.name == "prepare_heads"):  # a cache of all tokens
+                blocks = -(-tokens // self.block_size)
+                return tensor.new_empty(blocks, *tensor.shape[1:]) if tensor.dim() == 4 else tensor
+            if tensor.is_floating_point():
+                return self._draw(count, rows, *tensor.shape[1:]).to(tensor.dtype)
+            numbers = torch.arange(rows, device=tensor.device) % self.model.vocab_size  # each is read from memory
+            return numbers.to(tensor.dtype)
 
-    def _add_and_norm(self, ops: LayerOps, tokens: int) -> list[Tensor]:
-        residual, out, weight, eps = self._norm_arguments(tokens)
-        ops.add_and_norm(residual, self._draw(0, *out.shape), weight, eps, out)
-        return [residual, out]
+        routing = None
+        if any(isinstance(one, Routing) for one in call.arguments):
+            routing = self._routing(call, tokens)
+        arguments = tuple(routing if isinstance(one, Routing) else one for one in call.with_tensors(grow).arguments)
+        return LayerCall(call.name, arguments, call.keywords)
 
-    def _select_and_norm(self, ops: LayerOps, tokens: int) -> list[Tensor]:
-        residual, out, weight, eps = self._norm_arguments(tokens)
-        rows = torch.arange(tokens - 1, -1, -1, device=out.device)
-        ops.select_and_norm(residual, self._draw(0, *out.shape), rows, weight, eps, out)
-        return [residual, out]
-
-    def _rope_and_store_kv(self, ops: LayerOps, tokens: int) -> list[Tensor]:
-        """The token in the middle has no slot."""
-        spec, device = self.model.spec, self.model.device
-        blocks = tokens // self.block_size + _BLOCKS
-        block = [self.block_size, spec.num_kv_heads]
-        if ops.heads_first:
-            block.reverse()
-        keys, values = (
-            torch.full((blocks, *block, spec.head_dim), torch.nan, device=device).to(self.kv_dtype or self.model.dtype)
-            for _ in range(2)
-        )
-        slots = torch.arange(tokens, device=device) + self.block_size - 2  # in two blocks
-        slots[tokens // 2] = -1
-        angles = torch.arange(tokens, device=device)[:, None] * spec.inv_freq.to(device)
-        positions = Positions(angles.cos(), angles.sin(), slots)
-        norms = None
-        if "model.layers.0.self_attn.q_norm.weight" in weight_shapes(spec):
-            norms = 1 + self._draw(1, 2 * spec.head_dim) / 8
-        qkv = self._draw(2, tokens, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
-        query = qkv.new_empty(tokens, spec.num_heads, spec.head_dim)
-        ops.rope_and_store_kv(qkv, positions, norms, spec.rms_norm_eps, query, keys, values)
-        return [query, keys, values]
-
-    def _silu_and_mul(self, ops: LayerOps, tokens: int) -> list[Tensor]:
-        gate_up = 3 * self._draw(0, tokens, 2 * self.model.spec.intermediate_size)
-        out = gate_up.new_empty(tokens, self.model.spec.intermediate_size)
-        ops.silu_and_mul(gate_up, out)
-        return [out]
-
-    def _norm_arguments(self, tokens: int) -> tuple[Tensor, Tensor, Tensor, float]:
-        """Residual, output, weight and epsilon."""
-        spec = self.model.spec
-        residual = self._draw(3, tokens, spec.hidden_size).float()
-        weight = 1 + self._draw(4, spec.hidden_size) / 8
-        return residual, torch.empty_like(residual, dtype=self.model.dtype), weight, spec.rms_norm_eps
+    def _routing(self, call: LayerCall, tokens: int) -> Routing:
+        """Of random scores: every expert has about as many tokens."""
+        noted = next(one for one in call.arguments if isinstance(one, Routing))
+        scores = self._draw(9, tokens, len(noted.counts)).float()
+        return self.model.ops.route(scores, Router(noted.weights.shape[1], "softmax"))
 
     def _draw(self, seed: int, *shape: int) -> Tensor:
         generator: Any = torch.Generator(self.model.device).manual_seed(seed)
         return torch.randn(shape, generator=generator, device=self.model.device).to(self.model.dtype)
+
+
+def _bytes_per_token(call: LayerCall) -> int:
+    """What an operation reads and writes for each token, without weights and small numbers."""
+    total = 0
+    for number, one in enumerate(call.arguments):
+        match one:
+            case Tensor() if one.is_floating_point():
+                row = one[0, :, 0] if one.dim() == 4 else one[0]  # of a cache, the place of one token
+                times = 2 if _READ_AND_WRITTEN.get(call.name) == number else 1
+                total += times * row.numel() * one.element_size()
+            case Embedding():
+                total += one.table[0].nbytes * (1 if one.positions is None else 2)
+            case Positions():
+                total += sum(each[0].nbytes for each in one if each is not None)
+            case tuple() if type(one) is tuple:
+                total += sum(each.value[0].nbytes for each in one if isinstance(each, Addend))
+    return total
 
 
 def _error_of_result(found: Tensor, expected: Tensor) -> float:
@@ -181,16 +180,3 @@ class _WideHead(TorchLayerOps):
     def logits(self, hidden: Tensor, lm_head: Tensor, out: Tensor | None = None) -> Tensor:
         wide = hidden.double()
         return torch.cat([linear(wide, piece.double()) for piece in torch.split(lm_head, _HEAD_PIECE)], 1)
-
-
-class _Deferred:
-    """Operations that are not called, but kept to be called later."""
-
-    def __init__(self, ops: LayerOps, calls: list[Callable[[], object]]) -> None:
-        self._ops, self._calls = ops, calls
-
-    def __getattr__(self, name: str) -> Any:
-        operation = getattr(self._ops, name)
-        if not callable(operation):
-            return operation
-        return lambda *arguments: self._calls.append(partial(operation, *arguments))

@@ -6,15 +6,26 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn import functional
 
-from cbatch.engine.kernels.layer_ops import Positions
+from cbatch.engine.kernels.layer_ops import (
+    ActivationSettings,
+    Addend,
+    Embedding,
+    ExpertWeights,
+    Heads,
+    NormWeights,
+    Positions,
+    Router,
+    Routing,
+    multiply_logits,
+)
 from cbatch.engine.runtime.kv_cache import as_bytes, as_stored
 
 
 @dataclass(frozen=True, slots=True)
 class TorchLayerOps:
-    """See `LayerOps`. Nothing here waits for a device.
+    """See `LayerOps`. Nothing here waits for a device, except experts, whose steps cannot be captured as graphs.
 
     heads_first: whether blocks are [kv_heads, block_size, head_dim], as Triton's attention has them, and not
                  [block_size, kv_heads, head_dim], as the reference has them
@@ -23,46 +34,142 @@ class TorchLayerOps:
     heads_first: bool = False
 
     def embed_and_norm(
-        self, embedding: Tensor, ids: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor
+        self,
+        embedding: Embedding,
+        ids: Tensor,
+        positions: Tensor,
+        residual: Tensor,
+        norm: NormWeights | None,
+        out: Tensor | None,
     ) -> None:
-        residual.copy_(embedding[ids])
-        out.copy_(_norm(residual, weight, eps))
+        residual.copy_(embedding.table[ids])
+        if embedding.scale != 1:
+            residual *= embedding.scale
+        if embedding.positions is not None:
+            residual += embedding.positions[positions + embedding.offset]
+        self.add_and_norm(residual, (), norm, out)
 
-    def add_and_norm(self, residual: Tensor, added: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        residual += added
-        out.copy_(_norm(residual, weight, eps))
+    def add_and_norm(
+        self, residual: Tensor, addends: tuple[Addend, ...], norm: NormWeights | None, out: Tensor | None
+    ) -> None:
+        for addend in addends:
+            residual += _value_of(addend)
+        if out is not None and norm is not None:
+            out.copy_(_normed(residual, norm))
 
     def select_and_norm(
-        self, residual: Tensor, added: Tensor, rows: Tensor, weight: Tensor, eps: float, out: Tensor
+        self,
+        residual: Tensor,
+        addends: tuple[Addend, ...],
+        rows: Tensor,
+        norm: NormWeights,
+        factor: float,
+        out: Tensor,
     ) -> None:
-        out.copy_(_norm(residual[rows] + added[rows], weight, eps))
+        chosen = residual[rows]
+        for addend in addends:
+            chosen += _value_of(addend._replace(value=addend.value[rows]))
+        out.copy_(_scaled(_normed(chosen, norm), factor))
 
-    def rope_and_store_kv(
+    def normalize(
+        self, source: Tensor, norm: NormWeights, groups: int, factor: float, out: Tensor, *, add: bool = False
+    ) -> None:
+        normed = _scaled(_normed(source.view(len(source), groups, -1), norm).flatten(1), factor)
+        out.copy_(out + normed if add else normed)
+
+    def prepare_heads(
         self,
         qkv: Tensor,
+        heads: Heads,
         positions: Positions,
-        norms: Tensor | None,
-        eps: float,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: Tensor | None,
+        values: Tensor | None,
     ) -> None:
-        tokens, heads, dim = query.shape
-        kv_heads = keys.shape[1 if self.heads_first else 2]
-        new_query, new_keys, new_values = torch.split(qkv.view(tokens, -1, dim), [heads, kv_heads, kv_heads], dim=1)
-        query_norm, key_norm = (None, None) if norms is None else torch.split(norms, dim)
-        query.copy_(_norm_and_rotate(new_query, query_norm, eps, positions))
-        new_keys = _norm_and_rotate(new_keys, key_norm, eps, positions)
-        store_in_blocks(keys, new_keys, positions.slots, heads_first=self.heads_first)
-        store_in_blocks(values, new_values, positions.slots, heads_first=self.heads_first)
+        if heads.clip:
+            qkv = qkv.clamp(-heads.clip, heads.clip)
+        kv_heads = heads.kv_heads if heads.stores else 0
+        sizes = [heads.heads * heads.key_dim, kv_heads * heads.key_dim, kv_heads * heads.value_dim]
+        new_query, new_keys, new_values = torch.split(qkv, sizes, dim=1)
+        prepared = _prepared(new_query.view(len(qkv), -1, heads.key_dim), heads.query_norm, heads, positions)
+        if positions.query_scales is not None:
+            prepared = prepared * positions.query_scales[:, None, None]
+        query.copy_(prepared)
+        if keys is not None and values is not None:
+            new_keys = _prepared(new_keys.view(len(qkv), -1, heads.key_dim), heads.key_norm, heads, positions)
+            new_values = _normed_heads(new_values.view(len(qkv), -1, heads.value_dim), heads.value_norm)
+            store_in_blocks(keys, new_keys, positions.slots, heads_first=self.heads_first)
+            store_in_blocks(values, new_values, positions.slots, heads_first=self.heads_first)
 
-    def silu_and_mul(self, gate_up: Tensor, out: Tensor) -> None:
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        out.copy_(silu(gate) * up)
+    def activate(self, up: Tensor, activation: ActivationSettings, out: Tensor) -> None:
+        up = up.float()
+        if not activation.gated:
+            out.copy_(_activated(up, activation))
+            return
+        gate, up = up.chunk(2, dim=-1)
+        if activation.limit:
+            gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        out.copy_(_activated(gate, activation) * (up + activation.up_offset))
+
+    def gate(self, gate: Tensor, width: int, function: str, factor: float, target: Tensor) -> None:
+        factors = gate.float()
+        if function != "identity":
+            factors = torch.sigmoid(factors) if function == "sigmoid" else functional.softplus(factors)
+        target.copy_(factor * factors.repeat_interleave(width, dim=1) * target)
 
     def logits(self, hidden: Tensor, lm_head: Tensor, out: Tensor | None = None) -> Tensor:
-        logits = linear(hidden, lm_head).float()
-        return logits if out is None else out.copy_(logits)
+        return multiply_logits(hidden, lm_head, out)
+
+    def finish_logits(self, logits: Tensor, bias: Tensor | None, softcap: float) -> None:
+        if bias is not None:
+            logits += bias
+        if softcap:
+            logits.copy_(softcap * torch.tanh(logits / softcap))
+
+    def route(self, scores: Tensor, router: Router) -> Routing:
+        num_experts = scores.shape[1]
+        if router.scores in ("softmax", "sigmoid"):
+            scores = torch.softmax(scores, 1) if router.scores == "softmax" else torch.sigmoid(scores)
+        wanted = scores if router.choice_bias is None else scores + router.choice_bias
+        if router.groups > router.top_groups:
+            wanted = _without_groups(wanted, router)
+        chosen = wanted.argsort(dim=1, descending=True, stable=True)[:, : router.top_k]
+        weights = scores.gather(1, chosen)
+        if router.scores.endswith("_of_chosen"):
+            weights = torch.softmax(weights, 1) if router.scores.startswith("softmax") else torch.sigmoid(weights)
+        factors = torch.full_like(weights, router.factor)
+        if router.normalize:
+            factors = factors / (weights.sum(1, keepdim=True) + router.epsilon).clamp(min=router.least_sum)
+        if router.expert_scales is not None:
+            factors = factors * router.expert_scales[chosen]
+        order = chosen.flatten().argsort(stable=True)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        counts = torch.bincount(chosen.flatten(), minlength=num_experts)
+        return Routing(weights * factors, places.view_as(chosen).int(), order.int(), counts.int())
+
+    def expert_linear(
+        self, source: Tensor, routing: Routing, experts: ExpertWeights, out: Tensor, *, gathers: bool, weighs: bool
+    ) -> None:
+        top_k, start = routing.weights.shape[1], 0
+        for expert, count in enumerate(routing.counts.tolist()):
+            if count == 0:
+                continue
+            pairs = routing.order[start : start + count]
+            rows = source[pairs // top_k] if gathers else source[start : start + count]
+            product = rows @ experts.weight[expert].T
+            if weighs:
+                product = product * routing.weights.flatten()[pairs, None]
+            if experts.bias is not None:
+                product = product + experts.bias[expert]
+            out[start : start + count] = product
+            start += count
+
+    def combine(self, rows: Tensor, routing: Routing, factor: float, out: Tensor, *, weighs: bool, add: bool) -> None:
+        total = torch.zeros_like(out, dtype=torch.float32)
+        for place, weight in zip(routing.places.T, routing.weights.T, strict=True):
+            total += rows[place] * weight[:, None] if weighs else rows[place]
+        out.copy_(out + factor * total if add else factor * total)
 
 
 def store_in_blocks(cache: Tensor, new: Tensor, slots: Tensor, *, heads_first: bool) -> None:
@@ -82,14 +189,73 @@ def store_in_blocks(cache: Tensor, new: Tensor, slots: Tensor, *, heads_first: b
     )
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1 else factor * x
+
+
+def _value_of(addend: Addend) -> Tensor:
+    value = addend.value if addend.norm is None else _normed(addend.value, addend.norm)
+    return _scaled(value.float(), addend.factor)
+
+
+def _normed(x: Tensor, norm: NormWeights) -> Tensor:
+    """The last dimension, normed in float32."""
     x = x.float()
-    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight.float()
+    if norm.kind == "none":
+        return x
+    if norm.kind == "layer":
+        x = x - x.mean(dim=-1, keepdim=True)
+    x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + norm.eps)
+    x = x if norm.weight is None else x * norm.weight
+    return x if norm.bias is None else x + norm.bias
 
 
-def _norm_and_rotate(heads: Tensor, norm: Tensor | None, eps: float, positions: Positions) -> Tensor:
-    """Heads [T, heads, dim] rotated by their positions (RoPE), float32."""
-    heads = heads.float() if norm is None else _norm(heads, norm, eps)
-    left, right = heads.chunk(2, dim=-1)
-    cosines, sines = positions.cosines[:, None], positions.sines[:, None]
-    return torch.cat([left * cosines - right * sines, right * cosines + left * sines], dim=-1)
+def _normed_heads(heads: Tensor, norm: NormWeights) -> Tensor:
+    """Heads [T, heads, dim], each normed by itself; see `NormWeights`."""
+    shape = heads.shape[1:]
+    weight, bias = (
+        part if part is None or part.numel() == shape[1] else part.view(shape) for part in (norm.weight, norm.bias)
+    )
+    return _normed(heads, norm._replace(weight=weight, bias=bias))
+
+
+def _prepared(x: Tensor, norm: NormWeights, heads: Heads, positions: Positions) -> Tensor:
+    """Heads [T, heads, dim] normed and rotated by their positions, float32."""
+    x = x.float() if heads.norm_last else _normed_heads(x, norm)
+    if positions.cosines is not None and positions.sines is not None:
+        half = positions.cosines.shape[1]
+        left, right, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
+        cosines, sines = positions.cosines[:, None], positions.sines[:, None]
+        x = torch.cat([left * cosines - right * sines, right * cosines + left * sines, rest], dim=-1)
+    return _normed_heads(x, norm) if heads.norm_last else x
+
+
+def _activated(x: Tensor, activation: ActivationSettings) -> Tensor:
+    match activation.name:
+        case "silu":
+            return x * torch.sigmoid(activation.slope * x)
+        case "gelu":
+            return functional.gelu(x)
+        case "gelu_tanh":
+            return functional.gelu(x, approximate="tanh")
+        case "relu":
+            return torch.relu(x)
+        case "relu2":
+            return torch.relu(x).square()
+        case "sigmoid":
+            return torch.sigmoid(x)
+        case "xielu":
+            positive, negative, beta, largest = activation.params
+            below = (negative + beta) * (torch.expm1(x.clamp(max=largest)) - x) + beta * x
+            return torch.where(x > 0, positive * x * x + beta * x, below)
+    return x
+
+
+def _without_groups(wanted: Tensor, router: Router) -> Tensor:
+    """The wanted scores [T, experts], with those of all groups but the best ones replaced."""
+    grouped = wanted.view(len(wanted), router.groups, -1)
+    best = grouped.topk(1 if router.group_score == "highest" else 2, dim=-1).values.sum(-1)
+    kept = torch.zeros_like(best, dtype=torch.bool)
+    kept.scatter_(1, best.argsort(dim=1, descending=True, stable=True)[:, : router.top_groups], True)
+    dropped = 0.0 if router.group_score == "highest" else float("-inf")
+    return grouped.masked_fill(~kept[:, :, None], dropped).flatten(1)

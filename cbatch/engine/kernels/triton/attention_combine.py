@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cbatch.engine.kernels.triton.attention_metadata import AttentionMetadata
-from cbatch.engine.kernels.triton.attention_tile import LAUNCH, power_of_2
+from cbatch.engine.kernels.triton.attention_tile import LAUNCH, first_seen, power_of_2
 
 CHUNK = 16
 """Partial results that are merged at once."""
@@ -42,6 +42,7 @@ def combine(out: Tensor, parts: Partials, metadata: AttentionMetadata, options: 
     heads, value_dim = out.shape[1:]
     _combine_kernel[(len(metadata.merges), heads)](
         out, *parts, metadata.sequences, metadata.merges, options["window"], HAS_WINDOW=options["HAS_WINDOW"],
+        IS_CHUNKED=options["IS_CHUNKED"],
         HEADS=heads, VALUE_DIM=value_dim, VALUE_TILE=max(16, power_of_2(value_dim)), CHUNK=CHUNK, **LAUNCH,
     )  # fmt: skip
 
@@ -49,8 +50,8 @@ def combine(out: Tensor, parts: Partials, metadata: AttentionMetadata, options: 
 @triton.jit(do_not_specialize=["window"])
 def _combine_kernel(
     out: tl.tensor, partials: tl.tensor, sums: tl.tensor, sequences: tl.tensor, merges: tl.tensor, window: tl.tensor,
-    HAS_WINDOW: tl.constexpr, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUE_TILE: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Merges the splits that one token sees, for one head, in their order.
 
@@ -62,10 +63,10 @@ def _combine_kernel(
         return
     sequence = sequences + number * 6
     length, count, size = tl.load(sequence + 1), tl.load(sequence + 2), tl.load(sequence + 4)
-    begin = tl.maximum(length - count + 1 - window, 0) if HAS_WINDOW else 0
+    begin = first_seen(length - count, window, IS_CHUNKED) if HAS_WINDOW else 0
     if begin // size < tl.maximum(length - 1, 0) // size:
         limit = length - count + 1 + token
-        first = tl.maximum(limit - window, 0) // size if HAS_WINDOW else 0
+        first = first_seen(limit - 1, window, IS_CHUNKED) // size if HAS_WINDOW else 0
         last = (limit - 1) // size
         column = tl.arange(0, VALUE_TILE)
         acc = tl.zeros([VALUE_TILE], tl.float32)

@@ -22,6 +22,7 @@ from cbatch.engine.kernels.triton.attention_tile import (
     LAUNCH,
     Heads,
     cache_layout,
+    first_seen,
     from_fp8,
     kv_rows,
     load_kv,
@@ -124,7 +125,7 @@ def attend_decode(
     levels = decode.levels(options["window"] if has_window else None)
     heads = Heads.of(query, keys, values)
     constants = _constants(heads, has_window, tuning, grid.limits)
-    variant = heads, has_window, options["HAS_SOFTCAP"], options["HAS_SINKS"], tuning
+    variant = heads, has_window, options["IS_CHUNKED"], options["HAS_SOFTCAP"], options["HAS_SINKS"], tuning
     programs = min(grid.programs(variant), len(decode.items) * heads.block[0])
     kernel = _decode_kernel[(programs,)](
         query, keys, values, out, *parts, metadata.sequences, decode.items, decode.totals, metadata.block_ids, levels,
@@ -148,10 +149,10 @@ def _decode_kernel(
     query: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, partials: tl.tensor, sums: tl.tensor,
     sequences: tl.tensor, items: tl.tensor, totals: tl.tensor, block_ids: tl.tensor, levels: tl.tensor,
     query_row: tl.tensor, query_head: tl.tensor, scale: tl.tensor, window: tl.tensor, softcap: tl.tensor,
-    sinks: tl.tensor, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    sinks: tl.tensor, HAS_WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program p of P takes pairs p, p + P, ... of an item and a KV head. The heads of an item are neighbours."""
     work = tl.load(totals + levels - 1) * KV_HEADS
@@ -162,7 +163,7 @@ def _decode_kernel(
         split, size = tl.load(item + 1), tl.load(sequence + 4)
         length, count = tl.load(sequence + 1), tl.load(sequence + 2)
         # The first token of the chunk sees the tokens from here on.
-        seen = tl.maximum(length - count + 1 - window, 0) if HAS_WINDOW else 0
+        seen = first_seen(length - count, window, IS_CHUNKED) if HAS_WINDOW else 0
         begin, end = tl.maximum(split * size, seen), tl.minimum(split * size + size, length)
         # The prefill kernel takes wider chunks, and the list may have splits before the window.
         rows = tl.where((begin < end) | (length == 0), count * GROUP, 0)
@@ -176,7 +177,8 @@ def _decode_kernel(
         result, log_sum = _attend_split(
             query + first_row * query_row, keys, values, block_ids + tl.load(sequence + 3), head, begin, end, rows,
             token, row, limit, split, size, query_row, query_head, scale, window, softcap, sinks, HAS_WINDOW,
-            HAS_SOFTCAP, HAS_SINKS, KV_HEADS, BLOCK_SIZE, KEY_DIM, VALUE_DIM, KEY_TILE, VALUE_TILE, ROWS, TOKENS,
+            IS_CHUNKED, HAS_SOFTCAP, HAS_SINKS, KV_HEADS, BLOCK_SIZE, KEY_DIM, VALUE_DIM, KEY_TILE, VALUE_TILE, ROWS,
+            TOKENS,
         )  # fmt: skip
         kept = (r < rows)[:, None] & (column < VALUE_DIM)[None, :]
         place = token * (KV_HEADS * GROUP) + row
@@ -195,9 +197,9 @@ def _attend_split(
     query: tl.tensor, keys: tl.tensor, values: tl.tensor, block_ids: tl.tensor, head: tl.tensor, begin: tl.tensor,
     end: tl.tensor, num_rows: tl.tensor, token: tl.tensor, row: tl.tensor, limit: tl.tensor, split: tl.tensor,
     size: tl.tensor, query_row: tl.tensor, query_head: tl.tensor, scale: tl.tensor, window: tl.tensor,
-    softcap: tl.tensor, sinks: tl.tensor, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    softcap: tl.tensor, sinks: tl.tensor, HAS_WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Attention of the rows of a tile over tokens begin .. end-1, and the logarithm of each row's sum of weights.
 
@@ -213,7 +215,7 @@ def _attend_split(
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if HAS_SINKS:
-        first = tl.maximum(limit - window, 0) // size if HAS_WINDOW else tl.zeros([ROWS], tl.int32)
+        first = first_seen(limit - 1, window, IS_CHUNKED) // size if HAS_WINDOW else tl.zeros([ROWS], tl.int32)
         sink = tl.load(sinks + row, mask=(r < num_rows) & (split == first), other=float("-inf")).to(tl.float32)
         largest = sink * 1.4426950408889634
         total = tl.where(largest == float("-inf"), 0.0, 1.0)
@@ -227,7 +229,7 @@ def _attend_split(
         scores = scaled_scores(q, k, scale, softcap, HAS_SOFTCAP)
         visible = tokens[None, :] < tl.minimum(limit, end)[:, None]
         if HAS_WINDOW:
-            visible = visible & (tokens[None, :] >= limit[:, None] - window)
+            visible = visible & (tokens[None, :] >= first_seen(limit - 1, window, IS_CHUNKED)[:, None])
         scores = tl.where(visible, scores, float("-inf"))
         v = load_kv(values, rows, there, VALUE_DIM, VALUE_TILE, True)
         if values.dtype.element_ty == tl.uint8:

@@ -20,6 +20,7 @@ from cbatch.engine.kernels.triton.attention_tile import (
     LAUNCH,
     Heads,
     cache_layout,
+    first_seen,
     from_fp8,
     kv_rows,
     load_kv,
@@ -120,9 +121,10 @@ def _prefill_kernel(
     query: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, partials: tl.tensor, sums: tl.tensor,
     pieces: tl.tensor, count: tl.tensor, sequences: tl.tensor, block_ids: tl.tensor, query_row: tl.tensor,
     query_head: tl.tensor, scale: tl.tensor, window: tl.tensor, softcap: tl.tensor, sinks: tl.tensor,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile of queries of one KV head: row r holds query head r % GROUP of token r // GROUP."""
     head = tl.program_id(0) % KV_HEADS
@@ -137,7 +139,7 @@ def _prefill_kernel(
     start, end = length - num_tokens, tl.minimum(begin + ROWS // GROUP, num_tokens)
     low = split * size
     high = tl.minimum(low + size, length)
-    seen = tl.maximum(start + 1 - window, 0) if HAS_WINDOW else 0
+    seen = first_seen(start, window, IS_CHUNKED) if HAS_WINDOW else 0
     if (split < seen // size) | (low >= start + end):
         return  # no token of the tile sees this split
     r, column = tl.arange(0, ROWS), tl.arange(0, KEY_TILE)
@@ -150,21 +152,21 @@ def _prefill_kernel(
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     if HAS_SINKS:
         # They take part in the first split that a token sees.
-        first = tl.maximum(position + 1 - window, 0) // size if HAS_WINDOW else tl.zeros([ROWS], tl.int32)
+        first = first_seen(position, window, IS_CHUNKED) // size if HAS_WINDOW else tl.zeros([ROWS], tl.int32)
         largest = tl.load(sinks + q_head).to(tl.float32) * 1.4426950408889634
         largest, total = tl.where(split == first, largest, float("-inf")), tl.where(split == first, 1.0, 0.0)
     # Tiles at the start of the window, tiles that all queries see in full, and tiles at the end; all within the split.
     stop, whole = start + end, (start + begin + 1) // TOKENS * TOKENS
-    visited = tl.maximum(start + begin + 1 - window, 0) // TOKENS * TOKENS if HAS_WINDOW else 0
-    shared = tl.cdiv(tl.maximum(stop - window, 0), TOKENS) * TOKENS if HAS_WINDOW else 0
+    visited = first_seen(start + begin, window, IS_CHUNKED) // TOKENS * TOKENS if HAS_WINDOW else 0
+    shared = tl.cdiv(first_seen(stop - 1, window, IS_CHUNKED), TOKENS) * TOKENS if HAS_WINDOW else 0
     stop, whole = tl.minimum(stop, high), tl.maximum(tl.minimum(whole, high), low)
     visited, shared = tl.maximum(visited, low), tl.maximum(tl.minimum(shared, whole), low)
     edges = (visited, shared, whole, stop)
     for phase in tl.static_range(0 if HAS_WINDOW else 1, 3):
         acc, largest, total = _visit(
             acc, largest, total, q, keys, values, block_ids + tl.load(sequence + 3), head, position, edges[phase],
-            edges[phase + 1], stop, scale, window, softcap, phase != 1, HAS_WINDOW, HAS_SOFTCAP, KV_HEADS, BLOCK_SIZE,
-            KEY_DIM, VALUE_DIM, KEY_TILE, VALUE_TILE, TOKENS,
+            edges[phase + 1], stop, scale, window, softcap, phase != 1, HAS_WINDOW, IS_CHUNKED, HAS_SOFTCAP, KV_HEADS,
+            BLOCK_SIZE, KEY_DIM, VALUE_DIM, KEY_TILE, VALUE_TILE, TOKENS,
         )  # fmt: skip
     total = tl.where(total == 0, 1.0, total)  # tokens that see nothing of the split
     column = tl.arange(0, VALUE_TILE)
@@ -201,8 +203,9 @@ def _visit(
     acc: tl.tensor, largest: tl.tensor, total: tl.tensor, q: tl.tensor, keys: tl.tensor, values: tl.tensor,
     block_ids: tl.tensor, head: tl.tensor, position: tl.tensor, begin: tl.tensor, end: tl.tensor, stop: tl.tensor,
     scale: tl.tensor, window: tl.tensor, softcap: tl.tensor, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr, TOKENS: tl.constexpr,
+    IS_CHUNKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
+    TOKENS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Adds the tokens begin .. end-1 to the softmax, tile by tile; the tokens in the cache end at `stop`."""
     for place in range(begin, end, TOKENS):
@@ -216,7 +219,7 @@ def _visit(
         if MASKED:
             seen = tokens[None, :] <= position[:, None]
             if HAS_WINDOW:
-                seen = seen & (tokens[None, :] > position[:, None] - window)
+                seen = seen & (tokens[None, :] >= first_seen(position, window, IS_CHUNKED)[:, None])
             scores = tl.where(seen, scores, float("-inf"))
         v = load_kv(values, rows, there, VALUE_DIM, VALUE_TILE, MASKED)
         if values.dtype.element_ty == tl.uint8:

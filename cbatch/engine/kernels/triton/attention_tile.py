@@ -26,15 +26,24 @@ Triton converts after the warps have exchanged what they read. That took more re
 
 
 def attend_arguments(
-    query: Tensor, scale: float, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None
+    query: Tensor,
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> dict[str, Any]:
-    """The options of `AttentionBackend.attend` as arguments of a kernel. Those that are None are compiled out of it."""
+    """The options of `AttentionBackend.attend` as arguments of a kernel. Those that are None are compiled out of it.
+
+    A chunk is a window of as many tokens at most; `first_seen` tells them apart.
+    """
     return {
         "scale": scale * LOG2_E,
-        "window": window or 0,
+        "window": window or chunk or 0,
         "softcap": softcap or 1.0,
         "sinks": query if sinks is None else sinks,
-        "HAS_WINDOW": window is not None,
+        "HAS_WINDOW": window is not None or chunk is not None,
+        "IS_CHUNKED": chunk is not None,
         "HAS_SOFTCAP": softcap is not None,
         "HAS_SINKS": sinks is not None,
     }
@@ -81,6 +90,14 @@ def narrow_rows(group: int) -> int:
 def power_of_2(number: int) -> int:
     """The next power of 2. That of Triton is a function for kernels, too, which takes many times longer."""
     return 1 << (number - 1).bit_length()
+
+
+@triton.jit
+def first_seen(position: tl.tensor, window: tl.tensor, IS_CHUNKED: tl.constexpr) -> tl.tensor:
+    """The first token that the one at a position sees, in a window or in its chunk."""
+    if IS_CHUNKED:
+        return position // window * window
+    return tl.maximum(position + 1 - window, 0)
 
 
 @triton.jit

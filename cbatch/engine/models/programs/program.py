@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cbatch.engine.models.base import LinearCost
+from cbatch.engine.models.base import ALL_EXPERTS_READ, LinearCost
 from cbatch.engine.runtime.kv_cache import LayerShape
 
 RESIDUAL = "residual"
@@ -82,6 +82,10 @@ class Matrix:
     def depth(self) -> int:
         return self.parts[0].size[1]
 
+    @property
+    def size(self) -> int:
+        return self.columns * self.depth
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
@@ -136,10 +140,13 @@ class Rotary:
     scale_floor: float = 1.0
     scale_shift: int = 0
 
-    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [N, rotary_dim / 2] float32 of positions [N]."""
-        angles = positions[:, None].float() * torch.tensor(self.inv_freq, device=positions.device)
-        return angles.cos() * self.factor, angles.sin() * self.factor
+    def tables(self, positions: Tensor, inv_freq: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [N, rotary_dim / 2] float32 of positions [N].  inv_freq: on their device"""
+        if inv_freq is None:
+            inv_freq = torch.tensor(self.inv_freq, device=positions.device)
+        angles = positions[:, None].float() * inv_freq
+        cosines, sines = angles.cos(), angles.sin()
+        return (cosines, sines) if self.factor == 1 else (cosines * self.factor, sines * self.factor)
 
     def query_scales(self, positions: Tensor) -> Tensor:
         """[N] float32"""
@@ -390,13 +397,18 @@ class Program:
 
     def linear_cost(self, weight_bytes: int) -> LinearCost:
         """weight_bytes: of all matrices"""
-        head = self.head.matrix.columns * self.head.matrix.depth
-        parameters = 0.0
+        parameters, top_k, assumed = 0.0, 0, ""
         for operation in self.operations:
             match operation:
                 case Linear():
-                    parameters += operation.matrix.columns * operation.matrix.depth
-        return LinearCost(weight_bytes, parameters, head)
+                    parameters += operation.matrix.size
+                case Route():
+                    parameters += operation.matrix.size
+                    top_k = operation.top_k
+                case Experts():
+                    parameters += top_k * (operation.up[0].size + operation.down[0].size)
+                    assumed = ALL_EXPERTS_READ
+        return LinearCost(weight_bytes, parameters, self.head.matrix.size, (assumed,) if assumed else ())
 
     @property
     def embed(self) -> Embed:
