@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from scripts.benchmarks.harness import in_columns
 
 CHIPS = {75: "T4", 80: "A100", 86: "RTX 3090", 89: "RTX 4090", 90: "H100", 100: "B200", 120: "RTX 5090"}
-HEAD_SIZES, GROUPS = (64, 80, 96, 128, 256), (1, 2, 4, 8)
+HEAD_SIZES, GROUPS = (64, 80, 96, 128, 256, 512), (1, 2, 4, 8)
 VOCABULARY, HIDDEN, INNER, KV_HEADS = 151936, 4096, 12288, 8
 BLOCK_SIZE = 16
 
@@ -74,6 +74,8 @@ class Kernel(NamedTuple):
 
 def all_cases(options: argparse.Namespace) -> list[Case]:
     """Those of the matrix that are wanted; slow ones first."""
+    from cbatch.engine.attention.triton import LARGEST_HEAD_BELOW_80
+
     dtypes = {capability: "float16" if capability < 80 else "bfloat16" for capability in options.arch}
     cases = [Case(chip, dtype, part) for chip, dtype in dtypes.items() for part in ("rest", "families", "forms")]
     cases += [
@@ -81,6 +83,7 @@ def all_cases(options: argparse.Namespace) -> list[Case]:
         for kv_dtype, (chip, dtype), head, group in itertools.product(
             options.kv_dtypes, dtypes.items(), options.heads, options.groups
         )
+        if chip >= 80 or head <= LARGEST_HEAD_BELOW_80
     ]
     if 80 in dtypes and "auto" in options.kv_dtypes:
         cases.append(Case(80, "float32", "attention", 128, 4))

@@ -17,13 +17,14 @@ from cbatch.engine.kernels.triton.occupancy import DeviceLimits, device_limits
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import LayerShape, Shape, as_bytes
 
-LARGEST_HEAD = 256
+LARGEST_HEAD, LARGEST_HEAD_BELOW_80 = 512, 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def fits(layers: list[LayerShape], dtype: torch.dtype) -> bool:
-    """Whether the kernels serve layers of these sizes in this type."""
-    return dtype in DTYPES and all(max(layer.key_dim, layer.value_dim) <= LARGEST_HEAD for layer in layers)
+def fits(layers: list[LayerShape], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels serve layers of these sizes in this type, on a device."""
+    largest = LARGEST_HEAD if device_limits(device).capability >= 80 else LARGEST_HEAD_BELOW_80
+    return dtype in DTYPES and all(max(layer.key_dim, layer.value_dim) <= largest for layer in layers)
 
 
 class TritonAttention:

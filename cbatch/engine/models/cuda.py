@@ -135,7 +135,7 @@ def _triton_ops(layers: list[LayerShape], dtype: torch.dtype, device: torch.devi
     from cbatch.engine.attention.triton import fits
     from cbatch.engine.kernels.triton.layer import TritonLayerOps
 
-    if not fits(layers, dtype):
+    if not fits(layers, dtype, device):
         largest = max(max(layer.key_dim, layer.value_dim) for layer in layers)
         raise UnsupportedConfig(f"the kernels do not support heads of {largest}, or do not compute in {dtype}")
     return TritonLayerOps.for_device(device)

@@ -559,6 +559,6 @@ def test_a_tile_before_a_split_has_no_partial_results(name: str, monkeypatch: py
 def test_what_does_not_fit_goes_another_way() -> None:
     """Guards the choice: larger heads and other types are not tried."""
     layer = LayerShape(2, 64, 256)
-    assert fits([layer], torch.bfloat16) and fits([layer], torch.float32)
-    assert not fits([layer], torch.float64)
-    assert not fits([layer, LayerShape(1, 576, 512)], torch.bfloat16)
+    assert fits([layer], torch.bfloat16, DEVICE) and fits([layer], torch.float32, DEVICE)
+    assert not fits([layer], torch.float64, DEVICE)
+    assert not fits([layer, LayerShape(1, 576, 512)], torch.bfloat16, DEVICE)

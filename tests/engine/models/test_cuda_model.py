@@ -220,7 +220,7 @@ def test_what_does_not_fit_is_refused() -> None:
     config, tensors = network.config.to_dict(), network.state_dict()
     for other, dtype in (
         (config | {"hidden_act": "tanh"}, torch.float16),
-        (config | {"head_dim": 512}, torch.float16),
+        (config | {"head_dim": 520}, torch.float16),
         (config, torch.float64),
     ):
         with pytest.raises(UnsupportedConfig):

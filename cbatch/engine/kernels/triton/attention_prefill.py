@@ -74,6 +74,9 @@ class PrefillTuning(NamedTuple):
                     tokens = min(tokens, 16)
             elif head_tile > 128:
                 tokens //= 2
+            if head_tile > 256:
+                most = {100: 64, 120: 16}.get(limits.capability, 32)
+                rows, tokens = min(rows, 16 if is_fp8 else most), 16
         return PrefillTuning(max(rows, power_of_2(group)), max(16, tokens), warps, stages)
 
 
