@@ -39,10 +39,11 @@ by side in two chunks each, and one of them beside the last positions of the con
 here is refused, with the reason. Only safetensors weights are read, and no code that comes with a model is run.
 All of that happens on the device of the run, in the dtype of the run.
 
-Types with a **fast path** have a [declaration](families.md): the CPU computes them with kernels of its own, about three
-times as fast as by the modules of transformers, and does not import transformers. For Llama, Mistral, Qwen 2 and Qwen 3
-an NVIDIA [GPU](gpu.md) has such a path, too. A model whose `config.json` says something that its declaration does not
-know, or whose files hold other weights than it expects, is computed by transformers; `-v` and `cbatch info` say why.
+Types with a **fast path** have a [declaration](families.md): a CPU and an NVIDIA [GPU](gpu.md) compute them with
+kernels of their own, and transformers is not imported. On a CPU that is about three times as fast as by the modules of
+transformers; on a GPU it has not been measured. A model whose `config.json` says something that its declaration does
+not know, or whose files hold other weights than it expects, is computed by transformers; `-v` and `cbatch info` say
+why.
 
 For this table, a tiny random model of each type is built. Every window, chunk and threshold in it is shorter than the
 prompts, and its weights are such that the first token of a prompt decides the output.

@@ -89,7 +89,7 @@ def select_attention(
         else:
             from cbatch.engine.attention import triton
 
-            fits = triton.fits(layers, dtype, device) and (dtype != torch.bfloat16 or has_bfloat16(device))
+            fits = (dtype != torch.bfloat16 or has_bfloat16(device)) and triton.fits(layers, dtype, device)
             backend = triton.TritonAttention(device, kv_dtype=kv_dtype) if fits else None
     except ImportError as error:  # numba and Triton do not exist for every platform of torch
         if name == named:

@@ -20,7 +20,8 @@ ATTENTION = {
     "_combine_kernel", "_decode_kernel", "_prefill_kernel", "_prepare_heads_kernel", "_store_kv_kernel",
 }  # fmt: skip
 ALL = ATTENTION | {
-    "_activate_kernel", "_choose_kernel", "_expert_linear_kernel", "_finish_logits_kernel", "_gate_kernel",
+    "_activate_kernel", "_choose_kernel", "_combine_experts_kernel", "_expert_linear_kernel", "_finish_logits_kernel",
+    "_gate_kernel",
     "_norm_kernel", "_normalize_kernel", "_place_kernel", "_route_kernel", "_scan_kernel",
 }  # fmt: skip
 

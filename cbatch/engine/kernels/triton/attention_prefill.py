@@ -48,14 +48,22 @@ class PrefillTuning(NamedTuple):
     stages: int = 5
 
     def fitted(
-        self, head_tile: int, dtype: torch.dtype, cache_dtype: torch.dtype, group: int, limits: DeviceLimits
+        self,
+        head_tile: int,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        group: int,
+        limits: DeviceLimits,
+        *,
+        has_window: bool = False,
     ) -> PrefillTuning:
         """Parameters for heads of a padded size in a type on a chip, so that tiles fit into a multiprocessor.
 
         The matrix units of 9.0 and 10.0 read operands from shared memory; those of 8.x and 12.0 take all of them from
-        registers, which would overflow: tiles are smaller there. Without matrix units tiles are smaller still: in
-        float32, and below 8.0, where Triton does not use them. To convert FP8 takes registers too, and a tile of it
-        needs twice as many keys for each thread to read 16 bytes at once.
+        registers, which would overflow: tiles are smaller there, and smaller still with windows, which take masks.
+        Without matrix units tiles are the smallest: in float32, and below 8.0, where Triton does not use them. To
+        convert FP8 takes registers too, and a tile of it needs twice as many keys for each thread to read 16 bytes at
+        once.
         """
         is_fp8 = cache_dtype.itemsize == 1
         if dtype == torch.float32 or limits.capability < 80:
@@ -66,7 +74,7 @@ class PrefillTuning(NamedTuple):
         else:
             rows, tokens, warps, stages = self
             if not 90 <= limits.capability < 120:
-                rows = min(rows, 64) if head_tile > 128 else rows
+                rows = min(rows, 64) if head_tile > (64 if has_window else 128) else rows
                 tokens = min(tokens, 32) if head_tile > 64 else tokens
                 if head_tile > 128 and is_fp8:
                     rows = min(rows, 32)
@@ -100,7 +108,7 @@ def attend_prefill(
     prefill = metadata.prefill
     if prefill is None:
         return
-    constants = _constants(Heads.of(query, keys, values), tuning, limits)
+    constants = _constants(Heads.of(query, keys, values), options["HAS_WINDOW"], tuning, limits)
     tiles = prefill.max_tiles(constants["ROWS"] // constants["GROUP"])
     _prefill_kernel[(tiles * constants["KV_HEADS"],)](
         query, keys, values, out, *parts, prefill.pieces, prefill.count, metadata.sequences, metadata.block_ids,
@@ -109,10 +117,10 @@ def attend_prefill(
 
 
 @cache
-def _constants(heads: Heads, tuning: PrefillTuning, limits: DeviceLimits) -> dict[str, Any]:
+def _constants(heads: Heads, has_window: bool, tuning: PrefillTuning, limits: DeviceLimits) -> dict[str, Any]:
     layer = cache_layout(heads)
     head_tile = max(layer["KEY_TILE"], layer["VALUE_TILE"])
-    tuning = tuning.fitted(head_tile, heads.dtype, heads.cache_dtype, layer["GROUP"], limits)
+    tuning = tuning.fitted(head_tile, heads.dtype, heads.cache_dtype, layer["GROUP"], limits, has_window=has_window)
     return {
         **layer, "NARROW": narrow_rows(layer["GROUP"]), "ROWS": tuning.rows, "TOKENS": tuning.tokens,
         "num_warps": tuning.warps, "num_stages": tuning.stages, **LAUNCH,

@@ -232,7 +232,7 @@ def expert_linear(
 
 
 @triton.jit
-def _combine_kernel(
+def _combine_experts_kernel(
     rows: tl.tensor, weights: tl.tensor, places: tl.tensor, out: tl.tensor, TOP_K: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, FACTOR: tl.constexpr, WEIGHS: tl.constexpr, ADDS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -259,7 +259,7 @@ def combine(rows: Tensor, routing: Routing, factor: float, out: Tensor, *, weigh
     """See `LayerOps.combine`."""
     tokens, columns = out.shape
     block = min(power_of_2(columns), 1024)
-    _combine_kernel[(tokens, -(-columns // block))](
+    _combine_experts_kernel[(tokens, -(-columns // block))](
         rows, routing.weights, routing.places, out, routing.weights.shape[1], columns, block, factor, weighs, add,
         **launch_options(block // 8),
     )  # fmt: skip
