@@ -27,9 +27,9 @@ from cbatch.engine.execution.kv_cache_sizing import make_runner
 from cbatch.engine.execution.loop import EngineCore
 from cbatch.engine.execution.stats import EngineStats, StepRecord
 from cbatch.engine.models.base import Model
-from cbatch.engine.models.device_map import choose_device_map
+from cbatch.engine.models.hf.device_map import choose_device_map
+from cbatch.engine.models.hf.self_check import checked_model
 from cbatch.engine.models.loader import LoadedModel, load_model
-from cbatch.engine.models.self_check import checked_model
 from cbatch.engine.requests.input_processor import InputProcessor, ModelInfo
 from cbatch.engine.requests.output_processor import OutputProcessor
 from cbatch.engine.requests.request import EncodedRequest
@@ -257,6 +257,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
                 bad_words=self.tokenizer.bad_word_ids(params.bad_words) if self.tokenizer else (),
                 grammar_state=self._grammar_state(grammar, request, stop_ids),
                 counts=counts_for(params, prompt_ids),
+                position_offset=self._position_offset(len(prompt_ids) + max_new_tokens),
             )
             for number in range(params.n)
         ]
@@ -265,6 +266,11 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         for output in outputs:
             self.scheduler.add(output)
         return outputs[0].id
+
+    def _position_offset(self, most_tokens: int) -> int:
+        """Of a request that may become so long; see `Model.short_context`."""
+        short = self.model.short_context
+        return 0 if short is None or most_tokens <= short else self.model.max_model_len
 
     def max_new_tokens(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         """Most tokens that such a request can get. Raises RequestError as `add` does."""

@@ -131,7 +131,9 @@ def test_a_wrong_shared_block_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the test above: a cache that takes any block for the wanted one must fail it."""
     engine = make_engine(network_of("llama"), max_batch_tokens=256, kv_blocks=80)
     match = engine.scheduler.pool.get_cached_blocks
-    monkeypatch.setattr(engine.scheduler.pool, "get_cached_blocks", lambda tokens: match(TRUNKS[0][: len(tokens)]))
+    monkeypatch.setattr(
+        engine.scheduler.pool, "get_cached_blocks", lambda tokens, kind: match(TRUNKS[0][: len(tokens)])
+    )
     assert run_with_trunks(engine) != expected_with_trunks("llama")
 
 

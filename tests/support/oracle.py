@@ -40,13 +40,13 @@ class OracleRequest:
     cached: int = 0
 
 
-def stamps_of(tokens: Sequence[int], before: Sequence[int] = ()) -> list[int]:
+def stamps_of(tokens: Sequence[int], before: Sequence[int] = (), position_offset: int = 0) -> list[int]:
     """The stamps of tokens; `before` are those of the tokens in front of them.
 
-    A stamp stands for a token, its position and all tokens before it.
+    A stamp stands for a token, its position id and all tokens before it.
     """
     stamps = list(before)
-    for position, token in enumerate(tokens, len(stamps)):
+    for position, token in enumerate(tokens, len(stamps) + position_offset):
         last = stamps[-1] if stamps else 0
         stamps.append(hash((last, position, int(token))) & (2**63 - 1))
     return stamps
@@ -63,10 +63,11 @@ def make_request(request: Request, stop_after: int | None, vocabulary: int, kind
     kind: of its tokens, `int` or `CollidingToken`
     """
     prompt, limit = request.token_ids, request.max_new_tokens
-    tokens, stamps = list(prompt), stamps_of(prompt)
+    offset = request.position_offset
+    tokens, stamps = list(prompt), stamps_of(prompt, position_offset=offset)
     for _ in range(limit):
         tokens.append(kind(next_token(stamps[-1], vocabulary)))
-        stamps = stamps_of(tokens[-1:], stamps)
+        stamps = stamps_of(tokens[-1:], stamps, offset)
     output = tokens[len(prompt) :]
     stop = {output[stop_after - 1]} if stop_after is not None and stop_after <= limit else set()
     length = len(prompt) + next((place + 1 for place, token in enumerate(output) if token in stop), limit)

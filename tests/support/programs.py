@@ -55,6 +55,14 @@ def saved_model(kind: str) -> SavedModel:
         return SavedModel(network, config, _read_all(Path(folder)))
 
 
+def reconfigured(saved: SavedModel, settings: dict[str, Any]) -> SavedModel:
+    """The same weights in a network with other settings."""
+    config = saved.config | settings
+    network = type(saved.network)(type(saved.network.config)(**config)).eval()
+    network.load_state_dict(saved.network.state_dict())
+    return SavedModel(network, config, saved.tensors)
+
+
 def _draw_buffers(network: Any) -> None:
     """Numbers of the files that are not parameters, such as the biases of routers, which are 0 in a new network."""
     generator = torch.Generator().manual_seed(1)

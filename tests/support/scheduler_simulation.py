@@ -45,6 +45,7 @@ class SimulationSizes:
     max_seqs: int
     max_batch_tokens: int
     max_model_len: int = 1000
+    short_context: int = 30
     prefix_cache: bool = True
     vocabulary: int = 50
     colliding: bool = False
@@ -113,13 +114,20 @@ class SchedulerSimulation:
         return (start + [self._token(token) for token in suffix])[:longest] or [self._token(1)]
 
     def add(self, prompt: list[int], max_tokens: int, priority: int = 0, stop_after: int | None = None) -> Request:
-        """Adds a request; its token number `stop_after` is a stop token, if it gets that far."""
+        """Adds a request; its token number `stop_after` is a stop token, if it gets that far.
+
+        Requests of more than `short_context` tokens have other position ids.
+        """
+        sizes = self.sizes
         limit = min(max_tokens, self.scheduler.sequence_limits.max_new_tokens(len(prompt)))
         params = SamplingParams(max_tokens=limit)
-        request = Request(self._next_id, list(prompt), params, max_new_tokens=limit, priority=priority)
+        offset = sizes.max_model_len if len(prompt) + limit > sizes.short_context else 0
+        request = Request(
+            self._next_id, list(prompt), params, max_new_tokens=limit, priority=priority, position_offset=offset
+        )
         self._next_id += 1
         self._priorities.add(priority)
-        self.requests[request] = make_request(request, stop_after, self.sizes.vocabulary, self._token)
+        self.requests[request] = make_request(request, stop_after, sizes.vocabulary, self._token)
         self.scheduler.add(request)
         self.counts["requests"] += 1
         self.check()
@@ -285,7 +293,9 @@ class SchedulerSimulation:
             tokens = expected.tokens[chunk.start : chunk.stop]
             is_right = tokens == ids[part].tolist() or self._will_be_nan(chunk.request)
             require(is_right, "other tokens in the batch than the request has")
-            require(list(range(chunk.start, chunk.stop)) == positions[part].tolist(), "wrong positions")
+            offset = chunk.request.position_offset
+            places = list(range(chunk.start + offset, chunk.stop + offset))
+            require(places == positions[part].tolist(), "wrong positions")
             self.cache.reshape(-1)[slots[part]] = self._values(expected, chunk, chunk.request in broken)
         for chunk, table in zip(scheduled.chunks, batch.tables.tolist(), strict=True):
             self._compare(self.requests[chunk.request], table, chunk.stop)
@@ -327,7 +337,7 @@ class SchedulerSimulation:
 
     def _probe(self, expected: OracleRequest) -> None:
         """The cached blocks of a sequence hold that sequence, and no known NaN."""
-        blocks = self.scheduler.pool.get_cached_blocks(expected.tokens)
+        blocks = self.scheduler.pool.get_cached_blocks(expected.tokens, expected.request.position_offset)
         values = self._read(blocks, len(blocks) * self.sizes.block_size)
         wrong = values[values != expected.stamps[: len(values)]].tolist()
         if wrong:

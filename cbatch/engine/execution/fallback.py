@@ -8,8 +8,8 @@ steps down from it:
 3. the operations of a layer by torch, and attention by Triton;
 4. attention by torch too (the reference).
 
-Sampling falls back to torch on its own. A model of transformers uses only the attention kernels, and its steps are not
-captured: if attention fails, it takes the reference.
+Sampling falls back to torch on its own. A model of transformers uses only the attention kernels: if these fail, it
+takes the reference. Its steps are captured if its code allows that.
 """
 
 from __future__ import annotations

@@ -95,6 +95,8 @@ class Model(Protocol):
     layer_devices:   where each of them computes, and has its keys and values
     device:          where a step's tokens go in, and its logits come out
     max_model_len:   longest sequence, prompt and output, in tokens
+    short_context:   sequences that may become longer than this are encoded in another way: `max_model_len` is added to
+                     their position ids. None if all are encoded alike
     has_own_threads: whether it computes on threads that are not torch's
     num_parameters, weight_bytes: of all weights in memory
     """
@@ -105,6 +107,7 @@ class Model(Protocol):
     device: torch.device
     vocab_size: int
     max_model_len: int
+    short_context: int | None
     layers: list[LayerShape]
     windows: list[int | None]
     layer_devices: list[torch.device]
@@ -121,7 +124,7 @@ class Model(Protocol):
 
     @property
     def capturable(self) -> CapturableModel | None:
-        """The model itself, if its steps can be captured as CUDA graphs."""
+        """The parts of its steps, if these can be captured as CUDA graphs; mostly the model itself."""
 
     def forward(self, batch: RaggedBatch, kv_cache: KVCache, attention: AttentionBackend) -> Logits:
         """Logits [R, vocabulary] of the wanted rows. A torch model enters inference mode by itself."""

@@ -1,6 +1,6 @@
 """Programs on the CPU: packed weights, and one call of compiled kernels for a step.
 
-They compute what transformers computes for the same files (`hf_adapter.py`), with less rounding: the residual stream,
+They compute what transformers computes for the same files (`hf/adapter.py`), with less rounding: the residual stream,
 sums and logits are float32 whatever the weights are.
 """
 
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.kernels.cpu import program as kernels
-from cbatch.engine.kernels.cpu.linear import new_linear_workspace
-from cbatch.engine.kernels.cpu.microkernel import LANES, pad_columns
+from cbatch.engine.kernels.cpu.matmul.linear import new_linear_workspace
+from cbatch.engine.kernels.cpu.matmul.microkernel import LANES, pad_columns
 from cbatch.engine.kernels.cpu.paged_kv import PagedCaches, new_attention_workspace, plan_attention
 from cbatch.engine.kernels.cpu.tensors import block_shapes, fits, paged_caches_of
 from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
@@ -65,6 +65,7 @@ class CpuModel:
         self.device = torch.device("cpu")
         self.vocab_size = program.vocab_size
         self.max_model_len = program.max_model_len
+        self.short_context = program.short_context
         self.layers = list(program.caches)
         self.windows: list[int | None] = list(program.windows)
         self.layer_devices = [self.device] * len(self.layers)
@@ -127,9 +128,11 @@ class CpuModel:
         ids = batch.ids
         for replaced, instead in self.program.replaced_ids.items():
             ids = np.where(ids == replaced, instead, ids)
-        inputs = kernels.StepInputs(
-            ids, batch.positions, self._rotary, self._rotary_layout, np.arange(length), batch.rows
-        )
+        positions = batch.positions
+        if self.short_context is not None:  # rows for long sequences come after those for short ones
+            shift = self._num_positions - self.max_model_len
+            positions = np.where(positions >= self.max_model_len, positions + shift, positions)
+        inputs = kernels.StepInputs(ids, positions, self._rotary, self._rotary_layout, np.arange(length), batch.rows)
         plan = plan_attention(batch, *self._largest_heads)
         caches, buffers = self._paged_caches_of(kv_cache), self._buffers_for(length)
         return self._packed.instructions, self._weights, caches, plan, inputs, buffers, self._routing, outputs
@@ -167,11 +170,12 @@ class CpuModel:
         """Makes the rotary tables of so many positions (see `StepInputs`)."""
         every, tables, layout, start = torch.arange(positions), [], [], 0
         for rotary in self.program.rotaries:
-            cosines, sines = rotary.tables(every)
-            table = torch.cat([cosines, sines, rotary.query_scales(every)[:, None]], dim=1)
-            tables.append(table.flatten())
-            layout.append((start, cosines.shape[1]))
-            start += table.numel()
+            variants = [rotary.inv_freq, rotary.long_inv_freq][: 1 + (self.short_context is not None)]
+            for inv_freq in variants:
+                cosines, sines = rotary.tables(every, torch.tensor(inv_freq or rotary.inv_freq))
+                tables.append(torch.cat([cosines, sines, rotary.query_scales(every)[:, None]], dim=1).flatten())
+            layout.append((start, len(rotary.inv_freq)))
+            start += len(variants) * tables[-1].numel()
         self._num_positions = positions
         self._rotary = torch.cat([torch.empty(0), *tables]).numpy()
         self._rotary_layout = np.array(layout, np.int64).reshape(-1, 2)

@@ -1,6 +1,6 @@
 """Programs on a GPU: fused weights, and at most ten kernels for each layer of a decode step of a Llama.
 
-They compute what transformers computes for the same files (`hf_adapter.py`), with less rounding: norms, rotations,
+They compute what transformers computes for the same files (`hf/adapter.py`), with less rounding: norms, rotations,
 gates, the residual stream and logits are float32 whatever the weights are.
 """
 
@@ -55,6 +55,7 @@ class CudaModel:
         self.device = device
         self.vocab_size = program.vocab_size
         self.max_model_len = program.max_model_len
+        self.short_context = program.short_context
         self.layers = list(program.caches)
         self.windows: list[int | None] = list(program.windows)
         self.layer_devices = [self.device] * len(self.layers)

@@ -151,7 +151,10 @@ class DeviceProgram:
         self._top_k = 0
         self._floats = frozenset(_accumulators(program))
         self._buffers = {RESIDUAL: Buffer(RESIDUAL, program.hidden_size, True)}
-        self._inv_freqs = [torch.tensor(rotary.inv_freq, device=device) for rotary in program.rotaries]
+        self._inv_freqs = [
+            tuple(torch.tensor(inv_freq, device=device) for inv_freq in (rotary.inv_freq, rotary.long_inv_freq))
+            for rotary in program.rotaries
+        ]
         for operation in program.operations:
             self._add(operation)
         self._loader.forget()
@@ -178,14 +181,26 @@ class DeviceProgram:
         ids = inputs.input_ids
         for replaced, instead in self.program.replaced_ids.items():
             ids = torch.where(ids == replaced, instead, ids)
-        return Step(ops, ids, inputs, metadata, kv_cache, attention, hidden, self._positions(inputs))
+        is_long = None
+        if self.program.short_context is not None:
+            longest = self.program.max_model_len
+            is_long = inputs.position_ids >= longest
+            position_ids = torch.where(is_long, inputs.position_ids - longest, inputs.position_ids)
+            inputs = inputs._replace(position_ids=position_ids)
+        positions = self._positions(inputs, is_long)
+        return Step(ops, ids, inputs, metadata, kv_cache, attention, hidden, positions)
 
-    def _positions(self, inputs: DeviceInputs) -> list[Positions]:
-        """By torch's own functions, which are exact for large angles too; a kernel's may not be."""
+    def _positions(self, inputs: DeviceInputs, is_long: Tensor | None) -> list[Positions]:
+        """By torch's own functions, which are exact for large angles too; a kernel's may not be.
+
+        is_long: [T] whether each token's sequence is encoded as a long one; None if none is
+        """
         found = []
-        for rotary, inv_freq in zip(self.program.rotaries, self._inv_freqs, strict=True):
+        for rotary, (inv_freq, long_inv_freq) in zip(self.program.rotaries, self._inv_freqs, strict=True):
             cosines = sines = scales = None
             if len(inv_freq):
+                if is_long is not None and len(long_inv_freq):
+                    inv_freq = torch.where(is_long[:, None], long_inv_freq, inv_freq)
                 cosines, sines = rotary.tables(inputs.position_ids, inv_freq)
             if rotary.scale_beta:
                 scales = rotary.query_scales(inputs.position_ids)

@@ -19,10 +19,10 @@ from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.units import format_bytes
 from cbatch.engine.models.base import Model
 from cbatch.engine.models.checkpoint import NoFastPath, choose_dtype, load_fast_model
-from cbatch.engine.models.device_map import DeviceMap, is_disk_full, weights_size
 from cbatch.engine.models.fingerprint import fingerprint
-from cbatch.engine.models.hooks import keep_rewritten_weights
-from cbatch.engine.models.placement import Placement, placement_of
+from cbatch.engine.models.hf.device_map import DeviceMap, is_disk_full, weights_size
+from cbatch.engine.models.hf.hooks import keep_rewritten_weights
+from cbatch.engine.models.hf.placement import Placement, placement_of
 from cbatch.engine.text.fast_loader import TransformersTokenizer, from_folder
 from cbatch.engine.text.template_sandbox import TemplateSandbox
 from cbatch.engine.text.tokenizer import ChatTokenizer

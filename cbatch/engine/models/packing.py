@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cbatch.engine.kernels.cpu import activation, norm
 from cbatch.engine.kernels.cpu import program as instructions
-from cbatch.engine.kernels.cpu.linear import ACTIVATED, ADD, GATED, WRITE, pack_weight
-from cbatch.engine.kernels.cpu.microkernel import COLUMNS, LANES, pad_columns
+from cbatch.engine.kernels.cpu.matmul.linear import ACTIVATED, ADD, GATED, WRITE, pack_weight
+from cbatch.engine.kernels.cpu.matmul.microkernel import COLUMNS, LANES, pad_columns
 from cbatch.engine.kernels.cpu.program import INSTRUCTION, Weights
 from cbatch.engine.kernels.cpu.tensors import as_array
 from cbatch.engine.models.packed_file import Arrays, ArrayShape, PackedFile

@@ -133,8 +133,12 @@ class InputRow:
             )
 
     def set_prompt(self, value: Any) -> None:
-        if not isinstance(value, str) or not value:
-            raise self.invalid("prompt is empty" if value == "" else f"prompt must be a string, not {json_type(value)}")
+        if value == "":
+            raise self.invalid("prompt is empty")
+        if not isinstance(value, str):
+            has_ids = isinstance(value, list) and value and all(type(token) is int for token in value)
+            hint = "; token ids go into prompt_token_ids" if has_ids else ""
+            raise self.invalid(f"prompt must be a string, not {json_type(value)}{hint}")
         self.prompt = value
 
     def set_token_ids(self, value: Any) -> None:

@@ -125,7 +125,7 @@ class RaggedBatch:
 
     On the host:
     ids            [T] int64, tokens; 0 for those that only the device knows
-    positions      [T] int64, position of each token in its sequence
+    positions      [T] int64, position of each token in its sequence, plus the offset of its request
     slots          [T] int64, place of each token in the KV cache: block * block_size + offset
     rows           [R] int64, which of the T tokens need logits, to sample the next token or to score the prompt
     tables         [S, B] int32, block ids of each sequence; entries after its last one are undefined
@@ -221,6 +221,9 @@ class RaggedBatch:
         sequence = np.repeat(np.arange(len(requests)), lengths)
         positions = np.arange(ends[-1]) + (furthest - ends)[sequence]
         slots = table[sequence, positions // block_size] * np.int64(block_size) + positions % block_size
+        offsets = [request.position_offset for request in requests]
+        if any(offsets):
+            positions += np.array(offsets)[sequence]
         rows = (ends - 1)[np.array(are_last)]
         scored = _scored_rows(scheduled)
         if len(scored):

@@ -71,11 +71,14 @@ class BlockPool:
                 self._free[block] = None
                 self._free.move_to_end(block, last=self._keys[block] is not None)
 
-    def get_cached_blocks(self, token_ids: Sequence[int]) -> list[int]:
-        """Cached blocks that hold the beginning of a sequence, without its last token, which has to be computed."""
+    def get_cached_blocks(self, token_ids: Sequence[int], kind: int = 0) -> list[int]:
+        """Cached blocks that hold the beginning of a sequence, without its last token, which has to be computed.
+
+        kind: sequences of different kinds share nothing; not negative
+        """
         size = self.block_size
         blocks: list[int] = []
-        content = ROOT
+        content = _root(kind)
         for start in range(0, len(token_ids) - size, size):
             block = self._known.get((content, tuple(token_ids[start : start + size])))
             if block is None:
@@ -90,11 +93,13 @@ class BlockPool:
             self._references[block] += 1
             self._free.pop(block, None)
 
-    def cache_full_blocks(self, blocks: Sequence[int], token_ids: Sequence[int], start: int, stop: int) -> None:
-        """Caches the blocks of a sequence that its tokens `start .. stop-1` fill."""
+    def cache_full_blocks(
+        self, blocks: Sequence[int], token_ids: Sequence[int], start: int, stop: int, kind: int = 0
+    ) -> None:
+        """Caches the blocks of a sequence that its tokens `start .. stop-1` fill.  kind: see `get_cached_blocks`"""
         size = self.block_size
         for index in range(start // size, stop // size):
-            before = self._contents[blocks[index - 1]] if index else ROOT
+            before = self._contents[blocks[index - 1]] if index else _root(kind)
             if before == UNKNOWN:
                 return
             key = before, tuple(token_ids[index * size : (index + 1) * size])
@@ -119,3 +124,8 @@ class BlockPool:
         assert all((count == 0) == (block in self._free) for block, count in enumerate(self._references))
         assert all(self._keys[block] == key for key, block in self._known.items())
         assert sum(key is not None for key in self._keys) == len(self._known), "a key leads to another block"
+
+
+def _root(kind: int) -> int:
+    """The content number of what comes before the first block of a sequence."""
+    return UNKNOWN - kind if kind else ROOT

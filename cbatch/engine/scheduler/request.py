@@ -81,6 +81,8 @@ class Request:
     num_peer_preemptions: how often requests of the same priority preempted it
     has_ended:      whether its last event was made or it was cancelled; tokens of steps in flight are dropped then
     scored:         log-probabilities of the prompt's tokens from the second on, as far as they are known
+    position_offset: what is added to its position ids: a model may encode long sequences in another way. Requests with
+                     other offsets share no blocks
     """
 
     id: int
@@ -96,6 +98,7 @@ class Request:
     grammar_state: TokenConstraint | None = None
     counts: TokenCounts | None = None
     allowed_bitmask: object = None
+    position_offset: int = 0
     changes_logits: bool = field(init=False)
     num_prompt: int = field(init=False)
     num_computed: int = 0

@@ -132,7 +132,7 @@ class Scheduler:
         """Caches the blocks that are full from token `start` on, as far as their tokens are known."""
         stop, size = min(request.num_computed, len(request.token_ids)), self.pool.block_size
         if self.prefix_cache and start // size < stop // size:
-            self.pool.cache_full_blocks(request.blocks, request.token_ids, start, stop)
+            self.pool.cache_full_blocks(request.blocks, request.token_ids, start, stop, request.position_offset)
 
     def shrink(self, num_tokens: int) -> bool:
         """Halves the size of steps, from `num_tokens`, which did not fit in memory; False if that is 1."""
@@ -229,7 +229,7 @@ class Scheduler:
             return []
         # A prompt that is scored needs the logits of all its tokens.
         may_share = self.prefix_cache and not request.has_unscored_prompt
-        shared = self.pool.get_cached_blocks(request.token_ids) if may_share else []
+        shared = self.pool.get_cached_blocks(request.token_ids, request.position_offset) if may_share else []
         victims = self._admission.find_victims(request, shared, self.running, self.max_seqs)
         if victims is None:
             return []

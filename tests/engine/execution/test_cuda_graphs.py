@@ -35,6 +35,7 @@ from cbatch.engine.execution.cuda_graphs import (
 )
 from cbatch.engine.kernels.reference.layer import TorchLayerOps
 from cbatch.engine.models.cuda import CudaModel
+from cbatch.engine.models.hf.adapter import TransformersModel
 from cbatch.engine.requests.request import EncodedRequest, RequestHandle
 from cbatch.engine.runtime.kv_cache import FP8, KVCache
 from cbatch.engine.sampling.sampler import PARAM_WORDS, Sampler
@@ -53,6 +54,8 @@ from tests.support.cuda_model import (
     network_of,
     run,
 )
+from tests.support.model_checks import is_greedy_output
+from tests.support.programs import saved_model
 from tests.support.tiny_models import make_engine, make_network, make_prompts, no_collector
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
@@ -78,7 +81,7 @@ def engine_with_graphs(
 
     def parts(model: Any, attention: Any, kv_cache: KVCache, sampler: Sampler, wanted: bool) -> StepParts:
         assert wanted
-        return StepParts(model, attention, kv_cache, Sampler(DEVICE, kernel=True))
+        return StepParts(model.capturable, attention, kv_cache, Sampler(DEVICE, kernel=True))
 
     monkeypatch.setattr(model_runner, "step_parts", parts)
     monkeypatch.setattr("cbatch.engine.execution.cuda_graphs.GraphCapturer", lambda device: capture)
@@ -122,6 +125,39 @@ def test_equals_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(engine) == expected_of("mistral, window")
     if isinstance(capture, Repeater):
         assert capture.captured == 4 and capture.replayed == engine.stats().num_steps
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "cohere", "gpt2"])
+def test_a_model_of_transformers_equals_generate(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards captured steps of models without a program: decoder and head by themselves, a softcap, a factor."""
+    network = saved_model(kind).network.to(DEVICE)
+    model, capture = TransformersModel(network), capturer()
+    assert model.capturable is not None
+    engine = engine_with_graphs(monkeypatch, model, capture, run_ahead=True)
+    if isinstance(capture, Repeater):
+        monkeypatch.setattr(TransformersModel, "forward", None)
+    for prompt, output in zip(make_prompts(LENGTHS), run(engine), strict=True):
+        assert is_greedy_output(network, prompt, output)
+    if isinstance(capture, Repeater):
+        assert capture.replayed == engine.stats().num_steps
+
+
+def test_networks_that_are_more_than_decoder_and_head_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards logits that come about in a way that is not known, and networks without a decoder."""
+    network = make_network("gemma2", final_logit_softcapping=30.0)
+    forward = type(network).forward
+
+    def biased(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        output = forward(self, *arguments, **keywords)
+        output.logits[..., 3] += 1
+        return output
+
+    assert TransformersModel(network).capturable is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(type(network), "forward", biased)
+        assert TransformersModel(network).capturable is None
+    monkeypatch.setattr(type(network), "get_decoder", lambda self: self)
+    assert TransformersModel(network).capturable is None
 
 
 def test_an_fp8_cache_gives_the_tokens_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

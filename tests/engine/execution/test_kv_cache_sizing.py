@@ -27,8 +27,8 @@ from cbatch.engine.execution.kv_cache_sizing import (
     choose_num_blocks,
 )
 from cbatch.engine.execution.model_runner import ModelRunner
-from cbatch.engine.models.hf_adapter import TransformersModel
-from cbatch.engine.models.self_check import checked_model
+from cbatch.engine.models.hf.adapter import TransformersModel
+from cbatch.engine.models.hf.self_check import checked_model
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache
 from cbatch.engine.runtime.memory import DeviceMemory

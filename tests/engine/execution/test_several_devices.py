@@ -18,7 +18,7 @@ from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.execution import fallback, kv_cache_sizing
 from cbatch.engine.execution.kv_cache_sizing import make_runner
-from cbatch.engine.models.placement import placement_of
+from cbatch.engine.models.hf.placement import placement_of
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 from cbatch.engine.runtime.memory import DeviceMemory

@@ -9,11 +9,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from cbatch.engine.kernels.cpu import fast_math, linear
+from cbatch.engine.kernels.cpu import fast_math
 from cbatch.engine.kernels.cpu.activation import SILU, ActivationParams
 from cbatch.engine.kernels.cpu.jit import entry
-from cbatch.engine.kernels.cpu.linear import ADD, GATED, WRITE, PackedMatrix, new_linear_workspace, pack_weight
-from cbatch.engine.kernels.cpu.microkernel import MAX_ROWS
+from cbatch.engine.kernels.cpu.matmul import amx, linear
+from cbatch.engine.kernels.cpu.matmul.linear import ADD, GATED, WRITE, PackedMatrix, new_linear_workspace, pack_weight
+from cbatch.engine.kernels.cpu.matmul.microkernel import MAX_ROWS
 from cbatch.engine.kernels.cpu.thread_pool import ThreadPool
 from cbatch.engine.kernels.cpu.work_queue import Worker, claim, new_work_queue, next_task
 from cbatch.engine.models.packing import interleaved, quantized
@@ -27,6 +28,16 @@ matmul, exp, silu, tanh, round_to_bfloat16 = map(
     callable_kernel, (linear.matmul, fast_math.exp, fast_math.silu, fast_math.tanh, fast_math.round_to_bfloat16)
 )
 DTYPES = [np.dtype(np.float32), np.dtype(np.uint16)]
+UNITS = ["float32", "bfloat16", "bfloat16 by vectors"]
+MOST_ROWS = max(MAX_ROWS, amx.MAX_ROWS)
+
+
+@pytest.fixture(params=UNITS)
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> np.dtype[Any]:
+    """Both kinds of numbers; bfloat16 as this processor multiplies it, and without a matrix unit."""
+    if "vectors" in request.param:
+        monkeypatch.setattr(amx, "has_amx", lambda: False)
+    return DTYPES[request.param != "float32"]
 
 
 def as_float(array: NDArray[Any]) -> NDArray[np.float32]:
@@ -52,17 +63,15 @@ def product(a: NDArray[Any], weight: NDArray[Any]) -> NDArray[np.float32]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("columns", [96, 70])
-def test_products_of_every_number_of_rows(dtype: np.dtype[Any], columns: int) -> None:
-    """Guards the tile for every number of rows, whole and broken groups of columns, and both kinds of numbers."""
-    weight = draw((columns, 64), dtype, 1)
-    for rows in [*range(1, MAX_ROWS + 2), 3 * MAX_ROWS - 1]:
-        a = draw((rows, 64), dtype, rows)
+@pytest.mark.parametrize(("columns", "depth"), [(96, 64), (70, 80), (32, 16)])
+def test_products_of_every_number_of_rows(dtype: np.dtype[Any], columns: int, depth: int) -> None:
+    """Guards the tile for every number of rows, whole and broken groups of columns, and depths that end in a block."""
+    weight = draw((columns, depth), dtype, 1)
+    for rows in [*range(1, MOST_ROWS + 2), 3 * MOST_ROWS - 1]:
+        a = draw((rows, depth), dtype, rows)
         np.testing.assert_allclose(product(a, weight), as_float(a) @ as_float(weight).T, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 def test_a_row_has_the_same_bits_in_every_batch(dtype: np.dtype[Any]) -> None:
     """Guards the promise that a result does not depend on what else is in the step, to the last bit."""
     weight, a = draw((64, 128), dtype, 1), draw((200, 128), dtype, 2)
@@ -72,15 +81,14 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype: np.dtype[Any]) -> None:
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_products_that_are_added(scaled: bool) -> None:
+def test_products_that_are_added(dtype: np.dtype[Any], scaled: bool) -> None:
     """Guards sums with what was there before, and factors for columns."""
-    dtype = DTYPES[0]
-    weight, a, before = draw((32, 16), dtype, 1), draw((5, 16), dtype, 2), draw((5, 32), dtype, 3)
-    scale = draw((32,), dtype, 4) if scaled else NOTHING
+    weight, a, before = draw((32, 48), dtype, 1), draw((21, 48), dtype, 2), draw((21, 32), DTYPES[0], 3)
+    scale = draw((32,), DTYPES[0], 4) if scaled else NOTHING
     out = before.copy()
     matrix = PackedMatrix(pack_weight(weight), 0, scale, NOTHING)
-    matmul(worker(), 0, a, matrix, out, ADD, SILU_PARAMS, new_linear_workspace(1, dtype, 32))
-    expected = before + (a @ weight.T) * (scale if scaled else 1)
+    matmul(worker(), 0, a, matrix, out, ADD, SILU_PARAMS, new_linear_workspace(1, dtype, 48))
+    expected = before + (as_float(a) @ as_float(weight).T) * (scale if scaled else 1)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
 
 

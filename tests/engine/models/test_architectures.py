@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from cbatch.engine.models.hf_adapter import AttentionCalls
+from cbatch.engine.models.hf.attention_calls import AttentionCalls
 from tests.support.architectures import CLASSES, NOT_BUILT_HERE
 from tests.support.model_checks import (
     EQUAL,

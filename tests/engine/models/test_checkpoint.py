@@ -14,8 +14,8 @@ from cbatch.engine.attention.registry import select_attention
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.models import checkpoint
 from cbatch.engine.models.checkpoint import NoFastPath, choose_dtype, load_fast_model
-from cbatch.engine.models.hf_adapter import TransformersModel
-from cbatch.engine.models.self_check import _paged_logits
+from cbatch.engine.models.hf.adapter import TransformersModel
+from cbatch.engine.models.hf.self_check import _paged_logits
 from cbatch.engine.runtime.kv_cache import LayerShape
 from tests.support.gpu_machine import Gpu, Machine
 from tests.support.tiny_models import make_network
@@ -72,7 +72,7 @@ def test_emulated_logits_are_sampled_in_float32(monkeypatch: pytest.MonkeyPatch)
     """Guards the sampling kernel, which would be compiled for bfloat16 at the first step."""
     network = make_network("llama").to(torch.bfloat16)
     assert _paged_logits(TransformersModel(network), [[1, 2], [3]], [[(0, 2), (0, 1)]]).dtype == torch.bfloat16
-    monkeypatch.setattr("cbatch.engine.models.hf_adapter.has_bfloat16", lambda device: False)
+    monkeypatch.setattr("cbatch.engine.models.hf.adapter.has_bfloat16", lambda device: False)
     assert _paged_logits(TransformersModel(network), [[1, 2], [3]], [[(0, 2), (0, 1)]]).dtype == torch.float32
 
 

@@ -15,10 +15,10 @@ from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import ConfigError, ModelError
 from cbatch.engine.base.model_files import InvalidFile, stored_tensors
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.models import device_map as device_maps
-from cbatch.engine.models.device_map import choose_device_map
-from cbatch.engine.models.mask_patterns import MaskPattern, pattern_of, probe_mask
-from cbatch.engine.models.placement import CPU_MEMORY, DISK, Place, Placement
+from cbatch.engine.models.hf import device_map as device_maps
+from cbatch.engine.models.hf.device_map import choose_device_map
+from cbatch.engine.models.hf.mask_patterns import MaskPattern, pattern_of, probe_mask
+from cbatch.engine.models.hf.placement import CPU_MEMORY, DISK, Place, Placement
 from cbatch.engine.runtime.memory import DeviceMemory
 from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.generation import generate

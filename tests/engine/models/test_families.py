@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
 from cbatch.engine.attention.cpu import CpuAttention
+from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.kernels.reference.layer import TorchLayerOps
 from cbatch.engine.models.cpu import CpuModel
+from cbatch.engine.models.cuda import CudaModel
 from cbatch.engine.models.loader import LoadedModel
 from cbatch.engine.models.programs.config_reader import UnsupportedConfig
 from cbatch.engine.models.programs.declarations import read_program
@@ -20,10 +27,20 @@ from cbatch.engine.models.programs.families.registry import declared_kinds
 from cbatch.engine.models.programs.program import Program
 from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.architectures import CLASSES
+from tests.support.cuda_model import engine_around
 from tests.support.generation import generate
 from tests.support.model_checks import LENGTHS, PARAMS, PROMPTS, TRUNK, is_greedy_output
 from tests.support.program_faults import FAULTS
-from tests.support.programs import BLOCK_SIZE, error_of, expected_logits, logits_in_chunks, saved_model, typical_error
+from tests.support.programs import (
+    BLOCK_SIZE,
+    SavedModel,
+    error_of,
+    expected_logits,
+    logits_in_chunks,
+    reconfigured,
+    saved_model,
+    typical_error,
+)
 
 pytestmark = pytest.mark.kernels
 
@@ -118,6 +135,24 @@ def test_company_changes_no_bit(kind: str) -> None:
     assert [run([prompt], 512)[0] for prompt in PROMPTS[:5]] == batched
 
 
+@pytest.mark.slow
+def test_transformers_stays_out(tmp_path: Path) -> None:
+    """Guards the seconds that importing transformers takes when a model of any declared family is loaded."""
+    for kind in KINDS:
+        saved = saved_model(kind)
+        saved.network.save_pretrained(tmp_path / kind)
+    code = (
+        "import sys, torch; from pathlib import Path; "
+        "from cbatch.engine.models.loader import load_model; "
+        "folders = [str(path) for path in Path(sys.argv[1]).iterdir()]; "
+        "paths = {load_model(one, None, torch.device('cpu'), 'float32', fast=True).path for one in folders}; "
+        "heavy = {'transformers', 'huggingface_hub', 'accelerate'} & set(sys.modules); "
+        "sys.exit(f'loads {heavy} for {paths}' if heavy or paths != {'fast'} else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_unknown_keys_send_a_model_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards settings of newer files: one counts as unknown, unless it is what the class has by default, or nothing."""
     config = saved_model("gemma2").config
@@ -152,3 +187,37 @@ def test_defaults_are_those_of_the_class(kind: str) -> None:
         assert "has no" in str(error), error
         return
     assert describe(program) == describe(whole)
+
+
+def longrope_model(switch: int) -> SavedModel:
+    """A Phi-3 whose frequencies are others in texts of more tokens than `switch`."""
+    config = saved_model("phi3").config
+    width = config["hidden_size"] // config["num_attention_heads"] // 2
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "attention_factor": 1.2, "partial_rotary_factor": 1.0}
+    rope |= {"short_factor": [1.0 + i / 8 for i in range(width)], "long_factor": [2.0 + i for i in range(width)]}
+    rope["original_max_position_embeddings"] = switch
+    settings = {"rope_parameters": rope, "original_max_position_embeddings": switch, "max_position_embeddings": 160}
+    return reconfigured(saved_model("phi3"), settings)
+
+
+@pytest.mark.parametrize("interpreter", ["cpu", "torch"])
+def test_longrope_beyond_its_switch(interpreter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards requests that may become long: other frequencies from the first token on, and no blocks of short ones."""
+    saved, always_long = longrope_model(40), longrope_model(1)
+    if interpreter == "cpu":
+        model: Any = CpuModel(saved.config, saved.tensors, torch.float32)
+        loaded = LoadedModel("tiny", lambda: None, None, SamplingParams(), frozenset(), fast_model=model)
+        engine = SteppingEngine(EngineConfig(block_size=BLOCK_SIZE, kv_blocks=40, device="cpu"), loaded)
+    else:
+        model = CudaModel(saved.config, saved.tensors, torch.float32, torch.device("cpu"), TorchLayerOps())
+        engine = engine_around(monkeypatch, model, ReferenceAttention(), block_size=BLOCK_SIZE, kv_blocks=40)
+    assert model.max_model_len == 160 and model.short_context == 40
+    long, short, later = TRUNK + PROMPTS[2], TRUNK[:33], TRUNK + PROMPTS[2][:30]
+    cases = [(long, 8, saved), (short, 7, saved), (later, 8, saved), (short, 7, saved), (short, 8, always_long)]
+    shared = []
+    for prompt, length, expected in cases:  # the others' beginnings are in the cache
+        before = engine.scheduler.num_cached_tokens
+        (output,) = generate(engine, [prompt], SamplingParams(max_tokens=length))
+        assert is_greedy_output(expected.network, prompt, list(output.token_ids))
+        shared.append(engine.scheduler.num_cached_tokens - before)
+    assert shared == [0, 0, 64, 32, 32], "beginnings are shared by those of one kind only"

@@ -11,9 +11,9 @@ from transformers import masking_utils
 
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.models.hf_adapter import TransformersModel
-from cbatch.engine.models.mask_patterns import MaskPattern, pattern_of, probe_mask
-from cbatch.engine.models.self_check import check_ragged
+from cbatch.engine.models.hf.adapter import TransformersModel
+from cbatch.engine.models.hf.mask_patterns import MaskPattern, pattern_of, probe_mask
+from cbatch.engine.models.hf.self_check import check_ragged
 from tests.support.generation import generate
 from tests.support.tiny_models import COMMON, draw_weights, generate_alone, make_engine, make_network, make_prompts
 
@@ -199,7 +199,7 @@ def test_served_up_to_where_it_would_be_wrong(kind: str) -> None:
 def test_self_check_sees_positions_that_depend_on_the_batch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the limit above if a config spells it differently: a long text must not change what others get."""
     family, extra, _ = LIMITED[kind]
-    monkeypatch.setattr("cbatch.engine.models.hf_adapter._max_model_len", lambda config: 120)
+    monkeypatch.setattr("cbatch.engine.models.hf.adapter._max_model_len", lambda config: 120)
     with pytest.raises(ModelError, match="depends on the longest text"):
         make_engine(make_family(family, **extra))
 

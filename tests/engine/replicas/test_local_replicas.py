@@ -32,7 +32,7 @@ from tests.support.replica_runs import (
     write_rows,
 )
 
-KILLS, FEW_ROWS = 20, 120
+KILLS, FEW_ROWS, ATTEMPTS = 20, 120, 20
 HANGS_AFTER_S = 2.0
 
 
@@ -83,10 +83,14 @@ def three(batch: Batch) -> Iterator[Replicas]:
 def test_rows_are_those_of_one_engine(batch: Batch, two: Replicas, three: Replicas, tmp_path: Path) -> None:
     """A row whose bytes depend on the number of replicas could not be resumed with another one."""
     for replicas in (two, three):
-        output = tmp_path / str(replicas.driver.num_engines)
-        run_to_file(replicas.driver, batch.few, output)
-        assert output.read_bytes() == b"".join(batch.expected[:FEW_ROWS])
-        assert all(status.rows for status in replicas.driver.each())
+        for attempt in range(ATTEMPTS):  # on a busy machine, the others may be done before one has started
+            output = tmp_path / f"{replicas.driver.num_engines}.{attempt}"
+            run_to_file(replicas.driver, batch.few, output)
+            assert output.read_bytes() == b"".join(batch.expected[:FEW_ROWS])
+            if all(status.rows for status in replicas.driver.each()):
+                break
+        else:
+            pytest.fail(f"one of {replicas.driver.num_engines} replicas never had a row")
 
 
 @pytest.mark.slow

@@ -164,12 +164,14 @@ def free_too_early(self: BlockPool, blocks: Sequence[int]) -> None:
             self._free[block] = None
 
 
-def cache_too_early(self: BlockPool, blocks: Sequence[int], token_ids: Sequence[int], start: int, stop: int) -> None:
+def cache_too_early(
+    self: BlockPool, blocks: Sequence[int], token_ids: Sequence[int], start: int, stop: int, kind: int = 0
+) -> None:
     """Caches blocks that only later steps will fill."""
     cache_full_blocks(self, blocks, token_ids, start, min(len(token_ids), len(blocks) * self.block_size))
 
 
-def compare_hashes_only(self: BlockPool, token_ids: Sequence[int]) -> list[int]:
+def compare_hashes_only(self: BlockPool, token_ids: Sequence[int], kind: int = 0) -> list[int]:
     """Compares hashes instead of tokens."""
     blocks = []
     content, size = 0, self.block_size
@@ -181,6 +183,11 @@ def compare_hashes_only(self: BlockPool, token_ids: Sequence[int]) -> list[int]:
         blocks.append(block)
         content = self._contents[block]
     return blocks
+
+
+def overlook_the_kind(self: BlockPool, token_ids: Sequence[int], kind: int = 0) -> list[int]:
+    """Shares blocks between requests whose tokens have other position ids."""
+    return get_cached_blocks(self, token_ids) or get_cached_blocks(self, token_ids, kind)
 
 
 def roll_back_but_leave_cached(self: Scheduler, scheduled: SchedulerOutput) -> None:
@@ -243,8 +250,9 @@ def allow_everything(self: PrefillBudget, request: Request, budget: int) -> int:
     return budget if self._left is None or not self.is_limited else min(self._left, budget)
 
 
-cache_full_blocks, rollback, update_from_output = (
+cache_full_blocks, get_cached_blocks, rollback, update_from_output = (
     BlockPool.cache_full_blocks,
+    BlockPool.get_cached_blocks,
     Scheduler.rollback,
     Scheduler.update_from_output,
 )
@@ -252,6 +260,7 @@ FAULTS: list[tuple[type, str, Any, str]] = [
     (BlockPool, "free", free_too_early, "free and held blocks"),
     (BlockPool, "cache_full_blocks", cache_too_early, "hold something else|not its own"),
     (BlockPool, "get_cached_blocks", compare_hashes_only, "hold something else|not its own"),
+    (BlockPool, "get_cached_blocks", overlook_the_kind, "hold something else|not its own"),
     (Scheduler, "rollback", roll_back_but_leave_cached, "hold something else|not its own"),
     (Scheduler, "update_from_output", keep_running_after_the_end, "two owners|bound of steps|does not fit"),
     (Scheduler, "update_from_output", update_ended_requests, "not an event a token|two places|not in list"),

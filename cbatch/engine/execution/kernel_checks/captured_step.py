@@ -27,7 +27,7 @@ from cbatch.engine.scheduler.request import Request
 
 def check_captured(
     expected: ExpectedSteps,
-    model: CapturableModel,
+    model: Model,
     attention: CapturableAttention,
     sampler: Sampler,
     block_size: int,
@@ -35,15 +35,15 @@ def check_captured(
 ) -> KernelCheck:
     """Compares steps that are replayed from CUDA graphs: two mixed ones, and two that decode, with their samples.
 
+    model:   one that has a `capturable` part
     capture: captures what has run once; see `GraphCapturer`
     """
-    whole = cast(Model, model)
 
     def measure() -> float:
-        runner, found = StepRunner(whole, attention, block_size, expected.steps), list[Tensor]()
+        runner, found = StepRunner(model, attention, block_size, expected.steps), list[Tensor]()
         sequences, tokens = len(expected.steps[0]), sum(stop - start for start, stop in expected.steps[0])
         sizes = GraphSizes(decode=(sequences + 1,), mixed=(tokens + 2,), max_seqs=sequences + 1)
-        parts = StepParts(model, attention, runner.kv_cache, sampler)
+        parts = StepParts(cast(CapturableModel, model.capturable), attention, runner.kv_cache, sampler)
         graphs = _captured(parts, sizes, capture or GraphCapturer(model.device))
         for step in range(len(expected.steps)):
             params = partial(_packed_params, sequences, step)
@@ -55,7 +55,7 @@ def check_captured(
                 return math.inf
         return expected.error(found)
 
-    return run_check("a captured step", model.device, step_tolerance(whole.dtype), measure)
+    return run_check("a captured step", model.device, step_tolerance(model.dtype), measure)
 
 
 def _captured(parts: StepParts, sizes: GraphSizes, capture: Callable[[Run], Run]) -> StepGraphs:

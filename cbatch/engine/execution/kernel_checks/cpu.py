@@ -19,8 +19,8 @@ from cbatch.engine.execution.kernel_checks.kernel_check import KernelCheck, Work
 from cbatch.engine.execution.kernel_checks.whole_step import ExpectedSteps, StepRunner
 from cbatch.engine.kernels.cpu.activation import ActivationParams
 from cbatch.engine.kernels.cpu.jit import entry
-from cbatch.engine.kernels.cpu.linear import WRITE, PackedMatrix, matmul, new_linear_workspace, pack_weight
-from cbatch.engine.kernels.cpu.microkernel import pad_columns
+from cbatch.engine.kernels.cpu.matmul.linear import WRITE, PackedMatrix, matmul, new_linear_workspace, pack_weight
+from cbatch.engine.kernels.cpu.matmul.microkernel import pad_columns
 from cbatch.engine.kernels.cpu.tensors import as_array
 from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.models.base import Model

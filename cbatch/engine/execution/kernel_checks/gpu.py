@@ -76,10 +76,10 @@ class GpuChecks:
     @cached_property
     def captured_steps(self) -> list[KernelCheck]:
         """No checks if steps of the model cannot be captured as CUDA graphs."""
-        model, attention = self.model.capturable, self.attention.capturable
-        if model is None or attention is None:
+        attention = self.attention.capturable
+        if self.model.capturable is None or attention is None:
             return []
         return [
             self._attention_checks.check_captured(attention, self.expected.calls),
-            check_captured(self.expected, model, attention, self.sampler, self.block_size),
+            check_captured(self.expected, self.model, attention, self.sampler, self.block_size),
         ]

@@ -74,16 +74,10 @@ def activate(x: Any, activation: ActivationParams) -> None:
 
 
 @kernel
-def activate_gated(gate: Any, up: Any, activation: ActivationParams) -> None:
-    """gate = activation(gate) * up."""
-    if activation.kind == CLIPPED_SILU:
-        limit, slope, offset = activation.params[0], activation.params[1], activation.params[2]
-        for i in range(len(gate)):
-            clipped = gate[i] if not gate[i] > limit else limit
-            other = up[i] if not up[i] > limit else limit
-            other = other if not other < -limit else -limit
-            gate[i] = clipped / (_ONE + exp(-slope * clipped)) * (other + offset)
-    else:
-        activate(gate, activation)
-        for i in range(len(gate)):
-            gate[i] *= up[i]
+def clipped_silu(gate: Any, up: Any, activation: ActivationParams) -> Any:
+    """The gated activation of GPT-OSS."""
+    limit, slope, offset = activation.params[0], activation.params[1], activation.params[2]
+    clipped = gate if not gate > limit else limit
+    other = up if not up > limit else limit
+    other = other if not other < -limit else -limit
+    return clipped / (_ONE + exp(-slope * clipped)) * (other + offset)

@@ -17,7 +17,7 @@ import numpy as np
 
 from cbatch.engine.kernels.cpu.fast_math import exp, from_float32, tanh, to_float32
 from cbatch.engine.kernels.cpu.jit import entry, kernel
-from cbatch.engine.kernels.cpu.microkernel import COLUMNS, LANES, MAX_ROWS, Panels, Rows, multiply_tile, prefetch
+from cbatch.engine.kernels.cpu.matmul.microkernel import COLUMNS, LANES, MAX_ROWS, Panels, Rows, multiply_tile, prefetch
 from cbatch.engine.kernels.cpu.paged_kv import (
     SPLIT,
     AttentionParams,
@@ -28,11 +28,17 @@ from cbatch.engine.kernels.cpu.paged_kv import (
 from cbatch.engine.kernels.cpu.softmax import TILE_TOKENS, softmax_weights
 from cbatch.engine.kernels.cpu.work_queue import Worker, claim, next_task
 
+_TASKS_PER_THREAD = 8
+"""Enough that no thread waits long for the others at the end of a layer's attention."""
+
 _MINUS_INFINITY = np.float32(-np.inf)
 
 
 class _QueryRows(NamedTuple):
-    """Rows of a task: `group` heads for each token, the first of which is at position `start`."""
+    """Rows of a task that share the keys of a head: `group` for each token, the first of which is at `start`.
+
+    A task may have several heads, the rows of one after those of the other.
+    """
 
     start: int
     rows: int
@@ -154,24 +160,25 @@ def first_seen(position: int, params: AttentionParams) -> int:
 
 @kernel
 def _attend_tile(
-    kv: PagedKV, token: int, query_rows: _QueryRows, params: AttentionParams, scratch: AttentionWorkspace, states: Any
-) -> None:
-    """Lets all rows of a task see the 64 tokens from `token`."""
+    kv: PagedKV, token: int, query_rows: _QueryRows, begin: int, params: AttentionParams, scratch: AttentionWorkspace,
+    states: Any,
+) -> None:  # fmt: skip
+    """Lets the rows of a head see the 64 tokens from `token`. begin: the first of these rows in the task"""
     query, panels, scores, weights = scratch.query, scratch.panels, scratch.scores, scratch.weights
     start, group = query_rows.start, query_rows.group
     for top in range(0, query_rows.rows, MAX_ROWS):
-        rows = min(MAX_ROWS, query_rows.rows - top)
+        rows, first_row = min(MAX_ROWS, query_rows.rows - top), begin + top
         count = min(TILE_TOKENS, start + (top + rows - 1) // group + 1 - token)
         if count <= 0:
             continue
         stride = query.shape[1] * query.itemsize
-        _compute_scores(kv, Rows(query.ctypes.data + top * stride, stride), rows, count, panels, scores)
+        _compute_scores(kv, Rows(query.ctypes.data + first_row * stride, stride), rows, count, panels, scores)
         for i in range(rows):
             position = start + (top + i) // group
             first = first_seen(position, params) - token
-            _online_softmax_update(scores[i], first, position + 1 - token, params, weights[i], states[top + i])
+            _online_softmax_update(scores[i], first, position + 1 - token, params, weights[i], states[first_row + i])
         stride = states.shape[1] * 4
-        out = Rows(states.ctypes.data + top * stride, stride)
+        out = Rows(states.ctypes.data + first_row * stride, stride)
         _accumulate_values(kv, weights, rows, count, panels, scratch.pairs, out)
 
 
@@ -199,11 +206,12 @@ def _merge_state(state: Any, later: Any, width: int) -> None:
 
 @kernel
 def _attend_task(
-    kv: PagedKV, head: int, table: Any, begin: int, end: int, query_rows: _QueryRows, params: AttentionParams,
-    scratch: AttentionWorkspace,
+    kv: PagedKV, first_head: int, stop_head: int, table: Any, begin: int, end: int, query_rows: _QueryRows,
+    params: AttentionParams, scratch: AttentionWorkspace,
 ) -> None:  # fmt: skip
     """Lets all rows of a task see the tokens from `begin` up to `end`, as far as each may."""
-    start, rows = query_rows.start, query_rows.rows
+    start, per_head = query_rows.start, query_rows.rows
+    rows = (stop_head - first_head) * per_head
     lowest = first_seen(start, params) // TILE_TOKENS * TILE_TOKENS
     all_before = scratch.states[0]
     for i in range(rows):  # also for a task whose tokens are all before the window: it sees nothing
@@ -214,9 +222,13 @@ def _attend_task(
         for i in range(0 if is_first else rows):
             _reset(states[i])
         for token in range(max(split, lowest), stop, TILE_TOKENS):
-            _prefetch_tile(kv, head, table, token + TILE_TOKENS, end)
-            _list_panels(kv, head, table, token, stop, scratch.panels)
-            _attend_tile(kv, token, query_rows, params, scratch, states)
+            for head in range(first_head, stop_head):
+                if head + 1 < stop_head:
+                    _prefetch_tile(kv, head + 1, table, token, end)
+                else:
+                    _prefetch_tile(kv, first_head, table, token + TILE_TOKENS, end)
+                _list_panels(kv, head, table, token, stop, scratch.panels)
+                _attend_tile(kv, token, query_rows, (head - first_head) * per_head, params, scratch, states)
         for i in range(0 if is_first else rows):
             _merge_state(all_before[i], states[i], kv.value_dim)
 
@@ -230,6 +242,18 @@ def _workspace_of_thread(workspace: AttentionWorkspace, index: int) -> Attention
 
 
 @kernel
+def _heads_of_a_task(kv: PagedKV, plan: AttentionPlan, group: int, workspace: AttentionWorkspace) -> int:
+    """How many heads of the cache a task sees. Several, if every sequence has one token and there are many of them.
+
+    The heads of a block lie side by side: memory is read faster if they are read in turn.
+    """
+    if len(plan.slots) > len(plan.starts):
+        return 1
+    enough = len(plan.tasks) * kv.heads // (_TASKS_PER_THREAD * len(workspace.query))
+    return max(1, min(kv.heads, len(workspace.query[0]) // group, enough))
+
+
+@kernel
 def attend(
     worker: Worker, phase: int, kv: PagedKV, plan: AttentionPlan, params: AttentionParams, query: Any, out: Any,
     workspace: AttentionWorkspace,
@@ -240,25 +264,29 @@ def attend(
     """
     group, width = query.shape[1] // kv.key_dim // kv.heads, kv.value_dim
     scratch = _workspace_of_thread(workspace, worker.thread)
-    num_tasks, states = len(plan.tasks) * kv.heads, scratch.states[0]
+    heads = _heads_of_a_task(kv, plan, group, workspace)
+    parts = -(-kv.heads // heads)
+    num_tasks, states = len(plan.tasks) * parts, scratch.states[0]
     task = claim(worker, phase, num_tasks)
     while task >= 0:
-        head = task % kv.heads
-        sequence, first, tokens, begin, end, partial = plan.tasks[task // kv.heads]
+        first_head = task % parts * heads
+        stop_head = min(kv.heads, first_head + heads)
+        sequence, first, tokens, begin, end, partial = plan.tasks[task // parts]
         row, start = plan.first_rows[sequence] + first, plan.starts[sequence] + first
-        for i in range(tokens * group):
-            left = (head * group + i % group) * kv.key_dim
-            _copy(query[row + i // group, left : left + kv.key_dim], scratch.query[i])
-        query_rows = _QueryRows(start, tokens * group, group)
-        _attend_task(kv, head, plan.tables[sequence], begin, end, query_rows, params, scratch)
-        for i in range(tokens * group):
-            query_head = head * group + i % group
+        per_head = tokens * group
+        for i in range((stop_head - first_head) * per_head):
+            token, query_head = row + i % per_head // group, (first_head + i // per_head) * group + i % group
+            _copy(query[token, query_head * kv.key_dim : (query_head + 1) * kv.key_dim], scratch.query[i])
+        query_rows = _QueryRows(start, per_head, group)
+        table = plan.tables[sequence]
+        _attend_task(kv, first_head, stop_head, table, begin, end, query_rows, params, scratch)
+        for i in range((stop_head - first_head) * per_head):
+            token, query_head = row + i % per_head // group, (first_head + i // per_head) * group + i % group
             if partial >= 0:
                 _reset(plan.partials[partial, query_head])
                 _merge_state(plan.partials[partial, query_head], states[i], width)
             else:
-                target = out[row + i // group, query_head * width : (query_head + 1) * width]
-                _normalize(states[i], query_head, params, target)
+                _normalize(states[i], query_head, params, out[token, query_head * width : (query_head + 1) * width])
         task = next_task(worker, phase, num_tasks)
     if len(plan.merges):
         return _merge_partials(worker, phase + 1, plan, params, kv, states[0], out)

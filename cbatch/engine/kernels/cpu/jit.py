@@ -77,7 +77,7 @@ def _keep(compiled: Any, function: Callable[..., Any]) -> None:
 @cache
 def _sources() -> str:
     """A hash of all kernels: each consists of functions from several of their files."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    files = sorted(Path(__file__).parent.rglob("*.py"))
     return hashlib.blake2b(b"".join(path.read_bytes() for path in files), digest_size=16).hexdigest()
 
 

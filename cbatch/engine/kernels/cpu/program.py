@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from cbatch.engine.kernels.cpu.activation import ActivationParams
 from cbatch.engine.kernels.cpu.argmax import argmax
 from cbatch.engine.kernels.cpu.attention import attend, store_kv
-from cbatch.engine.kernels.cpu.experts import (
+from cbatch.engine.kernels.cpu.fast_math import exp, from_float32, tanh, to_float32
+from cbatch.engine.kernels.cpu.jit import entry, inlined, kernel
+from cbatch.engine.kernels.cpu.matmul.experts import (
     ExpertMatrix,
     RouterParams,
     Routing,
@@ -23,10 +25,8 @@ from cbatch.engine.kernels.cpu.experts import (
     gather_rows,
     route,
 )
-from cbatch.engine.kernels.cpu.fast_math import exp, from_float32, tanh, to_float32
-from cbatch.engine.kernels.cpu.jit import entry, inlined, kernel
-from cbatch.engine.kernels.cpu.linear import ADD, WRITE, LinearWorkspace, PackedMatrix, matmul
-from cbatch.engine.kernels.cpu.microkernel import COLUMNS
+from cbatch.engine.kernels.cpu.matmul.linear import ADD, WRITE, LinearWorkspace, PackedMatrix, matmul
+from cbatch.engine.kernels.cpu.matmul.microkernel import COLUMNS
 from cbatch.engine.kernels.cpu.norm import RMS_NORM, NormParams, inverse_rms, normalize
 from cbatch.engine.kernels.cpu.paged_kv import (
     AttentionParams,

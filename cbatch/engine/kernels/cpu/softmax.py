@@ -10,7 +10,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from cbatch.engine.kernels.cpu.jit import HAS_BFLOAT16
-from cbatch.engine.kernels.cpu.microkernel import LANES, BFloat16, VectorEmitter
+from cbatch.engine.kernels.cpu.matmul.microkernel import LANES, BFloat16, VectorEmitter
 
 TILE_TOKENS = 64
 """Tokens whose scores go through the online softmax at once."""

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.engine.kernels.cpu.microkernel import LANES, microkernel_address
+from cbatch.engine.kernels.cpu.matmul.microkernel import LANES, microkernel_address
 from cbatch.engine.kernels.cpu.paged_kv import PagedCaches, PagedKV
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape, Shape
 

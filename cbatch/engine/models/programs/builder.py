@@ -163,8 +163,7 @@ class Builder:
         return self.rotary(Rotary((), scale_beta=beta, scale_floor=floor, scale_shift=shift))
 
     def rotary(self, rotary: Rotary) -> int:
-        """The number of a rotary setting, which is added if it is new. The context ends where it is no longer right."""
-        self.max_model_len = min(self.max_model_len, rotary.longest or self.max_model_len)
+        """The number of a rotary setting, which is added if it is new."""
         if rotary not in self._rotaries:
             self._rotaries.append(rotary)
         return self._rotaries.index(rotary)

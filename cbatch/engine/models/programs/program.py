@@ -128,20 +128,25 @@ class Rotary:
     inv_freq:   [rotary_dim / 2] radians from one position to the next; empty if nothing is rotated. Number i of a
                 head is rotated with number i + rotary_dim / 2; weights of models that pair neighbours are reordered
     factor:     of cosines and sines
-    longest:    positions for which this is right; 0 for all
+    switch, long_inv_freq: if switch is not 0, sequences that may become longer are rotated by long_inv_freq, from their
+                first token on (LongRoPE)
     scale_beta, scale_floor: if beta is not 0, the query at a position p is multiplied by 1 + beta * log(1 +
                 floor((p + scale_shift) / scale_floor)) (Llama 4)
     """
 
     inv_freq: tuple[float, ...]
     factor: float = 1.0
-    longest: int = 0
+    switch: int = 0
+    long_inv_freq: tuple[float, ...] = ()
     scale_beta: float = 0.0
     scale_floor: float = 1.0
     scale_shift: int = 0
 
     def tables(self, positions: Tensor, inv_freq: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [N, rotary_dim / 2] float32 of positions [N].  inv_freq: on their device"""
+        """Cosines and sines [N, rotary_dim / 2] float32 of positions [N].
+
+        inv_freq: [rotary_dim / 2] on their device, or [N, rotary_dim / 2]; those of short sequences by default
+        """
         if inv_freq is None:
             inv_freq = torch.tensor(self.inv_freq, device=positions.device)
         angles = positions[:, None].float() * inv_freq
@@ -409,6 +414,11 @@ class Program:
                     parameters += top_k * (operation.up[0].size + operation.down[0].size)
                     assumed = ALL_EXPERTS_READ
         return LinearCost(weight_bytes, parameters, self.head.matrix.size, (assumed,) if assumed else ())
+
+    @property
+    def short_context(self) -> int | None:
+        """See `Model`."""
+        return min((rotary.switch for rotary in self.rotaries if rotary.switch), default=None)
 
     @property
     def embed(self) -> Embed:

@@ -147,11 +147,14 @@ def yarn_mscale(factor: float, scale: float = 1.0) -> float:
 
 
 def _longrope(config: ConfigReader, frequencies: Tensor, rope: Mapping[str, Any]) -> Rotary:
-    """A factor for each frequency (LongRoPE, Ding et al., 2024): those of texts up to the first context."""
+    """A factor for each frequency (LongRoPE, Ding et al., 2024), others for texts beyond the first context."""
     context = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
     attention = rope.get("attention_factor")
     if attention is None:
         scale = float(rope.get("factor") or config["max_position_embeddings"] / context)
         attention = 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(context))
-    stretched = frequencies / torch.tensor(rope["short_factor"], dtype=torch.float32)
-    return Rotary(tuple(stretched.tolist()), float(attention), int(context))
+    short, long = (
+        tuple((frequencies / torch.tensor(rope[f"{name}_factor"], dtype=torch.float32)).tolist())
+        for name in ("short", "long")
+    )
+    return Rotary(short, float(attention), int(context), long)

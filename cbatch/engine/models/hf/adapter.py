@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import os
 import threading
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,9 +27,11 @@ from torch import Tensor, nn
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.models.base import LinearCost
-from cbatch.engine.models.hooks import accept_host_rows, input_device, parameters_once
-from cbatch.engine.models.linear_cost import linear_cost_of
-from cbatch.engine.models.mask_patterns import MaskPattern, pattern_of, probe_mask
+from cbatch.engine.models.hf.attention_calls import AttentionCalls, AttentionProbe, attending, paged_attention
+from cbatch.engine.models.hf.capture import CapturableNetwork
+from cbatch.engine.models.hf.hooks import accept_host_rows, input_device, parameters_once
+from cbatch.engine.models.hf.linear_cost import linear_cost_of
+from cbatch.engine.models.hf.mask_patterns import MaskPattern, probe_mask
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.device import has_bfloat16, samples_on
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
@@ -36,103 +39,14 @@ from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 ATTENTION_NAME = "cbatch"
 PROBE_NAME = "cbatch_probe"
 
-IGNORED_KEYWORDS = frozenset({"dropout", "is_causal", "logits_to_keep", "position_ids", "sliding_window", "use_cache"})
-"""Keywords of an attention call that can be ignored, because attention is causal, paged and for inference only.
-
-The mask already contains the window. Keywords that begin with `output_` are ignored too: they ask for other results.
-"""
-
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Types of layers whose only state is keys and values, whatever the length of the text."""
-
-
-@dataclass(slots=True)
-class AttentionCalls:
-    """The attention calls of one forward pass, each with a cache of its own. Their order identifies them.
-
-    A layer may call attention twice, or run several times, as long as every step makes the same calls.
-
-    metadata: what the backend has prepared, for each device that has layers
-    """
-
-    kv_cache: KVCache
-    backend: AttentionBackend
-    batch: RaggedBatch
-    windows: list[int | None]
-    calls: int = 0
-    metadata: dict[torch.device, Any] = field(default_factory=dict)
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-        """Stores the step's keys and values [T, heads, dim], then attends with query [T, heads, dim]."""
-        if mask is not None:
-            raise ModelError("it uses attention masks of its own")
-        call, self.calls = self.calls, self.calls + 1
-        if call == len(self.windows):
-            raise ModelError(f"it calls attention more than {call} times in a step, unlike when it was loaded")
-        keys, values, metadata = self.kv_cache.keys[call], self.kv_cache.values[call], self._metadata(query.device)
-        self.backend.store_kv(keys, values, key, value, metadata)
-        return self.backend.attend(query, keys, values, metadata, window=self.windows[call], **options)
-
-    def _metadata(self, device: torch.device) -> Any:
-        if device not in self.metadata:
-            self.metadata[device] = self.backend.prepare(self.batch.on(device), self.kv_cache.block_size)
-        return self.metadata[device]
-
-
-@dataclass(slots=True)
-class AttentionProbe:
-    """Takes the place of AttentionCalls in a model's first pass, and records what each call stores and may see."""
-
-    shapes: list[LayerShape] = field(default_factory=list)
-    patterns: list[MaskPattern] = field(default_factory=list)
-    devices: list[torch.device] = field(default_factory=list)
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-        self.shapes.append(LayerShape(key.shape[1], key.shape[2], value.shape[2]))
-        self.patterns.append(pattern_of(mask))
-        self.devices.append(query.device)
-        return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
 _in_use: WeakKeyDictionary[nn.Module, threading.Lock] = WeakKeyDictionary()
 """Held while a network runs: another engine that is made of it changes its attention, to compare."""
 _claiming = threading.Lock()
 os.register_at_fork(after_in_child=_in_use.clear)  # the parent may hold them
-
-_current: ContextVar[AttentionCalls | AttentionProbe] = ContextVar("cbatch_step")
-"""The current forward pass. It is not a keyword of the model's forward, because not every family passes those on."""
-
-
-def paged_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **keywords: Any,
-) -> tuple[Tensor, None]:
-    """What transformers calls for each attention layer; query, key, value: [1, heads, T, dim]."""
-    unknown = sorted(
-        name
-        for name, value in keywords.items()
-        if value is not None and name not in IGNORED_KEYWORDS and not name.startswith("output_")
-    )
-    if unknown:
-        raise ModelError(f"its attention layers use {', '.join(unknown)}, which this engine does not support")
-    out = _current.get().attend(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        attention_mask,
-        scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    return out[None], None
 
 
 class TransformersModel:
@@ -142,7 +56,6 @@ class TransformersModel:
     """
 
     has_own_threads = False
-    capturable = None
 
     def __init__(self, network: Any) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -162,6 +75,7 @@ class TransformersModel:
         self._is_emulated = self.dtype == torch.bfloat16 and not has_bfloat16(self.device)
         self.vocab_size: int = self.config.vocab_size
         self.max_model_len = _max_model_len(self.config)
+        self.short_context: int | None = None
         try:
             _check_config(network.config, self.config)
             self.layers, self.windows, self.layer_devices = self._probe()
@@ -182,58 +96,78 @@ class TransformersModel:
     def linear_cost(self) -> LinearCost:
         return linear_cost_of(self._network, self.config)
 
+    @cached_property
+    def capturable(self) -> CapturableNetwork | None:
+        """Its decoder and its head by themselves, if together they are the network; see `CapturableNetwork`."""
+        if self._is_emulated or len({self.device, *self.layer_devices}) > 1:
+            return None
+        return CapturableNetwork.of(self, self._network)
+
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch, kv_cache: KVCache, attention: AttentionBackend) -> Logits:
         """Logits [R, vocabulary] of the wanted rows, where they are sampled (`samples_on`).
 
         They are in the model's dtype, or in float32 if the sampling kernel cannot read that.
         """
-        step = AttentionCalls(kv_cache, attention, batch, self.windows)
-        with self._in_use:
-            logits = self._call(batch, step)
-        if step.calls != len(self.layers):
-            raise ModelError(
-                f"it called attention {step.calls} times in a step, and {len(self.layers)} times when it was loaded"
-            )
+        with self._checked(AttentionCalls(kv_cache, attention, batch, self.windows)):
+            logits = self._call(batch)
         if self._is_emulated:
             logits = logits.float()
         return Logits(logits if samples_on(self.device) else logits.cpu())
 
-    def _call(self, batch: RaggedBatch, step: AttentionCalls | AttentionProbe) -> Tensor:
-        token = _current.set(step)
-        try:
-            output = self._network(
-                input_ids=batch.input_ids[None],
-                position_ids=batch.position_ids[None],
-                use_cache=False,
-                logits_to_keep=torch.from_numpy(batch.rows) if self._rows_on_host else batch.logit_rows,
+    @contextmanager
+    def _checked(self, step: AttentionCalls) -> Iterator[None]:
+        """Raises ModelError if it calls attention more or less often than when it was loaded."""
+        with self._in_use, attending(step):
+            yield
+        if step.calls != len(self.layers):
+            raise ModelError(
+                f"it called attention {step.calls} times in a step, and {len(self.layers)} times when it was loaded"
             )
-        finally:
-            _current.reset(token)
+
+    def _call(self, batch: RaggedBatch) -> Tensor:
+        output = self._network(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.position_ids[None],
+            use_cache=False,
+            logits_to_keep=torch.from_numpy(batch.rows) if self._rows_on_host else batch.logit_rows,
+        )
         logits: Tensor = output.logits[0]
         if logits.shape[0] == len(batch.rows):
             return logits
         return logits[batch.logit_rows]  # some families ignore logits_to_keep
 
+    def in_step(self, kv_cache: KVCache, attention: AttentionBackend, metadata: Any) -> AbstractContextManager[None]:
+        """While parts of the network run for a step. metadata: what `attention.prepare` returned for it"""
+        return self._checked(AttentionCalls(kv_cache, attention, None, self.windows, {self.device: metadata}))
+
     def plain_logits(self, token_ids: list[int]) -> Tensor:
         """Logits [T, vocabulary] of one sequence by the model's own forward, with its own attention."""
+        logits: Tensor = self._plain(self._network, token_ids).logits[0]
+        return logits
+
+    def plain_hidden_states(self, decoder: Any, token_ids: list[int]) -> Tensor:
+        """What the network's decoder gives for one sequence [T, hidden], likewise."""
+        hidden: Tensor = self._plain(decoder, token_ids)[0][0]
+        return hidden
+
+    def _plain(self, module: Any, token_ids: list[int]) -> Any:
         ids = torch.tensor([token_ids], device=self.device)
         with self._in_use:
             self._network.set_attn_implementation("eager")
             try:
-                logits: Tensor = self._network(input_ids=ids, use_cache=False).logits[0]
+                return module(input_ids=ids, use_cache=False)
             finally:
                 self._network.set_attn_implementation(ATTENTION_NAME)
-        return logits
 
     def _probe(self) -> tuple[list[LayerShape], list[int | None], list[torch.device]]:
         """The shape of what each attention call stores, its window, and where it computes."""
         probe = AttentionProbe()
         four, table = np.arange(4), np.arange(4, dtype=np.int32)[None]
         batch = RaggedBatch(four % self.vocab_size, four, four, four[-1:], table, [0], [4], self.device)
-        with self._in_use, torch.inference_mode():
+        with self._in_use, torch.inference_mode(), attending(probe):
             self._network.set_attn_implementation(PROBE_NAME)
-            self._call(batch, probe)
+            self._call(batch)
             self._network.set_attn_implementation(ATTENTION_NAME)
         layers = self.config.num_hidden_layers
         if len(probe.shapes) < layers:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cbatch.engine.base.model_files import StoredTensor, stored_tensors
 from cbatch.engine.base.units import format_bytes
-from cbatch.engine.models.hooks import as_device, input_device, offloaded_weights
+from cbatch.engine.models.hf.hooks import as_device, input_device, offloaded_weights
 from cbatch.engine.runtime.device import is_accelerator
 from cbatch.engine.runtime.transfer import synchronize
 

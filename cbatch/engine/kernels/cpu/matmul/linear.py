@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.engine.kernels.cpu.activation import SILU, ActivationParams, activate, activate_gated
+from cbatch.engine.kernels.cpu.activation import CLIPPED_SILU, SILU, ActivationParams, activate, clipped_silu
 from cbatch.engine.kernels.cpu.fast_math import bits_of, from_bits, from_float32, silu, to_float32
 from cbatch.engine.kernels.cpu.jit import kernel
-from cbatch.engine.kernels.cpu.microkernel import (
+from cbatch.engine.kernels.cpu.matmul import amx
+from cbatch.engine.kernels.cpu.matmul.microkernel import (
     COLUMNS,
     LANES,
     MAX_ROWS,
@@ -56,13 +57,17 @@ class LinearWorkspace(NamedTuple):
     """What each thread needs for a product.
 
     microkernel: address of the loop for the packed matrices
-    sums:        [threads, MAX_ROWS, 32] the results of a tile
+    rows:        the most rows that it takes
+    sums:        [threads, rows, 32] the results of a tile
+    gates:       [threads, rows * 16] the activated half of them
     panels:      [threads, blocks, 2] the addresses of its panels
     quantized:   [threads, numbers] left-hand rows as int16; empty unless the matrices are int8
     """
 
     microkernel: int
+    rows: int
     sums: NDArray[np.float32]
+    gates: NDArray[np.float32]
     panels: NDArray[np.int64]
     quantized: NDArray[np.int16]
 
@@ -70,9 +75,13 @@ class LinearWorkspace(NamedTuple):
 def new_linear_workspace(threads: int, dtype: np.dtype[Any], depth: int) -> LinearWorkspace:
     """dtype: of the packed matrices; depth: the largest of them"""
     numbers = max(_ROW_BLOCK_BYTES // 2, MAX_ROWS * depth)
+    has_unit = dtype == np.uint16 and amx.has_amx()
+    rows = amx.MAX_ROWS if has_unit else MAX_ROWS
     return LinearWorkspace(
-        microkernel_address(dtype),
-        empty((threads, MAX_ROWS, COLUMNS), np.float32),
+        amx.amx_address() if has_unit else microkernel_address(dtype),
+        rows,
+        empty((threads, rows, COLUMNS), np.float32),
+        empty((threads, rows * LANES), np.float32),
         empty((threads, -(-depth // QUANT_BLOCK), 2), np.int64),
         # A float32 scale takes the place of 2 int16; blocks have 16 numbers at least.
         empty((threads, numbers * 9 // 8 if dtype == np.int8 else 0), np.int16),
@@ -102,16 +111,16 @@ class _Tiling(NamedTuple):
 
 
 @kernel
-def row_block(a: Any) -> int:
-    """How many left-hand rows are multiplied with a part of the weights before the next."""
-    fitting: int = _ROW_BLOCK_BYTES // (a.shape[1] * a.itemsize) // MAX_ROWS * MAX_ROWS
-    return max(fitting, MAX_ROWS)
+def row_block(a: Any, rows: int) -> int:
+    """How many left-hand rows are multiplied with a part of the weights before the next: a multiple of `rows`."""
+    fitting: int = _ROW_BLOCK_BYTES // (a.shape[1] * a.itemsize) // rows * rows
+    return max(fitting, rows)
 
 
 @kernel
-def _cut(a: Any, num_tiles: int, threads: int) -> _Tiling:
-    rows = min(a.shape[0], row_block(a))
-    tiles = max(1, num_tiles // (_TASKS_PER_THREAD * threads))
+def _cut(a: Any, num_tiles: int, workspace: LinearWorkspace) -> _Tiling:
+    rows = min(a.shape[0], row_block(a, workspace.rows))
+    tiles = max(1, num_tiles // (_TASKS_PER_THREAD * len(workspace.sums)))
     tasks_per_block = -(-num_tiles // tiles)
     return _Tiling(rows, tiles, tasks_per_block, -(-a.shape[0] // rows) * tasks_per_block)
 
@@ -164,36 +173,54 @@ def _list_panels(matrix: PackedMatrix, tile: int, depth: int, table: Any) -> Pan
 
 
 @kernel
-def _finish_row(sums: Any, matrix: PackedMatrix, first: int, mode: int, activation: ActivationParams, out: Any) -> None:
-    """Writes a row of a tile to `out`: 32 sums times the factors of its columns, with biases; if GATED, 16 results.
-
-    first: the tile's first column
-    """
+def _scale_and_add_bias(sums: Any, matrix: PackedMatrix, first: int) -> None:
+    """sums [rows, 32] times the factors of the columns from `first`, plus their biases."""
     scale, bias = matrix.scale, matrix.bias
-    if mode <= ADD and len(scale) and len(bias) == 0:
-        for j in range(COLUMNS):
-            out[j] = sums[j] * scale[first + j] + (out[j] if mode == ADD else np.float32(0))
-        return
     if len(scale):
-        for j in range(COLUMNS):
-            sums[j] *= scale[first + j]
+        for i in range(len(sums)):
+            for j in range(COLUMNS):
+                sums[i, j] *= scale[first + j]
     if len(bias):
-        for j in range(COLUMNS):
-            sums[j] += bias[first + j]
-    if mode == GATED and activation.kind == SILU:  # the most frequent one, without a second pass
-        for j in range(LANES):
-            out[j] = from_float32(silu(sums[j]) * sums[LANES + j], out)
+        for i in range(len(sums)):
+            for j in range(COLUMNS):
+                sums[i, j] += bias[first + j]
+
+
+@kernel
+def _write_tile(sums: Any, mode: int, activation: ActivationParams, gates: Any, first: int, out: Any) -> None:
+    """Writes results [rows, 32] to the columns of `out` from `first`; if GATED, to 16 of them.
+
+    gates: [rows * 16] memory
+    """
+    if mode == GATED and activation.kind == SILU:  # the most frequent one, in a single pass
+        for i in range(len(sums)):
+            for j in range(LANES):
+                out[i, first + j] = from_float32(silu(sums[i, j]) * sums[i, LANES + j], out)
+    elif mode == GATED and activation.kind == CLIPPED_SILU:
+        for i in range(len(sums)):
+            for j in range(LANES):
+                out[i, first + j] = from_float32(clipped_silu(sums[i, j], sums[i, LANES + j], activation), out)
     elif mode == GATED:
-        activate_gated(sums[:LANES], sums[LANES:COLUMNS], activation)
-        for j in range(LANES):
-            out[j] = from_float32(sums[j], out)
+        for i in range(len(sums)):
+            for j in range(LANES):
+                gates[i * LANES + j] = sums[i, j]
+        activate(gates[: len(sums) * LANES], activation)
+        for i in range(len(sums)):
+            for j in range(LANES):
+                out[i, first + j] = from_float32(gates[i * LANES + j] * sums[i, LANES + j], out)
     elif mode == ACTIVATED:
-        activate(sums[:COLUMNS], activation)
-        for j in range(COLUMNS):
-            out[j] = from_float32(sums[j], out)
+        activate(sums.reshape(-1), activation)
+        for i in range(len(sums)):
+            for j in range(COLUMNS):
+                out[i, first + j] = from_float32(sums[i, j], out)
+    elif mode == ADD:
+        for i in range(len(sums)):
+            for j in range(COLUMNS):
+                out[i, first + j] += sums[i, j]
     else:
-        for j in range(COLUMNS):
-            out[j] = sums[j] + (out[j] if mode == ADD else np.float32(0))
+        for i in range(len(sums)):
+            for j in range(COLUMNS):
+                out[i, first + j] = sums[i, j]
 
 
 @kernel
@@ -203,27 +230,28 @@ def multiply_tiles(
 ) -> None:  # fmt: skip
     """out [rows, columns] = rows of `left` times some tiles of the matrix; see `matmul`."""
     columns, count = LANES if mode == GATED else COLUMNS, len(out)
-    sums, table = workspace.sums[thread], workspace.panels[thread]
+    sums, gates, table = workspace.sums[thread], workspace.gates[thread], workspace.panels[thread]
     ldo, results = out.shape[1] * 4, Rows(sums.ctypes.data, COLUMNS * 4)
     has_neither = len(matrix.scale) == 0 and len(matrix.bias) == 0
-    is_plain, is_swiglu = mode <= ADD and has_neither, mode == GATED and activation.kind == SILU and has_neither
     for tile in range(first_tile, stop):
         panels = _list_panels(matrix, tile, depth, table)
-        for row in range(0, count, MAX_ROWS):
-            rows, part = min(MAX_ROWS, count - row), Rows(left.address + row * left.stride, left.stride)
-            if is_plain:
+        for row in range(0, count, workspace.rows):
+            rows, part = min(workspace.rows, count - row), Rows(left.address + row * left.stride, left.stride)
+            if mode <= ADD and has_neither:
                 target = Rows(out.ctypes.data + row * ldo + tile * COLUMNS * 4, ldo)
                 multiply_tile(workspace.microkernel, matrix.data[0], part, panels, target, rows, mode)
                 continue
             multiply_tile(workspace.microkernel, matrix.data[0], part, panels, results, rows, 0)
-            if is_swiglu:
-                for i in range(rows):
-                    for j in range(LANES):
-                        gated = silu(sums[i, j]) * sums[i, LANES + j]
-                        out[row + i, tile * LANES + j] = from_float32(gated, out)
-                continue
-            for i in range(rows):
-                _finish_row(sums[i], matrix, tile * COLUMNS, mode, activation, out[row + i, tile * columns :])
+            if not has_neither:
+                _scale_and_add_bias(sums[:rows], matrix, tile * COLUMNS)
+            _write_tile(sums[:rows], mode, activation, gates, tile * columns, out[row : row + rows])
+
+
+@kernel
+def _place_of(task: int, num_tasks: int, threads: int) -> int:
+    """Which part of the columns a task takes: those of threads that claim by turns lie side by side in memory."""
+    each = num_tasks // threads
+    return task % threads * each + task // threads if task < threads * each else task
 
 
 @kernel
@@ -241,7 +269,7 @@ def matmul(
     """
     columns = LANES if mode == GATED else COLUMNS
     num_tiles = out.shape[1] // columns
-    tiling = _cut(a, num_tiles, len(workspace.sums))
+    tiling = _cut(a, num_tiles, workspace)
     num_tasks = tiling.num_tasks
     prepared, left = -1, Rows(0, 0)
     task = claim(worker, phase, num_tasks)
@@ -250,7 +278,8 @@ def matmul(
         count = min(a.shape[0] - first, tiling.rows)
         if first != prepared:
             prepared, left = first, prepare_rows(a, first, count, matrix, workspace.quantized[worker.thread])
-        first_tile = task % tiling.tasks_per_block * tiling.tiles
+        place = _place_of(task % tiling.tasks_per_block, tiling.tasks_per_block, len(workspace.sums))
+        first_tile = place * tiling.tiles
         multiply_tiles(
             left, a.shape[1], first_tile, min(num_tiles, first_tile + tiling.tiles), matrix,
             out[first : first + count], mode, activation, workspace, worker.thread,

@@ -11,7 +11,7 @@ from torch import Tensor
 from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.models.hf_adapter import TransformersModel
+from cbatch.engine.models.hf.adapter import TransformersModel
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache
 from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from cbatch.engine.kernels.cpu.activation import ActivationParams
 from cbatch.engine.kernels.cpu.fast_math import exp, from_float32, to_float32
 from cbatch.engine.kernels.cpu.jit import kernel
-from cbatch.engine.kernels.cpu.linear import (
+from cbatch.engine.kernels.cpu.matmul.linear import (
     GATED,
     LinearWorkspace,
     PackedMatrix,
@@ -22,7 +22,7 @@ from cbatch.engine.kernels.cpu.linear import (
     prepare_rows,
     row_block,
 )
-from cbatch.engine.kernels.cpu.microkernel import COLUMNS, LANES
+from cbatch.engine.kernels.cpu.matmul.microkernel import COLUMNS, LANES
 from cbatch.engine.kernels.cpu.work_queue import Worker, claim, next_task
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN, SIGMOID_OF_CHOSEN = range(4)
@@ -255,7 +255,7 @@ def expert_matmul(
     num_tiles, active = out.shape[1] // columns, routing.active[len(routing.active) - 1]
     tiles = min(num_tiles, max(1, active * num_tiles // (_TASKS_PER_THREAD * len(workspace.sums))))
     parts = -(-num_tiles // tiles)
-    num_tasks, block = active * parts, row_block(a)
+    num_tasks, block = active * parts, row_block(a, workspace.rows)
     task = claim(worker, phase, num_tasks)
     while task >= 0:
         expert = routing.active[task // parts]

@@ -1,0 +1,1 @@
+"""Matrix products: the inner loops, linears with packed weights, and mixtures of experts."""
