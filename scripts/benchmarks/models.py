@@ -91,6 +91,7 @@ class FreeModel:
         self.name = self.kind = "free"
         self.dtype, self.device = torch.float32, torch.device("cpu")
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
+        self.short_context: int | None = None
         self.layers = [LayerShape(1, 1, 1)]
         self.windows: list[int | None] = [None]
         self.layer_devices = [self.device]

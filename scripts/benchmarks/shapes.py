@@ -15,7 +15,7 @@ _LLAMA: Config = _LLAMA_AND_QWEN | {
     "tie_word_embeddings": False,
 }
 
-PEER_SHAPES: dict[str, dict[str, int]] = {
+PEER_SHAPES: dict[str, Config] = {
     "135m": {
         "vocab_size": 49152,
         "hidden_size": 576,
@@ -36,6 +36,88 @@ PEER_SHAPES: dict[str, dict[str, int]] = {
     },
 }
 """Llamas that a CPU computes."""
+
+_SMALL_FAMILY: Config = {
+    "vocab_size": 32064,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 12,
+    "hidden_act": "silu",
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+FAMILY_SHAPES: dict[str, Config] = {
+    "phi3": _SMALL_FAMILY
+    | {
+        "model_type": "phi3",
+        "num_key_value_heads": 12,
+        "original_max_position_embeddings": 8192,
+        "sliding_window": None,
+    },
+    "gemma3": _SMALL_FAMILY
+    | {
+        "model_type": "gemma3_text",
+        "vocab_size": 65536,
+        "hidden_size": 640,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 512,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-moe": _SMALL_FAMILY
+    | {
+        "model_type": "qwen3_moe",
+        "hidden_size": 1024,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "moe_intermediate_size": 384,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+    },
+    "gpt-oss": _SMALL_FAMILY
+    | {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 12,
+        "intermediate_size": 384,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+    },
+    "granite": _SMALL_FAMILY
+    | {
+        "model_type": "granite",
+        "num_key_value_heads": 4,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.015625,
+        "logits_scaling": 8.0,
+    },
+    "olmo2": _SMALL_FAMILY | {"model_type": "olmo2", "num_key_value_heads": 12},
+    "glm4": _SMALL_FAMILY | {"model_type": "glm4", "num_key_value_heads": 2, "head_dim": 64, "attention_bias": True},
+    "starcoder2": _SMALL_FAMILY
+    | {
+        "model_type": "starcoder2",
+        "intermediate_size": 3072,
+        "num_key_value_heads": 2,
+        "hidden_act": "gelu_pytorch_tanh",
+        "sliding_window": 4096,
+    },
+}
+"""Small models of 130 to 520 million parameters, in the shapes of families that are not Llamas."""
 
 GPU_SHAPES: dict[str, Config] = {
     "0.6B": _LLAMA_AND_QWEN

@@ -61,9 +61,14 @@ were planted in every operation. Llama 4 runs there only.
 Models of text with pictures or sound are run on text. Encoders (`bert` and its kin) are built as decoders; if
 `is_decoder` is false, they are refused.
 
-Two settings are not refused; they shorten the context. A model with `longrope` runs up to
-`original_max_position_embeddings`, where the encoding of all positions changes. A model with chunked attention runs up
-to the end of its first chunk, unless it takes the fast path.
+Two settings shorten the context, unless the model takes the fast path. A model with `longrope` runs up to
+`original_max_position_embeddings`, where the encoding of all positions changes; one with chunked attention, up to the
+end of its first chunk.
+
+On the fast path, a request for which `longrope` matters is decided once: if its prompt and `max_tokens` together may go
+past `original_max_position_embeddings`, it has the long factors from its first token on, else the short ones. Without
+`max_tokens` it may use the whole context, so it has the long ones. Requests of both kinds run side by side and share no
+cached prefixes.
 
 The test suite checks every line of this table.
 

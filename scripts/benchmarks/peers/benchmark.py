@@ -2,7 +2,8 @@
 
     python -m scripts.benchmarks peers --python openvino=~/ov/bin/python --python llama.cpp=~/lc/bin/python
 
-The model is a Llama of 135 million parameters with random weights, made once. The work is greedy and has no end token:
+The model is a Llama of 135 million parameters with random weights, made once; `--shape` has models of other families,
+and `--shape phi3,gemma3` runs several, with a table of all of them at the end. The work is greedy and has no end token:
 all requests are there at the start, prompts have 16 to 512 tokens and outputs 8 to 256, log-uniform. In each round each
 system has a process of its own, which loads, does a little that does not count, then does the whole work once. Nothing
 else should run on the machine meanwhile; if something does, the report says so.
@@ -26,14 +27,16 @@ from pathlib import Path
 from typing import Any
 
 from scripts.benchmarks.harness import ROOT, Report, at_least_one, cpu_seconds_elsewhere
-from scripts.benchmarks.peers.table import OURS, System, disturbance, table
+from scripts.benchmarks.peers.table import OURS, System, disturbance, summary, table
 from scripts.benchmarks.peers.work import PeerJob, make_model, make_once, make_work
 from scripts.benchmarks.peers.worker import PEERS
-from scripts.benchmarks.shapes import PEER_SHAPES
+from scripts.benchmarks.shapes import FAMILY_SHAPES, PEER_SHAPES
 
 MAX_SEQS, MAX_BATCH_TOKENS = 32, 512
 LIMIT_S = 3600
 """Seconds that one system may take for one task."""
+
+ALL_SHAPES = PEER_SHAPES | FAMILY_SHAPES
 
 Interpreters = dict[str, str]
 
@@ -126,7 +129,7 @@ def describe(job: PeerJob, shape: str, facts: dict[str, Any], floor: dict[str, A
     limits = f"at most {job.max_seqs} requests and {job.max_batch_tokens} tokens in a step"
     lines = {
         "machine": f"{facts['cpu']}, {facts['cores']} cores, {facts['threads']} threads for each system",
-        "model": f"random Llama, {shape} ({size}), computed in {job.dtype}",
+        "model": f"random weights, {shape} ({config['model_type']}; {size}), computed in {job.dtype}",
         "work": f"{len(work.prompts)} requests at once: {tokens}; {limits}",
     }
     if "seconds" not in floor:
@@ -158,8 +161,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--requests", type=at_least_one, default=32, help="number of requests (32)")
     add("--seed", type=int, default=7, help="seed of the requests (7)")
-    shapes = "size of the model (135m); tiny only shows that all is set up"
-    add("--shape", choices=PEER_SHAPES, default="135m", help=shapes)
+    shapes = f"the model (135m), or several: {', '.join(ALL_SHAPES)}; tiny only shows that all is set up"
+    add("--shape", "--model", type=shape_names, default=["135m"], metavar="NAME,...", help=shapes)
     add(
         "--dtype",
         choices=("bfloat16", "float32"),
@@ -180,6 +183,15 @@ def peer_names(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def shape_names(text: str) -> list[str]:
+    """Names of models; `families` means all that are no Llamas."""
+    names = [name for part in text.split(",") for name in (FAMILY_SHAPES if part == "families" else [part.strip()])]
+    unknown = [name for name in names if name not in ALL_SHAPES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"there is no model {unknown[0]!r}; there are {', '.join(ALL_SHAPES)}.")
+    return list(dict.fromkeys(names))
+
+
 def interpreter(text: str) -> tuple[str, str]:
     name, _, path = text.partition("=")
     if name not in {*PEERS, "transformers"} or not path:
@@ -188,20 +200,32 @@ def interpreter(text: str) -> tuple[str, str]:
 
 
 def run(options: argparse.Namespace, report: Report) -> int:
-    folder, shape = options.work_dir.absolute() / options.shape, PEER_SHAPES[options.shape]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        report.note(f"Cannot write {error.filename}: {error.strerror}.")
-        return 2
-    report.note(f"models are in {folder}")
+    compared: dict[str, list[System]] = {}
+    for name in options.shape:
+        folder = options.work_dir.absolute() / name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            report.note(f"Cannot write {error.filename}: {error.strerror}.")
+            return 2
+        report.note(f"models are in {folder}")
+        compared[name] = compare(name, folder, options, report)
+        report.line()
+    if len(compared) > 1:
+        report.table(summary(compared), notes=True)
+    return 0 if any(system.speed is not None for systems in compared.values() for system in systems) else 1
+
+
+def compare(name: str, folder: Path, options: argparse.Namespace, report: Report) -> list[System]:
+    """Runs all systems on one model, and reports what came of it."""
+    shape = ALL_SHAPES[name]
     make_once(folder / "model", lambda target: make_model(target, shape))
     work = make_work(options.requests, options.seed, shape["vocab_size"])
     job = PeerJob(str(folder), options.dtype, options.threads, MAX_SEQS, MAX_BATCH_TOKENS, work)
     comparison = Comparison(options.peers, job, dict(options.python), report)
     comparison.run(options.rounds)
     systems, floor, facts = comparison.systems, comparison.floor, machine_facts(options.threads)
-    report.facts(describe(job, options.shape, facts, floor))
+    report.facts(describe(job, name, facts, floor))
     report.line()
     report.table(table(systems, work.output_tokens / floor["seconds"] if "seconds" in floor else None), notes=True)
     report.line()
@@ -209,6 +233,9 @@ def run(options: argparse.Namespace, report: Report) -> int:
     report.line(f"Versions: {'; '.join(dict.fromkeys(filter(None, known))) or 'none'}")
     for line in disturbance(systems):
         report.line(line)
-    asked = vars(options) | {"prompt_tokens": work.prompt_tokens, "output_tokens": work.output_tokens}
-    report.figures |= {"machine": facts, "work": asked, "floor": floor, "systems": list(map(vars, systems))}
-    return 0 if any(system.speed is not None for system in systems) else 1
+    asked = vars(options) | {"prompt_tokens": work.prompt_tokens, "output_tokens": work.output_tokens, "shape": name}
+    figures = {"machine": facts, "work": asked, "floor": floor, "systems": list(map(vars, systems))}
+    if len(options.shape) > 1:
+        figures = {"models": report.figures.get("models", {}) | {name: figures}}
+    report.figures |= figures
+    return systems

@@ -50,7 +50,8 @@ def session(job: PeerJob) -> Iterator[Callable[[PeerWork], PeerResult]]:
 def cache_gib(job: PeerJob) -> int:
     """Whole GiB that hold all requests that run at once, with some to spare, for blocks are not filled to the end."""
     config = job.model_config
-    values: int = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    values: int = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
     return 2 + 4 * values * job.most_tokens // 2**30
 
 

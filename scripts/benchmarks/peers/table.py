@@ -104,6 +104,21 @@ def line_of(system: System, ours: System | None, floor: float | None) -> list[st
     ]
 
 
+def summary(compared: dict[str, list[System]]) -> list[list[str]]:
+    """Head, and a line for each model: output tokens/s of cbatch, and of each other system with the ratio."""
+    systems = next(iter(compared.values()))
+    lines = [["model", *(system.title for system in systems)]]
+    for name, found in compared.items():
+        ours = next((system for system in found if system.name == OURS), None)
+        cells = [name]
+        for system in found:
+            times = ratio(system, ours)
+            speed = "–" if system.speed is None else f"{system.speed:,.1f}"
+            cells.append(speed if times is None else f"{speed} ({times:.2f} x)")
+        lines.append(cells)
+    return lines
+
+
 def disturbance(systems: list[System]) -> list[str]:
     """A sentence if runs were not alone on the machine."""
     taken = [run["cores_elsewhere"] or 0.0 for system in systems for run in system.runs]

@@ -69,7 +69,10 @@ def continuous(job: PeerJob) -> Iterator[Callable[[PeerWork], PeerResult]]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     network = load_network(job)
-    network.set_attn_implementation("paged|sdpa" if "paged|sdpa" in ALL_ATTENTION_FUNCTIONS.valid_keys() else "sdpa")
+    kernel = "sdpa" if network._supports_sdpa else "eager"
+    network.set_attn_implementation(
+        f"paged|{kernel}" if f"paged|{kernel}" in ALL_ATTENTION_FUNCTIONS.valid_keys() else kernel
+    )
     config = ContinuousBatchingConfig(
         page_size=PAGE_SIZE,
         num_blocks=job.max_seqs * (-(-max(job.work.totals) // PAGE_SIZE) + 1),

@@ -21,7 +21,7 @@ PROMPT_LENGTHS, OUTPUT_LENGTHS = (16, 512), (8, 256)
 FIRST_TOKEN = 10
 """The ids below stand for special tokens in most vocabularies."""
 
-WARM_REQUESTS, WARM_PROMPT, WARM_OUTPUT = 4, 64, 4
+WARM_OUTPUT = 4
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,11 @@ class PeerWork:
         return [len(prompt) + length for prompt, length in zip(self.prompts, self.lengths, strict=True)]
 
     def warm_up(self) -> PeerWork:
-        """A small part of the work, for what a system does only once: compile, and touch memory for the first time."""
-        prompts = [prompt[:WARM_PROMPT] for prompt in self.prompts[:WARM_REQUESTS]]
-        return PeerWork(prompts, [min(length, WARM_OUTPUT) for length in self.lengths[:WARM_REQUESTS]])
+        """All prompts and the first tokens of each output, for what a system does only once: compile, and touch memory.
+
+        A virtual machine may take a second for each GiB that is touched for the first time.
+        """
+        return PeerWork(self.prompts, [min(length, WARM_OUTPUT) for length in self.lengths])
 
 
 def make_work(requests: int, seed: int, vocabulary: int) -> PeerWork:
@@ -152,30 +154,35 @@ def make_once(target: Path, make: Callable[[Path], None]) -> None:
     part.rename(target)
 
 
-def make_model(folder: Path, shape: dict[str, int]) -> None:
-    """Writes a Llama of that shape: random weights in bfloat16, the head tied to the embedding, no end token.
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def make_model(folder: Path, shape: dict[str, Any]) -> None:
+    """Writes a model of that shape, a Llama if it names no type: random weights in bfloat16, no end token.
 
     What transformers would draw makes a model that says its last token again and again, whatever came before. Larger
     layers make every token of the context count, so that equal outputs mean something.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    config = LlamaConfig(
-        **shape,
-        max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    network = LlamaForCausalLM(config)
+    settings = _LLAMA | shape
+    if settings["model_type"] != "llama":
+        settings.pop("rope_parameters")
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
     with torch.no_grad():
         for name, parameter in network.named_parameters():
-            if "proj" in name:
+            if "proj" in name and parameter.dim() > 1 and "bias" not in name:
                 parameter.normal_(std=parameter.shape[1] ** -0.5)
     network.to(torch.bfloat16).save_pretrained(folder)
