@@ -151,12 +151,16 @@ def test_kills_at_random_moments_change_nothing(
     """The system kills what takes too much memory at any moment: in a step, while loading, in an answer."""
     monkeypatch.setattr(dispatcher, "MAX_DEATHS", KILLS)  # three of these kills may hit the same row by chance
     monkeypatch.setattr(supervisor, "MAX_FUTILE_LIVES", KILLS)  # and five the same replica
-    output, before, observer = tmp_path / "out.jsonl", three.deaths, RowCounter()
+    before, observer = three.deaths, RowCounter()
     with killing(three.launcher, observer, KILLS, random.Random(1)) as kills:
-        run_to_file(three.driver, batch.all, output, observer=observer)
+        for attempt in range(ATTEMPTS):  # on a busy machine, a batch may end before the last kill
+            output = tmp_path / f"out{attempt}.jsonl"
+            run_to_file(three.driver, batch.all, output, observer=observer)
+            assert Comparison.of(output.read_bytes(), b"".join(batch.expected)) == Comparison()
+            assert output.read_bytes() == b"".join(batch.expected)
+            if kills.total() == KILLS:
+                break
     assert kills.total() == KILLS
-    assert Comparison.of(output.read_bytes(), b"".join(batch.expected)) == Comparison()
-    assert output.read_bytes() == b"".join(batch.expected)
     wait_until(lambda: three.deaths - before == KILLS)  # that of an idle replica is noticed later
 
 
