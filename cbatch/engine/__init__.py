@@ -17,9 +17,11 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.base.errors import EngineError as EngineError
     from cbatch.engine.base.errors import Interrupted as Interrupted
     from cbatch.engine.base.errors import ModelError as ModelError
+    from cbatch.engine.base.errors import ModelNotFound as ModelNotFound
     from cbatch.engine.base.errors import ReaderGone as ReaderGone
     from cbatch.engine.base.errors import RequestError as RequestError
     from cbatch.engine.base.errors import RunFailed as RunFailed
+    from cbatch.engine.base.hub import check_hub_model as check_hub_model
     from cbatch.engine.base.outputs import TokenEvent as TokenEvent
     from cbatch.engine.base.outputs import TokenLogprobs as TokenLogprobs
     from cbatch.engine.base.outputs import ToolCall as ToolCall

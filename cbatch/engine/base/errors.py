@@ -18,6 +18,10 @@ class ModelError(CbatchError):
     """A model that is missing, broken, not supported, or would be silently wrong here."""
 
 
+class ModelNotFound(ModelError):
+    """A model that is neither a folder, nor in the local cache of the hub, nor to be had from the hub."""
+
+
 class EngineError(CbatchError):
     """The engine failed while requests were running, or is closed."""
 

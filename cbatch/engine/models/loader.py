@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from cbatch.engine.base.errors import ConfigError, EngineError, ModelError, RequestError
+from cbatch.engine.base.errors import ConfigError, EngineError, ModelError, ModelNotFound, RequestError
+from cbatch.engine.base.hub import looks_like_path, reachable_source
 from cbatch.engine.base.model_files import model_folder, read_json_object
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.units import format_bytes
@@ -109,6 +110,7 @@ def load_model(
     """
     source = str(DEMO_MODEL) if name is None else name
     _check_folder(source)
+    source = reachable_source(source, revision)
     tokenizer = _load_tokenizer(source, revision)
     template = tokenizer.chat_template if tokenizer else None
     if device_map is not None:
@@ -248,8 +250,8 @@ def _check_folder(source: str) -> None:
             raise ModelError(f"{source} holds no safetensors weights; other formats are not read.")
     elif folder.exists():
         raise ModelError(f"{source} is a file; a model is a folder or a hub id such as Qwen/Qwen3-0.6B.")
-    elif source.startswith((".", "/", "~")) or (source.count("/") != 1 and source.count("/") > 0):
-        raise ModelError(f"There is no model folder {source}.")
+    elif looks_like_path(source):
+        raise ModelNotFound(f"There is no model folder {source}.")
 
 
 def _load_tokenizer(source: str, revision: str | None) -> ChatTokenizer | None:
