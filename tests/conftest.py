@@ -77,6 +77,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         bound_memory_once()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_configuration_file(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keeps the configuration file of whoever runs the tests out of them."""
+    os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("config"))
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.model_folder import save_model

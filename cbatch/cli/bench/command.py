@@ -10,11 +10,16 @@ import click
 from click.core import ParameterSource
 
 from cbatch.cli.bench.options import BenchOptions
+from cbatch.cli.common.configured_command import ConfiguredCommand
 from cbatch.cli.common.console import emit, notice
 from cbatch.cli.common.options import engine_options, make_options, model_options, replica_options
 
 ARTICLE = {"requests": 8, "input_len": "8:128", "output_len": "32", "batch_size": 4}
 """Eight users who get 32 tokens each, with half as many slots."""
+
+
+UNASKED = (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
+"""Where values come from that a preset overrides: the built-in defaults and the configuration file."""
 
 
 def _names(ctx: click.Context, option: click.Parameter, value: str) -> list[str]:
@@ -25,7 +30,7 @@ def _names(ctx: click.Context, option: click.Parameter, value: str) -> list[str]
 option = partial(click.option, show_default=True)
 
 
-@click.command("bench")
+@click.command("bench", cls=ConfiguredCommand)
 @click.argument("prompts", metavar="[PROMPTS.jsonl]", required=False)
 @option(
     "--strategies", default="none,static,continuous", callback=_names, metavar="LIST", help="Strategies to compare."
@@ -90,7 +95,7 @@ def bench(**values: Any) -> Literal[0]:
     """
     given = click.get_current_context().get_parameter_source
     if values["preset"] == "article":
-        values |= {name: value for name, value in ARTICLE.items() if given(name) is ParameterSource.DEFAULT}
+        values |= {name: value for name, value in ARTICLE.items() if given(name) in UNASKED}
     options = make_options(BenchOptions, values)
     options.check()
     from cbatch.cli.bench import output

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from cbatch.cli.common.configured_command import ConfiguredCommand, preset_option
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.common.loading import open_engine
@@ -62,7 +63,7 @@ class ChatOptions:
             raise UserError("--prompts goes with --from OUT.jsonl --index K.")
 
 
-@click.command("chat")
+@click.command("chat", cls=ConfiguredCommand)
 @click.option("--auto-trim", is_flag=True, help="Drop the oldest turns when the context is full.")
 @click.option("--no-history", is_flag=True, help="Save nothing of this chat to disk.")
 @click.option("--from", "source", metavar="OUT.jsonl", help="Open a row of a batch's output as a session.")
@@ -74,6 +75,7 @@ class ChatOptions:
 @engine_options(target_step_ms="auto")
 @replica_options
 @trace_option
+@preset_option
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing about the model.")
 @click.option("-v", "--verbose", is_flag=True, help="Print more about the engine.")
 def chat(**values: Any) -> Literal[0, 1]:

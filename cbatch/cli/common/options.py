@@ -33,6 +33,7 @@ from cbatch.engine import (
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+    from click.types import OptionHelpExtra
 
 AT_LEAST_1 = click.IntRange(1)
 
@@ -58,6 +59,12 @@ class JsonListOption(click.Option):
 
 class ModelOption(click.Option):
     """Prefers the command's own environment variable to CBATCH_MODEL, which all commands read."""
+
+    def get_help_extra(self, ctx: click.Context) -> OptionHelpExtra:
+        extra = super().get_help_extra(ctx)
+        if shared := extra.get("envvars"):
+            extra["envvars"] = (f"{ctx.auto_envvar_prefix}_MODEL", *shared)
+        return extra
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
         return os.environ.get(f"{ctx.auto_envvar_prefix}_MODEL") or super().resolve_envvar_value(ctx)

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from cbatch import __version__
+from cbatch.cli.common.configured_command import ConfiguredCommand
 from cbatch.cli.common.console import emit, safe
 from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.options import engine_config, engine_options, model_options
@@ -18,7 +19,7 @@ _BLOCKS = 16
 """Blocks of the KV cache of an engine that computes nothing."""
 
 
-@click.command("info")
+@click.command("info", cls=ConfiguredCommand)
 @model_options
 @engine_options()
 @click.option(

@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 import click
 from click import option
 
+from cbatch.cli.common.configured_command import ConfiguredCommand, preset_option
 from cbatch.cli.common.console import emit, show_progress
 from cbatch.cli.common.exits import handle_signals
 from cbatch.cli.common.loading import open_engine
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from cbatch.engine import BatchDriver, Engine, StepTracer
 
 
-@click.command("run")
+@click.command("run", cls=ConfiguredCommand)
 @click.argument("input", default="-", metavar="[INPUT]")
 @option("-o", "--output", default="-", metavar="OUT", help="File to write; - is stdout.")
 @option("--resume", is_flag=True, help="Continue where an earlier run with this output file ended.")
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
 @engine_options()
 @replica_options
 @trace_option
+@preset_option
 @option("-q", "--quiet", is_flag=True, help="Print only errors on stderr.")
 @option("-v", "--verbose", is_flag=True, help="Print more about the engine, and each error row.")
 def run(**values: Any) -> Literal[0, 1]:
