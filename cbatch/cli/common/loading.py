@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cbatch.cli.common.console import notice
-from cbatch.engine import tune_process
+from cbatch.cli.common.local_models import suggest_models
+from cbatch.engine import ModelNotFound, check_hub_model, tune_process
 
 if TYPE_CHECKING:
     from cbatch.engine import Engine, EngineConfig, StepTracer
@@ -23,17 +25,40 @@ def open_engine(config: EngineConfig, *, quiet: bool, verbose: bool = False, tra
     """Loads an engine, and prints on stderr what it is and how much memory it takes.
 
     trace: records some of the engine's steps
+
+    Raises ModelNotFound, with models that may be meant, if there is no such model.
     """
+    check_model(config)
     from cbatch.engine import Engine
 
     print_notices(quiet=quiet)
     gc.freeze()  # imported modules stay
     gc.enable()
-    engine = Engine(config, trace=trace)
+    with suggesting_models(config):
+        engine = Engine(config, trace=trace)
     tune_process()
     if not quiet:
         show_loaded(engine.core.describe(), is_demo=config.model is None, verbose=verbose)
     return engine
+
+
+def check_model(config: EngineConfig) -> None:
+    """Raises ModelNotFound if the model is a hub id that cannot be had. That takes no time but the network's."""
+    if config.model is not None:
+        with suggesting_models(config):
+            check_hub_model(config.model, config.revision)
+
+
+@contextmanager
+def suggesting_models(config: EngineConfig) -> Iterator[None]:
+    """Adds to a ModelNotFound the models of this machine that have a similar name."""
+    try:
+        yield
+    except ModelNotFound as error:
+        meant = suggest_models(config.model) if config.model is not None else []
+        if not meant:
+            raise
+        raise ModelNotFound(f"{error} Did you mean {' or '.join(meant)}?") from error
 
 
 def print_notices(*, quiet: bool) -> None:

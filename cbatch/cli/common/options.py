@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click import option
+from click.shell_completion import CompletionItem
 
 from cbatch.cli.common.replica_options import (
     ReplicaOptions,
@@ -58,7 +59,17 @@ class JsonListOption(click.Option):
 
 
 class ModelOption(click.Option):
-    """Prefers the command's own environment variable to CBATCH_MODEL, which all commands read."""
+    """Prefers the command's own environment variable to CBATCH_MODEL, which all commands read.
+
+    A shell completes it with the models on this machine, and with folders.
+    """
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        from cbatch.cli.common.local_models import local_models
+
+        names = [model.name for model in local_models() if model.can_be_loaded]
+        fitting = [name for name in names if name.lower().startswith(incomplete.lower())]
+        return [CompletionItem(incomplete, type="dir"), *map(CompletionItem, fitting)]
 
     def get_help_extra(self, ctx: click.Context) -> OptionHelpExtra:
         extra = super().get_help_extra(ctx)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cbatch.cli.common.console import notice
-from cbatch.cli.common.loading import print_notices, show_loaded
+from cbatch.cli.common.loading import check_model, print_notices, show_loaded
 from cbatch.cli.common.replica_options import ReplicaOptions
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ def open_replicas(
 
     Raises ConfigError or ModelError if the options cannot be met, and EngineError if no replica lives to load.
     """
+    check_model(config)
     from cbatch.engine import TIMEOUT_S, ReplicaDriver
 
     print_notices(quiet=quiet)

@@ -14,6 +14,7 @@ from cbatch.cli.common.console import emit, safe
 from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.options import engine_config, engine_options, model_options
 from cbatch.cli.info.kernels import show_kernels
+from cbatch.cli.info.models import show_models
 
 _BLOCKS = 16
 """Blocks of the KV cache of an engine that computes nothing."""
@@ -27,8 +28,12 @@ _BLOCKS = 16
     is_flag=True,
     help="Compare every kernel with plain torch, and measure its speed; the exit code is 1 if one differs.",
 )
-def info(check: bool, **values: Any) -> int:
+@click.option("--models", is_flag=True, help="List the models on this machine, and do nothing else.")
+def info(check: bool, models: bool, **values: Any) -> int:
     """Show versions, devices, the model, and the size of its KV cache."""
+    if models:
+        show_models()
+        return 0
     import torch
     import transformers
 

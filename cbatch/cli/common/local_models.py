@@ -1,0 +1,156 @@
+"""The models that lie on this machine: in the hub's cache, and GGUF files where other programs keep them.
+
+Only names and sizes of files are read, so that a list of many models takes no time. What cannot be read is left out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Literal
+
+_GGUF_FOLDERS = ("~/.cache/llama.cpp", "~/.lmstudio/models", "~/.cache/lm-studio/models")
+"""Where llama.cpp and LM Studio keep models."""
+
+_MAX_DEPTH = 4
+"""Folders below one with GGUF files that are looked into; LM Studio has publisher/model/file."""
+
+_MIN_SIMILARITY = 0.6
+_MAX_SUGGESTIONS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A model on this machine.
+
+    name:        hub id, or path of a GGUF file
+    modified_at: when it was put there, in seconds since 1970
+    """
+
+    name: str
+    kind: Literal["hub", "gguf"]
+    size_bytes: int
+    modified_at: float
+
+    @property
+    def can_be_loaded(self) -> bool:
+        """Whether this version reads models of this kind."""
+        return self.kind == "hub"
+
+
+def local_models() -> list[LocalModel]:
+    """All models that are found, by name: first those of the hub's cache, then GGUF files."""
+    found = {(model.kind, model.name): model for model in _hub_models(hub_cache())}
+    for folder in gguf_folders():
+        found |= {(model.kind, model.name): model for model in _gguf_files(folder, _MAX_DEPTH)}
+    return sorted(found.values(), key=lambda model: (model.kind != "hub", model.name.lower()))
+
+
+def hub_cache() -> Path:
+    """The folder of the hub's cache, found as huggingface_hub finds it (its import would take longer than the list)."""
+    environment = os.environ
+    cache = environment.get("XDG_CACHE_HOME", _expand("~/.cache"))
+    home = environment.get("HF_HOME", str(Path(cache, "huggingface")))
+    hub = environment.get("HUGGINGFACE_HUB_CACHE", str(Path(_expand(home), "hub")))
+    return Path(_expand(environment.get("HF_HUB_CACHE", hub)))
+
+
+def gguf_folders() -> list[Path]:
+    """The folders that are searched for GGUF files: known ones, and those in CBATCH_GGUF_PATH."""
+    added = os.environ.get("CBATCH_GGUF_PATH", "").split(":")
+    return [Path(_expand(folder)) for folder in (*_GGUF_FOLDERS, *added) if folder]
+
+
+def suggest_models(name: str) -> list[str]:
+    """Names of local models that may be meant by one that does not exist, the likeliest first; often none.
+
+    Compares whole names, and what follows the last slash of both, without regard to case. Model folders in the current
+    folder, or beside the path that is named, count as well.
+    """
+    known = {model.name for model in local_models() if model.can_be_loaded}
+    known.update(_folders_beside(name))
+    known.discard(name)
+    rated = sorted(((_similarity(name, other), other) for other in known), key=lambda pair: (-pair[0], pair[1]))
+    return [other for similarity, other in rated if similarity >= _MIN_SIMILARITY][:_MAX_SUGGESTIONS]
+
+
+def _similarity(name: str, other: str) -> float:
+    name, other = name.lower().rstrip("/"), other.lower()
+    pairs = ((name, other), (name.rpartition("/")[2], other.rpartition("/")[2]))
+    return max(SequenceMatcher(None, *pair).ratio() for pair in pairs)
+
+
+def _hub_models(cache: Path) -> Iterator[LocalModel]:
+    for repository in _entries(cache):
+        kind, _, name = repository.name.partition("--")
+        if kind != "models" or not name:
+            continue
+        snapshots = [model for folder in _entries(Path(repository, "snapshots")) if (model := _snapshot(folder, name))]
+        if snapshots:
+            yield max(snapshots, key=lambda model: model.modified_at)
+
+
+def _snapshot(folder: os.DirEntry[str], name: str) -> LocalModel | None:
+    """A model's snapshot, if it has a configuration and weights. Its files are links to those with the content."""
+    sizes, times, has_config = [], [0.0], False
+    for entry in _entries(folder):
+        status = _status(entry)
+        if status is None:
+            continue
+        has_config = has_config or entry.name == "config.json"
+        if entry.name.endswith(".safetensors"):
+            sizes.append(status.st_size)
+            times.append(status.st_mtime)
+    if not (sizes and has_config):
+        return None
+    return LocalModel(name.replace("--", "/"), "hub", sum(sizes), max(times))
+
+
+def _gguf_files(folder: Path | os.DirEntry[str], depth: int) -> Iterator[LocalModel]:
+    for entry in _entries(folder):
+        if _is_folder(entry):
+            if depth and not entry.name.startswith("."):
+                yield from _gguf_files(entry, depth - 1)
+        elif entry.name.lower().endswith(".gguf") and (status := _status(entry)) is not None:
+            yield LocalModel(entry.path, "gguf", status.st_size, status.st_mtime)
+
+
+def _folders_beside(name: str) -> Iterator[str]:
+    """Model folders in the current folder, and in the one of the path that is named, written as the name is."""
+    path = Path(_expand(name))
+    parents: Iterable[Path] = dict.fromkeys((path.parent, Path()))
+    for parent in parents:
+        for entry in _entries(parent):
+            if _is_folder(entry) and os.path.isfile(os.path.join(entry.path, "config.json")):  # noqa: PTH113, PTH118
+                found = str(parent / entry.name)
+                yield f"./{found}" if "/" not in found else found
+
+
+def _entries(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except (OSError, ValueError):  # the latter for a path with a null character
+        return []
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
+    """The status of what an entry leads to; None if it leads nowhere."""
+    try:
+        return entry.stat()
+    except OSError:
+        return None
+
+
+def _expand(path: str) -> str:
+    return os.path.expandvars(os.path.expanduser(path))  # noqa: PTH111 (Path.expanduser raises if there is no home)

@@ -1,0 +1,166 @@
+"""Models on this machine: the list, what may be meant by a wrong name, and what is said without a network."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import run as run_process
+
+import click
+import pytest
+
+from cbatch.cli.common.local_models import local_models, suggest_models
+from cbatch.cli.common.options import model_options
+from cbatch.cli.main import run_command
+
+AddModel = Callable[..., Path]
+
+
+@pytest.fixture
+def add_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AddModel:
+    """An empty home folder; adds models to the hub's cache in it, as a download would."""
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME", "CBATCH_GGUF_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / ".cache/huggingface/hub"))
+
+    def add(name: str, files: tuple[str, ...] = ("config.json", "model.safetensors"), size: int = 10) -> Path:
+        repository = tmp_path / ".cache/huggingface/hub" / f"models--{name.replace('/', '--')}"
+        snapshot = repository / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+        for folder in (snapshot, repository / "blobs", repository / "refs"):
+            folder.mkdir(parents=True)
+        (repository / "refs" / "main").write_text(snapshot.name)
+        for file in files:
+            (repository / "blobs" / file).write_bytes(b"x" * size)
+            (snapshot / file).symlink_to(repository / "blobs" / file)
+        return snapshot
+
+    return add
+
+
+def test_the_cache_is_where_the_hub_library_has_it(tmp_path: Path) -> None:
+    """Guards the rule that is written twice, because importing the library would take longer than the list."""
+    code = "from huggingface_hub.constants import HF_HUB_CACHE; print(HF_HUB_CACHE)"
+    ours = "from cbatch.cli.common.local_models import hub_cache; print(hub_cache())"
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_", "HUGGING"))}
+    for given in (
+        {},
+        {"XDG_CACHE_HOME": "/x"},
+        {"XDG_CACHE_HOME": "/x", "HF_HOME": "~/$PLACE"},
+        {"HF_HOME": "/h", "HUGGINGFACE_HUB_CACHE": "/old"},
+        {"HUGGINGFACE_HUB_CACHE": "/old", "HF_HUB_CACHE": "~/new"},
+    ):
+        environment = plain | given | {"HOME": str(tmp_path), "PLACE": "p"}
+        printed = [
+            run_process(
+                [sys.executable, "-c", text], env=environment, capture_output=True, text=True, check=True
+            ).stdout
+            for text in (code, ours)
+        ]
+        assert printed[0] == printed[1]
+
+
+def test_models_of_the_cache_and_gguf_files(
+    add_model: AddModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the list: whole models with the size of their weights, in all places, and nothing that is broken."""
+    add_model("Qwen/Qwen3-0.6B", ("config.json", "a.safetensors", "b.safetensors"), size=50)
+    add_model("gpt2")
+    add_model("no/weights", ("config.json",))
+    add_model("no/config", ("model.safetensors",))
+    (add_model("dangling/one") / "model.safetensors").resolve().unlink()
+    (tmp_path / ".cache/huggingface/hub/models--no--folder").write_text("")
+    for place in (".cache/llama.cpp/a.gguf", ".lmstudio/models/me/b/b.GGUF", "mine/c.gguf", "other/d.txt"):
+        (tmp_path / place).parent.mkdir(parents=True)
+        (tmp_path / place).write_bytes(b"1234")
+    (tmp_path / "mine" / "dangling.gguf").symlink_to("nowhere")
+    (tmp_path / "mine" / "circle").symlink_to(tmp_path / "mine")
+    monkeypatch.setenv("CBATCH_GGUF_PATH", f"{tmp_path}/nowhere:{tmp_path}/other::{tmp_path}/mine")
+    found = local_models()
+    assert [(model.name, model.size_bytes) for model in found if model.kind == "hub"] == [
+        ("gpt2", 10),
+        ("Qwen/Qwen3-0.6B", 100),
+    ]
+    files = {Path(model.name).name: model for model in found if model.kind == "gguf"}
+    assert files.keys() == {"a.gguf", "b.GGUF", "c.gguf"} and not files["a.gguf"].can_be_loaded
+    assert files["a.gguf"].size_bytes == 4 and abs(files["a.gguf"].modified_at - time.time()) < 3600
+
+
+def test_a_list_of_many_models_reads_no_file(add_model: AddModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the time of completion: names and sizes only, however large the files are."""
+    for number in range(50):
+        add_model(f"me/model-{number}")
+    opened: list[object] = []
+    monkeypatch.setattr("builtins.open", opened.append)
+    monkeypatch.setattr("io.open", opened.append)
+    start = time.monotonic()
+    assert len(local_models()) == 50
+    assert time.monotonic() - start < 1 and not opened
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("Qwen/Qwen3-0.6b", ["Qwen/Qwen3-0.6B"]),
+        ("qwen3-0.6B", ["Qwen/Qwen3-0.6B"]),
+        ("someone/qwen3-06b", ["Qwen/Qwen3-0.6B"]),
+        ("Qwen/Qwen3-0.6B", []),
+        ("completely-other", []),
+        ("./my-modle", ["./my-model"]),
+        ("my-modle", ["./my-model"]),
+        ("folder/deep-modl", ["folder/deep-model"]),
+    ],
+)
+def test_what_may_be_meant(name: str, meant: list[str], add_model: AddModel, tmp_path: Path) -> None:
+    """Guards suggestions: slips of the pen, other case, a name without its owner, and folders; nothing far-fetched."""
+    add_model("Qwen/Qwen3-0.6B")
+    for folder in ("my-model", "folder/deep-model"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.json").touch()
+    (tmp_path / "my-modla").mkdir()  # no model
+    assert suggest_models(name) == meant
+
+
+def test_the_table_of_info(add_model: AddModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards `info --models`: a line for each model, GGUF files marked, and words if there are none."""
+    assert run_command(["info", "--models"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("There are no models in the hub's cache (~/.cache/huggingface/hub)")
+    assert "~/.lmstudio/models" in said
+    add_model("me/tiny", size=2**20)
+    (tmp_path / ".cache/llama.cpp").mkdir()
+    (tmp_path / ".cache/llama.cpp/x.gguf").touch()
+    assert run_command(["info", "--models"]) == 0
+    header, first, second = capsys.readouterr().out.splitlines()
+    assert header.split() == ["model", "kind", "size", "date"]
+    assert first.split()[:4] == ["me/tiny", "hub", "1.0", "MiB"]
+    assert second.startswith(f"{tmp_path}/.cache/llama.cpp/x.gguf  gguf, not loaded by this version")
+
+
+def test_the_shell_completes_models(add_model: AddModel) -> None:
+    """Guards completion of --model: the models of the cache, in any case, and folders."""
+    add_model("Qwen/Qwen3-0.6B")
+    add_model("me/tiny")
+    command = click.command("x")(model_options(lambda **_: None))
+    option = next(one for one in command.params if one.name == "model")
+    items = option.shell_complete(click.Context(command), "qwen")
+    assert [(item.type, item.value) for item in items] == [("dir", "qwen"), ("plain", "Qwen/Qwen3-0.6B")]
+
+
+def test_a_wrong_name_ends_with_what_may_be_meant(
+    add_model: AddModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Guards the sentence for a model that does not exist: from the hub, a folder, and on replicas."""
+    add_model("Qwen/Qwen3-0.6B")
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    for extra in ([], ["--replicas", "1"]):
+        assert run_command(["run", "in.jsonl", "-m", "Qwen/Qwen3-0.6", *extra]) == 2
+        error = capfd.readouterr().err
+        assert "Qwen/Qwen3-0.6 is not in the local cache and HF_HUB_OFFLINE is set; check the name" in error
+        assert error.endswith("Did you mean Qwen/Qwen3-0.6B?\n")
+    assert run_command(["run", "in.jsonl", "-m", "./Qwen3-0.6"]) == 2
+    assert capfd.readouterr().err.endswith("There is no model folder ./Qwen3-0.6. Did you mean Qwen/Qwen3-0.6B?\n")
