@@ -1,4 +1,4 @@
-"""How a session is drawn: wrapping, Markdown, the status bar. All of it fits, and nothing steers the terminal."""
+"""How a session is drawn: wrapping, the status bar. All of it fits, and nothing steers the terminal."""
 
 from __future__ import annotations
 
@@ -29,18 +29,14 @@ def texts(lines: list[StyledLine]) -> list[str]:
     return ["".join(text for _, text in line) for line in lines]
 
 
-def styles(lines: list[StyledLine], word: str) -> set[str]:
-    return {style for line in lines for style, text in line if word in text}
-
-
 @given(TEXT, st.integers(2, 90), st.data())
 def test_text_that_grows_is_laid_out_as_the_whole(text: str, width: int, data: st.DataObject) -> None:
     """Guards streaming: in whatever pieces a text comes, the result is the same, and no line is too wide."""
-    layout = TextLayout(width)
+    layout = TextLayout(width, "class:reasoning")
     for end in sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6))):
         layout.lines(text[:end])
     lines = texts(layout.lines(text))
-    assert lines == texts(TextLayout(width).lines(text))
+    assert lines == texts(TextLayout(width, "class:reasoning").lines(text))
     assert all(get_cwidth(line) <= width for line in lines)
     assert not any(unicodedata.category(character) == "Cc" for line in lines for character in line)
 
@@ -52,29 +48,6 @@ def test_plain_text_loses_nothing_but_blanks(text: str, width: int) -> None:
     kept = (c for c in text if unicodedata.category(c) != "Cc" and c not in "\u061c\u200e\u200f\u2028\u2029")
     bidi = {chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
     assert shown == "".join("".join(c for c in kept if c not in bidi).split())
-
-
-def test_markdown_is_readable() -> None:
-    """Guards code blocks, which keep their spaces, lists, which are indented, and emphasis; `2**3` is none."""
-    source = (
-        "# Title\n- a **bold** item that is long\n"
-        "```python\nx  =  1  # long enough to be cut\n```\n2**3 and 4**5 `code`"
-    )
-    lines = TextLayout(20).lines(source)
-    assert texts(lines) == [
-        "Title", "- a bold item that ", "  is long", "```python", "x  =  1  # long enou", "gh to be cut", "```",
-        "2**3 and 4**5 code",
-    ]  # fmt: skip
-    assert styles(lines, "Title") == {"class:heading"} and styles(lines, "bold") == {"class:strong"}
-    assert styles(lines, "code") == {"class:code"} and styles(lines, "enou") == {"class:code"}
-
-
-def test_a_long_line_is_laid_out_once() -> None:
-    """Guards the screen against a reply without line ends, which would be wrapped anew for each token."""
-    layout, text = TextLayout(80), "word " * 20_000
-    lines = layout.lines(text)
-    assert len(layout._done) > 0.9 * len(lines)
-    assert "".join(texts(lines)).split() == text.split()
 
 
 def test_alternatives_stand_side_by_side_where_they_fit() -> None:

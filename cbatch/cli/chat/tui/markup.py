@@ -1,4 +1,4 @@
-"""Text as lines of a terminal: wrapped at words, and with some Markdown made visible.
+"""Text as lines of a terminal, wrapped at words.
 
 Widths are in terminal cells, of which East Asian characters and emoji take two.
 """
@@ -21,56 +21,42 @@ COLUMN_GAP = " │ "
 LONG_LINE = 2000
 """Characters of an unfinished line after which its beginning is laid out for good."""
 
-_INLINE = re.compile(r"`([^`]+)`|(?<![\w*])\*\*(?=\S)([^*]+?)(?<=\S)\*\*(?![\w*])")
-_LIST = re.compile(r"(\s*)((?:[-*+]|\d{1,3}[.)]) +)")
-_HEADING = re.compile(r"#{1,6} +")
-_RULE = re.compile(r" {0,3}(?:-{3,}|\*{3,}|_{3,})\s*")
-_FENCE = re.compile(r"\s*(?:```|~~~)")
 _PIECE = re.compile(r"\s+|\S+")
 
 
-class TextLayout:
-    """Lays out a text that only grows. Finished lines are laid out once."""
+def split_long_line(line: str) -> list[str]:
+    """Parts of a line, of LONG_LINE characters at most. Text that follows changes only the last part."""
+    parts = []
+    while len(line) > LONG_LINE:
+        cut = line.rfind(" ", LONG_LINE // 2, LONG_LINE) + 1 or LONG_LINE
+        parts.append(line[:cut])
+        line = line[cut:]
+    return [*parts, line]
 
-    def __init__(self, width: int, style: str = "") -> None:
-        """With a `style`, all of the text has it and Markdown means nothing."""
+
+class TextLayout:
+    """Lays out a text that only grows, all in one style. Finished lines are laid out once."""
+
+    def __init__(self, width: int, style: str) -> None:
         self._width = max(width, 1)
         self._style = style
         self._done: list[StyledLine] = []
         self._num_done = 0
-        self._in_code = False
 
     def lines(self, text: str) -> list[StyledLine]:
         """All lines of the text so far, which must begin with the text of the last call."""
-        end = text.rfind("\n") + 1
-        if end > self._num_done:
-            for line in text[self._num_done : end - 1].split("\n"):
-                self._done += self._wrap(line)
-                self._in_code ^= _FENCE.match(line) is not None
-            self._num_done = end
-        while len(text) - self._num_done > LONG_LINE:
-            cut = text.rfind(" ", self._num_done + 1, self._num_done + LONG_LINE) + 1 or self._num_done + LONG_LINE
-            self._done += self._wrap(text[self._num_done : cut])
-            self._num_done = cut
-        rest = text[self._num_done :]
+        *complete, unfinished = text[self._num_done :].split("\n")
+        for line in complete:
+            for part in split_long_line(line):
+                self._done += self._wrap(part)
+        *parts, rest = split_long_line(unfinished)
+        for part in parts:
+            self._done += self._wrap(part)
+        self._num_done = len(text) - len(rest)
         return self._done + self._wrap(rest) if rest else self._done
 
     def _wrap(self, line: str) -> list[StyledLine]:
-        line = safe(line).expandtabs(4)
-        if self._style:
-            return wrap([(self._style, line)], self._width)
-        if _FENCE.match(line):
-            return wrap([("class:fence", line)], self._width)
-        if self._in_code:
-            return wrap([("class:code", line)], self._width, by_word=False)
-        if match := _HEADING.match(line):
-            return wrap([("class:heading", line[match.end() :])], self._width)
-        if _RULE.fullmatch(line):
-            return [[("class:fence", "─" * min(self._width, 40))]]
-        if line.startswith(">"):
-            return wrap([("class:quote", line)], self._width, hanging_indent=2)
-        match = _LIST.match(line)
-        return wrap(list(_inline(line)), self._width, hanging_indent=len(match[0]) if match else 0)
+        return wrap([(self._style, safe(line).expandtabs(4))], self._width)
 
 
 def wrap_plain(text: str, width: int, style: str = "", *, first: str = "") -> list[StyledLine]:
@@ -88,38 +74,57 @@ def side_by_side(columns: list[list[StyledLine]], width: int) -> list[StyledLine
         line: StyledLine = []
         for number, column in enumerate(columns):
             cell = column[row] if row < len(column) else []
-            used = sum(get_cwidth(text) for _, text in cell)
-            line += [*([("class:fence", COLUMN_GAP)] if number else []), *cell, ("", " " * max(width - used, 0))]
+            gap = [("class:fence", COLUMN_GAP)] if number else []
+            line += [*gap, *cell, ("", " " * max(width - cells(cell), 0))]
         rows.append(line)
     return rows
 
 
-def wrap(
-    fragments: Iterable[Fragment], width: int, *, hanging_indent: int = 0, by_word: bool = True
-) -> list[StyledLine]:
-    """Breaks one line into lines that fit; all but the first are indented by `hanging_indent`."""
-    hanging_indent = hanging_indent if hanging_indent <= width // 2 else 0
-    indent: StyledLine = [("", " " * hanging_indent)] if hanging_indent else []
+def wrap(fragments: Iterable[Fragment], width: int) -> list[StyledLine]:
+    """Breaks one line into lines that fit, between words where it can."""
     lines: list[StyledLine] = [[]]
     used = 0
-    for style, piece in _pieces(fragments, by_word):
-        size = get_cwidth(piece)
-        if used + size > width and (used > hanging_indent or len(lines) == 1) and size <= width - hanging_indent:
-            if piece.isspace() and by_word:
+    for word in _words(fragments):
+        size = cells(word)
+        if used + size > width and size <= width:
+            if word[0][1].isspace():
                 continue  # invisible at the end of a line
-            lines.append([*indent])
-            used = hanging_indent
-        for part in [piece] if used + size <= width else piece:  # one that is longer than a line breaks anywhere
+            lines.append([])
+            used = 0
+        for style, text in word:
+            size = get_cwidth(text)
+            for part in [text] if used + size <= width else text:  # one that is longer than a line breaks anywhere
+                size = get_cwidth(part)
+                if used + size > width and used > 0:
+                    lines.append([])
+                    used = 0
+                append_text(lines[-1], style, part)
+                used += size
+    return lines
+
+
+def wrap_anywhere(fragments: Iterable[Fragment], width: int) -> list[StyledLine]:
+    """Breaks one line where its cells end, and keeps all blanks."""
+    lines: list[StyledLine] = [[]]
+    used = 0
+    for style, text in fragments:
+        size = get_cwidth(text)
+        for part in [text] if used + size <= width else text:
             size = get_cwidth(part)
             if used + size > width and used > 0:
-                lines.append([*indent])
-                used = hanging_indent
-            _append(lines[-1], style, part)
+                lines.append([])
+                used = 0
+            append_text(lines[-1], style, part)
             used += size
     return lines
 
 
-def _append(line: StyledLine, style: str, text: str) -> None:
+def cells(line: StyledLine) -> int:
+    """Width of a line."""
+    return sum(get_cwidth(text) for _, text in line)
+
+
+def append_text(line: StyledLine, style: str, text: str) -> None:
     """Joins text of the same style, because a line with fewer fragments is drawn faster."""
     if line and line[-1][0] == style:
         line[-1] = style, line[-1][1] + text
@@ -127,18 +132,14 @@ def _append(line: StyledLine, style: str, text: str) -> None:
         line.append((style, text))
 
 
-def _pieces(fragments: Iterable[Fragment], by_word: bool) -> Iterator[Fragment]:
+def _words(fragments: Iterable[Fragment]) -> Iterator[StyledLine]:
+    """Words, which may have several styles, and the blanks between them."""
+    word: StyledLine = []
     for style, text in fragments:
-        if by_word:
-            yield from ((style, piece) for piece in _PIECE.findall(text))
-        elif text:
-            yield style, text
-
-
-def _inline(line: str) -> Iterator[Fragment]:
-    start = 0
-    for match in _INLINE.finditer(line):
-        yield "", line[start : match.start()]
-        yield ("class:code", match[1]) if match[1] is not None else ("class:strong", match[2])
-        start = match.end()
-    yield "", line[start:]
+        for piece in _PIECE.findall(text):
+            if word and piece.isspace() != word[0][1].isspace():
+                yield word
+                word = []
+            word.append((style, piece))
+    if word:
+        yield word

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 from cbatch.cli.chat.session.reply import Reply
 from cbatch.cli.chat.session.session import Notice, Session, Turn
 from cbatch.cli.chat.tui import markup
+from cbatch.cli.chat.tui.markdown.layout import MarkdownLayout
 from cbatch.cli.chat.tui.markup import COLUMN_GAP, StyledLine, TextLayout, side_by_side
 from cbatch.cli.common.console import safe
 
@@ -25,7 +26,7 @@ class Transcript:
 
     def __init__(self) -> None:
         self._items: WeakKeyDictionary[Turn | Notice, tuple[object, list[StyledLine]]] = WeakKeyDictionary()
-        self._layouts: WeakKeyDictionary[Reply, tuple[int, TextLayout, TextLayout]] = WeakKeyDictionary()
+        self._layouts: WeakKeyDictionary[Reply, tuple[int, TextLayout, MarkdownLayout]] = WeakKeyDictionary()
 
     def chunks(self, session: Session, width: int) -> list[list[StyledLine]]:
         """All lines of a session, item by item."""
@@ -75,7 +76,7 @@ class Transcript:
     def _reply(self, reply: Reply, width: int) -> list[StyledLine]:
         known = self._layouts.get(reply)
         if known is None or known[0] != width:
-            known = self._layouts[reply] = width, TextLayout(width, "class:reasoning"), TextLayout(width)
+            known = self._layouts[reply] = width, TextLayout(width, "class:reasoning"), MarkdownLayout(width)
         lines = list(known[1].lines(reply.reasoning))
         if lines and reply.text:
             lines.append([])

@@ -1,0 +1,1 @@
+"""Markdown as lines of a terminal, laid out while it streams."""

@@ -1,0 +1,262 @@
+"""How replies in Markdown are drawn: what they show, and that streaming changes nothing about it."""
+
+from __future__ import annotations
+
+import unicodedata
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prompt_toolkit.utils import get_cwidth
+
+from cbatch.cli.chat.tui.markdown.code import CHUNK
+from cbatch.cli.chat.tui.markdown.layout import MarkdownLayout
+from cbatch.cli.chat.tui.markdown.parser import find_code
+from cbatch.cli.chat.tui.markdown.splitter import LONG_ITEM, LONG_TABLE
+from cbatch.cli.chat.tui.markup import LONG_LINE, StyledLine
+
+PIECES = st.sampled_from(
+    "# |## |- |  - |    |1. |10) |> |>|* |```|````|~~~|```python\n|```md\n|  ```|   ```\n|\n|\n\n|===|---|--|a|word |"
+    "**|*|_|~~|`|[t](u)|![i](u)|[|](|<a:b>|$|\\(|\\)|\\[|\\]|$$|\n| b |--|--\n|\t|日本|：|👍|\x1b|\r|\u0301|&#10;|"
+    '&#x202e;|&amp;|\\|x = \'y\'\n|"""|- [ ] |x '.split("|")
+)
+CELLS = st.sampled_from(["|", " | ", "|\n", "|-|-|\n"])
+TEXT = st.lists(st.one_of(PIECES, CELLS, st.text(max_size=4)), max_size=40).map("".join)
+LOW_LIMITS = {
+    "markup.LONG_LINE": 24,
+    "markdown.splitter.LONG_LINE": 24,
+    "markdown.splitter.LONG_ITEM": 30,
+    "markdown.splitter.LONG_TABLE": 40,
+    "markdown.fences.MAX_OPENING": 11,
+    "markdown.code.CHUNK": 16,
+    "markdown.code.LONG_LINE": 12,
+}
+
+
+def texts(lines: list[StyledLine]) -> list[str]:
+    return ["".join(text for _, text in line) for line in lines]
+
+
+def shown(source: str, width: int = 60) -> list[str]:
+    return texts(MarkdownLayout(width).lines(source))
+
+
+def styles(source: str, word: str) -> set[str]:
+    return {style for line in MarkdownLayout(60).lines(source) for style, text in line if word in text}
+
+
+def styled(source: str, style: str) -> list[str]:
+    """The texts in a style."""
+    return [text for line in MarkdownLayout(60).lines(source) for name, text in line if style in name.split()]
+
+
+def check_growing(text: str, width: int, ends: list[int]) -> None:
+    layout = MarkdownLayout(width)
+    for end in sorted(ends):
+        layout.lines(text[:end])
+    lines = layout.lines(text)
+    assert lines == MarkdownLayout(width).lines(text)
+    assert all(get_cwidth(line) <= width for line in texts(lines))
+    assert not any(unicodedata.category(character) == "Cc" for line in texts(lines) for character in line)
+
+
+@settings(max_examples=150)
+@given(TEXT, st.integers(2, 90), st.data())
+def test_text_that_grows_is_laid_out_as_the_whole(text: str, width: int, data: st.DataObject) -> None:
+    """Guards streaming: in whatever pieces a text comes, the result is the same, and no line is too wide."""
+    check_growing(text, width, data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+
+
+@settings(max_examples=60)
+@given(TEXT, st.integers(2, 30), st.data())
+def test_text_that_grows_beyond_the_limits(text: str, width: int, data: st.DataObject) -> None:
+    """Guards the cuts in long lines, long items and long code, which must not depend on when they are made."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in LOW_LIMITS.items():
+            patch.setattr(f"cbatch.cli.chat.tui.{name}", value)
+        check_growing(text, width, data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("# One\n## Two ##\nThree\n=====\nFour\n---", ["One", "Two", "Three", "Four"]),
+        ("#\n#no heading", ["#", "#no heading"]),
+        ("\n\none\ntwo  \nthree\n\n\n\nfour\n\n", ["one", "two", "three", "", "four"]),
+        ("one\n***\ntwo", ["one", "─" * 40, "two"]),
+        ("- a\n  - b\n    - c\n* d\n+ e", ["- a", "  - b", "    - c", "* d", "+ e"]),
+        ("7. a\n8. b\n   text\n\n   more\n9) c", ["7. a", "8. b", "   text", "", "   more", "9) c"]),
+        ("1. a\n  - b\n\n- c\n\n- d", ["1. a", "  - b", "", "- c", "", "- d"]),
+        ("- [ ] a\n- [x] b\n1. [X] c\n- [y] d", ["☐ a", "☑ b", "1. ☑ c", "- [y] d"]),
+        ("-\n- \nx", ["- ", "- ", "x"]),
+        ("> a\nlazy\n> > b\n>\n> - c", ["│ a", "│ lazy", "│ │ b", "│", "│ - c"]),
+        ("<b>x</b>\n<!-- y -->\n&amp; &copy;", ["<b>x</b>", "<!-- y -->", "& ©"]),
+        ("[a]: http://b\n[a]", ["[a]: http://b", "[a]"]),
+        ("1986\\. \\*a\\* \\_ \\# \\a", ["1986. *a* _ # \\a"]),
+        ("    code  x\n\n      y\ntext", ["code  x", "", "  y", "text"]),
+        ("a\n-", ["a", "-"]),
+    ],
+)
+def test_blocks(source: str, expected: list[str]) -> None:
+    """Guards what each kind of block is shown as, and that markers, numbers and line ends are those of the source."""
+    assert [line.rstrip() if line.startswith("│") else line for line in shown(source)] == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("[t](http://u) [http://a](http://a)", "t (http://u) http://a"),
+        ("<http://a.b/c_d_e> <me@x.y> http://x.y/a_b_c", "http://a.b/c_d_e me@x.y http://x.y/a_b_c"),
+        ("[中文](https://x.y/中文?a=%20)", "中文 (https://x.y/中文?a=%20)"),
+        ("![an *image*](u.png)", "[image: an image] (u.png)"),
+        ("2**3 and 4**5, a * b * c, snake_case_names", "2**3 and 4**5, a * b * c, snake_case_names"),
+        ("a **bold that is open, and `code", "a **bold that is open, and `code"),
+        ("$a_b_c * d * e$ and $$x_1 _y_$$", "$a_b_c * d * e$ and $$x_1 _y_$$"),
+        ("\\(a_b_c *d*\\) and \\[x_1 _y_\\] and \\(", "\\(a_b_c *d*\\) and \\[x_1 _y_\\] and \\("),
+        ("$5 and *6* $", "$5 and 6 $"),
+        ("`` a`b `` &#x202e;&#9;x", "a`b  x"),
+    ],
+)
+def test_text_in_a_line(source: str, expected: str) -> None:
+    """Guards links, images, formulas, and stars and underscores that mean no emphasis."""
+    assert shown(source) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("source", "style", "expected"),
+    [
+        ("**a** b __c__", "class:strong", ["a", "c"]),
+        ("*a* b _c_ ***d***", "class:emphasis", ["a", "c", "d"]),
+        ("~~a~~ ~b~ ~~旧：~~新", "class:strike", ["a", "旧："]),
+        ("`a` **`b`** ``c`", "class:code", ["a", "b"]),
+        ("这是**重点**内容", "class:strong", ["重点"]),
+        ("**重点：**内容，和**说明:**内容", "class:strong", ["重点：", "说明:"]),
+        ("「**重点**」です。これは**「重要」**です", "class:strong", ["重点", "「重要」"]),
+        ("他说**“重点”**是", "class:strong", ["“重点”"]),
+        ("**중요**는 **(강조)**입니다", "class:strong", ["중요", "(강조)"]),
+        ("**L**arge **L**anguage Donau**dampf**schiff", "class:strong", ["L", "L", "dampf"]),
+        ("x**2 + y**2 and **z**", "class:strong", ["z"]),
+        ("[t](http://u) <http://a> ![i](v)", "class:link", ["http://u", "http://a", "v"]),
+        ("# a *b*", "class:heading", ["a ", "b"]),
+        ("- a\n1. b", "class:marker", ["- ", "1. "]),
+        ("> a\n> > b", "class:quote", ["│ ", "│ │ "]),
+        ("```python\ndef f(): return 'a' + 1  # b\n```", "class:code.string", ["'a'"]),
+        ("```python\ndef f(): return 'a' + 1  # b\n```", "class:code.keyword", ["def", "return"]),
+        ("```python\ndef f(): return 'a' + 1  # b\n```", "class:code.name", ["f"]),
+        ("```python\ndef f(): return 'a' + 1  # b\n```", "class:code.number", ["1"]),
+        ("```python\ndef f(): return 'a' + 1  # b\n```", "class:code.comment", ["# b"]),
+        ("```python\ndef f(): return 'a' + 1  # b\n```", "class:code.operator", ["+"]),
+        ("```python\nx = 1\nif not", "class:code", ["if not"]),
+        ("```no-language\nif x\n```", "class:code", ["if x"]),
+        ("```python\n~~~\n```\n~~~~ js\n```\n~~~~", "class:fence", ["```python", "```", "~~~~ js", "~~~~"]),
+    ],
+)
+def test_styles(source: str, style: str, expected: list[str]) -> None:
+    """Guards emphasis, also beside East Asian text, where CommonMark sees none, and the colours of code."""
+    assert styled(source, style)[-len(expected) :] == expected
+
+
+def test_markdown_is_readable() -> None:
+    """Guards code blocks, which keep their spaces, lists, which are indented, and emphasis; `2**3` is none."""
+    source = (
+        "# Title\n- a **bold** item that is long\n"
+        "```python\nx  =  1  # long enough to be cut\n```\n2**3 and 4**5 `code`"
+    )
+    lines = MarkdownLayout(20).lines(source)
+    assert texts(lines) == [
+        "Title", "- a bold item that ", "  is long", "```python", "x  =  1  # long enou", "gh to be cut", "```",
+        "2**3 and 4**5 code",
+    ]  # fmt: skip
+    assert styles(source, "Title") == {"class:heading"} and styles(source, "bold") == {"class:strong"}
+    assert styles(source, "code") == {"class:code"} and styles(source, "enou") == {"class:code.comment"}
+
+
+TABLE = "| Name | Size |\n|:-----|-----:|\n| **a** | 1 |\n| b c | 1,000 |\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "width", "expected"),
+    [
+        (TABLE, 40, ["Name │  Size", "─────┼──────", "a    │     1", "b c  │ 1,000"]),
+        ("|a|b|\n|:-:|-|\n|日本語|x|", 40, ["  a    │ b", "───────┼──", "日本語 │ x"]),
+        (
+            "a | b\n--|--\nfour words in here | x \\| y\nz",
+            16,
+            ["a        │ b", "─────────┼──────", "four     │ x | y", "words in │", "here     │", "z        │"],
+        ),
+        (TABLE, 9, ["Name: a", "Size: 1", "", "Name: b c", "Size:", "1,000"]),
+        ("text\n| a | b |\n|---|---|\n| 1 |\n\nafter", 40, ["text", "a │ b", "──┼──", "1 │", "", "after"]),
+        ("| a | b |\n|--", 40, ["| a | b |", "|--"]),
+        ("| a | b |\n|--|--", 40, ["a │ b", "──┼──"]),
+        ("- | a |\n  |---|\n  | 1 |\n- b", 40, ["- a", "  ─", "  1", "- b"]),
+    ],
+)
+def test_tables(source: str, width: int, expected: list[str]) -> None:
+    """Guards tables: alignment, wide characters, cells that are wrapped, and screens too narrow for columns."""
+    assert [line.rstrip() for line in shown(source, width)] == [line.rstrip() for line in expected]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("```md\n# x\n```py\na\n```\n# y\n```\n# z", ["```md", "# x", "```py", "a", "```", "# y", "```", "z"]),
+        ("````\n```\n# a\n````\n# b", ["````", "```", "# a", "````", "b"]),
+        ("```python\n```sh\n```\n# b", ["```python", "```sh", "```", "b"]),
+        ("~~~\n```\n~~~\n# b", ["~~~", "```", "~~~", "b"]),
+        ("1. a\n   ```\n   x\n    y\n\n   ```\n   - b\n2. c", ["1. a", "```", "x", " y", "", "```", "   - b", "2. c"]),
+        ("- a\n  - b\n    ```\n    c\n    ```\n    d\n- e", ["- a", "  - b", "```", "c", "```", "    d", "- e"]),
+        ("- ```\n  a\n  ```\n- b", ["- ", "```", "a", "```", "- b"]),
+        ("- a\n  ```\n  b\nc", ["- a", "```", "b", "c"]),
+        ("> ```md\n> ```py\n> a\n> ```\n> ```\n> # b", ["│ ```md", "│ ```py", "│ a", "│ ```", "│ ```", "│ b"]),
+        ("```\n\ta\n  b", ["```", "    a", "  b"]),
+        ("\\[\na\n- b\n\\]\n# c", ["\\[", "a", "- b", "\\]", "c"]),
+        ("text\n$$\n+ b_1_\n$$", ["text", "$$", "+ b_1_", "$$"]),
+    ],
+)  # fmt: skip
+def test_fences(source: str, expected: list[str]) -> None:
+    """Guards fences inside fences and lists: what follows is not code, and code has no indentation of its list."""
+    assert shown(source) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("a\n```py\nx\n\n\ty  \n```\n~~~\nz\n~~~", ["x\n\n\ty  \n", "z\n"]),
+        ("- a\n  ```\n  b\n   c\n  ```\n> ```\n> d\n> ```", ["b\n c\n", "d\n"]),
+        ("```md\n```py\na\n```\n```\n```\nopen", ["```py\na\n```\n", "open"]),
+        ("    indented\n\n`inline`", []),
+    ],
+)
+def test_code_is_found(source: str, expected: list[str]) -> None:
+    """Guards `/copy code`: all fenced blocks, exactly as they are written."""
+    assert find_code(source) == expected
+
+
+def test_a_long_line_is_laid_out_once() -> None:
+    """Guards the screen against a reply without line ends, which would be wrapped anew for each token."""
+    layout, text = MarkdownLayout(80), "word " * 20_000
+    lines = layout.lines(text)
+    assert len(layout._done) > 0.9 * len(lines)
+    assert " ".join(texts(lines)).split() == text.split()
+
+
+@pytest.mark.parametrize(
+    ("source", "limit"),
+    [
+        ("- item **b**\n" * 300, 1),
+        ("- a\n" + "  - item **b**\n" * 2000, LONG_ITEM / 15),
+        ("```python\n" + "x = [1, 'a']\n" * 300, 2 * CHUNK / 13),
+        ("1. a\n   ```c\n" + "   int x = 1;\n" * 300, 2 * CHUNK / 11),
+        ("```python\nx = '''\n" + "text\n" * 2000, 4 * CHUNK / 5),
+        ("one\n" * 2000, LONG_LINE / 4),
+        ("> one\n" * 2000, LONG_ITEM / 6),
+        ("a | b\n--|--\n" + "1 | 2\n" * 2000, LONG_TABLE / 6),
+        ("paragraph\n\n" * 100, 0),
+    ],
+)
+def test_finished_lines_are_laid_out_once(source: str, limit: float) -> None:
+    """Guards the time of a redraw: it does not grow with the length of a list, of code, or of a reply."""
+    layout = MarkdownLayout(80)
+    num_lines = len(layout.lines(source))
+    num_open = len(layout._code._layout._source) if layout._code else num_lines - len(layout._done)
+    assert num_open <= limit + 2
