@@ -91,6 +91,9 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.streams import Stream as Stream
     from cbatch.engine.text.tokenizer import Prompt as Prompt
     from cbatch.engine.text.tool_calls import check_tools as check_tools
+    from cbatch.engine.tools.loader import load_tools as load_tools
+    from cbatch.engine.tools.tool import MAX_TOOL_ROUNDS as MAX_TOOL_ROUNDS
+    from cbatch.engine.tools.tool import Tool as Tool
     from cbatch.engine.tracing.trace import StepTracer as StepTracer
 else:  # so that a type checker knows the names above and no others
     __getattr__, __all__ = lazy_exports(__name__)

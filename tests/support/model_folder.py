@@ -39,10 +39,12 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_model(folder: Path, *, tokenizer: bool = True, generation: dict[str, Any] | None = None) -> Path:
+def save_model(
+    folder: Path, *, tokenizer: bool = True, generation: dict[str, Any] | None = None, context: int = 256
+) -> Path:
     """Writes config, weights, tokenizer and generation_config.json as a downloaded model would have them."""
     made = make_tokenizer()
-    network = make_network("llama", vocab_size=len(made), max_position_embeddings=256, eos_token_id=2)
+    network = make_network("llama", vocab_size=len(made), max_position_embeddings=context, eos_token_id=2)
     network.save_pretrained(folder)
     if tokenizer:
         made.save_pretrained(folder)

@@ -17,6 +17,7 @@ from cbatch.cli.common.console import emit, show_progress
 from cbatch.cli.common.exits import handle_signals
 from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.options import (
+    JsonListOption,
     engine_options,
     make_options,
     model_options,
@@ -28,6 +29,7 @@ from cbatch.cli.common.options import (
 from cbatch.cli.common.tracing import tracing
 from cbatch.cli.run.files import count_lines, open_input, open_output, stats_file
 from cbatch.cli.run.options import RunOptions
+from cbatch.engine import MAX_TOOL_ROUNDS
 
 if TYPE_CHECKING:
     from cbatch.cli.run.stats import RunStats
@@ -61,6 +63,17 @@ if TYPE_CHECKING:
 @template_kwargs_option
 @option("--raw", is_flag=True, help="Continue prompts as plain text, without the chat template.")
 @option("--token-ids", is_flag=True, help="Add the output's token ids to each row.")
+@option(
+    "--tools", multiple=True, cls=JsonListOption, metavar="FILE", help="Run what the model calls of the tools in FILE."
+)
+@option(
+    "--max-tool-rounds",
+    type=click.IntRange(1),
+    default=MAX_TOOL_ROUNDS,
+    show_default=True,
+    metavar="N",
+    help="Rounds of calls in a row, after which the model has to answer without tools.",
+)
 @option("--timings", is_flag=True, help="Add times and cached tokens to each row.")
 @option(
     "--allow-unknown",

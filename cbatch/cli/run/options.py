@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Literal
 
 from cbatch.cli.common.options import SamplingOptions
 from cbatch.cli.common.replica_options import ReplicaOptions
-from cbatch.engine import FIXED_DATE, ConfigError, EngineConfig, RequestDefaults, RowOptions, TemplateOptions
+from cbatch.engine import (
+    FIXED_DATE,
+    MAX_TOOL_ROUNDS,
+    ConfigError,
+    EngineConfig,
+    RequestDefaults,
+    RowOptions,
+    TemplateOptions,
+    load_tools,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +41,8 @@ class RunOptions:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     token_ids: bool = False
     timings: bool = False
+    tools: tuple[str, ...] = ()
+    max_tool_rounds: int = MAX_TOOL_ROUNDS
     allow_unknown: bool = False
     stats: str | None = None
     trace: str | None = None
@@ -60,4 +72,11 @@ class RunOptions:
             template=TemplateOptions(kwargs=self.template_kwargs, today=self.date.date() if self.date else FIXED_DATE),
             with_token_ids=self.token_ids,
         )
-        return RowOptions(defaults, self.format == "text", self.allow_unknown, self.timings)
+        return RowOptions(
+            defaults,
+            is_text=self.format == "text",
+            allow_unknown=self.allow_unknown,
+            timings=self.timings,
+            tools=tuple(load_tools(map(Path, self.tools))),
+            max_tool_rounds=self.max_tool_rounds,
+        )

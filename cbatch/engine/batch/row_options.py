@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cbatch.engine.base.request_defaults import RequestDefaults
+from cbatch.engine.tools.tool import MAX_TOOL_ROUNDS, Tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,9 +15,13 @@ class RowOptions:
     is_text:       lines are prompts instead of JSON
     allow_unknown: carry misspelt parameters along instead of refusing their row
     timings:       add times and cached tokens to each row of output
+    tools:         run what models call of these, in conversations whose rows bring no tools of their own
+    max_tool_rounds: rounds of calls in one row, after which its model has to answer without tools
     """
 
     defaults: RequestDefaults = field(default_factory=RequestDefaults)
     is_text: bool = False
     allow_unknown: bool = False
     timings: bool = False
+    tools: tuple[Tool, ...] = ()
+    max_tool_rounds: int = MAX_TOOL_ROUNDS

@@ -87,6 +87,7 @@ class RowStream:
         self._in_flight: dict[int, RequestHandle] = {}
         self._cancelled: set[int] = set()
         self._num_ended = 0
+        self._tools = lines.tool_loop(self._ask_again)
         self._is_stopping = False
         self.poll_s = POLL_SECONDS
         """How long `finished` waits for rows before it gives none."""
@@ -224,17 +225,34 @@ class RowStream:
         for message in messages:
             if isinstance(message, EndOfRow):
                 result = message.result
-                was_in_flight = self._in_flight.pop(message.position, None) is not None
-                if not (was_in_flight or isinstance(result, Completion)):
+                handle = self._in_flight.pop(message.position, None)
+                if handle is None and not isinstance(result, Completion):
                     continue  # it was cancelled before it ended
-                self._num_ended += 1
+                completion = None
                 if not message.is_lost:
                     completion = result if isinstance(result, Completion) else result.completion()
+                    if self._calls_tools(message.position, handle, completion):
+                        continue
+                self._num_ended += 1
+                if completion is not None:
                     finished.append(FinishedRow(message.position, completion))
             elif isinstance(message, RowCancelled) and self._in_flight.pop(message.position, None) is not None:
                 self._num_ended += 1
                 self._window.release([message.position])
         return finished
+
+    def _calls_tools(self, position: int, handle: RequestHandle | None, completion: Completion) -> bool:
+        """Whether the row goes on with the results of what its model calls."""
+        if self._tools is None or handle is None:
+            return False
+        return self._tools.take(position, handle.request.source, completion)
+
+    def _ask_again(self, position: int, request: EncodedRequest | Completion, taken_at: float) -> None:
+        """Goes on with a row whose tools have run. Called on a thread of its own."""
+        if isinstance(request, Completion):
+            self._inbox.put(EndOfRow(position, request))
+        else:
+            self._submit(position, request, taken_at)
 
     def _engine_error(self) -> EngineError:
         failure = self._engine_thread.failure
@@ -248,5 +266,7 @@ class RowStream:
         """Stops the reader and cancels the requests in flight, so that other front ends have the engine."""
         self._is_stopping = True
         self._window.close()
+        if self._tools is not None:
+            self._tools.close()
         for handle in list(self._in_flight.values()):
             self._engine_thread.cancel(handle)

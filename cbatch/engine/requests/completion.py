@@ -58,6 +58,13 @@ class Usage:
     def total_tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
 
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.cached_tokens + other.cached_tokens,
+        )
+
     def to_dict(self) -> dict[str, int]:
         """The form of OpenAI's API. Cached tokens depend on what ran before, so they are not in it."""
         return {
@@ -114,6 +121,7 @@ class Completion(Mapping[str, Any]):
     key:             hash of all that decides the result
     extra:           columns of the row that were carried along
     timing:          when it was taken, got its first token, and was finished
+    tool_messages:   what the model called before, and the results, as messages in OpenAI's form
     """
 
     def __init__(
@@ -147,6 +155,7 @@ class Completion(Mapping[str, Any]):
             error.__traceback__ = error.__cause__ = error.__context__ = None
         self.prompt_logprobs = prompt_logprobs
         self.timing = timing or Timing()
+        self.tool_messages: Sequence[Mapping[str, Any]] = ()
         self._has_text, self._with_token_ids, self._echoes = has_text, with_token_ids, echoes
         self._fields: dict[str, Any] | None = None
 
@@ -239,6 +248,8 @@ class Completion(Mapping[str, Any]):
         if self._fields is not None:
             return deepcopy(self._fields)
         fields = self._openai_row() if self._row.call else self._plain_row()
+        if self.tool_messages:
+            fields["tool_messages"] = deepcopy(list(self.tool_messages))
         if self._row.extra:
             # Copying a text or a number deeply would take most of the time of a short row.
             fields["extra"] = {

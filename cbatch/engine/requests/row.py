@@ -33,6 +33,7 @@ class InputRow:
     system: system message of a prompt that has none
     tools:  functions that the model may call
     choice: what the model must call; None if it need not call any
+    tool_rounds: how often what the model calls is run; 0 gives the calls as the result
     max_calls: most tool calls of an output that count; None for all
     template: fields of TEMPLATE_FIELDS that the row sets
     params: sampling parameters that the row sets
@@ -50,6 +51,7 @@ class InputRow:
     system: str | None = None
     tools: list[dict[str, Any]] | None = None
     choice: ToolChoice | None = None
+    tool_rounds: int = 0
     max_calls: int | None = None
     template: dict[str, Any] = field(default_factory=dict)
     params: dict[str, Any] = field(default_factory=dict)

@@ -47,7 +47,8 @@ class KeyMaker:
         """
         call = (row.call.is_chat, row.call.model) if row.call else None
         # A template may print tools as they are, so the order of their keys counts.
-        tools = (json.dumps(row.tools),) if row.tools else ()
+        tools: tuple[object, ...] = (json.dumps(row.tools),) if row.tools else ()
+        tools += (row.tool_rounds,) if row.tool_rounds else ()
         more = (asked,) if asked else ()
         row_hash = _hash(_dump((row.id, prompt, row.extra, call, *tools, *more)), INPUT)
         return self._model + _hash(sampling + repr(others).encode(), SAMPLING) + row_hash

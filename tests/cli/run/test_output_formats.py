@@ -133,6 +133,62 @@ def test_tool_calls_come_back(tmp_path: Path) -> None:
     assert done[0]["usage"]["prompt_tokens"] > done[2]["usage"]["prompt_tokens"]
 
 
+ROUNDS = (
+    "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_tools_are_run(tmp_path: Path) -> None:
+    """Guards --tools: results go back to the model, rounds are bounded, and rows with tools of their own keep them."""
+    (tmp_path / "tools.py").write_text(
+        'def add(a: int, b: int) -> int:\n    """Adds."""\n    return a + b\n'
+        'def long(a: int, b: int) -> str:\n    return "x" * 5000\n'
+    )
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a", "choice": [call]},
+        {
+            "custom_id": "b",
+            "url": "/v1/chat/completions",
+            "body": {"messages": [{"role": "user", "content": "a"}], "choice": [call]},
+        },
+        {"prompt": "a", "choice": [call], "tools": [TOOL]},
+        {"prompt": "a", "choice": ["fine"]},
+        {"prompt": "a", "raw": True, "max_tokens": 2},
+        {"prompt": "a", "choice": [call], "n": 2},
+        {"prompt": "a", "choice": [call.replace("add", "long")]},
+    ]
+    model = save_model(tmp_path / "model", context=1500)
+    (model / "chat_template.jinja").write_text(ROUNDS)
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["run", str(source), "-o", str(out), "-m", str(model), "--tools", str(tmp_path / "tools.py"), "-q"]
+    assert run_command([*command, "--max-tool-rounds", "2"]) == 1
+    done = [json.loads(line) for line in out.read_bytes().splitlines()]
+    said, result, again, _ = done[0]["tool_messages"]
+    assert (
+        said["tool_calls"][0]["function"]
+        == {"name": "add", "arguments": '{"a": 2, "b": 3}'}
+        == {**again["tool_calls"][0]["function"]}
+    )
+    assert (result["role"], result["content"]) == ("tool", "5")
+    assert result["tool_call_id"] == said["tool_calls"][0]["id"]
+    assert done[0]["text"] == call and done[0]["finish_reason"] == "stop", "the last answer comes without tools"
+    once = done[2]["usage"]
+    assert done[2]["finish_reason"] == "tool_calls" and "tool_messages" not in done[2]
+    assert done[0]["usage"]["completion_tokens"] == 3 * once["completion_tokens"]
+    body = ChatCompletion.model_validate(done[1]["response"]["body"])
+    assert body.choices[0].message.content == call and len(done[1]["tool_messages"]) == 4
+    assert done[3]["text"] == "fine" and "tool_messages" not in done[3] and done[4]["text"]
+    assert [choice["finish_reason"] for choice in done[5]["choices"]] == ["tool_calls"] * 2
+    assert done[6]["error"]["code"] == "prompt_too_long"
+    before = out.read_bytes()
+    assert run_command([*command, "--max-tool-rounds", "2", "--resume"]) == 1 and out.read_bytes() == before
+    assert run_command([*command, "--max-tool-rounds", "3", "--resume"]) == 2 and out.read_bytes() == before
+
+
 def test_calls_are_forced_and_limited(tmp_path: Path) -> None:
     """Guards tool_choice on a random model, in both forms of rows, and parallel_tool_calls."""
     parameters = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}

@@ -1,0 +1,111 @@
+"""Runs what a model calls in a batch, and asks it again with the results, until it answers or has had its rounds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cbatch.engine.base.errors import RequestError
+from cbatch.engine.base.outputs import ToolCall
+from cbatch.engine.base.params import derive_seed
+from cbatch.engine.requests.completion import Completion, Usage
+from cbatch.engine.requests.input_processor import InputProcessor
+from cbatch.engine.requests.request import EncodedRequest, GenerationRequest
+from cbatch.engine.requests.row import InputRow
+from cbatch.engine.tools.tool import Tool
+
+NUM_THREADS = 8
+"""Calls that run at the same time."""
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """A row whose model calls tools.
+
+    request:  what was asked last
+    messages: the calls and results so far, in OpenAI's form
+    usage:    of the rounds that are over
+    """
+
+    request: GenerationRequest
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    num_rounds: int = 0
+    usage: Usage = field(default_factory=Usage)
+
+
+class ToolLoop:
+    """One for each batch. `take` belongs to the thread that reads results; tools run on threads of their own."""
+
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        max_rounds: int,
+        inputs: InputProcessor,
+        ask: Callable[[int, EncodedRequest | Completion, float], None],
+    ) -> None:
+        """
+        max_rounds: rounds of calls of one row, after which its model gets no tools
+        ask:        gets the position of a row, its next request or, if there can be none, its result, and when the row
+                    was taken
+        """
+        self._tools = {tool.name: tool for tool in tools}
+        self._max_rounds, self._inputs, self._ask = max_rounds, inputs, ask
+        self._conversations: dict[int, _Conversation] = {}
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "cbatch-tool")
+        self._is_closed = threading.Event()
+
+    def take(self, position: int, row: InputRow, completion: Completion) -> bool:
+        """Takes a result that calls tools, and returns True; what else a model gives is the end of its row."""
+        talk = self._conversations.get(position)
+        goes_on = completion.finish_reason == "tool_calls" and len(completion.choices) == 1 and row.tool_rounds > 0
+        if goes_on and (talk is None or talk.num_rounds < self._max_rounds):
+            if talk is None:
+                talk = self._conversations[position] = _Conversation(self._inputs.request(row))
+            self._threads.submit(self._run, position, talk, completion)
+            return True
+        if talk is not None:
+            completion.usage = talk.usage + completion.usage
+            completion.tool_messages = talk.messages
+            del self._conversations[position]
+        return False
+
+    def close(self) -> None:
+        """Ends the tools that run."""
+        self._is_closed.set()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, position: int, talk: _Conversation, completion: Completion) -> None:
+        calls = completion.tool_calls
+        said = {
+            "role": "assistant",
+            "content": completion.text,
+            "tool_calls": [call.to_dict() for call in calls],
+        }
+        talk.messages = [*talk.messages, said, *(self._result(call) for call in calls)]
+        if self._is_closed.is_set():
+            return
+        talk.num_rounds += 1
+        talk.usage = talk.usage + completion.usage
+        request, is_last = talk.request, talk.num_rounds == self._max_rounds
+        asked = replace(
+            request,
+            messages=[*(request.messages or ()), *talk.messages],
+            tools=() if is_last else request.tools,
+            choice=None,
+            known_ids=None,
+            seed=derive_seed(request.seed, "round", talk.num_rounds),
+        )
+        try:
+            following: EncodedRequest | Completion = self._inputs.encode(asked)
+        except RequestError as error:
+            following = Completion(request.source, key=request.key, error=error, timing=completion.timing)
+        self._ask(position, following, completion.timing.taken_at)
+
+    def _result(self, call: ToolCall) -> dict[str, Any]:
+        """The message with the result of a call."""
+        tool = self._tools.get(call.name)
+        text = f"There is no tool {call.name}." if tool is None else tool.run(call.arguments, self._is_closed)
+        return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
