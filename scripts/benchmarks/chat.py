@@ -120,14 +120,14 @@ def measure_screen() -> str:
     terminal.wait("the bundled demo model")
     for name in ("a", "b", "c"):
         terminal.submit(f"/new {name}")
-    terminal.wait(r"\[4 c\]")
+    terminal.wait(r"\[4 c( \d+%)?\]")
     for _ in range(12):
         terminal.submit(f"/all {STORY}")
         terminal.wait("c…")
-        terminal.wait(r"\[4 c\]")
+        terminal.wait(r"\[4 c( \d+%)?\]")
         terminal.submit("/close")
         terminal.submit("/new c")
-        terminal.wait(r"\[4 c\]")
+        terminal.wait(r"\[4 c( \d+%)?\]")
     terminal.submit("/stats")
     found = terminal.wait(r"from engine to screen: .*? tokens")[0]
     terminal.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import re
 import signal
 import struct
 import termios
@@ -19,16 +20,27 @@ from pexpect.fdpexpect import fdspawn
 
 from tests.support.fork_server import ForkServer, Run
 
-PATIENCE = 120
+PATIENCE = float(os.environ.get("CBATCH_TEST_PATIENCE", "120"))
+"""Seconds."""
 
 
 class Chat:
     """A chat on a screen of 80 × 24. At the end of the `with` block it is killed if it still runs."""
 
     def __init__(
-        self, runs: ForkServer, home: Path, *arguments: object, color: bool = True, env: dict[str, str] | None = None
+        self,
+        runs: ForkServer,
+        home: Path,
+        *arguments: object,
+        color: bool = True,
+        env: dict[str, str] | None = None,
+        wait_for: str = "main>",
     ) -> None:
-        """`home` is where it saves sessions and history."""
+        """
+        home:     where it saves sessions and history
+        wait_for: what it shows when it has begun
+        """
+        self._wait_for = wait_for.encode()
         self._runs, self._arguments = runs, arguments
         self._columns, self._rows = 80, 24
         self._env = {"TERM": "xterm-256color", "XDG_STATE_HOME": str(home), "NO_COLOR": "" if color else "1"}
@@ -47,7 +59,7 @@ class Chat:
         self.run: Run = self._runs.start("chat", *self._arguments, stdin=name, stdout=name, stderr=name, env=self._env)
         os.close(slave)
         end = time.monotonic() + PATIENCE
-        while b"main>" not in self.raw and time.monotonic() < end:
+        while self._wait_for not in self.raw and time.monotonic() < end:
             self.pump()
         return self
 
@@ -77,6 +89,19 @@ class Chat:
     @property
     def bar(self) -> str:
         return next(line for line in reversed(self.lines) if "[" in line and "]" in line)
+
+    @property
+    def sessions(self) -> str:
+        """The left part of the bar, without how full each context is."""
+        names = re.sub(r" \d+%(?=\]| |$)", "", self.bar.partition("   ")[0])
+        return " ".join(names.split())
+
+    def wait_for_sessions(self, wanted: str) -> None:
+        """Waits until the bar shows these sessions."""
+        end = time.monotonic() + PATIENCE
+        while self.sessions != wanted:
+            assert time.monotonic() < end, f"the bar shows {self.sessions!r}, not {wanted!r}"
+            self.pump()
 
     def send(self, keys: str) -> None:
         self._child.send(keys)
@@ -111,8 +136,7 @@ class Chat:
         self.say(question)
         self.wait("1 running")
         end = time.monotonic() + PATIENCE
-        reply = slice(self.lines.index(f"> {question}") + 1, self.lines.index(self.bar))
-        while not any(" " in line.strip() for line in self.lines[reply]):
+        while " " not in self.lines[self.lines.index(f"> {question}") + 2].strip("· "):
             assert time.monotonic() < end, f"no answer begins:\n{self.lines}"
             self.pump()
 

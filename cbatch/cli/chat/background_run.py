@@ -40,17 +40,17 @@ class BackgroundRun:
         self._thread: threading.Thread | None = None
         self._pipeline: Pipeline | None = None
         self._is_stopping = False
-        self.progress = ""
-        """How far the batch is, for the status bar; empty if there is none."""
+        self.progress: list[str] = []
+        """How far the batch is, for the status bar, the most important part first; empty if there is none."""
 
     @property
     def is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, engine: Engine, command_line: str) -> str:
-        """Starts a batch with the options of `cbatch run`, and returns the name of its output.
+    def start(self, engine: Engine, command_line: str) -> None:
+        """Starts a batch with the options of `cbatch run`.
 
-        Raises UserError if they are wrong, or a batch is running already.
+        Raises UserError if they are wrong, there is no such input, or a batch is running already.
         """
         if self.is_running:
             raise UserError("A batch is running already; /run stop ends it.")
@@ -59,10 +59,11 @@ class BackgroundRun:
             options.check_usage()
         except ConfigError as error:
             raise UserError(f"/run: {error}") from error
+        if not Path(options.input).exists():
+            raise UserError(f"/run: there is no file {options.input}.")
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, args=(engine, options), name="cbatch-run", daemon=True)
         self._thread.start()
-        return options.output
 
     def stop(self) -> None:
         """Interrupts the batch; --resume continues it later."""
@@ -91,7 +92,7 @@ class BackgroundRun:
         except Exception as error:  # a bug ends the batch with a sentence, but not the chat
             notice(f"{name}: {error!r}; finished rows are on disk.")
         finally:
-            self.progress = ""
+            self.progress = []
 
     def _run_rows(self, engine: Engine, options: RunOptions) -> None:
         from cbatch.cli.run.batch_run import run_batch
@@ -99,6 +100,7 @@ class BackgroundRun:
 
         stats = RunStats()
         with stats_file(options, stats), open_input(options) as source, open_output(options, source) as output:
+            notice(f"/run {options.input} writes to {options.output}; replies in the chat go first")
             driver = self._engines.driver(engine)
             run_batch(driver, options, source, output, stats, progress=self._display, while_running=self._running)
         notice(f"/run {options.input} is done; the output is in {options.output}")
@@ -120,7 +122,7 @@ class BackgroundRun:
 
         def tick() -> None:
             done, text = state()
-            self.progress = f"run {done:,}{of_total}, {text}"
+            self.progress = [f"run {done:,}{of_total}", *text.split(", ")]
 
         tick()
         yield tick

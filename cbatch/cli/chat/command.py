@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import sys
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +17,7 @@ from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.options import (
+    JsonListOption,
     engine_options,
     make_options,
     model_options,
@@ -30,21 +31,35 @@ from cbatch.cli.common.tracing import tracing
 from cbatch.engine import with_overrides
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from cbatch.cli.chat.background_run import BackgroundRun
     from cbatch.cli.chat.controller import ChatController
+    from cbatch.cli.chat.pipe import PipeMessage
     from cbatch.cli.chat.session.store import SessionStore
     from cbatch.cli.common.options import SamplingOptions
-    from cbatch.engine import EngineConfig, StepTracer
+    from cbatch.engine import Engine, EngineConfig, StepTracer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """One field for each option of `cbatch chat`, under the option's name; `source` is --from."""
+    """One field for each option of `cbatch chat`, under its name; `source` is --from, `continued` --continue."""
 
+    question: str | None
+    lines: bool
+    json: bool
+    continued: bool
+    load: str | None
+    tools: tuple[str, ...]
+    allow_tools: bool
     auto_trim: bool
     no_history: bool
     source: str | None
     index: int | None
     prompts: str | None
+    vi: bool
+    mouse: bool
+    transcript: bool
     template_kwargs: dict[str, Any]
     trace: str | None
     quiet: bool
@@ -61,14 +76,34 @@ class ChatOptions:
             raise UserError("--from OUT.jsonl and --index K go together.")
         if self.prompts is not None and self.source is None:
             raise UserError("--prompts goes with --from OUT.jsonl --index K.")
+        if sum([self.continued, self.load is not None, self.source is not None]) > 1:
+            raise UserError("--continue, --load and --from each open a session; give one of them.")
+        if self.lines and self.question is not None:
+            raise UserError("With --lines the messages are the lines of stdin; a QUESTION does not go with it.")
 
 
 @click.command("chat", cls=ConfiguredCommand)
-@click.option("--auto-trim", is_flag=True, help="Drop the oldest turns when the context is full.")
-@click.option("--no-history", is_flag=True, help="Save nothing of this chat to disk.")
+@click.argument("question", required=False)
+@click.option("--lines", is_flag=True, help="Take each line of stdin as a message of one conversation.")
+@click.option("--json", is_flag=True, help="Write each reply as a JSON object, without a terminal.")
+@click.option("-c", "--continue", "continued", is_flag=True, help="Go on with the last saved session.")
+@click.option("--load", metavar="NAME|FILE", help="Go on with a saved session.")
 @click.option("--from", "source", metavar="OUT.jsonl", help="Open a row of a batch's output as a session.")
 @click.option("--index", type=click.IntRange(0), metavar="K", help="Index of that row.")
 @click.option("--prompts", metavar="FILE", help="Input of that batch; the question is read from it.")
+@click.option(
+    "--tool", "tools", multiple=True, cls=JsonListOption, metavar="FILE", help="Let the model call what FILE defines."
+)
+@click.option("--allow-tools", is_flag=True, help="Run calls without asking.")
+@click.option("--auto-trim", is_flag=True, help="Drop the oldest turns when the context is full.")
+@click.option("--no-history", is_flag=True, help="Save nothing of this chat to disk.")
+@click.option("--vi", is_flag=True, help="Edit lines as in vi.")
+@click.option(
+    "--mouse/--no-mouse", default=True, help="Scroll by the wheel; text is selected with Shift [default: on]."
+)
+@click.option(
+    "--transcript/--no-transcript", default=True, help="Print the conversations when you leave [default: on]."
+)
 @template_kwargs_option
 @model_options
 @sampling_options(in_chat=True)
@@ -81,8 +116,8 @@ class ChatOptions:
 def chat(**values: Any) -> Literal[0, 1]:
     """Chat with a model, in many sessions at once; /help lists the commands.
 
-    If stdin or stdout is not a terminal, each line of stdin is a message of one conversation, and the replies go to
-    stdout.
+    With a QUESTION, write its answer to stdout and end. If stdin is not a terminal, all of it is one document that
+    follows the QUESTION, or is the question itself.
     """
     options = make_options(ChatOptions, values)
     options.check_usage()
@@ -90,49 +125,93 @@ def chat(**values: Any) -> Literal[0, 1]:
         raise UserError("A chat needs stdin and stdout, and one of them is closed.")
     others = {"the file of --from": options.source, "the file of --prompts": options.prompts}
     with tracing(options.trace, others, quiet=options.quiet) as trace:
-        if sys.stdin.isatty() and sys.stdout.isatty():
+        in_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        if in_terminal and options.question is None and not (options.lines or options.json):
             return _run_in_terminal(options, trace)
         return _run_in_pipe(options, trace)
 
 
 def _run_in_terminal(options: ChatOptions, trace: StepTracer | None) -> Literal[0]:
-    from prompt_toolkit.history import InMemoryHistory
-
     from cbatch.cli.chat.background_run import BackgroundRun
     from cbatch.cli.chat.batch_engines import BatchEngines
-    from cbatch.cli.chat.session.store import InputHistory, SessionStore, default_folder
-    from cbatch.cli.chat.tui.terminal import WELCOME, Terminal
+    from cbatch.cli.chat.line_terminal import LineTerminal, is_dumb
 
-    store, keeps = SessionStore(default_folder()), not options.no_history
     engines = BatchEngines(options.engine, options.replicas)
-    controller = _make_controller(options, engines.config, store if keeps else None, trace)
-    controller.current.add_notice(WELCOME)
-    history = InputHistory(store.folder) if keeps else InMemoryHistory()
+    store = _open_store()
+    controller = _make_controller(options, engines.config, None if options.no_history else store, trace)
+    _open_session(options, controller, store)
+    background = BackgroundRun(engines)
     try:
-        Terminal(controller, store, history, BackgroundRun(engines)).run()
+        if is_dumb():
+            LineTerminal(controller, store, background).run()
+        else:
+            _run_full_screen(options, controller, store, background)
     finally:
-        controller.client.close()
+        controller.models.close()
         if store.save_error:
             notice(store.save_error)
     count = len(store.written)
     if count and not options.quiet:
-        notice(f"saved {count} session{'s' if count > 1 else ''}; /load lists them in the next chat")
+        notice(f"saved {count} session{'s' if count > 1 else ''}; cbatch chat --continue goes on with the last one")
     return 0
 
 
+def _run_full_screen(
+    options: ChatOptions, controller: ChatController, store: SessionStore, background: BackgroundRun
+) -> None:
+    from prompt_toolkit.history import InMemoryHistory
+
+    from cbatch.cli.chat.session.store import InputHistory
+    from cbatch.cli.chat.tui.scrollback import print_conversations
+    from cbatch.cli.chat.tui.terminal import WELCOME, Terminal
+
+    controller.current.add_notice(WELCOME, is_passing=True)
+    history = InMemoryHistory() if options.no_history else InputHistory(store.folder)
+    terminal = Terminal(controller, store, history, background, is_vi=options.vi, takes_mouse=options.mouse)
+    try:
+        terminal.run()
+    finally:
+        if options.transcript:
+            with suppress(OSError):  # the terminal may be gone
+                print_conversations(controller.closed + controller.sessions, sys.stdout)
+
+
 def _run_in_pipe(options: ChatOptions, trace: StepTracer | None) -> Literal[0, 1]:
-    from cbatch.cli.chat.pipe import Pipe
-    from cbatch.engine import read_lines
+    from cbatch.cli.chat.pipe import Pipe, read_document, read_messages
+    from cbatch.engine import MAX_LINE_BYTES, read_lines
 
     if options.replicas.are_given:
         raise UserError("--replicas and --ray are for /run, which needs a terminal; cbatch run takes them, too.")
-    controller = _make_controller(options, options.engine, None, trace)
-    if sys.stdin.isatty() and not options.quiet:
-        notice("reading messages from the terminal, one per line; Ctrl-D ends the input")
+    is_terminal = sys.stdin.isatty()
+    messages: Iterable[PipeMessage]
+    if options.lines or (is_terminal and options.question is None):
+        messages = read_messages(read_lines(sys.stdin.buffer))
+        if is_terminal and not options.quiet:
+            notice("reading messages from the terminal, one per line; Ctrl-D ends the input")
+    else:
+        document = b"" if is_terminal else sys.stdin.buffer.read(MAX_LINE_BYTES + 1)
+        message = read_document(document, options.question)
+        if not (message.text or message.problem):
+            raise UserError("There is no question: stdin is empty, and none was given.")
+        messages = [message]
+    store = _open_store()
+    keeps = not options.no_history and (options.continued or options.load is not None)
+    controller = _make_controller(options, options.engine, store if keeps else None, trace)
+    _open_session(options, controller, store)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-    with closing(controller.client):
-        return 0 if Pipe(sys.stdout).run(controller, read_lines(sys.stdin.buffer)) else 1
+    try:
+        return 0 if Pipe(sys.stdout, as_json=options.json).run(controller, messages) else 1
+    finally:
+        controller.end_all()
+        store.close()
+        controller.models.close()
+
+
+def _open_store() -> SessionStore:
+    from cbatch.cli.chat.session.store import SessionStore, default_folder
+
+    return SessionStore(default_folder())
 
 
 def _make_controller(
@@ -140,26 +219,58 @@ def _make_controller(
 ) -> ChatController:
     from cbatch.cli.chat.controller import ChatController
     from cbatch.cli.chat.engine_client import EngineClient
-    from cbatch.cli.chat.session.export import from_result
+    from cbatch.cli.chat.model_pool import ModelPool
+    from cbatch.cli.chat.toolbox import ToolBox
+    from cbatch.engine import load_tools
 
     sampling = options.sampling
     load = partial(open_engine, config, quiet=options.quiet, verbose=options.verbose, trace=trace)
-    controller = ChatController(
-        EngineClient(load, template_kwargs=options.template_kwargs, closes_engine=trace is not None),
+    client = EngineClient(load, template_kwargs=options.template_kwargs, closes_engine=trace is not None)
+
+    def open_model(name: str) -> Engine:
+        return open_engine(replace(config, model=name, revision=None), quiet=options.quiet, verbose=options.verbose)
+
+    return ChatController(
+        client,
+        models=ModelPool(client, config.model or "", open_model),
+        tools=ToolBox(load_tools(map(Path, options.tools)), allows_all=options.allow_tools),
         system=sampling.system,
         params=sampling.params,
         seed=sampling.seed,
         auto_trim=options.auto_trim,
         store=store,
     )
+
+
+def _open_session(options: ChatOptions, controller: ChatController, store: SessionStore) -> None:
+    """Opens what --continue, --load or --from name. Raises UserError if it is not there."""
     if options.source is not None and options.index is not None:
-        prompts = Path(options.prompts) if options.prompts is not None else None
-        opened = from_result(Path(options.source), options.index, prompts, sampling.seed)
-        opened.params = with_overrides(opened.params, sampling.params)
-        opened.system = opened.system or sampling.system
-        empty = controller.current
-        controller.add_loaded(opened)
-        controller.close(empty)
-        if options.prompts is None:
-            controller.current.add_notice("The file does not hold the question to this reply; --prompts FILE adds it.")
-    return controller
+        _open_row(options, controller, Path(options.source), options.index)
+    elif options.continued or options.load is not None:
+        from cbatch.cli.chat.session.session_file import read_session
+
+        path = store.find(options.load)
+        store.set_path(controller.open_saved(read_session(path)), path)
+
+
+def _open_row(options: ChatOptions, controller: ChatController, source: Path, index: int) -> None:
+    from cbatch.cli.chat.session.export import from_result
+
+    prompts, sampling = Path(options.prompts) if options.prompts is not None else None, options.sampling
+    opened = from_result(source, index, prompts, sampling.seed)
+    session = opened.session
+    session.params = with_overrides(session.params, sampling.params)
+    session.system = session.system or sampling.system
+    controller.open_saved(session)
+    if prompts is None:
+        session.add_notice("The file does not hold the question to this reply; --prompts FILE adds it.")
+    elif opened.prompt_tokens is not None and session.last is not None:
+
+        def compare(count: int) -> None:
+            if count != opened.prompt_tokens:
+                notice(
+                    f"row {index} of {source} was made from a prompt of {opened.prompt_tokens:,} tokens, but line "
+                    f"{index + 1} of {prompts} gives {count:,} with this model: is it the right file?"
+                )
+
+        controller.client.count_prompt_tokens(session.messages(session.last), compare)

@@ -3,23 +3,56 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cbatch.cli.chat.engine_client import EncodedPrompt, EngineClient, ReplyRequest
+from cbatch.cli.chat.model_pool import ModelPool
+from cbatch.cli.chat.session.attachment import Attachment, compose, new_paste, pastes_in
 from cbatch.cli.chat.session.reply import CONTEXT_FULL, Reply
-from cbatch.cli.chat.session.session import Notice, Session, Turn
+from cbatch.cli.chat.session.session import Message, Notice, Session, Turn
 from cbatch.cli.chat.session.session_list import SessionList
 from cbatch.cli.chat.session.store import SessionStore
+from cbatch.cli.chat.session.tool_round import round_messages
+from cbatch.cli.chat.toolbox import ToolBox
 from cbatch.cli.common.exits import UserError
 from cbatch.engine import derive_seed
 
 if TYPE_CHECKING:
-    from cbatch.engine import StreamEvent
+    from cbatch.engine import StreamEvent, ToolCall
+
 
 RETRY_TEMPERATURE = 0.7
 """Used for a retry in a greedy session, which would give the same reply again."""
+
+LIMITS = ("max_tokens", "min_tokens")
+"""Parameters that a continued reply takes from its session as it is now; the others are those it began with."""
+
+ALMOST_FULL = 0.85
+"""Share of the context from which on the user is warned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One of several replies to the same message.
+
+    params: sampling parameters that differ from the session's
+    label:  what the screen shows above it
+    model:  what replies; None is the session's own
+    """
+
+    params: Mapping[str, Any] = field(default_factory=dict)
+    label: str = ""
+    model: str | None = None
+
+
+def pick_hint(turn: Turn) -> str:
+    """How to pick one of the replies that stand side by side."""
+    first, last = turn.first_compared, len(turn.replies) - 1
+    keys = f"press {first} to {min(last, 9)} on an empty line, or choose with Left, Right and Enter"
+    return f"{keys}; /pick {turn.fallback} goes back to the previous reply"
 
 
 class ChatController(SessionList):
@@ -32,6 +65,8 @@ class ChatController(SessionList):
         self,
         client: EngineClient,
         *,
+        models: ModelPool | None = None,
+        tools: ToolBox | None = None,
         system: str | None = None,
         params: dict[str, Any] | None = None,
         seed: int = 0,
@@ -40,22 +75,44 @@ class ChatController(SessionList):
     ) -> None:
         """Starts with one empty session.
 
+        client:         of the model that the chat begins with
+        models:         that model and others; None allows no other
+        tools:          what models may call
         system, params: defaults of new sessions
         auto_trim:      whether the oldest turns are dropped when the context is full
         store:          where sessions are saved; None saves nothing
         """
         super().__init__()
         self.client = client
+        self.models = models or ModelPool(client, "")
+        self.tools = tools or ToolBox()
         self.store = store
-        self._system, self._params, self._seed, self._auto_trim = system, params or {}, seed, auto_trim
+        self._system, self.default_params, self._seed, self._auto_trim = system, params or {}, seed, auto_trim
         self.on_token: Callable[[Session, Reply, str], None] = lambda session, reply, text: None
         """Called for every token, after it became part of its reply, with the new visible text."""
-        self._requests: dict[Reply, ReplyRequest] = {}
-        self.new_session("main")
+        self.default_seed: int | None = None
+        self.closed: list[Session] = []
+        """Sessions that were open in this chat."""
+        self.pastes: list[Attachment] = []
+        """Long pastes of this chat, each under a name of its own."""
+        self._requests: dict[Reply, tuple[EngineClient, ReplyRequest]] = {}
+        self._initial: Session | None = self.new_session("main")
 
     def new_session(self, name: str | None = None) -> Session:
         """Opens an empty session and makes it the current one."""
-        return self.add(Session(self.new_name(name), system=self._system, params=dict(self._params)))
+        made = Session(self.new_name(name), system=self._system, params=dict(self.default_params))
+        made.seed = self.default_seed
+        return self.add(made)
+
+    def open_saved(self, session: Session) -> Session:
+        """Adds a session from a file. It takes the place of the one that the chat began with, if nobody used that."""
+        initial, self._initial = self._initial, None
+        if initial not in self.sessions or not initial.is_unused:
+            return self.add_loaded(session)
+        initial.name = ""  # the saved one may have the same
+        self.add_loaded(session)
+        self.close(initial)
+        return session
 
     def fork(self, session: Session, name: str | None = None) -> Session:
         """Opens a copy of a session and makes it the current one."""
@@ -70,6 +127,7 @@ class ChatController(SessionList):
     def close(self, session: Session) -> None:
         """Ends a session and removes it from the list. After the last one a new session opens."""
         self.end(session)
+        self.closed.append(session)
         index = self.sessions.index(session)
         self.sessions.remove(session)
         if not self.sessions:
@@ -78,11 +136,27 @@ class ChatController(SessionList):
             self.switch(self.sessions[min(index, len(self.sessions) - 1)])
 
     def send(self, session: Session, text: str) -> None:
-        """Sends a message, after the texts attached to it; it is queued while a reply is on its way."""
-        if session.attached:
-            text = "\n\n".join([*(part.rstrip("\n") for part in session.attached), text])
-            session.attached.clear()
-        self._send(session, text)
+        """Sends a message, with what is attached to it; it is queued while a reply is on its way.
+
+        Raises UserError if several replies stand side by side, and the user has not said which one counts.
+        """
+        last = session.last
+        if last is not None and last.is_undecided:
+            raise UserError(f"Pick a reply first: {pick_hint(last)}.")
+        turn = Turn(text, attachments=self.attached(session, text))
+        session.attached = []
+        self._send(session, turn)
+
+    def fold_paste(self, text: str) -> str:
+        """Keeps a long paste aside. Returns what stands for it in a message."""
+        paste = new_paste(text, len(self.pastes) + 1)
+        self.pastes.append(paste)
+        self.client.count_tokens(text, partial(setattr, paste, "num_tokens"))
+        return paste.name
+
+    def attached(self, session: Session, draft: str) -> list[Attachment]:
+        """What goes with a message, if it is sent as it is now."""
+        return [*session.attached, *pastes_in(draft, self.pastes)]
 
     def stop(self, session: Session) -> bool:
         """Stops the open replies, then sends what is queued. Returns whether a reply was open."""
@@ -96,30 +170,74 @@ class ChatController(SessionList):
         """Stops the open replies, sends nothing more, and saves."""
         self._stop_replies(session)
         session.move_queue_to_turns()
+        session.draft = compose(session.draft, pastes_in(session.draft, self.pastes))
         self.save(session)
 
     def end_all(self) -> None:
         for session in self.sessions:
             self.end(session)
 
-    def retry(self, session: Session, count: int) -> int:
-        """Requests `count` more replies to the last message. Returns the number of the first of them."""
-        if self.client.engine is None:
+    def retry(self, session: Session, variants: Sequence[Variant]) -> int:
+        """Requests one more reply to the last message for each variant. Returns the number of the first of them."""
+        for variant in variants:
+            if variant.model is not None:
+                self.load_model(variant.model, session)
+        if self.client_of(session).engine is None:
             raise UserError("The model is still loading.")
         turn = self._require_last_turn(session)
         self._stop_replies(session)
         turn.first_compared = 0
         turn.fall_back_if_empty()
-        params = session.params
-        if self.is_greedy(session):
-            params = {**params, "temperature": RETRY_TEMPERATURE}
-        for reply in turn.add_replies(count):
-            self._request_reply(session, turn, reply, params)
+        base = {"temperature": RETRY_TEMPERATURE} if self.is_greedy(session) else {}
+        for variant, reply in zip(variants, turn.add_replies(len(variants)), strict=True):
+            reply.label = variant.label
+            params = {**session.params, **base, **variant.params}
+            self._request_reply(session, turn, reply, params, model=variant.model)
         return turn.chosen
 
     def is_greedy(self, session: Session) -> bool:
         """Whether it would give the same reply again."""
-        return self.client.params(session.params).greedy
+        return self.client_of(session).params(session.params).greedy
+
+    def client_of(self, session: Session) -> EngineClient:
+        """What replies in a session."""
+        return self.models.client(session.model)
+
+    def use_model(self, session: Session, name: str) -> None:
+        """Has another model reply in a session from now on; it is loaded first if it is not there yet."""
+        self.load_model(name, session)
+        session.model = name
+        self.save(session)
+
+    def load_model(self, name: str, session: Session) -> None:
+        """Begins to load a model unless it is there. A session is told if that fails."""
+        if not self.models.has(name):
+            self.models.load(name, partial(self._on_model, session))
+
+    def unload_model(self, name: str) -> None:
+        """Closes a model; its sessions go back to the chat's own. Raises UserError if that is not possible."""
+        users = [session for session in self.sessions if session.model == name]
+        if name in self.models.names:
+            for session in users:
+                self.stop(session)
+        self.models.unload(name)
+        for session in users:
+            session.model = ""
+
+    def _on_model(self, asked_in: Session, name: str, error: BaseException | None) -> None:
+        if error is None:
+            asked_in.add_notice(f"{name} is loaded", is_passing=True)
+            return
+        self.models.unload(name)
+        asked_in.add_notice(str(error) or repr(error), is_error=True)
+        for session in self.sessions:
+            if session.model == name:
+                session.model = ""
+
+    def context_share(self, session: Session) -> float:
+        """How full the context of a session is, from 0 to 1; 0 before its first reply."""
+        engine = self.client_of(session).engine
+        return min(session.context_tokens / engine.limits.max_model_len, 1.0) if engine is not None else 0.0
 
     def pick(self, session: Session, number: int) -> None:
         """Keeps one of several replies, counted from 0."""
@@ -139,18 +257,25 @@ class ChatController(SessionList):
             raise UserError("A reply is still coming; /stop ends it.")
         if reply is None or not reply.can_continue:
             raise UserError("The last reply is complete; there is nothing to continue.")
-        params = reply.params if reply.generated else session.params
+        params = session.params
+        if reply.generated:
+            limits = {name: session.params[name] for name in LIMITS if name in session.params}
+            params = {**{name: value for name, value in reply.params.items() if name not in LIMITS}, **limits}
         self._request_reply(session, turn, reply, params, may_trim=may_trim)
 
     def undo(self, session: Session) -> str:
-        """Takes back the last message, with its replies unless it was still queued. Returns its text."""
+        """Takes back the last message, with its replies unless it was still queued. Returns its text.
+
+        What was attached to it is attached to the next message.
+        """
         if session.queue:
-            text = session.queue.pop()
-            self.save(session)
-            return text
-        turn = self._require_last_turn(session)
-        self._stop_replies(session)
-        session.remove(turn)
+            turn = session.queue.pop()
+        else:
+            turn = self._require_last_turn(session)
+            self._stop_replies(session)
+            session.remove(turn)
+        session.attached = [*(file for file in turn.attachments if not file.is_paste), *session.attached]
+        self.pastes += [paste for paste in turn.attachments if paste.is_paste and paste not in self.pastes]
         self.save(session)
         return turn.text
 
@@ -160,7 +285,9 @@ class ChatController(SessionList):
             raise UserError("The conversation has moved on; nothing was changed.")
         self._stop_replies(session)
         session.remove(turn)
-        self._send(session, text)
+        self._send(
+            session, Turn(text, attachments=[one for one in turn.attachments if not one.is_paste or one.name in text])
+        )
 
     def trim(self, session: Session, count: int | None) -> int:
         """Drops the `count` oldest turns; None drops as many as the last reply needs, and requests it again.
@@ -193,16 +320,15 @@ class ChatController(SessionList):
             if session.is_busy:
                 self.save(session)
 
-    def _send(self, session: Session, text: str) -> None:
+    def _send(self, session: Session, turn: Turn) -> None:
         if session.is_busy:
-            session.queue.append(text)
+            session.queue.append(turn)
             self.save(session)
             return
         last = session.last
         if last is not None:
             last.first_compared = 0
             last.fall_back_if_empty()
-        turn = Turn(text)
         (reply,) = turn.add_replies(1)
         session.items.append(turn)
         self._request_reply(session, turn, reply, session.params)
@@ -214,7 +340,10 @@ class ChatController(SessionList):
             return False
         for reply in last.replies:
             if reply.is_open:
-                self.client.cancel(self._requests.pop(reply))
+                if reply in self._requests:
+                    client, request = self._requests.pop(reply)
+                    client.cancel(request)
+                self.tools.stop(reply)
                 reply.stop()
         last.fall_back_if_empty()
         return True
@@ -229,25 +358,62 @@ class ChatController(SessionList):
         return turn
 
     def _request_reply(
-        self, session: Session, turn: Turn, reply: Reply, params: dict[str, Any], *, may_trim: bool = False
+        self,
+        session: Session,
+        turn: Turn,
+        reply: Reply,
+        params: dict[str, Any],
+        *,
+        may_trim: bool = False,
+        model: str | None = None,
     ) -> None:
         if not reply.generated:
+            reply.model = session.model if model is None else model
+        client = self.models.client(reply.model)
+        if not reply.generated:
             session.attempts += 1
-            name = f"{session.number}/{session.attempts}"
-            reply.seed, reply.params = derive_seed(self._seed, "turn", name), dict(params)
+            reply.seed = self._seed_of(session)
+        reply.params = dict(params)
         reply.begin(time.monotonic())
         request = ReplyRequest(
             system_messages=session.system_messages,
-            message_groups=session.message_groups(turn),
+            message_groups=self._message_groups(session, turn, reply),
             params=reply.params,
             seed=reply.seed,
+            template_kwargs=session.template_kwargs,
+            tools=self.tools.offered_to(reply),
             reply_prefix=reply.generated,
             may_trim=may_trim or self._auto_trim,
             on_start=partial(self._on_start, session, turn, reply, session.dropped),
-            on_event=partial(self._on_event, session, reply),
+            on_event=partial(self._on_event, session, turn, reply, client),
         )
-        self._requests[reply] = request
-        self.client.submit(request)
+        self._requests[reply] = client, request
+        client.submit(request)
+
+    def _message_groups(self, session: Session, turn: Turn, reply: Reply) -> list[list[Message]]:
+        """What the session shows the model, and what this reply has called so far."""
+        *earlier, last = session.message_groups(turn)
+        return [*earlier, [*last, *round_messages(reply.rounds)]]
+
+    def answer_call(self, session: Session, *, is_allowed: bool, always: bool = False) -> None:
+        """Allows or refuses the call that was asked about; `always` also allows all others of that tool."""
+        use = session.last.asking if session.last is not None else None
+        if use is None:
+            raise UserError("No call waits for an answer.")
+        self.tools.answer(use, is_allowed=is_allowed, always=always)
+
+    def _run_tools(self, session: Session, turn: Turn, reply: Reply, calls: Sequence[ToolCall]) -> None:
+        """Has a model's calls run; it goes on with their results."""
+        go_on = partial(self._request_reply, session, turn, reply, reply.params)
+        self.tools.begin_round(reply, calls, self.client.post, go_on)
+        self.save(session)
+        session.is_unread = session is not self.current
+
+    def _seed_of(self, session: Session) -> int:
+        """A seed for the next reply. With a seed of its own, a session gives the same replies whatever its number."""
+        if session.seed is not None:
+            return derive_seed(session.seed, "turn", str(session.attempts))
+        return derive_seed(self._seed, "turn", f"{session.number}/{session.attempts}")
 
     def _on_start(self, session: Session, turn: Turn, reply: Reply, dropped_before: int, prompt: EncodedPrompt) -> None:
         reply.prompt_tokens = len(prompt.token_ids)
@@ -256,16 +422,21 @@ class ChatController(SessionList):
             text = f"The context is full: from here on the model no longer sees {turns}."
             session.items.insert(session.items.index(turn), Notice(text))
 
-    def _on_event(self, session: Session, reply: Reply, event: StreamEvent, when: float) -> None:
+    def _on_event(
+        self, session: Session, turn: Turn, reply: Reply, client: EngineClient, event: StreamEvent, when: float
+    ) -> None:
         reply.append(event)
         if event.token_id is not None:
             reply.count_token(when)
             self.on_token(session, reply, event.text)
         if event.finish_reason is not None:
             del self._requests[reply]
-            limit, has_failed = self.client.params(reply.params).max_tokens, self.client.failure is not None
+            limit, has_failed = client.params(reply.params).max_tokens, client.failure is not None
             if event.completion is not None:
                 reply.cached_tokens = event.completion.usage.cached_tokens
+            if event.finish_reason == "tool_calls" and event.completion is not None and self.tools.tools:
+                self._run_tools(session, turn, reply, event.completion.tool_calls)
+                return
             state = "stop" if event.finish_reason == "tool_calls" else event.finish_reason
             reply.finish(state, event.error, limit, has_failed=has_failed)
             self._after_replies(session)
@@ -280,6 +451,16 @@ class ChatController(SessionList):
             if turn.reply is not reply and reply.error:  # the reply is hidden now, and its error with it
                 session.add_notice(reply.error, is_error=True)
         session.is_unread = session is not self.current
+        self._warn_of_full_context(session)
         self.save(session)
-        if session.queue and self.client.failure is None:
+        if session.queue and self.client_of(session).failure is None:
             self._send(session, session.queue.pop(0))
+
+    def _warn_of_full_context(self, session: Session) -> None:
+        """Says once that the context is almost full, while there is still room for a message."""
+        share, before = self.context_share(session), session.is_almost_full
+        session.is_almost_full = share >= ALMOST_FULL
+        if session.is_almost_full and not before and not self._auto_trim:
+            session.add_notice(
+                f"The context is {share:.0%} full. /trim N drops the N oldest turns; --auto-trim does it by itself."
+            )

@@ -12,12 +12,13 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from cbatch.cli.chat.session.prompt import reply_request
+from cbatch.cli.chat.session.prompt import as_plain_text, reply_request, takes_messages
 from cbatch.cli.chat.session.session import Message
 from cbatch.engine import RequestError, SamplingParams, TokenEvent
 
@@ -47,6 +48,8 @@ class ReplyRequest:
 
     message_groups: what `Session.message_groups` gives; all groups but the last may be dropped
     params:         sampling parameters that differ from the model's defaults
+    template_kwargs: variables for the chat template, beside the client's
+    tools:          functions that the model may call, in OpenAI's form
     reply_prefix:   the beginning of the reply, if it is continued
     may_trim:       whether the oldest turns may be dropped if the context is too small
     on_start:       called on the front end's thread once the prompt is encoded
@@ -57,6 +60,8 @@ class ReplyRequest:
     message_groups: list[list[Message]]
     params: dict[str, Any]
     seed: int
+    template_kwargs: Mapping[str, Any]
+    tools: Sequence[Mapping[str, Any]]
     reply_prefix: str
     may_trim: bool
     on_start: Callable[[EncodedPrompt], None]
@@ -67,6 +72,14 @@ class ReplyRequest:
     def messages(self, num_dropped: int) -> list[Message]:
         """The conversation without its oldest turns."""
         return [*self.system_messages, *chain.from_iterable(self.message_groups[num_dropped:])]
+
+
+@dataclass(frozen=True, slots=True)
+class CountRequest:
+    """Asks for a number of tokens; `on_count` is called with it on the front end's thread."""
+
+    count: Callable[[Engine], int]
+    on_count: Callable[[int], None]
 
 
 class EngineClient:
@@ -86,7 +99,7 @@ class EngineClient:
         self.engine: Engine | None = None
         self.template_kwargs = template_kwargs or {}
         self._open_engine, self._closes_engine = open_engine, closes_engine
-        self._requests: queue.SimpleQueue[ReplyRequest] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[ReplyRequest | CountRequest] = queue.SimpleQueue()
         self._post: Post = lambda callback: None
 
     def start(self, post: Post, on_open: Callable[[BaseException | None], None]) -> None:
@@ -98,6 +111,14 @@ class EngineClient:
         self._post = post
         threading.Thread(target=self._run, args=(on_open,), name="cbatch-client", daemon=True).start()
 
+    def beside(
+        self, open_engine: Callable[[], Engine], on_open: Callable[[BaseException | None], None]
+    ) -> EngineClient:
+        """A client of another engine for the same front end, which begins to load it."""
+        other = EngineClient(open_engine, template_kwargs=self.template_kwargs, closes_engine=self._closes_engine)
+        other.start(self._post, on_open)
+        return other
+
     def close(self) -> None:
         """Closes the engine if somebody needs that; a chat that ends does not wait for the step in flight."""
         if self.engine is not None and self._closes_engine:
@@ -106,11 +127,29 @@ class EngineClient:
     def submit(self, request: ReplyRequest) -> None:
         self._requests.put(request)
 
+    def count_tokens(self, text: str, on_count: Callable[[int], None]) -> None:
+        """Has the tokens of a text counted as soon as the model is there."""
+        self._requests.put(CountRequest(lambda engine: len(engine.encode(text, raw=True)), on_count))
+
+    def count_prompt_tokens(self, messages: Sequence[Message], on_count: Callable[[int], None]) -> None:
+        """The same for the prompt that `cbatch run` makes of a conversation."""
+
+        def count(engine: Engine) -> int:
+            if takes_messages(engine):
+                return len(engine.encode({"messages": list(messages)}))
+            return len(engine.encode(as_plain_text(messages), raw=True))
+
+        self._requests.put(CountRequest(count, on_count))
+
     def cancel(self, request: ReplyRequest) -> None:
         """Stops a request, whose callbacks are not called any more."""
         request.is_cancelled = True
         if request.handle is not None and self.engine is not None:
             self.engine.thread.cancel(request.handle)
+
+    def post(self, callback: Callable[[], None]) -> None:
+        """Runs something on the front end's thread; for other threads."""
+        self._post(callback)
 
     @property
     def failure(self) -> BaseException | None:
@@ -129,11 +168,16 @@ class EngineClient:
             engine = self._open_engine()
         except BaseException as error:  # ends the chat with a sentence, not this thread with a traceback
             self._post(partial(on_open, error))
+            self._refuse_all(error)
             return
         self.engine = engine
         self._post(partial(on_open, None))
         while True:
             request = self._requests.get()
+            if isinstance(request, CountRequest):
+                with suppress(RequestError):  # without a tokenizer nothing can be counted
+                    self._post(partial(request.on_count, request.count(engine)))
+                continue
             if request.is_cancelled:
                 continue
             try:
@@ -142,6 +186,13 @@ class EngineClient:
                 self._fail(request, error)
             except Exception as error:  # a message that breaks something must not end the chat
                 self._fail(request, RequestError("internal_error", f"The message cannot be encoded: {error!r}"))
+
+    def _refuse_all(self, error: BaseException) -> None:
+        """Answers every request with what kept the engine from opening."""
+        while True:
+            request = self._requests.get()
+            if isinstance(request, ReplyRequest) and not request.is_cancelled:
+                self._fail(request, RequestError("internal_error", f"The model could not be loaded: {error}"))
 
     def _submit_to_engine(self, request: ReplyRequest, engine: Engine) -> None:
         from cbatch.engine import RequestHandle
@@ -172,10 +223,11 @@ class EngineClient:
         if request.reply_prefix and params.constraint is not None:
             raise RequestError("invalid_row", "A constrained reply cannot be continued; /retry starts it again.")
         processor = engine.core.input_processor()
+        variables = {**self.template_kwargs, **request.template_kwargs}
 
         def encoded(num_dropped: int) -> EncodedRequest:
             messages = request.messages(num_dropped)
-            asked = reply_request(engine, messages, request.reply_prefix, self.template_kwargs)
+            asked = reply_request(engine, messages, request.reply_prefix, variables, request.tools)
             return processor.encode(replace(asked, params=params, seed=request.seed, priority=PRIORITY))
 
         def fits(num_dropped: int) -> bool:

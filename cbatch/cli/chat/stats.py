@@ -24,8 +24,8 @@ class ChatStats:
         """Seconds from a message to the first token of its reply."""
         self.delays: deque[float] = deque(maxlen=10_000)
         """Seconds from a token in the engine to its text on the screen."""
-        self.loading = "loading the model"
-        """How far loading is; shown until the engine is ready."""
+        self.loading_detail = ""
+        """How far loading is, if a library tells."""
 
     def tick(self) -> None:
         if (engine := self._controller.client.engine) is not None:
@@ -44,9 +44,9 @@ class ChatStats:
 
     def lines(self) -> list[str]:
         """What `/stats` shows."""
-        engine = self._controller.client.engine
+        engine = self._controller.client_of(self._controller.current).engine
         if engine is None:
-            return [self.loading]
+            return ["loading the model"]
         if engine.failure is not None:
             return [f"the engine has failed: {engine.failure}"]
         stats, shown = engine.stats(), engine.core.describe()

@@ -16,6 +16,7 @@ from cbatch.cli.common.config_file import (
     config_path,
     display_path,
     load_config,
+    option_keys,
 )
 
 _CONFIG, _SETTINGS = f"{__name__}.config", f"{__name__}.settings"
@@ -30,9 +31,10 @@ class ConfiguredCommand(click.Command):
 
     def __init__(self, *arguments: Any, **attributes: Any) -> None:
         super().__init__(*arguments, **attributes)
-        for option in self.params:
-            if isinstance(option, click.Option):
-                option.show_envvar = True
+        for key, option in option_keys(self).items():
+            option.show_envvar = True
+            if option.name != key and option.envvar is None:  # Click would name the variable after our name for it
+                option.envvar = f"CBATCH_{self.name}_{key}".upper()
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Reads the file before the options. What is wrong in it counts only if nobody asks for help."""

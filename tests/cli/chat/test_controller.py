@@ -16,7 +16,7 @@ import pytest
 
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.commands.registry import CommandContext, execute_command
-from cbatch.cli.chat.controller import ChatController
+from cbatch.cli.chat.controller import ChatController, Variant
 from cbatch.cli.chat.session.export import append_row, from_result, to_row
 from cbatch.cli.chat.session.reply import Reply
 from cbatch.cli.chat.session.session import Session, Turn
@@ -134,13 +134,13 @@ def test_retry_keeps_the_previous_reply(harness: ChatHarness) -> None:
     controller = harness.make(params={"temperature": 1.0})
     session = controller.current
     first = harness.ask(controller, "Tell me a story about a cat named Tom.")
-    assert controller.retry(session, 3) == 1
+    assert controller.retry(session, [Variant()] * 3) == 1
     harness.settle(controller)
     assert session.last is not None
     texts = [reply.text for reply in session.last.replies]
     assert texts[0] == first and len(set(texts)) == 4 and session.last.first_compared == 1
     controller.pick(session, 2)
-    assert controller.retry(session, 1) == 4
+    assert controller.retry(session, [Variant()]) == 4
     controller.stop(session)
     assert reply_of(session).text == texts[2], "stopped before its first token, it is no answer"
     controller.pick(session, 0)
@@ -151,7 +151,7 @@ def test_retry_keeps_the_previous_reply(harness: ChatHarness) -> None:
 
 def do_something(controller: ChatController, session: Session, chance: random.Random) -> None:
     actions: list[Callable[[], object]] = [
-        lambda: controller.retry(session, chance.randint(1, 3)),
+        lambda: controller.retry(session, [Variant()] * chance.randint(1, 3)),
         lambda: controller.pick(session, chance.randint(0, 3)),
         lambda: controller.trim(session, chance.choice([None, 1])),
         lambda: controller.continue_reply(session),
@@ -213,7 +213,7 @@ def test_an_engine_that_fails_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     harness.settle(controller)
     reply = reply_of(controller.current)
     assert "device lost" in reply.error and "/load opens it" in reply.remark
-    assert controller.current.queue == ["Hello."]
+    assert [turn.text for turn in controller.current.queue] == ["Hello."]
     assert ChatStats(controller).lines() == ["the engine has failed: device lost"]
     harness.client.engine.close()
 
@@ -269,7 +269,7 @@ def test_a_greedy_session_is_sampled_for_a_retry(harness: ChatHarness) -> None:
     """Guards `/retry` in a session whose reply would be the same again."""
     controller = harness.make()
     harness.ask(controller, "Tell me a story about a cat named Tom.")
-    controller.retry(controller.current, 4)
+    controller.retry(controller.current, [Variant()] * 4)
     harness.settle(controller)
     assert controller.is_greedy(controller.current) and controller.current.last is not None
     assert len({reply.text for reply in controller.current.last.replies}) > 2
@@ -281,9 +281,9 @@ def test_queued_messages_are_sent_in_order_and_can_be_taken_back(harness: ChatHa
     session = controller.current
     for text in ("Tell me a story.", "Spell the word lamp.", "Hello."):
         controller.send(session, text)
-    assert session.queue == ["Spell the word lamp.", "Hello."] and len(session.turns) == 1
+    assert [turn.text for turn in session.queue] == ["Spell the word lamp.", "Hello."] and len(session.turns) == 1
     for action in (
-        lambda: controller.retry(session, 1),
+        lambda: controller.retry(session, [Variant()]),
         lambda: controller.continue_reply(session),
         lambda: controller.trim(session, None),
     ):
@@ -355,11 +355,11 @@ def test_an_exported_session_is_a_row_with_the_same_reply(harness: ChatHarness, 
     append_row(source, row)
     assert run_command(["run", str(source), "-o", str(out), "--dtype", "float32", "-q"]) == 0
     assert json.loads(out.read_text().splitlines()[1])["text"] == told
-    session = from_result(out, 1, source)
+    session = from_result(out, 1, source).session
     assert [turn.text for turn in session.turns] == ["My name is Ada.", "Tell me a story about a cat named Tom."]
     assert reply_of(session).text == told and reply_of(session).seed == reply.seed
     assert session.system == "Answer in upper case." and session.params == {"temperature": 0.9, "top_p": 0.95}
-    alone = from_result(out, 1, None)
+    alone = from_result(out, 1, None).session
     assert alone.prelude == [{"role": "assistant", "content": told}]
     for index, name, message in [(7, out, "no row with index 7"), (0, tmp_path / "none", "Cannot read")]:
         with pytest.raises(UserError, match=message):

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prompt_toolkit.utils import get_cwidth
 
-from cbatch.cli.chat.tui.markdown.code import CHUNK
-from cbatch.cli.chat.tui.markdown.layout import MarkdownLayout
-from cbatch.cli.chat.tui.markdown.parser import find_code
-from cbatch.cli.chat.tui.markdown.splitter import LONG_ITEM, LONG_TABLE
-from cbatch.cli.chat.tui.markup import LONG_LINE, StyledLine
+from cbatch.cli.chat.markdown.code import CHUNK
+from cbatch.cli.chat.markdown.layout import MarkdownLayout
+from cbatch.cli.chat.markdown.markup import LONG_LINE, StyledLine
+from cbatch.cli.chat.markdown.parser import find_code
+from cbatch.cli.chat.markdown.splitter import LONG_ITEM, LONG_TABLE
 
 PIECES = st.sampled_from(
     "# |## |- |  - |    |1. |10) |> |>|* |```|````|~~~|```python\n|```md\n|  ```|   ```\n|\n|\n\n|===|---|--|a|word |"
@@ -24,12 +24,12 @@ CELLS = st.sampled_from(["|", " | ", "|\n", "|-|-|\n"])
 TEXT = st.lists(st.one_of(PIECES, CELLS, st.text(max_size=4)), max_size=40).map("".join)
 LOW_LIMITS = {
     "markup.LONG_LINE": 24,
-    "markdown.splitter.LONG_LINE": 24,
-    "markdown.splitter.LONG_ITEM": 30,
-    "markdown.splitter.LONG_TABLE": 40,
-    "markdown.fences.MAX_OPENING": 11,
-    "markdown.code.CHUNK": 16,
-    "markdown.code.LONG_LINE": 12,
+    "splitter.LONG_LINE": 24,
+    "splitter.LONG_ITEM": 30,
+    "splitter.LONG_TABLE": 40,
+    "fences.MAX_OPENING": 11,
+    "code.CHUNK": 16,
+    "code.LONG_LINE": 12,
 }
 
 
@@ -73,7 +73,7 @@ def test_text_that_grows_beyond_the_limits(text: str, width: int, data: st.DataO
     """Guards the cuts in long lines, long items and long code, which must not depend on when they are made."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in LOW_LIMITS.items():
-            patch.setattr(f"cbatch.cli.chat.tui.{name}", value)
+            patch.setattr(f"cbatch.cli.chat.markdown.{name}", value)
         check_growing(text, width, data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
 
 

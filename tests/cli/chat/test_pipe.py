@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.chat_terminal import Chat
 from tests.support.fork_server import ForkServer
 
 pytestmark = pytest.mark.slow
@@ -24,12 +26,14 @@ Talk = Callable[..., tuple[int, str, str]]
 def talk(runs: ForkServer, tmp_path: Path) -> Talk:
     """Pipes text into a chat. Returns its exit code, stdout and stderr."""
 
-    def call(text: str | bytes, *arguments: object) -> tuple[int, str, str]:
+    def call(text: str | bytes, *arguments: object, env: dict[str, str] | None = None) -> tuple[int, str, str]:
         streams = [tmp_path / name for name in ("stdin", "stdout", "stderr")]
         streams[0].write_bytes(text.encode() if isinstance(text, str) else text)
         for path in streams[1:]:
             path.write_bytes(b"")
-        run = runs.start("chat", *arguments, stdin=str(streams[0]), stdout=str(streams[1]), stderr=str(streams[2]))
+        run = runs.start(
+            "chat", *arguments, stdin=str(streams[0]), stdout=str(streams[1]), stderr=str(streams[2]), env=env
+        )
         code = run.code()
         return code, streams[1].read_text(), streams[2].read_text()
 
@@ -38,15 +42,53 @@ def talk(runs: ForkServer, tmp_path: Path) -> Talk:
 
 def test_each_line_is_a_turn_of_one_conversation(talk: Talk) -> None:
     """Guards `echo hi | cbatch chat`: only replies on stdout, the rest on stderr, and what was said is remembered."""
-    code, out, err = talk("My name is Ada.\n\nWhat is my name?")
+    code, out, err = talk("My name is Ada.\n\nWhat is my name?", "--lines")
     assert (code, out) == (0, "Nice to meet you, Ada!\nYour name is Ada.\n")
     assert "demo model" in err
     assert talk("My name is Ada.\r\n", "-q")[1:] == ("Nice to meet you, Ada!\n", "")
 
 
+def test_a_question_and_a_document(talk: Talk) -> None:
+    """Guards `git diff | cbatch chat "Write a message"`: one message, one reply, and the question comes first."""
+    assert talk("", "-q", "Spell the word lamp.") == (0, "l-a-m-p\n", "")
+    assert talk("My name is Ada.\nWhat is my name?\n", "-q")[1].count("\n") == 1, "two lines are one message"
+    code, out, _ = talk("lamp.\n", "-q", "--json", "Spell the word")
+    assert code == 0
+    whole = json.loads(out)
+    assert whole["index"] == 0 and whole["finish_reason"] == "stop" and whole["text"]
+    alone = json.loads(talk("Spell the word\n\nlamp.", "-q", "--json")[1])
+    assert alone == whole, "a question and a document are one message, with a blank line between them"
+    assert set(whole["usage"]) == {"prompt_tokens", "completion_tokens", "total_tokens"}
+
+
+def test_json_for_each_line(talk: Talk) -> None:
+    """Guards `--lines --json | jq`: one object for each message, also for one that cannot be answered."""
+    code, out, err = talk(b"Spell the word lamp.\n\xff\n" + b"word " * 1500 + b"\n", "-q", "--lines", "--json")
+    first, second, third = map(json.loads, out.splitlines())
+    assert code == 1 and first["text"] == "l-a-m-p" and [row["index"] for row in (first, second, third)] == [0, 1, 2]
+    assert second["error"]["code"] == "invalid_row" and third["error"]["code"] == "prompt_too_long"
+    assert len(err.splitlines()) == 2
+
+
+def test_a_question_goes_on_with_the_last_session(runs: ForkServer, talk: Talk, tmp_path: Path) -> None:
+    """Guards `cbatch chat -c QUESTION`: it remembers, and is remembered; a question alone saves nothing."""
+    with Chat(runs, tmp_path) as chat:
+        chat.say("My name is Ada.")
+        chat.wait("Ada!")
+        assert chat.leave() == 0
+    state = {"XDG_STATE_HOME": str(tmp_path)}
+    assert talk("", "-q", "Spell the word lamp.", env=state)[0] == 0
+    assert talk("", "-q", "-c", "What is my name?", env=state) == (0, "Your name is Ada.\n", "")
+    (saved,) = (tmp_path / "cbatch" / "sessions").glob("*.json")
+    assert [turn["user"] for turn in json.loads(saved.read_text())["turns"]] == ["My name is Ada.", "What is my name?"]
+    assert talk("Spell the word lamp.", "-q", env=state | {"CBATCH_CHAT_CONTINUE": "1"})[:2] == (0, "l-a-m-p\n")
+    assert len(json.loads(saved.read_text())["turns"]) == 3
+    assert talk("", "-q", "--load", "nobody", "Hello.", env=state)[::2][0] == 2
+
+
 def test_lines_that_get_no_reply(talk: Talk) -> None:
     """Guards the other lines and the exit code: the message says which line is bad."""
-    code, out, err = talk(b"My name is Ada.\n\xff\n" + b"word " * 1500 + b"\nWhat is my name?\n", "-q")
+    code, out, err = talk(b"My name is Ada.\n\xff\n" + b"word " * 1500 + b"\nWhat is my name?\n", "-q", "--lines")
     assert (code, out) == (1, "Nice to meet you, Ada!\nYour name is Ada.\n")
     second, third = err.splitlines()
     assert "line 2: not valid UTF-8 (byte 1)" in second
@@ -56,8 +98,8 @@ def test_lines_that_get_no_reply(talk: Talk) -> None:
 def test_auto_trim(talk: Talk) -> None:
     """Guards a long conversation through a pipe, which nobody can type /trim into."""
     text = ("word " * 150 + "\n") * 9
-    assert talk(text, "-q", "--max-tokens", 20)[0] == 1
-    assert talk(text, "-q", "--max-tokens", 20, "--auto-trim")[0] == 0
+    assert talk(text, "-q", "--lines", "--max-tokens", 20)[0] == 1
+    assert talk(text, "-q", "--lines", "--max-tokens", 20, "--auto-trim")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -69,11 +111,15 @@ def test_auto_trim(talk: Talk) -> None:
         (["--prompts", "x.jsonl"], 2, "--prompts goes with"),
         (["--from", "/no/such.jsonl", "--index", 0], 2, "Cannot read /no/such.jsonl"),
         (["--no-such-option"], 2, "No such option"),
+        (["--lines", "Hello."], 2, "does not go with it"),
+        (["--continue", "--load", "x"], 2, "give one of them"),
+        (["--n", "3"], 2, "/retry N gives several"),
+        (["--logprobs", "3"], 2, "--logprobs is for cbatch run"),
     ],
 )
 def test_what_is_refused(talk: Talk, arguments: list[str], code: int, message: str) -> None:
     """Guards usage errors: a sentence and exit code 2, even if no message comes."""
-    found, out, err = talk("", *arguments)
+    found, out, err = talk("Hello.", *arguments)
     assert (found, out) == (code, "") and message in err and "Traceback" not in err
 
 
@@ -85,7 +131,14 @@ def test_from_a_batch(talk: Talk, runs: ForkServer, tmp_path: Path) -> None:
     talked = talk("What is my name?", "-q", "--from", out, "--index", 1, "--prompts", source)
     assert talked == (0, "Your name is Ada.\n", "")
     assert talk("What is my name?", "-q", "--from", out, "--index", 1)[0] == 0
-    code, _, err = talk("", "-q", "--from", out, "--index", 2)
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "Hello."}\n{"id": "b", "prompt": "My name is Bob."}\n')
+    code, _, err = talk("Hello.", "-q", "--from", out, "--index", 1, "--prompts", other)
+    assert code == 2 and "has the id None, but line 2" in err and "is it the right file?" in err
+    other.write_text('{"prompt": "Hello."}\n{"prompt": "My name is Bob, and that is all."}\n')
+    code, _, err = talk("Hello.", "-q", "--from", out, "--index", 1, "--prompts", other)
+    assert code == 0 and "with this model: is it the right file?" in err
+    code, _, err = talk("Hello.", "-q", "--from", out, "--index", 2)
     assert code == 2 and "row 2" in err and "prompt must be a string" in err
 
 
@@ -96,7 +149,7 @@ def test_a_reader_that_goes_away_and_a_full_disk(runs: ForkServer, tmp_path: Pat
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    run = runs.start("chat", "-q", stdin=str(text), stdout=str(fifo), stderr=str(err))
+    run = runs.start("chat", "-q", "--lines", stdin=str(text), stdout=str(fifo), stderr=str(err))
     assert select.select([reader], [], [], 60)[0] and os.read(reader, 1)
     os.close(reader)
     assert run.code() == 141 and err.read_text() == ""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cbatch.cli.chat.commands.session_commands import do_set
+from cbatch.cli.chat.commands.settings_commands import do_set
 from cbatch.cli.chat.engine_client import EngineClient
 from cbatch.cli.chat.session.export import to_row
 from cbatch.cli.chat.session.session import Session
@@ -44,7 +44,7 @@ def harness(request: pytest.FixtureRequest) -> Iterator[ChatHarness]:
 
 
 def shown(controller: Any) -> list[str]:
-    lines = [line for chunk in Transcript().chunks(controller.current, 60) for line in chunk]
+    lines = [line for chunk in Transcript(shows_reasoning=True).chunks(controller.current, 60) for line in chunk]
     return [f"{style}|{text}" for line in lines for style, text in line if text.strip()]
 
 
@@ -59,6 +59,8 @@ def test_reasoning_is_shown_apart_and_not_told_again(tmp_path: Path) -> None:
     reply = reply_of(controller.current)
     assert text.isdigit() and "".join(heard) == text and reply.reasoning == "hm **so**"
     assert "class:reasoning|hm **so**" in shown(controller) and f"|{text}" in shown(controller)
+    folded = [line for chunk in Transcript().chunks(controller.current, 60) for line in chunk]
+    assert "· thought, 2 words; Ctrl-T shows them" in ["".join(part for _, part in line) for line in folded]
     assert controller.current.last is not None and controller.current.last.messages()[1]["content"] == text
     store.wait()
     (path,) = tmp_path.rglob("*.json")
@@ -113,7 +115,8 @@ def test_a_form_cannot_go_on_in_the_middle(harness: ChatHarness) -> None:
 def test_other_names_of_parameters_are_understood() -> None:
     """Guards /set with the names of vLLM and ollama, and what it says for those that a chat has not."""
     session = Session("main")
-    controller = SimpleNamespace(save=lambda session: None, client=EngineClient(lambda: None))  # type: ignore[arg-type,return-value]
+    client = EngineClient(lambda: None)  # type: ignore[arg-type,return-value]
+    controller = SimpleNamespace(save=lambda session: None, client_of=lambda session: client, sessions=[session])
     context: Any = SimpleNamespace(session=session, controller=controller, show=lambda *lines: None)
     do_set(context, "num_predict 5")
     do_set(context, 'guided_json {"type": "object"}')

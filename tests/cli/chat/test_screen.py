@@ -15,12 +15,13 @@ from prompt_toolkit.utils import get_cwidth
 
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.controller import ChatController
+from cbatch.cli.chat.markdown.markup import StyledLine, TextLayout, wrap_plain
 from cbatch.cli.chat.session.reply import Reply
 from cbatch.cli.chat.session.session import Notice, Session, Turn
 from cbatch.cli.chat.stats import ChatStats
-from cbatch.cli.chat.tui.markup import StyledLine, TextLayout, wrap_plain
 from cbatch.cli.chat.tui.status_bar import StatusBar
-from cbatch.cli.chat.tui.transcript import Transcript, visible_lines
+from cbatch.cli.chat.tui.transcript import Transcript
+from cbatch.cli.chat.tui.transcript_view import visible_lines
 
 TEXT = st.text(st.one_of(st.characters(), st.sampled_from("  \n\n`*-#> \x1b\r\t日本👍\u200d\u0301")), max_size=200)
 
@@ -100,6 +101,16 @@ def test_notes_stand_together_and_turns_apart() -> None:
     session = Session("s", items=[Notice("a"), Notice("b"), Turn("q", [Reply("x", state="stop")]), Notice("c")])
     lines = [line for chunk in Transcript().chunks(session, 30) for line in chunk]
     assert texts(lines) == ["· a", "· b", "", "> q", "", "x", "", "· c"]
+
+
+def test_the_prompt_waits_for_no_library() -> None:
+    """Guards the time to the prompt: what lays out Markdown, and the engine, are imported after it."""
+    code = (
+        "import sys, cbatch.cli.chat.tui.terminal, cbatch.cli.chat.session.store\n"
+        "print(sorted({'markdown_it', 'pygments.lexers', 'torch', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_what_libraries_print_does_not_reach_the_screen() -> None:

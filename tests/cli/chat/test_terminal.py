@@ -35,10 +35,11 @@ def test_sessions_stream_side_by_side_and_remember_their_own(runs: ForkServer, t
         chat.say("/set ignore_eos true")
         chat.say("/set max_tokens 600")
         chat.say("/all What is my name?")
-        chat.wait("[1 main…] 2 bob…")
+        chat.wait_for_sessions("[1 main…] 2 bob…")
         chat.wait("Your name is Ada.")
         chat.send("\x1b2")
-        chat.wait("1 main… [2 bob…]", "Your name is Bob.")
+        chat.wait_for_sessions("1 main… [2 bob…]")
+        chat.wait("Your name is Bob.")
         assert "Ada" not in chat.text
 
 
@@ -53,7 +54,7 @@ def test_typing_while_a_reply_streams(runs: ForkServer, tmp_path: Path) -> None:
             chat.pump(0.01)
             assert sentence.startswith(chat.input), chat.lines
         chat.wait(sentence)
-        assert "[1 main…]" in chat.bar, "the answer ended before the typing did"
+        assert chat.sessions == "[1 main…]", "the answer ended before the typing did"
         chat.send("\x03")
         chat.wait("stopped; /continue resumes it")
         chat.settle()
@@ -102,19 +103,21 @@ def test_fork_retry_pick_and_undo(runs: ForkServer, tmp_path: Path) -> None:
         chat.say("My name is Ada.")
         chat.wait("Ada!")
         chat.say("/fork twin")
-        chat.wait("[2 twin]", "forked from main")
+        chat.wait_for_sessions("1 main [2 twin]")
+        chat.wait("forked from main")
         chat.say("What is my name?")
         chat.wait("Your name is Ada.")
         chat.say("/retry 3")
-        chat.wait("[1] │ [2] │ [3]", "/pick K", "temperature 0.7")
-        chat.wait("[2 twin]")
+        chat.wait("[1] │ [2] │ [3]", "press 1 to 3", "temperature 0.7")
+        chat.wait_for_sessions("1 main [2 twin]")
         chat.say("/pick 0")
         chat.wait("Your name is Ada.", gone="[1] │")
         chat.say("/undo")
         chat.wait("twin> What is my name?", gone="Your name is")
         chat.send("\x03")
         chat.say("/switch main")
-        chat.wait("[1 main]", gone="forked from")
+        chat.wait("Ada!", gone="forked from")
+        chat.wait_for_sessions("[1 main] 2 twin")
 
 
 def test_a_batch_runs_under_a_live_chat(runs: ForkServer, tmp_path: Path) -> None:
@@ -148,6 +151,8 @@ def test_a_batch_is_stopped_and_resumed(runs: ForkServer, tmp_path: Path) -> Non
         chat.wait("/120,")
         while not out.read_bytes():
             chat.pump()
+        chat.send("\x04")
+        chat.wait("A batch is running.", "/120,")
         assert chat.leave() == 0
     kept = len(out.read_bytes().splitlines())
     assert 0 < kept < 120
@@ -244,7 +249,7 @@ def test_pasted_text_stays_whole(runs: ForkServer, tmp_path: Path) -> None:
         chat.wait("fourth line")
         chat.send("\r")
         chat.wait("> first line second line /third line fourth line")
-        chat.wait("1 main]")
+        chat.wait_for_sessions("[1 main]")
         assert chat.text.count("first line") == 1
         chat.send("\x1b[A")
         chat.wait("main> first line")
@@ -257,13 +262,13 @@ def test_completion_and_history(runs: ForkServer, tmp_path: Path) -> None:
         chat.send("/ren\t")
         chat.wait("main> /rename")
         chat.say(" first")
-        chat.wait("[1 first]")
+        chat.wait_for_sessions("[1 first]")
         chat.send(f"/read {tmp_path}/some-n\t")
         chat.wait("some-notes.txt")
         chat.send("\r")
-        chat.wait("goes before your next message")
+        chat.wait("1 ", "9 tokens")
         chat.say("What is my name?")
-        chat.wait("> My name is Ada. What is my name?")
+        chat.wait("> What is my name?", "+ ", "9 tokens")
         assert chat.leave() == 0
     with Chat(runs, tmp_path) as chat:
         chat.send("\x1b[A")
@@ -348,6 +353,6 @@ def test_control_sequences_never_reach_the_terminal(runs: ForkServer, tmp_path: 
         chat.wait("Cannot read")
         chat.say("/list")
         chat.settle()
+        assert chat.leave() == 0, "and prints what was said"
         for piece in (b"\x1b]52", b"\x1b]8", b"\x1b[6n", "\x9b".encode(), b"\x9b31", b"\x07", "‮".encode(), "⁦".encode()):
             assert piece not in chat.raw, piece
-        assert chat.leave() == 0

@@ -10,7 +10,7 @@ import click
 import pytest
 
 from cbatch.cli.chat.background_run import parse_run_options
-from cbatch.cli.common.config_file import config_path, display_path
+from cbatch.cli.common.config_file import config_path, display_path, option_keys
 from cbatch.cli.main import cli, run_command
 
 
@@ -180,9 +180,9 @@ def test_help_shows_variables_and_the_file(
     command = cli.get_command(click.Context(cli), name)
     assert command is not None
     words = " ".join(shown.split())
-    for option in command.params:
-        if isinstance(option, click.Option) and not option.hidden:
-            assert f"CBATCH_{name}_{option.name}".upper() in words
+    for key, option in option_keys(command).items():
+        if not option.hidden:
+            assert f"CBATCH_{name}_{key}".upper() in words
     assert "CBATCH_MODEL" in words and "/etc/xdg/cbatch/config.toml" in words
     assert words.endswith(
         f"environment variable, {'then the preset, ' if name in ('run', 'chat') else ''}then this file."

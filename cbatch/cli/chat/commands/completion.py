@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 
-from cbatch.cli.chat.commands.registry import COMMANDS
-from cbatch.cli.chat.commands.session_commands import SETTABLE
+from cbatch.cli.chat.commands.parameters import SETTABLE
+from cbatch.cli.chat.commands.registry import COMMANDS, ArgumentKind
 from cbatch.cli.chat.controller import ChatController
+from cbatch.cli.chat.session.files import quoted
 from cbatch.cli.chat.session.store import SessionStore
 from cbatch.cli.common.console import safe
+
+_LAST_NAME = re.compile(r"""(?:\\.|'[^']*'?|"[^"]*"?|[^\s\\'"])*\\?$""")
+"""What a shell would take as the last, unfinished word."""
+
+_ESCAPED = re.compile(r"\\(.)")
 
 
 class CommandCompleter(Completer):
@@ -31,17 +38,32 @@ class CommandCompleter(Completer):
                 if found.name.startswith(name):
                     yield Completion(found.name, -len(name), display_meta=found.description)
         elif name in COMMANDS:
-            word = rest.rpartition(" ")[2]
-            if COMMANDS[name].argument == "file":
-                found_paths = self._paths.get_completions(Document(word), complete_event)
-                yield from (path for path in found_paths if path.text.isprintable() and safe(path.text) == path.text)
-            elif " " not in rest.lstrip():
-                names = self._names(COMMANDS[name].argument)
-                yield from (Completion(each, -len(word)) for each in names if each.startswith(word))
+            yield from self._arguments(COMMANDS[name].argument, rest, complete_event)
 
-    def _names(self, kind: str) -> list[str]:
+    def _arguments(self, kind: ArgumentKind, rest: str, complete_event: CompleteEvent) -> Iterable[Completion]:
+        if kind in ("file", "files"):
+            last = _LAST_NAME.search(rest)
+            whole = list(self._files(rest, complete_event))  # a name with blanks that are not marked, or the only one
+            yield from whole or self._files(last[0] if last else "", complete_event)
+            return
+        before, _, word = rest.lstrip().rpartition(" ")
+        if not before or kind == "session" or (kind == "parameter" and before.strip() == "all"):
+            yield from (Completion(each, -len(word)) for each in self._names(kind) if each.startswith(word))
+
+    def _files(self, typed: str, complete_event: CompleteEvent) -> Iterable[Completion]:
+        """Files whose names begin as the last one that was typed, with a backslash before each blank."""
+        name = _ESCAPED.sub(r"\1", typed).lstrip("'\"")
+        for found in self._paths.get_completions(Document(name), complete_event):
+            if found.text.isprintable() and safe(found.text) == found.text:
+                yield Completion(quoted(name + found.text), -len(typed), display=found.display)
+
+    def _names(self, kind: ArgumentKind) -> list[str]:
         if kind == "session":
             return [session.name for session in self._controller.sessions]
         if kind == "saved":
             return self._store.saved_names()
-        return {"parameter": list(SETTABLE), "command": list(COMMANDS)}.get(kind, [])
+        if kind == "model":
+            from cbatch.cli.common.local_models import local_models
+
+            return [*self._controller.models.names[1:], *(model.name for model in local_models())]
+        return {"parameter": ["all", *SETTABLE], "command": [*COMMANDS, "keys"]}.get(kind, [])

@@ -1,57 +1,62 @@
-"""Commands for files: saving, loading and exporting sessions, and running a batch in the background."""
+"""Commands for other files: what goes with a message, conversations to read, batches in the background."""
 
 from __future__ import annotations
 
-import time
-from contextlib import suppress
-from pathlib import Path
+from functools import partial
 
-from cbatch.cli.chat.commands.registry import CommandContext, command, format_turn_count
+from cbatch.cli.chat.commands.registry import CommandContext, command, parse_number
+from cbatch.cli.chat.session.attachment import Attachment
 from cbatch.cli.chat.session.export import append_row, to_markdown, to_row
-from cbatch.cli.chat.session.files import as_path, read_text
+from cbatch.cli.chat.session.files import as_path, expand_names, one_name, read_text
 from cbatch.cli.chat.session.prompt import takes_messages
-from cbatch.cli.chat.session.session_file import read_session
-from cbatch.cli.chat.session.store import SavedSession, is_path
 from cbatch.cli.common.exits import UserError
 
 
-@command("save", "[NAME]", "saved")
-def do_save(context: CommandContext, name: str) -> None:
-    """save this session under a name"""
-    path = context.store.save_as(context.session, name or context.session.name)
-    if path.parent == context.store.sessions_folder and path.stem != context.session.name:
-        with suppress(UserError):  # it is more than one word, or another session's name
-            context.controller.rename(context.session, path.stem)
-            context.store.save_as(context.session, str(path))
-    is_kept = context.controller.store is not None
-    later = "and kept up to date there" if is_kept else "as it is now; with --no-history it is not kept up to date"
-    context.show(f"saved as {path}, {later}")
+@command("read", "[FILE …]", "files")
+def do_read(context: CommandContext, names: str) -> None:
+    """attach files
 
-
-@command("load", "[NAME|NUMBER|FILE]", "saved")
-def do_load(context: CommandContext, which: str) -> None:
-    """open a saved session, or list them"""
-    if not which:
-        context.listed_sessions = context.store.list_saved()[:20]
-        lines = [_saved_line(number, saved) for number, saved in enumerate(context.listed_sessions, start=1)]
-        context.show(*(lines or ["no session is saved yet"]))
+    The model gets the files, with their names, before your next message; the screen shows their names and
+    tokens above the input line. Blanks in a name are quoted or follow a backslash. /detach takes a file away again.
+    Example: /read notes.md src/*.py
+    """
+    session = context.session
+    if not names:
+        lines = [f"{number:>2}  {one.label}" for number, one in enumerate(session.attached, start=1)]
+        context.show(*(lines or ["nothing is attached; /read FILE attaches a file to your next message"]))
         return
-    path = _find_saved(context, which)
-    for session in context.controller.sessions:
-        if context.store.saved_path(session) == path:  # two sessions would overwrite each other in one file
-            context.controller.switch(session)
-            context.show("this session is open already")
-            return
-    context.store.wait()
-    loaded = context.controller.add_loaded(read_session(path))
-    context.store.set_path(loaded, path)
+    files = [Attachment(str(path), read_text(path)) for path in expand_names(names)]
+    for file in files:
+        session.attached = [other for other in session.attached if other.name != file.name] + [file]
+        context.controller.client_of(session).count_tokens(file.text, partial(setattr, file, "num_tokens"))
+
+
+@command("detach", "[N|all]")
+def do_detach(context: CommandContext, which: str) -> None:
+    """take attached files away
+
+    N is the number in the list of /read; without it the last one goes.
+    Example: /detach 2
+    """
+    attached = context.session.attached
+    if not attached:
+        raise UserError("Nothing is attached.")
+    if which == "all":
+        attached.clear()
+    else:
+        attached.pop(parse_number(which, 1, len(attached)) - 1 if which else -1)
 
 
 @command("export", "FILE", "file")
 def do_export(context: CommandContext, name: str) -> None:
-    """write FILE.md to read, FILE.jsonl for cbatch run"""
-    path, session = as_path(name), context.session
-    engine = context.controller.client.engine
+    """write FILE.md or FILE.jsonl
+
+    FILE.md is the conversation to read. To FILE.jsonl it adds a row that `cbatch run` answers as this session would.
+    Example: /export talk.md
+    """
+    path, session = as_path(one_name(name)), context.session
+    client = context.controller.client_of(session)
+    engine = client.engine
     if session.last is None or engine is None:
         raise UserError("There is no message yet." if session.last is None else "The model is still loading.")
     reply = session.last.reply
@@ -60,64 +65,37 @@ def do_export(context: CommandContext, name: str) -> None:
             with path.open("x", encoding="utf-8", errors="replace") as file:
                 file.write(to_markdown(session, engine.loaded.name))
         elif path.suffix == ".jsonl":
-            params = context.controller.client.params(reply.params if reply else {})
             row = to_row(
                 session,
-                params,
+                client.params(reply.params if reply else {}),
                 engine.limits.max_model_len,
                 as_messages=takes_messages(engine),
-                template_kwargs=context.controller.client.template_kwargs,
+                template_kwargs={**client.template_kwargs, **session.template_kwargs},
             )
             append_row(path, row)
         else:
-            raise UserError(f"{name} must end in .md or .jsonl.")
+            raise UserError(f"{path.name} must end in .md or .jsonl.")
     except OSError as error:
         raise UserError(f"Cannot write {path}: {error.strerror}.") from error
     context.show(f"written to {path}")
 
 
-@command("run", "FILE -o OUT | stop", "file")
+@command("run", "FILE -o OUT | stop", "files")
 def do_run(context: CommandContext, line: str) -> None:
-    """run a batch in the background, like cbatch run"""
+    """run a batch beside the chat
+
+    Takes the options of `cbatch run` that do not concern the engine. Replies in the chat go first, and the bar shows
+    how far the batch is. `stop` ends it; --resume continues it later.
+    Example: /run prompts.jsonl -o out.jsonl --max-tokens 200
+    """
+    session, background = context.session, context.background
     engine = context.controller.client.engine
     if line == "stop":
-        if not context.background.is_running:
+        if not background.is_running:
             raise UserError("No batch is running.")
-        context.background.stop()
+        background.stop()
     elif engine is None:
         raise UserError("The model is still loading.")
     else:
-        output = context.background.start(engine, line)
-        context.show(f"the batch writes to {output}; replies in the chat go first")
-
-
-@command("read", "FILE", "file")
-def do_read(context: CommandContext, name: str) -> None:
-    """put a file's text before the next message"""
-    text = read_text(as_path(name))
-    context.session.attached.append(text)
-    context.show(f"{name} ({len(text):,} characters) goes before your next message")
-
-
-def _find_saved(context: CommandContext, which: str) -> Path:
-    """Finds a session by its number in the last list, by its file, or by its name: the newest one of that name."""
-    numbered = {str(number): saved.path for number, saved in enumerate(context.listed_sessions, start=1)}
-    if which in numbered:
-        return numbered[which]
-    try:
-        with suppress(UserError):  # what cannot be a file may still be a session's name
-            if (path := context.store.path_of(which)).exists():
-                return path
-    except OSError as error:
-        raise UserError(f"Cannot read {which[:80]}: {error.strerror}.") from error
-    for saved in context.store.list_saved():
-        if saved.name == which:
-            return saved.path
-    if is_path(which):
-        return context.store.path_of(which)  # reading it says what is wrong
-    raise UserError(f"There is no saved session {which[:80]}; /load lists them.")
-
-
-def _saved_line(number: int, saved: SavedSession) -> str:
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(saved.modified_at))
-    return f"{number:>2}  {when}  {saved.name:<12} {format_turn_count(saved.num_turns)}  {saved.preview}"
+        context.batch_session = session  # before the first report
+        background.start(engine, line)

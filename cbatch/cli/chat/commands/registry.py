@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.controller import ChatController
@@ -13,6 +14,8 @@ from cbatch.cli.chat.session.session import Session
 from cbatch.cli.chat.session.store import SavedSession, SessionStore
 from cbatch.cli.chat.stats import ChatStats
 from cbatch.cli.common.exits import UserError
+
+ArgumentKind = Literal["", "session", "file", "files", "saved", "parameter", "command", "model"]
 
 
 class CommandUI(Protocol):
@@ -27,6 +30,18 @@ class CommandUI(Protocol):
     def open_editor(self, text: str, then: Callable[[str], None]) -> None:
         """Opens a text in the user's editor. Calls `then` with the result if the user changed it."""
 
+    def copy(self, text: str) -> None:
+        """Puts a text on the clipboard. Raises UserError if the terminal cannot do that."""
+
+    def find(self, text: str) -> None:
+        """Scrolls to the next place above that holds a text; an empty one goes on. Raises UserError for none."""
+
+    def compare(self, sessions: Sequence[Session]) -> None:
+        """Shows sessions side by side; none goes back to the current one alone."""
+
+    def show_reasoning(self, is_shown: bool) -> None:
+        """Shows what models think before they reply, or folds it into a line."""
+
 
 @dataclass(slots=True)
 class CommandContext:
@@ -34,6 +49,8 @@ class CommandContext:
 
     store:           where `/save` and `/load` look, even if nothing is saved automatically
     listed_sessions: what `/load` listed last; it also takes the numbers of that list
+    to_delete:       what `/delete` asked about; the same command again deletes it
+    batch_session:   where the last batch was started, and where it reports
     """
 
     controller: ChatController
@@ -42,14 +59,16 @@ class CommandContext:
     stats: ChatStats
     store: SessionStore
     listed_sessions: list[SavedSession] = field(default_factory=list)
+    to_delete: SavedSession | None = None
+    batch_session: Session | None = None
 
     @property
     def session(self) -> Session:
         return self.controller.current
 
     def show(self, *lines: str) -> None:
-        """Shows a notice in the current session."""
-        self.session.add_notice("\n".join(lines))
+        """Answers a command in the current session; the next command or message takes the answer away."""
+        self.session.add_notice("\n".join(lines), is_passing=True)
 
 
 CommandHandler = Callable[[CommandContext, str], None]
@@ -59,26 +78,32 @@ CommandHandler = Callable[[CommandContext, str], None]
 class Command:
     """What can be typed after a slash.
 
-    usage:    its argument, as `/help` shows it; one that does not begin with `[` must be given
-    argument: what Tab completes: `session`, `file`, `saved`, `parameter`, `command`, or nothing
+    usage:       its argument, as `/help` shows it; one that does not begin with `[` must be given
+    description: its line in `/help`
+    details:     what `/help NAME` adds, with an example
+    argument:    what Tab completes
     """
 
     name: str
     usage: str
     description: str
+    details: str
     handler: CommandHandler
-    argument: str = ""
+    argument: ArgumentKind = ""
 
 
 COMMANDS: dict[str, Command] = {}
+"""In the order in which `/help` lists them."""
+
 ALIASES = {"quit": "exit", "?": "help"}
 
 
-def command(name: str, usage: str = "", argument: str = "") -> Callable[[CommandHandler], CommandHandler]:
-    """Registers a function as a command; its docstring is its line in `/help`."""
+def command(name: str, usage: str = "", argument: ArgumentKind = "") -> Callable[[CommandHandler], CommandHandler]:
+    """Registers a function as a command. The first line of its docstring is its line in `/help`."""
 
     def register(handler: CommandHandler) -> CommandHandler:
-        COMMANDS[name] = Command(name, usage, (handler.__doc__ or "").strip(), handler, argument)
+        description, _, details = inspect.cleandoc(handler.__doc__ or "").partition("\n\n")
+        COMMANDS[name] = Command(name, usage, description, details, handler, argument)
         return handler
 
     return register
@@ -105,6 +130,6 @@ def parse_number(text: str, low: int, high: int) -> int:
     return int(text)
 
 
-def format_turn_count(count: int) -> str:
-    """Like `  3 turns`; always of the same width."""
-    return f"{count:>3} turn{' ' if count == 1 else 's'}"
+def format_count(count: int, what: str) -> str:
+    """Like `1 turn` or `3 turns`."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

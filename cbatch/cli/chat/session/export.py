@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ def to_markdown(session: Session, model: str) -> str:
         parts.append(f"**system**\n\n{session.system}")
     parts += [f"**{message['role']}**\n\n{message['content']}" for message in session.prelude]
     for turn in session.turns:
-        parts.append(f"**user**\n\n{turn.text}")
+        parts.append(f"**user**\n\n{turn.message}")
+        for use in turn.reply.uses if turn.reply is not None else ():
+            parts.append(f"**tool**\n\n`{use}`\n\n{use.result}")
         if turn.reply is not None and turn.reply.text:
             parts.append(f"**assistant**\n\n{turn.reply.text}")
     return "\n\n".join(parts) + "\n"
@@ -71,19 +74,33 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
         file.write((b"" if starts_line else b"\n") + format_row(row))
 
 
-def from_result(path: Path, index: int, prompts: Path | None, run_seed: int = 0) -> Session:
+@dataclass(frozen=True, slots=True)
+class OpenedRow:
+    """A session from a row of output, and what tells whether its question is the right one.
+
+    prompt_tokens: length of the prompt that the row was made from; None if it is unknown, or cannot be compared
+    """
+
+    session: Session
+    prompt_tokens: int | None
+
+
+def from_result(path: Path, index: int, prompts: Path | None, run_seed: int = 0) -> OpenedRow:
     """A session from a row of a batch's output.
 
     prompts:  the batch's input, which holds the question; None leaves it out
     run_seed: the batch's seed, which gives a row without one its seed
 
-    Raises UserError if there is no such row, or it is an error row.
+    Raises UserError if there is no such row, it is an error row, or the question belongs to another row.
     """
     result = _find_result(path, index)
     reply = _reply_of(result, f"row {index} of {path}")
     session = Session(f"row-{index}")
+    prompt_tokens: int | None = None
     if prompts is not None:
         row = _find_row(prompts, index)
+        _check_same_row(result, row, f"Row {index} of {path}", f"line {index + 1} of {prompts}")
+        prompt_tokens = None if row.raw else _prompt_tokens(result)
         session.load_messages(row.messages or [{"role": "user", "content": row.prompt or ""}])
         kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
         reply.params = {name: value for name, value in row.params.items() if name != "seed"}
@@ -95,7 +112,27 @@ def from_result(path: Path, index: int, prompts: Path | None, run_seed: int = 0)
         last.replies.append(reply)
     else:
         session.prelude.append({"role": "assistant", "content": reply.text})
-    return session
+    return OpenedRow(session, prompt_tokens)
+
+
+def _check_same_row(result: Mapping[str, Any], row: InputRow, output: str, source: str) -> None:
+    """Raises UserError if a row of output was made from another row of input: ids and carried columns tell."""
+    made_from = result.get("custom_id", result.get("id"))
+    if made_from != row.id and not (row.id is None and "custom_id" in result):
+        raise UserError(f"{output} has the id {made_from!r}, but {source} has {row.id!r}: is it the right file?")
+    extra = result.get("extra", {})
+    if isinstance(extra, dict) and extra != row.extra:
+        strange = next(name for name in [*extra, *row.extra] if extra.get(name) != row.extra.get(name))
+        raise UserError(f"{output} has another {strange!r} than {source}: is it the right file?")
+
+
+def _prompt_tokens(result: Mapping[str, Any]) -> int | None:
+    """The length of a row's prompt, from its `usage`."""
+    response = result.get("response")
+    body = response.get("body") if isinstance(response, dict) else result
+    usage = body.get("usage") if isinstance(body, dict) else None
+    count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    return count if isinstance(count, int) else None
 
 
 def _find_result(path: Path, index: int) -> dict[str, Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import re
+import shlex
 import tempfile
 from pathlib import Path
 
@@ -20,6 +23,41 @@ def as_path(text: str) -> Path:
     if "\0" in text:
         raise UserError("A file name cannot contain a null character.")
     return path
+
+
+def split_names(text: str) -> list[str]:
+    """File names as a shell reads them: blanks separate them unless they are quoted or follow a backslash."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"{text}: {str(error).lower()}.") from error
+
+
+def one_name(text: str) -> str:
+    """One file name, which may have blanks, quoted or not."""
+    names = split_names(text) if any(mark in text for mark in "\\'\"") and not Path(text).exists() else [text]
+    return names[0] if len(names) == 1 else text
+
+
+def quoted(name: str) -> str:
+    """A file name as it is typed: a backslash before what would end it."""
+    return re.sub(r"([\s\\'\"*?\[])", r"\\\1", name)
+
+
+def expand_names(text: str) -> list[Path]:
+    """The files that were named, with `~`, `*`, `?` and `**` expanded. Raises UserError if a pattern fits none."""
+    found: list[Path] = []
+    for name in [text] if Path(text).expanduser().is_file() else split_names(text):
+        path = as_path(name)
+        if path.exists() or not glob.has_magic(name):
+            found.append(path)
+            continue
+        names = glob.glob(str(path), recursive=True)  # noqa: PTH207  (Path.glob takes no absolute patterns)
+        matches = sorted(match for match in map(Path, names) if match.is_file())
+        if not matches:
+            raise UserError(f"No file fits {name}.")
+        found += matches
+    return found
 
 
 def read_text(path: Path, limit: int = MAX_BYTES) -> str:

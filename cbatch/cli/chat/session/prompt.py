@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 def reply_request(
-    engine: Engine, messages: Sequence[Message], reply_prefix: str, template_kwargs: Mapping[str, Any]
+    engine: Engine,
+    messages: Sequence[Message],
+    reply_prefix: str,
+    template_kwargs: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> GenerationRequest:
     """A request for the next reply of a conversation.
 
@@ -21,12 +25,13 @@ def reply_request(
 
     reply_prefix:    the beginning of the reply, if it is continued
     template_kwargs: variables for the chat template
+    tools:           functions that the model may call, in OpenAI's form
     """
     from cbatch.engine import GenerationRequest, TemplateOptions
 
     if takes_messages(engine):
         template = TemplateOptions(kwargs=template_kwargs, today=date.today())
-        return GenerationRequest(messages=messages, template=template, answer=reply_prefix)
+        return GenerationRequest(messages=messages, template=template, answer=reply_prefix, tools=tools)
     return GenerationRequest(text=as_plain_text(messages) + reply_prefix)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from cbatch.cli.chat.session.tool_round import ToolRound, ToolUse
+
 if TYPE_CHECKING:
     from cbatch.engine import RequestError, StreamEvent
 
-ReplyState = Literal["waiting", "streaming", "stop", "length", "stopped", "error"]
-"""Waiting for its first token, streaming, or how it ended; `stopped` means by the user."""
+ReplyState = Literal["waiting", "streaming", "calling", "stop", "length", "stopped", "error"]
+"""Waiting for its first token, streaming, waiting for tools, or how it ended; `stopped` means by the user."""
 
 FINAL_STATES: tuple[ReplyState, ...] = ("stop", "length", "stopped", "error")
 STOPPED_REMARK = "stopped; /continue resumes it"
@@ -28,6 +30,9 @@ class Reply:
     seed, params:   how it is sampled; params holds only what differs from the model's defaults
     error, code:    what went wrong, if anything
     remark:         why it ended early, and what the user can do about it
+    model:          hub id or folder of what wrote it, if it is not the chat's own
+    rounds:         what the model called before this text
+    label:          what is special about it among those it stands beside, such as `temperature=0.7`
     requested_at, first_token_at, last_token_at: seconds on the `monotonic` clock
     """
 
@@ -40,6 +45,9 @@ class Reply:
     code: str = ""
     params: dict[str, Any] = field(default_factory=dict)
     remark: str = ""
+    rounds: list[ToolRound] = field(default_factory=list)
+    label: str = ""
+    model: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     num_tokens: int = 0
@@ -53,14 +61,19 @@ class Reply:
         return self.raw or self.text
 
     @property
+    def uses(self) -> list[ToolUse]:
+        """Every call of a tool."""
+        return [use for each in self.rounds for use in each.uses]
+
+    @property
     def is_open(self) -> bool:
         """Whether more of it may come."""
-        return self.state in ("waiting", "streaming")
+        return self.state in ("waiting", "streaming", "calling")
 
     @property
     def is_in_history(self) -> bool:
         """Whether later turns show it to the model: it ended well, or it has some text."""
-        return self.state == "stop" or bool(self.text)
+        return self.state == "stop" or bool(self.text or self.rounds)
 
     @property
     def can_continue(self) -> bool:
@@ -107,14 +120,24 @@ class Reply:
             self.code = CONTEXT_FULL
             self.remark = "cut off because the context is full; /trim drops the oldest turns and resumes it"
 
+    def begin_round(self, uses: list[ToolUse]) -> ToolRound:
+        """Takes what it is so far for a round of calls; the next text follows their results."""
+        made = ToolRound(self.text, uses)
+        self.rounds.append(made)
+        self.text = self.raw = ""
+        self.state = "calling"
+        return made
+
     def stop(self) -> None:
         """Ends it where it is."""
         self.state = "stopped"
+        for each in self.rounds:
+            each.cancel()
         self.remark = STOPPED_REMARK if self.generated else UNANSWERED_REMARK
 
     def finished_copy(self) -> Reply:
         """A copy, which is stopped if more was still to come."""
-        copy = replace(self)
+        copy = replace(self, rounds=[ToolRound(each.text, [replace(use) for use in each.uses]) for each in self.rounds])
         if copy.is_open:
             copy.stop()
         return copy

@@ -6,18 +6,24 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from cbatch.cli.chat.session.attachment import Attachment, compose
 from cbatch.cli.chat.session.reply import UNANSWERED_REMARK, Reply
+from cbatch.cli.chat.session.tool_round import ToolUse, round_messages
 
 Message = dict[str, Any]
+
+TITLE_CHARACTERS = 48
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Turn:
     """A message of the user and the replies to it: several after a retry, one of which is chosen.
 
+    text:           what was typed
     chosen:         index of the reply that counts
     first_compared: index of the first reply shown side by side until one is picked; 0 shows only the chosen one
     fallback:       index of the reply that was chosen before the last retry
+    attachments:    files and long pastes that belong to the message
     """
 
     text: str
@@ -25,6 +31,17 @@ class Turn:
     chosen: int = 0
     first_compared: int = 0
     fallback: int = 0
+    attachments: list[Attachment] = field(default_factory=list)
+
+    @property
+    def message(self) -> str:
+        """What the model is shown."""
+        return compose(self.text, self.attachments)
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether several replies stand side by side and none has been picked."""
+        return bool(self.first_compared)
 
     @property
     def reply(self) -> Reply | None:
@@ -33,6 +50,12 @@ class Turn:
     @property
     def is_open(self) -> bool:
         return any(reply.is_open for reply in self.replies)
+
+    @property
+    def asking(self) -> ToolUse | None:
+        """The call that the user has to allow or refuse next."""
+        uses = (use for reply in self.replies if reply.is_open for use in reply.uses)
+        return next((use for use in uses if use.state == "asking"), None)
 
     def add_replies(self, count: int) -> list[Reply]:
         """Adds `count` replies and chooses the first; several are shown side by side."""
@@ -57,21 +80,27 @@ class Turn:
         reply = self.reply
         if reply is None or not reply.is_in_history:
             return []
-        return [_message("user", self.text), _message("assistant", reply.text)]
+        answer = [_message("assistant", reply.text)] if reply.text or not reply.rounds else []
+        return [_message("user", self.message), *round_messages(reply.rounds), *answer]
 
     def finished_copy(self) -> Turn:
         """A copy in which replies that still stream are stopped."""
         copy = Turn(self.text, [reply.finished_copy() for reply in self.replies], self.chosen, fallback=self.fallback)
+        copy.attachments = list(self.attachments)
         copy.fall_back_if_empty()
         return copy
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Notice:
-    """A line from the program, not from the conversation."""
+    """A line from the program, not from the conversation.
+
+    is_passing: whether the next command or message takes it away, so that answers to commands do not pile up
+    """
 
     text: str
     is_error: bool = False
+    is_passing: bool = False
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -79,27 +108,37 @@ class Session:
     """One conversation with settings of its own.
 
     number:    unique in this process, from 1
+    model:     hub id or folder of what replies, if it is not the chat's own
     params:    sampling parameters that differ from the model's defaults
+    seed:      of this session's replies; None derives one from the chat's
+    template_kwargs: variables for the chat template, beside those of the whole chat
     prelude:   messages before the first turn, if the conversation was opened from a file
     items:     turns and notices in the order in which they are shown
     dropped:   how many of the oldest turns the model is no longer shown; the prelude counts as one
-    queue:     messages sent while a reply was still streaming
-    attached:  texts of files that go before the next message
+    queue:     messages sent while a reply was still streaming, without replies
+    draft:     what is typed and not yet sent
+    attached:  files that go with the next message
     attempts:  replies requested so far, which give each reply a seed of its own
     is_unread: whether something came while the user was in another session
+    is_almost_full: whether its last reply left little room in the context
     """
 
     name: str
     number: int = 0
     system: str | None = None
     params: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
     prelude: list[Message] = field(default_factory=list)
     items: list[Turn | Notice] = field(default_factory=list)
     dropped: int = 0
-    queue: list[str] = field(default_factory=list)
-    attached: list[str] = field(default_factory=list)
+    queue: list[Turn] = field(default_factory=list)
+    draft: str = ""
+    attached: list[Attachment] = field(default_factory=list)
     attempts: int = 0
     is_unread: bool = False
+    is_almost_full: bool = False
+    model: str = ""
 
     @property
     def turns(self) -> list[Turn]:
@@ -125,15 +164,38 @@ class Session:
         """What `dropped` counts: the turns, and the prelude if there is one."""
         return bool(self.prelude) + len(self.turns)
 
-    def add_notice(self, text: str, *, is_error: bool = False) -> None:
-        self.items.append(Notice(text, is_error))
+    @property
+    def title(self) -> str:
+        """The beginning of the first message, in whole words; the name if there is none."""
+        words = " ".join((self.turns[0].text if self.turns else "").split())
+        if len(words) > TITLE_CHARACTERS:
+            words = words[:TITLE_CHARACTERS].rpartition(" ")[0] or words[:TITLE_CHARACTERS]
+            words = words.rstrip(" ,;:-") + "…"
+        return words or self.name
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether there is nothing in it that anybody could miss."""
+        return not (self.turns or self.queue or self.prelude or self.attached or self.draft.strip())
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of the conversation so far, as the last reply has counted them; 0 if there is none."""
+        reply = next((turn.reply for turn in reversed(self.turns) if turn.reply and turn.reply.prompt_tokens), None)
+        return reply.prompt_tokens + reply.num_tokens if reply is not None else 0
+
+    def add_notice(self, text: str, *, is_error: bool = False, is_passing: bool = False) -> None:
+        self.items.append(Notice(text, is_error, is_passing))
+
+    def clear_passing_notices(self) -> None:
+        self.items[:] = [item for item in self.items if isinstance(item, Turn) or not item.is_passing]
 
     def message_groups(self, turn: Turn) -> list[list[Message]]:
         """What the model is shown up to the message of a turn: the prelude, each earlier turn, and the message."""
         turns = self.turns
         groups = [earlier.messages() for earlier in turns[: turns.index(turn)]]
         history = ([self.prelude] if self.prelude else []) + groups
-        return [*history[self.dropped :], [_message("user", turn.text)]]
+        return [*history[self.dropped :], [_message("user", turn.message)]]
 
     def messages(self, turn: Turn) -> list[Message]:
         """The conversation up to and with the message of a turn."""
@@ -151,14 +213,16 @@ class Session:
 
     def copy(self, name: str) -> Session:
         """An independent session at the same point; it gets what has come so far of an open reply."""
-        copy = Session(name, 0, self.system, dict(self.params), list(self.prelude))
+        copy = Session(name, 0, self.system, dict(self.params), self.seed, dict(self.template_kwargs))
+        copy.prelude, copy.model = list(self.prelude), self.model
         copy.dropped, copy.attempts = self.dropped, self.attempts
-        copy.items = [item.finished_copy() if isinstance(item, Turn) else item for item in self.items]
+        kept = (item for item in self.items if isinstance(item, Turn) or not item.is_passing)
+        copy.items = [item.finished_copy() if isinstance(item, Turn) else item for item in kept]
         return copy
 
     def move_queue_to_turns(self) -> None:
         """Turns queued messages into turns without a reply, so that they are not lost when the session ends."""
-        self.items += [unanswered_turn(text) for text in self.queue]
+        self.items += [unanswered(turn) for turn in self.queue]
         self.queue.clear()
 
     def load_messages(self, messages: list[Message]) -> None:
@@ -175,14 +239,14 @@ class Session:
             else:
                 self.prelude += [part for turn in self.turns for part in turn.messages()]
                 if last is not None and not last.replies:
-                    self.prelude.append(_message("user", last.text))
+                    self.prelude.append(_message("user", last.message))
                 self.prelude.append(message)
                 self.items.clear()
 
 
-def unanswered_turn(text: str) -> Turn:
-    """A message that the model was never asked to reply to."""
-    return Turn(text, [Reply(state="stopped", remark=UNANSWERED_REMARK)])
+def unanswered(turn: Turn) -> Turn:
+    """A message that the model was never asked to reply to, from one that was queued."""
+    return Turn(turn.text, [Reply(state="stopped", remark=UNANSWERED_REMARK)], attachments=turn.attachments)
 
 
 def _message(role: str, text: str) -> Message:

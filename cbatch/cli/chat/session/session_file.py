@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from cbatch.cli.chat.session.attachment import Attachment
 from cbatch.cli.chat.session.files import read_text
 from cbatch.cli.chat.session.reply import FINAL_STATES, Reply
-from cbatch.cli.chat.session.session import Session, Turn, unanswered_turn
+from cbatch.cli.chat.session.session import Session, Turn, unanswered
+from cbatch.cli.chat.session.tool_round import ToolRound, ToolUse
 from cbatch.cli.common.exits import UserError
-from cbatch.engine import RequestError, SamplingParams, parse_json_object
+from cbatch.engine import RequestError, SamplingParams, TemplateOptions, parse_json_object
 
 VERSION = 1
 MAX_BYTES = 256 * 2**20
@@ -17,6 +19,9 @@ REPLY_FIELDS = {"text": str, "seed": int, "params": dict, "error": str, "code": 
 """Fields of `Reply` that are saved beside its state, under the same names."""
 THINKING_FIELDS = {"reasoning": str, "raw": str}
 """Saved as well if the model used think tags."""
+COUNT_FIELDS = {"prompt_tokens": int, "num_tokens": int}
+"""Saved if they are known."""
+OPTIONAL_FIELDS = THINKING_FIELDS | COUNT_FIELDS | {"label": str}
 
 
 def to_json(session: Session) -> dict[str, Any]:
@@ -25,16 +30,21 @@ def to_json(session: Session) -> dict[str, Any]:
         "name": session.name,
         "system": session.system,
         "params": session.params,
+        "seed": session.seed,
+        "template_kwargs": session.template_kwargs,
+        "draft": session.draft,
+        "attached": [_attachment_fields(one) for one in session.attached],
         "prelude": session.prelude,
         "dropped": session.dropped,
         "attempts": session.attempts,
         "turns": [
             {
                 "user": turn.text,
+                "attached": [_attachment_fields(one) for one in turn.attachments],
                 "chosen": turn.chosen,
                 "answers": [_reply_fields(reply.finished_copy()) for reply in turn.replies],
             }
-            for turn in [*session.turns, *(unanswered_turn(text) for text in session.queue)]
+            for turn in [*session.turns, *(unanswered(turn) for turn in session.queue)]
         ],
     }
 
@@ -55,9 +65,20 @@ def read_session(path: Path) -> Session:
         raise UserError(f"{path} is damaged: {error!r}.") from error
 
 
+def _attachment_fields(one: Attachment) -> dict[str, Any]:
+    return {"name": one.name, "text": one.text, "is_paste": one.is_paste}
+
+
 def _reply_fields(reply: Reply) -> dict[str, Any]:
-    names = (*REPLY_FIELDS, *(THINKING_FIELDS if reply.raw else ()), "state")
-    return {name: getattr(reply, name) for name in names}
+    optional = (*(THINKING_FIELDS if reply.raw else ()), *(COUNT_FIELDS if reply.prompt_tokens else ()))
+    names = (*REPLY_FIELDS, *optional, *(("label",) if reply.label else ()), "state")
+    fields = {name: getattr(reply, name) for name in names}
+    return fields | ({"rounds": [_round_fields(each) for each in reply.rounds]} if reply.rounds else {})
+
+
+def _round_fields(each: ToolRound) -> dict[str, Any]:
+    uses = [{"name": use.name, "arguments": use.arguments, "result": use.result} for use in each.uses]
+    return {"text": each.text, "calls": uses}
 
 
 def _from_json(fields: dict[str, Any]) -> Session:
@@ -67,23 +88,43 @@ def _from_json(fields: dict[str, Any]) -> Session:
         params=_params(fields["params"]),
         prelude=[_message(message) for message in fields["prelude"]],
         attempts=_typed(fields["attempts"], int) % 2**32,
+        seed=_typed(fields.get("seed"), int | None),
+        template_kwargs=dict(TemplateOptions(kwargs=_typed(fields.get("template_kwargs", {}), dict)).kwargs),
+        draft=_typed(fields.get("draft", ""), str),
+        attached=[_attachment(one) for one in fields.get("attached", [])],
     )
     for turn in fields["turns"]:
         replies = [_reply(reply) for reply in turn["answers"]]
         chosen = _typed(turn["chosen"], int)
         if not 0 <= chosen < max(len(replies), 1):
             raise IndexError(f"answer {chosen} of {len(replies)}")
-        session.items.append(Turn(_typed(turn["user"], str), replies, chosen))
+        made = Turn(_typed(turn["user"], str), replies, chosen)
+        made.attachments = [_attachment(one) for one in turn.get("attached", [])]
+        session.items.append(made)
     session.dropped = max(0, min(_typed(fields["dropped"], int), session.num_droppable))
     return session
+
+
+def _attachment(fields: dict[str, Any]) -> Attachment:
+    name, text = _typed(fields["name"], str), _typed(fields["text"], str)
+    return Attachment(name, text, _typed(fields["is_paste"], bool))
 
 
 def _reply(fields: dict[str, Any]) -> Reply:
     if fields["state"] not in FINAL_STATES:
         raise TypeError(f"state {fields['state']!r}")
     values = {name: _typed(fields[name], kind) for name, kind in REPLY_FIELDS.items()}
-    values |= {name: _typed(fields[name], kind) for name, kind in THINKING_FIELDS.items() if name in fields}
+    values |= {name: _typed(fields[name], kind) for name, kind in OPTIONAL_FIELDS.items() if name in fields}
+    values["rounds"] = [_round(each) for each in fields.get("rounds", [])]
     return Reply(state=fields["state"], **values | {"params": _params(fields["params"])})
+
+
+def _round(fields: dict[str, Any]) -> ToolRound:
+    made = ToolRound(_typed(fields["text"], str))
+    for call in fields["calls"]:
+        name, arguments, result = (_typed(call[name], str) for name in ("name", "arguments", "result"))
+        made.uses.append(ToolUse(name, arguments, "done", result))
+    return made
 
 
 def _params(value: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 
 from cbatch.cli.chat.session.session import Session
@@ -15,6 +16,8 @@ class SessionList:
     def __init__(self) -> None:
         self.sessions: list[Session] = []
         self.current: Session
+        self.on_switch: Callable[[Session, Session], None] = lambda before, after: None
+        """Called with the session that leaves the screen and the one that comes, before `current` changes."""
         self._num_opened = 0
 
     def add(self, session: Session) -> Session:
@@ -35,6 +38,9 @@ class SessionList:
         return self.add(session)
 
     def switch(self, session: Session) -> None:
+        before = getattr(self, "current", None)
+        if before is not None and before is not session:
+            self.on_switch(before, session)
         self.current = session
         session.is_unread = False
 

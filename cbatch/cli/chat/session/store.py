@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,14 +43,19 @@ class SavedSession:
     """A session on disk, as `/load` lists it.
 
     modified_at: seconds since the epoch
-    preview:     the beginning of the first message
+    title:       the beginning of the first message
     """
 
     path: Path
     name: str
     modified_at: float
     num_turns: int
-    preview: str
+    title: str
+
+    @property
+    def has_own_name(self) -> bool:
+        """Whether somebody named it: the names that sessions get by themselves tell nothing."""
+        return not re.fullmatch(r"main|s\d+|loaded|(main|s\d+|loaded)-\d+", self.name)
 
 
 class SessionStore:
@@ -122,16 +127,59 @@ class SessionStore:
         """Writes what is left, then stops the writer."""
         self._writer.shutdown()
 
-    def list_saved(self) -> list[SavedSession]:
-        """The sessions in the folder, newest first, without empty ones and files that cannot be read."""
-        found = []
-        for path in self.sessions_folder.glob("*.json"):
+    @property
+    def num_files(self) -> int:
+        """How many sessions there are at most; quick, because none is read."""
+        return sum(1 for _ in self.sessions_folder.glob("*.json"))
+
+    def saved_sessions(self, text: str = "") -> Iterator[SavedSession]:
+        """The sessions in the folder that hold a text, newest first, without empty ones and damaged files.
+
+        They are read one by one, so that the first ones come at once.
+        """
+        for path in sorted(self.sessions_folder.glob("*.json"), key=_modified_at, reverse=True):
             with suppress(OSError, UserError):
                 session = read_session(path)
-                turns = session.turns
-                preview = " ".join(turns[0].text.split())[:60] if turns else ""
-                found.append(SavedSession(path.resolve(), session.name, path.stat().st_mtime, len(turns), preview))
-        return sorted((saved for saved in found if saved.num_turns), key=lambda saved: -saved.modified_at)
+                if session.turns and text.casefold() in _searched_text(session):
+                    saved = SavedSession(
+                        path.resolve(), session.name, path.stat().st_mtime, len(session.turns), session.title
+                    )
+                    yield saved
+
+    def lookup(self, name: str) -> Path | None:
+        """The file of a session by its path or its name: the newest one of that name. None if there is none.
+
+        Raises UserError if the file cannot be looked at.
+        """
+        try:
+            with suppress(UserError):  # what cannot be a file may still be a session's name
+                if (path := self.path_of(name)).exists():
+                    return path
+        except OSError as error:
+            raise UserError(f"Cannot read {name[:80]}: {error.strerror}.") from error
+        named = (saved.path for saved in self.saved_sessions() if saved.name == name)
+        return next(named, self.path_of(name) if is_path(name) else None)  # reading it says what is wrong
+
+    def find(self, name: str | None) -> Path:
+        """The same, or the last saved session for None. Raises UserError if there is none."""
+        if name is not None:
+            path = self.lookup(name)
+            advice = f"There is no saved session {name[:80]}; /load in a chat lists them."
+        else:
+            path = next((saved.path for saved in self.saved_sessions()), None)
+            advice = "No session is saved yet."
+        if path is None:
+            raise UserError(advice)
+        return path
+
+    def delete(self, path: Path) -> None:
+        """Removes a saved session. Raises UserError if that is not possible."""
+        self.wait()
+        try:
+            path.unlink()
+        except OSError as error:
+            raise UserError(f"Cannot delete {path}: {error.strerror}.") from error
+        self.written.discard(path)
 
     def saved_names(self) -> list[str]:
         """The names by which sessions in the folder can be loaded."""
@@ -187,6 +235,20 @@ class InputHistory(History):
             self._path.chmod(0o600)
             with self._path.open("ab", 0) as file:  # unbuffered: the line of each chat stays whole
                 file.write(json.dumps(string).encode() + b"\n")
+
+
+def _modified_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # somebody has just deleted it
+        return 0.0
+
+
+def _searched_text(session: Session) -> str:
+    parts = [session.name]
+    for turn in session.turns:
+        parts += [turn.text, *(reply.text for reply in turn.replies)]
+    return "\n".join(parts).casefold()
 
 
 def _file_version(path: Path) -> tuple[int, int] | None:

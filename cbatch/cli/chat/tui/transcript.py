@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from cbatch.cli.chat.markdown import markup
+from cbatch.cli.chat.markdown.markup import COLUMN_GAP, Fragment, StyledLine, TextLayout, side_by_side, wrap
 from cbatch.cli.chat.session.reply import Reply
 from cbatch.cli.chat.session.session import Notice, Session, Turn
-from cbatch.cli.chat.tui import markup
-from cbatch.cli.chat.tui.markdown.layout import MarkdownLayout
-from cbatch.cli.chat.tui.markup import COLUMN_GAP, StyledLine, TextLayout, side_by_side
+from cbatch.cli.chat.session.tool_round import ToolRound
 from cbatch.cli.common.console import safe
 
-MIN_COLUMN = 24
+if TYPE_CHECKING:
+    from cbatch.cli.chat.markdown.layout import MarkdownLayout
+
+MIN_COLUMN = 20
 """If columns would be narrower than this, replies stand below one another."""
+
+RESULT_LINES = 4
+"""Lines of a tool's result that are shown."""
+
+UNBROKEN = 10**6
+"""A width that no line of code has."""
 
 wrap_plain = lru_cache(maxsize=512)(markup.wrap_plain)
 """Cached, because a long message is drawn again with every token of its reply."""
 
 
 class Transcript:
-    """Lays out sessions and caches the lines, each item's with the state that they show."""
+    """Lays out sessions and caches the lines, each item's with the state that they show.
 
-    def __init__(self) -> None:
+    shows_reasoning: whether all that models think is shown; else a line says how much it is
+    """
+
+    def __init__(self, *, shows_reasoning: bool = False, breaks_code: bool = True) -> None:
+        """`breaks_code`: whether lines of code that do not fit are broken; else the terminal does that."""
+        self.shows_reasoning = shows_reasoning
+        self._breaks_code = breaks_code
         self._items: WeakKeyDictionary[Turn | Notice, tuple[object, list[StyledLine]]] = WeakKeyDictionary()
         self._layouts: WeakKeyDictionary[Reply, tuple[int, TextLayout, MarkdownLayout]] = WeakKeyDictionary()
 
@@ -45,39 +59,60 @@ class Transcript:
                 unit += 1
             chunks.append(self._item(item, width))
             before = item
-        chunks += [[*wrap_plain(text, width, "class:note", first="(next) > "), []] for text in session.queue]
+        chunks += [[*wrap_plain(turn.text, width, "class:note", first="(next) > "), []] for turn in session.queue]
         return chunks
 
     def _item(self, item: Turn | Notice, width: int) -> list[StyledLine]:
-        state = (width, *_state_of(item))
+        state = (width, self.shows_reasoning, *_state_of(item))
         shown_state, lines = self._items.get(item, (None, []))
         if shown_state != state:
             if isinstance(item, Turn):
-                lines = self._turn(item, width)
+                lines = self.turn(item, width)
             else:
                 style = "class:error" if item.is_error else "class:note"
                 lines = wrap_plain(item.text, width, style, first="· ")
             self._items[item] = state, lines
         return lines
 
-    def _turn(self, turn: Turn, width: int) -> list[StyledLine]:
-        lines = [*wrap_plain(turn.text, width, "class:user", first="> "), []]
+    def turn(self, turn: Turn, width: int) -> list[StyledLine]:
+        """A message and its reply, or several replies side by side."""
+        lines = [*wrap_plain(turn.text, width, "class:user", first="> ")]
+        for attachment in turn.attachments:
+            if not attachment.is_paste:
+                lines += wrap_plain(attachment.label, width, "class:note", first="+ ")
+        lines.append([])
         if not turn.first_compared:
             return lines + (self._reply(turn.reply, width) if turn.reply else []) + [[]]
         several = list(enumerate(turn.replies))[turn.first_compared :]
         column = (width - len(COLUMN_GAP) * (len(several) - 1)) // len(several)
+        heads = [_head(number, reply, is_chosen=number == turn.chosen) for number, reply in several]
         if column >= MIN_COLUMN:
-            columns = [[[("class:heading", f"[{n}]")], *self._reply(reply, column)] for n, reply in several]
-            return [*lines, *side_by_side(columns, column), []]
-        for number, reply in several:
-            lines += [[("class:heading", f"[{number}]")], *self._reply(reply, width), []]
-        return lines
+            columns = [
+                [*wrap([head], column), *self._reply(reply, column)]
+                for head, (_, reply) in zip(heads, several, strict=True)
+            ]
+            feet = side_by_side(
+                [wrap([head], column) for head in heads], column
+            )  # of long replies the heads scroll away
+            return [*lines, *side_by_side(columns, column), *feet, []]
+        for head, (_, reply) in zip(heads, several, strict=True):
+            lines += [*wrap([head], width), *self._reply(reply, width), []]
+        foot: StyledLine = []
+        for head in heads:
+            foot += [head, ("", "  ")]
+        return [*lines, *wrap(foot, width), []]
+
+    def _layout(self, width: int) -> MarkdownLayout:
+        from cbatch.cli.chat.markdown.layout import MarkdownLayout  # takes a tenth of a second, and the prompt waits
+
+        return MarkdownLayout(width, code_width=None if self._breaks_code else UNBROKEN)
 
     def _reply(self, reply: Reply, width: int) -> list[StyledLine]:
         known = self._layouts.get(reply)
         if known is None or known[0] != width:
-            known = self._layouts[reply] = width, TextLayout(width, "class:reasoning"), MarkdownLayout(width)
-        lines = list(known[1].lines(reply.reasoning))
+            known = self._layouts[reply] = width, TextLayout(width, "class:reasoning"), self._layout(width)
+        lines = [line for each in reply.rounds for line in _round_lines(each, width)]
+        lines += known[1].lines(reply.reasoning) if self.shows_reasoning else _folded(reply, width)
         if lines and reply.text:
             lines.append([])
         lines += known[2].lines(reply.text)
@@ -90,16 +125,37 @@ class Transcript:
         return lines
 
 
-def visible_lines(chunks: list[list[StyledLine]], height: int, top: int | None) -> tuple[list[StyledLine], int, int]:
-    """The visible lines, the number of the first of them, and how many are below the screen.
+def _head(number: int, reply: Reply, *, is_chosen: bool) -> Fragment:
+    """What stands above one of several replies."""
+    label = f"[{number}] {safe(reply.label)}".rstrip()
+    return ("class:chosen" if is_chosen else "class:heading"), label
 
-    top: number of the first visible line; None follows the end
-    """
-    total = sum(map(len, chunks))
-    end = max(total - height, 0)
-    start = end if top is None else max(0, min(top, end))
-    lines = list(islice(chain.from_iterable(chunks), start, start + height))
-    return lines, start, total - start - len(lines)
+
+def _folded(reply: Reply, width: int) -> list[StyledLine]:
+    """One line for all that a model has thought."""
+    if not reply.reasoning:
+        return []
+    words = f"{len(reply.reasoning.split()):,} words"
+    is_thinking = reply.is_open and not reply.text
+    text = f"thinking, {words} …" if is_thinking else f"thought, {words}; Ctrl-T shows them"
+    return wrap_plain(text, width, "class:reasoning", first="· ")
+
+
+def _round_lines(each: ToolRound, width: int) -> list[StyledLine]:
+    """What was called, with the beginning of each result."""
+    lines = list(wrap_plain(each.text, width)) if each.text.strip() else []
+    for use in each.uses:
+        lines += wrap_plain(str(use), width, "class:tool", first="⚙ ")
+        if use.state == "asking":
+            lines += wrap_plain("Run it? y: yes, a: always, n: no", width, "class:heading", first="  ")
+        elif use.state == "running":
+            lines.append([("class:note", "  running …")])
+        else:
+            result = wrap_plain(use.result, width, "class:note", first="→ ")
+            lines += result[:RESULT_LINES]
+            if len(result) > RESULT_LINES:
+                lines.append([("class:note", f"  … {len(result) - RESULT_LINES} more lines")])
+    return [*lines, []]
 
 
 def _state_of(item: Turn | Notice) -> tuple[Any, ...]:
@@ -110,4 +166,6 @@ def _state_of(item: Turn | Notice) -> tuple[Any, ...]:
         (id(reply), len(reply.reasoning), len(reply.text), reply.state, reply.error, reply.remark)
         for reply in item.replies
     )
-    return (item.chosen, item.first_compared, *replies)
+    calls = (use.state for reply in item.replies for use in reply.uses)
+    sizes = (attachment.num_tokens for attachment in item.attachments)
+    return (item.chosen, item.first_compared, *replies, *sizes, *calls)

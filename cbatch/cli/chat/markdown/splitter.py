@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cbatch.cli.chat.tui.markdown.fences import Fence
-from cbatch.cli.chat.tui.markup import LONG_LINE
+from cbatch.cli.chat.markdown.fences import Fence
+from cbatch.cli.chat.markdown.markup import LONG_LINE
 
 Kind = Literal["paragraph", "rest", "line", "item", "quote", "table", "code", "formula", "fence"]
 """rest: the second part of a line that is too long; line: a heading or a rule; code: indented, without a fence"""

@@ -9,7 +9,7 @@ from pygments.lexers import get_lexer_by_name
 from pygments.token import Comment, Keyword, Literal, Name, Number, Operator, String, _TokenType, is_token_subtype
 from pygments.util import ClassNotFound
 
-from cbatch.cli.chat.tui.markup import LONG_LINE, StyledLine, append_text, wrap_anywhere
+from cbatch.cli.chat.markdown.markup import LONG_LINE, StyledLine, append_text, wrap_anywhere
 
 CHUNK = 1000
 """Characters of code after which its beginning is coloured for good, at the next line that begins a new construct."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from cbatch.cli.chat.tui.markdown.blocks import block_lines, text_lines
-from cbatch.cli.chat.tui.markdown.code import CodeLayout, plain_code
-from cbatch.cli.chat.tui.markdown.fences import Fence
-from cbatch.cli.chat.tui.markdown.splitter import Block, State, indentation
-from cbatch.cli.chat.tui.markup import StyledLine, split_long_line, wrap
+from cbatch.cli.chat.markdown.blocks import block_lines, text_lines
+from cbatch.cli.chat.markdown.code import CodeLayout, plain_code
+from cbatch.cli.chat.markdown.fences import Fence
+from cbatch.cli.chat.markdown.markup import StyledLine, split_long_line, wrap
+from cbatch.cli.chat.markdown.splitter import Block, State, indentation
 from cbatch.cli.common.console import safe
 
 _MAYBE_UNDERLINE = re.compile(r" {0,3}(?:=|-){1,2} *")
@@ -17,8 +17,10 @@ _MAYBE_UNDERLINE = re.compile(r" {0,3}(?:=|-){1,2} *")
 class MarkdownLayout:
     """Lays out a text that only grows. Blocks that are finished are laid out once."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, *, code_width: int | None = None) -> None:
+        """`code_width`: where lines of code are broken, if not at `width`"""
         self._width = max(width, 1)
+        self._code_width = code_width or self._width
         self._done: list[StyledLine] = []
         self._num_taken = 0
         self._unfinished = ""  # the last line, so far
@@ -68,7 +70,7 @@ class MarkdownLayout:
         opened = self._state.block
         if opened is not None and opened.kind == "fence":
             self._done += self._block_lines(opened, is_first=not self._done)
-            self._code = _FencedCode(opened, self._state.margin, self._width)
+            self._code = _FencedCode(opened, self._state.margin, self._code_width)
 
     def _after(self, state: State, part: str) -> tuple[list[Block], State]:
         part = part.expandtabs(4)
@@ -102,7 +104,7 @@ class MarkdownLayout:
                 return blank + [part for line in block.text.split("\n") for part in wrap([("", line)], width)]
             case "fence":
                 return blank + wrap([("class:fence", block.text)], width)
-        return blank + block_lines(block.text, width, block.margin)
+        return blank + block_lines(block.text, width, self._code_width, block.margin)
 
 
 class _FencedCode:

@@ -6,8 +6,8 @@ from functools import lru_cache
 
 from markdown_it.token import Token
 
-from cbatch.cli.chat.tui.markdown.parser import PARSER
-from cbatch.cli.chat.tui.markup import StyledLine, append_text
+from cbatch.cli.chat.markdown.markup import StyledLine, append_text
+from cbatch.cli.chat.markdown.parser import PARSER
 from cbatch.cli.common.console import safe
 
 CACHED = 300

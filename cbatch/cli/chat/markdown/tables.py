@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cbatch.cli.chat.tui.markdown.inline import inline_lines
-from cbatch.cli.chat.tui.markup import StyledLine, cells, wrap
+from cbatch.cli.chat.markdown.inline import inline_lines
+from cbatch.cli.chat.markdown.markup import StyledLine, cells, wrap
 
 MIN_COLUMN = 4
 """If columns would be narrower than this, cells stand below one another."""

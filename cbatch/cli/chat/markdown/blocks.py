@@ -9,11 +9,11 @@ from typing import NamedTuple
 from markdown_it.token import Token
 from prompt_toolkit.utils import get_cwidth
 
-from cbatch.cli.chat.tui.markdown.code import code_lines, plain_code
-from cbatch.cli.chat.tui.markdown.inline import inline_lines
-from cbatch.cli.chat.tui.markdown.parser import PARSER
-from cbatch.cli.chat.tui.markdown.tables import Table
-from cbatch.cli.chat.tui.markup import StyledLine, wrap
+from cbatch.cli.chat.markdown.code import code_lines, plain_code
+from cbatch.cli.chat.markdown.inline import inline_lines
+from cbatch.cli.chat.markdown.markup import StyledLine, wrap
+from cbatch.cli.chat.markdown.parser import PARSER
+from cbatch.cli.chat.markdown.tables import Table
 
 MAX_RULE = 40
 """Cells that a rule takes at most."""
@@ -32,12 +32,15 @@ class Row(NamedTuple):
         return self if self.is_code or not self.line or not columns else Row([("", " " * columns), *self.line])
 
 
-def block_lines(source: str, width: int, margin: int) -> list[StyledLine]:
-    """Lines of a text that is parsed whole. All but those of code are indented by a margin."""
+def block_lines(source: str, width: int, code_width: int, margin: int) -> list[StyledLine]:
+    """Lines of a text that is parsed whole. All but those of code are indented by a margin.
+
+    code_width: where lines of code are broken
+    """
     tokens: list[Token] = []
     PARSER.block.parse(source, PARSER, {}, tokens)
     margin = margin if margin <= width // 2 else 0
-    rows = _Renderer(source.split("\n")).rows(tokens, width - margin, width)
+    rows = _Renderer(source.split("\n")).rows(tokens, width - margin, code_width)
     return [row.indented(margin).line for row in rows]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from markdown_it import MarkdownIt
 from markdown_it.rules_block import StateBlock
 
-from cbatch.cli.chat.tui.markdown.fences import Fence
-from cbatch.cli.chat.tui.markdown.inline_rules import add_inline_rules
+from cbatch.cli.chat.markdown.fences import Fence
+from cbatch.cli.chat.markdown.inline_rules import add_inline_rules
 
 
 class _Parser(MarkdownIt):

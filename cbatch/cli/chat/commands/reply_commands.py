@@ -1,0 +1,185 @@
+"""Commands for messages and the replies to them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from cbatch.cli.chat.commands.parameters import parse_parameter
+from cbatch.cli.chat.commands.registry import CommandContext, command, format_count, parse_number
+from cbatch.cli.chat.controller import RETRY_TEMPERATURE, Variant, pick_hint
+from cbatch.cli.common.exits import UserError
+
+MOST_REPLIES = 32
+
+
+@command("retry", "[N] [NAME=VALUE,…]")
+def do_retry(context: CommandContext, arguments: str) -> None:
+    """ask again; N: side by side
+
+    Asks for N more replies to the last message, computed in one batch, and shows them side by side. With a parameter
+    and several values it gives one reply for each. A session that samples greedily uses temperature 0.7 here, because
+    it would only repeat itself.
+    Examples: /retry 3
+              /retry temperature=0.2,0.7,1,1.3
+              /retry 2 top_p=0.5 temperature=1
+              /retry model=Qwen/Qwen3-0.6B,Qwen/Qwen3-1.7B
+    """
+    variants = parse_variants(arguments)
+    session = context.session
+    context.controller.retry(session, variants)
+    lines = []
+    if context.controller.is_greedy(session) and not any("temperature" in each.params for each in variants):
+        lines.append(f"sampled at temperature {RETRY_TEMPERATURE}; this session is greedy and would repeat itself")
+    last = session.last
+    assert last is not None
+    if len(variants) > 1:
+        lines.append(pick_hint(last))
+    else:
+        lines.append(f"/pick {last.fallback} goes back to the previous reply")
+    context.show(*lines)
+
+
+def parse_variants(arguments: str) -> list[Variant]:
+    """What `/retry` is asked for. Raises UserError if it makes no sense."""
+    words = arguments.split()
+    count = parse_number(words.pop(0), 1, MOST_REPLIES) if words and "=" not in words[0] else None
+    values = dict(_values(word) for word in words)
+    lengths = {len(each) for each in values.values()} - {1}
+    if len(lengths) > 1 or (count is not None and lengths - {count}):
+        raise UserError("Give each parameter one value, or as many as there are replies.")
+    number = count or (lengths.pop() if lengths else 1)
+    if number > MOST_REPLIES:
+        raise UserError(f"At most {MOST_REPLIES} replies stand side by side.")
+    variants = []
+    for index in range(number):
+        chosen = {name: each[index % len(each)] for name, each in values.items()}
+        label = ", ".join(f"{name}={value}" for name, value in chosen.items())
+        model = chosen.pop("model", None)
+        params: dict[str, Any] = {}
+        for name, value in chosen.items():
+            params |= parse_parameter(name, value)
+        variants.append(Variant(params, label, model))
+    return variants
+
+
+def _values(word: str) -> tuple[str, list[str]]:
+    """A parameter and its values, from `NAME=V1,V2`; a value may be JSON."""
+    name, sign, text = word.partition("=")
+    if not sign or not text:
+        raise UserError(f"{word[:40]} is neither a number of replies nor NAME=VALUE, such as temperature=0.2,0.7.")
+    try:
+        return name, [json.dumps(value) for value in json.loads(f"[{text}]")]
+    except ValueError:
+        return name, text.split(",")
+
+
+@command("pick", "K")
+def do_pick(context: CommandContext, number: str) -> None:
+    """keep one of several replies
+
+    K is the number above a reply. On an empty line its key does the same, and so do Left, Right and Enter.
+    Example: /pick 2
+    """
+    context.controller.pick(context.session, parse_number(number, 0, 10**6))
+
+
+@command("continue")
+def do_continue(context: CommandContext, _: str) -> None:
+    """resume a reply cut off
+
+    It goes on as it began, with the limits max_tokens and min_tokens that the session has now.
+    """
+    context.controller.continue_reply(context.session)
+
+
+@command("stop", "[all]")
+def do_stop(context: CommandContext, which: str) -> None:
+    """stop the reply; all: in all
+
+    Esc and Ctrl-C stop the reply in this session, too. /continue resumes it.
+    Example: /stop all
+    """
+    sessions = list(context.controller.sessions) if which == "all" else [context.session]
+    stopped = [context.controller.stop(session) for session in sessions]
+    if not any(stopped):
+        raise UserError("No reply is coming.")
+
+
+@command("undo")
+def do_undo(context: CommandContext, _: str) -> None:
+    """take the last message back
+
+    The message goes into the input line, with its files, and the replies to it are dropped.
+    """
+    context.ui.set_input(context.controller.undo(context.session))
+
+
+@command("edit")
+def do_edit(context: CommandContext, _: str) -> None:
+    """change the last message
+
+    Opens it in $EDITOR, and sends it again if you changed it.
+    """
+    session, last = context.session, context.session.last
+    if last is None:
+        raise UserError("There is no message yet.")
+
+    def ask(text: str) -> None:
+        try:
+            context.controller.replace(session, last, text)
+        except UserError:
+            context.ui.set_input(text)
+            raise
+
+    context.ui.open_editor(last.text, ask)
+
+
+@command("copy", "[N|code [N]]")
+def do_copy(context: CommandContext, which: str) -> None:
+    """copy a reply or its code
+
+    Puts the last reply on the clipboard, or the N-th last one. `code` copies the last block of code of the last reply,
+    `code N` its N-th block. The terminal must allow it (OSC 52); tmux does with `set -g set-clipboard on`.
+    Examples: /copy
+              /copy code 2
+    """
+    from cbatch.cli.chat.markdown.parser import find_code  # takes a tenth of a second, and the prompt waits
+
+    replies = [turn.reply.text for turn in context.session.turns if turn.reply is not None and turn.reply.text]
+    if not replies:
+        raise UserError("There is no reply yet.")
+    words = which.split()
+    if words[:1] == ["code"]:
+        blocks = find_code(replies[-1])
+        if not blocks:
+            raise UserError("There is no block of code in the last reply.")
+        text = blocks[parse_number(words[1], 1, len(blocks)) - 1 if len(words) > 1 else -1]
+    else:
+        text = replies[-parse_number(which, 1, len(replies)) if which else -1]
+    context.ui.copy(text)
+    context.show(f"copied {format_count(len(text), 'character')}")
+
+
+@command("find", "[TEXT]")
+def do_find(context: CommandContext, text: str) -> None:
+    """find text in this session
+
+    Scrolls up to the next place that holds the text; /find alone goes on from there. Esc ends the search.
+    Example: /find sourdough
+    """
+    context.ui.find(text)
+
+
+@command("trim", "[N]")
+def do_trim(context: CommandContext, argument: str) -> None:
+    """drop the oldest turns
+
+    The model no longer sees the N oldest turns. Without N, as many are dropped as the reply to the last message needs.
+    Example: /trim 4
+    """
+    wanted = parse_number(argument, 1, 10**6) if argument else None
+    count = context.controller.trim(context.session, wanted)
+    if wanted is not None:
+        turns = "the oldest turn" if count == 1 else f"the {count} oldest turns"
+        context.show(f"the model no longer sees {turns}" if count else "there is no older turn to drop")

@@ -1,0 +1,213 @@
+"""Commands for what a session tells the model, and how its replies are sampled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from cbatch.cli.chat.commands.parameters import SETTABLE, check_name, parse_parameter
+from cbatch.cli.chat.commands.registry import CommandContext, command
+from cbatch.cli.chat.session.session import Session
+from cbatch.cli.common.exits import UserError
+from cbatch.engine import SamplingParams, with_overrides
+
+DEMO_NAME = "the bundled demo model"
+"""What the model without a name is called."""
+
+THINK_VARIABLES = ("enable_thinking", "thinking")
+"""Variables by which chat templates turn thinking on and off."""
+
+
+@command("system", "[TEXT|-]")
+def do_system(context: CommandContext, text: str) -> None:
+    """show or set the instruction
+
+    The system message of this session, which the model sees before everything else; - removes it.
+    Example: /system Answer in one sentence.
+    """
+    if text:
+        context.session.system = None if text == "-" else text
+        context.controller.save(context.session)
+    context.show(f"system message: {context.session.system or 'none'}")
+
+
+@command("set", "[all] [NAME [VALUE]]", "parameter")
+def do_set(context: CommandContext, text: str) -> None:
+    """show or set parameters
+
+    How replies of this session are sampled; the value `default` takes a parameter back. With `all` it holds for all
+    open sessions and for new ones. `seed` makes a session repeat itself.
+    Examples: /set temperature 0.7
+              /set all max_tokens 200
+              /set stop ["\\n\\n"]
+    """
+    words = text.split(maxsplit=1)
+    for_all = words[:1] == ["all"]
+    name, _, value = (" ".join(words[1:]) if for_all else text).partition(" ")
+    value = value.strip()
+    if not value or value in ("default", "null"):
+        if name:
+            check_name(name)
+        if value:
+            _change(context, {name: None}, for_all)
+        _show(context, [name] if name else SETTABLE)
+        return
+    given = parse_parameter(name, value)
+    made = SamplingParams().merged(given)
+    changes = {own: getattr(made, own) for own in given}
+    _change(context, {own: list(new) if isinstance(new, tuple) else new for own, new in changes.items()}, for_all)
+    _show(context, list(given))
+
+
+def _change(context: CommandContext, changes: dict[str, Any], for_all: bool) -> None:
+    """Sets parameters; None takes one back."""
+    controller = context.controller
+    for session in controller.sessions if for_all else [context.session]:
+        if "seed" in changes:
+            session.seed = changes["seed"]
+        session.params = _changed(session.params, changes)
+        controller.save(session)
+    if for_all:
+        controller.default_params = _changed(controller.default_params, changes)
+        controller.default_seed = changes.get("seed", controller.default_seed)
+
+
+def _changed(params: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    params = with_overrides(params, {name: value for name, value in changes.items() if name != "seed"})
+    return {name: value for name, value in params.items() if value is not None}
+
+
+def _show(context: CommandContext, names: Sequence[str]) -> None:
+    session = context.session
+    params = context.controller.client_of(session).params(session.params)
+    context.show(*(_shown(name, session, params) for name in names))
+
+
+def _shown(name: str, session: Session, params: SamplingParams) -> str:
+    value = session.seed if name == "seed" else getattr(params, name)
+    is_default = session.seed is None if name == "seed" else name not in session.params
+    shown = json.dumps(value, ensure_ascii=False)
+    if value is None:
+        shown = {"max_tokens": "the rest of the context", "seed": "the chat's own, from --seed"}.get(name, "none")
+    return f"{name:<19} {shown}" + ("  (default)" if is_default else "")
+
+
+@command("think", "[on|off|show|hide]")
+def do_think(context: CommandContext, what: str) -> None:
+    """turn thinking on or off
+
+    `on` and `off` tell models that can think whether to do so, in this session. `show` and `hide` unfold and fold what
+    they think on the screen, as Ctrl-T does.
+    Example: /think off
+    """
+    session = context.session
+    if what in ("show", "hide"):
+        context.ui.show_reasoning(what == "show")
+        return
+    if what not in ("", "on", "off"):
+        raise UserError("Type /think on, off, show or hide.")
+    variable = _think_variable(context)
+    if what:
+        session.template_kwargs = {**session.template_kwargs, variable: what == "on"}
+        context.controller.save(session)
+    client = context.controller.client_of(session)
+    value = {**client.template_kwargs, **session.template_kwargs}.get(variable)
+    state = "as the model's template has it" if value is None else "on" if value else "off"
+    context.show(f"thinking: {state}")
+
+
+def _think_variable(context: CommandContext) -> str:
+    """The variable by which this model's template turns thinking on and off. Raises UserError if it has none."""
+    engine = context.controller.client_of(context.session).engine
+    if engine is None:
+        raise UserError("The model is still loading.")
+    template = (engine.tokenizer.chat_template if engine.tokenizer is not None else None) or ""
+    for variable in THINK_VARIABLES:
+        if variable in template:
+            return variable
+    raise UserError("The chat template of this model cannot turn thinking on or off.")
+
+
+@command("stats")
+def do_stats(context: CommandContext, _: str) -> None:
+    """speed, memory and times
+
+    What the engine does now and has done, and how fast the last reply was: its time to the first token, and tokens per
+    second after that.
+    """
+    context.show(*context.stats.lines())
+
+
+@command("model", "[NAME|NUMBER|close NAME]", "model")
+def do_model(context: CommandContext, which: str) -> None:
+    """list models; use another
+
+    Lists the models that are loaded and those on this machine. With a name, a folder or a number of the list, replies
+    of this session come from that model; it is loaded beside the others, so it needs memory of its own.
+    `close` gives that memory back.
+    Examples: /model Qwen/Qwen3-0.6B
+              /model close Qwen/Qwen3-0.6B
+    """
+    models, session = context.controller.models, context.session
+    action, _, name = which.partition(" ")
+    if not which:
+        context.show(*_model_lines(context))
+    elif action == "close" and name:
+        context.controller.unload_model(_model_name(name, models.names))
+        context.show(f"{name} is closed")
+    else:
+        chosen = _model_name(which, models.names)
+        context.controller.use_model(session, "" if chosen == models.name else chosen)
+        context.show(f"replies of this session come from {chosen or DEMO_NAME}")
+
+
+def _known_models(loaded: Sequence[str]) -> list[str]:
+    """The models that `/model` numbers: those that are loaded, then the others on this machine."""
+    from cbatch.cli.common.local_models import local_models
+
+    others = (model.name for model in local_models() if model.can_be_loaded)
+    return list(dict.fromkeys([*loaded, *others]))
+
+
+def _model_lines(context: CommandContext) -> list[str]:
+    models, session = context.controller.models, context.session
+    used = session.model or models.name
+    lines = []
+    for number, name in enumerate(_known_models(models.names), start=1):
+        state = ""
+        if name in models.names:
+            is_ready = models.client("" if name == models.name else name).engine is not None
+            state = "  used here" if name == used else "  loaded" if is_ready else "  loading"
+        lines.append(f"{number:>2}  {name or DEMO_NAME}{state}")
+    return lines
+
+
+def _model_name(which: str, loaded: Sequence[str]) -> str:
+    """The name that a number of the list stands for, or the name itself."""
+    known = _known_models(loaded)
+    if which.isdecimal() and 1 <= int(which) <= len(known):
+        return known[int(which) - 1]
+    return "" if which == DEMO_NAME else which
+
+
+@command("tools", "[allow NAME|ask NAME]")
+def do_tools(context: CommandContext, which: str) -> None:
+    """list what models may call
+
+    The files of --tool define them. `allow` runs a tool without asking, `ask` asks before each call again.
+    Example: /tools allow weather
+    """
+    toolbox = context.controller.tools
+    if not toolbox.tools:
+        raise UserError("There are no tools; cbatch chat --tool FILE.py lets the model call the functions of a file.")
+    action, _, name = which.partition(" ")
+    if which:
+        if action not in ("allow", "ask") or name not in toolbox.tools:
+            raise UserError(f"Type /tools allow NAME or /tools ask NAME; there are {', '.join(toolbox.tools)}.")
+        (toolbox.allowed.add if action == "allow" else toolbox.allowed.discard)(name)
+    lines = []
+    for tool in toolbox.tools.values():
+        state = "runs" if tool.name in toolbox.allowed else "asks"
+        lines.append(f"{tool.name:<16} {state}  {tool.description}".rstrip())
+    context.show(*lines)

@@ -1,0 +1,144 @@
+"""The chat on a terminal that can only print lines, such as the one inside Emacs (TERM=dumb)."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from cbatch.cli.chat.background_run import BackgroundRun
+from cbatch.cli.chat.commands.registry import CommandContext, execute_command
+from cbatch.cli.chat.controller import ChatController
+from cbatch.cli.chat.session.reply import Reply
+from cbatch.cli.chat.session.session import Notice, Session
+from cbatch.cli.chat.session.store import SessionStore
+from cbatch.cli.chat.session.tool_round import ToolUse
+from cbatch.cli.chat.stats import ChatStats
+from cbatch.cli.common.console import emit, notice, safe
+from cbatch.cli.common.exits import UserError, raise_interrupted
+from cbatch.engine import CbatchError
+
+WELCOME = "This terminal shows lines only. /help lists the commands; Ctrl-C stops a reply, Ctrl-D leaves."
+
+
+def is_dumb() -> bool:
+    """Whether the terminal cannot move its cursor."""
+    return os.environ.get("TERM", "") in ("", "dumb", "unknown")
+
+
+class LineTerminal:
+    """Reads a line, does what it says, waits for the reply, and reads the next line."""
+
+    def __init__(self, controller: ChatController, store: SessionStore, background: BackgroundRun) -> None:
+        self._controller = controller
+        self._store, self._background = store, background
+        self._context = CommandContext(controller, self, background, ChatStats(controller), store)
+        self._callbacks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._has_ended = False
+        controller.on_token = self._on_token
+
+    def run(self) -> None:
+        """Returns when the user leaves. Raises what kept the engine from opening."""
+        emit(WELCOME)
+        opened: list[BaseException | None] = []
+        self._controller.client.start(self._callbacks.put, opened.append)
+        try:
+            while not opened:
+                self._callbacks.get()()
+            if opened[0] is not None:
+                raise opened[0]
+            while not self._has_ended and (line := self._read_line()) is not None:
+                self._execute(line.strip())
+        finally:
+            self._controller.end_all()
+            self._store.close()
+            self._background.close()
+
+    def exit(self) -> None:
+        self._has_ended = True
+
+    def set_input(self, text: str) -> None:
+        """Cannot put anything into the line, so it shows what would stand there."""
+        emit(f"> {safe(text)}")
+
+    def open_editor(self, text: str, then: Callable[[str], None]) -> None:
+        raise UserError("This terminal cannot open an editor.")
+
+    def copy(self, text: str) -> None:
+        raise UserError("This terminal has no clipboard.")
+
+    def find(self, text: str) -> None:
+        raise UserError("This terminal cannot scroll.")
+
+    def compare(self, sessions: Sequence[Session]) -> None:
+        raise UserError("This terminal cannot show sessions side by side.")
+
+    def show_reasoning(self, is_shown: bool) -> None:
+        raise UserError("This terminal does not show what models think.")
+
+    def _read_line(self) -> str | None:
+        """A line, or None at the end."""
+        print(f"{safe(self._controller.current.name)}> ", end="", flush=True)
+        return self._stdin_line()
+
+    def _stdin_line(self) -> str | None:
+        return sys.stdin.readline() or None
+
+    def _execute(self, text: str) -> None:
+        session = self._controller.current
+        session.clear_passing_notices()
+        try:
+            if text.startswith("/") and not text.startswith("//"):
+                execute_command(self._context, text)
+            elif text:
+                self._controller.send(session, text.removeprefix("/"))
+        except CbatchError as error:
+            notice(str(error))
+        self._wait_for_reply()
+        self._show_notices()
+
+    def _wait_for_reply(self) -> None:
+        """Runs callbacks until the current session's reply is complete; Ctrl-C stops it."""
+        session = self._controller.current
+        with suppress(queue.Empty):
+            while True:
+                self._callbacks.get_nowait()()
+        if not session.is_busy:
+            return
+        signal.signal(signal.SIGINT, lambda number, frame: self._callbacks.put(lambda: self._stop(session)))
+        try:
+            while session.is_busy:
+                if session.last is not None and (use := session.last.asking) is not None:
+                    self._ask(session, use)
+                else:
+                    self._callbacks.get()()
+        finally:
+            signal.signal(signal.SIGINT, raise_interrupted)
+        print(flush=True)
+        reply = session.last.reply if session.last else None
+        if reply is not None and (reply.error or reply.remark):
+            emit(safe(f"({reply.error or reply.remark})"))
+
+    def _ask(self, session: Session, use: ToolUse) -> None:
+        """Asks whether a call may run."""
+        print(f"\n{safe(str(use))}\nRun it? y: yes, a: always, n: no > ", end="", flush=True)
+        answer = (self._stdin_line() or "n").strip().lower()[:1]
+        self._controller.answer_call(session, is_allowed=answer in ("y", "a"), always=answer == "a")
+
+    def _stop(self, session: Session) -> None:
+        self._controller.stop(session)
+
+    def _show_notices(self) -> None:
+        """Prints the notices of the current session, and drops them."""
+        session = self._controller.current
+        for item in session.items:
+            if isinstance(item, Notice):
+                emit(safe(item.text))
+        session.items[:] = [item for item in session.items if not isinstance(item, Notice)]
+
+    def _on_token(self, session: Session, reply: Reply, text: str) -> None:
+        if session is self._controller.current:
+            print(safe(text), end="", flush=True)

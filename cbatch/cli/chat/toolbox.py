@@ -1,0 +1,103 @@
+"""The tools of a chat: which may run without asking, and the calls of replies that wait for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from cbatch.cli.chat.session.reply import Reply
+from cbatch.cli.chat.session.tool_round import REFUSED, ToolRound, ToolUse
+from cbatch.engine import MAX_TOOL_ROUNDS
+
+if TYPE_CHECKING:
+    from cbatch.engine import Tool, ToolCall
+
+Post = Callable[[Callable[[], None]], None]
+
+
+class ToolBox:
+    """Asks about calls, runs them, and says when all calls of a reply are done.
+
+    Tools run on threads of their own; everything else happens on the front end's thread.
+    """
+
+    def __init__(
+        self, tools: Sequence[Tool] = (), *, allows_all: bool = False, max_rounds: int = MAX_TOOL_ROUNDS
+    ) -> None:
+        """
+        allows_all: whether no call is asked about
+        max_rounds: rounds of calls in one reply, after which the model has to do without tools
+        """
+        self.tools = {tool.name: tool for tool in tools}
+        self.allowed: set[str] = set(self.tools) if allows_all else set()
+        """Names of the tools that run without asking."""
+        self._max_rounds = max_rounds
+        self._threads = ThreadPoolExecutor(4, "cbatch-tool")
+        self._open: dict[Reply, _OpenRound] = {}
+
+    def offered_to(self, reply: Reply) -> list[dict[str, Any]]:
+        """What the model is told of the tools; nothing after its last round."""
+        return [tool.schema for tool in self.tools.values()] if len(reply.rounds) < self._max_rounds else []
+
+    def begin_round(self, reply: Reply, calls: Sequence[ToolCall], post: Post, on_done: Callable[[], None]) -> None:
+        """Takes what a model has called, and runs what is allowed.
+
+        post:    runs something on the front end's thread
+        on_done: called there when all results are in the reply, unless it is stopped before
+        """
+        made = reply.begin_round([ToolUse(call.name, call.arguments) for call in calls])
+        self._open[reply] = _OpenRound(made, post, on_done)
+        for use in made.uses:
+            if use.name not in self.tools:
+                self._finish(reply, use, f"There is no tool {use.name}.")
+            elif use.name in self.allowed:
+                self._run(reply, use)
+
+    def answer(self, use: ToolUse, *, is_allowed: bool, always: bool = False) -> None:
+        """What the user says about a call; `always` counts for all calls of that tool, now and later."""
+        if always:
+            self.allowed.add(use.name)
+        for reply, each in list(self._open.items()):
+            for other in each.round.uses:
+                if other.state == "asking" and (other is use or (always and other.name == use.name)):
+                    if is_allowed:
+                        self._run(reply, other)
+                    else:
+                        self._finish(reply, other, REFUSED)
+
+    def stop(self, reply: Reply) -> None:
+        """Ends the calls of a reply, if there are any. What they give later is ignored."""
+        if reply in self._open:
+            self._open.pop(reply).stopped.set()
+
+    def _run(self, reply: Reply, use: ToolUse) -> None:
+        use.state = "running"
+        each, tool = self._open[reply], self.tools[use.name]
+
+        def run() -> None:
+            result = tool.run(use.arguments, each.stopped)
+            each.post(lambda: self._finish(reply, use, result))
+
+        self._threads.submit(run)
+
+    def _finish(self, reply: Reply, use: ToolUse, result: str) -> None:
+        each = self._open.get(reply)
+        if each is None or use not in each.round.uses:  # the reply was stopped, and may have begun another round
+            return
+        use.finish(result)
+        if each.round.is_done:
+            del self._open[reply]
+            each.on_done()
+
+
+@dataclass(slots=True)
+class _OpenRound:
+    """Calls that are not all done. `stopped` ends the tools that run."""
+
+    round: ToolRound
+    post: Post
+    on_done: Callable[[], None]
+    stopped: threading.Event = field(default_factory=threading.Event)

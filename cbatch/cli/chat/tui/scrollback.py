@@ -1,0 +1,34 @@
+"""Prints conversations when the chat ends, so that they stay in the terminal's own scrollback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TextIO
+
+from prompt_toolkit import print_formatted_text
+from prompt_toolkit.formatted_text import FormattedText
+from prompt_toolkit.output import create_output
+
+from cbatch.cli.chat.markdown.markup import StyledLine
+from cbatch.cli.chat.session.session import Session, Turn
+from cbatch.cli.chat.tui.style import STYLE
+from cbatch.cli.chat.tui.transcript import Transcript
+from cbatch.cli.common.console import safe
+
+
+def print_conversations(sessions: Iterable[Session], stream: TextIO) -> None:
+    """Prints what was said in this chat. Lines of code are not broken, so that they can be selected whole."""
+    output = create_output(stdout=stream)
+    width = output.get_size().columns
+    for session in sessions:
+        turns = [turn for turn in session.turns if any(reply.requested_at for reply in turn.replies)]
+        for line in _lines(session, turns, width) if turns else ():
+            print_formatted_text(FormattedText(line), output=output, style=STYLE)
+
+
+def _lines(session: Session, turns: list[Turn], width: int) -> Iterator[StyledLine]:
+    transcript = Transcript(breaks_code=False)
+    name = f"── {safe(session.name)} "
+    yield [("class:fence", name + "─" * max(min(width, 60) - len(name), 0))]
+    for turn in turns:
+        yield from transcript.turn(turn, width)
