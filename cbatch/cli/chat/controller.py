@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from cbatch.cli.chat.engine_client import EncodedPrompt, EngineClient, ReplyRequest
@@ -149,7 +150,9 @@ class ChatController(SessionList):
 
     def fold_paste(self, text: str) -> str:
         """Keeps a long paste aside. Returns what stands for it in a message."""
-        paste = new_paste(text, len(self.pastes) + 1)
+        names = {paste.name for paste in self.pastes}  # some may come from saved sessions
+        made = (new_paste(text, number) for number in count(len(names) + 1))
+        paste = next(paste for paste in made if paste.name not in names)
         self.pastes.append(paste)
         self.client.count_tokens(text, partial(setattr, paste, "num_tokens"))
         return paste.name
@@ -179,12 +182,12 @@ class ChatController(SessionList):
 
     def retry(self, session: Session, variants: Sequence[Variant]) -> int:
         """Requests one more reply to the last message for each variant. Returns the number of the first of them."""
-        for variant in variants:
-            if variant.model is not None:
-                self.load_model(variant.model, session)
         if self.client_of(session).engine is None:
             raise UserError("The model is still loading.")
         turn = self._require_last_turn(session)
+        for variant in variants:
+            if variant.model is not None:
+                self.load_model(variant.model, session)
         self._stop_replies(session)
         turn.first_compared = 0
         turn.fall_back_if_empty()
@@ -289,13 +292,13 @@ class ChatController(SessionList):
             session, Turn(text, attachments=[one for one in turn.attachments if not one.is_paste or one.name in text])
         )
 
-    def trim(self, session: Session, count: int | None) -> int:
-        """Drops the `count` oldest turns; None drops as many as the last reply needs, and requests it again.
+    def trim(self, session: Session, num_turns: int | None) -> int:
+        """Drops the `num_turns` oldest turns; None drops as many as the last reply needs, and requests it again.
 
         Returns how many turns were dropped at once.
         """
-        if count is not None:
-            num_dropped = session.drop(session.dropped + count)
+        if num_turns is not None:
+            num_dropped = session.drop(session.dropped + num_turns)
             self.save(session)
             return num_dropped
         turn = self._require_last_turn(session)

@@ -143,10 +143,13 @@ def test_retry_keeps_the_previous_reply(harness: ChatHarness) -> None:
     assert controller.retry(session, [Variant()]) == 4
     controller.stop(session)
     assert reply_of(session).text == texts[2], "stopped before its first token, it is no answer"
+    controller.retry(session, [Variant()] * 2)
+    controller.stop(session)
+    assert session.last.is_undecided == any(reply.text for reply in session.last.replies[-2:])
     controller.pick(session, 0)
     assert reply_of(session).text == first
-    with pytest.raises(UserError, match="replies 0 to 4"):
-        controller.pick(session, 5)
+    with pytest.raises(UserError, match="replies 0 to 6"):
+        controller.pick(session, 9)
 
 
 def do_something(controller: ChatController, session: Session, chance: random.Random) -> None:

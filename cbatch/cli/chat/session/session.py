@@ -74,6 +74,8 @@ class Turn:
         reply = self.reply
         if reply is not None and not reply.is_in_history and self.replies[self.fallback].is_in_history:
             self.chosen = self.fallback
+        if self.first_compared and not any(reply.is_in_history for reply in self.replies[self.first_compared :]):
+            self.first_compared = 0  # there is nothing to compare
 
     def messages(self) -> list[Message]:
         """What later turns show the model; nothing if there is no reply."""
