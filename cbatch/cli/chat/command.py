@@ -224,11 +224,18 @@ def _make_controller(
     from cbatch.engine import load_tools
 
     sampling = options.sampling
-    load = partial(open_engine, config, quiet=options.quiet, verbose=options.verbose, trace=trace)
-    client = EngineClient(load, template_kwargs=options.template_kwargs, closes_engine=trace is not None)
+
+    def load(config: EngineConfig, trace: StepTracer | None = None) -> Engine:
+        engine = open_engine(config, quiet=options.quiet, verbose=options.verbose, trace=trace)
+        if options.tools and not (engine.tokenizer is not None and engine.tokenizer.takes_tools):
+            notice(f"the chat template of {engine.loaded.name} takes no tools, so --tool has no effect")
+        return engine
+
+    open_own = partial(load, config, trace)
+    client = EngineClient(open_own, template_kwargs=options.template_kwargs, closes_engine=trace is not None)
 
     def open_model(name: str) -> Engine:
-        return open_engine(replace(config, model=name, revision=None), quiet=options.quiet, verbose=options.verbose)
+        return load(replace(config, model=name, revision=None))
 
     return ChatController(
         client,

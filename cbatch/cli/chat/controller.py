@@ -6,12 +6,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from cbatch.cli.chat.engine_client import EncodedPrompt, EngineClient, ReplyRequest
 from cbatch.cli.chat.model_pool import ModelPool
-from cbatch.cli.chat.session.attachment import Attachment, compose, new_paste, pastes_in
 from cbatch.cli.chat.session.reply import CONTEXT_FULL, Reply
 from cbatch.cli.chat.session.session import Message, Notice, Session, Turn
 from cbatch.cli.chat.session.session_list import SessionList
@@ -49,11 +47,15 @@ class Variant:
     model: str | None = None
 
 
+def oldest_turns(count: int) -> str:
+    return "the oldest turn" if count == 1 else f"the {count} oldest turns"
+
+
 def pick_hint(turn: Turn) -> str:
     """How to pick one of the replies that stand side by side."""
     first, last = turn.first_compared, len(turn.replies) - 1
-    keys = f"press {first} to {min(last, 9)} on an empty line, or choose with Left, Right and Enter"
-    return f"{keys}; /pick {turn.fallback} goes back to the previous reply"
+    words = f"/pick {first} to {last} keeps a reply, /pick {turn.fallback} the one before"
+    return f"{words}; on an empty line its digit does so, too, or Left, Right and Enter"
 
 
 class ChatController(SessionList):
@@ -91,11 +93,11 @@ class ChatController(SessionList):
         self._system, self.default_params, self._seed, self._auto_trim = system, params or {}, seed, auto_trim
         self.on_token: Callable[[Session, Reply, str], None] = lambda session, reply, text: None
         """Called for every token, after it became part of its reply, with the new visible text."""
+        self.typed: Callable[[], str] = lambda: self.current.draft
+        """What stands in the input line now, which belongs to the current session."""
         self.default_seed: int | None = None
         self.closed: list[Session] = []
         """Sessions that were open in this chat."""
-        self.pastes: list[Attachment] = []
-        """Long pastes of this chat, each under a name of its own."""
         self._requests: dict[Reply, tuple[EngineClient, ReplyRequest]] = {}
         self._initial: Session | None = self.new_session("main")
 
@@ -107,6 +109,9 @@ class ChatController(SessionList):
 
     def open_saved(self, session: Session) -> Session:
         """Adds a session from a file. It takes the place of the one that the chat began with, if nobody used that."""
+        if not self.models.has(session.model):
+            session.add_notice(f"Replies came from {session.model}; /model {session.model} loads it again.")
+            session.model = ""
         initial, self._initial = self._initial, None
         if initial not in self.sessions or not initial.is_unused:
             return self.add_loaded(session)
@@ -144,22 +149,9 @@ class ChatController(SessionList):
         last = session.last
         if last is not None and last.is_undecided:
             raise UserError(f"Pick a reply first: {pick_hint(last)}.")
-        turn = Turn(text, attachments=self.attached(session, text))
+        turn = Turn(text, attachments=session.attachments_of(text))
         session.attached = []
         self._send(session, turn)
-
-    def fold_paste(self, text: str) -> str:
-        """Keeps a long paste aside. Returns what stands for it in a message."""
-        names = {paste.name for paste in self.pastes}  # some may come from saved sessions
-        made = (new_paste(text, number) for number in count(len(names) + 1))
-        paste = next(paste for paste in made if paste.name not in names)
-        self.pastes.append(paste)
-        self.client.count_tokens(text, partial(setattr, paste, "num_tokens"))
-        return paste.name
-
-    def attached(self, session: Session, draft: str) -> list[Attachment]:
-        """What goes with a message, if it is sent as it is now."""
-        return [*session.attached, *pastes_in(draft, self.pastes)]
 
     def stop(self, session: Session) -> bool:
         """Stops the open replies, then sends what is queued. Returns whether a reply was open."""
@@ -173,7 +165,6 @@ class ChatController(SessionList):
         """Stops the open replies, sends nothing more, and saves."""
         self._stop_replies(session)
         session.move_queue_to_turns()
-        session.draft = compose(session.draft, pastes_in(session.draft, self.pastes))
         self.save(session)
 
     def end_all(self) -> None:
@@ -191,10 +182,11 @@ class ChatController(SessionList):
         self._stop_replies(session)
         turn.first_compared = 0
         turn.fall_back_if_empty()
-        base = {"temperature": RETRY_TEMPERATURE} if self.is_greedy(session) else {}
         for variant, reply in zip(variants, turn.add_replies(len(variants)), strict=True):
             reply.label = variant.label
-            params = {**session.params, **base, **variant.params}
+            client = self.client_of(session) if variant.model is None else self.models.client(variant.model)
+            is_greedy = client.params(session.params).greedy
+            params = {**session.params, **({"temperature": RETRY_TEMPERATURE} if is_greedy else {}), **variant.params}
             self._request_reply(session, turn, reply, params, model=variant.model)
         return turn.chosen
 
@@ -219,23 +211,34 @@ class ChatController(SessionList):
 
     def unload_model(self, name: str) -> None:
         """Closes a model; its sessions go back to the chat's own. Raises UserError if that is not possible."""
-        users = [session for session in self.sessions if session.model == name]
-        if name in self.models.names:
-            for session in users:
-                self.stop(session)
+        client = self.models.client(name)
+        if client is self.client:
+            self.models.unload(name)  # raises
+        writing = {reply for reply, (other, _) in self._requests.items() if other is client}
+        stopped = [each for each in self.sessions if each.last is not None and writing & {*each.last.replies}]
+        for session in stopped:
+            self._stop_replies(session)
         self.models.unload(name)
-        for session in users:
-            session.model = ""
+        self._leave_model(name, f"{name} is closed.")
+        for session in stopped:
+            self._after_replies(session)
 
     def _on_model(self, asked_in: Session, name: str, error: BaseException | None) -> None:
+        told = asked_in if asked_in in self.sessions else self.current
         if error is None:
-            asked_in.add_notice(f"{name} is loaded", is_passing=True)
-            return
-        self.models.unload(name)
-        asked_in.add_notice(str(error) or repr(error), is_error=True)
-        for session in self.sessions:
-            if session.model == name:
-                session.model = ""
+            told.add_notice(f"{name} is loaded", is_passing=True)
+        else:
+            self._leave_model(name, str(error) or repr(error), told)
+        told.is_unread = told is not self.current
+
+    def _leave_model(self, name: str, why: str, *others: Session) -> None:
+        """Has the sessions of a model that is gone go back to the chat's own, and tells them and others why."""
+        users = [session for session in self.sessions if session.model == name]
+        for session in users:
+            session.model = ""
+        for session in dict.fromkeys([*users, *others]):
+            text = f"{why} Replies of this session come from the chat's first model." if session in users else why
+            session.add_notice(text, is_error=True)
 
     def context_share(self, session: Session) -> float:
         """How full the context of a session is, from 0 to 1; 0 before its first reply."""
@@ -248,7 +251,7 @@ class ChatController(SessionList):
         if not 0 <= number < len(turn.replies):
             last = len(turn.replies) - 1
             raise UserError(f"Pick one of the replies 0 to {last}." if last else "There is only one reply.")
-        self._stop_replies(session)
+        self._stop_replies(session, but=turn.replies[number])
         turn.pick(number)
         self.save(session)
 
@@ -260,6 +263,8 @@ class ChatController(SessionList):
             raise UserError("A reply is still coming; /stop ends it.")
         if reply is None or not reply.can_continue:
             raise UserError("The last reply is complete; there is nothing to continue.")
+        if not self.models.has(reply.model):
+            raise UserError(f"This reply came from {reply.model}; /model {reply.model} loads it, /retry asks anew.")
         params = session.params
         if reply.generated:
             limits = {name: session.params[name] for name in LIMITS if name in session.params}
@@ -278,7 +283,7 @@ class ChatController(SessionList):
             self._stop_replies(session)
             session.remove(turn)
         session.attached = [*(file for file in turn.attachments if not file.is_paste), *session.attached]
-        self.pastes += [paste for paste in turn.attachments if paste.is_paste and paste not in self.pastes]
+        session.pastes += [paste for paste in turn.attachments if paste.is_paste and paste not in session.pastes]
         self.save(session)
         return turn.text
 
@@ -314,6 +319,8 @@ class ChatController(SessionList):
 
     def save(self, session: Session) -> None:
         """Has a session written to disk soon, if sessions are saved and there is something in it."""
+        if session is self.current:
+            session.draft = self.typed()
         if self.store is not None and (session.turns or self.store.saved_path(session) is not None):
             self.store.save_later(session)
 
@@ -337,18 +344,20 @@ class ChatController(SessionList):
         self._request_reply(session, turn, reply, session.params)
         self.save(session)
 
-    def _stop_replies(self, session: Session) -> bool:
+    def _stop_replies(self, session: Session, but: Reply | None = None) -> bool:
+        """Stops the open replies to the last message, but one. Returns whether any was open."""
         last = session.last
         if last is None or not last.is_open:
             return False
         for reply in last.replies:
-            if reply.is_open:
+            if reply.is_open and reply is not but:
                 if reply in self._requests:
                     client, request = self._requests.pop(reply)
                     client.cancel(request)
                 self.tools.stop(reply)
                 reply.stop()
-        last.fall_back_if_empty()
+        if but is None:
+            last.fall_back_if_empty()
         return True
 
     def _require_last_turn(self, session: Session) -> Turn:
@@ -407,7 +416,7 @@ class ChatController(SessionList):
 
     def _run_tools(self, session: Session, turn: Turn, reply: Reply, calls: Sequence[ToolCall]) -> None:
         """Has a model's calls run; it goes on with their results."""
-        go_on = partial(self._request_reply, session, turn, reply, reply.params)
+        go_on = partial(self._request_reply, session, turn, reply, reply.params, model=reply.model)
         self.tools.begin_round(reply, calls, self.client.post, go_on)
         self.save(session)
         session.is_unread = session is not self.current
@@ -421,8 +430,7 @@ class ChatController(SessionList):
     def _on_start(self, session: Session, turn: Turn, reply: Reply, dropped_before: int, prompt: EncodedPrompt) -> None:
         reply.prompt_tokens = len(prompt.token_ids)
         if count := session.drop(dropped_before + prompt.num_dropped):
-            turns = "the oldest turn" if count == 1 else f"the {count} oldest turns"
-            text = f"The context is full: from here on the model no longer sees {turns}."
+            text = f"The context is full: from here on the model no longer sees {oldest_turns(count)}."
             session.items.insert(session.items.index(turn), Notice(text))
 
     def _on_event(

@@ -99,8 +99,9 @@ class EngineClient:
         self.engine: Engine | None = None
         self.template_kwargs = template_kwargs or {}
         self._open_engine, self._closes_engine = open_engine, closes_engine
-        self._requests: queue.SimpleQueue[ReplyRequest | CountRequest] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[ReplyRequest | CountRequest | None] = queue.SimpleQueue()
         self._post: Post = lambda callback: None
+        self._is_unloaded = False
 
     def start(self, post: Post, on_open: Callable[[BaseException | None], None]) -> None:
         """Starts to load the engine.
@@ -122,6 +123,22 @@ class EngineClient:
     def close(self) -> None:
         """Closes the engine if somebody needs that; a chat that ends does not wait for the step in flight."""
         if self.engine is not None and self._closes_engine:
+            self.engine.close()
+
+    def open_here(self, callbacks: queue.SimpleQueue[Callable[[], None]]) -> None:
+        """Loads the engine while this thread runs the callbacks. Raises what keeps it from opening."""
+        opened: list[BaseException | None] = []
+        self.start(callbacks.put, opened.append)
+        while not opened:
+            callbacks.get()()
+        if opened[0] is not None:
+            raise opened[0]
+
+    def unload(self) -> None:
+        """Closes the engine and ends the client's thread; also if the engine is still to open."""
+        self._is_unloaded = True
+        self._requests.put(None)
+        if self.engine is not None:
             self.engine.close()
 
     def submit(self, request: ReplyRequest) -> None:
@@ -167,15 +184,19 @@ class EngineClient:
         try:
             engine = self._open_engine()
         except BaseException as error:  # ends the chat with a sentence, not this thread with a traceback
+            if self._is_unloaded:
+                return
             self._post(partial(on_open, error))
             self._refuse_all(error)
             return
         self.engine = engine
+        if self._is_unloaded:
+            engine.close()
+            return
         self._post(partial(on_open, None))
-        while True:
-            request = self._requests.get()
+        while (request := self._requests.get()) is not None:
             if isinstance(request, CountRequest):
-                with suppress(RequestError):  # without a tokenizer nothing can be counted
+                with suppress(Exception):  # a number that is missing harms nobody
                     self._post(partial(request.on_count, request.count(engine)))
                 continue
             if request.is_cancelled:
@@ -189,8 +210,7 @@ class EngineClient:
 
     def _refuse_all(self, error: BaseException) -> None:
         """Answers every request with what kept the engine from opening."""
-        while True:
-            request = self._requests.get()
+        while (request := self._requests.get()) is not None:
             if isinstance(request, ReplyRequest) and not request.is_cancelled:
                 self._fail(request, RequestError("internal_error", f"The model could not be loaded: {error}"))
 

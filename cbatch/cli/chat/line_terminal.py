@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -38,18 +37,15 @@ class LineTerminal:
         self._context = CommandContext(controller, self, background, ChatStats(controller), store)
         self._callbacks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._has_ended = False
+        self._stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
         controller.on_token = self._on_token
 
     def run(self) -> None:
         """Returns when the user leaves. Raises what kept the engine from opening."""
         emit(WELCOME)
-        opened: list[BaseException | None] = []
-        self._controller.client.start(self._callbacks.put, opened.append)
         try:
-            while not opened:
-                self._callbacks.get()()
-            if opened[0] is not None:
-                raise opened[0]
+            self._controller.client.open_here(self._callbacks)
+            self._show_last_turn()
             while not self._has_ended and (line := self._read_line()) is not None:
                 self._execute(line.strip())
         finally:
@@ -85,7 +81,7 @@ class LineTerminal:
         return self._stdin_line()
 
     def _stdin_line(self) -> str | None:
-        return sys.stdin.readline() or None
+        return self._stdin.readline() or None
 
     def _execute(self, text: str) -> None:
         session = self._controller.current
@@ -97,7 +93,11 @@ class LineTerminal:
                 self._controller.send(session, text.removeprefix("/"))
         except CbatchError as error:
             notice(str(error))
+        except Exception as error:  # a bug must not cost the conversations
+            notice(f"Something went wrong: {error!r}")
         self._wait_for_reply()
+        if session is not self._controller.current:
+            self._show_last_turn()
         self._show_notices()
 
     def _wait_for_reply(self) -> None:
@@ -117,10 +117,20 @@ class LineTerminal:
                     self._callbacks.get()()
         finally:
             signal.signal(signal.SIGINT, raise_interrupted)
+        turn = session.last
+        if turn is not None and turn.is_undecided:
+            for number, reply in list(enumerate(turn.replies))[turn.first_compared :]:
+                emit(safe(f"[{number}] {reply.label}\n{reply.text}\n"))
+            return
         print(flush=True)
-        reply = session.last.reply if session.last else None
-        if reply is not None and (reply.error or reply.remark):
-            emit(safe(f"({reply.error or reply.remark})"))
+        if turn is not None and turn.reply is not None and (turn.reply.error or turn.reply.remark):
+            emit(safe(f"({turn.reply.error or turn.reply.remark})"))
+
+    def _show_last_turn(self) -> None:
+        """Prints the end of a session that the user comes to."""
+        last = self._controller.current.last
+        if last is not None:
+            emit(safe(f"> {last.text}\n{last.reply.text if last.reply is not None else ''}"))
 
     def _ask(self, session: Session, use: ToolUse) -> None:
         """Asks whether a call may run."""
@@ -140,5 +150,6 @@ class LineTerminal:
         session.items[:] = [item for item in session.items if not isinstance(item, Notice)]
 
     def _on_token(self, session: Session, reply: Reply, text: str) -> None:
-        if session is self._controller.current:
+        last = session.last
+        if session is self._controller.current and last is not None and not last.is_undecided:
             print(safe(text), end="", flush=True)

@@ -31,6 +31,10 @@ class ModelPool:
         self._clients: dict[str, EngineClient] = {}
 
     @property
+    def clients(self) -> list[EngineClient]:
+        return [self.default, *self._clients.values()]
+
+    @property
     def names(self) -> list[str]:
         """All models that are loaded or being loaded; the first is the chat's own."""
         return [self.name, *self._clients]
@@ -51,17 +55,22 @@ class ModelPool:
         """
         if self._open_model is None:
             raise UserError("Another model can be loaded in a terminal only.")
-        self._clients[name] = self.default.beside(partial(self._open_model, name), partial(on_open, name))
+
+        def on_open_here(error: BaseException | None) -> None:
+            if error is not None and self._clients.pop(name, None) is not None:
+                on_open(name, error)
+            elif name in self._clients:
+                on_open(name, None)
+
+        self._clients[name] = self.default.beside(partial(self._open_model, name), on_open_here)
 
     def unload(self, name: str) -> None:
         """Closes a model. Raises UserError if it is not there, or the chat's own."""
         if name not in self._clients:
             what = "is the chat's own model" if self.has(name) else "is not loaded"
             raise UserError(f"{name or 'This'} {what}.")
-        engine = self._clients.pop(name).engine
-        if engine is not None:
-            engine.close()
+        self._clients.pop(name).unload()
 
     def close(self) -> None:
-        for client in [self.default, *self._clients.values()]:
+        for client in self.clients:
             client.close()

@@ -69,12 +69,7 @@ class Pipe:
         """
         if not self._as_json:
             controller.on_token = lambda session, reply, text: self._write(text)
-        opened: list[BaseException | None] = []
-        controller.client.start(self._callbacks.put, opened.append)
-        while not opened:
-            self._callbacks.get()()
-        if opened[0] is not None:
-            raise opened[0]
+        controller.client.open_here(self._callbacks)
         num_failures = 0
         for index, message in enumerate(messages):
             problem = message.problem or self._reply_to(controller, message.text, index)

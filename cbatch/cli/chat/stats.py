@@ -28,19 +28,20 @@ class ChatStats:
         """How far loading is, if a library tells."""
 
     def tick(self) -> None:
-        if (engine := self._controller.client.engine) is not None:
+        engines = [client.engine for client in self._controller.models.clients if client.engine is not None]
+        if engines:
             now = time.monotonic()
-            self._counts.append((now, engine.stats().num_tokens))
+            self._counts.append((now, sum(engine.stats().num_tokens for engine in engines)))
             while now - self._counts[0][0] > SPEED_SECONDS:
                 self._counts.popleft()
 
     @property
     def tokens_per_s(self) -> float:
-        """Speed of the engine over the last seconds, all requests together."""
+        """Speed over the last seconds, all requests to all models together."""
         if len(self._counts) < 2:
             return 0.0
         (start, before), (end, after) = self._counts[0], self._counts[-1]
-        return (after - before) / (end - start) if end > start else 0.0
+        return max(after - before, 0) / (end - start) if end > start else 0.0
 
     def lines(self) -> list[str]:
         """What `/stats` shows."""

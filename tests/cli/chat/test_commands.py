@@ -100,7 +100,7 @@ def test_patterns_of_files(tmp_path: Path) -> None:
     names = [path.name for path in expand_names(f"{tmp_path}/*.py {tmp_path}/x[1].txt")]
     assert names == ["a.py", "b.py", "x[1].txt"]
     assert [path.name for path in expand_names(f"{tmp_path}/one two.txt")] == ["one two.txt"]
-    with pytest.raises(UserError, match=r"No file fits .*\*\.rs"):
+    with pytest.raises(UserError, match=r"No file matches .*\*\.rs"):
         expand_names(f"{tmp_path}/*.rs")
     with pytest.raises(UserError, match="no closing quotation"):
         expand_names("'a")

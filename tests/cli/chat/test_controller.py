@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,16 +18,18 @@ import pytest
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.commands.registry import CommandContext, execute_command
 from cbatch.cli.chat.controller import ChatController, Variant
+from cbatch.cli.chat.model_pool import ModelPool
 from cbatch.cli.chat.session.export import append_row, from_result, to_row
 from cbatch.cli.chat.session.reply import Reply
 from cbatch.cli.chat.session.session import Session, Turn
-from cbatch.cli.chat.session.session_file import read_session
+from cbatch.cli.chat.session.session_file import read_session, to_json
 from cbatch.cli.chat.session.store import SessionStore
 from cbatch.cli.chat.stats import ChatStats
 from cbatch.cli.chat.tui.transcript import Transcript
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.main import run_command
 from cbatch.engine.base.config import EngineConfig
+from cbatch.engine.base.errors import EngineError
 from cbatch.engine.engine import Engine
 from cbatch.engine.text.detokenizer import IncrementalDetokenizer
 from tests.support.chat_harness import ChatHarness, reply_of
@@ -458,6 +461,100 @@ def test_a_disk_that_fails_costs_no_conversation(harness: ChatHarness, tmp_path:
     assert harness.ask(controller, "My name is Ada.")
     store.close()
     assert "cannot be saved" in store.save_error and not store.written
+
+
+def test_another_chat_s_changes_are_not_overwritten_by_save(harness: ChatHarness, tmp_path: Path) -> None:
+    """Guards `/save NAME` on a file that another chat has written since."""
+    store = SessionStore(tmp_path)
+    controller = harness.make(store=store)
+    harness.ask(controller, "Hello.")
+    path = store.save_as(controller.current, "mine")
+    path.write_text(path.read_text() + "\n")
+    with pytest.raises(UserError, match="Another chat has changed"):
+        store.save_as(controller.current, "mine")
+
+
+def test_a_text_that_cannot_be_counted_harms_nobody(harness: ChatHarness) -> None:
+    """Guards the thread that encodes messages: later replies still come."""
+    harness.client.count_tokens("caf\udce9", lambda count: None)
+    assert harness.ask(harness.make(), "My name is Ada.") == "Nice to meet you, Ada!"
+
+
+def test_a_picked_reply_goes_on(harness: ChatHarness) -> None:
+    """Guards a reply that is picked while it streams: only the others are stopped."""
+    controller = harness.make(params=LONG)
+    session = controller.current
+    harness.ask(controller, "Hello.")
+    controller.retry(session, [Variant()] * 2)
+    assert session.last is not None
+    first, second = session.last.replies[1:]
+    harness.until(lambda: second.num_tokens > 3)
+    controller.pick(session, 2)
+    assert first.state == "stopped" and second.is_open
+    harness.settle(controller)
+    assert second.state == "length" and second.num_tokens == 300 and session.last.reply is second
+
+
+def test_pastes_of_a_session_have_names_of_their_own(tmp_path: Path) -> None:
+    """Guards a message against the text of another paste, also after a session was loaded and a message undone."""
+    old = Session("s")
+    paste = old.fold_paste("old\n" * 20)
+    old.items.append(Turn(f"a {paste.name}", [Reply("x", state="stop")], attachments=[paste]))
+    old.draft = old.fold_paste("draft\n" * 20).name
+    path = tmp_path / "s.json"
+    path.write_text(json.dumps(to_json(old)))
+    found = read_session(path)
+    new = found.fold_paste("new\n" * 20)
+    assert len({new.name, paste.name, found.draft}) == 3
+    client: Any = SimpleNamespace(engine=None)
+    controller = ChatController(client)
+    controller.open_saved(found)
+    assert found.attachments_of(controller.undo(found))[0].text == "old\n" * 20
+    assert found.attachments_of(found.draft)[0].text == "draft\n" * 20
+
+
+def test_a_model_that_is_closed_while_it_loads(harness: ChatHarness) -> None:
+    """Guards `/model close` at any moment: its engine is closed, its sessions go back, queued messages are sent."""
+    may_open, opened = threading.Event(), list[Engine]()
+
+    def open_model(name: str) -> Engine:
+        may_open.wait(PATIENCE)
+        opened.append(Engine(EngineConfig(dtype="float32", device="cpu")))
+        return opened[0]
+
+    controller = harness.make(models=ModelPool(harness.client, "", open_model))
+    session = controller.current
+    controller.use_model(session, "other")
+    controller.send(session, "My name is Ada.")
+    controller.send(session, "What is my name?")
+    controller.unload_model("other")
+    assert session.model == "" and "other is closed" in str(session.items)
+    may_open.set()
+    harness.settle(controller)
+    assert reply_of(session).text and reply_of(session).state == "stop"
+    end = time.monotonic() + PATIENCE
+    with pytest.raises(EngineError, match="closed"):
+        while time.monotonic() < end:
+            assert not opened or opened[0].thread, "raises once the engine is closed"
+            time.sleep(0.01)
+    with pytest.raises(UserError, match="is not loaded"):
+        controller.unload_model("other")
+
+
+def test_a_model_that_does_not_load(harness: ChatHarness) -> None:
+    """Guards messages to a model that cannot be loaded: they get an error, and the session a model that can reply."""
+
+    def open_model(name: str) -> Engine:
+        raise UserError(f"There is no {name}.")
+
+    controller = harness.make(models=ModelPool(harness.client, "", open_model))
+    session = controller.current
+    controller.use_model(session, "other")
+    controller.send(session, "Hello.")
+    harness.settle(controller)
+    assert "There is no other" in reply_of(session).error
+    harness.until(lambda: session.model == "")
+    assert harness.ask(controller, "My name is Ada.") == "Nice to meet you, Ada!"
 
 
 GOOD: dict[str, Any] = {

@@ -108,7 +108,7 @@ def test_fork_retry_pick_and_undo(runs: ForkServer, tmp_path: Path) -> None:
         chat.say("What is my name?")
         chat.wait("Your name is Ada.")
         chat.say("/retry 3")
-        chat.wait("[1] │ [2] │ [3]", "press 1 to 3", "temperature 0.7")
+        chat.wait("[1] │ [2] │ [3]", "/pick 1 to 3", "temperature 0.7")
         chat.wait_for_sessions("1 main [2 twin]")
         chat.say("/pick 0")
         chat.wait("Your name is Ada.", gone="[1] │")

@@ -70,6 +70,9 @@ def test_saved_sessions(runs: ForkServer, tmp_path: Path) -> None:
         chat.say("/load")
         chat.say("/delete 1")
         chat.wait("“Spell the word lamp.”, 1 turn: the same command again deletes it")
+        chat.say("/list")
+        chat.say("/delete 1")
+        chat.wait("the same command again deletes it")
         chat.say("/delete 1")
         chat.wait("deleted: Spell the word lamp.")
         assert chat.leave() == 0
@@ -144,6 +147,8 @@ def test_sessions_side_by_side(runs: ForkServer, tmp_path: Path) -> None:
         chat.say("/switch main")
         chat.say("/compare")
         chat.wait("main │ other")
+        chat.say("/compare main main")
+        chat.wait("nothing to compare with")
         chat.say("/all What is my name?")
         chat.wait("Your name is Ada. │ Your name is Bob.")
         chat.send("\x1b")
@@ -217,6 +222,13 @@ def test_a_terminal_without_a_cursor(runs: ForkServer, tmp_path: Path) -> None:
         chat.wait("There is no command /nosuch")
         chat.say("What is my name?")
         chat.wait("You have not told me")
+        chat.say("/retry 2 temperature=0,0.1")
+        chat.wait("[1] temperature=0", "[2] temperature=0.1")
+        chat.say("/pick 1")
+        chat.say("/read ~nosuchuser/x")
+        chat.wait("There is no such user")
+        chat.say("/switch main")
+        chat.wait("> My name is Ada. Nice to meet you, Ada! main>")
         assert chat.leave() == 0
         assert b"\x1b" not in chat.raw
 
@@ -230,7 +242,7 @@ def test_two_models(runs: ForkServer, tmp_path: Path) -> None:
         chat.say(f"/model {tmp_path}/none")
         chat.wait("There is no model folder")
         chat.say(f"/retry 2 model=,{other}")
-        chat.wait("[1] model=", "[2] model=/", "press 1 to 2")
+        chat.wait("[1] model=", "[2] model=/", "/pick 1 to 2")
         chat.wait("cut off after max_tokens = 12")
         chat.send("1")
         chat.wait("Nice to meet you, Ada!", gone="[2] model=")

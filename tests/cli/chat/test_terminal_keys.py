@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,21 @@ def test_a_draft_stays_in_its_session(runs: ForkServer, tmp_path: Path) -> None:
         chat.send("\x03")
         chat.say("/switch bob")
         chat.wait("bob> for Bob only")
+        chat.send("\x03")
+        chat.say("Hello.")
+        chat.wait("> Hello.", "1 main [2 bob ")
+        chat.send("half a thought")
+        chat.wait("bob> half a thought")
+        chat.run.send(signal.SIGTERM)
+        assert chat.ended() == 143
+    with Chat(runs, tmp_path, "-c", wait_for="bob>") as chat:
+        chat.wait("> Hello.", "bob> half a thought")
+        chat.send("\x03")
+        assert chat.leave() == 0
+    with Chat(runs, tmp_path, "-c", wait_for="bob>") as chat:
+        chat.wait("> Hello.")
+        chat.settle()
+        assert chat.input == "", "a draft that was cleared is back"
 
 
 def test_lines_are_edited_by_the_usual_keys(runs: ForkServer, tmp_path: Path) -> None:

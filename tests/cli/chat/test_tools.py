@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cbatch.cli.chat.controller import ChatController
+from cbatch.cli.chat.controller import ChatController, Variant
 from cbatch.cli.chat.session.session_file import read_session, to_json
 from cbatch.cli.chat.session.tool_round import CANCELLED, REFUSED
 from cbatch.cli.chat.toolbox import ToolBox
@@ -140,6 +140,22 @@ def test_a_stopped_reply_ends_its_tools(client: ScriptedClient) -> None:
     assert reply_of(session).uses[0].result == CANCELLED and len(client.asked) == 1
     controller.continue_reply(session)
     assert len(client.asked) == 2
+
+
+def test_another_model_goes_on_with_its_own_calls(client: ScriptedClient) -> None:
+    """Guards `/retry model=A,B` with tools: the results go back to the model that has called them."""
+    other = ScriptedClient()
+    controller = make(client, allows_all=True)
+    controller.models._clients["other"] = other  # type: ignore[assignment]
+    client.engine = object()  # type: ignore[assignment]
+    controller.context_share = lambda session: 0.0  # type: ignore[method-assign]
+    session = controller.current
+    controller.send(session, "x")
+    client.reply("one")
+    controller.retry(session, [Variant(model="other"), Variant()])
+    other.reply("", ("echo", {"text": "a"}))
+    client.wait()
+    assert len(other.asked) == 2 and reply_of(session).model == "other"
 
 
 CALL = r'<tool_call>\n\{"name": "add", "arguments": \{"a": 2, "b": 3\}\}\n</tool_call>'

@@ -14,6 +14,7 @@ from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.chat.session.files import quoted
 from cbatch.cli.chat.session.store import SessionStore
 from cbatch.cli.common.console import safe
+from cbatch.cli.common.local_models import local_models
 
 _LAST_NAME = re.compile(r"""(?:\\.|'[^']*'?|"[^"]*"?|[^\s\\'"])*\\?$""")
 """What a shell would take as the last, unfinished word."""
@@ -63,7 +64,6 @@ class CommandCompleter(Completer):
         if kind == "saved":
             return self._store.saved_names()
         if kind == "model":
-            from cbatch.cli.common.local_models import local_models
-
-            return [*self._controller.models.names[1:], *(model.name for model in local_models())]
+            names = (model.name for model in local_models() if model.can_be_loaded)
+            return list(dict.fromkeys([*self._controller.models.names[1:], *names]))
         return {"parameter": ["all", *SETTABLE], "command": [*COMMANDS, "keys"]}.get(kind, [])

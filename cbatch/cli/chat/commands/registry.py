@@ -49,6 +49,8 @@ class CommandContext:
 
     store:           where `/save` and `/load` look, even if nothing is saved automatically
     listed_sessions: what `/load` listed last; it also takes the numbers of that list
+    searched_text:   what the sessions of that list hold
+    listed_models:   what `/model` listed last; it also takes the numbers of that list
     to_delete:       what `/delete` asked about; the same command again deletes it
     batch_session:   where the last batch was started, and where it reports
     """
@@ -59,6 +61,8 @@ class CommandContext:
     stats: ChatStats
     store: SessionStore
     listed_sessions: list[SavedSession] = field(default_factory=list)
+    searched_text: str = ""
+    listed_models: list[str] = field(default_factory=list)
     to_delete: SavedSession | None = None
     batch_session: Session | None = None
 
@@ -120,6 +124,8 @@ def execute_command(context: CommandContext, line: str) -> None:
         raise UserError(f"There is no command /{name[:40]}; {hint} (Begin with // to send the line to the model.)")
     if not argument and found.usage and not found.usage.startswith("["):
         raise UserError(f"Something is missing: /{found.name} {found.usage} ({found.description})")
+    if found.name != "delete":
+        context.to_delete = None
     found.handler(context, argument.strip())
 
 

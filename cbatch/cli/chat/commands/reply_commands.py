@@ -7,7 +7,7 @@ from typing import Any
 
 from cbatch.cli.chat.commands.parameters import parse_parameter
 from cbatch.cli.chat.commands.registry import CommandContext, command, format_count, parse_number
-from cbatch.cli.chat.controller import RETRY_TEMPERATURE, Variant, pick_hint
+from cbatch.cli.chat.controller import RETRY_TEMPERATURE, Variant, oldest_turns, pick_hint
 from cbatch.cli.common.exits import UserError
 
 MOST_REPLIES = 32
@@ -15,7 +15,7 @@ MOST_REPLIES = 32
 
 @command("retry", "[N] [NAME=VALUE,…]")
 def do_retry(context: CommandContext, arguments: str) -> None:
-    """ask again; N: side by side
+    """ask again, once or N times
 
     Asks for N more replies to the last message, computed in one batch, and shows them side by side. With a parameter
     and several values it gives one reply for each. A session that samples greedily uses temperature 0.7 here, because
@@ -70,7 +70,7 @@ def _values(word: str) -> tuple[str, list[str]]:
         raise UserError(f"{word[:40]} is neither a number of replies nor NAME=VALUE, such as temperature=0.2,0.7.")
     try:
         return name, [json.dumps(value) for value in json.loads(f"[{text}]")]
-    except ValueError:
+    except (ValueError, RecursionError):
         return name, text.split(",")
 
 
@@ -95,7 +95,7 @@ def do_continue(context: CommandContext, _: str) -> None:
 
 @command("stop", "[all]")
 def do_stop(context: CommandContext, which: str) -> None:
-    """stop the reply; all: in all
+    """stop one reply, or all
 
     Esc and Ctrl-C stop the reply in this session, too. /continue resumes it.
     Example: /stop all
@@ -181,5 +181,4 @@ def do_trim(context: CommandContext, argument: str) -> None:
     wanted = parse_number(argument, 1, 10**6) if argument else None
     count = context.controller.trim(context.session, wanted)
     if wanted is not None:
-        turns = "the oldest turn" if count == 1 else f"the {count} oldest turns"
-        context.show(f"the model no longer sees {turns}" if count else "there is no older turn to drop")
+        context.show(f"the model no longer sees {oldest_turns(count)}" if count else "there is no older turn to drop")

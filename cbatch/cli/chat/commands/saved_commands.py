@@ -47,16 +47,15 @@ def do_load(context: CommandContext, which: str) -> None:
               /load sourdough
     """
     if which in ("", "more"):
-        _list_page(context, start=len(context.listed_sessions) if which else 0)
+        _list_page(context, context.searched_text if which else "", start=len(context.listed_sessions) if which else 0)
         return
     path = _find_path(context, which)
     if path is None:
-        found = list(context.store.saved_sessions(which))
+        found = list(islice(context.store.saved_sessions(which), 2))
         if not found:
             raise UserError(f"There is no saved session {which[:80]}; /load lists them.")
         if len(found) > 1:
-            context.listed_sessions = found[:PAGE]
-            context.show(*_lines(context.listed_sessions), _footer(found, PAGE))
+            _list_page(context, which, start=0)
             return
         path = found[0].path
     open_saved(context, path)
@@ -94,22 +93,16 @@ def do_delete(context: CommandContext, which: str) -> None:
     context.show(f"deleted: {saved.title}")
 
 
-def _list_page(context: CommandContext, start: int) -> None:
-    found = list(islice(context.store.saved_sessions(), start + PAGE))
-    if not found:
-        context.show("no session is saved yet")
-        return
+def _list_page(context: CommandContext, text: str, start: int) -> None:
+    """Lists the sessions that hold a text, from one number on."""
+    found = list(islice(context.store.saved_sessions(text), start + PAGE + 1))
     if len(found) <= start:
-        context.show("these are all saved sessions")
+        context.show("these are all of them" if found else "no session is saved yet")
         return
-    context.listed_sessions = found
-    shown = _lines(found)[start:]
-    context.show(*shown, _footer(found, context.store.num_files))
-
-
-def _footer(found: list[SavedSession], count: int) -> str:
-    more = "; /load more lists more" if len(found) < count else ""
-    return f"/load NUMBER opens one, /load TEXT searches in all of them{more}"
+    context.searched_text, context.listed_sessions = text, found[: start + PAGE]
+    more = "; /load more lists more" if len(found) > start + PAGE else ""
+    footer = f"/load NUMBER opens one, /load TEXT searches in all of them{more}"
+    context.show(*_lines(context.listed_sessions)[start:], footer)
 
 
 def _lines(sessions: Iterable[SavedSession]) -> list[str]:

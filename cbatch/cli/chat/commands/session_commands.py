@@ -101,10 +101,11 @@ def do_compare(context: CommandContext, names: str) -> None:
     if names == "off":
         context.ui.compare([])
         return
-    sessions = [context.controller.find(name) for name in names.split()] or list(context.controller.sessions)
+    named = [context.controller.find(name) for name in names.split()]
+    sessions = list(dict.fromkeys(named)) or list(context.controller.sessions)
     if len(sessions) < 2:
         raise UserError("There is nothing to compare with; /new opens another session, /fork a copy of this one.")
-    context.ui.compare(list(dict.fromkeys(sessions)))
+    context.ui.compare(sessions)
 
 
 @command("exit")

@@ -10,6 +10,7 @@ from cbatch.cli.chat.commands.parameters import SETTABLE, check_name, parse_para
 from cbatch.cli.chat.commands.registry import CommandContext, command
 from cbatch.cli.chat.session.session import Session
 from cbatch.cli.common.exits import UserError
+from cbatch.cli.common.local_models import local_models
 from cbatch.engine import SamplingParams, with_overrides
 
 DEMO_NAME = "the bundled demo model"
@@ -152,20 +153,22 @@ def do_model(context: CommandContext, which: str) -> None:
     models, session = context.controller.models, context.session
     action, _, name = which.partition(" ")
     if not which:
+        context.listed_models = _known_models(models.names)
         context.show(*_model_lines(context))
-    elif action == "close" and name:
-        context.controller.unload_model(_model_name(name, models.names))
-        context.show(f"{name} is closed")
+    elif action == "close":
+        if not name:
+            raise UserError("Type /model close NAME.")
+        context.controller.unload_model(_model_name(context, name))
     else:
-        chosen = _model_name(which, models.names)
+        chosen = _model_name(context, which)
         context.controller.use_model(session, "" if chosen == models.name else chosen)
-        context.show(f"replies of this session come from {chosen or DEMO_NAME}")
+        is_ready = context.controller.client_of(session).engine is not None
+        later = "" if is_ready else ", as soon as it is loaded"
+        context.show(f"replies of this session come from {chosen or DEMO_NAME}{later}")
 
 
 def _known_models(loaded: Sequence[str]) -> list[str]:
     """The models that `/model` numbers: those that are loaded, then the others on this machine."""
-    from cbatch.cli.common.local_models import local_models
-
     others = (model.name for model in local_models() if model.can_be_loaded)
     return list(dict.fromkeys([*loaded, *others]))
 
@@ -174,7 +177,7 @@ def _model_lines(context: CommandContext) -> list[str]:
     models, session = context.controller.models, context.session
     used = session.model or models.name
     lines = []
-    for number, name in enumerate(_known_models(models.names), start=1):
+    for number, name in enumerate(context.listed_models, start=1):
         state = ""
         if name in models.names:
             is_ready = models.client("" if name == models.name else name).engine is not None
@@ -183,9 +186,9 @@ def _model_lines(context: CommandContext) -> list[str]:
     return lines
 
 
-def _model_name(which: str, loaded: Sequence[str]) -> str:
-    """The name that a number of the list stands for, or the name itself."""
-    known = _known_models(loaded)
+def _model_name(context: CommandContext, which: str) -> str:
+    """The name that a number of the last list stands for, or the name itself."""
+    known = context.listed_models or _known_models(context.controller.models.names)
     if which.isdecimal() and 1 <= int(which) <= len(known):
         return known[int(which) - 1]
     return "" if which == DEMO_NAME else which

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from cbatch.cli.common.exits import UserError
@@ -35,8 +36,20 @@ def split_names(text: str) -> list[str]:
 
 def one_name(text: str) -> str:
     """One file name, which may have blanks, quoted or not."""
-    names = split_names(text) if any(mark in text for mark in "\\'\"") and not Path(text).exists() else [text]
-    return names[0] if len(names) == 1 else text
+    if not any(mark in text for mark in "\\'\"") or _is_file(text):
+        return text
+    with suppress(UserError):  # what cannot be split is a name as it stands
+        names = split_names(text)
+        return names[0] if len(names) == 1 else text
+    return text
+
+
+def _is_file(name: str) -> bool:
+    """Whether there is a file of this name; a text that cannot be a name is none."""
+    try:
+        return as_path(name).is_file()
+    except (UserError, OSError, ValueError):
+        return False
 
 
 def quoted(name: str) -> str:
@@ -47,15 +60,15 @@ def quoted(name: str) -> str:
 def expand_names(text: str) -> list[Path]:
     """The files that were named, with `~`, `*`, `?` and `**` expanded. Raises UserError if a pattern fits none."""
     found: list[Path] = []
-    for name in [text] if Path(text).expanduser().is_file() else split_names(text):
+    for name in [text] if _is_file(text) else split_names(text):
         path = as_path(name)
-        if path.exists() or not glob.has_magic(name):
+        if _is_file(name) or not glob.has_magic(name):
             found.append(path)
             continue
         names = glob.glob(str(path), recursive=True)  # noqa: PTH207  (Path.glob takes no absolute patterns)
         matches = sorted(match for match in map(Path, names) if match.is_file())
         if not matches:
-            raise UserError(f"No file fits {name}.")
+            raise UserError(f"No file matches {name}.")
         found += matches
     return found
 

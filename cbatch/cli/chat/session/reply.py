@@ -33,6 +33,7 @@ class Reply:
     model:          hub id or folder of what wrote it, if it is not the chat's own
     rounds:         what the model called before this text
     label:          what is special about it among those it stands beside, such as `temperature=0.7`
+    num_requests:   how often it was asked for or continued; only then its text may become shorter
     requested_at, first_token_at, last_token_at: seconds on the `monotonic` clock
     """
 
@@ -51,6 +52,7 @@ class Reply:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     num_tokens: int = 0
+    num_requests: int = 0
     requested_at: float = 0.0
     first_token_at: float | None = None
     last_token_at: float = 0.0
@@ -86,6 +88,7 @@ class Reply:
         self.raw = self.raw.rstrip("\ufffd")
         self.state, self.error, self.code, self.remark = "waiting", "", "", ""
         self.requested_at, self.first_token_at, self.num_tokens = now, None, 0
+        self.num_requests += 1
 
     def append(self, event: StreamEvent) -> None:
         """Adds what an event brings."""

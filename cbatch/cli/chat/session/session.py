@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
-from cbatch.cli.chat.session.attachment import Attachment, compose
+from cbatch.cli.chat.session.attachment import Attachment, compose, new_paste, pastes_in
 from cbatch.cli.chat.session.reply import UNANSWERED_REMARK, Reply
 from cbatch.cli.chat.session.tool_round import ToolUse, round_messages
 
@@ -120,6 +120,7 @@ class Session:
     queue:     messages sent while a reply was still streaming, without replies
     draft:     what is typed and not yet sent
     attached:  files that go with the next message
+    pastes:    long pastes that stand in the draft, or may come back into it
     attempts:  replies requested so far, which give each reply a seed of its own
     is_unread: whether something came while the user was in another session
     is_almost_full: whether its last reply left little room in the context
@@ -137,6 +138,7 @@ class Session:
     queue: list[Turn] = field(default_factory=list)
     draft: str = ""
     attached: list[Attachment] = field(default_factory=list)
+    pastes: list[Attachment] = field(default_factory=list)
     attempts: int = 0
     is_unread: bool = False
     is_almost_full: bool = False
@@ -180,6 +182,19 @@ class Session:
         """Whether there is nothing in it that anybody could miss."""
         return not (self.turns or self.queue or self.prelude or self.attached or self.draft.strip())
 
+    def fold_paste(self, text: str) -> Attachment:
+        """Keeps a long paste, under a name that no other one of this session has."""
+        turns = [*self.turns, *self.queue]
+        names = {one.name for one in [*self.pastes, *(one for turn in turns for one in turn.attachments)]}
+        made = (new_paste(text, number) for number in count(1))
+        paste = next(paste for paste in made if paste.name not in names)
+        self.pastes.append(paste)
+        return paste
+
+    def attachments_of(self, text: str) -> list[Attachment]:
+        """What goes with a message, if it is sent now."""
+        return [*self.attached, *pastes_in(text, self.pastes)]
+
     @property
     def context_tokens(self) -> int:
         """Tokens of the conversation so far, as the last reply has counted them; 0 if there is none."""
@@ -216,6 +231,7 @@ class Session:
     def copy(self, name: str) -> Session:
         """An independent session at the same point; it gets what has come so far of an open reply."""
         copy = Session(name, 0, self.system, dict(self.params), self.seed, dict(self.template_kwargs))
+        copy.pastes = list(self.pastes)
         copy.prelude, copy.model = list(self.prelude), self.model
         copy.dropped, copy.attempts = self.dropped, self.attempts
         kept = (item for item in self.items if isinstance(item, Turn) or not item.is_passing)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cbatch.cli.chat.session.attachment import Attachment
+from cbatch.cli.chat.session.attachment import Attachment, pastes_in
 from cbatch.cli.chat.session.files import read_text
 from cbatch.cli.chat.session.reply import FINAL_STATES, Reply
 from cbatch.cli.chat.session.session import Session, Turn, unanswered
@@ -21,7 +21,7 @@ THINKING_FIELDS = {"reasoning": str, "raw": str}
 """Saved as well if the model used think tags."""
 COUNT_FIELDS = {"prompt_tokens": int, "num_tokens": int}
 """Saved if they are known."""
-OPTIONAL_FIELDS = THINKING_FIELDS | COUNT_FIELDS | {"label": str}
+OPTIONAL_FIELDS = THINKING_FIELDS | COUNT_FIELDS | {"label": str, "model": str}
 
 
 def to_json(session: Session) -> dict[str, Any]:
@@ -30,9 +30,11 @@ def to_json(session: Session) -> dict[str, Any]:
         "name": session.name,
         "system": session.system,
         "params": session.params,
+        "model": session.model,
         "seed": session.seed,
         "template_kwargs": session.template_kwargs,
         "draft": session.draft,
+        "pastes": [_attachment_fields(one) for one in pastes_in(session.draft, session.pastes)],
         "attached": [_attachment_fields(one) for one in session.attached],
         "prelude": session.prelude,
         "dropped": session.dropped,
@@ -71,7 +73,7 @@ def _attachment_fields(one: Attachment) -> dict[str, Any]:
 
 def _reply_fields(reply: Reply) -> dict[str, Any]:
     optional = (*(THINKING_FIELDS if reply.raw else ()), *(COUNT_FIELDS if reply.prompt_tokens else ()))
-    names = (*REPLY_FIELDS, *optional, *(("label",) if reply.label else ()), "state")
+    names = (*REPLY_FIELDS, *optional, *(name for name in ("label", "model") if getattr(reply, name)), "state")
     fields = {name: getattr(reply, name) for name in names}
     return fields | ({"rounds": [_round_fields(each) for each in reply.rounds]} if reply.rounds else {})
 
@@ -89,9 +91,11 @@ def _from_json(fields: dict[str, Any]) -> Session:
         prelude=[_message(message) for message in fields["prelude"]],
         attempts=_typed(fields["attempts"], int) % 2**32,
         seed=_typed(fields.get("seed"), int | None),
+        model=_typed(fields.get("model", ""), str),
         template_kwargs=dict(TemplateOptions(kwargs=_typed(fields.get("template_kwargs", {}), dict)).kwargs),
         draft=_typed(fields.get("draft", ""), str),
         attached=[_attachment(one) for one in fields.get("attached", [])],
+        pastes=[_attachment(one) for one in fields.get("pastes", [])],
     )
     for turn in fields["turns"]:
         replies = [_reply(reply) for reply in turn["answers"]]

@@ -86,7 +86,7 @@ class SessionStore:
             return as_path(name).resolve()
         if not _NAME.fullmatch(name):
             raise UserError(f"{name!r} cannot be a name; use letters, digits, blanks and .+@-_ only.")
-        return self.sessions_folder / f"{name}.json"
+        return (self.sessions_folder / f"{name}.json").resolve()
 
     def saved_path(self, session: Session) -> Path | None:
         """The file that a session is saved to, once it has one."""
@@ -104,6 +104,8 @@ class SessionStore:
         try:
             if path.exists() and path != before:
                 raise UserError(f"{path} exists already; choose another name: /save NAME.")
+            if path == before and path.exists() and _file_version(path) != self._known_versions.get(path):
+                raise UserError(f"Another chat has changed {path}; choose another name: /save NAME.")
             self._write(path, to_json(session))
         except OSError as error:
             raise UserError(f"Cannot write {path}: {error.strerror}.") from error
@@ -161,7 +163,7 @@ class SessionStore:
         return next(named, self.path_of(name) if is_path(name) else None)  # reading it says what is wrong
 
     def find(self, name: str | None) -> Path:
-        """The same, or the last saved session for None. Raises UserError if there is none."""
+        """The file that `lookup` finds, or that of the last session for None. Raises UserError if there is none."""
         if name is not None:
             path = self.lookup(name)
             advice = f"There is no saved session {name[:80]}; /load in a chat lists them."

@@ -26,12 +26,14 @@ class InputLine:
         *,
         on_enter: Callable[[str], None],
         fold_paste: Callable[[str], str],
+        unfold: Callable[[str], str],
     ) -> None:
         """
         prompt:     what stands before the text
         fold_paste: returns what stands for a long paste
+        unfold:     puts pastes into the places of what stands for them, for the history
         """
-        self._on_enter, self._fold_paste = on_enter, fold_paste
+        self._on_enter, self._fold_paste, self._unfold = on_enter, fold_paste, unfold
         self.search = SearchToolbar()
         self.area = TextArea(
             multiline=True,
@@ -78,7 +80,7 @@ class InputLine:
         else:
             text = self.buffer.text
             if text.strip():
-                self.buffer.append_to_history()
+                self.buffer.history.append_string(self._unfold(text))
             self.buffer.reset()  # first, because what is sent may put something else here
             self._on_enter(text.encode("utf-8", "replace").decode())
 
@@ -86,5 +88,5 @@ class InputLine:
         self.buffer.insert_text("\n")
 
     def paste(self, text: str) -> None:
-        text = text.replace("\r\n", "\n").replace("\r", "\n")
+        text = text.encode("utf-8", "replace").decode().replace("\r\n", "\n").replace("\r", "\n")
         self.buffer.insert_text(self._fold_paste(text) if is_long_paste(text) else text)

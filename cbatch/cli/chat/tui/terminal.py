@@ -39,6 +39,7 @@ from cbatch.cli.chat.callback_queue import CallbackQueue
 from cbatch.cli.chat.commands.completion import CommandCompleter
 from cbatch.cli.chat.commands.registry import CommandContext, execute_command
 from cbatch.cli.chat.controller import ChatController
+from cbatch.cli.chat.session.attachment import compose, pastes_in
 from cbatch.cli.chat.session.reply import Reply
 from cbatch.cli.chat.session.session import Session
 from cbatch.cli.chat.session.store import SessionStore
@@ -96,6 +97,7 @@ class Terminal:
         self._status_bar = StatusBar(controller, self.stats, self.background)
         self._context = CommandContext(controller, self, self.background, self.stats, store)
         self._is_vi, self._takes_mouse = is_vi, takes_mouse
+        self._loading_error: BaseException | None = None
         self._captured_lines: deque[str] = deque(maxlen=50)
         self._editor = Editor()
         self._shown_save_error = ""
@@ -108,8 +110,11 @@ class Terminal:
             history,
             CommandCompleter(controller, store),
             on_enter=self._on_enter,
-            fold_paste=controller.fold_paste,
+            fold_paste=self._fold_paste,
+            unfold=self._unfold,
         )
+        self._line.set_text(controller.current.draft)
+        controller.typed = lambda: self._line.text
         self._view = TranscriptView(controller)
         self._picker = ReplyPicker(controller)
         self._layout = self._make_layout()
@@ -138,22 +143,23 @@ class Terminal:
                 asyncio.run(self._run(self._app))
         except (EOFError, OSError):  # the terminal went away
             pass
-        except Exception:  # if loading failed, what libraries printed may say why
-            self._callbacks.run_all()
-            for line in self._captured_lines:
-                print(safe(line), file=sys.stderr)
-            raise
         finally:
-            self._callbacks.run_all()
-            self.controller.current.draft = self._line.text
-            self.controller.end_all()
-            self._context.store.close()
-            self.background.close()
+            try:
+                self._callbacks.run_all()
+            finally:
+                self.controller.end_all()
+                self._context.store.close()
+                self.background.close()
+        if self._loading_error is not None:
+            for line in self._captured_lines:  # what libraries printed may say why
+                print(safe(line), file=sys.stderr)
+            raise self._loading_error
 
     def _on_open(self, error: BaseException | None) -> None:
         self.stats.loading_detail = ""
-        if error is not None and not self._app.is_done:
-            self._app.exit(exception=error)
+        if error is not None:
+            self._loading_error = error
+            self.exit()
 
     def _on_token(self, session: Session, reply: Reply, text: str) -> None:
         """Notes when a token came; `_after_render` measures how long it took to the screen."""
@@ -162,6 +168,16 @@ class Terminal:
         if session is self.controller.current and text:
             self._undrawn_token_times.append(reply.last_token_at)
 
+    def _fold_paste(self, text: str) -> str:
+        session = self.controller.current
+        paste = session.fold_paste(text)
+        client = self.controller.client_of(session)
+        client.count_tokens(text, partial(setattr, paste, "num_tokens"))
+        return paste.name
+
+    def _unfold(self, text: str) -> str:
+        return compose(text, pastes_in(text, self.controller.current.pastes))
+
     def _on_switch(self, before: Session, after: Session) -> None:
         """What is typed belongs to a session: it stays there, and comes back with it."""
         before.draft = self._line.text
@@ -169,7 +185,7 @@ class Terminal:
 
     def exit(self) -> None:
         if self.background.is_running and not self._has_asked_to_leave:
-            self._has_asked_to_leave = True
+            self._has_asked_to_leave = True  # until something else is typed
             self.controller.current.add_notice(BATCH_RUNS, is_passing=True)
         elif not self._app.is_done:
             self._app.exit()
@@ -185,6 +201,7 @@ class Terminal:
         self._app.output.flush()
 
     def find(self, text: str) -> None:
+        self._view.compared = []
         self._view.find(text)
 
     def compare(self, sessions: Sequence[Session]) -> None:
@@ -335,8 +352,9 @@ class Terminal:
 
     def _attached(self) -> StyleAndTextTuples:
         """The line above the input that lists what goes with the message."""
-        found = self.controller.attached(self.controller.current, self._line.text)
-        labels = [f"{number} {safe(one.label)}" for number, one in enumerate(found, start=1)]
+        session = self.controller.current
+        labels = [f"{number} {safe(one.label)}" for number, one in enumerate(session.attached, start=1)]
+        labels += [safe(paste.label) for paste in pastes_in(self._line.text, session.pastes)]
         return [("class:note", "+ " + " · ".join(labels))] if labels else []
 
     def _on_output_line(self, line: str) -> None:
@@ -358,13 +376,15 @@ class Terminal:
         text, session = text.strip(), self.controller.current
         if not text:
             return
+        self._has_asked_to_leave = False
         session.clear_passing_notices()
         if not text.startswith("/find"):
             self._view.end_search()
         with self._showing_errors():
             if text.startswith("/") and not text.startswith("//"):
-                execute_command(self._context, text)
+                execute_command(self._context, text if text.startswith("/all ") else self._unfold(text))
                 return
+            self._context.to_delete = None
             try:
                 self.controller.send(session, text.removeprefix("/"))
             except UserError:

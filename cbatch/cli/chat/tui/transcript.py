@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 MIN_COLUMN = 20
 """If columns would be narrower than this, replies stand below one another."""
 
+MANY_LINES = 12
+"""If one of several replies has more lines than this, what stands above them stands below them, too."""
+
 RESULT_LINES = 4
 """Lines of a tool's result that are shown."""
 
@@ -27,6 +30,10 @@ UNBROKEN = 10**6
 
 wrap_plain = lru_cache(maxsize=512)(markup.wrap_plain)
 """Cached, because a long message is drawn again with every token of its reply."""
+
+
+_ReplyLayout = tuple[tuple[int, int], TextLayout, "MarkdownLayout"]
+"""For which width and request of a reply it holds, and the layouts of its reasoning and of its text."""
 
 
 class Transcript:
@@ -40,7 +47,9 @@ class Transcript:
         self.shows_reasoning = shows_reasoning
         self._breaks_code = breaks_code
         self._items: WeakKeyDictionary[Turn | Notice, tuple[object, list[StyledLine]]] = WeakKeyDictionary()
-        self._layouts: WeakKeyDictionary[Reply, tuple[int, TextLayout, MarkdownLayout]] = WeakKeyDictionary()
+        self._layouts: WeakKeyDictionary[Reply, tuple[tuple[int, int], TextLayout, MarkdownLayout]] = (
+            WeakKeyDictionary()
+        )
 
     def chunks(self, session: Session, width: int) -> list[list[StyledLine]]:
         """All lines of a session, item by item."""
@@ -94,13 +103,14 @@ class Transcript:
             feet = side_by_side(
                 [wrap([head], column) for head in heads], column
             )  # of long replies the heads scroll away
-            return [*lines, *side_by_side(columns, column), *feet, []]
+            is_long = max(map(len, columns)) > MANY_LINES
+            return [*lines, *side_by_side(columns, column), *(feet if is_long else []), []]
         for head, (_, reply) in zip(heads, several, strict=True):
             lines += [*wrap([head], width), *self._reply(reply, width), []]
         foot: StyledLine = []
         for head in heads:
             foot += [head, ("", "  ")]
-        return [*lines, *wrap(foot, width), []]
+        return [*lines, *(wrap(foot, width) if len(lines) > MANY_LINES else []), []]
 
     def _layout(self, width: int) -> MarkdownLayout:
         from cbatch.cli.chat.markdown.layout import MarkdownLayout  # takes a tenth of a second, and the prompt waits
@@ -109,8 +119,9 @@ class Transcript:
 
     def _reply(self, reply: Reply, width: int) -> list[StyledLine]:
         known = self._layouts.get(reply)
-        if known is None or known[0] != width:
-            known = self._layouts[reply] = width, TextLayout(width, "class:reasoning"), self._layout(width)
+        version = width, reply.num_requests
+        if known is None or known[0] != version:
+            known = self._layouts[reply] = version, TextLayout(width, "class:reasoning"), self._layout(width)
         lines = [line for each in reply.rounds for line in _round_lines(each, width)]
         lines += known[1].lines(reply.reasoning) if self.shows_reasoning else _folded(reply, width)
         if lines and reply.text:
@@ -159,11 +170,11 @@ def _round_lines(each: ToolRound, width: int) -> list[StyledLine]:
 
 
 def _state_of(item: Turn | Notice) -> tuple[Any, ...]:
-    """What the lines of an item depend on. Texts only grow, so their length is enough."""
+    """What the lines of an item depend on. Texts only grow until they are asked for again."""
     if isinstance(item, Notice):
         return ()
     replies = (
-        (id(reply), len(reply.reasoning), len(reply.text), reply.state, reply.error, reply.remark)
+        (id(reply), reply.num_requests, len(reply.reasoning), len(reply.text), reply.state, reply.error, reply.remark)
         for reply in item.replies
     )
     calls = (use.state for reply in item.replies for use in reply.uses)

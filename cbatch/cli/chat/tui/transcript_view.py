@@ -33,6 +33,7 @@ class TranscriptView(UIControl):
         self._top: int | None = None
         """The first line on the screen; None follows the end."""
         self._searched = self._found = ""
+        self._found_line = 0
         self._width, self._height, self._start, self._end = 80, 0, 0, 0
 
     @property
@@ -100,8 +101,8 @@ class TranscriptView(UIControl):
         if not found:
             text, self._searched = self._searched, ""
             raise UserError(f"Nothing above holds {text!r}." if is_next else f"There is no {text!r} in this session.")
-        above = [number for number in found if number < self._start] if is_next else found
-        line = above[-1] if above else found[-1]  # from the top it begins again at the end
+        above = [number for number in found if number < self._found_line] if is_next else found
+        line = self._found_line = above[-1] if above else found[-1]  # from the top it begins again at the end
         self._top = line
         self._found = f"{found.index(line) + 1} of {len(found)} lines with {safe(self._searched)!r}: /find goes on, Esc"
 
