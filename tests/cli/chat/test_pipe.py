@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -121,6 +122,14 @@ def test_what_is_refused(talk: Talk, arguments: list[str], code: int, message: s
     """Guards usage errors: a sentence and exit code 2, even if no message comes."""
     found, out, err = talk("Hello.", *arguments)
     assert (found, out) == (code, "") and message in err and "Traceback" not in err
+
+
+def test_the_help_offers_only_what_a_chat_takes(runs: ForkServer, tmp_path: Path) -> None:
+    """Guards the help against options that are refused: --n and --logprobs are for `cbatch run`."""
+    out = tmp_path / "out"
+    assert runs.start("chat", "--help", stdout=str(out)).code() == 0
+    options = set(re.findall(r"--[a-z][\w-]*", out.read_text()))
+    assert {"--temperature", "--continue", "--tool", "--preset"} <= options and not {"--n", "--logprobs"} & options
 
 
 def test_from_a_batch(talk: Talk, runs: ForkServer, tmp_path: Path) -> None:

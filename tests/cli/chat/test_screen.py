@@ -19,6 +19,7 @@ from cbatch.cli.chat.markdown.markup import StyledLine, TextLayout, wrap_plain
 from cbatch.cli.chat.session.reply import Reply
 from cbatch.cli.chat.session.session import Notice, Session, Turn
 from cbatch.cli.chat.stats import ChatStats
+from cbatch.cli.chat.tui.scrollback import conversation_lines
 from cbatch.cli.chat.tui.status_bar import StatusBar
 from cbatch.cli.chat.tui.transcript import Transcript
 from cbatch.cli.chat.tui.transcript_view import visible_lines
@@ -101,6 +102,17 @@ def test_notes_stand_together_and_turns_apart() -> None:
     session = Session("s", items=[Notice("a"), Notice("b"), Turn("q", [Reply("x", state="stop")]), Notice("c")])
     lines = [line for chunk in Transcript().chunks(session, 30) for line in chunk]
     assert texts(lines) == ["· a", "· b", "", "> q", "", "x", "", "· c"]
+
+
+def test_code_is_printed_unbroken_at_the_end() -> None:
+    """Guards code that is selected in the terminal after the chat: each of its lines is one line."""
+    code = "x = 1  # " + "long " * 60
+    answer = Reply(f"```python\n{code}\n```\n" + "word " * 60, state="stop", requested_at=1.0)
+    loaded = Turn("before", [Reply("not from this chat", state="stop")])
+    session = Session("s", items=[loaded, Turn("q", [answer])])
+    lines = texts(list(conversation_lines(session, 80)))
+    assert code.rstrip() in [line.rstrip() for line in lines] and "not from this chat" not in "".join(lines)
+    assert max(len(line) for line in lines if "word" in line) <= 80
 
 
 def test_the_prompt_waits_for_no_library() -> None:

@@ -209,6 +209,23 @@ def test_help_fits_the_screen(runs: ForkServer, tmp_path: Path) -> None:
         chat.wait("did you mean /help retry?")
 
 
+def test_markdown_on_the_screen(runs: ForkServer, tmp_path: Path) -> None:
+    """Guards emphasis inside a Chinese sentence against standing there raw, and text after nested fences."""
+    text = "这是**重点**内容\n\n```markdown\n```python\nx = 1\n```\n```\n\n"
+    text += "| a | b |\n|---|--:|\n| one | 2 |\n\nplain words"
+    answer = {"text": text, "seed": 0, "params": {}, "error": "", "code": "", "remark": "", "state": "stop"}
+    turn = {"user": "q", "chosen": 0, "answers": [answer]}
+    fields = {"name": "n", "system": None, "params": {}, "prelude": [], "dropped": 0, "attempts": 0, "turns": [turn]}
+    (tmp_path / "n.json").write_text(json.dumps({"cbatch_session": 1, **fields}))
+    with Chat(runs, tmp_path, "--load", tmp_path / "n.json", wait_for="n>") as chat:
+        chat.wait("plain words", "one │ 2")
+        assert "**" not in "".join(chat.lines)
+        cells = {cell.data: cell for row in chat.screen.buffer.values() for cell in row.values()}
+        assert cells["重"].bold and not cells["容"].bold
+        row = next(n for n, line in enumerate(chat.lines) if line == "plain words")
+        assert chat.screen.buffer[row][0].fg == "default"
+
+
 def test_a_terminal_without_a_cursor(runs: ForkServer, tmp_path: Path) -> None:
     """Guards TERM=dumb: lines in, lines out, commands, and no escape sequences."""
     with Chat(runs, tmp_path, env={"TERM": "dumb"}) as chat:
