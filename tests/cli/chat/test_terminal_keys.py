@@ -175,6 +175,7 @@ def test_a_long_paste_is_folded(runs: ForkServer, tmp_path: Path) -> None:
     with Chat(runs, tmp_path, "--max-tokens", 3) as chat:
         chat.send(f"Sum up \x1b[200~{lines}\x1b[201~ please")
         chat.wait("main> Sum up [pasted 1: 40 lines] please", "tokens")
+        assert [line[:4] for line in chat.lines[-3:]] == ["[1 m", "+ [p", "main"], "the list takes one line"
         chat.send("\r")
         chat.wait("> Sum up [pasted 1: 40 lines] please", "[1 main")
         chat.say(f"/export {tmp_path}/talk.md")

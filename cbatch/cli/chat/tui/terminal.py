@@ -121,7 +121,8 @@ class Terminal:
 
     def _make_layout(self) -> Layout:
         bar = Window(FormattedTextControl(self._bar), height=1, style="class:bar")
-        attached = Window(FormattedTextControl(self._attached), height=Dimension(max=4), wrap_lines=True)
+        listed, height = FormattedTextControl(self._attached), Dimension(min=1, max=4)
+        attached = Window(listed, height=height, wrap_lines=True, dont_extend_height=True)
         has_attached = Condition(lambda: bool(self._attached()))
         rows = HSplit(
             [
