@@ -137,7 +137,7 @@ def test_picking_by_key(runs: ForkServer, tmp_path: Path) -> None:
         chat.say("My name is Ada.")
         chat.wait("Ada!")
         chat.say("/retry temperature=0,0.2,0.4")
-        chat.wait("[1] temperature=0", "[2] temperature=0.2", "[3] temperature=0.4")
+        chat.wait("[1] temperature=0", "[2] temperature=0.2", "[3] temperature=0.4", "the bundled demo model")
         chat.say("What is my name?")
         chat.wait("Pick a reply first", "main> What is my name?")
         chat.send("\x03")
