@@ -51,13 +51,6 @@ def oldest_turns(count: int) -> str:
     return "the oldest turn" if count == 1 else f"the {count} oldest turns"
 
 
-def pick_hint(turn: Turn) -> str:
-    """How to pick one of the replies that stand side by side."""
-    first, last = turn.first_compared, len(turn.replies) - 1
-    words = f"/pick {first} to {last} keeps a reply, /pick {turn.fallback} the one before"
-    return f"{words}; on an empty line its digit does so, too, or Left, Right and Enter"
-
-
 class ChatController(SessionList):
     """Opens and closes sessions, requests replies to their messages, and saves them.
 
@@ -90,7 +83,7 @@ class ChatController(SessionList):
         self.models = models or ModelPool(client, "")
         self.tools = tools or ToolBox()
         self.store = store
-        self._system, self.default_params, self._seed, self._auto_trim = system, params or {}, seed, auto_trim
+        self._system, self.default_params, self._seed, self.auto_trim = system, params or {}, seed, auto_trim
         self.on_token: Callable[[Session, Reply, str], None] = lambda session, reply, text: None
         """Called for every token, after it became part of its reply, with the new visible text."""
         self.typed: Callable[[], str] = lambda: self.current.draft
@@ -148,7 +141,7 @@ class ChatController(SessionList):
         """
         last = session.last
         if last is not None and last.is_undecided:
-            raise UserError(f"Pick a reply first: {pick_hint(last)}.")
+            raise UserError(f"Pick a reply first: {last.pick_hint}.")
         turn = Turn(text, attachments=session.attachments_of(text))
         session.attached = []
         self._send(session, turn)
@@ -168,7 +161,7 @@ class ChatController(SessionList):
         self.save(session)
 
     def end_all(self) -> None:
-        for session in self.sessions:
+        for session in sorted(self.sessions, key=lambda each: each is self.current):  # the newest file is the last
             self.end(session)
 
     def retry(self, session: Session, variants: Sequence[Variant]) -> int:
@@ -395,7 +388,7 @@ class ChatController(SessionList):
             template_kwargs=session.template_kwargs,
             tools=self.tools.offered_to(reply),
             reply_prefix=reply.generated,
-            may_trim=may_trim or self._auto_trim,
+            may_trim=may_trim or self.auto_trim,
             on_start=partial(self._on_start, session, turn, reply, session.dropped),
             on_event=partial(self._on_event, session, turn, reply, client),
         )
@@ -449,7 +442,8 @@ class ChatController(SessionList):
                 self._run_tools(session, turn, reply, event.completion.tool_calls)
                 return
             state = "stop" if event.finish_reason == "tool_calls" else event.finish_reason
-            reply.finish(state, event.error, limit, has_failed=has_failed)
+            can_trim = session.num_droppable - session.dropped > 1
+            reply.finish(state, event.error, limit, has_failed=has_failed, can_trim=can_trim)
             self._after_replies(session)
 
     def _after_replies(self, session: Session) -> None:
@@ -471,7 +465,6 @@ class ChatController(SessionList):
         """Says once that the context is almost full, while there is still room for a message."""
         share, before = self.context_share(session), session.is_almost_full
         session.is_almost_full = share >= ALMOST_FULL
-        if session.is_almost_full and not before and not self._auto_trim:
-            session.add_notice(
-                f"The context is {share:.0%} full. /trim N drops the N oldest turns; --auto-trim does it by itself."
-            )
+        if session.is_almost_full and not before and not self.auto_trim:
+            text = f"The context is {share:.0%} full. /trim N drops the N oldest turns; --auto-trim does it by itself."
+            session.add_notice(text, is_passing=True)

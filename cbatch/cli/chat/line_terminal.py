@@ -17,7 +17,7 @@ from cbatch.cli.chat.session.store import SessionStore
 from cbatch.cli.chat.session.tool_round import ToolUse
 from cbatch.cli.chat.stats import ChatStats
 from cbatch.cli.common.console import emit, notice, safe
-from cbatch.cli.common.exits import UserError, raise_interrupted
+from cbatch.cli.common.exits import UserError
 from cbatch.engine import CbatchError
 
 WELCOME = "This terminal shows lines only. /help lists the commands; Ctrl-C stops a reply, Ctrl-D leaves."
@@ -43,6 +43,7 @@ class LineTerminal:
     def run(self) -> None:
         """Returns when the user leaves. Raises what kept the engine from opening."""
         emit(WELCOME)
+        signal.signal(signal.SIGINT, lambda number, frame: self._on_ctrl_c())
         try:
             self._controller.client.open_here(self._callbacks)
             self._show_last_turn()
@@ -77,7 +78,7 @@ class LineTerminal:
 
     def _read_line(self) -> str | None:
         """A line, or None at the end."""
-        print(f"{safe(self._controller.current.name)}> ", end="", flush=True)
+        print(self._prompt, end="", flush=True)
         return self._stdin_line()
 
     def _stdin_line(self) -> str | None:
@@ -108,15 +109,11 @@ class LineTerminal:
                 self._callbacks.get_nowait()()
         if not session.is_busy:
             return
-        signal.signal(signal.SIGINT, lambda number, frame: self._callbacks.put(lambda: self._stop(session)))
-        try:
-            while session.is_busy:
-                if session.last is not None and (use := session.last.asking) is not None:
-                    self._ask(session, use)
-                else:
-                    self._callbacks.get()()
-        finally:
-            signal.signal(signal.SIGINT, raise_interrupted)
+        while session.is_busy:
+            if session.last is not None and (use := session.last.asking) is not None:
+                self._ask(session, use)
+            else:
+                self._callbacks.get()()
         turn = session.last
         if turn is not None and turn.is_undecided:
             for number, reply in list(enumerate(turn.replies))[turn.first_compared :]:
@@ -138,8 +135,20 @@ class LineTerminal:
         answer = (self._stdin_line() or "n").strip().lower()[:1]
         self._controller.answer_call(session, is_allowed=answer in ("y", "a"), always=answer == "a")
 
+    def _on_ctrl_c(self) -> None:
+        """Stops the reply, or says how to leave. Runs in the middle of whatever this thread does."""
+        session = self._controller.current
+        if session.is_busy:
+            self._callbacks.put(lambda: self._stop(session))
+        else:
+            print(f"\nCtrl-D leaves.\n{self._prompt}", end="", flush=True)
+
     def _stop(self, session: Session) -> None:
         self._controller.stop(session)
+
+    @property
+    def _prompt(self) -> str:
+        return f"{safe(self._controller.current.name)}> "
 
     def _show_notices(self) -> None:
         """Prints the notices of the current session, and drops them."""

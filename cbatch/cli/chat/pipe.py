@@ -98,7 +98,7 @@ class Pipe:
             self._write("\n")
         if controller.client.failure is not None:
             raise EngineError(reply.error)
-        if reply.code == "prompt_too_long" and len(session.turns) > 1:
+        if reply.code == "prompt_too_long" and len(session.turns) > 1 and not controller.auto_trim:
             return f"{reply.error} --auto-trim drops the oldest turns."
         return reply.error
 

@@ -21,10 +21,18 @@ DEMO_NOTICE = (
 )
 
 
-def open_engine(config: EngineConfig, *, quiet: bool, verbose: bool = False, trace: StepTracer | None = None) -> Engine:
+def open_engine(
+    config: EngineConfig,
+    *,
+    quiet: bool,
+    verbose: bool = False,
+    trace: StepTracer | None = None,
+    shows_model: bool = True,
+) -> Engine:
     """Loads an engine, and prints on stderr what it is and how much memory it takes.
 
-    trace: records some of the engine's steps
+    trace:       records some of the engine's steps
+    shows_model: whether it says what was loaded, unless `quiet`
 
     Raises ModelNotFound, with models that may be meant, if there is no such model.
     """
@@ -37,7 +45,7 @@ def open_engine(config: EngineConfig, *, quiet: bool, verbose: bool = False, tra
     with suggesting_models(config):
         engine = Engine(config, trace=trace)
     tune_process()
-    if not quiet:
+    if shows_model and not quiet:
         show_loaded(engine.core.describe(), is_demo=config.model is None, verbose=verbose)
     return engine
 

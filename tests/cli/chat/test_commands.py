@@ -124,6 +124,8 @@ def test_completion(tmp_path: Path) -> None:
     assert completions(store, f"/read {tmp_path}/my\\ notes.txt {tmp_path}/my\\ o") == [
         f"/read {tmp_path}/my\\ notes.txt {escaped[1].removeprefix('/read ')}"
     ]
+    (tmp_path / "sub dir").mkdir()
+    assert completions(store, f"/read {tmp_path}/sub") == [f"/read {tmp_path}/sub\\ dir/"]
     assert completions(store, "/set temp") == ["/set temperature"]
     assert completions(store, "/set all temp") == ["/set all temperature"]
     assert completions(store, "/switch m") == ["/switch main"]

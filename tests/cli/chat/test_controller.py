@@ -474,6 +474,28 @@ def test_another_chat_s_changes_are_not_overwritten_by_save(harness: ChatHarness
         store.save_as(controller.current, "mine")
 
 
+def test_the_last_session_is_the_one_that_was_used_last(harness: ChatHarness, tmp_path: Path) -> None:
+    """Guards --continue and the order of /load: leaving gives no time to sessions that nobody has touched."""
+    store = SessionStore(tmp_path)
+    controller = harness.make(store=store)
+    first = controller.current
+    harness.ask(controller, "My name is Ada.")
+    controller.new_session("other")
+    harness.ask(controller, "Hello.")
+    controller.end_all()
+    store.wait()
+    before = {saved.title: saved.modified_at for saved in store.saved_sessions()}
+    time.sleep(0.02)
+    controller.switch(first)
+    controller.end_all()
+    store.wait()
+    assert {saved.title: saved.modified_at for saved in store.saved_sessions()} == before
+    harness.ask(controller, "What is my name?", first)
+    controller.end_all()
+    store.close()
+    assert next(store.saved_sessions()).title == "My name is Ada."
+
+
 def test_a_text_that_cannot_be_counted_harms_nobody(harness: ChatHarness) -> None:
     """Guards the thread that encodes messages: later replies still come."""
     harness.client.count_tokens("caf\udce9", lambda count: None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -157,6 +158,8 @@ def test_sessions_side_by_side(runs: ForkServer, tmp_path: Path) -> None:
         chat.wait("main │ other")
         chat.say("/compare main main")
         chat.wait("nothing to compare with")
+        chat.say("/compare other")
+        chat.wait("main │ other", gone="nothing to compare")
         chat.say("/all What is my name?")
         chat.wait("Your name is Ada. │ Your name is Bob.")
         chat.send("\x1b")
@@ -254,6 +257,8 @@ def test_a_terminal_without_a_cursor(runs: ForkServer, tmp_path: Path) -> None:
         chat.wait("There is no such user")
         chat.say("/switch main")
         chat.wait("> My name is Ada. Nice to meet you, Ada! main>")
+        chat.run.send(signal.SIGINT)
+        chat.wait("Ctrl-D leaves. main>")
         assert chat.leave() == 0
         assert b"\x1b" not in chat.raw
 

@@ -147,7 +147,9 @@ def test_picking_by_key(runs: ForkServer, tmp_path: Path) -> None:
         chat.wait("Nice to meet you, Ada!", gone="[1] temperature")
         chat.say("/retry 2 temperature=0.5")
         chat.wait("[4] temperature=0.5", "[5] temperature=0.5")
-        chat.send("5")
+        chat.send("1")
+        chat.wait("main> 1")
+        chat.send("\x7f5")
         chat.wait("> My name is Ada.", gone="[4] temperature")
         chat.say("What is my name?")
         chat.wait("Your name is Ada.")
@@ -165,8 +167,12 @@ def test_vi_keys(runs: ForkServer, tmp_path: Path) -> None:
         chat.send("\x1b")
         chat.pump(0.3)
         chat.send("0i")
-        chat.send("/system \r")
+        chat.send("/system \x1b")
+        chat.pump(0.3)
+        chat.send("\r")
         chat.wait("system message: one three")
+        chat.send("next")
+        chat.wait("main> next")
 
 
 def test_a_long_paste_is_folded(runs: ForkServer, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
@@ -56,7 +57,9 @@ class CommandCompleter(Completer):
         name = _ESCAPED.sub(r"\1", typed).lstrip("'\"")
         for found in self._paths.get_completions(Document(name), complete_event):
             if found.text.isprintable() and safe(found.text) == found.text:
-                yield Completion(quoted(name + found.text), -len(typed), display=found.display)
+                whole = name + found.text
+                end = "/" if Path(whole).expanduser().is_dir() else ""
+                yield Completion(quoted(whole) + end, -len(typed), display=found.display)
 
     def _names(self, kind: ArgumentKind) -> list[str]:
         if kind == "session":

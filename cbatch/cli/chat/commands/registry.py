@@ -107,10 +107,21 @@ def command(name: str, usage: str = "", argument: ArgumentKind = "") -> Callable
 
     def register(handler: CommandHandler) -> CommandHandler:
         description, _, details = inspect.cleandoc(handler.__doc__ or "").partition("\n\n")
-        COMMANDS[name] = Command(name, usage, description, details, handler, argument)
+        COMMANDS[name] = Command(name, usage, description, _reflowed(details), handler, argument)
         return handler
 
     return register
+
+
+def _reflowed(text: str) -> str:
+    """A docstring with each paragraph on one line, which the screen breaks where it ends; examples stay apart."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        if lines and line and not line.startswith(("Example", " ")):
+            lines[-1] += f" {line}"
+        else:
+            lines.append(line)
+    return "\n".join(lines)
 
 
 def execute_command(context: CommandContext, line: str) -> None:

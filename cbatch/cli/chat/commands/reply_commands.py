@@ -7,7 +7,7 @@ from typing import Any
 
 from cbatch.cli.chat.commands.parameters import parse_parameter
 from cbatch.cli.chat.commands.registry import CommandContext, command, format_count, parse_number
-from cbatch.cli.chat.controller import RETRY_TEMPERATURE, Variant, oldest_turns, pick_hint
+from cbatch.cli.chat.controller import RETRY_TEMPERATURE, Variant, oldest_turns
 from cbatch.cli.common.exits import UserError
 
 MOST_REPLIES = 32
@@ -33,11 +33,10 @@ def do_retry(context: CommandContext, arguments: str) -> None:
         lines.append(f"sampled at temperature {RETRY_TEMPERATURE}; this session is greedy and would repeat itself")
     last = session.last
     assert last is not None
-    if len(variants) > 1:
-        lines.append(pick_hint(last))
-    else:
+    if len(variants) == 1:
         lines.append(f"/pick {last.fallback} goes back to the previous reply")
-    context.show(*lines)
+    if lines:
+        context.show(*lines)
 
 
 def parse_variants(arguments: str) -> list[Variant]:

@@ -27,6 +27,8 @@ def do_save(context: CommandContext, name: str) -> None:
     Example: /save recipes
     """
     name = one_name(name)
+    if not name and context.store.has_own_name(context.session):
+        name = str(context.store.saved_path(context.session))
     path = context.store.save_as(context.session, name or context.session.name)
     if path.parent == context.store.sessions_folder and path.stem != context.session.name:
         with suppress(UserError):  # it is more than one word, or another session's name

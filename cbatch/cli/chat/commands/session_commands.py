@@ -94,7 +94,8 @@ def do_all(context: CommandContext, text: str) -> None:
 def do_compare(context: CommandContext, names: str) -> None:
     """show sessions side by side
 
-    Without names it shows all open sessions. What you type still goes to the current one, and /all asks them all.
+    Without names it shows all open sessions; one name stands beside this session. What you type still goes to the
+    current one, and /all asks them all.
     Esc or /compare off goes back.
     Example: /compare main 3
     """
@@ -102,6 +103,8 @@ def do_compare(context: CommandContext, names: str) -> None:
         context.ui.compare([])
         return
     named = [context.controller.find(name) for name in names.split()]
+    if len(named) == 1:
+        named.insert(0, context.session)
     sessions = list(dict.fromkeys(named)) or list(context.controller.sessions)
     if len(sessions) < 2:
         raise UserError("There is nothing to compare with; /new opens another session, /fork a copy of this one.")

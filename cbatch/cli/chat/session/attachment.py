@@ -30,7 +30,7 @@ class Attachment:
     def label(self) -> str:
         """Its name and size, as the screen shows it."""
         size = f"{len(self.text):,} characters" if self.num_tokens is None else f"{self.num_tokens:,} tokens"
-        return f"{self.name}, {size}"
+        return f"{self.name.rpartition('/')[2]}, {size}"
 
     def as_block(self) -> str:
         """The file as the model sees it: its name, and its text between fences that the text does not contain."""

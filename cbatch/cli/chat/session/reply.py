@@ -104,17 +104,28 @@ class Reply:
         self.first_token_at = now if self.first_token_at is None else self.first_token_at
         self.last_token_at = now
 
-    def finish(self, state: ReplyState, error: RequestError | None, limit: int | None, *, has_failed: bool) -> None:
+    def finish(
+        self,
+        state: ReplyState,
+        error: RequestError | None,
+        limit: int | None,
+        *,
+        has_failed: bool,
+        can_trim: bool = True,
+    ) -> None:
         """Ends it, and says in `remark` what the user can do if it ended early.
 
         limit:      the most tokens it could have; None means the rest of the context
         has_failed: whether the engine has failed for good
+        can_trim:   whether there are older turns to drop
         """
         self.state = state
         if error is not None:
             self.error, self.code = str(error), error.code
         if has_failed:
             self.remark = "the engine has failed; the conversation is kept, and /load opens it in a new chat"
+        elif self.code == "prompt_too_long" and not can_trim:
+            self.remark = "this message alone is too long; /undo takes it back, so that you can shorten it"
         elif self.code == "prompt_too_long":
             self.remark = "/trim drops the oldest turns and asks again; /undo takes the message back"
         elif state == "length" and limit is not None and self.num_tokens >= limit:

@@ -44,6 +44,13 @@ class Turn:
         return bool(self.first_compared)
 
     @property
+    def pick_hint(self) -> str:
+        """How to pick one of the replies that stand side by side."""
+        last = len(self.replies) - 1
+        words = f"/pick {self.first_compared} to {last} keeps a reply, /pick {self.fallback} the one before"
+        return f"{words}; on an empty line its digit does so, too, or Left, Right and Enter"
+
+    @property
     def reply(self) -> Reply | None:
         return self.replies[self.chosen] if self.replies else None
 

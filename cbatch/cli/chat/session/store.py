@@ -24,6 +24,9 @@ from cbatch.cli.common.exits import UserError
 HISTORY_BYTES = 2**20
 """The history is read from its end, at most so far back."""
 
+_AUTOMATIC = re.compile(r"\d{8}-\d{6}-\d+-\d+")
+"""The file of a session that nobody has named."""
+
 _NAME = re.compile(r"[\w][\w .+@-]{0,99}")
 
 
@@ -143,10 +146,9 @@ class SessionStore:
             with suppress(OSError, UserError):
                 session = read_session(path)
                 if session.turns and text.casefold() in _searched_text(session):
-                    saved = SavedSession(
-                        path.resolve(), session.name, path.stat().st_mtime, len(session.turns), session.title
-                    )
-                    yield saved
+                    name = session.name if _AUTOMATIC.fullmatch(path.stem) else path.stem
+                    when = path.stat().st_mtime
+                    yield SavedSession(path.resolve(), name, when, len(session.turns), session.title)
 
     def lookup(self, name: str) -> Path | None:
         """The file of a session by its path or its name: the newest one of that name. None if there is none.
@@ -184,8 +186,14 @@ class SessionStore:
         self.written.discard(path)
 
     def saved_names(self) -> list[str]:
-        """The names by which sessions in the folder can be loaded."""
-        return sorted(path.stem for path in self.sessions_folder.glob("*.json"))
+        """The names that users have given to sessions in the folder."""
+        stems = (path.stem for path in self.sessions_folder.glob("*.json"))
+        return sorted(stem for stem in stems if not _AUTOMATIC.fullmatch(stem))
+
+    def has_own_name(self, session: Session) -> bool:
+        """Whether the user has named the file of a session."""
+        path = self.saved_path(session)
+        return path is not None and not _AUTOMATIC.fullmatch(path.stem)
 
     def _try_to_write(self, number: int, path: Path, own: Path, fields: dict[str, Any]) -> None:
         try:
@@ -204,7 +212,9 @@ class SessionStore:
         if path.parent == self.sessions_folder:
             make_private(self.folder)
             make_private(path.parent)
-        write_private(path, json.dumps(fields, ensure_ascii=False, indent=1))
+        text = json.dumps(fields, ensure_ascii=False, indent=1)
+        if not _holds(path, text):  # a session that nobody has touched keeps its time
+            write_private(path, text)
         self._known_versions[path] = _file_version(path)
         (self.written.add if fields["turns"] else self.written.discard)(path)
 
@@ -237,6 +247,13 @@ class InputHistory(History):
             self._path.chmod(0o600)
             with self._path.open("ab", 0) as file:  # unbuffered: the line of each chat stays whole
                 file.write(json.dumps(string).encode() + b"\n")
+
+
+def _holds(path: Path, text: str) -> bool:
+    try:
+        return path.read_text(encoding="utf-8") == text
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _modified_at(path: Path) -> float:

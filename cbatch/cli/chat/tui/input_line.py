@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from prompt_toolkit.application import get_app
 from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
 from prompt_toolkit.completion import Completer
 from prompt_toolkit.document import Document
@@ -81,6 +82,7 @@ class InputLine:
             text = self.buffer.text
             if text.strip():
                 self.buffer.history.append_string(self._unfold(text))
+            get_app().vi_state.reset()  # each line begins in the insert mode
             self.buffer.reset()  # first, because what is sent may put something else here
             self._on_enter(text.encode("utf-8", "replace").decode())
 

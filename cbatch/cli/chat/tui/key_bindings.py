@@ -92,5 +92,5 @@ def make_key_bindings(
     bind("right", lambda: picker.move(1), picking)
     bind("enter", picker.take, picking)
     for number in range(10):
-        bind(str(number), partial(picker.pick, number), picking)
+        bind(str(number), partial(picker.pick, number), on_empty_line & Condition(partial(picker.offers, number)))
     return bindings

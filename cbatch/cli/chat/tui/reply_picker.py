@@ -22,6 +22,11 @@ class ReplyPicker:
         last = self._controller.current.last
         return last if last is not None and last.is_undecided else None
 
+    def offers(self, number: int) -> bool:
+        """Whether the reply with a number is one of those that can be picked now."""
+        turn = self._turn
+        return turn is not None and (number == turn.fallback or turn.first_compared <= number < len(turn.replies))
+
     def move(self, offset: int) -> None:
         """Goes to a reply on the left or right, and from the last one to the first."""
         if (turn := self._turn) is not None:
@@ -35,7 +40,7 @@ class ReplyPicker:
 
     def pick(self, number: int) -> None:
         """Keeps the reply with a number, if there is one."""
-        if (turn := self._turn) is not None and number < len(turn.replies):
+        if self.offers(number):
             session = self._controller.current
             self._controller.pick(session, number)
             session.clear_passing_notices()  # they say how to pick

@@ -95,6 +95,7 @@ class Transcript:
         several = list(enumerate(turn.replies))[turn.first_compared :]
         column = (width - len(COLUMN_GAP) * (len(several) - 1)) // len(several)
         heads = [_head(number, reply, is_chosen=number == turn.chosen) for number, reply in several]
+        hint = wrap_plain(turn.pick_hint, width, "class:note", first="· ")
         if column >= MIN_COLUMN:
             columns = [
                 [*wrap([head], column), *self._reply(reply, column)]
@@ -104,13 +105,13 @@ class Transcript:
                 [wrap([head], column) for head in heads], column
             )  # of long replies the heads scroll away
             is_long = max(map(len, columns)) > MANY_LINES
-            return [*lines, *side_by_side(columns, column), *(feet if is_long else []), []]
+            return [*lines, *side_by_side(columns, column), *(feet if is_long else []), [], *hint, []]
         for head, (_, reply) in zip(heads, several, strict=True):
             lines += [*wrap([head], width), *self._reply(reply, width), []]
         foot: StyledLine = []
         for head in heads:
             foot += [head, ("", "  ")]
-        return [*lines, *(wrap(foot, width) if len(lines) > MANY_LINES else []), []]
+        return [*lines, *(wrap(foot, width) if len(lines) > MANY_LINES else []), *hint, []]
 
     def _layout(self, width: int) -> MarkdownLayout:
         from cbatch.cli.chat.markdown.layout import MarkdownLayout  # takes a tenth of a second, and the prompt waits

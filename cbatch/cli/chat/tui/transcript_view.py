@@ -104,7 +104,9 @@ class TranscriptView(UIControl):
         above = [number for number in found if number < self._found_line] if is_next else found
         line = self._found_line = above[-1] if above else found[-1]  # from the top it begins again at the end
         self._top = line
-        self._found = f"{found.index(line) + 1} of {len(found)} lines with {safe(self._searched)!r}: /find goes on, Esc"
+        self._found = (
+            f"{found.index(line) + 1} of {len(found)} lines with {safe(self._searched)!r}: /find goes on, Esc ends it"
+        )
 
     def _visible(self, chunks: Sequence[Sequence[StyledLine]], height: int) -> tuple[list[StyledLine], int]:
         """The lines on the screen, and how many are below it."""
