@@ -254,9 +254,9 @@ def test_a_terminal_without_a_cursor(runs: ForkServer, tmp_path: Path) -> None:
         chat.wait("[1] temperature=0", "[2] temperature=0.1")
         chat.say("/pick 1")
         chat.say("/read ~nosuchuser/x")
-        chat.wait("There is no such user")
+        chat.wait("There is no such user: ~nosuchuser/x. bob>")
         chat.say("/switch main")
-        chat.wait("> My name is Ada. Nice to meet you, Ada! main>")
+        chat.wait("bob> /switch main > My name is Ada. Nice to meet you, Ada! main>")
         chat.run.send(signal.SIGINT)
         chat.wait("Ctrl-D leaves. main>")
         assert chat.leave() == 0
