@@ -8,14 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from cbatch.cli.chat.engine_client import Post
 from cbatch.cli.chat.session.reply import Reply
 from cbatch.cli.chat.session.tool_round import REFUSED, ToolRound, ToolUse
 from cbatch.engine import MAX_TOOL_ROUNDS
 
 if TYPE_CHECKING:
     from cbatch.engine import Tool, ToolCall
-
-Post = Callable[[Callable[[], None]], None]
 
 
 class ToolBox:

@@ -56,6 +56,7 @@ class RunOptions:
         """Raises ConfigError for options that would make every row an error row."""
         self.sampling.check()
         self.replicas.check(self.engine, self.trace)
+        load_tools(map(Path, self.tools))  # before a model is loaded for them
         for name, is_given in (("retry-errors", self.retry_errors), ("recompute-changed", self.recompute_changed)):
             if is_given and not self.resume:
                 raise ConfigError(f"--{name} needs --resume.")

@@ -189,6 +189,15 @@ def test_tools_are_run(tmp_path: Path) -> None:
     assert run_command([*command, "--max-tool-rounds", "3", "--resume"]) == 2 and out.read_bytes() == before
 
 
+def test_a_wrong_tools_file_is_refused_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the user against loading a model, and the output file against being made, for tools that are wrong."""
+    source, out, tools = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "tools.py"
+    source.write_text('{"prompt": "a"}\n')
+    tools.write_text("x = 1\n")
+    assert run_command(["run", str(source), "-o", str(out), "-m", "/no/such/model", "--tools", str(tools)]) == 2
+    assert "tools.py defines no public function" in capsys.readouterr().err and not out.exists()
+
+
 def test_calls_are_forced_and_limited(tmp_path: Path) -> None:
     """Guards tool_choice on a random model, in both forms of rows, and parallel_tool_calls."""
     parameters = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}

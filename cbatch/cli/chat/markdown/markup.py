@@ -92,14 +92,7 @@ def wrap(fragments: Iterable[Fragment], width: int) -> list[StyledLine]:
             lines.append([])
             used = 0
         for style, text in word:
-            size = get_cwidth(text)
-            for part in [text] if used + size <= width else text:  # one that is longer than a line breaks anywhere
-                size = get_cwidth(part)
-                if used + size > width and used > 0:
-                    lines.append([])
-                    used = 0
-                append_text(lines[-1], style, part)
-                used += size
+            used = _fill(lines, used, style, text, width)
     return lines
 
 
@@ -108,15 +101,25 @@ def wrap_anywhere(fragments: Iterable[Fragment], width: int) -> list[StyledLine]
     lines: list[StyledLine] = [[]]
     used = 0
     for style, text in fragments:
-        size = get_cwidth(text)
-        for part in [text] if used + size <= width else text:
-            size = get_cwidth(part)
-            if used + size > width and used > 0:
-                lines.append([])
-                used = 0
-            append_text(lines[-1], style, part)
-            used += size
+        used = _fill(lines, used, style, text, width)
     return lines
+
+
+def _fill(lines: list[StyledLine], used: int, style: str, text: str, width: int) -> int:
+    """Adds text to the last line, and where it does not fit, at any character, to new ones.
+
+    used: cells of the last line that are taken
+
+    Returns how many are taken then.
+    """
+    for part in [text] if used + get_cwidth(text) <= width else text:
+        size = get_cwidth(part)
+        if used + size > width and used > 0:
+            lines.append([])
+            used = 0
+        append_text(lines[-1], style, part)
+        used += size
+    return used
 
 
 def cells(line: StyledLine) -> int:

@@ -20,6 +20,9 @@ ESCAPE_SECONDS, PREFIX_SECONDS = 0.05, 1.0
 """How long Esc waits for the rest of an Alt key, and Ctrl-X for the key after it."""
 
 
+Bind = Callable[..., None]
+"""Takes keys, what they do, and when."""
+
 ANSWERS = {"y": (True, False), "a": (True, True), "n": (False, False)}
 """What the keys mean when a call of a tool is asked about: whether it may run, and whether all later ones may."""
 
@@ -58,7 +61,6 @@ def make_key_bindings(
     bindings = KeyBindings()
     typing = has_focus(line.area) & ~is_searching
     on_empty_line = typing & Condition(lambda: not line.text)
-    picking = on_empty_line & Condition(lambda: picker.is_open)
 
     def bind(keys: str, action: Callable[[], object], when: Filter | bool = True) -> None:
         @bindings.add(*keys.split(), filter=when)
@@ -88,9 +90,15 @@ def make_key_bindings(
         bind(f"escape {index + 1}", partial(sessions.switch_to, index))
     for key, answer in ANSWERS.items():
         bind(key, partial(on_answer, *answer), on_empty_line & Condition(is_asking))
+    _bind_picker(bind, picker, on_empty_line)
+    return bindings
+
+
+def _bind_picker(bind: Bind, picker: ReplyPicker, when: Filter) -> None:
+    """Keys that pick one of several replies. They go before those that mean something else in a line."""
+    picking = when & Condition(lambda: picker.is_open)
     bind("left", lambda: picker.move(-1), picking)
     bind("right", lambda: picker.move(1), picking)
     bind("enter", picker.take, picking)
     for number in range(10):
-        bind(str(number), partial(picker.pick, number), on_empty_line & Condition(partial(picker.offers, number)))
-    return bindings
+        bind(str(number), partial(picker.pick, number), when & Condition(partial(picker.offers, number)))

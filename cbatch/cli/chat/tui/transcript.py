@@ -101,9 +101,7 @@ class Transcript:
                 [*wrap([head], column), *self._reply(reply, column)]
                 for head, (_, reply) in zip(heads, several, strict=True)
             ]
-            feet = side_by_side(
-                [wrap([head], column) for head in heads], column
-            )  # of long replies the heads scroll away
+            feet = side_by_side([wrap([head], column) for head in heads], column)
             is_long = max(map(len, columns)) > MANY_LINES
             return [*lines, *side_by_side(columns, column), *(feet if is_long else []), [], *hint, []]
         for head, (_, reply) in zip(heads, several, strict=True):
