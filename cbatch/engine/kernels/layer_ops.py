@@ -130,6 +130,65 @@ class ExpertWeights(NamedTuple):
     bias: Tensor | None
 
 
+class Recurrence(NamedTuple):
+    """Where the S chunks of a step have their states (see `StepStates`).
+
+    starts:          [S + 1] int32, first row of each chunk, and T
+    slots:           [S] int32; a chunk with a negative slot is padding: its rows are undefined, nothing is kept
+    snapshot_counts: [S] int32, number of the chunk's tokens after which its state is copied
+    snapshot_slots:  [S] int32, where to; negative if it is not
+    longest:         tokens of the longest chunk; 1 in a step that only decodes
+    """
+
+    starts: Tensor
+    slots: Tensor
+    snapshot_counts: Tensor
+    snapshot_slots: Tensor
+    longest: int
+
+
+class Convolution(NamedTuple):
+    """A causal convolution, channel by channel (see `ShortConvolution` in `models/programs/program.py`).
+
+    weight: [channels, kernel] float32; bias: [channels] float32, or None
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    activation: str = "none"
+
+
+class DeltaHeads(NamedTuple):
+    """The heads of a gated delta rule (see `GatedDelta` in `models/programs/program.py`).
+
+    decay: [value_heads] float32, -exp(decay_log); decay_bias: [value_heads] float32
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    decay: Tensor
+    decay_bias: Tensor
+
+
+class ScanHeads(NamedTuple):
+    """The heads of a scan (see `SelectiveScan` in `models/programs/program.py`).
+
+    decay: [heads] float32, -exp(decay_log); step_bias, skip: [heads] float32
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_size: int
+    decay: Tensor
+    step_bias: Tensor
+    skip: Tensor
+    step_min: float = 0.0
+    step_max: float = float("inf")
+
+
 class LayerOps(Protocol):
     """What computes these operations: Triton's kernels (`kernels/triton/layer.py`), or torch (`kernels/reference`).
 
@@ -225,6 +284,50 @@ class LayerOps(Protocol):
         """out [T, columns] = factor * the sum of each token's rows [T * top_k, columns], by their weights if `weighs`.
 
         add: to what `out` holds
+        """
+
+    def convolve(
+        self,
+        source: Tensor,
+        convolution: Convolution,
+        state: Tensor,
+        recurrence: Recurrence,
+        out: Tensor,
+        input_gate: Tensor | None,
+        output_gate: Tensor | None,
+    ) -> None:
+        """out [T, channels] = output_gate * activation(convolution(source * input_gate)) of each chunk.
+
+        source, gates: [T, channels], maybe columns of wider tensors
+        state:         [slots, channels, kernel - 1], read and written
+        """
+
+    def gated_delta(
+        self, qkv: Tensor, controls: Tensor, heads: DeltaHeads, state: Tensor, recurrence: Recurrence, out: Tensor
+    ) -> None:
+        """out [T, value_heads * value_dim] = the gated delta rule over each chunk.
+
+        qkv:      [T, 2 * key_heads * key_dim + value_heads * value_dim]
+        controls: [T, 2 * value_heads] b, then a
+        state:    [slots, value_heads, key_dim, value_dim], read and written
+        """
+
+    def selective_scan(
+        self, xbc: Tensor, steps: Tensor, heads: ScanHeads, state: Tensor, recurrence: Recurrence, out: Tensor
+    ) -> None:
+        """out [T, heads * head_dim] = the scan over each chunk.
+
+        xbc:   [T, heads * head_dim + 2 * groups * state_size] x, B and C
+        steps: [T, heads], maybe columns of a wider tensor
+        state: [slots, heads, head_dim, state_size], read and written
+        """
+
+    def gated_norm(
+        self, source: Tensor, gate: Tensor, norm: NormWeights, groups: int, out: Tensor, *, gate_first: bool
+    ) -> None:
+        """out [T, columns] = norm(source) * silu(gate), or norm(source * silu(gate)) if the gate comes first.
+
+        source, gate: as wide, maybe columns of wider tensors; each of `groups` parts is normed by itself
         """
 
 

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch.engine.runtime.state_pool import StepStates
 from cbatch.engine.runtime.transfer import to_device
 from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput
 from cbatch.engine.scheduler.request import Request
@@ -133,6 +134,7 @@ class RaggedBatch:
                    of that sequence up to itself
     scored         [R] bool, which of the R rows score a prompt; None if none does
     device_tokens  tokens that only the device knows; None if there are none, which is so whenever the host samples
+    states         where the chunks have the states of recurrent layers; None for a model without such layers
 
     sampling_params returns the parameters of the requests that get a token, packed (`sampler.pack_sampling_params`),
     for a step that samples by itself; None if something changes the logits before.
@@ -152,6 +154,7 @@ class RaggedBatch:
     scored: NDArray[np.bool_] | None = None
     device_tokens: DeviceTokens | None = None
     sampling_params: Callable[[], NDArray[np.int32] | None] | None = None
+    states: StepStates | None = None
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:

@@ -11,15 +11,20 @@ from torch.nn import functional
 from cbatch.engine.kernels.layer_ops import (
     ActivationSettings,
     Addend,
+    Convolution,
+    DeltaHeads,
     Embedding,
     ExpertWeights,
     Heads,
     NormWeights,
     Positions,
+    Recurrence,
     Router,
     Routing,
+    ScanHeads,
     multiply_logits,
 )
+from cbatch.engine.kernels.reference import recurrence as recurrence_ops
 from cbatch.engine.runtime.kv_cache import as_bytes, as_stored
 
 
@@ -170,6 +175,39 @@ class TorchLayerOps:
         for place, weight in zip(routing.places.T, routing.weights.T, strict=True):
             total += rows[place] * weight[:, None] if weighs else rows[place]
         out.copy_(out + factor * total if add else factor * total)
+
+    def convolve(
+        self,
+        source: Tensor,
+        convolution: Convolution,
+        state: Tensor,
+        recurrence: Recurrence,
+        out: Tensor,
+        input_gate: Tensor | None,
+        output_gate: Tensor | None,
+    ) -> None:
+        gated = source if input_gate is None else source.float() * input_gate
+        found = recurrence_ops.convolve(gated, convolution, state, recurrence)
+        out.copy_(found if output_gate is None else found * output_gate)
+
+    def gated_delta(
+        self, qkv: Tensor, controls: Tensor, heads: DeltaHeads, state: Tensor, recurrence: Recurrence, out: Tensor
+    ) -> None:
+        out.copy_(recurrence_ops.gated_delta(qkv, controls, heads, state, recurrence).flatten(1))
+
+    def selective_scan(
+        self, xbc: Tensor, steps: Tensor, heads: ScanHeads, state: Tensor, recurrence: Recurrence, out: Tensor
+    ) -> None:
+        out.copy_(recurrence_ops.selective_scan(xbc, steps, heads, state, recurrence).flatten(1))
+
+    def gated_norm(
+        self, source: Tensor, gate: Tensor, norm: NormWeights, groups: int, out: Tensor, *, gate_first: bool
+    ) -> None:
+        factor = functional.silu(gate.float())
+        x = source.float() * factor if gate_first else source.float()
+        weight = None if norm.weight is None else norm.weight.view(groups, -1)
+        normed = _normed(x.reshape(len(x), groups, -1), norm._replace(weight=weight)).flatten(1)
+        out.copy_(normed if gate_first else normed * factor)
 
 
 def store_in_blocks(cache: Tensor, new: Tensor, slots: Tensor, *, heads_first: bool) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cbatch.engine.models.base import ALL_EXPERTS_READ, LinearCost
 from cbatch.engine.runtime.kv_cache import LayerShape
+from cbatch.engine.runtime.state_pool import StateShape
 
 RESIDUAL = "residual"
 """The buffer that an operation with `add` adds to: the residual stream [T, hidden size]."""
@@ -346,6 +347,115 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ShortConvolution:
+    """target [T, channels] = activation(a causal convolution over the tokens of each sequence, channel by channel).
+
+    start:       first column of the source that goes in
+    weight:      [channels, 1, kernel]; its last number is for the token itself
+    state:       number of the state [channels, kernel - 1]: what the last tokens gave, the last one last
+    activation:  silu, or none
+    input_gate:  first column of the source with which what goes in is multiplied; None for none
+    output_gate: likewise for what comes out
+    """
+
+    source: str
+    target: str
+    weight: Weight
+    state: int
+    start: int = 0
+    bias: Weight | None = None
+    activation: Literal["silu", "none"] = "none"
+    input_gate: int | None = None
+    output_gate: int | None = None
+
+    @property
+    def channels(self) -> int:
+        return self.weight.size[0]
+
+    @property
+    def kernel(self) -> int:
+        return self.weight.size[-1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatedDelta:
+    """target [T, value_heads * value_dim] = the gated delta rule (Yang et al., https://arxiv.org/abs/2412.06464).
+
+    For each token, with the state S [key_dim, value_dim] of each value head, float32:
+        S = exp(-exp(decay_log) * softplus(a + decay_bias)) * S
+        S = S + k outer (sigmoid(b) * (v - k S))
+        target = key_dim**-0.5 * q S
+    with q and k divided by their lengths (eps 1e-6 under the root). Each head of keys serves value_heads / key_heads
+    value heads in a row.
+
+    source:   [T, 2 * key_heads * key_dim + value_heads * value_dim] queries, keys, values
+    controls: [T, 2 * value_heads] b, then a
+    state:    number of the state [value_heads, key_dim, value_dim]
+    decay_log, decay_bias: [value_heads]
+    """
+
+    source: str
+    controls: str
+    target: str
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    state: int
+    decay_log: Weight
+    decay_bias: Weight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SelectiveScan:
+    """target [T, heads * head_dim] = the scan of Mamba 2 (Dao and Gu, https://arxiv.org/abs/2405.21060).
+
+    For each token, with the state S [head_dim, state_size] of each head, float32:
+        d = clamp(softplus(step + step_bias), step_min, step_max)
+        S = exp(-exp(decay_log) * d) * S + d * x outer B
+        target = S C + skip * x
+
+    source: [T, heads * head_dim + 2 * groups * state_size] x, then B and C of all groups; heads / groups heads in a row
+            share one
+    steps:  [T, ...], of which `heads` columns from `step_start` are the step
+    state:  number of the state [heads, head_dim, state_size]
+    decay_log, step_bias, skip: [heads]
+    """
+
+    source: str
+    steps: str
+    target: str
+    heads: int
+    head_dim: int
+    groups: int
+    state_size: int
+    state: int
+    decay_log: Weight
+    step_bias: Weight
+    skip: Weight
+    step_start: int = 0
+    step_min: float = 0.0
+    step_max: float = math.inf
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatedNorm:
+    """target = norm(source) * silu(gate), or norm(source * silu(gate)) if the gate comes first.
+
+    gate_start: first column of the gate, which is as wide as the source
+    groups:     so many parts of the source are normed, each by itself; the norm's weight is as long as the source
+    """
+
+    source: str
+    gate: str
+    target: str
+    norm: Norm
+    groups: int
+    gate_start: int = 0
+    gate_first: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Head:
     """Logits of the wanted rows: softcap(factor * (norm(residual) times matrix + biases)); softcap 0 for none."""
 
@@ -355,7 +465,23 @@ class Head:
     softcap: float = 0.0
 
 
-Operation = Embed | Normalize | Linear | PrepareHeads | Attend | Gate | Gather | Scale | Route | Experts | Head
+Operation = (
+    Embed
+    | Normalize
+    | Linear
+    | PrepareHeads
+    | Attend
+    | Gate
+    | Gather
+    | Scale
+    | Route
+    | Experts
+    | ShortConvolution
+    | GatedDelta
+    | SelectiveScan
+    | GatedNorm
+    | Head
+)
 
 
 Layout = tuple[tuple[str, str], ...]
@@ -370,6 +496,7 @@ class Program:
     caches:        shape of each KV cache
     windows:       how many tokens back its layers see, including the token itself; None for all
     rotaries:      those that its operations number
+    states:        shapes of the states of recurrent layers
     is_tied:       the output head is the embedding
     replaced_ids:  token ids that stand for something else than text, and what is embedded instead
     layouts:       other ways in which files name the weights
@@ -389,6 +516,7 @@ class Program:
     replaced_ids: Mapping[int, int] = field(default_factory=dict)
     layouts: tuple[Layout, ...] = ()
     spare: tuple[str, ...] = ()
+    states: tuple[StateShape, ...] = ()
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:

@@ -1,0 +1,80 @@
+"""The memory of recurrent state: a slot for each running request, beside the pages of the KV cache.
+
+Recurrent layers (gated delta nets, state-space models, short convolutions) keep tensors of fixed size for a sequence,
+however long it is. A slot has a place in each of them. Snapshots, from which requests with the same beginning go on,
+are slots too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.engine.runtime.cpu import empty
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """One tensor that a recurrent layer keeps for each sequence. Before the first token it is zero."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class StatePool:
+    """The states of all recurrent layers in `num_slots` slots.
+
+    tensors: of each state [num_slots, *shape]; what a slot holds is undefined until it is zeroed or copied to
+    """
+
+    def __init__(
+        self, shapes: Sequence[StateShape], num_slots: int, device: torch.device | Sequence[torch.device]
+    ) -> None:
+        """device: of all states, or of each"""
+        self.num_slots = num_slots
+        devices = [device] * len(shapes) if isinstance(device, torch.device) else device
+        self.tensors = [_empty(num_slots, state, place) for state, place in zip(shapes, devices, strict=True)]
+
+    def zero(self, slots: Sequence[int]) -> None:
+        """Makes slots those of sequences without a token."""
+        for tensor in self.tensors:
+            tensor[list(slots)] = 0
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies slots to slots; no target is a source."""
+        for tensor in self.tensors:
+            tensor[list(targets)] = tensor[list(sources)]
+
+
+def _empty(num_slots: int, state: StateShape, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.empty(num_slots, *state.shape, dtype=state.dtype, device=device)
+    # The system commits memory of numpy's when it is first touched, and most snapshots never are.
+    memory = torch.from_numpy(empty(num_slots * state.num_bytes, np.uint8))
+    return memory.view(state.dtype).view(num_slots, *state.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class StepStates:
+    """Where the S chunks of a step have their states.
+
+    pool:            of which a model reads and writes slots; chunks that begin a sequence have slots of zeros
+    slots:           [S] int64, slot of each chunk: read before its first token, and written after its last
+    snapshot_counts: [S] int64, number of the chunk's tokens after which its state is copied
+    snapshot_slots:  [S] int64, where it is copied to; -1 if it is not
+    """
+
+    pool: StatePool
+    slots: NDArray[np.int64]
+    snapshot_counts: NDArray[np.int64]
+    snapshot_slots: NDArray[np.int64]
