@@ -41,6 +41,7 @@ class CpuModel:
 
     has_own_threads = True
     capturable = None
+    chunk_multiple = 1  # recurrent layers go from token to token
 
     def __init__(
         self,
@@ -69,6 +70,8 @@ class CpuModel:
         self.layers = list(program.caches)
         self.windows: list[int | None] = list(program.windows)
         self.layer_devices = [self.device] * len(self.layers)
+        self.states = list(program.states)
+        self.state_devices = [self.device] * len(self.states)
         if not fits(self.layers, LANES, dtype):
             raise UnsupportedConfig(f"the kernels do not support its sizes, or do not compute in {dtype}")
         if quantize and dtype != torch.bfloat16:

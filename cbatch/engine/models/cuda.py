@@ -30,6 +30,7 @@ class CudaModel:
     """
 
     has_own_threads = False
+    chunk_multiple = 64  # of the kernels for prompts of recurrent layers
 
     def __init__(
         self,
@@ -59,6 +60,8 @@ class CudaModel:
         self.layers = list(program.caches)
         self.windows: list[int | None] = list(program.windows)
         self.layer_devices = [self.device] * len(self.layers)
+        self.states = list(program.states)
+        self.state_devices = [self.device] * len(self.states)
         self.ops = ops or _triton_ops(self.layers, dtype, device)
         tensors = resolved(program, tensors)
         self.num_parameters = check_weights(program, tensors)
