@@ -300,7 +300,9 @@ class MemoryProfiler:
     def _measure_graphs(self, measure_peak: Callable[[Callable[[], object]], int]) -> int:
         """What the graphs keep: the largest one of each kind, which the others use again, and something for each."""
         runner, limits = self._runner, self._limits
-        parts = step_parts(self._model, runner.attention, runner.kv_cache, self._sampler, limits.graphs)
+        parts = step_parts(
+            self._model, runner.attention, runner.kv_cache, self._sampler, limits.graphs, runner.state_pool
+        )
         if parts is None:
             return 0
         sizes, num_blocks = GraphSizes.of(limits), -(-self._cache_tokens // runner.kv_cache.block_size)

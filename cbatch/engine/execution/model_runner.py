@@ -25,12 +25,17 @@ _log = logging.getLogger("cbatch")
 
 
 def step_parts(
-    model: Model, attention: AttentionBackend, kv_cache: KVCache, sampler: Sampler, wanted: bool
+    model: Model,
+    attention: AttentionBackend,
+    kv_cache: KVCache,
+    sampler: Sampler,
+    wanted: bool,
+    state_pool: StatePool | None = None,
 ) -> StepParts | None:
     """What takes part in a step, if steps are to be captured as CUDA graphs and can be."""
     if not wanted or not is_nvidia(model.device) or model.capturable is None or attention.capturable is None:
         return None
-    return StepParts(model.capturable, attention.capturable, kv_cache, sampler)
+    return StepParts(model.capturable, attention.capturable, kv_cache, sampler, state_pool)
 
 
 def stored_states(model: Model, dtype: torch.dtype | None) -> list[StateShape]:
@@ -72,7 +77,7 @@ class ModelRunner:
         has_room: whether there is memory for another graph
         """
         model, kv_cache = self.check_open()
-        if parts := step_parts(model, self.attention, kv_cache, sampler, limits.graphs):
+        if parts := step_parts(model, self.attention, kv_cache, sampler, limits.graphs, self.state_pool):
             with use_device(model.device):
                 self._graphs = StepGraphs(parts, GraphSizes.of(limits), has_room=has_room)
             if self.graph_problem:

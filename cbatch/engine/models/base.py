@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cbatch.engine.attention.base import AttentionBackend, CapturableAttention
+from cbatch.engine.kernels.layer_ops import Recurrence
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 from cbatch.engine.runtime.state_pool import StateShape
@@ -36,11 +38,16 @@ class DeviceInputs(NamedTuple):
     """A step's inputs on the device (see `RaggedBatch`), [T] integers each.
 
     A token with a negative slot is not stored in the cache.
+
+    recurrence: where the step's chunks have the states of recurrent layers; None for a model without such layers
+    states:     each of these states [slots, *shape]
     """
 
     input_ids: Tensor
     position_ids: Tensor
     slot_mapping: Tensor
+    recurrence: Recurrence | None = None
+    states: Sequence[Tensor] = ()
 
 
 class HiddenStates(NamedTuple):
