@@ -18,7 +18,7 @@ from cbatch.engine.models.programs.declarations import declared_kinds
 from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.architectures import CLASSES, NOT_BUILT_HERE, draw, make_architecture
 from tests.support.generation import generate
-from tests.support.planted_faults import STATE_FAULTS, leak_neighbour, shift_positions, widen_window
+from tests.support.planted_faults import INDEX_FAULTS, STATE_FAULTS, leak_neighbour, shift_positions, widen_window
 from tests.support.tiny_models import generate_alone, make_engine, make_prompts
 
 EQUAL, REFUSED, NOT_BUILT, INSENSITIVE = "equal", "refused", "not built", "insensitive"
@@ -108,6 +108,8 @@ def unseen_faults(network: Any, engine: SteppingEngine) -> list[str]:
         faults.append(widen_window)
     if engine.model.states:
         faults += STATE_FAULTS
+    if not all(layer.value_dim for layer in engine.model.layers):
+        faults += INDEX_FAULTS
     return [f"{plant.__name__}{UNSEEN}" for plant in faults if not with_fault(plant)(network, engine)]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cbatch.engine.attention import reference
-from cbatch.engine.models.hf import recurrent
+from cbatch.engine.models.hf import indexed, recurrent
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.state_pool import StatePool, StepStates
 
@@ -93,3 +93,24 @@ def _change_states(patch: pytest.MonkeyPatch, change: Callable[[StepStates], Non
 
 STATE_FAULTS = [keep_states_of_others, keep_stale_states, take_state_of_neighbour, snapshot_one_token_off]
 """For models with recurrent layers."""
+
+
+def ignore_index(patch: pytest.MonkeyPatch) -> None:
+    """Attention sees all tokens, and not only those that an indexer has chosen."""
+    patch.setattr(reference, "_chosen", lambda indices, stop: torch.ones(len(indices), stop, dtype=torch.bool))
+
+
+def forget_old_index(patch: pytest.MonkeyPatch) -> None:
+    """An indexer finds zeros instead of the keys of earlier steps."""
+    update = indexed.IndexView.update_indexer
+
+    def forgetful(self: Any, keys: torch.Tensor, layer: int) -> torch.Tensor:
+        found = update(self, keys, layer).clone()
+        found[:, : self._sequence.start] = 0
+        return found
+
+    patch.setattr(indexed.IndexView, "update_indexer", forgetful)
+
+
+INDEX_FAULTS = [ignore_index, forget_old_index]
+"""For models with sparse attention."""

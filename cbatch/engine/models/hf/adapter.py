@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
@@ -30,9 +30,16 @@ from torch import Tensor, nn
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.models.base import LinearCost
-from cbatch.engine.models.hf.attention_calls import AttentionCalls, AttentionProbe, attending, paged_attention
+from cbatch.engine.models.hf.attention_calls import (
+    AttentionCalls,
+    AttentionProbe,
+    attending,
+    paged_attention,
+    placeholder_mask,
+)
 from cbatch.engine.models.hf.capture import CapturableNetwork
 from cbatch.engine.models.hf.hooks import accept_host_rows, input_device, parameters_once
+from cbatch.engine.models.hf.indexed import INDEXED_LAYERS, serve_indexers
 from cbatch.engine.models.hf.linear_cost import linear_cost_of
 from cbatch.engine.models.hf.mask_patterns import MaskPattern, probe_mask
 from cbatch.engine.models.hf.recurrent import StateLayout, recurring, serve_modules
@@ -44,11 +51,14 @@ from cbatch.engine.runtime.state_pool import StateShape
 
 ATTENTION_NAME = "cbatch"
 PROBE_NAME = "cbatch_probe"
+INDEXED_NAME = "cbatch_indexed"
+"""Of models with an indexer, whose modules take masks apart before they reach the attention function."""
 
 ATTENTION_LAYERS = {
     "full_attention": "full_attention",
     "sliding_attention": "sliding_attention",
     "chunked_attention": "chunked_attention",
+    "indexed_attention": "full_attention",
     "hybrid": "full_attention",
     "hybrid_sliding": "sliding_attention",
 }
@@ -64,6 +74,8 @@ _in_use: WeakKeyDictionary[nn.Module, threading.Lock] = WeakKeyDictionary()
 """Held while a network runs: another engine that is made of it changes its attention, to compare."""
 _served: WeakKeyDictionary[nn.Module, StateLayout] = WeakKeyDictionary()
 """The states of networks whose recurrent layers are served already."""
+_indexed: WeakSet[nn.Module] = WeakSet()
+"""Networks whose indexers are served already."""
 _claiming = threading.Lock()
 os.register_at_fork(after_in_child=_in_use.clear)  # the parent may hold them
 
@@ -80,8 +92,10 @@ class TransformersModel:
         from transformers import AttentionInterface, AttentionMaskInterface
 
         AttentionInterface.register(ATTENTION_NAME, paged_attention)
-        AttentionInterface.register(PROBE_NAME, paged_attention)
+        for name in (PROBE_NAME, INDEXED_NAME):
+            AttentionInterface.register(name, paged_attention)
         AttentionMaskInterface.register(PROBE_NAME, probe_mask)
+        AttentionMaskInterface.register(INDEXED_NAME, placeholder_mask)
         self._network = network
         with _claiming:
             self._in_use = _in_use.setdefault(network, threading.Lock())
@@ -97,6 +111,7 @@ class TransformersModel:
         self.short_context: int | None = None
         try:
             _check_config(network.config, self.config)
+            self._attention_name = self._serve_indexers()
             self._recurrent = self._serve_recurrent_layers()
             self.layers, self.windows, self.layer_devices = self._probe()
         except ModelError as error:
@@ -115,6 +130,11 @@ class TransformersModel:
     @property
     def chunk_multiple(self) -> int:
         return 1 if self._recurrent is None else _chunk_multiple(self.config, self._recurrent)
+
+    @property
+    def has_index(self) -> bool:
+        """Whether indexers keep keys of their own, which only the reference of attention serves."""
+        return len(self.layers) > len(self.windows)
 
     def go_on_by_token(self) -> bool:
         """Gives its recurrent layers prompts that go on from a state token by token; False if that changes nothing."""
@@ -138,7 +158,7 @@ class TransformersModel:
     @cached_property
     def capturable(self) -> CapturableNetwork | None:
         """Its decoder and its head by themselves, if together they are the network; see `CapturableNetwork`."""
-        if self._is_emulated or self.states or len({self.device, *self.layer_devices}) > 1:
+        if self._is_emulated or self.states or self.has_index or len({self.device, *self.layer_devices}) > 1:
             return None
         return CapturableNetwork.of(self, self._network)
 
@@ -164,9 +184,9 @@ class TransformersModel:
         """Raises ModelError if it calls attention more or less often than when it was loaded."""
         with self._in_use, attending(step):
             yield
-        if step.calls != len(self.layers):
+        if step.calls != len(self.windows):
             raise ModelError(
-                f"it called attention {step.calls} times in a step, and {len(self.layers)} times when it was loaded"
+                f"it called attention {step.calls} times in a step, and {len(self.windows)} times when it was loaded"
             )
 
     def _call(self, batch: RaggedBatch) -> Tensor:
@@ -208,7 +228,19 @@ class TransformersModel:
             try:
                 yield
             finally:
-                self._network.set_attn_implementation(ATTENTION_NAME)
+                self._network.set_attn_implementation(self._attention_name)
+
+    def _serve_indexers(self) -> str:
+        """The name of the attention function that it calls in a step."""
+        if not INDEXED_LAYERS.intersection(getattr(self.config, "layer_types", None) or ()):
+            return ATTENTION_NAME
+        self._attention_name = INDEXED_NAME
+        with _claiming:
+            if self._network not in _indexed:
+                with self._own_attention(), torch.inference_mode():
+                    serve_indexers(self._network, self.config, self.device)
+                _indexed.add(self._network)
+        return INDEXED_NAME
 
     def _serve_recurrent_layers(self) -> StateLayout | None:
         """The states of its recurrent layers; None if it has none."""
@@ -229,7 +261,7 @@ class TransformersModel:
         with self._in_use, torch.inference_mode(), attending(probe):
             self._network.set_attn_implementation(PROBE_NAME)
             self._call(batch)
-            self._network.set_attn_implementation(ATTENTION_NAME)
+            self._network.set_attn_implementation(self._attention_name)
         layers = len(_attention_kinds(self.config) or range(self.config.num_hidden_layers))
         if self._recurrent is None and len(probe.shapes) < layers:
             raise ModelError(
@@ -239,7 +271,9 @@ class TransformersModel:
         _check_patterns(self.config, probe.patterns)
         chunks = [pattern.chunk for pattern in probe.patterns if pattern.chunk]
         self.max_model_len = min([self.max_model_len, *chunks])  # within its first chunk a layer sees every token
-        return probe.shapes, [pattern.window for pattern in probe.patterns], probe.devices
+        indices = [LayerShape(1, dim, 0) for dim, _ in probe.index_dims]
+        devices = [*probe.devices, *(device for _, device in probe.index_dims)]
+        return probe.shapes + indices, [pattern.window for pattern in probe.patterns], devices
 
 
 def _attention_kinds(config: Any) -> list[str]:

@@ -224,7 +224,8 @@ def serve_modules(network: Any, config: Any, device: torch.device) -> StateLayou
     if cache is None:
         raise ModelError("its recurrent layers keep their states in a way that cannot be served")
     states = _states_of(cache)
-    modules = _modules_that_ask(network, cache, {"input_ids": ids[:, :1], name: cache, "use_cache": True})
+    inputs = {"input_ids": ids[:, :1], name: cache, "use_cache": True}
+    modules = modules_that_ask(network, cache, inputs, _METHODS)
     if not states.shapes or not modules:
         raise ModelError("its recurrent layers keep their states in a way that cannot be served")
     for module, parameter in modules.items():
@@ -265,8 +266,8 @@ _METHODS = (
 )  # fmt: skip
 
 
-def _modules_that_ask(network: Any, cache: Any, inputs: dict[str, Any]) -> dict[nn.Module, str]:
-    """The modules that ask a cache for states in a pass, and the parameter of their `forward` by which they know it."""
+def modules_that_ask(network: Any, cache: Any, inputs: dict[str, Any], methods: Sequence[str]) -> dict[nn.Module, str]:
+    """The modules that call such methods of a cache in a pass, and the parameter by which their `forward` gets it."""
     running: list[nn.Module] = []
     found: dict[nn.Module, str] = {}
     parameters: dict[nn.Module, str] = {}
@@ -291,7 +292,7 @@ def _modules_that_ask(network: Any, cache: Any, inputs: dict[str, Any]) -> dict[
     handles = []
     for module in network.modules():
         handles += [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
-    for method in _METHODS:
+    for method in methods:
         if hasattr(cache, method):
             setattr(cache, method, noting(getattr(cache, method)))
     try:
