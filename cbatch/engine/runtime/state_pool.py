@@ -36,6 +36,7 @@ class StatePool:
     """The states of all recurrent layers in `num_slots` slots.
 
     tensors: of each state [num_slots, *shape]; what a slot holds is undefined until it is zeroed or copied to
+    flat:    the memory of all, one state after the other; None if they have several types, or are not on a CPU
     """
 
     def __init__(
@@ -44,7 +45,12 @@ class StatePool:
         """device: of all states, or of each"""
         self.num_slots = num_slots
         devices = [device] * len(shapes) if isinstance(device, torch.device) else device
-        self.tensors = [_empty(num_slots, state, place) for state, place in zip(shapes, devices, strict=True)]
+        self.flat = _flat(num_slots, shapes, devices)
+        if self.flat is None:
+            self.tensors = [_empty(num_slots, state, place) for state, place in zip(shapes, devices, strict=True)]
+            return
+        parts = torch.split(self.flat, [num_slots * math.prod(state.shape) for state in shapes])
+        self.tensors = [part.view(num_slots, *state.shape) for part, state in zip(parts, shapes, strict=True)]
 
     @property
     def slot_bytes(self) -> int:
@@ -59,6 +65,13 @@ class StatePool:
         """Copies slots to slots; no target is a source."""
         for tensor in self.tensors:
             tensor[list(targets)] = tensor[list(sources)]
+
+
+def _flat(num_slots: int, shapes: Sequence[StateShape], devices: Sequence[torch.device]) -> Tensor | None:
+    if len({state.dtype for state in shapes}) != 1 or any(device.type != "cpu" for device in devices):
+        return None
+    size = sum(math.prod(state.shape) for state in shapes)
+    return _empty(num_slots, StateShape((size,), shapes[0].dtype), devices[0]).view(-1)
 
 
 def _empty(num_slots: int, state: StateShape, device: torch.device) -> Tensor:
