@@ -20,7 +20,7 @@ from cbatch.engine.kernels.cpu import program as kernels
 from cbatch.engine.kernels.cpu.matmul.linear import new_linear_workspace
 from cbatch.engine.kernels.cpu.matmul.microkernel import LANES, pad_columns
 from cbatch.engine.kernels.cpu.paged_kv import PagedCaches, new_attention_workspace, plan_attention
-from cbatch.engine.kernels.cpu.recurrence import Recurrence, new_recurrence, state_layout
+from cbatch.engine.kernels.cpu.recurrent.states import Recurrence, new_recurrence, state_layout
 from cbatch.engine.kernels.cpu.tensors import as_array, block_shapes, fits, paged_caches_of
 from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.models.base import LinearCost

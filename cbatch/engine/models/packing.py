@@ -417,35 +417,43 @@ class CpuProgram:
             instruction["other"], instruction["other_width"] = self._float(operation.target, width)
 
     def _write_gated_delta(self, operation: GatedDelta) -> None:
-        if operation.value_dim % LANES:
-            raise UnsupportedConfig(f"the kernels do not support values of {operation.value_dim} in recurrent layers")
         instruction = self._new(instructions.GATED_DELTA)
-        width = operation.value_heads * operation.value_dim
-        self._write_recurrence(instruction, operation, operation.controls, width)
-        instruction["key_heads"], instruction["heads"] = operation.key_heads, operation.value_heads
-        instruction["key_dim"], instruction["value_dim"] = operation.key_dim, operation.value_dim
+        self._write_recurrence(
+            instruction, operation, operation.controls, operation.value_heads, operation.key_dim, operation.value_dim
+        )
+        instruction["key_heads"] = operation.key_heads
         instruction["bias"] = self._vector(operation.decay_bias)
 
     def _write_scan(self, operation: SelectiveScan) -> None:
         instruction = self._new(instructions.SELECTIVE_SCAN)
-        self._write_recurrence(instruction, operation, operation.steps, operation.heads * operation.head_dim)
-        instruction["heads"], instruction["groups"] = operation.heads, operation.groups
-        instruction["key_dim"], instruction["value_dim"] = operation.state_size, operation.head_dim
-        instruction["start"] = operation.step_start
+        self._write_recurrence(
+            instruction, operation, operation.steps, operation.heads, operation.state_size, operation.head_dim
+        )
+        instruction["groups"], instruction["start"] = operation.groups, operation.step_start
         instruction["step_min"], instruction["step_max"] = operation.step_min, operation.step_max
         instruction["bias"], instruction["scale"] = self._vector(operation.step_bias), self._vector(operation.skip)
 
     def _write_recurrence(
-        self, instruction: Any, operation: GatedDelta | SelectiveScan, controls: str, width: int
+        self,
+        instruction: Any,
+        operation: GatedDelta | SelectiveScan,
+        controls: str,
+        heads: int,
+        keys: int,
+        columns: int,
     ) -> None:
+        """keys, columns: of the state of a head"""
+        if columns % LANES:
+            raise UnsupportedConfig(f"the kernels do not support heads of {columns} in recurrent layers")
         instruction["source"], instruction["source_width"] = self._buffers[operation.source]
         instruction["other"], instruction["other_width"] = self._buffers[controls]
+        instruction["heads"], instruction["key_dim"], instruction["value_dim"] = heads, keys, columns
         instruction["state"], log = operation.state, operation.decay_log
         instruction["params"] = self._add_vector(
-            math.prod(log.size), lambda tensors: -log.read(tensors[log.name]).float().flatten().exp()
+            heads, lambda tensors: -log.read(tensors[log.name]).float().flatten().exp()
         )
-        self._columns[operation.target] = width
-        place = self._float(operation.target, pad_columns(width))
+        self._columns[operation.target] = heads * columns
+        place = self._float(operation.target, pad_columns(heads * columns))
         instruction["target"], instruction["target_width"] = place
 
     def _write_gated_norm(self, operation: GatedNorm) -> None:

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from cbatch.engine.kernels.cpu.activation import ActivationParams
 from cbatch.engine.kernels.cpu.argmax import argmax
 from cbatch.engine.kernels.cpu.attention import attend, store_kv
-from cbatch.engine.kernels.cpu.delta_rule import DeltaParams, gated_delta
 from cbatch.engine.kernels.cpu.fast_math import exp, from_float32, tanh, to_float32
 from cbatch.engine.kernels.cpu.jit import entry, inlined, kernel
 from cbatch.engine.kernels.cpu.matmul.experts import (
@@ -37,14 +36,11 @@ from cbatch.engine.kernels.cpu.paged_kv import (
     PagedKV,
     kv_of_layer,
 )
-from cbatch.engine.kernels.cpu.recurrence import (
-    ConvolutionParams,
-    Recurrence,
-    ScanParams,
-    convolve,
-    gated_norm,
-    selective_scan,
-)
+from cbatch.engine.kernels.cpu.recurrent.convolution import ConvolutionParams, convolve
+from cbatch.engine.kernels.cpu.recurrent.delta_rule import DeltaParams, gated_delta
+from cbatch.engine.kernels.cpu.recurrent.gated_norm import gated_norm
+from cbatch.engine.kernels.cpu.recurrent.selective_scan import ScanParams, selective_scan
+from cbatch.engine.kernels.cpu.recurrent.states import Recurrence
 from cbatch.engine.kernels.cpu.work_queue import Worker, claim, next_task
 
 EMBED, NORMALIZE, LINEAR, PREPARE_HEADS, ATTEND, GATE, GATHER, SCALE, HEAD = range(9)
@@ -621,18 +617,18 @@ def _selective_scan(
         vector_of(weights, op.bias, op.heads), vector_of(weights, op.scale, op.heads), op.step_min, op.step_max,
     )  # fmt: skip
     source = buffer_of(arenas.floats, op.source, op.source_width, tokens)
-    steps = buffer_of(arenas.floats, op.other, op.other_width, tokens)[:, op.start : op.start + op.heads]
+    steps = buffer_of(arenas.floats, op.other, op.other_width, tokens)
     out = buffer_of(arenas.floats, op.target, op.target_width, tokens)
-    return selective_scan(worker, phase, recurrence, op.state, params, source, steps, out)
+    return selective_scan(worker, phase, recurrence, op.state, params, source, steps, op.start, out)
 
 
 @kernel
 def _gated_norm(worker: Worker, phase: int, op: Any, weights: Weights, tokens: int, arenas: Arenas) -> int:
     source = buffer_of(arenas.floats, op.source, op.source_width, tokens)
-    gate = buffer_of(arenas.floats, op.other, op.other_width, tokens)[:, op.start : op.start + op.columns]
+    gates = buffer_of(arenas.floats, op.other, op.other_width, tokens)
     out = buffer_of(arenas.elements, op.target, op.target_width, tokens)
     norm = _norm_of(weights, op, op.columns)
-    return gated_norm(worker, phase, source, gate, norm, op.groups, op.gate_first, out)
+    return gated_norm(worker, phase, source, gates, op.start, op.columns, norm, op.groups, op.gate_first, out)
 
 
 @kernel
