@@ -26,7 +26,7 @@ VOCABULARY, HIDDEN, INNER, KV_HEADS = 151936, 4096, 12288, 8
 BLOCK_SIZE = 16
 
 
-PARTS = ("attention", "forms", "rest", "families")
+PARTS = ("attention", "forms", "rest", "families", "recurrence")
 KV_DTYPES = ("auto", "fp8")
 SPILLS = {("_prefill_kernel", 100, 256): 8}
 """Bytes that a kernel may spill, by its chip and head size. These 8 are 2 KiB for all threads of a program, if each
@@ -37,7 +37,7 @@ class Case(NamedTuple):
     """Kernels that are compiled together: for a chip, by compute capability, and a type of weights.
 
     part:       "attention", which depends on heads; "forms", all that attention can be asked for; "families", what
-                only some models need; or "rest"
+                only some models need; "recurrence", recurrent layers; or "rest"
     head_size:  0 unless the part is attention, as is
     group:      the number of query heads that share a KV head
     kv_dtype:   type of the KV cache, as `--kv-dtype` has it
@@ -77,7 +77,8 @@ def all_cases(options: argparse.Namespace) -> list[Case]:
     from cbatch.engine.attention.triton import LARGEST_HEAD_BELOW_80
 
     dtypes = {capability: "float16" if capability < 80 else "bfloat16" for capability in options.arch}
-    cases = [Case(chip, dtype, part) for chip, dtype in dtypes.items() for part in ("rest", "families", "forms")]
+    parts = "rest", "families", "recurrence", "forms"
+    cases = [Case(chip, dtype, part) for chip, dtype in dtypes.items() for part in parts]
     cases += [
         Case(chip, dtype, "attention", head, group, kv_dtype)
         for kv_dtype, (chip, dtype), head, group in itertools.product(
@@ -101,6 +102,7 @@ def compile_case(case: Case) -> list[Kernel]:
         "forms": launch_forms,
         "rest": launch_rest,
         "families": launch_families,
+        "recurrence": launch_recurrence,
     }
     with stub_driver(case.capability, compiles=True) as stub, torch.inference_mode():
         parts[case.part](case, getattr(torch, case.dtype))
@@ -263,6 +265,36 @@ def launch_families(case: Case, dtype: Any) -> None:
         ops.expert_linear(source, routing, up, rows, gathers=True, weighs=True)
         ops.expert_linear(rows[:, :inner].contiguous(), routing, down, result, gathers=False, weighs=False)
         ops.combine(result, routing, 1.0, torch.empty(tokens, hidden), weighs=True, add=True)
+
+
+def launch_recurrence(case: Case, dtype: Any) -> None:
+    """Recurrent layers of Qwen3-Next, Mamba 2 and LFM2, and of odd sizes; a step that decodes, and one with chunks."""
+    import torch
+
+    from cbatch.engine.kernels.layer_ops import Convolution, DeltaHeads, NormWeights, Recurrence, ScanHeads
+
+    ops, numbers = layer_ops(case), torch.empty(128)
+    for longest in (1, 100):
+        starts, slots = torch.arange(3, dtype=torch.int32) * longest, torch.zeros(2, dtype=torch.int32)
+        recurrence, tokens = Recurrence(starts, slots, slots, slots, longest), 2 * longest
+        wide, out = torch.empty(tokens, 16384, dtype=dtype), torch.empty(tokens, 8192, dtype=dtype)
+        for kernel, gate, activation in ((4, None, "silu"), (3, out, "none")):
+            convolution = Convolution(torch.empty(8192, kernel), None if gate is None else numbers, activation)
+            states = torch.empty(1, 8192, kernel - 1, dtype=dtype)
+            ops.convolve(wide[:, :8192], convolution, states, recurrence, out, gate, gate)
+        exact = torch.float32
+        for key_dim, value_dim, kind in ((128, 128, exact), (64, 128, dtype), (256, 256, dtype), (96, 80, dtype)):
+            delta, columns = DeltaHeads(4, 8, key_dim, value_dim, numbers, numbers), 8 * (key_dim + value_dim)
+            states = torch.empty(1, 8, key_dim, value_dim, dtype=kind)
+            ops.gated_delta(wide[:, :columns], wide[:, 8192:8208], delta, states, recurrence, out[:, : 8 * value_dim])
+        for head_dim, groups, size, kind in ((64, 1, 128, exact), (64, 1, 256, dtype), (80, 2, 16, dtype)):
+            scan = ScanHeads(16, head_dim, groups, size, numbers, numbers, numbers)
+            columns = 16 * head_dim + 2 * groups * size
+            states = torch.empty(1, 16, head_dim, size, dtype=kind)
+            ops.selective_scan(wide[:, :columns], wide, scan, states, recurrence, out[:, : 16 * head_dim])
+    for groups, gate_first in ((32, False), (1, True)):
+        norm = NormWeights("rms", 1e-6, torch.empty(4096))
+        ops.gated_norm(wide[:, :4096], wide[:, 4096:8192], norm, groups, out[:, :4096], gate_first=gate_first)
 
 
 def layer_ops(case: Case) -> Any:

@@ -24,14 +24,18 @@ ALL = ATTENTION | {
     "_gate_kernel",
     "_norm_kernel", "_normalize_kernel", "_place_kernel", "_route_kernel", "_scan_kernel",
 }  # fmt: skip
+RECURRENCE = {
+    "_convolve_kernel", "_convolve_step_kernel", "_gated_delta_kernel", "_gated_norm_kernel", "_keep_window_kernel",
+    "_selective_scan_kernel",
+}  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("chip", "heads", "group", "caches", "parts", "names"),
     [
-        ("90", "128", "4", "auto,fp8", "attention,forms,rest,families", ALL),
-        ("86", "256", "8", "auto", "attention", ATTENTION),
+        ("90", "128", "4", "auto,fp8", "attention,forms,rest,families,recurrence", ALL | RECURRENCE),
+        ("86", "256", "8", "auto", "attention,recurrence", ATTENTION | RECURRENCE),
     ],
 )
 def test_kernels_compile_and_fit(chip: str, heads: str, group: str, caches: str, parts: str, names: set[str]) -> None:

@@ -14,13 +14,17 @@ from torch import Tensor
 from cbatch.engine.kernels.layer_ops import (
     ActivationSettings,
     Addend,
+    Convolution,
+    DeltaHeads,
     Embedding,
     ExpertWeights,
     Heads,
     NormWeights,
     Positions,
+    Recurrence,
     Router,
     Routing,
+    ScanHeads,
     multiply_logits,
 )
 from cbatch.engine.kernels.triton import activation as activations
@@ -28,6 +32,10 @@ from cbatch.engine.kernels.triton import experts as mixtures
 from cbatch.engine.kernels.triton import heads as projections
 from cbatch.engine.kernels.triton import norm as norms
 from cbatch.engine.kernels.triton.occupancy import device_limits
+from cbatch.engine.kernels.triton.recurrence import convolution as convolutions
+from cbatch.engine.kernels.triton.recurrence import gated_delta as delta_rules
+from cbatch.engine.kernels.triton.recurrence import gated_norm as gated_norms
+from cbatch.engine.kernels.triton.recurrence import selective_scan as scans
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +117,30 @@ class TritonLayerOps:
 
     def combine(self, rows: Tensor, routing: Routing, factor: float, out: Tensor, *, weighs: bool, add: bool) -> None:
         mixtures.combine(rows, routing, factor, out, weighs=weighs, add=add)
+
+    def convolve(
+        self,
+        source: Tensor,
+        convolution: Convolution,
+        state: Tensor,
+        recurrence: Recurrence,
+        out: Tensor,
+        input_gate: Tensor | None,
+        output_gate: Tensor | None,
+    ) -> None:
+        convolutions.convolve(source, convolution, state, recurrence, out, input_gate, output_gate)
+
+    def gated_delta(
+        self, qkv: Tensor, controls: Tensor, heads: DeltaHeads, state: Tensor, recurrence: Recurrence, out: Tensor
+    ) -> None:
+        delta_rules.gated_delta(qkv, controls, heads, state, recurrence, out)
+
+    def selective_scan(
+        self, xbc: Tensor, steps: Tensor, heads: ScanHeads, state: Tensor, recurrence: Recurrence, out: Tensor
+    ) -> None:
+        scans.selective_scan(xbc, steps, heads, state, recurrence, out)
+
+    def gated_norm(
+        self, source: Tensor, gate: Tensor, norm: NormWeights, groups: int, out: Tensor, *, gate_first: bool
+    ) -> None:
+        gated_norms.gated_norm(source, gate, norm, groups, out, gate_first=gate_first)
