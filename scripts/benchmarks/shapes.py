@@ -130,7 +130,7 @@ FAMILY_SHAPES: dict[str, Config] = {
         "linear_num_value_heads": 16,
         "tie_word_embeddings": True,
     },
-    "lfm2": _SMALL_FAMILY
+    "lfm2": {name: value for name, value in _SMALL_FAMILY.items() if name != "hidden_act"}
     | {
         "model_type": "lfm2",
         "vocab_size": 65536,
