@@ -73,7 +73,7 @@ def granite_hybrid(model: Builder) -> None:
     config.ignore("rope_parameters", "rope_scaling", "rope_theta", "intermediate_size", "mamba_chunk_size",
                   "num_experts_per_tok", "init_method", "layers_block_type")  # fmt: skip
     config.expect("normalization_function", "rmsnorm")
-    config.expect("hidden_act", "silu")  # which Mamba's layers have after their convolution, too
+    config.expect("hidden_act", "silu")  # also after the convolutions
     activation, bias = Activation("silu"), bool(config.get("attention_bias", False))
     factor, has_experts = float(config.get("residual_multiplier", 1.0)), int(config.get("num_local_experts", 8)) > 0
     scan, attends = _scan_sizes(model), _attending_layers(model)

@@ -13,7 +13,7 @@ from cbatch.engine.models.programs.config_reader import ConfigReader
 from cbatch.engine.models.programs.families.experts import add_gated_shared_expert, num_experts, sparse_layers
 from cbatch.engine.models.programs.families.registry import family
 from cbatch.engine.models.programs.mixers import DeltaSizes, gated_delta_net
-from cbatch.engine.models.programs.program import Gate, Linear, Matrix
+from cbatch.engine.models.programs.program import Activation, Gate, Linear, Matrix
 from cbatch.engine.models.programs.rotary import read_rotary
 
 
@@ -21,11 +21,12 @@ from cbatch.engine.models.programs.rotary import read_rotary
 def qwen_hybrid(model: Builder) -> None:
     """Norms have weights around 0, but for those of the delta nets. Text needs none of the positions for pictures."""
     config, kind = model.config, model.config.kind
-    norm = NormKind(config.get("rms_norm_eps", 1e-6), offset=1.0)
-    heads, delta = model.head_sizes(head_dim=256), _delta_sizes(config)
+    norm, is_dense = NormKind(config.get("rms_norm_eps", 1e-6), offset=1.0), kind in ("qwen3_5", "qwen3_5_text")
+    kv_heads = int(config.get("num_key_value_heads", 4 if is_dense else 2))
+    heads, delta = model.head_sizes(kv_heads=kv_heads, head_dim=256), _delta_sizes(config)
     rotary = model.rotary(read_rotary(config, heads.head_dim, part=0.25))
-    activation, is_dense = model.activation("hidden_act", default="silu"), "moe" not in kind and kind != "qwen3_next"
-    config.expect("hidden_act", "silu")  # which the delta nets have after their convolution, too
+    activation = Activation("silu")
+    config.expect("hidden_act", "silu")  # also after the convolutions
     bias, interval = bool(config.get("attention_bias", False)), int(config.get("full_attention_interval", 4))
     kinds = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in model.numbers]
     kinds = model.layer_types(kinds, ("full_attention", "linear_attention"))
