@@ -41,6 +41,7 @@ from cbatch.engine.runtime.kv_cache import FP8, KVCache
 from cbatch.engine.sampling.sampler import PARAM_WORDS, Sampler
 from cbatch.engine.scheduler.limits import StepLimits
 from cbatch.engine.stepping_engine import SteppingEngine
+from tests.support.architectures import make_architecture
 from tests.support.cuda_model import (
     DEVICE,
     LENGTHS,
@@ -138,6 +139,24 @@ def test_a_model_of_transformers_equals_generate(kind: str, monkeypatch: pytest.
     engine = engine_with_graphs(monkeypatch, model, capture, run_ahead=True)
     if isinstance(capture, Repeater):
         monkeypatch.setattr(TransformersModel, "forward", None)
+    for prompt, output in zip(make_prompts(LENGTHS), run(engine), strict=True):
+        assert is_greedy_output(network, prompt, output)
+    if isinstance(capture, Repeater):
+        assert capture.replayed == engine.stats().num_steps
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("qwen3_5_text", {}), ("lfm2", {}), ("granitemoehybrid", {"num_local_experts": 0})]
+)
+def test_a_model_with_recurrent_layers_equals_generate(
+    kind: str, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards slots in captured steps: they are read on the device, and padding touches no state."""
+    network = make_architecture(kind, eos_token_id=None, **sizes).to(DEVICE)
+    model, capture = model_of(network), capturer()
+    engine = engine_with_graphs(monkeypatch, model, capture, run_ahead=True)
+    if isinstance(capture, Repeater):
+        monkeypatch.setattr(model, "forward", None)
     for prompt, output in zip(make_prompts(LENGTHS), run(engine), strict=True):
         assert is_greedy_output(network, prompt, output)
     if isinstance(capture, Repeater):
