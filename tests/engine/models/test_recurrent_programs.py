@@ -120,6 +120,19 @@ def test_files_of_models_for_pictures() -> None:
     assert error_of(found, expected_logits("qwen3_5_text")) < 2e-4
 
 
+def test_files_with_all_experts_in_one_tensor() -> None:
+    """Guards the two ways in which files hold experts: matrix by matrix, and gates and ups of all of them together."""
+    saved = saved_model("qwen3_5_moe_text")
+    network = {name: one for name, one in saved.network.state_dict().items() if ".experts." in name}
+    tensors = {name: one for name, one in saved.tensors.items() if ".experts." not in name} | network
+    assert all(name.endswith(("gate_up_proj", "down_proj")) for name in network)
+    found = logits_in_chunks(Runner(CpuModel(saved.config, tensors, torch.float32), CpuAttention(), 2), 25, 35)
+    assert error_of(found, expected_logits("qwen3_5_moe_text")) < 2e-4
+    name = next(iter(network))
+    with pytest.raises(UnsupportedConfig, match="missing"):
+        CpuModel(saved.config, {key: one for key, one in tensors.items() if key != name}, torch.float32)
+
+
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from cbatch.engine.models.programs.builder import Builder
 from cbatch.engine.models.programs.config_reader import ConfigReader, UnsupportedConfig
 from cbatch.engine.models.programs.families.registry import declaration_of, declared_kinds
 from cbatch.engine.models.programs.program import Layout, Program
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 __all__ = ["check_weights", "declared_kinds", "read_program", "resolved", "text_config"]
 
@@ -76,8 +78,10 @@ def resolved(program: Program, tensors: Mapping[str, Tensor]) -> Mapping[str, Te
     table = program.embed.table.name
     for layout in program.layouts:
         if table not in tensors and _named(table, layout) in tensors:
-            return _Renamed(tensors, layout)
-    return tensors
+            tensors = _Renamed(tensors, layout)
+            break
+    stacked = {name for name in tensors if name.endswith(".experts.gate_up_proj")}
+    return _Unstacked(tensors, program.shapes.keys()) if stacked - program.shapes.keys() else tensors
 
 
 def _named(name: str, layout: Layout) -> str:
@@ -98,6 +102,43 @@ class _Renamed(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[self._names[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class _Unstacked(Mapping[str, Tensor]):
+    """Tensors of files that hold the matrices of all experts in one, for a program that names each."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
+        """names: of the program"""
+        self._tensors = tensors
+        found = {name: match for name in names if (match := _EXPERT.fullmatch(name)) and name not in tensors}
+        self._places = {name: self._place_of(*match.groups()) for name, match in found.items()}
+        self._places = {name: place for name, place in self._places.items() if place[0] in tensors}
+        stacked = {place[0] for place in self._places.values()}
+        self._names = [*(name for name in tensors if name not in stacked), *self._places]
+        self._last: tuple[str, Tensor] | None = None
+
+    @staticmethod
+    def _place_of(prefix: str, number: str, part: str) -> tuple[str, int, str]:
+        return f"{prefix}.{'down' if part == 'down' else 'gate_up'}_proj", int(number), part
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._places:
+            return self._tensors[name]
+        stack, number, part = self._places[name]
+        if self._last is None or self._last[0] != stack:  # it is large, and experts are read one after the other
+            self._last = None
+            self._last = stack, self._tensors[stack]
+        matrix = self._last[1][number]
+        if part == "down":
+            return matrix
+        gate, up = matrix.chunk(2)
+        return gate if part == "gate" else up
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
